@@ -6,14 +6,11 @@ from dataclasses import dataclass
 
 from shardlab.planner.bounds import Floors
 from shardlab.planner.chosen import PlanChoice
-from shardlab.planner.reasons import Alternative, sentence
+from shardlab.planner.reasons import Topic, sentence
 from shardlab.planner.space import PlanShape
 from shardlab.program import Kind, Mesh
 from shardlab.rules.pieces import counted
 from shardlab.timeline.units import bytes_text, seconds_text
-
-FITTING = ("ZeRO", "data parallelism", "replicas", "shards over", "recomputation", "computed again", "gathered")
-"""Words of the choices that are made so that a model fits."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +23,10 @@ class Decision:
 
 def decisions(choice: PlanChoice) -> list[Decision]:
     """Explain a choice."""
-    groups: dict[str, list[Alternative]] = {"fit": [], "batch": [], "speed": []}
-    for each in choice.alternatives:
-        fitting = any(word in each.choice for word in FITTING)
-        groups["batch" if each.choice.startswith("microbatches") else "fit" if fitting else "speed"].append(each)
     return [
-        Decision("1. Does it fit?", [*_state(choice), *_instead(choice, groups["fit"])]),
-        Decision("2. What batch?", [*_batch(choice), *_instead(choice, groups["batch"])]),
-        Decision("3. How fast?", [*_speed(choice), *_instead(choice, groups["speed"])]),
+        Decision("1. Does it fit?", [*_state(choice), *_instead(choice, "fit")]),
+        Decision("2. What batch?", [*_batch(choice), *_instead(choice, "batch")]),
+        Decision("3. How fast?", [*_speed(choice), *_instead(choice, "speed")]),
     ]
 
 
@@ -106,5 +99,7 @@ def _speed(choice: PlanChoice) -> list[str]:
     return lines
 
 
-def _instead(choice: PlanChoice, alternatives: list[Alternative]) -> list[str]:
-    return [f"{each.choice}: {sentence(each, choice.answer, choice.problem)}" for each in alternatives]
+def _instead(choice: PlanChoice, topic: Topic) -> list[str]:
+    """The alternatives that are about one topic, a line each."""
+    about = [each for each in choice.alternatives if each.topic == topic]
+    return [f"{each.choice}: {sentence(each, choice.answer, choice.problem)}" for each in about]

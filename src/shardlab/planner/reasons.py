@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from shardlab.errors import UserError
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.space import WORDS
 from shardlab.planner.workers import Answer, Ask, Asked
-from shardlab.program import AXES
 from shardlab.strategies.plan import Plan
 from shardlab.timeline.units import bytes_text
 
 ZERO = ("data parallelism", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 """How much of the model data-parallel ranks share, least first."""
+
+Topic = Literal["fit", "batch", "speed"]
+"""The question that a choice answers: whether the model fits, what batch a rank takes, or how fast a step is."""
 
 TELLING = 0.005
 """A share of the step that differs by less is not named."""
@@ -26,11 +28,13 @@ class Alternative:
     """A plan that differs in one choice.
 
     Attributes:
+        topic: what the choice is about.
         choice: which, in words: `tp 4 instead of 8`.
         candidate: the plan.
         answer: its forecast, and what its step's time goes to (None: the code that runs plans does not accept it).
     """
 
+    topic: Topic
     choice: str
     candidate: Candidate
     answer: Answer | None
@@ -38,32 +42,33 @@ class Alternative:
 
 def alternatives(problem: Problem, chosen: Candidate, ask: Ask) -> list[Alternative]:
     """The nearest alternative of each choice, forecast; those that cannot be run are left out."""
-    near = [(choice, other) for choice, other in neighbours(problem, chosen) if problem.limits.allow(other.plan)]
-    coming = [(choice, other, ask(Asked(other, shares=True))) for choice, other in near]
-    found = [Alternative(choice, other, future.result()) for choice, other, future in coming]
+    near = [each for each in neighbours(problem, chosen) if problem.limits.allow(each[2].plan)]
+    coming = [(*each, ask(Asked(each[2], shares=True))) for each in near]
+    found = [Alternative(topic, choice, other, future.result()) for topic, choice, other, future in coming]
     return [each for each in found if each.answer is not None]
 
 
-def neighbours(problem: Problem, chosen: Candidate) -> Iterator[tuple[str, Candidate]]:
-    """Candidates that differ in one choice, in the order in which an expert decides."""
+def neighbours(problem: Problem, chosen: Candidate) -> Iterator[tuple[Topic, str, Candidate]]:
+    """Candidates that differ in one choice: what it is about, the choice in words, and the candidate."""
     plan = chosen.plan
-    for choice, words in (*_meshes(plan), *_sharing(plan), *_words(plan)):
+    for topic, choice, words in (*_meshes(plan), *_sharing(plan), *_words(plan)):
         try:
             other = replace(chosen, plan=replace(plan, **words))
         except UserError:
             continue
         if problem.sequences % (other.plan.data_ranks * chosen.micro_batch_size) == 0:
-            yield choice, other
+            yield topic, choice, other
     each = problem.sequences // plan.data_ranks
     for size in (chosen.micro_batch_size * 2, chosen.micro_batch_size // 2):
         if size and each % size == 0 and problem.limits.allows("micro_batch_size", size):
             yield (
+                "batch",
                 f"microbatches of {size} instead of {chosen.micro_batch_size}",
                 replace(chosen, micro_batch_size=size),
             )
 
 
-def _meshes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+def _meshes(plan: Plan) -> Iterator[tuple[Topic, str, dict[str, Any]]]:
     """Twice or half as many ranks along an axis, and half or twice as many that share the batch."""
     mesh = plan.mesh
     for axis in ("tp", "pp", "cp", "ep"):
@@ -81,10 +86,10 @@ def _meshes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
                 words |= {"context": "ring", "ulysses_degree": None}
             if plan.recompute not in WORDS:
                 words["recompute"] = "none"
-            yield f"{axis} {other} instead of {size}", words
+            yield "speed", f"{axis} {other} instead of {size}", words
 
 
-def _sharing(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+def _sharing(plan: Plan) -> Iterator[tuple[Topic, str, dict[str, Any]]]:
     """The next more and the next less of what data-parallel ranks share, and replicas."""
     mesh = plan.mesh
     axes = plan.shard_optimizer or (("dp_shard",) if mesh.dp_shard > 1 else ())
@@ -97,36 +102,39 @@ def _sharing(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
             words: dict[str, Any] = {name: axes if place < other else () for place, name in enumerate(fields)}
             if other < 3:
                 words["reshard_after"] = "layer"
-            yield f"{ZERO[other]} instead of {ZERO[stage]}", words
+            yield "fit", f"{ZERO[other]} instead of {ZERO[stage]}", words
     if stage and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0:
         wider = replace(mesh, dp_replicate=mesh.dp_replicate * 2, dp_shard=mesh.dp_shard // 2)
-        yield f"{wider.dp_replicate} replicas of {wider.dp_shard} shards each", {"mesh": wider}
+        yield "fit", f"{wider.dp_replicate} replicas of {wider.dp_shard} shards each", {"mesh": wider}
     if mesh.dp_replicate > 1:
         merged = replace(mesh, dp_replicate=1, dp_shard=mesh.dp_shard * mesh.dp_replicate)
-        yield f"shards over all {merged.dp_shard} ranks, no replicas", {"mesh": merged, **dict.fromkeys(fields, axes)}
+        words = {"mesh": merged, **dict.fromkeys(fields, axes)}
+        yield "fit", f"shards over all {merged.dp_shard} ranks, no replicas", words
 
 
-def _words(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+def _words(plan: Plan) -> Iterator[tuple[Topic, str, dict[str, Any]]]:
     """The other words of a plan."""
     if plan.recompute != "none":
-        yield "without recomputation", {"recompute": "none"}
+        yield "fit", "without recomputation", {"recompute": "none"}
     if plan.recompute != "full":
-        yield "every block computed again", {"recompute": "full"}
+        yield "fit", "every block computed again", {"recompute": "full"}
     if plan.shard_parameters:
         other = "step" if plan.reshard_after != "step" else "layer"
         words = {"step": "weights gathered once a step", "layer": "weights gathered for each use"}
-        yield words[other], {"reshard_after": other}
+        yield "fit", words[other], {"reshard_after": other}
     if plan.mesh.tp > 1:
         now = plan.sequence_parallel
-        yield f"with{'out' * now} sequence parallelism", {"sequence_parallel": not now}
+        yield "speed", f"with{'out' * now} sequence parallelism", {"sequence_parallel": not now}
     if plan.mesh.pp > 1:
         for schedule, stages in (("1f1b", None), ("interleaved-1f1b", 2), ("zb-h1", None), ("gpipe", None)):
             if schedule != plan.schedule:
-                yield f"{schedule} instead of {plan.schedule}", {"schedule": schedule, "stages_per_rank": stages}
+                words = {"schedule": schedule, "stages_per_rank": stages}
+                yield "speed", f"{schedule} instead of {plan.schedule}", words
     if plan.mesh.cp > 1:
         for context in ("ring", "all_gather", "ulysses"):
             if context != plan.context:
-                yield f"context {context} instead of {plan.context}", {"context": context, "ulysses_degree": None}
+                words = {"context": context, "ulysses_degree": None}
+                yield "speed", f"context {context} instead of {plan.context}", words
 
 
 def sentence(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
@@ -162,6 +170,3 @@ def _why(answer: Answer, chosen: Answer) -> str:
         return ""
     what = "compute" if name == "compute" else "bubble" if name == "bubble" else f"exposed {name}"
     return f" ({what} {ours.get(name, 0.0):.1%} → {theirs.get(name, 0.0) * times:.1%} of today's step)"
-
-
-assert set(AXES) >= {"tp", "pp", "cp", "ep"}
