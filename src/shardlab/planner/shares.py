@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardlab.predict.estimate import Estimate
@@ -36,39 +37,36 @@ class StepShares:
 
 
 def shares_of(workload: Workload) -> StepShares:
-    """Replay as many microbatches as `forecast` does, and extend what they show.
+    """What a step's time goes to, the mean over ranks.
 
     Raises:
         UserError, Refused: as of `forecast`.
     """
-    plan = workload.plan
-    assert isinstance(plan, Plan), "programs of their own are not planned"
-    each = workload.microbatches // plan.data_ranks
-    few, more = enough(plan, each)
-    seconds = _seconds(replace(workload, microbatches=few * plan.data_ranks).estimate())
-    if few < each:
-        longer = _seconds(replace(workload, microbatches=(few + more) * plan.data_ranks).estimate())
-        times = (each - few) / more
-        names = {*seconds, *longer}
-        seconds = {name: extended(seconds.get(name, 0.0), longer.get(name, 0.0), times) for name in names}
+    seconds = _extended(workload, _seconds)
     step = sum(seconds.values())
-    return StepShares({name: part / step for name, part in sorted(seconds.items(), key=lambda each: -each[1])})
+    return StepShares({name: part / step for name, part in seconds.items()})
 
 
 def path_of(workload: Workload) -> dict[str, float]:
-    """Seconds of a step by what its critical path is made of, as replayed and extended as `shares_of` does."""
-    plan = workload.plan
-    assert isinstance(plan, Plan), "programs of their own are not planned"
-    each = workload.microbatches // plan.data_ranks
-    few, more = enough(plan, each)
+    """Seconds of a step by what its critical path is made of, the largest first."""
 
-    def parts(count: int) -> dict[str, float]:
-        estimate = replace(workload, microbatches=count * plan.data_ranks).estimate()
+    def parts(estimate: Estimate) -> dict[str, float]:
         return path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
 
-    seconds = parts(few)
+    return _extended(workload, parts)
+
+
+def _extended(workload: Workload, parts: Callable[[Estimate], dict[str, float]]) -> dict[str, float]:
+    """Parts of a step in seconds, the largest first: of as many microbatches as `forecast` replays, extended to all."""
+    plan = workload.plan
+    assert isinstance(plan, Plan), "programs of their own are not planned"
+    ranks = plan.data_ranks
+    each = workload.microbatches // ranks
+    few, more = enough(plan, each)
+    seconds = parts(replace(workload, microbatches=few * ranks).estimate())
     if few < each:
-        longer, times = parts(few + more), (each - few) / more
+        longer = parts(replace(workload, microbatches=(few + more) * ranks).estimate())
+        times = (each - few) / more
         names = {*seconds, *longer}
         seconds = {name: extended(seconds.get(name, 0.0), longer.get(name, 0.0), times) for name in names}
     return dict(sorted(seconds.items(), key=lambda part: -part[1]))
