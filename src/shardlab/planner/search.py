@@ -99,7 +99,7 @@ class Found:
         return best
 
     def misses(self) -> dict[str, tuple[float, Candidate]]:
-        """Of each family of which nothing can fit, what comes nearest: its bytes, or a floor of them."""
+        """Tell which plan comes nearest, of each family of which none fits, and its bytes or a floor of them."""
         nearest = dict(self.too_large)
         for each in self.outcomes:
             known = nearest.get(each.family)
@@ -169,9 +169,9 @@ class Search:
         try:
             self._fill()
             if not self._change:
-                self._forecast_all(self._lacks)
+                self._forecast_all()
             self._scouted = True
-            self._forecast_all(lambda floor, _: floor <= self._enough())
+            self._forecast_all()
             self.found.left = self._left()
         except KeyboardInterrupt:
             self.found.left = self._left()
@@ -232,22 +232,19 @@ class Search:
         if name not in self.found.too_large or bytes < self.found.too_large[name][0]:
             self.found.too_large[name] = bytes, candidate
 
-    def _forecast_all(self, wanted: Callable[[float, str], bool]) -> None:
-        """Forecast what is wanted by its floor and the kinds of its family, lowest floor first."""
+    def _forecast_all(self) -> None:
+        """Forecast what is wanted, lowest floor first."""
         coming = self._coming
         while not self._over():
             while self._heap and len(coming) < self._ahead and not self._over():
                 floor, _, shape, candidate = self._heap[0]
-                if not wanted(
-                    floor, family(candidate.plan) if isinstance(candidate, Candidate) else model_kinds(shape.mesh)
-                ):
-                    if wanted == self._lacks:
-                        self._in_hand = floor
-                        self._kept.append(heapq.heappop(self._heap))
-                        self._in_hand = None
-                        continue
+                if self._scouted and floor > self._enough():
                     break
                 self._in_hand = floor
+                if not self._scouted and not self._lacks(shape, candidate):
+                    self._kept.append(heapq.heappop(self._heap))
+                    self._in_hand = None
+                    continue
                 heapq.heappop(self._heap)
                 if candidate is None:
                     self._expand(shape)
@@ -273,8 +270,9 @@ class Search:
         self._kept = []
         heapq.heapify(self._heap)
 
-    def _lacks(self, floor: float, name: str) -> bool:
-        """Whether more is to be known of a family, or of some family of these kinds of parallelism."""
+    def _lacks(self, shape: PlanShape, candidate: Candidate | Plan | None) -> bool:
+        """Whether more is to be known of a candidate's family, or of some family of a shape's kinds of parallelism."""
+        name = family(candidate.plan) if isinstance(candidate, Candidate) else model_kinds(shape.mesh)
         return not name or self._forecasts.get(name, 0) < SCOUTS
 
     def _expand(self, shape: PlanShape) -> None:
