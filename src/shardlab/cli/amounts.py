@@ -11,7 +11,7 @@ BYTES = {"": 1, "b": 1} | {
 }
 
 TOKENS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-"""As batches are named: 4M tokens are 512 sequences of 8,192."""
+"""Units of tokens, powers of 1,024 as batches are commonly named: 4M tokens are 512 sequences of 8,192."""
 
 
 def read_bytes(text: str, flag: str) -> float:

@@ -159,7 +159,7 @@ class PlanCommand:
             raise UserError(f"--grade takes models and devices from its file; leave {wrong[0]} out")
 
     def _problem(self) -> Problem:
-        """What is to be planned.
+        """Make the planning problem that the flags describe.
 
         Raises:
             UserError: for names that are unknown, and values that do not go together.

@@ -15,6 +15,7 @@ from statistics import median
 
 from shardlab.execute.gpus import gpu_count
 from shardlab.hardware import Machine, Profile
+from shardlab.hardware.cores import cores
 from shardlab.hardware.profile import differences
 from shardlab.measure.kernel_fit import fit_kernels
 from shardlab.measure.lines import fit_lines
@@ -28,7 +29,7 @@ def this_machine() -> Machine:
         import torch
 
         return Machine(torch.cuda.get_device_name(0), gpus, version("torch"), "nccl")
-    return Machine(_processor(), _cores(), version("torch"), "gloo")
+    return Machine(_processor(), cores(), version("torch"), "gloo")
 
 
 def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Profile:
@@ -98,11 +99,6 @@ def _processor() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory() -> float:

@@ -36,7 +36,7 @@ class AlikeBlocks:
         self._repeated = Repeated(self.short, model.layers - self.whole.layers)
 
     def all(self, known: Sequence[T]) -> list[T]:
-        """What is known of every layer of the short model, of every layer of the whole one."""
+        """Extend a list with an entry for each layer of the short model to all layers of the whole one."""
         return [known[layer] for layer in self._repeated.alike[:-1]]
 
     @cached_property

@@ -185,7 +185,7 @@ class Floors:
         return self._passes[key]
 
     def _some(self, shape: PlanShape, recompute: tuple[int, ...]) -> LayerFloors:
-        """As `passes`, where some blocks alone are computed again."""
+        """Floors of the shape's layers, if the blocks with these numbers are computed again."""
         model, none, full = blocks_of(self.problem, shape), self.passes(shape), self.passes(shape, "full")
         again = {layer for block in recompute for layer in model.layers.recomputable[block]}
         backward, kept = (
@@ -281,7 +281,7 @@ class Floors:
         return few_of(self._each(shape), plan.mesh.pp)
 
     def _in_flight(self, shape: PlanShape, plan: Plan) -> list[list[Any]]:
-        """Of each pipeline rank, the moments when most is kept: microbatches of each stage, and stages with gradients.
+        """Find when each pipeline rank keeps most: microbatches of each of its stages, and stages with gradients.
 
         Only moments after a forward pass are told, and of those at which as much is kept the last.
         """

@@ -1,4 +1,4 @@
-"""What is to be planned: a model, a cluster and a batch, and the limits that a user sets."""
+"""Problems that the planner solves: a model, a cluster and a batch, and the limits that a user sets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from shardlab.hardware import Cluster
 from shardlab.models import Blocks
 from shardlab.predict.recipe import OWN, Recipe
 from shardlab.predict.workload import Workload
-from shardlab.program import AXES
 from shardlab.program.field_types import as_flags
 from shardlab.program.precision import Optimizer, Precision
 from shardlab.strategies.plan import Plan
@@ -115,6 +114,3 @@ class Problem:
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.sequences * self.model.seq_len
-
-
-assert "micro_batch_size" not in AXES

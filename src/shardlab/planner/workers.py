@@ -13,13 +13,15 @@ from typing import Literal
 
 from shardlab.errors import Refused, UserError
 from shardlab.hardware import Cluster
+from shardlab.hardware.cores import cores
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.shares import StepShares, shares_of
 from shardlab.predict.forecast import Forecast, forecast
 from shardlab.predict.limits import broken_limit
 
 Change = Literal["", "memory", "links", "batch"]
-"""What is twice as much: each device's memory, the bandwidth between nodes, or the global batch."""
+"""A doubling that the planner tries on a problem: of each device's memory, of the bandwidth between nodes, or of the
+global batch ("": none)."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,6 @@ def workers(problem: Problem, count: int | None = None) -> Generator[Ask]:
         yield lambda asked: pool.submit(_answer_here, asked)
     finally:  # what they are at takes moments; a worker that is killed may hold the lock that another waits for
         pool.shutdown(cancel_futures=True)
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _problems: list[Problem] = []
