@@ -1,0 +1,25 @@
+"""Receives are posted before what they bring is needed, so that messages travel while their receiver computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from shardlab.check import Checked
+from shardlab.passes.ordering import Ordering
+from shardlab.passes.rewriting import AHEAD, Tapes, reordered
+from shardlab.program import OpKind
+
+
+def early_receives(checked: Checked) -> Iterator[Tapes]:
+    """Post each receive so many uses of received values ahead; where that can hang, another number is tried."""
+    for ahead in AHEAD:
+        yield reordered(checked, partial(_wish, ahead))
+
+
+def _wish(ahead: int, order: Ordering) -> None:
+    needs = order.needs
+    received = [at for at, op in enumerate(needs.tape) if op.kind is OpKind.RECV and op.batch < 0]
+    uses = [min(needs.readers[needs.tape[at].outputs[0]], default=at) for at in received]
+    for number, at in enumerate(received):
+        order.start_before(at, uses[number - ahead] if number >= ahead else received[0])

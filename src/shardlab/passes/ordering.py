@@ -1,0 +1,86 @@
+"""A new order for one tape: some ops are wished elsewhere, and what depends on them, or they on, goes along."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardlab.passes.dependence import Dependences
+from shardlab.program import Op, OpKind, Spec
+
+FREE, WAIT = OpKind.FREE, OpKind.WAIT
+
+LIGHT = frozenset({OpKind.ADD, OpKind.SCALE, OpKind.CAST, OpKind.SLICE, OpKind.CONCATENATE, OpKind.NORM})
+"""Ops that follow what is moved; passes, updates and communication stay where they are, and hold back what they need."""
+
+
+class Ordering:
+    """Wishes for one tape. Ops that nobody moves stay in their order.
+
+    Args:
+        tape: of a program that has passed the check.
+        rank: whose it is.
+        specs: of its values.
+
+    Attributes:
+        rank: whose tape it is.
+        needs: what must come before what.
+    """
+
+    def __init__(self, tape: Sequence[Op], rank: int, specs: Mapping[int, Spec]) -> None:
+        self.needs = Dependences(tape, rank, specs)
+        self.rank = rank
+        self._tape = tape
+        self._places = _places(tape)
+        self._raised: dict[int, float] = {}
+        self._sunk: dict[int, float] = {}
+
+    def start_before(self, at: int, other: int) -> None:
+        """Have an op start before another, or as soon afterwards as what it needs is there."""
+        self._raise(at, self._places[max(0, other)] - 0.5)
+
+    def start_at_once(self, at: int) -> None:
+        """Have an op start as soon as what it needs is there."""
+        self._raise(at, -1.0)
+
+    def end_before(self, at: int, other: int) -> None:
+        """Have an op go down to just before another (the tape's length: to the end), or to the first that needs it."""
+        self._sunk[at] = len(self._tape) if other >= len(self._tape) else self._places[other] - 0.5
+
+    def _raise(self, at: int, place: float) -> None:
+        if place < self._raised.get(at, self._places[at]):
+            self._raised[at] = place
+            for other in self.needs.before[at]:
+                if self._tape[other].kind in LIGHT:
+                    self._raise(other, place)
+
+    def tape(self) -> list[Op]:
+        """The tape in its new order."""
+        tape, before, after = self._tape, self.needs.before, self.needs.after
+        latest = [float(len(tape))] * len(tape)  # where each op is needed
+        for at in reversed(range(len(tape))):
+            for other in after[at]:
+                follows = tape[other].kind in LIGHT or tape[other].kind is FREE or other in self._sunk
+                latest[at] = min(latest[at], latest[other] if follows else self._place(other))
+        places: list[float] = []
+        for at, op in enumerate(tape):
+            there = max((places[other] for other in before[at]), default=-1.0)
+            if op.kind is FREE:
+                place = there
+            elif at in self._sunk:
+                place = max(there, min(self._sunk[at], latest[at]))
+            else:
+                place = max(there, self._place(at))
+            places.append(place)
+        return [tape[at] for at in sorted(range(len(tape)), key=lambda at: (places[at], at))]
+
+    def _place(self, at: int) -> float:
+        return self._raised.get(at, self._places[at])
+
+
+def _places(tape: Sequence[Op]) -> list[float]:
+    """Where each op stands: what is issued together, at its first op's place, so that nothing comes between."""
+    places: list[float] = []
+    for at, op in enumerate(tape):
+        together = op.batch >= 0 and at > 0 and tape[at - 1].batch == op.batch
+        places.append(places[-1] if together else float(at))
+    return places
