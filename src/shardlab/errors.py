@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 Rule = Literal[
-    "a term", "another rank's value", "autograd's own", "awaited something else", "batch of messages", "can hang",
+    "a term", "another rank's value", "autograd's own", "awaited something else",
+    "batch of collectives", "batch of messages", "can hang",
     "counted twice", "cut matrices", "cut sequences", "deadlock", "does not divide", "elsewhere", "endless", "freed",
     "frozen",
     "frozen and not kept", "frozen in the norm", "in flight", "left over", "loaded twice", "made up",

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
+from shardlab.check.buckets import alike
 from shardlab.check.rank_state import RankState
 from shardlab.program import ExpectedValue, Group, Op, OpKind, Refused, Spec, rooted
 from shardlab.program.matching import Communication, Matcher, Participant
 from shardlab.program.mesh import group_of
-from shardlab.program.ops import COLLECTIVES, Stream
+from shardlab.program.ops import COLLECTIVES, POINT_TO_POINT, Stream
 from shardlab.program.rooted import Call, call_of, call_text
 from shardlab.program.waiting import Wait
 from shardlab.rules import place
@@ -39,6 +40,7 @@ class CommunicationCheck:
         communications: every communication that has come about.
         communication_of: for each rank, its handles' places in `communications`.
         half_batched: the first message with one end in an exchange and the other not; None if there is none.
+        batches: whether collectives are issued together.
         rules: one an op.
     """
 
@@ -47,6 +49,7 @@ class CommunicationCheck:
         self.communications: list[Communication] = []
         self.communication_of: list[dict[int, int]] = [{} for _ in states]
         self.half_batched: Communication | None = None
+        self.batches = False
         self.rules = {
             OpKind.SEND: self._send,
             OpKind.RECV: self._recv,
@@ -111,7 +114,11 @@ class CommunicationCheck:
             if state.batches.get(batch, at - 1) != at - 1:
                 given = f"is of batch {batch}, but other ops stand between it and the rest of its batch"
                 state.refuse("batch of messages", given, "put them before or after the batch")
+            if (op[0] in COLLECTIVES or batch in state.batches) and not _together(state, op):
+                given = "is issued together with what is not of its kind, its group and its dtype"
+                state.refuse("batch of collectives", given, "give it a batch of its own")
             state.batches[batch] = at
+            self.batches |= op[0] in COLLECTIVES
         state.flying[handle] = at
         for number in op[2]:
             state.reading[number] = state.reading.get(number, 0) + 1
@@ -260,6 +267,12 @@ def _join(state: RankState, op: Op) -> Group:
         state.refuse("unknown group", given, "make it by group_of")
     state.groups.add(group)
     return group
+
+
+def _together(state: RankState, op: Op) -> bool:
+    """Whether an op may be of the batch of the one before it: messages with messages, collectives with others alike."""
+    first = state.ops[state.batches.get(op.batch, state.at)]
+    return alike(first, op, state.specs) if op[0] in COLLECTIVES else first[0] in POINT_TO_POINT
 
 
 def _check_peer(state: RankState, op: Op) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardlab.check.buckets import check_batches
 from shardlab.check.channels import decide_models
 from shardlab.check.checked import Checked
 from shardlab.check.dataflow import Dataflow
@@ -54,6 +55,8 @@ def _checked(program: Program, *, judged: int) -> Checked:
             check_kept(state.index, state.ops, state.specs, state.concerned)
         found = dataflow.communication
         communications, communication_of = found.communications, found.communication_of
+        if found.batches:
+            check_batches(program, communications, communication_of)
         models = decide_models(program, communications, communication_of, found.half_batched)
     specs = [state.specs for state in dataflow.states]
     untrained = bits(~dataflow.trained & ((1 << program.layers) - 1))

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from shardlab.check import Checked
 from shardlab.check.accumulation import InPlace
+from shardlab.check.buckets import Buckets
 from shardlab.check.kept import Kept
 from shardlab.check.views import ends_of, last_ends, roots_of
 from shardlab.program import Kind, OpKind
@@ -21,6 +22,7 @@ class Analysis:
 
     Attributes:
         in_place: which ops write over what they read.
+        buckets: the memory of collectives that run as one.
         hooked: indices of FORWARDs and RECOMPUTEs whose BACKWARD is given another weight value than they were, or comes
             in two halves: the executor has a hand in what autograd saves.
         saved_of: number of an activation to those of what autograd saved from its forward passes.
@@ -36,6 +38,7 @@ class Analysis:
         self.tape = checked.program.tapes[rank]
         self.specs = checked.specs[rank]
         self.in_place = InPlace(self.tape)
+        self.buckets = Buckets(self.tape, self.in_place)
         self.saved_of: dict[int, list[int]] = defaultdict(list)
         for op in self.tape:
             for number in op.outputs:

@@ -34,7 +34,7 @@ def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
     def start() -> Wait:
         tensor: torch.Tensor = values[given]
         if of_weights and op.outputs:
-            tensor = _room(state, op.outputs[0]).copy_(tensor)
+            tensor = room(state, op.outputs[0]).copy_(tensor)
         elif of_weights or not in_place or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         for output in op.outputs:
@@ -65,10 +65,10 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     features = any(member.form.slices != members[0].form.slices for member in members)
     if (features and members[0].kind is not Kind.STATS) or along_sequence(members):
         return _gather_apart(state, gather, op, join_of(state.shapes, members))
-    places = _places(members, state.specs[output])
+    places = places_of(state, op)
 
     def start() -> Wait:
-        whole = values[output] = _room(state, output)
+        whole = values[output] = room(state, output)
         if places == sorted(places):
             return gather(whole, values[given].contiguous())
         inbox = torch.empty_like(whole)
@@ -117,8 +117,9 @@ def _gather_apart(state: State, gather: Callable[[torch.Tensor, torch.Tensor], W
     return start
 
 
-def _places(members: list[Spec], whole: Spec) -> list[int]:
-    """For each piece, in the order in which the members give them, its place in the whole."""
+def places_of(state: State, op: Op) -> list[int]:
+    """For each piece of a gather, in the order in which the members give them, its place in the whole."""
+    members, whole = _given(state, op), state.specs[op.outputs[0]]
     of = math.lcm(whole.holds.of, *(member.holds.of for member in members))
     given = [list(bits(_pieces(member, of))) for member in members]
     order = sorted(chain(*given))
@@ -134,7 +135,8 @@ def _pieces(member: Spec, of: int) -> int:
     return member.holds.refined(of).mask
 
 
-def _room(state: State, number: int) -> torch.Tensor:
+def room(state: State, number: int) -> torch.Tensor:
+    """Memory for what arrives: that of a kept weight, a buffer for weights, or new one."""
     spec = state.specs[number]
     if number in state.analysis.kept.arrives:
         return state.kept[spec.layer, spec.holds]
@@ -154,7 +156,7 @@ def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
         whole: torch.Tensor = values[given]
         if cuts:
             whole = torch.cat([cut(whole) for cut in cuts])
-        values[output] = _room(state, output)
+        values[output] = room(state, output)
         return links.reduce_scatter(values[output], whole, group)
 
     return start
@@ -169,7 +171,7 @@ def broadcast(state: State, links: Communicator, at: int, op: Op) -> Start:
         for given in op.inputs:
             return links.broadcast(values[given].contiguous(), group, op.root)
         (output,) = op.outputs
-        values[output] = _room(state, output)
+        values[output] = room(state, output)
         return links.broadcast(values[output], group, op.root)
 
     return start
@@ -181,7 +183,7 @@ def scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     assert group is not None
 
     def start() -> Wait:
-        values[output] = _room(state, output)
+        values[output] = room(state, output)
         whole = next((values[given].contiguous() for given in op.inputs), None)
         return links.scatter(values[output], whole, group, op.root)
 
@@ -210,7 +212,7 @@ def recv(state: State, links: Communicator, at: int, op: Op) -> Start:
     output, values, source, batch = op.outputs[0], state.values, op.peer, op.batch
 
     def start() -> Wait:
-        values[output] = _room(state, output)
+        values[output] = room(state, output)
         return links.recv(values[output], source, batch)
 
     return start
@@ -225,7 +227,7 @@ def copied(state: State, links: Communicator, at: int, op: Op) -> Start:
             values[output] = values[given]
             state.put_opt_state(state.specs[output])
             return _done
-        values[output] = _room(state, output)
+        values[output] = room(state, output)
         return copy(values[output], values[given], device)
 
     return start

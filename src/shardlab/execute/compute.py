@@ -255,7 +255,10 @@ def backward_weight(state: State, at: int, op: Op) -> Instruction:
 def _gradient_room(state: State, at: int, op: Op) -> Callable[[], Tensor]:
     """Where a layer's gradient goes: into zeros, or the older gradient that it is added to."""
     total = state.analysis.in_place.accumulates.get(at)
-    spec, values = state.specs[op.outputs[0]], state.values
+    number, values = op.outputs[0], state.values
+    spec = state.specs[number]
+    if number in state.analysis.buckets.first and total is None:
+        return lambda: state.room_beside(number).zero_()
     if total is None:
         return lambda: state.empty(spec).zero_()
     return lambda: values[total]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from shardlab.check import Checked
+from shardlab.execute.bucket import START_TOGETHER, once
 from shardlab.execute.communication import START
 from shardlab.execute.communicator import Communicator, Groups, Wait
 from shardlab.execute.compiling import want_compilable
@@ -20,6 +21,7 @@ from shardlab.execute.progress import begin_tape
 from shardlab.execute.state import GradientObserver, Sampler, Settings, State
 from shardlab.models import Model
 from shardlab.program import Op, OpKind
+from shardlab.program.ops import COLLECTIVES
 
 
 class Executor:
@@ -124,5 +126,22 @@ class Executor:
             return lambda: waits.pop(handle)()
         if op.kind in COMPUTE:
             return COMPUTE[op.kind](self.state, at, op)
+        if op.batch >= 0 and op.kind in COLLECTIVES:
+            return self._prepare_together(at, op)
         start = START[op.kind](self.state, self.links, at, op)
         return lambda: waits.__setitem__(handle, start())
+
+    def _prepare_together(self, at: int, op: Op) -> Instruction:
+        """Collectives of one batch start with its last op, as one."""
+        waits, tape = self._waits, self.state.tape
+        if at + 1 < len(tape) and tape[at + 1].batch == op.batch:
+            return lambda: None
+        first = next(place for place, other in enumerate(tape) if other.batch == op.batch)
+        ops = tape[first : at + 1]
+        start = START_TOGETHER[op.kind](self.state, self.links, ops)
+        handles = [other.handle for other in ops]
+
+        def run() -> None:
+            waits.update(dict.fromkeys(handles, once(start())))
+
+        return run

@@ -155,6 +155,7 @@ class State:
         self.begin()
         self.reads: dict[int, Set[int]] = {}
         self._weights: dict[tuple[int, int, int], FlatWeight] = {}
+        self._side_by_side: dict[int, Tensor] = {}
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:
         """The first weights of some slices, as they are kept."""
@@ -299,6 +300,22 @@ class State:
             shape = self.shapes.shape(spec)
             return tensor_at(place, shape, self.dtype(spec), self.settings.device)
         return torch.empty(self.shapes.shape(spec), dtype=self.dtype(spec), device=self.settings.device)
+
+    def room_beside(self, number: int) -> Tensor:
+        """Room for a gradient beside those that are all-reduced with it."""
+        buckets = self.analysis.buckets
+        first = buckets.first[number]
+        numbers = buckets.rooms[first]
+        lengths = [self.shapes.shape(self.specs[other])[0] for other in numbers]
+        if number == first:
+            dtype = self.dtype(self.specs[first])
+            self._side_by_side[first] = torch.empty(sum(lengths), dtype=dtype, device=self.settings.device)
+        place = numbers.index(number)
+        return self._side_by_side[first].narrow(0, sum(lengths[:place]), lengths[place])
+
+    def take_side_by_side(self, number: int) -> Tensor | None:
+        """All gradients that lie side by side with one, as one tensor, once; None for one that lies alone."""
+        return self._side_by_side.pop(self.analysis.buckets.first.get(number, -1), None)
 
     def fill_buffer(self, slot: int, length: int) -> Tensor:
         """Room for a weight of `length` elements in a buffer that held none."""

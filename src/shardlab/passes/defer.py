@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 from shardlab.check import Checked
 from shardlab.passes.ordering import Ordering
-from shardlab.passes.rewriting import AHEAD, Tapes, reordered
+from shardlab.passes.rewriting import Tapes, reordered
 from shardlab.program import Kind, OpKind
 
 REDUCTIONS = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_REDUCE, OpKind.REDUCE})
 
 
-def defer(checked: Checked) -> Iterator[Tapes]:
+def defer(checked: Checked, ahead: int) -> Tapes:
     """Await each reduction of a gradient when so many more have been started, and at the latest where it is used."""
-    for ahead in AHEAD:
-        yield reordered(checked, partial(_wish, checked, ahead))
+    return reordered(checked, partial(_wish, checked, ahead))
 
 
 def _wish(checked: Checked, ahead: int, order: Ordering) -> None:
     needs, specs = order.needs, checked.specs[order.rank]
     started = [
-        at
-        for at, op in enumerate(needs.tape)
-        if op.kind in REDUCTIONS and specs[op.inputs[0]].kind is Kind.GRAD_WEIGHT
+        at for at, op in enumerate(needs.tape) if op.kind in REDUCTIONS and specs[op.inputs[0]].kind is Kind.GRAD_WEIGHT
     ]
     for number, at in enumerate(started):
         later = number + ahead

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 from shardlab.check import Checked
 from shardlab.passes.ordering import Ordering
-from shardlab.passes.rewriting import AHEAD, Tapes, reordered
+from shardlab.passes.rewriting import Tapes, reordered
 from shardlab.program import OpKind
 
 
-def early_receives(checked: Checked) -> Iterator[Tapes]:
-    """Post each receive so many uses of received values ahead; where that can hang, another number is tried."""
-    for ahead in AHEAD:
-        yield reordered(checked, partial(_wish, ahead))
+def early_receives(checked: Checked, ahead: int) -> Tapes:
+    """Post each receive so many uses of received values ahead."""
+    return reordered(checked, partial(_wish, ahead))
 
 
 def _wish(ahead: int, order: Ordering) -> None:

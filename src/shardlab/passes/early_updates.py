@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from shardlab.check import Checked
-from shardlab.passes.rewriting import Tapes, reordered
 from shardlab.passes.ordering import Ordering
+from shardlab.passes.rewriting import Tapes, reordered
 from shardlab.program import OpKind
 
 
-def early_updates(checked: Checked) -> Iterator[Tapes]:
+def early_updates(checked: Checked, _: int) -> Tapes:
     """Have every update follow its gradient; where a norm clips, no gradient is final before the last."""
 
     def wish(order: Ordering) -> None:
@@ -18,4 +16,4 @@ def early_updates(checked: Checked) -> Iterator[Tapes]:
             if op.kind is OpKind.UPDATE:
                 order.start_at_once(at)
 
-    yield reordered(checked, wish)
+    return reordered(checked, wish)

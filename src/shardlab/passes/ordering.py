@@ -10,7 +10,7 @@ from shardlab.program import Op, OpKind, Spec
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
 LIGHT = frozenset({OpKind.ADD, OpKind.SCALE, OpKind.CAST, OpKind.SLICE, OpKind.CONCATENATE, OpKind.NORM})
-"""Ops that follow what is moved; passes, updates and communication stay where they are, and hold back what they need."""
+"""Ops that follow what is moved. Others stay where they are, and hold back what they need."""
 
 
 class Ordering:
@@ -55,6 +55,8 @@ class Ordering:
 
     def tape(self) -> list[Op]:
         """The tape in its new order."""
+        if not self._raised and not self._sunk:
+            return list(self._tape)
         tape, before, after = self._tape, self.needs.before, self.needs.after
         latest = [float(len(tape))] * len(tape)  # where each op is needed
         for at in reversed(range(len(tape))):

@@ -5,19 +5,17 @@ FSDP's prefetching (Zhao et al. 2023, arXiv 2304.11277, section 3.3.2), on any t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 from shardlab.check import Checked
 from shardlab.passes.ordering import Ordering
-from shardlab.passes.rewriting import AHEAD, Tapes, reordered
+from shardlab.passes.rewriting import Tapes, reordered
 from shardlab.program import Kind, OpKind
 
 
-def prefetch(checked: Checked) -> Iterator[Tapes]:
+def prefetch(checked: Checked, ahead: int) -> Tapes:
     """Start each gather of weights so many uses of gathered weights ahead."""
-    for ahead in AHEAD:
-        yield reordered(checked, partial(_wish, checked, ahead))
+    return reordered(checked, partial(_wish, checked, ahead))
 
 
 def _wish(checked: Checked, ahead: int, order: Ordering) -> None:

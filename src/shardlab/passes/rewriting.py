@@ -10,9 +10,6 @@ from shardlab.program import Op
 
 Tapes = list[list[Op]]
 
-AHEAD = (1, 2, 4, 8)
-"""How far ahead a pass looks: it tries each, and takes what is fastest within the memory."""
-
 
 def reordered(checked: Checked, wish: Callable[[Ordering], None]) -> Tapes:
     """Every rank's tape, in the order that its wishes give."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from shardlab.check import Checked, check
 from shardlab.errors import Refused
-from shardlab.passes.table import Pass
+from shardlab.passes.table import PASSES, Pass
 from shardlab.program import Sizes
 from shardlab.timeline.clocks import Clocks
 from shardlab.timeline.costs import UNIT_COSTS
@@ -48,14 +48,14 @@ class Passed:
         checked: the program.
         end: when its step ends.
         peak: bytes of its fullest rank.
-        changed: whether the pass has found a better one.
+        number: with which number the pass has found a better one (0: it has found none).
     """
 
     name: str
     checked: Checked
     end: float
     peak: int
-    changed: bool = False
+    number: int = 0
 
     def better(self, other: Passed, memory: float) -> bool:
         """Whether this is to be preferred to another."""
@@ -77,7 +77,8 @@ def run_passes(checked: Checked, passes: Iterable[Pass], goal: Goal | None = Non
     found = [Passed("", checked, *goal.of(checked))]
     for each in passes:
         before = best = found[-1]
-        for tapes in each.candidates(before.checked):
+        for number in each.numbers:
+            tapes = each.rewrite(before.checked, number)
             if tapes == before.checked.program.tapes:
                 continue
             try:
@@ -85,7 +86,13 @@ def run_passes(checked: Checked, passes: Iterable[Pass], goal: Goal | None = Non
             except Refused:
                 continue
             if set(before.checked.backends()) <= set(candidate.backends()):
-                passed = Passed(each.name, candidate, *goal.of(candidate), changed=True)
+                passed = Passed(each.name, candidate, *goal.of(candidate), number)
                 best = passed if passed.better(best, goal.memory) else best
-        found.append(replace(best, name=each.name, changed=best is not before))
+        found.append(best if best is not before else replace(before, name=each.name, number=0))
     return found
+
+
+def settled(found: Iterable[Passed]) -> str:
+    """The passes that have found something, with their numbers, as `find_passes` reads them."""
+    words = (f"{each.name}={each.number}" if PASSES[each.name].means else each.name for each in found if each.number)
+    return ",".join(words) or "none"

@@ -10,6 +10,7 @@ Where communication takes time from compute (`Prices.contention`), a rank pays f
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -79,6 +80,7 @@ class Clocks:
         self._times = Times(starts, ends, ready, [[] for _ in tapes])
         self._stream_free: list[dict[Hashable, float]] = [{} for _ in tapes]
         self._arrived: dict[int, int] = {}  # communication -> members that have come
+        self._together = together_of(traced)
         self._arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
         self._wanted: dict[int, float] = {}  # message -> when its receive was issued
         self._handle_end: list[dict[int, float]] = [{} for _ in tapes]
@@ -167,9 +169,10 @@ class Clocks:
         """A part of a communication is issued: a buffered send is ready at once, all else when its last part comes."""
         communication = self._traced.communications[number]
         if communication.stream is not MESSAGE or self._messages == "rendezvous":
-            self._arrived[number] = self._arrived.get(number, 0) + 1
-            if self._arrived[number] == len(communication.participants):
-                self._push(now, -1, number)
+            together = self._together.get(number, (number,))
+            arrived = self._arrived[together[0]] = self._arrived.get(together[0], 0) + 1
+            if arrived == len(together) * len(communication.participants):
+                self._push(now, -1, together[0])
         elif kind is SEND:
             self._push(now, -1, number)
         else:
@@ -179,7 +182,9 @@ class Clocks:
     def _start(self, number: int, now: float) -> None:
         communication = self._traced.communications[number]
         if communication.stream is COLLECTIVE:
-            self._run(communication, communication.participants, now, self._price.collective(communication))
+            together = [self._traced.communications[other] for other in self._together.get(number, (number,))]
+            members = [member for each in together for member in each.participants]
+            self._run(communication, members, now, self._price.collective(*together))
             return
         rank, _, at = communication.participants[0]
         op, specs = self._traced.program.tapes[rank][at], self._traced.specs[rank]
@@ -220,6 +225,18 @@ class Clocks:
             if (rank, handle) in self._parked:
                 self._push(max(self._parked.pop((rank, handle)), now), rank, -1)
         return end
+
+
+def together_of(traced: Traced) -> dict[int, tuple[int, ...]]:
+    """Map each collective that is issued together with others to all of them, by their places; they run as one."""
+    tapes = traced.program.tapes
+    batches: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, (stream, _, members) in enumerate(traced.communications):
+        if stream is COLLECTIVE:
+            rank, _, at = members[0]
+            if (batch := tapes[rank][at].batch) >= 0:
+                batches[rank, batch].append(number)
+    return {number: tuple(together) for together in batches.values() for number in together}
 
 
 def computing(idle: Sequence[Idle], since: float, until: float) -> float:

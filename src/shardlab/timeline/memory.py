@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shardlab.check.accumulation import InPlace
+from shardlab.check.buckets import Buckets
 from shardlab.check.views import roots_of
 from shardlab.program import Kind, Op, OpKind, Sizes, Spec
 from shardlab.rules.place import PLACES
@@ -127,12 +128,16 @@ def account(
     """
     in_place = InPlace(tape)
     taken_over = {at: older for at, (older, _) in in_place.fused.items()}
+    buckets = Buckets(tape if real else (), in_place)
     if real:
         taken_over |= {at: tape[at].inputs[0] for at in in_place.first_input if at not in taken_over}
+        if buckets.first:
+            taken_over = {at: older for at, older in taken_over.items() if older not in buckets.first}
+    buffers: dict[int, tuple[list[int], int]] = {}  # handle to those of its batch, and to the bytes of their buffer
     free_of_room = {newer for _, newer in in_place.fused.values()}
     room, place = ([0] * (max(specs, default=-1) + 1) for _ in range(2))  # of each value: its bytes, its category
     owned: dict[int, dict[Kind, int]] = {}  # what autograd keeps for an activation
-    views = Views(tape, specs)
+    views = Views(tape, specs, buckets.first)
     issued: dict[int, tuple[int, ...]] = {}
     live, peak, peak_op = 0, 0, 0
     by_category = [0] * len(CATEGORIES)
@@ -151,7 +156,10 @@ def account(
             for number in op[3]:
                 spec = specs[number]
                 elsewhere = spec[0].place != memory or number in free_of_room or number in views.roots
-                bytes = room[number] = 0 if elsewhere else size(spec)
+                bytes = 0 if elsewhere else size(spec)
+                if number in buckets.rooms:
+                    bytes = sum(size(specs[other]) for other in buckets.rooms[number])
+                room[number] = bytes
                 slot = PLACE_OF_KIND[spec[0].kind]
                 if handle >= 0:
                     gathers = kind is OpKind.ALL_GATHER and slot == _PARAMETERS and spec[0].step == 0
@@ -159,6 +167,13 @@ def account(
                     issued[handle] = op[3]
                 place[number] = slot
                 by_category[slot] += bytes
+                live += bytes
+            if at in buckets.copied:
+                together = [tape[other] for other in buckets.copied[at]]
+                bytes = sum(max(size(specs[n]) for n in (*other[2], *other[3])) for other in together)
+                handles = [other[4] for other in together]
+                buffers |= dict.fromkeys(handles, (handles, bytes))
+                by_category[_COMMUNICATION] += bytes
                 live += bytes
             if at in taken_over:  # the result is that value's buffer, and from now on that is all that counts
                 older = taken_over[at]
@@ -186,6 +201,12 @@ def account(
                 kept[made] = op[3][-1]
         else:
             if kind is WAIT:
+                if handle in buffers:
+                    handles, bytes = buffers[handle]
+                    for other in handles:
+                        del buffers[other]
+                    by_category[_COMMUNICATION] -= bytes
+                    live -= bytes
                 for number in issued.pop(handle, ()):
                     if place[number] == _COMMUNICATION:  # it has arrived
                         by_category[_COMMUNICATION] -= room[number]
@@ -202,10 +223,11 @@ class Views:
     """Which values take no room of their own, and when the room that they share is given back.
 
     Attributes:
-        roots: number of a slice, or of what an update makes in the place of one, to the value whose memory it lies in.
+        roots: number of a slice, or of what an update makes in the place of one, to the value whose memory it lies in;
+            of gradients side by side, to the first.
     """
 
-    def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
+    def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], neighbours: Mapping[int, int]) -> None:
         self.roots = roots_of(tape, specs)
         loaded = {op.outputs[0] for op in tape if op[0] in _LOADS} if self.roots else set[int]()
         for op in tape if self.roots else ():
@@ -213,6 +235,8 @@ class Views:
                 for given, made in zip(op.inputs[1:3], op.outputs, strict=True):
                     if (root := self.roots.get(given)) in loaded:
                         self.roots[made] = root
+        self.roots = {number: neighbours.get(root, root) for number, root in self.roots.items()}
+        self.roots |= {number: first for number, first in neighbours.items() if number != first}
         self._left = Counter(self.roots.values())  # views that have not ended, and the value itself
         self._left.update(self._left.keys())
 

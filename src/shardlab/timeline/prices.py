@@ -95,14 +95,18 @@ class PriceList:
             time = self._known[key] = self._prices.compute_time(op, specs, self._sizes)
         return time
 
-    def collective(self, communication: Communication) -> float:
-        """The time of a collective: the whole value is the largest that any member gives or receives."""
+    def collective(self, *together: Communication) -> float:
+        """The time of a collective, or of several that run as one: of each the whole value counts, the largest that any
+        member gives or receives."""
         tapes, bytes = self._traced.program.tapes, 0
         op = None
-        for rank, _, at in communication.participants:
-            op, specs = tapes[rank][at], self._traced.specs[rank]
-            for number in (*op[2], *op[3]):
-                bytes = max(bytes, self._bytes(specs[number]))
+        for communication in together:
+            most = 0
+            for rank, _, at in communication.participants:
+                op, specs = tapes[rank][at], self._traced.specs[rank]
+                for number in (*op[2], *op[3]):
+                    most = max(most, self._bytes(specs[number]))
+            bytes += most
         assert op is not None
         assert op.group is not None
         key = (op[0], op.group, bytes)

@@ -1,0 +1,111 @@
+"""Batches of collectives: several of one kind that are issued together, and run as one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from shardlab.check.accumulation import InPlace
+from shardlab.errors import Refused
+from shardlab.program import Kind, Op, OpKind, Program, Spec
+from shardlab.program.matching import Communication
+from shardlab.program.ops import COLLECTIVES
+from shardlab.rules.pieces import counted
+
+BUCKETED = frozenset({OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER})
+"""Collectives that may be issued together."""
+
+FLAT = frozenset({Kind.WEIGHT, Kind.GRAD_WEIGHT})
+"""Of values of these kinds: each is one flat run of a layer's elements."""
+
+
+def batches_of(tape: Sequence[Op]) -> dict[int, list[int]]:
+    """The indices of the collectives of each batch, by its number."""
+    batches: dict[int, list[int]] = defaultdict(list)
+    for at, op in enumerate(tape):
+        if op.batch >= 0 and op[0] in COLLECTIVES:
+            batches[op.batch].append(at)
+    return dict(batches)
+
+
+def alike(one: Op, other: Op, specs: Mapping[int, Spec]) -> bool:
+    """Whether two collectives may be issued together: they do the same to values of one kind, on one group."""
+    if one[0] not in BUCKETED or (one[0], one.group, one.reduction) != (other[0], other.group, other.reduction):
+        return False
+    given, more = specs[one.inputs[0]], specs[other.inputs[0]]
+    return given.kind in FLAT and given.kind is more.kind and given.form.dtype == more.form.dtype
+
+
+def check_batches(
+    program: Program, communications: Sequence[Communication], communication_of: Sequence[Mapping[int, int]]
+) -> None:
+    """Refuse a batch of collectives that is not the same on all its ranks.
+
+    Raises:
+        Refused: at the first collective that others issue in another batch, or alone.
+    """
+    batches: dict[tuple[int, int], tuple[int, ...]] = {}  # (rank, communication) to those of its batch
+    for rank, tape in enumerate(program.tapes):
+        for together in batches_of(tape).values():
+            numbers = tuple([communication_of[rank][tape[at].handle] for at in together])
+            batches |= {(rank, number): numbers for number in numbers}
+    for (_, number), numbers in batches.items():
+        for rank, _, at in communications[number].participants:
+            theirs = batches.get((rank, number), (number,))
+            if theirs != numbers:
+                given = (
+                    f"is one of {counted(len(theirs), 'collective')} issued together, but one of {len(numbers)} on "
+                    "another rank"
+                )
+                about = program.tapes[rank][at].about
+                raise Refused("batch of collectives", about, given, "issue the same together on all ranks").at(rank, at)
+
+
+class Buckets:
+    """The memory of collectives that run as one.
+
+    Gradients that are all-reduced together lie side by side where a backward pass makes them. What else is
+    communicated together is copied to one buffer, or from there.
+
+    Attributes:
+        copied: the indices of the last op of each batch that needs such a buffer, to all of the batch.
+        first: number of a value to that of the first gradient of its batch which a backward pass makes: their memory
+            is taken when that is made, and given back when all of them have ended.
+        rooms: number of such a first gradient to the numbers of those that lie side by side, in order.
+    """
+
+    def __init__(self, tape: Sequence[Op], in_place: InPlace) -> None:
+        self.first: dict[int, int] = {}
+        self.rooms: dict[int, list[int]] = {}
+        self.copied: dict[int, list[int]] = {}
+        batches = batches_of(tape)
+        if not batches:
+            return
+        made = {number: at for at, op in enumerate(tape) for number in op.outputs}
+        for together in batches.values():
+            ops = [tape[at] for at in together]
+            in_rooms = ops[0].kind is OpKind.ALL_REDUCE
+            chains = [_chain(tape, in_place, made, op.inputs[0]) for op in ops if in_rooms]
+            if not in_rooms or not all(chains):
+                self.copied[together[-1]] = together
+                continue
+            origins = [chain[-1] for chain in chains]
+            first = min(origins, key=made.__getitem__)
+            self.rooms[first] = origins
+            for op, chain in zip(ops, chains, strict=True):
+                self.first |= dict.fromkeys((*op.outputs, *chain), first)
+
+
+def _chain(tape: Sequence[Op], in_place: InPlace, made: Mapping[int, int], number: int) -> list[int]:
+    """A gradient, and those in whose memory it was summed, down to one that a backward pass has made; else none."""
+    chain = [number]
+    while tape[at := made[chain[-1]]].kind is OpKind.ADD:
+        older, newer = in_place.fused.get(at, (-1, -1))
+        if older >= 0:
+            chain += [newer, older]
+        elif at in in_place.first_input:
+            chain.append(tape[at].inputs[0])
+        else:
+            return []
+    fresh = tape[at].kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT) and at not in in_place.accumulates
+    return chain if fresh else []
