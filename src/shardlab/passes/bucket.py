@@ -24,7 +24,7 @@ def bucket(checked: Checked, parts: int) -> Tapes:
     groups = [
         _buckets(tape, checked.specs[rank], Bytes(checked.program.sizes), parts) for rank, tape in enumerate(before)
     ]
-    tapes = reordered(checked, partial(_wish, groups))
+    tapes = reordered(checked.program.tapes, checked.specs, partial(_wish, groups))
     return [
         _issued_together(tape, [[before[rank][at].handle for at in each] for each in groups[rank]])
         for rank, tape in enumerate(tapes)

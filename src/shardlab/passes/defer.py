@@ -14,7 +14,7 @@ REDUCTIONS = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_REDUCE, OpKind.REDUCE}
 
 def defer(checked: Checked, ahead: int) -> Tapes:
     """Await each reduction of a gradient when so many more have been started, and at the latest where it is used."""
-    return reordered(checked, partial(_wish, checked, ahead))
+    return reordered(checked.program.tapes, checked.specs, partial(_wish, checked, ahead))
 
 
 def _wish(checked: Checked, ahead: int, order: Ordering) -> None:

@@ -12,7 +12,7 @@ from shardlab.program import OpKind
 
 def early_receives(checked: Checked, ahead: int) -> Tapes:
     """Post each receive so many uses of received values ahead."""
-    return reordered(checked, partial(_wish, ahead))
+    return reordered(checked.program.tapes, checked.specs, partial(_wish, ahead))
 
 
 def _wish(ahead: int, order: Ordering) -> None:

@@ -16,4 +16,4 @@ def early_updates(checked: Checked, _: int) -> Tapes:
             if op.kind is OpKind.UPDATE:
                 order.start_at_once(at)
 
-    return reordered(checked, wish)
+    return reordered(checked.program.tapes, checked.specs, wish)

@@ -15,7 +15,7 @@ from shardlab.program import Kind, OpKind
 
 def prefetch(checked: Checked, ahead: int) -> Tapes:
     """Start each gather of weights so many uses of gathered weights ahead."""
-    return reordered(checked, partial(_wish, checked, ahead))
+    return reordered(checked.program.tapes, checked.specs, partial(_wish, checked, ahead))
 
 
 def _wish(checked: Checked, ahead: int, order: Ordering) -> None:

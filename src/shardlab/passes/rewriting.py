@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
-from shardlab.check import Checked
 from shardlab.passes.ordering import Ordering
-from shardlab.program import Op
+from shardlab.program import Op, Spec
 
 Tapes = list[list[Op]]
 
 
-def reordered(checked: Checked, wish: Callable[[Ordering], None]) -> Tapes:
-    """Every rank's tape, in the order that its wishes give."""
-    tapes: Tapes = []
-    for rank, tape in enumerate(checked.program.tapes):
-        order = Ordering(tape, rank, checked.specs[rank])
+def reordered(
+    tapes: Sequence[Sequence[Op]], specs: Sequence[Mapping[int, Spec]], wish: Callable[[Ordering], None]
+) -> Tapes:
+    """Every rank's tape, in the order that its wishes give.
+
+    Args:
+        tapes: of a program that passes the check.
+        specs: for each rank those of its values.
+        wish: says what goes where on one tape.
+    """
+    found: Tapes = []
+    for rank, tape in enumerate(tapes):
+        order = Ordering(tape, rank, specs[rank])
         wish(order)
-        tapes.append(order.tape())
-    return tapes
+        found.append(order.tape())
+    return found

@@ -10,6 +10,7 @@ from shardlab.check import Checked
 from shardlab.errors import UserError
 from shardlab.passes.bucket import bucket
 from shardlab.passes.defer import defer
+from shardlab.passes.early_copies import early_copies
 from shardlab.passes.early_receives import early_receives
 from shardlab.passes.early_updates import early_updates
 from shardlab.passes.prefetch import prefetch
@@ -41,6 +42,7 @@ PASSES = {
     each.name: each
     for each in (
         Pass("prefetch", "gathers weights ahead of their use", prefetch, means=AHEAD),
+        Pass("copy-early", "overlaps copies to the host or the disk, and back", early_copies, means=AHEAD),
         Pass("receive-early", "posts receives before they are needed", early_receives, means=AHEAD),
         Pass("bucket", "makes one collective of small ones", bucket, (1, 2, 4, 8, 16, 32), "buckets at least"),
         Pass("defer", "awaits reductions of gradients late", defer, means="more under way"),

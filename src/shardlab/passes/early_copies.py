@@ -1,0 +1,27 @@
+"""Copies from the host or the disk start ahead of their use, and copies to there go on beside what follows."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from shardlab.check import Checked
+from shardlab.passes.ordering import Ordering
+from shardlab.passes.rewriting import Tapes, reordered
+from shardlab.program import OpKind
+
+
+def early_copies(checked: Checked, ahead: int) -> Tapes:
+    """Start each reload so many uses of reloaded values ahead, and await each offload when so many more have begun."""
+    return reordered(checked.program.tapes, checked.specs, partial(_wish, ahead))
+
+
+def _wish(ahead: int, order: Ordering) -> None:
+    needs = order.needs
+    back = [at for at, op in enumerate(needs.tape) if op.kind is OpKind.RELOAD]
+    uses = [min(needs.readers[needs.tape[at].outputs[0]], default=at) for at in back]
+    for number, at in enumerate(back):
+        order.start_before(at, uses[number - ahead] if number >= ahead else back[0])
+    away = [at for at, op in enumerate(needs.tape) if op.kind is OpKind.OFFLOAD]
+    for number, at in enumerate(away):
+        later = number + ahead
+        order.end_before(needs.over(at), away[later] if later < len(away) else len(needs.tape))
