@@ -10,8 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardlab.execute.joint_update import step_together
 from shardlab.execute.optimizer import Slice
 from shardlab.optimizers import OptimizerConfig
+
+
+def stepped(kept: Slice, gradient: torch.Tensor, step: int, squared_norm: float | None = None) -> None:
+    if kept.take(gradient, step, squared_norm):
+        step_together([kept])
 
 
 @given(st.integers(1, 6), st.integers(0, 60), st.integers(0, 5))
@@ -26,9 +32,9 @@ def test_slices_updated_apart_equal_the_whole_updated_at_once(cuts: int, decayed
     parts = [Slice([start[a:b].clone()], [a], [(0, decayed)], config) for a, b in order]
     for step in range(3):
         gradient = torch.randn(size, dtype=torch.float64)
-        whole.update(gradient, step)
+        stepped(whole, gradient, step)
         for part, (a, b) in zip(parts, order, strict=True):
-            part.update(gradient[a:b], step)
+            stepped(part, gradient[a:b], step)
     for part, (a, b) in zip(parts, order, strict=True):
         assert torch.allclose(part.flat, whole.flat[a:b], rtol=0, atol=1e-14)
 
@@ -36,21 +42,21 @@ def test_slices_updated_apart_equal_the_whole_updated_at_once(cuts: int, decayed
 def test_only_the_front_of_a_buffer_decays() -> None:
     config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
     kept = Slice([torch.ones(6, dtype=torch.float64)], [0], [(0, 4)], config)
-    kept.update(torch.zeros(6, dtype=torch.float64), 0)
+    stepped(kept, torch.zeros(6, dtype=torch.float64), 0)
     assert torch.allclose(kept.flat, torch.tensor([0.95] * 4 + [1.0] * 2, dtype=torch.float64))
 
 
 def test_a_slice_of_two_ranges_decays_each_where_it_lies() -> None:
     config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
     kept = Slice([torch.ones(2, dtype=torch.float64) for _ in range(2)], [0, 6], [(0, 7)], config)
-    kept.update(torch.zeros(4, dtype=torch.float64), 0)
+    stepped(kept, torch.zeros(4, dtype=torch.float64), 0)
     assert torch.allclose(kept.flat, torch.tensor([0.95, 0.95, 0.95, 1.0], dtype=torch.float64))
 
 
 def test_every_decayed_run_decays() -> None:
     config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
     kept = Slice([torch.ones(8, dtype=torch.float64)], [0], [(0, 1), (4, 6)], config)
-    kept.update(torch.zeros(8, dtype=torch.float64), 0)
+    stepped(kept, torch.zeros(8, dtype=torch.float64), 0)
     assert torch.allclose(kept.flat, torch.tensor([0.95, 1, 1, 1, 0.95, 0.95, 1, 1], dtype=torch.float64))
 
 
@@ -66,7 +72,7 @@ def given_to_the_optimizer(kept: Slice, gradient: torch.Tensor, squared_norm: fl
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept.optimizers[0], "step", step)
-        kept.update(gradient, 0, squared_norm)
+        stepped(kept, gradient, 0, squared_norm)
     return seen[0] if seen else None
 
 
@@ -100,7 +106,7 @@ def test_a_small_gradient_and_one_without_a_limit_stay_as_they_are() -> None:
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_an_update_is_left_out_if_the_norm_is_not_finite(squared_norm: float, clip: float | None) -> None:
     kept = Slice([torch.ones(4, dtype=torch.float64)], [0], [(0, 4)], OptimizerConfig(clip=clip))
-    kept.update(torch.ones(4, dtype=torch.float64), 0, squared_norm)
+    stepped(kept, torch.ones(4, dtype=torch.float64), 0, squared_norm)
     assert torch.equal(kept.flat, torch.ones(4, dtype=torch.float64))
     assert not kept.moments
 
@@ -108,5 +114,5 @@ def test_an_update_is_left_out_if_the_norm_is_not_finite(squared_norm: float, cl
 def test_an_update_writes_where_the_weights_lie() -> None:
     whole = torch.ones(8, dtype=torch.float64)
     kept = Slice([whole[2:4], whole[6:7]], [2, 6], [(0, 8)], OptimizerConfig(learning_rate=0.1, warmup_steps=1))
-    kept.update(torch.ones(3, dtype=torch.float64), 0)
+    stepped(kept, torch.ones(3, dtype=torch.float64), 0)
     assert [i for i, w in enumerate(whole) if w != 1] == [2, 3, 6]

@@ -9,6 +9,7 @@ from shardlab.check.accumulation import InPlace
 from shardlab.check.buckets import Buckets
 from shardlab.check.kept import Kept
 from shardlab.check.views import ends_of, last_ends, roots_of
+from shardlab.execute.joint_update import followed
 from shardlab.program import Kind, OpKind
 from shardlab.program.ops import COMMUNICATION
 from shardlab.rules.kind import AUTOGRAD_KINDS
@@ -31,6 +32,7 @@ class Analysis:
         stepped_at: (layer, slices) of each optimizer state to the place where its update is computed.
         carried: indices of updates that are given a copy of a weight which is kept elsewhere.
         slot: number of a gathered or received weight to the buffer that it lives in; `slots` is how many there are.
+        followed: indices of updates that another one follows at once.
         empties: index of the op that ends such a weight, or the last slice of it, to the buffer.
     """
 
@@ -60,6 +62,7 @@ class Analysis:
         self.empties: dict[int, int] = {}
         self.slots = self._share_buffers()
         self.hooked = self._hooked()
+        self.followed = followed(self.tape)
 
     def _hooked(self) -> set[int]:
         hooked: set[int] = set()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardlab.execute import attention, slicing
 from shardlab.execute.graph import Graph
+from shardlab.execute.joint_update import step_together
 from shardlab.execute.optimizer import Direction, Slice
 from shardlab.execute.saved import Saved
 from shardlab.execute.state import State
@@ -321,7 +322,7 @@ def _own_gradient(state: State, op: Op, gradient: int, opt_state: int) -> Callab
 
 
 def update(state: State, at: int, op: Op) -> Instruction:
-    """A step of the slice that the rank keeps, in place."""
+    """A step of the slice that the rank keeps, in place; with those that follow at once, if any."""
     (gradient, weight, opt_state, *others), (new_weight, new_opt_state), values = op.inputs, op.outputs, state.values
     holds, mine = state.specs[opt_state].holds, _own_gradient(state, op, gradient, opt_state)
     norms = [number for number in others if state.specs[number].kind is Kind.SCALAR]
@@ -329,6 +330,7 @@ def update(state: State, at: int, op: Op) -> Instruction:
     ranges = [state.shapes.ranges(op.layer, state.specs[number].holds) for number in whole]
     slot = state.analysis.empties.get(at)
     own = state.shapes.places(op.layer, state.specs[weight].holds, holds) if at in state.analysis.carried else ()
+    goes_on = at in state.analysis.followed
 
     def step(kept: Slice) -> None:
         given = mine()
@@ -343,7 +345,8 @@ def update(state: State, at: int, op: Op) -> Instruction:
             if state.not_finite is None and not given.isfinite().all():
                 state.not_finite = op.layer
         directions = [Direction(values[number], where) for number, where in zip(whole, ranges, strict=True)]
-        kept.update(given, state.step, *squared, scale=scale, direction=next(iter(directions), None))
+        if kept.take(given, state.step, *squared, scale=scale, direction=next(iter(directions), None)):
+            state.stepping.append(kept)
 
     def run() -> None:
         kept: Slice = values[opt_state]
@@ -351,6 +354,9 @@ def update(state: State, at: int, op: Op) -> Instruction:
             kept.carry([values[weight][start:stop] for start, stop in own])
         if not state.rehearses:
             step(kept)
+            if not goes_on:
+                stepping, state.stepping = state.stepping, []
+                step_together(stepping)
         values[weight] = values[opt_state] = None
         values[new_weight], values[new_opt_state] = kept.flat, kept
         if slot is not None:  # the weight was received; the rank's own slice takes its place

@@ -189,7 +189,7 @@ class Slice:
         """
         return self._direction(self._clipped(gradient, squared_norm, scale))
 
-    def update(
+    def take(
         self,
         gradient: Tensor,
         step: int,
@@ -197,8 +197,8 @@ class Slice:
         *,
         scale: float = 1.0,
         direction: Direction | None = None,
-    ) -> None:
-        """One step with a gradient of the same length.
+    ) -> bool:
+        """Take a gradient of the same length for a step (see `step_together`); false for one that is dropped.
 
         Args:
             squared_norm: of the whole model's gradient. The gradient is clipped by it (Pascanu et al. 2013, arXiv
@@ -207,7 +207,7 @@ class Slice:
             direction: of all matrices that the slice has parts of (None: it has them whole).
         """
         if squared_norm is not None and not math.isfinite(squared_norm):
-            return
+            return False
         gradient = self._clipped(gradient, squared_norm, scale)
         if self._muon is not None:
             whole = direction or Direction(self._direction(gradient), self._ranges)
@@ -218,7 +218,10 @@ class Slice:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            optimizer.step()
+        return True
+
+    def finish(self) -> None:
+        """The leaves have been stepped: let go of the gradient, and round the weights from their exact copy."""
         for part in self._parts:
             part.leaf.grad = None
         if self.exact:

@@ -93,6 +93,7 @@ class State:
         batch: this step's tokens and targets, by microbatch.
         tokens: this step's targets that count, of all microbatches.
         loss_owners: piece of the batch to (rank, op) of the first LOSS on it, which reports it for all.
+        stepping: slices that have taken their gradients, and are stepped with the next.
         reads: layer to the numbers of the saved tensors that its BACKWARD_WEIGHT reads, once that is known.
         loss_scale: by what losses are multiplied, in float16.
         finite: whether the gradient of the step has been so far, as its norm says.
@@ -155,6 +156,7 @@ class State:
         self.begin()
         self.reads: dict[int, Set[int]] = {}
         self._weights: dict[tuple[int, int, int], FlatWeight] = {}
+        self.stepping: list[Slice] = []
         self._side_by_side: dict[int, Tensor] = {}
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:

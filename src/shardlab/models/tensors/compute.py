@@ -26,7 +26,7 @@ from shardlab.models.tensors.share import Share
 from shardlab.models.tensors.tokens import rows_of
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # one is made for every primitive, and a frozen one takes three times as long
 class Given:
     """What a primitive computes with.
 

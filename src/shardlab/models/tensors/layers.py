@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -59,9 +59,9 @@ class TensorLayer:
             dropout = None
         rows, length = inputs[-1].shape[:2]  # the first may be experts' buffers
         around = Surroundings(rows, length, share, None, parameters[0] if parameters else inputs[0])
-        for step in self.layer.steps:
+        for step, made_by in zip(self.layer.steps, self._factors, strict=True):
             masks = None if dropout is None else replace(dropout, layer=step.block)
-            yield factor(step.primitive, around if masks is None else replace(around, dropout=masks))
+            yield made_by(step.primitive, around if masks is None else replace(around, dropout=masks))
 
     def compute(
         self,
@@ -74,8 +74,9 @@ class TensorLayer:
         """`run`, given what the steps multiply by: a function of tensors alone."""
         by_name = dict(zip(self.names, parameters, strict=True))
         tensors = self._unpacked(inputs)
-        for step, dropped, its in zip(self.layer.steps, self._dropped, factors, strict=True):
-            made = compute(step.primitive, Given(by_name, tensors, share, its, cache))
+        steps = zip(self.layer.steps, self._functions, self._dropped, factors, strict=True)
+        for step, function, dropped, its in steps:
+            made = function(step.primitive, Given(by_name, tensors, share, its, cache))
             tensors.update(zip(step.primitive.makes, made, strict=True))
             for name in dropped:
                 del tensors[name]
@@ -87,6 +88,16 @@ class TensorLayer:
         """Activation l, (rows, *shape), to activation l + 1, for a layer with one input and one output."""
         (y,) = self.run(parameters, (x,), share, dropout)
         return y
+
+    @cached_property
+    def _functions(self) -> list[Callable[..., tuple[Tensor, ...]]]:
+        """What computes each step, looked up once."""
+        return [compute.dispatch(type(step.primitive)) for step in self.layer.steps]
+
+    @cached_property
+    def _factors(self) -> list[Callable[..., Tensor | None]]:
+        """What makes each step's factor."""
+        return [factor.dispatch(type(step.primitive)) for step in self.layer.steps]
 
     @cached_property
     def _dropped(self) -> list[set[str]]:
