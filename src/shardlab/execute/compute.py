@@ -261,7 +261,8 @@ def _gradient_room(state: State, at: int, op: Op) -> Callable[[], Tensor]:
     if number in state.analysis.buckets.first and total is None:
         return lambda: state.room_beside(number).zero_()
     if total is None:
-        return lambda: state.empty(spec).zero_()
+        shape, dtype, device = state.shapes.shape(spec), state.dtype(spec), state.settings.device
+        return lambda: torch.zeros(shape, dtype=dtype, device=device)
     return lambda: values[total]
 
 

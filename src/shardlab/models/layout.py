@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 ALIGNMENT = 16
@@ -97,6 +98,14 @@ class LayerLayout:
     def offsets(self) -> tuple[int, ...]:
         """The element of a run at which each parameter starts."""
         return (0, *accumulate(aligned(p.numel) for p in self.parameters))[:-1]
+
+    @cached_property
+    def places(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
+        """Shape, strides and offset of each parameter in a run."""
+        strides = [tuple(accumulate(p.shape[:0:-1], mul, initial=1))[::-1] for p in self.parameters]
+        return tuple(
+            (p.shape, stride, offset) for p, stride, offset in zip(self.parameters, strides, self.offsets, strict=True)
+        )
 
     @cached_property
     def run_numel(self) -> int:

@@ -16,8 +16,8 @@ def views(layout: LayerLayout, flat: Tensor) -> list[Tensor]:
     Of a sliced layer, give one slice's run (`run_numel` or longer): the views are of that slice's parameters.
     Ask for gradients of the views, not of `flat`: through `flat`, each view's gradient would be a whole buffer.
     """
-    places = zip(layout.parameters, layout.offsets, strict=True)
-    return [flat[offset : offset + parameter.numel].view(parameter.shape) for parameter, offset in places]
+    first = flat.storage_offset()
+    return [flat.as_strided(shape, strides, first + offset) for shape, strides, offset in layout.places]
 
 
 def named_views(layout: LayerLayout, flat: Tensor) -> dict[str, Tensor]:
