@@ -86,7 +86,7 @@ class Options:
     )
     """A profile that shardlab bench has written."""
 
-    force: bool = False
+    other_machine: bool = False
     """Take a profile from another machine."""
 
     timed: int = 15
@@ -216,8 +216,8 @@ def main(options: Options) -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="shardlab-") as place:
         folder = Path(place)
-        here, force = this_machine(), options.force
-        profile = Profile.read(options.profile, here=here, force=force) if options.profile else bench(folder)
+        here, other = this_machine(), options.other_machine
+        profile = Profile.read(options.profile, here=here, other_machine=other) if options.profile else bench(folder)
         for number, (strategy, ranks, microbatches, model, sequences) in enumerate(CASES):
             name = "tp + sp" if isinstance(strategy, Plan) else ""
             job = Job(strategy, ranks, microbatches, model, sequences, name=name)

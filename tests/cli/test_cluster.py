@@ -49,15 +49,15 @@ def step_of(capsys: Captured, *arguments: str) -> float:
     return json.loads(capsys.readouterr().out)["step_seconds"]
 
 
-def test_simulate_takes_the_profile_of_another_machine_only_by_force(capsys: Captured) -> None:
+def test_simulate_takes_the_profile_of_another_machine_only_if_asked_to(capsys: Captured) -> None:
     profile_of(OTHER).write()
     assert "is from another machine: processor another CPU there" in refused(capsys, *SIMULATE)
-    assert step_of(capsys, *SIMULATE, "--force") > 1
+    assert step_of(capsys, *SIMULATE, "--other-machine") > 1
 
 
-def test_this_machines_own_profile_needs_no_force(capsys: Captured) -> None:
+def test_this_machines_own_profile_needs_no_flag(capsys: Captured) -> None:
     profile_of(this_machine()).write()
-    assert step_of(capsys, *SIMULATE) == step_of(capsys, *SIMULATE, "--force")
+    assert step_of(capsys, *SIMULATE) == step_of(capsys, *SIMULATE, "--other-machine")
 
 
 def test_a_profile_in_a_file_is_named_as_a_cluster_file_is(tmp_path: Path, capsys: Captured) -> None:
@@ -67,18 +67,18 @@ def test_a_profile_in_a_file_is_named_as_a_cluster_file_is(tmp_path: Path, capsy
     )
     assert step_of(capsys, *SIMULATE[:-1], str(mine)) > 1
     assert "is from another machine" in refused(capsys, *SIMULATE[:-1], str(theirs))
-    assert step_of(capsys, *SIMULATE[:-1], str(theirs), "--force") > 1
+    assert step_of(capsys, *SIMULATE[:-1], str(theirs), "--other-machine") > 1
     assert "there is no profile at none.json" in refused(capsys, *SIMULATE[:-1], "none.json")
 
 
-def test_without_a_profile_force_does_not_help(capsys: Captured) -> None:
-    assert "there is no profile at" in refused(capsys, *SIMULATE, "--force")
+def test_where_there_is_no_profile_none_is_taken(capsys: Captured) -> None:
+    assert "there is no profile at" in refused(capsys, *SIMULATE, "--other-machine")
 
 
-def test_what_is_no_profile_is_not_forced(capsys: Captured) -> None:
-    gpu = [*SIMULATE[:-1], "h100x2", "--force"]
-    assert "--force takes a profile, and h100x2 is none; give --cluster local" in refused(capsys, *gpu)
-    assert "--force is for a model on a cluster" in refused(capsys, "simulate", "fsdp", "--force")
+def test_what_is_no_profile_is_from_no_machine(capsys: Captured) -> None:
+    gpu = [*SIMULATE[:-1], "h100x2", "--other-machine"]
+    assert "--other-machine takes a profile, and h100x2 is none; give --cluster local" in refused(capsys, *gpu)
+    assert "--other-machine is for a model on a cluster" in refused(capsys, "simulate", "fsdp", "--other-machine")
 
 
 def test_bench_refuses_the_file_of_another_machine_before_it_measures(

@@ -96,14 +96,14 @@ def test_json_alone_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (said["missing"], said["job"]["strategy"]) == ([], "fsdp")
 
 
-def test_the_profile_of_another_machine_is_taken_only_by_force(
+def test_the_profile_of_another_machine_is_taken_only_if_asked_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written(tmp_path)
     write_profile(Machine("another CPU", 64, "2.0", "gloo"))
     assert main(["compare", str(tmp_path)]) == 2
     assert "is from another machine" in capsys.readouterr().err
-    assert main(["compare", str(tmp_path), "--force"]) == 0
+    assert main(["compare", str(tmp_path), "--other-machine"]) == 0
 
 
 def test_a_profile_in_a_file_is_predicted_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,9 +55,11 @@ def test_it_lies_in_the_cache_unless_told_otherwise(tmp_path: Path, monkeypatch:
 def test_a_profile_from_another_machine_is_refused_unless_forced(tmp_path: Path) -> None:
     path = PROFILE.write(tmp_path / "profile.json")
     here = Machine("a CPU", places=8, torch="2.9", backend="gloo")
-    with pytest.raises(UserError, match=r"from another machine: places 2 there, 8 here; --force takes it anyway"):
+    with pytest.raises(
+        UserError, match=r"from another machine: places 2 there, 8 here; --other-machine takes it anyway"
+    ):
         Profile.read(path, here=here)
-    assert Profile.read(path, here=here, force=True) == PROFILE
+    assert Profile.read(path, here=here, other_machine=True) == PROFILE
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2}', '{"version": 2, "machine": {"x": 1}}', '"text"'])

@@ -43,7 +43,7 @@ def planned_here(
     from shardlab.planner.words import described
     from shardlab.planner.workers import workers
 
-    cluster = cluster_here(ranks or max(1, gpu_count())) or cluster_called("local", force=False)
+    cluster = cluster_here(ranks or max(1, gpu_count())) or cluster_called("local", other_machine=False)
     ranks = ranks or cluster.size
     cluster.require(ranks)
     if cluster.nodes == 1:

@@ -18,20 +18,20 @@ DeviceMemory = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavio
 """Memory of each device that a step may take, such as 72GiB."""
 
 
-def cluster_called(name: str, *, force: bool, memory: str | None = None) -> Cluster:
-    """The cluster of that name; "local" or a profile's file is this machine as measured, or another one by force.
+def cluster_called(name: str, *, other_machine: bool, memory: str | None = None) -> Cluster:
+    """The cluster of that name; "local" or a profile's file is this machine as measured, or another one if asked for.
 
     torch, which knows what this machine is, is imported for that alone.
 
     Args:
         name: as `find_cluster` takes it.
-        force: take a profile from another machine.
+        other_machine: take a profile from another machine.
         memory: so much of each device's alone, as a user writes it (None: all of it).
 
     Raises:
-        UserError: as of `find_cluster`; when nothing is there that could be forced, or there is less memory.
+        UserError: as of `find_cluster`; when `other_machine` is said of no profile, or a device has less memory.
     """
-    cluster = _named(name, force=force)
+    cluster = _named(name, other_machine=other_machine)
     if memory is None:
         return cluster
     room, device = read_bytes(memory, "--memory"), cluster.device
@@ -43,16 +43,17 @@ def cluster_called(name: str, *, force: bool, memory: str | None = None) -> Clus
     return replace(cluster, device=replace(device, memory=room))
 
 
-def _named(name: str, *, force: bool) -> Cluster:
+def _named(name: str, *, other_machine: bool) -> Cluster:
     from shardlab.hardware import find_cluster
     from shardlab.hardware.clusters import is_measured
 
     if not is_measured(name):
-        if force:
+        if other_machine:
             raise UserError(
-                f"--force takes a profile, and {name} is none; give --cluster local or FILE.json, or leave it out"
+                f"--other-machine takes a profile, and {name} is none; give --cluster local or FILE.json, or leave it "
+                "out"
             )
         return find_cluster(name)
     from shardlab.measure.saving import this_machine
 
-    return find_cluster(name, here=this_machine(), force=force)
+    return find_cluster(name, here=this_machine(), other_machine=other_machine)

@@ -46,6 +46,9 @@ class Compare:
     """On what the prediction is made; local is this machine as shardlab bench measured it, and so is the
     path/to/profile.json of its --profile."""
 
+    other_machine: Flag = False
+    """Take a profile from another machine."""
+
     recipe: RecipeName = None
 
     json: Flag = False
@@ -83,7 +86,7 @@ class Compare:
         if self.cluster is None and not default_path().exists():
             return None
         name = self.cluster or "local"
-        cluster = cluster_called(name, force=self.pictures.forces(name))
+        cluster = cluster_called(name, other_machine=self.other_machine)
         cluster.require(job.ranks)
 
         def as_run(*_: object) -> Checked:

@@ -11,7 +11,6 @@ import tyro
 
 from shardlab.cli.new_file import check_new_file, writing
 from shardlab.cli.options import Flag, NewFile
-from shardlab.hardware.clusters import is_measured
 from shardlab.program import UserError
 from shardlab.program.picture import ColorBy
 from shardlab.timeline import Timeline
@@ -38,7 +37,7 @@ class Pictures:
     """Write the timelines into this file, in the format that Perfetto (ui.perfetto.dev) and Chrome read."""
 
     force: Flag = False
-    """Replace files that Shardlab did not write; take a profile from another machine."""
+    """Replace files that Shardlab did not write."""
 
     @property
     def files(self) -> list[Path]:
@@ -49,16 +48,14 @@ class Pictures:
         """Refuse files that cannot be written, that are one, or that would replace a user's.
 
         Raises:
-            UserError: if so.
+            UserError: if so, or if there is none that could be replaced.
         """
+        if self.force and not self.files:
+            raise UserError("--force replaces files, and none is written; give --svg or --trace, or leave it out")
         check_new_file("--svg", self.svg, example, force=self.force)
         check_new_file("--trace", self.trace, "trace.json", force=self.force)
         if self.svg is not None and self.trace is not None and self.svg.resolve() == self.trace.resolve():
             raise UserError(f"--svg and --trace are both {self.svg}; give each a file of its own")
-
-    def forces(self, cluster: str) -> bool:
-        """Whether --force is said of a cluster, which must then be a profile, unless there are files to replace."""
-        return self.force and (is_measured(cluster) or not self.files)
 
     def save(self, timeline: Timeline, name: str, counters: Sequence[Counter] | None = None) -> None:
         """Write a timeline of what has such a name into the files that are wanted."""

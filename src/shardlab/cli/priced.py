@@ -74,7 +74,7 @@ def price(
     sequence: int | None = None,
     memory: str | None = None,
     batch: BatchRequest = AS_USUAL,
-    force: bool = False,
+    other_machine: bool = False,
 ) -> PricedStep:
     """Simulate what the command line asks for; what it leaves out is None.
 
@@ -88,7 +88,7 @@ def price(
         sequence: tokens of a sequence.
         memory: of each device that may be taken.
         batch: how large the global batch is, and how it is cut.
-        force: take a profile from another machine.
+        other_machine: take a profile from another machine.
 
     Raises:
         UserError: for names that are unknown, sizes that do not fit, and a plan that does not fit into memory.
@@ -100,7 +100,7 @@ def price(
     from shardlab.predict.workload import Workload
     from shardlab.program.precision import find_precision
 
-    cluster = cluster_called(cluster_name, force=force, memory=memory)
+    cluster = cluster_called(cluster_name, other_machine=other_machine, memory=memory)
     changes = {"seq_len": sequence, "layers": layers}
     given = {name: value for name, value in changes.items() if value is not None}
     model = with_fields(find_model(model_name), given, model_name)

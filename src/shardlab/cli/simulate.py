@@ -60,6 +60,9 @@ class Simulate:
     """Devices and how many, such as h100x16, or path/to/cluster.toml; or, as bench measured it, local or
     path/to/profile.json. With --model."""
 
+    other_machine: Flag = False
+    """Take a profile from another machine; with --cluster."""
+
     memory: DeviceMemory = None
     """Memory of each device that the step may take, such as 72GiB; with --cluster."""
 
@@ -139,7 +142,7 @@ class Simulate:
             "recipe": self.recipe,
             "optimizer": self.optimizer != "muon" and self.optimizer,
             "ema": self.ema,
-            "force": self.pictures.force and not self.pictures.files,
+            "other-machine": self.other_machine,
         }
         for flag, given in flags.items():
             if given:
@@ -169,7 +172,7 @@ class Simulate:
             sequence=self.sequence,
             memory=self.memory,
             batch=BatchRequest(self.global_batch, self.microbatches, self.micro_batch_size),
-            force=self.pictures.forces(self.cluster),
+            other_machine=self.other_machine,
         )
         if self.pictures.files:
             estimate = result.estimate

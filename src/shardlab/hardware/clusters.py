@@ -49,21 +49,21 @@ NODES = {name: NodeType(**row) for name, row in rows("nodes", "node").items()}
 """The node that each device usually sits in."""
 
 
-def find_cluster(name: str, *, here: Machine | None = None, force: bool = False) -> Cluster:
+def find_cluster(name: str, *, here: Machine | None = None, other_machine: bool = False) -> Cluster:
     """The cluster of that name.
 
     Args:
         name: DEVICExCOUNT, such as "h100x16"; or the path of a TOML file; or "local", what `shardlab bench` measured,
             or the path of the JSON file that its --profile wrote.
         here: this machine, which a profile has to be from.
-        force: take a profile from another machine.
+        other_machine: take a profile from another machine.
 
     Raises:
         UserError: there is no such device, the count is not whole nodes, or the file does not describe a cluster.
     """
     if is_measured(name):
         path = Path(name) if name.endswith(".json") else None
-        return Cluster.of_profile(Profile.read(path, here=here, force=force))
+        return Cluster.of_profile(Profile.read(path, here=here, other_machine=other_machine))
     if name.endswith(".toml"):
         return read_cluster(Path(name))
     if (words := _other_order(name.strip().lower())) is not None:

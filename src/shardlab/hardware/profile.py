@@ -114,13 +114,13 @@ class Profile:
         return path
 
     @classmethod
-    def read(cls, path: Path | None = None, *, here: Machine | None = None, force: bool = False) -> Profile:
+    def read(cls, path: Path | None = None, *, here: Machine | None = None, other_machine: bool = False) -> Profile:
         """Read a profile.
 
         Args:
             path: the file; by default the one that `shardlab bench` wrote last.
             here: this machine; without it, nothing is compared.
-            force: take the profile although it is from another machine.
+            other_machine: take the profile although it is from another one.
 
         Raises:
             UserError: there is no such file, it is not a profile, or it is from another machine.
@@ -140,9 +140,9 @@ class Profile:
             raise UserError(f"{path} is not a profile ({error}); shardlab bench writes one") from None
         if profile is None:
             raise UserError(f"{path} is a profile of version {version}, not {VERSION}; run shardlab bench again")
-        if here is not None and not force and here != profile.machine:
+        if here is not None and not other_machine and here != profile.machine:
             raise UserError(
-                f"{path} is from another machine: {differences(profile.machine, here)}; --force takes it anyway"
+                f"{path} is from another machine: {differences(profile.machine, here)}; --other-machine takes it anyway"
             )
         return profile
 
