@@ -22,9 +22,8 @@ def family(plan: Plan) -> str:
         return kinds
     if plan.mesh.world == 1:
         return "one device"
-    if plan.shard_parameters:
-        return "HSDP" if plan.mesh.dp_replicate > 1 else "ZeRO-3"
-    return "ZeRO-2" if plan.shard_gradients else "ZeRO-1" if plan.shard_optimizer else "data parallel"
+    stage = plan.zero_stage
+    return "HSDP" if stage == 3 and plan.mesh.dp_replicate > 1 else f"ZeRO-{stage}" if stage else "data parallel"
 
 
 def model_kinds(mesh: Mesh) -> str:

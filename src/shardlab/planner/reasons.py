@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from shardlab.errors import UserError
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.space import WORDS
+from shardlab.planner.space import SHARDED, layers_of_stages
 from shardlab.planner.workers import Answer, Ask, Asked
+from shardlab.program.field_types import as_flags
 from shardlab.strategies.plan import Plan
 from shardlab.timeline.units import bytes_text
 
@@ -51,13 +52,14 @@ def alternatives(problem: Problem, chosen: Candidate, ask: Ask) -> list[Alternat
 def neighbours(problem: Problem, chosen: Candidate) -> Iterator[tuple[Topic, str, Candidate]]:
     """Candidates that differ in one choice: what it is about, the choice in words, and the candidate."""
     plan = chosen.plan
-    for topic, choice, words in (*_meshes(plan), *_sharing(plan), *_words(plan)):
+    for topic, choice, words, follow in (*_meshes(problem, plan), *_sharing(problem, plan), *_words(plan)):
         try:
-            other = replace(chosen, plan=replace(plan, **words))
+            other = replace(chosen, plan=replace(plan, **words, **follow))
         except UserError:
             continue
         if problem.sequences % (other.plan.data_ranks * chosen.micro_batch_size) == 0:
-            yield topic, choice, other
+            told = {name: value for name, value in follow.items() if value not in (getattr(plan, name), None, ())}
+            yield topic, f"{choice} ({as_flags(told)})" if told else choice, other
     each = problem.sequences // plan.data_ranks
     for size in (chosen.micro_batch_size * 2, chosen.micro_batch_size // 2):
         if size and each % size == 0 and problem.limits.allows("micro_batch_size", size):
@@ -68,7 +70,11 @@ def neighbours(problem: Problem, chosen: Candidate) -> Iterator[tuple[Topic, str
             )
 
 
-def _meshes(plan: Plan) -> Iterator[tuple[Topic, str, dict[str, Any]]]:
+Neighbour = tuple[Topic, str, dict[str, Any], dict[str, Any]]
+"""What a choice is about, the choice in words, the fields of a plan that it names, and those that must follow."""
+
+
+def _meshes(problem: Problem, plan: Plan) -> Iterator[Neighbour]:
     """Twice or half as many ranks along an axis, and half or twice as many that share the batch."""
     mesh = plan.mesh
     for axis in ("tp", "pp", "cp", "ep"):
@@ -76,65 +82,69 @@ def _meshes(plan: Plan) -> Iterator[tuple[Topic, str, dict[str, Any]]]:
         for other in (size * 2, size // 2):
             if not other or (mesh.dp_shard * size) % other:
                 continue
-            words: dict[str, Any] = {"mesh": replace(mesh, **{axis: other, "dp_shard": mesh.dp_shard * size // other})}
+            wider = replace(mesh, **{axis: other, "dp_shard": mesh.dp_shard * size // other})
+            follow: dict[str, Any] = {}
             if axis == "tp":
-                words["sequence_parallel"] = other > 1 and (plan.sequence_parallel or size == 1)
+                follow["sequence_parallel"] = other > 1 and (plan.sequence_parallel or size == 1)
             if axis == "pp" and 1 in (size, other):
-                words |= {"schedule": "1f1b", "stages_per_rank": None}
-                words["reshard_after"] = "layer" if plan.reshard_after == "stage" else plan.reshard_after
+                follow |= {"schedule": "1f1b", "stages_per_rank": None}
+                follow["reshard_after"] = "layer" if plan.reshard_after == "stage" else plan.reshard_after
             if axis == "cp" and other == 1:
-                words |= {"context": "ring", "ulysses_degree": None}
-            if plan.recompute not in WORDS:
-                words["recompute"] = "none"
-            yield "speed", f"{axis} {other} instead of {size}", words
+                follow |= {"context": "ring", "ulysses_degree": None, "stripes": None}
+            follow["layers_per_stage"] = layers_of_stages(problem, replace(plan, mesh=wider, **follow))
+            yield "speed", f"{axis} {other} instead of {size}", {"mesh": wider}, follow
 
 
-def _sharing(plan: Plan) -> Iterator[tuple[Topic, str, dict[str, Any]]]:
+def _sharing(problem: Problem, plan: Plan) -> Iterator[Neighbour]:
     """The next more and the next less of what data-parallel ranks share, and replicas."""
     mesh = plan.mesh
     axes = plan.shard_optimizer or (("dp_shard",) if mesh.dp_shard > 1 else ())
     if not axes:
         return
-    fields = ("shard_optimizer", "shard_gradients", "shard_parameters")
-    stage = 3 if plan.shard_parameters else sum(bool(getattr(plan, name)) for name in fields)
+    fields, stage = SHARDED[::-1], plan.zero_stage
     for other in (stage - 1, stage + 1):
         if 0 <= other <= 3 and not (mesh.dp_replicate > 1 and other == 0):
             words: dict[str, Any] = {name: axes if place < other else () for place, name in enumerate(fields)}
+            follow = {"reduce_at": problem.recipe.defaults.reduction(sharded=other > 0)} if 0 in (stage, other) else {}
             if other < 3:
-                words["reshard_after"] = "layer"
-            yield "fit", f"{ZERO[other]} instead of {ZERO[stage]}", words
+                follow["reshard_after"] = "layer"
+            yield "fit", f"{ZERO[other]} instead of {ZERO[stage]}", words, follow
     if stage and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0:
         wider = replace(mesh, dp_replicate=mesh.dp_replicate * 2, dp_shard=mesh.dp_shard // 2)
-        yield "fit", f"{wider.dp_replicate} replicas of {wider.dp_shard} shards each", {"mesh": wider}
+        yield "fit", f"{wider.dp_replicate} replicas of {wider.dp_shard} shards each", {"mesh": wider}, {}
     if mesh.dp_replicate > 1:
         merged = replace(mesh, dp_replicate=1, dp_shard=mesh.dp_shard * mesh.dp_replicate)
-        words = {"mesh": merged, **dict.fromkeys(fields, axes)}
-        yield "fit", f"shards over all {merged.dp_shard} ranks, no replicas", words
+        yield (
+            "fit",
+            f"shards over all {merged.dp_shard} ranks, no replicas",
+            {"mesh": merged},
+            dict.fromkeys(fields, axes),
+        )
 
 
-def _words(plan: Plan) -> Iterator[tuple[Topic, str, dict[str, Any]]]:
+def _words(plan: Plan) -> Iterator[Neighbour]:
     """The other words of a plan."""
     if plan.recompute != "none":
-        yield "fit", "without recomputation", {"recompute": "none"}
+        yield "fit", "without recomputation", {"recompute": "none"}, {}
     if plan.recompute != "full":
-        yield "fit", "every block computed again", {"recompute": "full"}
+        yield "fit", "every block computed again", {"recompute": "full"}, {}
     if plan.shard_parameters:
         other = "step" if plan.reshard_after != "step" else "layer"
         words = {"step": "weights gathered once a step", "layer": "weights gathered for each use"}
-        yield "fit", words[other], {"reshard_after": other}
+        yield "fit", words[other], {"reshard_after": other}, {}
     if plan.mesh.tp > 1:
         now = plan.sequence_parallel
-        yield "speed", f"with{'out' * now} sequence parallelism", {"sequence_parallel": not now}
+        yield "speed", f"with{'out' * now} sequence parallelism", {"sequence_parallel": not now}, {}
     if plan.mesh.pp > 1:
         for schedule, stages in (("1f1b", None), ("interleaved-1f1b", 2), ("zb-h1", None), ("gpipe", None)):
             if schedule != plan.schedule:
-                words = {"schedule": schedule, "stages_per_rank": stages}
-                yield "speed", f"{schedule} instead of {plan.schedule}", words
+                follow = {"stages_per_rank": stages}
+                yield "speed", f"{schedule} instead of {plan.schedule}", {"schedule": schedule}, follow
     if plan.mesh.cp > 1:
         for context in ("ring", "all_gather", "ulysses"):
             if context != plan.context:
-                words = {"context": context, "ulysses_degree": None}
-                yield "speed", f"context {context} instead of {plan.context}", words
+                follow = {"ulysses_degree": None}
+                yield "speed", f"context {context} instead of {plan.context}", {"context": context}, follow
 
 
 def sentence(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
@@ -157,9 +167,9 @@ def sentence(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
 
 
 def _why(answer: Answer, chosen: Answer) -> str:
-    """The part of the step, in seconds, that differs most."""
-    assert answer.shares is not None
-    assert chosen.shares is not None
+    """The part of the step, in seconds, that differs most, if both are known."""
+    if answer.shares is None or chosen.shares is None:
+        return ""
     theirs, ours = answer.shares.parts, chosen.shares.parts
     times = answer.forecast.seconds / chosen.forecast.seconds
     apart = {name: theirs.get(name, 0.0) * times - ours.get(name, 0.0) for name in {*theirs, *ours}}

@@ -198,6 +198,12 @@ class Plan:
         return self.shard_gradients if self.reduce_every_microbatch is None else self.reduce_every_microbatch
 
     @property
+    def zero_stage(self) -> int:
+        """The stage of ZeRO, by what data-parallel ranks share: 0 nothing, 3 everything."""
+        shared = self.shard_optimizer, self.shard_gradients
+        return 3 if self.shard_parameters else sum(map(bool, shared))
+
+    @property
     def data_ranks(self) -> int:
         """Number of ranks among which the batch is dealt."""
         sizes = self.mesh.sizes()
