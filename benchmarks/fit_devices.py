@@ -138,7 +138,7 @@ def _of_recipes() -> Iterator[Constant]:
                 shares = cast(Mapping[str, float], value)
                 yield from (Constant(owner, name, key, each, 0.0) for key, each in shares.items())
             else:
-                yield Constant(owner, name, None, value, neutral)
+                yield Constant(owner, name, None, value, value if neutral is None else neutral)
 
 
 def _of_all() -> Iterator[Constant]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,9 +146,8 @@ def test_where_a_margin_is_missing_it_is_said_how_much_and_which_limit_could_go(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["--recipe", "nanotron", "--memory", "12.02GiB", "--recompute", "none", "--pp", "1", "--tp", "1"]
-    sharding = [f"--shard-{what}" for what in ("parameters", "gradients", "optimizer")]
-    told = refused(capsys, *SMALL, *words, *(word for flag in sharding for word in (flag, "dp_shard")))
-    assert "ZeRO-3 comes nearest (shard 2, mb 1)" in told
+    told = refused(capsys, *SMALL, *words, "--shard-optimizer", "dp_shard")
+    assert "ZeRO-1 comes nearest (shard 2, mb 1)" in told
     assert "leaves nanotron's margin of 10.0 GiB" in told
     assert " -" not in told.split("takes at least")[1].split("too many")[0]
     assert told.endswith("or leave out --recompute none")
@@ -157,3 +159,61 @@ def test_as_many_runners_up_are_listed_as_were_asked_for(capsys: pytest.CaptureF
     assert len(said["runners_up"]) == 3
     size = said["chosen"]["micro_batch_size"]
     assert f"4 sequences a step in microbatches of {size}, in bf16" in Path("p.toml").read_text().splitlines()[0]
+
+
+def test_a_value_that_no_plan_can_have_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, *SMALL, "--schedule", "1f1bb") == "there is no schedule '1f1bb'; did you mean 1f1b?"
+    told = refused(capsys, *SMALL, "--recompute", "0,50")
+    assert told == "recompute is '0,50'; give one of none, selective, full, or the numbers of blocks, such as 0 1"
+
+
+def test_where_the_limits_leave_nothing_it_is_said_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, *SMALL, "--recompute", "0", "50") == (
+        "no plan under the limits --recompute 0 50 can be run: recompute names block 50, but the model has blocks 0-3; "
+        "give numbers of these"
+    )
+    assert refused(capsys, *SMALL, "--stripes", "2", "--max-cp", "1").startswith(
+        "no plan under the limits --stripes 2 --max-cp 1 can be run: stripes is 2 and the mesh has cp 1"
+    )
+    assert refused(capsys, *SMALL, "--pp", "2", "--schedule", "zb-v", "--recipe", "nanotron").endswith(
+        "can be run: nanotron has no pipeline schedule zb-v; give 1f1b or gpipe"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--tp", "2"],
+        ["--memory", "70GiB"],
+        ["--explain"],
+        ["--top", "2"],
+        ["--max-tp", "2"],
+        ["--no-sequence-parallel"],
+        ["--seconds", "3.5"],
+        ["--out", "plan.toml", "--force"],
+    ],
+)
+def test_grades_take_no_flag_of_a_search(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, "--grade", "runs.json", *flags)
+    assert told == f"--grade predicts the runs of its file and searches for no plan; leave out {' '.join(flags)}"
+
+
+def test_force_replaces_a_file_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, *SMALL, "--force") == "--force replaces the file of --out; give --out FILE, or leave it out"
+
+
+def test_what_a_search_without_time_left_is_told_as_the_step_it_could_take(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardlab.cli.plan_report import searched
+
+    seen: list[str] = []
+    monkeypatch.setattr("shardlab.cli.plan_report.searched", lambda choice: seen.append(text_of(choice)) or seen[-1])
+
+    def text_of(choice: Any) -> str:
+        left = replace(choice.found, left=choice.best.seconds / 2)
+        return searched(replace(choice, found=left))
+
+    assert main(["plan", *SMALL, "--pp", "1", "--recompute", "none"]) == 0
+    capsys.readouterr()
+    assert re.search(r"a step of what is left could take .* instead of .*, 50% less: give more --seconds$", seen[0])

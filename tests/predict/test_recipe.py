@@ -103,7 +103,7 @@ DEFAULTS = {
         "reduce_at",
         "zero_stage",
     ),
-    *("sharded_reduce_at", "stages", "microbatches_short_of_ranks"),
+    *("sharded_reduce_at", "stages", "microbatches_short_of_ranks", "most_zero_stage", "schedules"),
 }
 """What a published run is taken to use where it does not say (`tests/published/test_reading.py`)."""
 
@@ -201,6 +201,9 @@ FITTED = (
 )
 """Figures that no framework's code or paper gives."""
 
+FITTED_IN_ONE = {("nanotron", "memory.logit_bytes")}
+"""Recipes and their figures that a framework's code tells of others, but does not settle here."""
+
 
 def test_every_figure_has_a_source_and_says_what_it_was_fitted_to_or_that_it_is_assumed() -> None:
     for name, recipe in recipes().items():
@@ -210,7 +213,8 @@ def test_every_figure_has_a_source_and_says_what_it_was_fitted_to_or_that_it_is_
             group, _, field = key.partition(".")
             assert getattr(getattr(recipe, group), field) == figure.value, "what is told is what is used"
             assert figure.source, (name, key)
-            assert bool(figure.fitted_to or figure.assumed) == (key in FITTED)
+            open = key in FITTED or (name, key) in FITTED_IN_ONE
+            assert bool(figure.fitted_to or figure.assumed) == open, (name, key)
             assert not (figure.fitted_to and figure.assumed), (name, key)
 
 

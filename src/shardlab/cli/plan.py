@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +20,7 @@ from shardlab.cli.options import Count, Flag, Layers, Name, NewFile, OptionalCou
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.recipe_option import RecipeName, recipe_called
 from shardlab.program import AXES, UserError
-from shardlab.program.field_types import field_types
+from shardlab.program.field_types import as_flags, field_types
 from shardlab.program.precision import Optimizer
 from shardlab.rules.pieces import counted
 from shardlab.strategies.plan import Plan
@@ -47,6 +47,9 @@ class PlanCommand:
     cluster: Name = None
     """Devices and how many, such as h100x32, or path/to/cluster.toml; or, as bench measured it, local or
     path/to/profile.json. All of them are used."""
+
+    other_machine: Flag = False
+    """Take a profile from another machine."""
 
     sequence: OptionalCount = None
     """Tokens of a sequence (default: the model's)."""
@@ -88,7 +91,8 @@ class PlanCommand:
     """The most expert-parallel ranks."""
 
     max_dp_shard: OptionalCount = None
-    """The most ranks that share weights, gradients or optimizer state."""
+    """The most ranks along dp_shard that share weights, gradients or optimizer state; those that share nothing may be
+    more."""
 
     max_micro_batch_size: OptionalCount = None
     """The most sequences of a microbatch."""
@@ -110,7 +114,7 @@ class PlanCommand:
     the run that is predicted fastest is chosen, and its measured speed compared with the best one's."""
 
     force: Flag = False
-    """Replace the file of --out, and take a profile from another machine."""
+    """Replace the file of --out."""
 
     json: Flag = False
     """Print JSON alone."""
@@ -119,13 +123,15 @@ class PlanCommand:
 
     def run(self) -> int:
         if self.grade is not None:
-            self._want_no_search()
+            self._want_no_search(self.grade)
             print_grades(self.grade, None if self.recipe is None else recipe_called(self.recipe), json=self.json)
             return 0
         from shardlab.planner.chosen import choose
         from shardlab.planner.workers import cores, workers
 
         problem = self._problem()
+        if self.force and self.out is None:
+            raise UserError("--force replaces the file of --out; give --out FILE, or leave it out")
         check_new_file("--out", self.out, "plan.toml", force=self.force)
         with workers(problem) as ask, self._progress() as told:
             choice = choose(problem, ask, seconds=self.seconds, ahead=2 * cores(), told=told)
@@ -148,15 +154,17 @@ class PlanCommand:
             print_choice(*shown, self.top, stdout_console())
         return 0
 
-    def _want_no_search(self) -> None:
-        """Refuse what a search alone needs.
+    def _want_no_search(self, runs: Path) -> None:
+        """Refuse what a search alone takes: all but the file of runs, their recipe and the form of what is printed.
 
         Raises:
-            UserError: with its name.
+            UserError: with its flags.
         """
-        given = {"--model": self.model, "--cluster": self.cluster, "--out": self.out}
-        if wrong := [name for name, value in given.items() if value is not None]:
-            raise UserError(f"--grade takes models and devices from its file; leave {wrong[0]} out")
+        graded = PlanCommand(grade=runs, recipe=self.recipe, json=self.json)
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layout"}
+        given = {name: value for name, value in own.items() if value != getattr(graded, name)}
+        if wrong := as_flags(given | self.layout.given()):
+            raise UserError(f"--grade predicts the runs of its file and searches for no plan; leave out {wrong}")
 
     def _problem(self) -> Problem:
         """Make the planning problem that the flags describe.
@@ -174,7 +182,7 @@ class PlanCommand:
             raise UserError(f"a plan is for a model on a cluster; give {missing}")
         if self.seconds <= 0:
             raise UserError(f"--seconds {self.seconds:g} is no time; give a number above 0")
-        cluster = cluster_called(self.cluster, force=self.force and self.out is None, memory=self.memory)
+        cluster = cluster_called(self.cluster, other_machine=self.other_machine, memory=self.memory)
         changes = {"seq_len": self.sequence, "layers": self.layers}
         given = {name: value for name, value in changes.items() if value is not None}
         model = with_fields(find_model(self.model), given, self.model)
@@ -224,9 +232,8 @@ class PlanCommand:
         given = {name: value for name in same if (value := getattr(self, name)) is not None}
         if self.optimizer != "adamw":
             given["optimizer"] = self.optimizer
-        forced = ["--force"] if self.force and self.out is None else []
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        return shlex.join([*words, *forced])
+        return shlex.join([*words, *(["--other-machine"] if self.other_machine else [])])
 
     def _progress(self) -> Any:
         """A line on the terminal that tells how far the search is."""

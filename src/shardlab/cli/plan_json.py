@@ -58,7 +58,7 @@ def as_json(choice: PlanChoice, model: str, cluster: str, top: int) -> dict[str,
         "searched": {
             **found.space,
             "simulated": len(found.outcomes),
-            "refused": found.refused,
+            "refused": len(found.refused),
             "seconds": found.seconds,
             "complete": found.left is None,
             "floor_of_the_rest": found.left,

@@ -12,6 +12,7 @@ from shardlab.cli.console import print_fact, print_figures, print_path, table_of
 from shardlab.planner.chosen import EQUAL, NOTABLE
 from shardlab.planner.explain import decisions
 from shardlab.planner.reasons import TELLING, sentence
+from shardlab.planner.shares import UNTRACED
 from shardlab.planner.words import described, flags_of, picture, short
 from shardlab.rules.pieces import counted
 from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_of
@@ -67,7 +68,7 @@ def print_choice(
     _print_families(choice, console)
     _print_runners_up(choice, console, top)
     console.print()
-    print_fact(console, "critical path", path_text(choice.path))
+    print_fact(console, "critical path", path_text(choice.path) if choice.path else UNTRACED)
     _print_reasons(choice, console)
     _print_misses(choice, console)
     console.print()
@@ -79,11 +80,9 @@ def _figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
     problem, best = choice.problem, choice.best
     workload, memory = problem.workload(best.candidate), best.forecast.memory
     room, shares = problem.cluster.device.memory, choice.answer.shares
-    assert shares is not None
     speed = problem.tokens / best.seconds
-    time = ", ".join(f"{name} {share:.1%}" for name, share in shares.parts.items() if share >= 0.0005)
     return [
-        ("step time", seconds_text(best.seconds), time),
+        ("step time", seconds_text(best.seconds), str(shares or UNTRACED)),
         ("tokens/s", f"{speed:,.0f}", f"{speed / problem.cluster.size:,.0f} on each device"),
         ("MFU", share_text(workload.mfu(best.seconds)), f"of {problem.cluster.device.name}'s peak"),
         ("memory", bytes_text(memory.total), f"of {bytes_text(room, 0)} on the fullest device"),
@@ -107,10 +106,11 @@ def _print_families(choice: PlanChoice, console: Console) -> None:
     table.columns[1].no_wrap = False
     table.columns[4].justify = "left"
     for outcome, answer in choice.families:
-        assert answer.shares is not None
-        name, share = answer.shares.limit
-        name, share = (name, share) if share >= 0.02 else ("compute", answer.shares.compute)
-        limit = f"{name.replace(' on', '')} {share:.0%}"
+        limit = ""
+        if answer.shares is not None:
+            name, share = answer.shares.limit
+            name, share = (name, share) if share >= 0.02 else ("compute", answer.shares.compute)
+            limit = f"{name.replace(' on', '')} {share:.0%}"
         table.add_row(
             outcome.family,
             short(outcome.candidate),
@@ -210,5 +210,8 @@ def searched(choice: PlanChoice) -> str:
         return f"{done}; floors say that no other is faster by {EQUAL:.1%} or more"
     if not found.left:
         return f"{done}; time was up before all were generated, so faster ones may be left"
-    gain = max(0.0, 1 - found.left / choice.best.seconds)
-    return f"{done}; time was up, and what is left is at most {gain:.0%} faster: give more --seconds"
+    least, chosen = min(found.left, choice.best.seconds), choice.best.seconds
+    return (
+        f"{done}; time was up, and a step of what is left could take {seconds_text(least)} instead of "
+        f"{seconds_text(chosen)}, {1 - least / chosen:.0%} less: give more --seconds"
+    )

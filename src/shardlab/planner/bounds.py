@@ -176,6 +176,7 @@ class Floors:
         key = (
             (mesh.tp, mesh.cp, mesh.ep, shape.micro_batch_size, shape.precision.name),
             (shape.sequence_parallel, shape.recompute == "selective", recompute, shape.context, shape.ulysses_degree),
+            shape.stripes,
         )
         if key not in self._passes:
             if isinstance(recompute, tuple):
@@ -245,7 +246,7 @@ class Floors:
     def _resolved(self, shape: PlanShape, plan: Plan) -> tuple[Sizes, Mapping[int, LayerPlan]]:
         """The sizes of a shape's values, and its layers as a rank runs them, which no microbatch's size changes."""
         mesh, model, size = shape.mesh, blocks_of(self.problem, shape).short, shape.micro_batch_size
-        key = mesh.tp, mesh.cp, mesh.ep, shape.sequence_parallel, shape.precision.name, plan.recompute
+        key = mesh.tp, mesh.cp, mesh.ep, shape.sequence_parallel, shape.precision.name, plan.recompute, shape.stripes
         if key not in self._of_one:
             elements = model.sizes(1, shape.precision.bytes(Kind.ACTIVATION))
             sizes = plan.counted(shape.precision.sizes(elements, self.problem.optimizer))

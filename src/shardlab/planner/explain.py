@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shardlab.planner.bounds import Floors
 from shardlab.planner.chosen import PlanChoice
 from shardlab.planner.reasons import Topic, sentence
+from shardlab.planner.shares import UNTRACED
 from shardlab.planner.space import PlanShape
 from shardlab.program import Kind, Mesh
 from shardlab.rules.pieces import counted
@@ -71,7 +72,7 @@ def _batch(choice: PlanChoice) -> list[str]:
     lines = [
         f"{counted(problem.sequences, 'sequence')} a step are {problem.tokens:,} tokens; at most so many ranks can "
         "share them, and the others must cut the model or the sequences",
-        f"{counted(ranks, 'data-parallel rank')} get {counted(each, 'sequence')} each, in "
+        f"{counted(ranks, 'data-parallel rank')} get{'s' * (ranks == 1)} {counted(each, 'sequence')} each, in "
         f"{counted(each // size, 'microbatch')} of {size}",
     ]
     if "batch" in choice.helps:
@@ -82,20 +83,18 @@ def _batch(choice: PlanChoice) -> list[str]:
 
 def _speed(choice: PlanChoice) -> list[str]:
     problem, best, shares = choice.problem, choice.best, choice.answer.shares
-    assert shares is not None
     workload = problem.workload(best.candidate)
     least = workload.mfu(1.0)  # of a step of a second: the seconds that it would take at the peak
-    parts = ", ".join(f"{name} {share:.1%}" for name, share in shares.parts.items() if share >= 0.0005)
     lines = [
         f"at the peak of {problem.cluster.size:,} {problem.cluster.device.name} the model's products would take "
         f"{seconds_text(least)}; the step takes {seconds_text(best.seconds)}, an MFU of {least / best.seconds:.1%}",
-        f"its time goes to {parts}",
+        f"its time goes to {shares}" if shares else f"what its time goes to is not known: {UNTRACED}",
     ]
     for outcome, answer in choice.families:
-        if outcome.candidate != best.candidate and answer.shares is not None:
-            name, share = answer.shares.limit
+        if outcome.candidate != best.candidate:
             slower = outcome.seconds / best.seconds - 1
-            lines.append(f"{outcome.family} at best: step {slower:+.1%}, {name} {share:.1%} of it")
+            limit = ", {} {:.1%} of it".format(*answer.shares.limit) if answer.shares else ""
+            lines.append(f"{outcome.family} at best: step {slower:+.1%}{limit}")
     return lines
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from shardlab.errors import UserError
 from shardlab.hardware import Cluster
 from shardlab.models import Blocks
 from shardlab.predict.recipe import OWN, Recipe
 from shardlab.predict.workload import Workload
-from shardlab.program.field_types import as_flags
+from shardlab.program import AXES
+from shardlab.program.field_types import as_flags, check_field, field_types
 from shardlab.program.precision import Optimizer, Precision
 from shardlab.strategies.plan import Plan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,12 @@ class Limits:
 
     Attributes:
         fixed: values of a plan's fields, and sizes of its mesh's axes.
-        most: the largest size of an axis of the mesh, and of a microbatch, `micro_batch_size`.
+        most: the largest size of an axis of the mesh, and of a microbatch, `micro_batch_size`; that of `dp_shard` is of
+            ranks that share something.
         micro_batch_size: sequences of a microbatch (None: any number that divides).
+
+    Raises:
+        UserError: a field cannot have its value in any plan, or two limits contradict each other.
     """
 
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -46,11 +53,24 @@ class Limits:
     micro_batch_size: int | None = None
 
     def __post_init__(self) -> None:
+        for name, value in self.fields.items():
+            check_field(name, value, field_types(Plan)[name], getattr(Plan, name))
+        if "schedule" in self.fixed:
+            _ = Plan(schedule=self.fixed["schedule"]).order
         given = {**self.fixed, "micro_batch_size": self.micro_batch_size}
         for name, most in self.most.items():
             if (value := given.get(name)) is not None and value > most:
                 flag = name.replace("_", "-")
                 raise UserError(f"--{flag} {value} is more than --max-{flag} {most}; give one of them")
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The values of a plan's fields, without the sizes of axes."""
+        return {name: value for name, value in self.fixed.items() if name not in AXES}
+
+    def tried(self, name: str, values: Sequence[T]) -> Sequence[T]:
+        """The values of a field, or sizes of an axis, that are tried: the one that is fixed, or else these."""
+        return (self.fixed[name],) if name in self.fixed else values
 
     def allows(self, name: str, size: int) -> bool:
         """Whether an axis, or a microbatch, may have this size."""
@@ -60,9 +80,12 @@ class Limits:
     def allow(self, plan: Plan) -> bool:
         """Whether a plan's mesh and all its fields are as they must be."""
         sizes = plan.mesh.sizes()
-        if not all(self.allows(axis, size) for axis, size in sizes.items()):
+        values = {**sizes, **{name: getattr(plan, name) for name in self.fields}}
+        if any(values[name] != value for name, value in self.fixed.items()):
             return False
-        return all(getattr(plan, name) == value for name, value in self.fixed.items() if name not in sizes)
+        if "dp_shard" not in plan.shard_optimizer:  # its ranks are replicas
+            del sizes["dp_shard"]
+        return all(size <= self.most.get(axis, size) for axis, size in sizes.items())
 
     def __str__(self) -> str:
         """The limits, as flags."""

@@ -76,7 +76,7 @@ class Found:
     outcomes: list[PlanOutcome] = field(default_factory=list[PlanOutcome])
     space: dict[str, int] = field(default_factory=lambda: {"shapes": 0, "candidates": 0})
     too_large: dict[str, tuple[float, Candidate]] = field(default_factory=dict[str, tuple[float, Candidate]])
-    refused: int = 0
+    refused: list[Candidate] = field(default_factory=list[Candidate])
     open: set[str] = field(default_factory=set[str])
     left: float | None = None
     seconds: float = 0.0
@@ -204,7 +204,7 @@ class Search:
 
     def _over(self) -> bool:
         """Whether it is late, and something is found or was looked for."""
-        asked = len(self.found.outcomes) + self.found.refused
+        asked = len(self.found.outcomes) + len(self.found.refused)
         return self._late() and (self._best < float("inf") or asked >= LATE)
 
     def _fill(self) -> None:
@@ -298,7 +298,7 @@ class Search:
 
     def _note(self, candidate: Candidate, answer: Answer | None) -> None:
         if answer is None:
-            self.found.refused += 1
+            self.found.refused.append(candidate)
             return
         outcome = PlanOutcome(candidate, answer.forecast)
         self.found.outcomes.append(outcome)

@@ -14,6 +14,9 @@ from shardlab.timeline.path import critical_path, path_parts
 
 COMPUTE, BUBBLE = "compute", "bubble"
 
+UNTRACED = "the step has more ops than are traced"
+"""Why there are no shares of a step that has a forecast."""
+
 
 @dataclass(frozen=True)
 class StepShares:
@@ -24,6 +27,10 @@ class StepShares:
     """
 
     parts: dict[str, float]
+
+    def __str__(self) -> str:
+        """The parts that can be seen in a figure of one decimal: `compute 88.6%, all-gather on tp 5.5%`."""
+        return ", ".join(f"{name} {share:.1%}" for name, share in self.parts.items() if share >= 0.0005)
 
     @property
     def compute(self) -> float:

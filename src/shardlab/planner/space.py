@@ -5,7 +5,8 @@ data-parallel ranks share the model, the microbatch, and what is computed again.
 schedule and who keeps what. Whether a candidate is legal is for the code that runs plans to say: `Plan` itself,
 `cut_for`, the schedule's steps, and in the end the trace.
 
-Left out are plans that cannot be better than one that is there:
+A value that the user fixes is taken as given, whether it is tried otherwise or not. Else left out are plans that cannot
+be better than one that is there:
 
 - Replicas of ranks that share nothing: `dp_replicate 2 x dp_shard 4` is `dp_shard 8` if nothing is sharded, or if
   everything is sharded over both. Sharding over `dp_replicate` alone is sharding over `dp_shard`, on ranks further
@@ -13,33 +14,38 @@ Left out are plans that cannot be better than one that is there:
 - Sharding over `cp` of some of parameters, gradients and state: all that is sharded is sharded over `cp` too, or none.
 - Gradients reduced at every microbatch that are not sharded: more messages, and no less memory.
 - Gradients reduced when all are there (`reduce_at step`), unless it is the recipe's way: nothing runs beside it then.
+- What the recipe's framework does not run (`predict/limits.py`).
 - On one pipeline rank, any schedule but 1f1b: all others hold more microbatches at a time.
 - Selective recomputation without dropout: fused attention keeps no scores that it could save.
 - Striped sequences: without stripes, ranks of `cp` have exactly as much work.
-- Sequences cut so finely that a rank has less than 1,024 tokens of them, unless a limit names `cp`.
-- Stages of other sizes than the even ones, unless a limit names them.
+- Keys and values that are gathered from neighbours' neighbours (`all_gather` with a degree of Ulysses): a ring of them
+  runs beside compute.
+- Sequences cut so finely that a rank has less than 1,024 tokens of them.
+- Stages of other sizes than the even ones, or those that the recipe deals.
 - Of blocks that are computed again, any but each stage's first ones: blocks are alike. Shares of them are quarters
   and the outermost eighths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
-from typing import Any
+from typing import Any, get_args
 
 from shardlab.errors import UserError
 from shardlab.models.moe import MoE
 from shardlab.planner.alike import AlikeBlocks, alike_blocks
 from shardlab.planner.problem import Candidate, Problem
+from shardlab.predict.limits import broken_limit
 from shardlab.predict.staging import stages_by_cost
-from shardlab.program import AXES, Mesh
+from shardlab.program import Mesh
 from shardlab.program.precision import Precision
 from shardlab.strategies.model_layers import ModelLayers
 from shardlab.strategies.plan import Context, Plan, Recompute
-from shardlab.strategies.schedules import SCHEDULES
+from shardlab.strategies.resolve import named_blocks
+from shardlab.strategies.schedules import SCHEDULES, Schedule
 
 SHARES = {"none": 0.0, "1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "3/4": 0.75, "7/8": 0.875, "full": 1.0}
 """Shares of a stage's blocks that are computed again."""
@@ -52,6 +58,9 @@ LEAST_SEQUENCE = 1024
 
 Axes = tuple[str, ...]
 
+SHARDED = ("shard_parameters", "shard_gradients", "shard_optimizer")
+"""The fields of a plan that say over which axes its state is cut."""
+
 
 @dataclass(frozen=True)
 class PlanShape:
@@ -61,7 +70,7 @@ class PlanShape:
         mesh: the ranks; those of the data-parallel axes are all on `dp_shard`.
         micro_batch_size: sequences of a microbatch.
         precision: in which numbers.
-        sequence_parallel, context, ulysses_degree: as in a plan.
+        sequence_parallel, context, ulysses_degree, stripes: as in a plan.
         recompute: which share of blocks is computed again, of `SHARES`; or "selective", or blocks by number.
     """
 
@@ -72,6 +81,7 @@ class PlanShape:
     context: Context = "ring"
     ulysses_degree: int | None = None
     recompute: str | tuple[int, ...] = "none"
+    stripes: int | None = None
 
     @property
     def share(self) -> float:
@@ -80,13 +90,18 @@ class PlanShape:
 
     @property
     def candidate(self) -> Candidate:
-        """The candidate that shards nothing, of one pipeline stage if blocks by number are computed again."""
+        """The candidate that shards nothing, of one pipeline stage if blocks by number are computed again.
+
+        Raises:
+            UserError: the mesh does not go together with the rest.
+        """
         plan = Plan(
             self.mesh,
             sequence_parallel=self.sequence_parallel,
             context=self.context,
             ulysses_degree=self.ulysses_degree,
             recompute=WORDS.get(self.recompute, "none"),
+            stripes=self.stripes,
         )
         return Candidate(plan, self.micro_batch_size, self.precision)
 
@@ -94,14 +109,14 @@ class PlanShape:
 def shapes(problem: Problem) -> Iterator[PlanShape]:
     """Every shape whose mesh divides the devices, the batch and the model."""
     for mesh in meshes(problem):
-        cuttings = [options for options in _options(problem, mesh) if _cuts(problem, mesh, *options)]
+        cuttings = [shape for shape in _of_mesh(problem, mesh) if _divides(problem, shape)]
         per_rank = problem.sequences // (mesh.dp_shard * mesh.ep)
         for size in divisors(per_rank):
             if not problem.limits.allows("micro_batch_size", size):
                 continue
             for precision in problem.precisions:
-                for sequence_parallel, context, degree, recompute in cuttings:
-                    yield PlanShape(mesh, size, precision, sequence_parallel, context, degree, recompute)
+                for shape in cuttings:
+                    yield replace(shape, micro_batch_size=size, precision=precision)
 
 
 def meshes(problem: Problem) -> Iterator[Mesh]:
@@ -125,43 +140,40 @@ def meshes(problem: Problem) -> Iterator[Mesh]:
                     yield mesh
 
 
-def _options(problem: Problem, mesh: Mesh) -> Iterator[tuple[bool, Context, int | None, str | tuple[int, ...]]]:
-    """Sequence parallelism, context, Ulysses' degree and recomputation that make sense on a mesh."""
-    fixed = problem.limits.fixed
-    contexts: list[tuple[Context, int | None]] = [("ring", None)]
-    if mesh.cp > 1:
-        contexts.extend((("all_gather", None), ("ulysses", None)))
-        contexts.extend(("ring", degree) for degree in divisors(mesh.cp) if 1 < degree < mesh.cp)
-    recomputes: list[str | tuple[int, ...]] = [*SHARES, *(["selective"] if problem.model.dropout else [])]
-    if "recompute" in fixed:
-        recomputes = [fixed["recompute"]]
-    for sequence_parallel in (True, False) if mesh.tp > 1 else (False,):
-        for context, degree in contexts:
-            for recompute in recomputes:
-                yield sequence_parallel, context, degree, recompute
+def _of_mesh(problem: Problem, mesh: Mesh) -> Iterator[PlanShape]:
+    """Shapes with a mesh, of microbatches of one sequence: what is tried of all that they say beside."""
+    limits, precision = problem.limits, problem.precisions[0]
+    words: tuple[Context, ...] = get_args(Context) if mesh.cp > 1 else ("ring",)
+    contexts = limits.tried("context", words)
+    degrees = limits.tried("ulysses_degree", (None, *(each for each in divisors(mesh.cp) if 1 < each < mesh.cp)))
+    either = {"context", "ulysses_degree"} & set(limits.fixed)
+    recomputes: tuple[str | tuple[int, ...], ...] = (*SHARES, *(["selective"] if problem.model.dropout else []))
+    for sequence_parallel in limits.tried("sequence_parallel", (True, False) if mesh.tp > 1 else (False,)):
+        for context in contexts:
+            for degree in degrees if context == "ring" or either else (None,):
+                for recompute in limits.tried("recompute", recomputes):
+                    for stripes in limits.tried("stripes", (None,)):
+                        yield PlanShape(mesh, 1, precision, sequence_parallel, context, degree, recompute, stripes)
 
 
-def _cuts(
-    problem: Problem, mesh: Mesh, sequence_parallel: bool, context: str, degree: int | None, recompute: object
-) -> bool:
-    """Whether the code that cuts models accepts it, and the limits do."""
-    fixed = problem.limits.fixed
-    said = {"sequence_parallel": sequence_parallel, "context": context, "ulysses_degree": degree}
-    if any(fixed[name] != value for name, value in said.items() if name in fixed):
+def _divides(problem: Problem, shape: PlanShape) -> bool:
+    """Whether `Plan` and the code that cuts models accept a shape."""
+    try:
+        return bool(shape.candidate) and _blocks(problem, shape) is not None
+    except UserError:
         return False
-    return _blocks(problem, mesh, context, degree, recompute) is not None
 
 
 def blocks_of(problem: Problem, shape: PlanShape) -> AlikeBlocks:
     """The model in the layers of a shape's plans."""
-    found = _blocks(problem, shape.mesh, shape.context, shape.ulysses_degree, shape.recompute)
+    found = _blocks(problem, shape)
     assert found is not None, "shapes are of models that divide"
     return found
 
 
-def _blocks(problem: Problem, mesh: Mesh, context: str, degree: int | None, recompute: object) -> AlikeBlocks | None:
-    ulysses = degree or (mesh.cp if context == "ulysses" else 1)
-    return alike_blocks(problem.model, mesh, apart=recompute == "selective", ulysses=ulysses)
+def _blocks(problem: Problem, shape: PlanShape) -> AlikeBlocks | None:
+    ulysses = shape.ulysses_degree or (shape.mesh.cp if shape.context == "ulysses" else 1)
+    return alike_blocks(problem.model, shape.mesh, apart=shape.recompute == "selective", ulysses=ulysses)
 
 
 def candidates(problem: Problem, shape: PlanShape) -> Iterator[Candidate]:
@@ -172,46 +184,47 @@ def candidates(problem: Problem, shape: PlanShape) -> Iterator[Candidate]:
 
 
 def dealt(problem: Problem, shape: PlanShape, plan: Plan) -> Iterator[Candidate]:
-    """Every candidate of a shape's plan that shards nothing yet."""
+    """Every candidate of a shape's plan that shards nothing yet, and that the recipe's framework runs."""
     for each in sharded(problem, plan):
-        if problem.limits.allow(each):
-            yield Candidate(each, shape.micro_batch_size, shape.precision)
+        candidate = Candidate(each, shape.micro_batch_size, shape.precision)
+        if problem.limits.allow(each) and not broken_limit(problem.workload(candidate)):
+            yield candidate
 
 
 def as_fixed(problem: Problem, candidate: Candidate) -> Candidate:
     """A candidate with the values of a plan's fields that are not left open, if they go together."""
-    fixed = {name: value for name, value in problem.limits.fixed.items() if name not in AXES}
     try:
-        return replace(candidate, plan=replace(candidate.plan, **fixed))
+        return replace(candidate, plan=replace(candidate.plan, **problem.limits.fields))
     except UserError:
         return candidate
 
 
 def pipelined(problem: Problem, shape: PlanShape) -> Iterator[Plan]:
     """The plans of a shape with every schedule and number of stages, that shard nothing; `follows` knows the legal."""
-    model, fixed, pp = blocks_of(problem, shape).layers, problem.limits.fixed, shape.mesh.pp
-    base = replace(
-        shape.candidate.plan,
-        layers_per_stage=fixed.get("layers_per_stage", _by_cost(problem, model, pp)),
-        reduce_at=problem.recipe.defaults.reduce_at,
-    )
-    for name in [str(fixed["schedule"])] if "schedule" in fixed else (SCHEDULES if pp > 1 else ("1f1b",)):
-        known = SCHEDULES.get(name)
-        looped = pp > 1 and known is not None and known.stages_per_rank is None
-        for stages in _stages(problem.model.layers, pp) if looped else (fixed.get("stages_per_rank"),):
+    model, limits, pp = blocks_of(problem, shape).layers, problem.limits, shape.mesh.pp
+    bare = shape.candidate.plan
+    base = replace(bare, layers_per_stage=layers_of_stages(problem, bare))
+    for schedule in limits.tried("schedule", tuple(SCHEDULES) if pp > 1 else ("1f1b",)):
+        named = replace(base, schedule=schedule)
+        order = named.order
+        looped = pp > 1 and isinstance(order, Schedule) and order.stages_per_rank is None
+        for stages in limits.tried("stages_per_rank", _stages(problem.model.layers, pp) if looped else (None,)):
             try:
-                plan = replace(base, schedule=name, stages_per_rank=stages)
+                plan = replace(named, stages_per_rank=stages)
                 bounds = plan.bounds(model.pipeline_units)
                 yield replace(plan, recompute=_recomputed(shape, model, bounds))
             except UserError:
                 continue
 
 
-def _by_cost(problem: Problem, model: ModelLayers, pp: int) -> tuple[int, ...]:
-    """The layers of each stage, if the recipe deals them by cost."""
-    if pp == 1 or problem.recipe.defaults.stages == "even":
+def layers_of_stages(problem: Problem, plan: Plan) -> tuple[int, ...]:
+    """The layers of each stage of a plan: as they are fixed, or as the recipe deals them (empty: evenly)."""
+    if "layers_per_stage" in problem.limits.fixed:
+        return problem.limits.fixed["layers_per_stage"]
+    if plan.mesh.pp == 1 or problem.recipe.defaults.stages == "even":
         return ()
-    return stages_by_cost(problem.model, pp, halves=bool(model.blocks))
+    found = alike_blocks(problem.model, plan.mesh, apart=plan.attention_apart, ulysses=plan.ulysses)
+    return stages_by_cost(problem.model, plan.mesh.pp, halves=bool(found and found.layers.blocks))
 
 
 def follows(problem: Problem, shape: PlanShape, plan: Plan) -> bool:
@@ -230,15 +243,22 @@ def few_of(each: int, pp: int) -> int:
     return each if each <= 4 * pp else 2 * pp + each % (2 * pp)
 
 
-def _stages(layers: int, pp: int) -> list[int]:
+def _stages(layers: int, pp: int) -> tuple[int, ...]:
     """Numbers of stages of each rank: all that divide the layers, or, if the ranks do not, all up to 8."""
     found = range(2, layers // pp + 1)
-    return [each for each in found if layers % (pp * each) == 0 or (layers % pp and each <= 8)]
+    return tuple(each for each in found if layers % (pp * each) == 0 or (layers % pp and each <= 8))
 
 
 def _recomputed(shape: PlanShape, model: ModelLayers, bounds: list[int]) -> Any:
-    """The plan's word for a share of the blocks: so many of each stage's first ones."""
-    if isinstance(shape.recompute, tuple) or shape.recompute in ("none", "selective", "full"):
+    """The plan's word for a share of the blocks: so many of each stage's first ones.
+
+    Raises:
+        UserError: blocks by number of which the model lacks some, or a share of so few blocks that it is all.
+    """
+    if isinstance(shape.recompute, tuple):
+        named_blocks(shape.recompute, model)
+        return shape.recompute
+    if shape.recompute in ("none", "selective", "full"):
         return shape.recompute
     cuts = [model.pipeline_cuts[unit] for unit in bounds]
     chosen: list[int] = []
@@ -252,39 +272,43 @@ def _recomputed(shape: PlanShape, model: ModelLayers, bounds: list[int]) -> Any:
 
 def sharded(problem: Problem, plan: Plan) -> Iterator[Plan]:
     """A plan with its data-parallel ranks split into replicas and shards, and who keeps what, in every way."""
+    limits = problem.limits
     for mesh in (replace(plan.mesh, dp_replicate=r, dp_shard=s) for r, s in _splits(problem, plan.mesh.dp_shard)):
-        for parameters, gradients, optimizer in _shardings(mesh):
-            reshards = ("layer", *(["stage"] if mesh.pp > 1 else []), "step") if parameters else ("layer",)
-            for reshard in reshards:
+        for sharding in _shardings(problem, mesh):
+            reshards = ("layer", *(["stage"] if mesh.pp > 1 else []), "step") if sharding[0] else ("layer",)
+            for reshard in limits.tried("reshard_after", reshards):
+                words = {
+                    **dict(zip(SHARDED, sharding, strict=True)),
+                    "reshard_after": reshard,
+                    "reduce_at": problem.recipe.defaults.reduction(sharded=bool(sharding[-1])),
+                }
                 try:
-                    late = problem.recipe.defaults.sharded_reduce_at if optimizer else ""
-                    yield replace(
-                        plan,
-                        mesh=mesh,
-                        reduce_at=late or plan.reduce_at,
-                        shard_parameters=parameters,
-                        shard_gradients=gradients,
-                        shard_optimizer=optimizer,
-                        reshard_after=reshard,
-                    )
+                    yield replace(plan, mesh=mesh, **(words | limits.fields))
                 except UserError:
                     continue
 
 
 def _splits(problem: Problem, data: int) -> Iterator[tuple[int, int]]:
     """Replicas and shards that make up so many data-parallel ranks."""
-    for replicas in divisors(data):
-        useful = replicas == 1 or replicas < data or "dp_replicate" in problem.limits.fixed
-        allowed = problem.limits.allows("dp_replicate", replicas) and problem.limits.allows(
-            "dp_shard", data // replicas
-        )
-        if useful and allowed:
-            yield replicas, data // replicas
+    limits = problem.limits
+    for replicas in limits.tried("dp_replicate", [each for each in divisors(data) if each == 1 or each < data]):
+        shards, rest = divmod(data, replicas)
+        if not rest and shards in limits.tried("dp_shard", (shards,)):
+            yield replicas, shards
 
 
-def _shardings(mesh: Mesh) -> Iterator[tuple[Axes, Axes, Axes]]:
-    """Axes over which parameters, gradients and the optimizer's state are cut."""
-    if mesh.dp_replicate == 1 or mesh.dp_shard == 1:
+def _shardings(problem: Problem, mesh: Mesh) -> list[tuple[Axes, ...]]:
+    """Axes over which parameters, gradients and the optimizer's state are cut, each over two ranks or more."""
+    fixed, sizes = problem.limits.fixed, mesh.sizes()
+    own = [
+        tuple(fixed.get(name, axes) for name, axes in zip(SHARDED, each, strict=True)) for each in _usual(mesh, fixed)
+    ]
+    return [each for each in dict.fromkeys(own) if all(sizes[axis] > 1 for axes in each for axis in axes)]
+
+
+def _usual(mesh: Mesh, fixed: Container[str]) -> Iterator[tuple[Axes, Axes, Axes]]:
+    """Axes over which parameters, gradients and the optimizer's state are cut, unless some are fixed."""
+    if mesh.dp_replicate == 1 or mesh.dp_shard == 1 or "dp_replicate" in fixed or "dp_shard" in fixed:
         yield (), (), ()
     for along in ((), ("cp",)) if mesh.cp > 1 else ((),):
         shard = (*(("dp_shard",) if mesh.dp_shard > 1 else ()), *along)

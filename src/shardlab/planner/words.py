@@ -57,9 +57,9 @@ def _data(plan: Plan) -> str:
     )
     name = family(alone)
     how = (
-        f"{name} over {plan.data_ranks} data-parallel ranks"
+        f"{name} over {counted(plan.data_ranks, 'data-parallel rank')}"
         if not name.startswith("data")
-        else (f"data parallelism over {plan.data_ranks} ranks")
+        else f"data parallelism over {counted(plan.data_ranks, 'rank')}"
     )
     if mesh.dp_replicate > 1 and shards:
         how += f": {mesh.dp_replicate} replicas of {mesh.dp_shard} shards"

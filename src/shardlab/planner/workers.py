@@ -9,7 +9,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from typing import Literal
+from typing import Literal, TypeVar
 
 from shardlab.errors import Refused, UserError
 from shardlab.hardware import Cluster
@@ -18,6 +18,9 @@ from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.shares import StepShares, shares_of
 from shardlab.predict.forecast import Forecast, forecast
 from shardlab.predict.limits import broken_limit
+from shardlab.program.bounds import Endless
+
+T = TypeVar("T")
 
 Change = Literal["", "memory", "links", "batch"]
 """A doubling that the planner tries on a problem: of each device's memory, of the bandwidth between nodes, or of the
@@ -43,7 +46,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """A candidate's forecast, and what its step's time goes to, if that was asked."""
+    """A candidate's forecast, and what its step's time goes to, if that was asked and can be traced."""
 
     forecast: Forecast
     shares: StepShares | None
@@ -59,8 +62,17 @@ def answer(problem: Problem, asked: Asked) -> Answer | None:
         workload = changed(problem, asked.change).workload(asked.candidate)
         if broken_limit(workload):
             return None
-        return Answer(asked.known or forecast(workload), shares_of(workload) if asked.shares else None)
+        made = asked.known or forecast(workload)
+        return Answer(made, traced(lambda: shares_of(workload)) if asked.shares else None)
     except (UserError, Refused):
+        return None
+
+
+def traced(told: Callable[[], T]) -> T | None:
+    """What a trace tells of a step that has a forecast (None: the step has more ops than are traced)."""
+    try:
+        return told()
+    except (UserError, Endless):
         return None
 
 

@@ -167,8 +167,11 @@ class Defaults:
         reduce_at: when gradients are reduced (see `Plan.reduce_at`).
         sharded_reduce_at: `reduce_at` where the optimizer's state is sharded ("": the same).
         zero_stage: the least ZeRO stage that it uses.
+        most_zero_stage: the highest ZeRO stage that it has (None: 3).
+        schedules: those of a pipeline that it has (empty: all).
         stages: how blocks are dealt to pipeline stages: evenly, or by cost (see `shardlab.predict.staging`).
-        microbatches_short_of_ranks: how many microbatches fewer than pipeline ranks a step may have (None: any number).
+        microbatches_short_of_ranks: how many microbatches fewer than pipeline ranks a step of 1F1B may have (None: any
+            number).
     """
 
     vocab_size: int = 50257
@@ -180,6 +183,8 @@ class Defaults:
     reduce_at: Literal["layer", "step"] = "layer"
     sharded_reduce_at: Literal["", "layer", "step"] = ""
     zero_stage: int = 0
+    most_zero_stage: int | None = None
+    schedules: tuple[str, ...] = ()
     stages: Literal["even", "cost"] = "even"
     microbatches_short_of_ranks: int | None = None
 

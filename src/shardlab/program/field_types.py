@@ -260,7 +260,7 @@ def choice(literal: Any) -> FieldType:
 def choice_or_numbers(literal: Any, noun: str) -> FieldType:
     """One of the words of a `Literal`, or the numbers of some things."""
     words = get_args(literal)
-    wanted = f"one of {', '.join(words)}, or the numbers of {noun}s"
+    wanted = f"one of {', '.join(words)}, or the numbers of {noun}s, such as 0 1"
 
     def of_words(given: tuple[str, ...]) -> str | tuple[int, ...]:
         if given and all(word.isdecimal() for word in given):

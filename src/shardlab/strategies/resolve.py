@@ -27,6 +27,21 @@ def resolve(plan: Plan, sizes: Sizes, microbatches: int, rank: int) -> RankPlan:
     return _Resolver(plan, sizes, rank).rank_plan(microbatches)
 
 
+def named_blocks(numbers: Iterable[int], model: ModelLayers) -> list[range]:
+    """The layers of the blocks with these numbers, of those that can be computed again.
+
+    Raises:
+        UserError: when the model has no such block.
+    """
+    blocks = model.recomputable
+    unknown = [number for number in numbers if not 0 <= number < len(blocks)]
+    if unknown:
+        raise UserError(
+            f"recompute names block {unknown[0]}, but the model has blocks 0-{len(blocks) - 1}; give numbers of these"
+        )
+    return [blocks[number] for number in numbers]
+
+
 def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> dict[int, range]:
     """The runs of layers that are computed again, each by its last layer; a block on two stages is two runs.
 
@@ -38,12 +53,8 @@ def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> 
     Raises:
         UserError: when the plan names a block that the model does not have.
     """
-    blocks = model.recomputable
     named = plan.recompute if isinstance(plan.recompute, tuple) else ()
-    unknown = [number for number in named if not 0 <= number < len(blocks)]
-    if unknown:
-        raise UserError(f"recompute names block {unknown[0]}, but the model has blocks 0-{len(blocks) - 1}")
-    chosen = blocks if plan.recompute == "full" else [blocks[number] for number in named]
+    chosen = model.recomputable if plan.recompute == "full" else named_blocks(named, model)
     runs = [range(max(block.start, stage.start), min(block.stop, stage.stop)) for block in chosen for stage in stages]
     return {run[-1]: run for run in runs if run}
 

@@ -1,0 +1,102 @@
+"""What is said where no plan was found: what hinders, what comes nearest, and which limit could go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardlab.errors import Refused, UserError
+from shardlab.planner.problem import Candidate, Limits, Problem
+from shardlab.planner.search import Found
+from shardlab.planner.space import meshes
+from shardlab.planner.words import short
+from shardlab.predict.forecast import forecast
+from shardlab.predict.limits import broken_limit
+from shardlab.program import AXES
+from shardlab.program.field_types import as_flags
+from shardlab.rules.pieces import counted
+from shardlab.strategies.plan import Plan
+from shardlab.timeline.units import bytes_text
+
+
+def nothing_to_search(problem: Problem) -> str:
+    """Say why the space of plans is empty."""
+    devices, limits = problem.cluster.size, str(problem.limits)
+    if any(meshes(problem)):
+        return _refused(problem, next(_reasons(problem), ""))
+    what = f"no plan divides {counted(devices, 'device')} and {counted(problem.sequences, 'sequence')}"
+    if limits:
+        return f"{what} under the limits {limits}; give others, or a --global-batch that is a multiple of {devices}"
+    return f"{what}; give a --global-batch that is a multiple of {devices}"
+
+
+def _reasons(problem: Problem) -> Iterator[str]:
+    """Why plans with the values that are fixed, and nothing else, are refused: a sentence for each mesh."""
+    limits = problem.limits
+    for mesh in meshes(problem):
+        try:
+            candidate = Candidate(Plan(mesh, **limits.fields), limits.micro_batch_size or 1, problem.precisions[0])
+        except UserError as error:
+            yield str(error)
+        else:
+            if reason := _reason(problem, candidate):
+                yield reason
+
+
+def _reason(problem: Problem, candidate: Candidate) -> str:
+    """Why a candidate is refused ("": it is not)."""
+    workload = problem.workload(candidate)
+    try:
+        if not (reason := broken_limit(workload)):
+            forecast(workload)
+        return reason
+    except (UserError, Refused) as error:
+        return str(error)
+
+
+def _refused(problem: Problem, reason: str) -> str:
+    under = f" under the limits {problem.limits}" if str(problem.limits) else ""
+    return f"no plan{under} can be run: {reason or 'give other limits or another --global-batch'}"
+
+
+def nothing_found(problem: Problem, found: Found) -> str:
+    """Say what comes nearest, and what is missing, where no plan of a search fits."""
+    room, margin, misses = problem.room, problem.recipe.memory.margin_bytes, found.misses()
+    if found.refused and not found.outcomes:
+        return _refused(problem, _reason(problem, found.refused[0]))
+    if not misses:
+        return "nothing was simulated in the time that was given; give more --seconds, or limits such as --max-tp 8"
+    name, (bytes, candidate) = min(misses.items(), key=lambda miss: miss[1][0])
+    if found.left is not None:
+        return (
+            "no plan that fits was found in the time that was given; give more --seconds, or limits such as --max-tp 8"
+        )
+    times, limits = (bytes / room if room > 0 else 1.0), str(problem.limits)
+    more = f"about {times:.1f} times as many devices" if times >= 1.5 else "more devices"
+    under = f" under the limits {limits}" if limits else ""
+    free = f" and leaves {problem.recipe.name}'s margin of {bytes_text(margin, 1)}" if margin else ""
+    lifted = _lifted(problem.limits, candidate)
+    return (
+        f"no plan{under} fits into {bytes_text(room + margin, 1)} a device{free}: {name} comes nearest "
+        f"({short(candidate)}) and takes at least {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many; take "
+        f"{more}, or larger ones{f', or leave out {lifted}' if lifted else ''}"
+    )
+
+
+SAVING = ("recompute", "micro_batch_size", "shard_parameters", "shard_gradients", "shard_optimizer")
+"""Choices that save memory, those that cost least first."""
+
+
+def _lifted(limits: Limits, candidate: Candidate) -> str:
+    """The limit without which a step could take less memory ("": there is none)."""
+    fixed = {**limits.fixed, **({"micro_batch_size": size} if (size := limits.micro_batch_size) else {})}
+    least = {"recompute": "full", "micro_batch_size": 1}
+    for name in SAVING:
+        if name in fixed and fixed[name] != least.get(name) and not (name.startswith("shard") and fixed[name]):
+            return as_flags({name: fixed[name]})
+    sizes = candidate.plan.mesh.sizes()
+    for axis in AXES:
+        if axis in limits.fixed:
+            return as_flags({axis: sizes[axis]})
+        if axis in limits.most:
+            return as_flags({f"max_{axis}": limits.most[axis]})
+    return ""

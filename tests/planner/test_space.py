@@ -1,0 +1,96 @@
+"""The space of plans: a value that a user fixes is taken as given, whether it is tried otherwise or not."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from shardlab.errors import UserError
+from shardlab.models import Llama
+from shardlab.planner.bounds import Floors
+from shardlab.planner.problem import Limits, Problem
+from shardlab.planner.space import candidates, shapes
+from shardlab.planner.workers import Asked, answer
+from shardlab.predict.recipe import find_recipe
+from shardlab.program import Mesh
+from shardlab.strategies.plan import Plan
+from tests.planner.test_search import problem
+
+LLAMA = Llama(layers=6, heads=8, kv_heads=4, hidden_size=512, ffn_hidden_size=1536, vocab_size=1000, seq_len=4096)
+
+FIXED: dict[str, Any] = {
+    "schedule": "gpipe",
+    "stages_per_rank": 1,
+    "layers_per_stage": (2, 4),
+    "shard_parameters": ("dp_shard",),
+    "shard_gradients": ("dp_shard",),
+    "shard_optimizer": ("dp_replicate", "dp_shard"),
+    "reduce_every_microbatch": ("dp_shard",),
+    "reduce_at": "step",
+    "reshard_after": "stage",
+    "sequence_parallel": False,
+    "recompute": (0, 3),
+    "context": "all_gather",
+    "ulysses_degree": 4,
+    "stripes": 2,
+}
+"""A value of every field of a plan, most of which are tried for no plan if nobody asks for them."""
+
+
+def fixing(most: dict[str, int] | None = None, **fixed: Any) -> Problem:
+    return replace(problem(4, 8, limits=Limits(fixed, most or {}, 1)), model=LLAMA)
+
+
+def plans(asked: Problem) -> list[Plan]:
+    return [candidate.plan for shape in shapes(asked) for candidate in candidates(asked, shape)]
+
+
+def test_every_field_of_a_plan_is_fixed_once_here() -> None:
+    assert list(FIXED) == [each.name for each in fields(Plan)[1:]]
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_field_that_is_fixed_has_its_value_in_every_plan_and_floors_hold(name: str) -> None:
+    asked = fixing(**{"recompute": "none", name: FIXED[name]})
+    floors, seen = Floors(asked), 0
+    found = [(shape, each) for shape in shapes(asked) for each in candidates(asked, shape)]
+    assert {getattr(each.plan, name) for _, each in found} == {FIXED[name]}
+    assert len(set(found)) == len(found), "none is there twice"
+    for shape, each in islice(found, 0, None, 1 + len(found) // 12):
+        if (made := answer(asked, Asked(each))) is not None:
+            seen += 1
+            assert floors.seconds(shape, each) <= made.forecast.seconds, each
+            assert floors.bytes(shape, each) <= max(peak.bytes for peak in made.forecast.peaks), each
+    assert seen
+
+
+def test_what_is_not_fixed_stays_as_it_was() -> None:
+    """Only plans with at least two ranks of the axes along which a user cuts are left."""
+    asked = fixing(shard_optimizer=("dp_shard",), recompute="none", pp=1)
+    assert {plan.zero_stage for plan in plans(asked)} == {1, 2, 3}
+    assert min(plan.mesh.dp_shard for plan in plans(asked)) == 2
+    assert {plan.mesh.tp for plan in plans(asked)} == {1, 2}
+
+
+def test_ranks_that_share_nothing_may_be_more_than_the_most_that_share() -> None:
+    kinds = {(plan.mesh.dp_shard, plan.zero_stage) for plan in plans(fixing({"dp_shard": 1, "tp": 1, "cp": 1}, pp=1))}
+    assert kinds == {(4, 0)}
+    kinds = {(plan.mesh.dp_shard, plan.zero_stage) for plan in plans(fixing({"dp_shard": 2, "tp": 1, "cp": 1}, pp=1))}
+    assert kinds == {(4, 0), (2, 3), (2, 2), (2, 1)}, "two replicas of two shards beside plain data parallelism"
+    assert not Limits(most={"dp_shard": 2}).allow(Plan(Mesh(dp_shard=4), shard_optimizer=("dp_shard",)))
+
+
+def test_a_value_that_no_plan_can_have_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(UserError, match="there is no schedule '1f1bb'; did you mean 1f1b"):
+        Limits({"schedule": "1f1bb"})
+    with pytest.raises(UserError, match="recompute is '0,50'; give one of none, selective, full, or the numbers"):
+        Limits({"recompute": "0,50"})
+
+
+def test_what_a_framework_does_not_have_is_not_in_its_space() -> None:
+    asked = replace(fixing(pp=2, recompute="none", cp=1), recipe=find_recipe("nanotron"))
+    assert {plan.schedule for plan in plans(asked)} == {"1f1b", "gpipe"}
+    assert {plan.zero_stage for plan in plans(asked)} == {0, 1}
