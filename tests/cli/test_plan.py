@@ -217,3 +217,10 @@ def test_what_a_search_without_time_left_is_told_as_the_step_it_could_take(
     assert main(["plan", *SMALL, "--pp", "1", "--recompute", "none"]) == 0
     capsys.readouterr()
     assert re.search(r"a step of what is left could take .* instead of .*, 50% less: give more --seconds$", seen[0])
+
+
+def test_where_the_state_alone_is_too_large_no_limit_is_blamed(capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, *SMALL, "--memory", "1.05GiB", "--max-pp", "1", "--layers", "40")
+    assert "; weights and adamw's state alone are 850.5 MiB, shared over all devices; take" in told
+    assert "leave out" not in told
+    assert refused(capsys, *SMALL, "--memory", "1.05GiB", "--max-pp", "1").endswith("or leave out --max-pp 1")

@@ -7,8 +7,9 @@ from typing import Any
 
 from shardlab.models import Llama
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.reasons import neighbours
+from shardlab.planner.reasons import Alternative, neighbours, sentence
 from shardlab.planner.space import SHARDED
+from shardlab.planner.workers import Answer, Asked, answer
 from shardlab.predict.recipe import find_recipe
 from shardlab.program import Mesh
 from shardlab.program.precision import find_precision
@@ -55,3 +56,18 @@ def test_alternatives_are_as_the_recipe_does_it() -> None:
     assert sum(four.layers_per_stage) == 8
     assert len(four.layers_per_stage) == 4
     assert others["data parallelism instead of ZeRO-1 (--reduce-at layer)"].reduce_at == "layer"
+
+
+def test_memory_is_as_much_only_where_a_hundredth_differs() -> None:
+    """Whatever the size of the model."""
+    asked = replace(problem(2, 4), model=replace(LLAMA, layers=1, hidden_size=64, heads=2, kv_heads=2, seq_len=128))
+    cluster = replace(asked.cluster, device=replace(asked.cluster.device, memory=2.0**40))
+    plain = replace(
+        asked, cluster=cluster, recipe=replace(asked.recipe, memory=replace(asked.recipe.memory, context_bytes=0.0))
+    )
+    one, two = (Candidate(Plan(Mesh(dp_shard=2)), size, find_precision("bf16")) for size in (1, 2))
+    chosen, other = (answer(plain, Asked(each, shares=True)) for each in (one, two))
+    assert isinstance(chosen, Answer)
+    assert isinstance(other, Answer)
+    assert sentence(Alternative("batch", "", two, other), chosen, plain).startswith("+")
+    assert sentence(Alternative("batch", "", one, chosen), chosen, plain).startswith("as much memory")

@@ -11,7 +11,7 @@ from shardlab.planner.space import meshes
 from shardlab.planner.words import short
 from shardlab.predict.forecast import forecast
 from shardlab.predict.limits import broken_limit
-from shardlab.program import AXES
+from shardlab.program import AXES, Kind
 from shardlab.program.field_types import as_flags
 from shardlab.rules.pieces import counted
 from shardlab.strategies.plan import Plan
@@ -74,12 +74,25 @@ def nothing_found(problem: Problem, found: Found) -> str:
     more = f"about {times:.1f} times as many devices" if times >= 1.5 else "more devices"
     under = f" under the limits {limits}" if limits else ""
     free = f" and leaves {problem.recipe.name}'s margin of {bytes_text(margin, 1)}" if margin else ""
-    lifted = _lifted(problem.limits, candidate)
+    lifted, alone = _lifted(problem.limits, candidate), _state(problem, candidate)
+    context = 0.0 if problem.cluster.on_cpu else problem.recipe.memory.context_bytes
+    if alone + context > room:
+        state = f"; weights and {problem.optimizer}'s state alone are {bytes_text(alone, 1)}, shared over all devices"
+        lifted = ""  # no limit hinders that
+    else:
+        state = ""
     return (
         f"no plan{under} fits into {bytes_text(room + margin, 1)} a device{free}: {name} comes nearest "
-        f"({short(candidate)}) and takes at least {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many; take "
-        f"{more}, or larger ones{f', or leave out {lifted}' if lifted else ''}"
+        f"({short(candidate)}) and takes at least {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many"
+        f"{state}; take {more}, or larger ones{f', or leave out {lifted}' if lifted else ''}"
     )
+
+
+def _state(problem: Problem, candidate: Candidate) -> float:
+    """Bytes on each device of the weights and of the optimizer's state, if all devices share them."""
+    precision = candidate.precision
+    each = precision.bytes(Kind.WEIGHT) + precision.under(problem.optimizer).optimizer
+    return problem.model.parameter_count * each / problem.cluster.size
 
 
 SAVING = ("recompute", "micro_batch_size", "shard_parameters", "shard_gradients", "shard_optimizer")

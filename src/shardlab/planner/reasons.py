@@ -161,7 +161,8 @@ def sentence(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
         over = max(memory.total - room, 0.0)
         return f"{bytes_text(over, 1)} too many: {most} {bytes_text(peak.by_category[most], 1)}"
     sign = "+" if more >= 0 else "-"
-    size = f"{sign}{bytes_text(abs(more), 1)}" if abs(more) >= 2**26 else "as much memory"
+    least = min(2**26, 0.01 * chosen.forecast.memory.total)
+    size = f"{sign}{bytes_text(abs(more), 1)}" if abs(more) >= least else "as much memory"
     full = "" if memory.safe else f"leaves less than the margin of {bytes_text(margin, 0)}: "
     return f"{full}{size}, step {step:+.1%}{_why(answer, chosen)}"
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from shardlab.hardware import Cluster
-from shardlab.planner.families import family
+from shardlab.planner.families import family, model_kinds
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.program import AXES, Mesh
 from shardlab.program.field_types import as_flags
@@ -30,6 +30,7 @@ def described(problem: Problem, candidate: Candidate) -> list[str]:
         lines.append(f"tensor parallelism over {mesh.tp} ranks{_within(mesh, 'tp', cluster)}{sequence}")
     if mesh.cp > 1:
         how = f"{plan.context}" + (f", exchanged among {plan.ulysses_degree}" if plan.ulysses_degree else "")
+        how += f", in {plan.stripes} stripes" if plan.stripes else ""
         lines.append(f"context parallelism over {mesh.cp} ranks{_within(mesh, 'cp', cluster)}, {how}")
     if mesh.ep > 1:
         lines.append(f"experts over {mesh.ep} ranks{_within(mesh, 'ep', cluster)}")
@@ -63,7 +64,9 @@ def _data(plan: Plan) -> str:
     )
     if mesh.dp_replicate > 1 and shards:
         how += f": {mesh.dp_replicate} replicas of {mesh.dp_shard} shards"
-    if "cp" in shards:
+    if plan.data_ranks == 1:
+        how = f"{name} over the {mesh.cp} ranks of cp"
+    elif "cp" in shards:
         how += ", shared along cp too"
     if plan.shard_parameters:
         kept = {"layer": "for each use", "stage": "for each visit of their stage", "step": "once a step"}
@@ -152,12 +155,30 @@ def _layout(problem: Problem, plan: Plan) -> str:
 
 
 def short(candidate: Candidate) -> str:
-    """A candidate in a table's cell."""
-    plan = candidate.plan
-    words = [f"{axis.replace('dp_', '')} {size}" for axis, size in plan.mesh.used.items()]
-    if plan.mesh.pp > 1:
+    """A candidate in a table's cell, beside its family: all by which it may differ from its neighbours."""
+    plan, mesh = candidate.plan, candidate.plan.mesh
+    words = [f"{axis.replace('dp_', '')} {size}" for axis, size in mesh.used.items()]
+    if model_kinds(mesh) and plan.zero_stage:
+        words.append(f"ZeRO-{plan.zero_stage}")
+    words += [word for word, said in _particulars(plan).items() if said]
+    if mesh.pp > 1:
         words.append(f"{plan.schedule}{f' v{plan.stages_per_rank}' if plan.stages_per_rank else ''}")
     words.append(f"mb {candidate.micro_batch_size}")
     if plan.recompute != "none":
         words.append(f"recompute {len(plan.recompute) if isinstance(plan.recompute, tuple) else plan.recompute}")
     return ", ".join(words)
+
+
+def _particulars(plan: Plan) -> dict[str, bool]:
+    """What is not as it mostly is, in two or three words, and whether a plan has it so."""
+    mesh, shards = plan.mesh, plan.shard_optimizer
+    return {
+        "state along cp": "cp" in shards,
+        "state over replicas": "dp_replicate" in shards,
+        "gradients whole": bool(plan.shard_parameters and not plan.shard_gradients),
+        f"gathered once a {plan.reshard_after}": bool(plan.shard_parameters) and plan.reshard_after != "layer",
+        "no sequence parallelism": mesh.tp > 1 and not plan.sequence_parallel,
+        plan.context: mesh.cp > 1 and plan.context != "ring",
+        f"ulysses {plan.ulysses_degree}": plan.ulysses_degree is not None,
+        f"stripes {plan.stripes}": plan.stripes is not None,
+    }
