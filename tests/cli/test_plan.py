@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -200,23 +197,6 @@ def test_grades_take_no_flag_of_a_search(flags: list[str], capsys: pytest.Captur
 
 def test_force_replaces_a_file_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, *SMALL, "--force") == "--force replaces the file of --out; give --out FILE, or leave it out"
-
-
-def test_what_a_search_without_time_left_is_told_as_the_step_it_could_take(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from shardlab.cli.plan_report import searched
-
-    seen: list[str] = []
-    monkeypatch.setattr("shardlab.cli.plan_report.searched", lambda choice: seen.append(text_of(choice)) or seen[-1])
-
-    def text_of(choice: Any) -> str:
-        left = replace(choice.found, left=choice.best.seconds / 2)
-        return searched(replace(choice, found=left))
-
-    assert main(["plan", *SMALL, "--pp", "1", "--recompute", "none"]) == 0
-    capsys.readouterr()
-    assert re.search(r"a step of what is left could take .* instead of .*, 50% less: give more --seconds$", seen[0])
 
 
 def test_where_the_state_alone_is_too_large_no_limit_is_blamed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import cache
 
 from rich.console import Console
 
 from shardlab.cli.plan_json import as_json
-from shardlab.cli.plan_report import print_choice, print_explained
+from shardlab.cli.plan_report import print_choice, print_explained, searched
 from shardlab.planner.chosen import PlanChoice, choose
 from shardlab.planner.problem import Limits
 from shardlab.planner.workers import Answer, Asked, answer
 from shardlab.program.bounds import bounded
+from shardlab.timeline.units import seconds_text
 from tests.planner.test_search import problem
 
 
+@cache
 def chosen(ops: int | None = None) -> PlanChoice:
     """A choice of a pipeline of which at most so many ops are traced."""
     asked = problem(sequences=32, limits=Limits({"pp": 4, "schedule": "gpipe", "recompute": "none"}, {}, 1))
@@ -37,10 +41,15 @@ def test_a_plan_whose_step_has_more_ops_than_are_traced_is_chosen_all_the_same()
     assert whole.path
     told = as_json(cut, "small", "h100x4", 1)
     assert told["chosen"]["shares"] == {}
-    for show in (
-        lambda console: print_choice(cut, "m", "c", "", None, 1, console),
-        lambda console: print_explained(cut, "m", "c", "", None, console),
-    ):
-        console = Console(record=True, width=80)
-        show(console)
-        assert "the step has more ops than are traced" in " ".join(console.export_text().split())
+    console = Console(record=True, width=80)
+    print_choice(cut, "small", "h100x4", "", None, 1, console)
+    assert console.export_text().count("the step has more ops than are traced") == 2, "its time and its path"
+    print_explained(cut, "small", "h100x4", "", None, console)
+    assert "is not known: the step has more ops than are traced" in " ".join(console.export_text().split())
+
+
+def test_what_a_search_has_left_is_told_as_the_step_that_it_could_take() -> None:
+    whole = chosen()
+    left = replace(whole, found=replace(whole.found, left=whole.best.seconds / 2))
+    assert searched(left).endswith(", 50% less: give more --seconds")
+    assert f"could take {seconds_text(whole.best.seconds / 2)} instead of" in searched(left)

@@ -54,7 +54,7 @@ def test_every_field_of_a_plan_is_fixed_once_here() -> None:
 
 @pytest.mark.parametrize("name", FIXED)
 def test_a_field_that_is_fixed_has_its_value_in_every_plan_and_floors_hold(name: str) -> None:
-    asked = fixing(**{"recompute": "none", name: FIXED[name]})
+    asked = fixing(None, **{"recompute": "none", name: FIXED[name]})
     floors, seen = Floors(asked), 0
     found = [(shape, each) for shape in shapes(asked) for each in candidates(asked, shape)]
     assert {getattr(each.plan, name) for _, each in found} == {FIXED[name]}

@@ -218,6 +218,11 @@ def test_every_figure_has_a_source_and_says_what_it_was_fitted_to_or_that_it_is_
             assert not (figure.fitted_to and figure.assumed), (name, key)
 
 
+def test_every_framework_holds_cudas_context() -> None:
+    """Room for which must be there wherever a step is said to fit."""
+    assert {name for name, recipe in recipes().items() if recipe.memory.context_bytes < 2**30} == set()
+
+
 def test_a_recipe_has_all_that_its_base_has_but_what_it_changes() -> None:
     base, changed = find_recipe("Megatron-2021"), find_recipe("megatron-2022")
     differing = {key for key in changed.figures if changed.figures[key] != base.figures.get(key)}

@@ -106,8 +106,8 @@ def _sharing(problem: Problem, plan: Plan) -> Iterator[Neighbour]:
         if 0 <= other <= 3 and not (mesh.dp_replicate > 1 and other == 0):
             words: dict[str, Any] = {name: axes if place < other else () for place, name in enumerate(fields)}
             follow = {"reduce_at": problem.recipe.defaults.reduction(sharded=other > 0)} if 0 in (stage, other) else {}
-            if other < 3:
-                follow["reshard_after"] = "layer"
+            if other < 3:  # nothing is gathered
+                words["reshard_after"] = "layer"
             yield "fit", f"{ZERO[other]} instead of {ZERO[stage]}", words, follow
     if stage and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0:
         wider = replace(mesh, dp_replicate=mesh.dp_replicate * 2, dp_shard=mesh.dp_shard // 2)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from shardlab.predict.estimate import Peak
-from shardlab.predict.figures import Figures
 from shardlab.predict.held import HeldMemory, held_memory
 from shardlab.predict.outline_clocks import step_seconds
 from shardlab.predict.outlined import outlined
+from shardlab.predict.priced_sample import PricedSample
 from shardlab.predict.workload import Workload
 from shardlab.program.world import gc_paused
 from shardlab.strategies.plan import Plan
@@ -91,7 +91,7 @@ class Outlined:
         self._plan, mesh = plan, plan.mesh
         self._first = range(0, mesh.world, mesh.world // mesh.pp)
         self._plans = [resolve(plan, workload.sizes, each * plan.data_ranks, index) for index in self._first]
-        self._figures = Figures(workload, {type(step) for step in self._plans[0].steps})
+        self._figures = PricedSample(workload, {type(step) for step in self._plans[0].steps})
         self._beside = workload.recipe.kernels.step_seconds
 
     def __call__(self, each: int) -> Replayed:

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from shardlab.predict.estimate import Peak
-from shardlab.predict.figures import Figures
 from shardlab.predict.outline_entries import Await, Compute, Entry, Issue, Join
 from shardlab.predict.outline_values import Borders, OutlineHandle, OutlineStore, OutlineValue
 from shardlab.predict.passes import Crest, Held, Pass
+from shardlab.predict.priced_sample import PricedSample
 from shardlab.program import Group, Kind, Mesh, OpKind
 from shardlab.program.mesh import group_among
 from shardlab.timeline.memory import CATEGORIES, Category
@@ -31,7 +31,7 @@ class Outline:
         op, layer: during which op, on which layer.
     """
 
-    def __init__(self, index: int, mesh: Mesh, figures: Figures) -> None:
+    def __init__(self, index: int, mesh: Mesh, figures: PricedSample) -> None:
         self.index, self.mesh, self.figures = index, mesh, figures
         self.layers = range(len(figures.alike) - 1)
         self.entries: list[Entry] = []

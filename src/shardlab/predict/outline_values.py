@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Hashable
 from typing import TYPE_CHECKING, Any
 
-from shardlab.predict.figures import SizedPart
+from shardlab.predict.priced_sample import SizedPart
 from shardlab.program import Kind
 
 if TYPE_CHECKING:

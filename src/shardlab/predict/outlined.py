@@ -7,16 +7,16 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from shardlab.predict.figures import Figures
 from shardlab.predict.outline import Outline
 from shardlab.predict.outline_values import OutlineValue
 from shardlab.predict.passes import NO_CRESTS, NOTHING, Crest, Cuts, Meeting, Pass
+from shardlab.predict.priced_sample import PricedSample
 from shardlab.program import Kind, OpKind
 from shardlab.strategies.planned import PlanRunner
 from shardlab.strategies.rank_plan import Keeps, RankPlan
 
 
-def outlined(figures: Figures, rank_plan: RankPlan, index: int) -> Outline:
+def outlined(figures: PricedSample, rank_plan: RankPlan, index: int) -> Outline:
     """Outline the step of a rank, by its number and the plan made out for it."""
     rank = Outline(index, rank_plan.plan.mesh, figures)
     running = _Runner(rank, rank_plan).run()

@@ -1,4 +1,4 @@
-"""Figures that the outlines of one workload's ranks share: sizes, prices and passes, each found out once."""
+"""Sizes, prices and passes that the outlines of one workload's ranks share, each found out once on its sample."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class SizedPart(NamedTuple):
     slot: int
 
 
-class Figures:
-    """Sizes, prices and passes of a workload, from its sample.
+class PricedSample:
+    """Sizes, prices and passes of a workload, from its sample of few blocks.
 
     Args:
         done: the kinds of steps that its plan has.
