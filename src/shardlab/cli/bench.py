@@ -11,6 +11,7 @@ from tyro.conf import subcommand
 from shardlab.cli.measuring import Measuring, check_seconds, default_ranks
 from shardlab.cli.new_file import check_new_file
 from shardlab.cli.options import Count, OptionalCount
+from shardlab.cli.strategies_bench import BenchStrategies
 from shardlab.errors import unknown
 from shardlab.measure.points import KINDS
 from shardlab.measure.sizes import parse_size, sizes_between
@@ -100,11 +101,12 @@ class BenchCompute(Measuring):
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure this machine, and keep what was found as its profile."""
+    """Measure this machine, and keep what was found as its profile; or our strategies beside PyTorch's own parts."""
 
     what: Annotated[
         Annotated[BenchCollectives, subcommand("collectives", prefix_name=False)]
-        | Annotated[BenchCompute, subcommand("compute", prefix_name=False)],
+        | Annotated[BenchCompute, subcommand("compute", prefix_name=False)]
+        | Annotated[BenchStrategies, subcommand("strategies", prefix_name=False)],
         tyro.conf.arg(name=""),
     ]
 

@@ -1,0 +1,139 @@
+"""`shardlab bench strategies`: our executor and PyTorch's own parts side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from shardlab.cli.console import print_json, print_path, stdout_console
+from shardlab.cli.new_file import writing
+from shardlab.cli.options import Count, Flag
+from shardlab.errors import find
+from shardlab.program import UserError
+from shardlab.program.files import whole_file
+from shardlab.train.launch_environment import find_launch_environment
+
+if TYPE_CHECKING:
+    from shardlab.measure.side_by_side.pairs import Pair, Size
+    from shardlab.measure.side_by_side.report import Row
+    from shardlab.measure.side_by_side.results import Compared
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchStrategies:
+    """Time our strategies beside PyTorch's own parts: the same model, weights and data, step by step in turns.
+
+    Losses must agree to 1e-4 before a time counts. Both sides run in the same processes, with fused AdamW, in float32.
+    """
+
+    ranks: Count = 2
+    """How many processes: 2 or 4."""
+
+    only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = ()
+    """Which strategies: ddp, zero-1, zero-3, fsdp, hsdp, tensor-parallel, gpipe, 1f1b, interleaved-1f1b, zb-v."""
+
+    sizes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SIZE ...", help_behavior_hint="(default: all)")] = ()
+    """Which models: small (4.9 million parameters, 2,048 tokens a step) and overhead (32 wide, 24 layers)."""
+
+    turns: Count = 20
+    """Steps of each side that are timed."""
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Write strategies.json, strategies.svg and strategies.png here."""
+
+    json: Flag = False
+    """Print JSON alone."""
+
+    def run(self) -> int:
+        from shardlab.measure.side_by_side.pairs import SIZES, pairs_named
+        from shardlab.measure.side_by_side.report import as_json
+
+        pairs = pairs_named(self.only)
+        sizes = [find(SIZES, name, "size") for name in self.sizes] or list(SIZES.values())
+        self._check()
+        load = os.getloadavg()[0]
+        rows = list(self._rows(pairs, sizes))
+        found = as_json(rows, self.ranks, self.turns, load)
+        if self.json:
+            print_json(found)
+        else:
+            from shardlab.cli.strategies_bench_table import print_rows
+
+            print_rows(stdout_console(), rows, self.ranks)
+        if self.out is not None:
+            self._write(self.out, found, rows)
+        return 1 if any(row.failed for row in rows) else 0
+
+    def _check(self) -> None:
+        """Refuse what cannot be run, before anything is.
+
+        Raises:
+            UserError: saying so.
+        """
+        if self.ranks < 2:
+            raise UserError("one rank has nobody to communicate with; give --ranks 2 or 4")
+        environment = find_launch_environment(os.environ)
+        if environment is not None and environment.world > 1:
+            raise UserError(
+                "bench strategies starts processes of its own for each pair; run it without a launcher, with --ranks"
+            )
+        if self.out is not None:
+            if self.out.exists() and not self.out.is_dir():
+                raise UserError(f"--out {self.out}: this is a file; name a folder")
+            with writing("--out", self.out):
+                self.out.mkdir(parents=True, exist_ok=True)
+
+    def _rows(self, pairs: Sequence[Pair], sizes: Sequence[Size]) -> Iterator[Row]:
+        from shardlab.measure.progress import Progress
+
+        progress = Progress(len(pairs) * len(sizes))
+        try:
+            for size in sizes:
+                for pair in pairs:
+                    progress.say(f"{pair.name} beside {pair.theirs}, {size.name}")
+                    yield self._row(pair, pair.sized(size, self.ranks))
+                    progress.step()
+        finally:
+            progress.stop()
+
+    def _row(self, pair: Pair, size: Size) -> Row:
+        from shardlab.measure.side_by_side.report import Row
+        from shardlab.measure.side_by_side.turns import compare_rank
+        from shardlab.train.launch import run_ranks
+        from shardlab.train.processes import RankFailed
+
+        if why_not := pair.why_not(size, self.ranks):
+            return Row(pair, size, None, why_not)
+        try:
+            compared = run_ranks(self.ranks, compare_rank, pair, size, self.turns)
+        except RankFailed as error:
+            return Row(pair, size, None, str(error), failed=True)
+        if not compared.agrees:
+            differ = f"losses differ by {compared.loss_error:.1e} of them, so no time counts"
+            return Row(pair, size, None, differ, failed=True)
+        return Row(pair, size, compared)
+
+    def _write(self, folder: Path, found: dict[str, object], rows: Sequence[Row]) -> None:
+        from shardlab.cli.strategies_bench_table import title_of
+        from shardlab.measure.side_by_side.plot import plot_strategies
+
+        panels: dict[str, list[tuple[Pair, Compared]]] = defaultdict(list)
+        for row in rows:
+            if row.compared is not None:
+                panels[title_of(row, self.ranks)].append((row.pair, row.compared))
+        files = [folder / "strategies.json", *((folder / f"strategies.{end}") for end in ("svg", "png") if panels)]
+        with writing("--out", folder):
+            with whole_file(files[0]) as part:
+                part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            if panels:
+                plot_strategies(panels, files[1:])
+        if not self.json:
+            for file in files:
+                print_path(stdout_console(), "written", file)
