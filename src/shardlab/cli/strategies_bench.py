@@ -45,7 +45,7 @@ class BenchStrategies:
     turns: Count = 20
     """Steps of each side that are timed."""
 
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Write strategies.json, strategies.svg and strategies.png here."""
 
     json: Flag = False

@@ -9,6 +9,7 @@ broadcasts buckets of parameters and not one after the other.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlab.measure.side_by_side.module import GPTModule, adamw, groups_of
@@ -32,6 +32,9 @@ def ddp(module: GPTModule, ranks: int) -> Wrapped:
 
 def zero_1(module: GPTModule, ranks: int) -> Wrapped:
     """DDP, with the optimizer's state dealt to the ranks."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch's own use of torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
     wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
     groups: Any = groups_of(_parameters(module), OPTIMIZER)
     settings: Any = {"lr": OPTIMIZER.learning_rate, "betas": OPTIMIZER.betas, "eps": OPTIMIZER.eps, "fused": True}

@@ -47,5 +47,6 @@ def _panel(axis: Any, title: str, pairs: list[tuple[Pair, Compared]]) -> None:
     names = [f"{pair.name}\n{pair.theirs}" for pair, _ in pairs]
     axis.set_yticks(range(len(pairs)), names)
     axis.invert_yaxis()
-    axis.set(title=title, xlabel="time of a step over PyTorch's: ours above, PyTorch's below")
-    axis.legend(frameon=False, fontsize=6, loc="lower right")
+    axis.set_title(title, pad=16)
+    axis.set(xlabel="time of a step over PyTorch's: ours above, PyTorch's below")
+    axis.legend(frameon=False, fontsize=6, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)

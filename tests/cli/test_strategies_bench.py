@@ -1,0 +1,83 @@
+"""`shardlab bench strategies`: what it prints and writes, and what it refuses before any rank is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.measure.side_by_side import pairs
+from shardlab.measure.side_by_side.results import Compared, Side
+from tests.measure.side_by_side.jobs import TINY
+
+pytestmark = pytest.mark.xdist_group("ranks")
+Captured = pytest.CaptureFixture[str]
+COMPARE = "shardlab.measure.side_by_side.turns.compare_rank"
+SIDES = Side([1.0, 2.0], [0.5, 0.5], 90), Side([2.0, 4.0], [0.5, 0.5], 100), Side([1.0, 2.0], [0.25, 0.25], 50)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--only", "zero3"], "there is no pair with a strategy 'zero3'; did you mean zero-3?"),
+        (["--sizes", "smal"], "there is no size 'smal'; did you mean small?"),
+        (["--ranks", "1"], "one rank has nobody to communicate with; give --ranks 2 or 4"),
+        (["--turns", "0"], "--turns: 0 is too few; give 1 or more"),
+        (["--out", "a-file"], "--out a-file: this is a file; name a folder"),
+    ],
+)
+def test_bad_requests_are_one_sentence(
+    options: list[str], sentence: str, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").touch()
+    assert main(["bench", "strategies", *options]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert sentence in told.err
+    assert told.err.count("\n") == 1
+
+
+def test_a_pair_is_compared_in_a_table_and_files(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(pairs.SIZES, "overhead", TINY)
+    options = ["--only", "ddp", "hsdp", "--sizes", "overhead", "--turns", "2", "--out", str(tmp_path / "out")]
+    assert main(["bench", "strategies", *options]) == 0
+    told = capsys.readouterr().out
+    assert "tiny: 16 wide, 64 tokens a step, 2 ranks" in told
+    assert "two replicas of two shards need 4 ranks" in " ".join(told.split()), "what is not run is said"
+    written = json.loads((tmp_path / "out" / "strategies.json").read_text())
+    assert {"date", "machine", "python", "torch", "command", "load_before", "rows"} <= set(written)
+    ddp, hsdp = written["rows"]
+    assert ddp["loss_error"] < 1e-6
+    assert len(ddp["ours"]["turns"]) == len(ddp["theirs"]["turns"]) == 2
+    assert set(ddp["ours"]["parts"]) == {"compute", "overhead", "waiting"}
+    assert "give --ranks 4" in hsdp["why_not"]
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        f"strategies.{end}" for end in ("json", "png", "svg")
+    }
+
+
+def fails(*_: object) -> Compared:
+    raise NotImplementedError("torch cannot do this here")
+
+
+def differs(*_: object) -> Compared:
+    return Compared(*SIDES, [1.0, 1.0], [1.0, 1.01])
+
+
+def test_what_torch_cannot_run_is_said_with_its_reason(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(COMPARE, fails)
+    assert main(["bench", "strategies", "--only", "ddp", "--sizes", "overhead"]) == 1
+    assert "not compared: NotImplementedError: torch cannot do this here" in " ".join(capsys.readouterr().out.split())
+
+
+def test_no_time_counts_where_losses_differ(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(COMPARE, differs)
+    assert main(["bench", "strategies", "--only", "ddp", "--sizes", "overhead", "--json"]) == 1
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["why_not"] == "losses differ by 9.9e-03 of them, so no time counts"
+    assert "ratio" not in row

@@ -1,0 +1,47 @@
+"""What the tests of comparisons run on every rank."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from shardlab.measure.side_by_side.pairs import Pair, Size
+from shardlab.measure.side_by_side.results import Compared
+from shardlab.measure.side_by_side.turns import compare_rank, compare_sides
+from shardlab.models import GPT
+
+CPU = torch.device("cpu")
+TINY = Size("tiny", GPT(layers=4, hidden_size=16, heads=4, vocab_size=32, seq_len=8), 8)
+
+
+def compared(rank: int, pair: Pair, size: Size, turns: int) -> Compared:
+    return compare_rank(rank, CPU, pair, size, turns)
+
+
+class StandIn:
+    """Keeps a core busy, or sleeps, for so many seconds a step."""
+
+    def __init__(self, busy: float, asleep: float) -> None:
+        self._busy, self._asleep = busy, asleep
+
+    def step(self) -> Tensor:
+        until = time.thread_time() + self._busy
+        while time.thread_time() < until:
+            pass
+        time.sleep(self._asleep)
+        return torch.tensor([torch.ones(5).sum().item(), 1.0], dtype=torch.float64)
+
+
+def stand_ins(rank: int, turns: int, **sides: tuple[float, float]) -> Compared:
+    """Sides that take so many seconds, busy and asleep."""
+    return compare_sides({name: lambda each=each: StandIn(*each) for name, each in sides.items()}, turns, CPU)
+
+
+def slow_stand_in(rank: int, turns: int) -> Compared:
+    """Ours computes as long as the floor and sleeps; theirs is busy for longer and does not sleep."""
+    return stand_ins(rank, turns, floor=(0.005, 0.0), ours=(0.005, 0.3), theirs=(0.02, 0.0))
