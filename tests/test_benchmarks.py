@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.support.ranks import Ranks
 from tests.test_readme import recipe
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +65,43 @@ def test_the_clocks_cost_is_a_ratio_for_each_model() -> None:
     rows = json.loads(done.stdout)
     assert [row["model"] for row in rows] == ["small", "tiny"]
     assert all(0 < row["low"] <= row["ratio"] <= row["high"] for row in rows)
+
+
+def overhead() -> Any:
+    """benchmarks/overhead.py as a module."""
+    spec = importlib.util.spec_from_file_location("overhead", ROOT / "benchmarks" / "overhead.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["overhead"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def overhead_of_ddp(rank: int) -> dict[str, Any]:
+    module = overhead()
+    return module.on_a_rank(rank, torch.device("cpu"), "ddp", module.Options(turns=3, functions=3))
+
+
+def test_the_executors_overhead_is_what_plain_pytorch_does_not_take(ranks: Callable[[int], Ranks]) -> None:
+    found = ranks(2).call(overhead_of_ddp)[0]
+    assert found["ops"] == sum(kind["ops"] for kind in found["kinds"].values())
+    assert found["step"] > found["plain"] > 0
+    assert len(found["functions"]) == 3
+    figures = overhead().figures(found)
+    assert figures["overhead_us_an_op"] == pytest.approx((figures["step_us"] - figures["plain_us"]) / found["ops"])
+
+
+def test_overheads_of_two_checkouts_are_compared_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, turns = overhead(), list[Path]()
+
+    def measured_in(tree: Path, *_: object) -> dict[str, float]:
+        turns.append(tree)
+        return {"step": 10e-6, "plain": 4e-6, "ops": 3} if tree == ROOT else {"step": 16e-6, "ops": 3}
+
+    monkeypatch.setattr(module, "measured_in", measured_in)
+    found = module.compared("ddp", Path("other"), module.Options(repeat=3))
+    assert (found["ratio"], found["overhead_us"], found["against_us"]) == pytest.approx((0.5, 2.0, 4.0))
+    assert turns == [Path("other"), ROOT, ROOT, Path("other"), Path("other"), ROOT]
 
 
 def test_constants_are_refitted_and_errors_told_of_sources_that_a_fit_has_not_seen(tmp_path: Path) -> None:

@@ -1,0 +1,244 @@
+"""What the executor costs by itself: microseconds an op, on a model that hardly computes, and where they go.
+
+    python benchmarks/overhead.py
+
+    python benchmarks/overhead.py --against ../another-checkout
+
+Ops are those of rank 0's tape, WAIT and FREE included. Times are those for which rank 0's thread had a core, so that
+waiting for another rank does not count; they are medians over steps. Steps of the executor and of plain PyTorch, with
+the same passes and the same fused AdamW and nothing between the ranks, take turns; `overhead` is the difference over
+the ops: what is left is the executor's own. A second table has each kind of op, plain PyTorch's part included, and a
+third the functions that a profile finds to take most by themselves.
+"""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import cProfile
+import json
+import os
+import pstats
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from shardlab.execute import Executor, Settings
+from shardlab.models import GPT
+from shardlab.optimizers import OptimizerConfig
+from shardlab.strategies.load import load
+from shardlab.train.job import Job
+from shardlab.train.launch import run_ranks
+
+CASES = {"ddp": 2, "zero-1": 2, "zero-3": 2, "tensor-parallel": 1, "1f1b": 8}
+"""Microbatches of a step, by strategy; on two ranks."""
+
+MODEL = GPT(layers=8, hidden_size=8, heads=2, vocab_size=16, seq_len=4)
+SEQUENCES = 8
+MICRO = 1e-6
+WARM_UP = 5
+
+HERE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time the executor's own part of a step."""
+
+    turns: int = 100
+    """Steps that are timed, of each kind."""
+
+    only: tuple[str, ...] = ()
+    """Strategies that are timed: ddp, zero-1, zero-3, tensor-parallel, 1f1b; all without it."""
+
+    functions: int = 8
+    """Functions that are listed for each strategy."""
+
+    against: Path | None = None
+    """Another checkout of Shardlab: both trees take turns, each time in new processes, and the medians of the ratios of
+    this one's overhead by the other's are shown (0.5: half of it)."""
+
+    repeat: int = 5
+    """Turns of both trees."""
+
+    plain: bool = True
+    """Time plain PyTorch as well; an older checkout has none."""
+
+    json: bool = False
+    """Print JSON alone."""
+
+
+class SameBatch:
+    """One microbatch, again and again, so that data costs nothing."""
+
+    def __init__(self, rows: int) -> None:
+        self.micro_batch_size = rows
+        self._tokens = torch.arange(rows * MODEL.seq_len).view(rows, -1) % MODEL.vocab_size
+
+    def microbatch(self, step: int, microbatch: int, /) -> tuple[Tensor, Tensor]:
+        return self._tokens, self._tokens
+
+    def counted(self, step: int, microbatches: int, /) -> int:
+        return microbatches * self._tokens.numel()
+
+
+def on_a_rank(rank: int, device: torch.device, name: str, options: Options) -> dict[str, Any]:
+    """What one strategy's step takes on this rank, in seconds."""
+    ranks = dist.get_world_size()
+    rows = SEQUENCES // CASES[name]
+    job = Job(load(name).for_job(ranks), ranks, CASES[name], MODEL, rows)
+    config = OptimizerConfig(learning_rate_schedule="constant", warmup_steps=0)
+    executor = Executor(job.checked(), rank, job.cut, SameBatch(rows), Settings(optimizer=config))
+    steps: dict[str, Callable[[], Any]] = {"step": executor.step}
+    if options.plain:
+        steps["plain"] = plain_step(name, ranks, rank, device)
+    seconds: dict[str, list[float]] = {each: [] for each in steps}
+    for _ in range(WARM_UP + options.turns):
+        for each, step in steps.items():
+            dist.barrier()
+            began = time.thread_time()
+            step()
+            seconds[each].append(time.thread_time() - began)
+    found: dict[str, Any] = {each: median(times[WARM_UP:]) for each, times in seconds.items()}
+    found["ops"] = len(executor.instructions)
+    found["kinds"] = seconds_by_kind(executor, options.turns)
+    found["functions"] = busiest(executor, options.turns, options.functions)
+    return found
+
+
+def plain_step(name: str, ranks: int, rank: int, device: torch.device) -> Callable[[], Any]:
+    """A rank's share of the step in plain PyTorch."""
+    from shardlab.measure.side_by_side.pairs import PAIRS, Size
+    from shardlab.measure.side_by_side.sides import floor_of
+
+    return floor_of(PAIRS[name], Size("tiny", MODEL, SEQUENCES), ranks, rank, device).step
+
+
+def seconds_by_kind(executor: Executor, turns: int) -> dict[str, dict[str, float]]:
+    """For each kind of op how many there are, and the seconds of all of them in a step: the sum of their medians."""
+    tape, plain = executor.state.tape, executor.instructions
+    took: list[list[float]] = [[] for _ in tape]
+
+    def timed(at: int, instruction: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            began = time.thread_time()
+            instruction()
+            took[at].append(time.thread_time() - began)
+
+        return run
+
+    executor.instructions = [timed(at, instruction) for at, instruction in enumerate(plain)]
+    for _ in range(turns):
+        executor.step()
+    executor.instructions = plain
+    kinds: dict[str, dict[str, float]] = defaultdict(lambda: {"ops": 0, "seconds": 0.0})
+    for op, times in zip(tape, took, strict=True):
+        kinds[op.kind.value]["ops"] += 1
+        kinds[op.kind.value]["seconds"] += median(times)
+    return dict(sorted(kinds.items(), key=lambda item: -item[1]["seconds"]))
+
+
+def busiest(executor: Executor, turns: int, count: int) -> list[dict[str, Any]]:
+    """The functions that take most by themselves, in seconds of a step; what they call does not count."""
+    profile = cProfile.Profile(time.thread_time)
+    with profile:
+        for _ in range(turns):
+            executor.step()
+    rows: list[dict[str, Any]] = []
+    stats: dict[Any, Any] = vars(pstats.Stats(profile))["stats"]
+    for (file, line, function), (_, calls, own, *_) in stats.items():
+        where = f"{Path(file).stem}:{line} {function}" if line else function
+        rows.append({"function": where, "calls": calls / turns, "seconds": own / turns})
+    return sorted(rows, key=lambda row: -row["seconds"])[:count]
+
+
+def figures(found: dict[str, Any]) -> dict[str, float]:
+    """Microseconds an op, and plain PyTorch's share of them."""
+    ops = found["ops"]
+    return {
+        "ops": ops,
+        "step_us": found["step"] / MICRO,
+        "us_an_op": found["step"] / ops / MICRO,
+        "plain_us": found["plain"] / MICRO,
+        "overhead_us_an_op": (found["step"] - found["plain"]) / ops / MICRO,
+    }
+
+
+def measured_in(tree: Path, name: str, options: Options) -> dict[str, Any]:
+    """One strategy, with the code of a tree, in new processes."""
+    words = ["--only", name, "--turns", str(options.turns), "--functions", "0", "--json"]
+    words += [] if tree == HERE else ["--no-plain"]
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
+    command = [sys.executable, __file__, *words]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout)[name]
+
+
+def compared(name: str, against: Path, options: Options) -> dict[str, float]:
+    """Medians over turns of both trees' overhead an op, and of this one's by the other's."""
+    mine: list[float] = []
+    theirs: list[float] = []
+    steps: list[float] = []
+    for turn in range(options.repeat):
+        found = {tree: measured_in(tree, name, options) for tree in ((HERE, against) if turn % 2 else (against, HERE))}
+        plain = found[HERE]["plain"]
+        for tree, overheads in ((HERE, mine), (against, theirs)):
+            overheads.append((found[tree]["step"] - plain) / found[tree]["ops"] / MICRO)
+        steps.append(found[HERE]["step"] / found[against]["step"])
+    ratios = [here / there for here, there in zip(mine, theirs, strict=True)]
+    return {"overhead_us": median(mine), "against_us": median(theirs), "ratio": median(ratios), "step": median(steps)}
+
+
+def main(options: Options) -> None:
+    names = [name for name in CASES if not options.only or name in options.only]
+    if options.against is not None:
+        against = options.against.resolve()
+        show_table({name: compared(name, against, options) for name in names}, options.json)
+        return
+    found = {name: run_ranks(2, on_a_rank, name, options) for name in names}
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    show_table({name: figures(each) for name, each in found.items()}, False)
+    for name, each in found.items():
+        rows = [(kind, row["ops"], row["seconds"]) for kind, row in each["kinds"].items()]
+        show_rows(name, "op", rows, each["step"])
+        show_rows(name, "function", [tuple(row.values()) for row in each["functions"]], each["step"])
+
+
+def show_table(rows: dict[str, dict[str, float]], as_json: bool) -> None:
+    """Print JSON, or a line for each strategy."""
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table("strategy", *next(iter(rows.values())), box=None, header_style="dim")
+    for name, row in rows.items():
+        table.add_row(name, *(f"{value:,.2f}" if value < 100 else f"{value:,.0f}" for value in row.values()))
+    Console(highlight=False).print(table)
+
+
+def show_rows(name: str, what: str, rows: list[tuple[Any, ...]], step: float) -> None:
+    """Print what a step's time goes to: each row's calls in a step, microseconds of one, and share of a plain step."""
+    table = Table(f"{name}: {what}", "in a step", "us each", "us", "of the step", box=None, header_style="dim")
+    for label, calls, seconds in rows:
+        each = (f"{calls:,.0f}", f"{seconds / calls / MICRO:,.1f}", f"{seconds / MICRO:,.0f}", f"{seconds / step:.0%}")
+        table.add_row(str(label), *each)
+    Console(highlight=False).print("", table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
