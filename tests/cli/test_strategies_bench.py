@@ -75,6 +75,18 @@ def test_what_torch_cannot_run_is_said_with_its_reason(capsys: Captured, monkeyp
     assert "not compared: NotImplementedError: torch cannot do this here" in " ".join(capsys.readouterr().out.split())
 
 
+def is_interrupted(*_: object) -> Compared:
+    raise KeyboardInterrupt
+
+
+def test_pairs_compared_before_an_interruption_are_told(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardlab.train.launch.run_ranks", is_interrupted)
+    assert main(["bench", "strategies", "--only", "hsdp", "ddp", "--sizes", "overhead", "--json"]) == 130
+    told = capsys.readouterr()
+    assert [row["strategy"] for row in json.loads(told.out)["rows"]] == ["hsdp"]
+    assert told.err.splitlines()[-1] == "shardlab: interrupted after 1 pair"
+
+
 def test_no_time_counts_where_losses_differ(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(COMPARE, differs)
     assert main(["bench", "strategies", "--only", "ddp", "--sizes", "overhead", "--json"]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,15 @@ from shardlab.cli.console import print_json, print_path, stdout_console
 from shardlab.cli.new_file import writing
 from shardlab.cli.options import Count, Flag
 from shardlab.errors import find
-from shardlab.program import UserError
+from shardlab.program import Refused, UserError
 from shardlab.program.files import whole_file
+from shardlab.rules.pieces import counted
+from shardlab.starting import INTERRUPTED
 from shardlab.train.launch_environment import find_launch_environment
 
 if TYPE_CHECKING:
-    from shardlab.measure.side_by_side.pairs import Pair, Size
-    from shardlab.measure.side_by_side.report import Row
+    from shardlab.measure.side_by_side.pairs import Size, StrategyPair
+    from shardlab.measure.side_by_side.report import PairRow
     from shardlab.measure.side_by_side.results import Compared
 
 
@@ -58,17 +61,25 @@ class BenchStrategies:
         pairs = pairs_named(self.only)
         sizes = [find(SIZES, name, "size") for name in self.sizes] or list(SIZES.values())
         self._check()
-        load = os.getloadavg()[0]
-        rows = list(self._rows(pairs, sizes))
+        load, interrupted = os.getloadavg()[0], False
+        rows: list[PairRow] = []
+        try:
+            rows.extend(self._rows(pairs, sizes))
+        except KeyboardInterrupt:
+            interrupted = True
         found = as_json(rows, self.ranks, self.turns, load)
         if self.json:
             print_json(found)
         else:
             from shardlab.cli.strategies_bench_table import print_rows
 
-            print_rows(stdout_console(), rows, self.ranks)
+            if rows:
+                print_rows(stdout_console(), rows, self.ranks)
         if self.out is not None:
             self._write(self.out, found, rows)
+        if interrupted:
+            print(f"shardlab: interrupted after {counted(len(rows), 'pair')}", file=sys.stderr)
+            return INTERRUPTED
         return 1 if any(row.failed for row in rows) else 0
 
     def _check(self) -> None:
@@ -90,7 +101,7 @@ class BenchStrategies:
             with writing("--out", self.out):
                 self.out.mkdir(parents=True, exist_ok=True)
 
-    def _rows(self, pairs: Sequence[Pair], sizes: Sequence[Size]) -> Iterator[Row]:
+    def _rows(self, pairs: Sequence[StrategyPair], sizes: Sequence[Size]) -> Iterator[PairRow]:
         from shardlab.measure.progress import Progress
 
         progress = Progress(len(pairs) * len(sizes))
@@ -103,28 +114,28 @@ class BenchStrategies:
         finally:
             progress.stop()
 
-    def _row(self, pair: Pair, size: Size) -> Row:
-        from shardlab.measure.side_by_side.report import Row
+    def _row(self, pair: StrategyPair, size: Size) -> PairRow:
+        from shardlab.measure.side_by_side.report import PairRow
         from shardlab.measure.side_by_side.turns import compare_rank
         from shardlab.train.launch import run_ranks
         from shardlab.train.processes import RankFailed
 
         if why_not := pair.why_not(size, self.ranks):
-            return Row(pair, size, None, why_not)
+            return PairRow(pair, size, None, why_not)
         try:
             compared = run_ranks(self.ranks, compare_rank, pair, size, self.turns)
-        except RankFailed as error:
-            return Row(pair, size, None, str(error), failed=True)
+        except (RankFailed, Refused, UserError) as error:
+            return PairRow(pair, size, None, str(error), failed=True)
         if not compared.agrees:
             differ = f"losses differ by {compared.loss_error:.1e} of them, so no time counts"
-            return Row(pair, size, None, differ, failed=True)
-        return Row(pair, size, compared)
+            return PairRow(pair, size, None, differ, failed=True)
+        return PairRow(pair, size, compared)
 
-    def _write(self, folder: Path, found: dict[str, object], rows: Sequence[Row]) -> None:
+    def _write(self, folder: Path, found: dict[str, object], rows: Sequence[PairRow]) -> None:
         from shardlab.cli.strategies_bench_table import title_of
         from shardlab.measure.side_by_side.plot import plot_strategies
 
-        panels: dict[str, list[tuple[Pair, Compared]]] = defaultdict(list)
+        panels: dict[str, list[tuple[StrategyPair, Compared]]] = defaultdict(list)
         for row in rows:
             if row.compared is not None:
                 panels[title_of(row, self.ranks)].append((row.pair, row.compared))

@@ -9,18 +9,18 @@ from statistics import median
 from rich.console import Console
 
 from shardlab.cli.console import print_fact, table_of
-from shardlab.measure.side_by_side.report import Row
+from shardlab.measure.side_by_side.report import PairRow
 
 MILLI = 1e-3
 
 
-def title_of(row: Row, ranks: int) -> str:
+def title_of(row: PairRow, ranks: int) -> str:
     """The size of a row's model and batch, in words; pipelines may have a few more layers."""
     model = row.size.model
     return f"{row.size.name}: {model.hidden_size} wide, {row.size.tokens:,} tokens a step, {ranks} ranks"
 
 
-def print_rows(console: Console, rows: Sequence[Row], ranks: int) -> None:
+def print_rows(console: Console, rows: Sequence[PairRow], ranks: int) -> None:
     """All rows, size by size; what was not compared is said below."""
     for title, of_size in groupby(rows, lambda row: title_of(row, ranks)):
         mine = list(of_size)
@@ -40,7 +40,7 @@ def print_rows(console: Console, rows: Sequence[Row], ranks: int) -> None:
     )
 
 
-def _print_ratios(console: Console, rows: Sequence[Row]) -> None:
+def _print_ratios(console: Console, rows: Sequence[PairRow]) -> None:
     table = table_of("ours", "PyTorch's", "layers", "time", "middle half", "memory", "over floor", "theirs", words=2)
     for row in rows:
         if (found := row.compared) is None:
@@ -59,7 +59,7 @@ def _print_ratios(console: Console, rows: Sequence[Row]) -> None:
     console.print(table, "")
 
 
-def _print_parts(console: Console, rows: Sequence[Row]) -> None:
+def _print_parts(console: Console, rows: Sequence[PairRow]) -> None:
     heads = ("ours ms", "overhead", "waiting", "PyTorch's ms", "overhead", "waiting")
     table = table_of("a step", "compute", *heads)
     for row in rows:

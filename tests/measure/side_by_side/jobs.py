@@ -10,7 +10,7 @@ import time
 import torch
 from torch import Tensor
 
-from shardlab.measure.side_by_side.pairs import Pair, Size
+from shardlab.measure.side_by_side.pairs import Size, StrategyPair
 from shardlab.measure.side_by_side.results import Compared
 from shardlab.measure.side_by_side.turns import compare_rank, compare_sides
 from shardlab.models import GPT
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 TINY = Size("tiny", GPT(layers=4, hidden_size=16, heads=4, vocab_size=32, seq_len=8), 8)
 
 
-def compared(rank: int, pair: Pair, size: Size, turns: int) -> Compared:
+def compared(rank: int, pair: StrategyPair, size: Size, turns: int) -> Compared:
     return compare_rank(rank, CPU, pair, size, turns)
 
 

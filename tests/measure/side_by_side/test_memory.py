@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardlab.measure.side_by_side.memory import TrackedStorages, made_and_measured
+from shardlab.measure.side_by_side.memory import LiveStorages, made_and_measured
 
 MIB = 2**20
 
 
 def test_a_storage_counts_once_and_until_it_is_gone() -> None:
-    storages = TrackedStorages()
+    storages = LiveStorages()
     with storages.tracking():
         first = torch.ones(MIB // 4)
         view = first.view(2, -1)[0]
@@ -26,7 +26,7 @@ def test_a_storage_counts_once_and_until_it_is_gone() -> None:
 
 
 def test_a_storage_that_is_emptied_does_not_count() -> None:
-    storages = TrackedStorages()
+    storages = LiveStorages()
     with storages.tracking():
         tensor = torch.ones(MIB // 4)
         tensor.untyped_storage().resize_(0)

@@ -28,7 +28,7 @@ Measured = tuple[Contender, list[Tensor], int]
 """A contender, what its first steps gave, and the most bytes during the last of them."""
 
 
-class TrackedStorages(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):
     """Counts the bytes of every storage that an op makes while this is entered, for as long as the storage lives.
 
     As torch's own MemTracker does, which a module that is called twice in a step, as a pipeline's is, makes fail.
@@ -85,7 +85,7 @@ def made_and_measured(make: Callable[[], Contender], steps: int, device: torch.d
 
 
 def _by_storages(make: Callable[[], Contender], steps: int) -> Measured:
-    storages = TrackedStorages()
+    storages = LiveStorages()
     with storages.tracking():
         contender = make()
         losses = [contender.step() for _ in range(steps - 1)]

@@ -16,7 +16,7 @@ from shardlab.models.tensors import initial_weights, named_views
 from shardlab.optimizers import OptimizerConfig
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     """Causal attention of so many heads, from `width` features and back."""
 
     def __init__(self, width: int, heads: int, slices: int) -> None:
@@ -51,7 +51,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, slices: int) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(width)
-        self.attn = Attention(width, heads, slices)
+        self.attn = CausalAttention(width, heads, slices)
         self.ln_2 = nn.LayerNorm(width)
         self.mlp = FeedForward(width, slices)
 

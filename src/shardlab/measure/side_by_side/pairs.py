@@ -51,7 +51,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Pair:
+class StrategyPair:
     """A strategy of ours, and PyTorch's.
 
     Attributes:
@@ -113,28 +113,30 @@ class Pair:
 PAIRS = {
     pair.name: pair
     for pair in (
-        Pair("ddp", "DDP", "torch.nn.parallel.DistributedDataParallel", "data"),
-        Pair("zero-1", "DDP, ZeroRedundancy", "torch.distributed.optim.ZeroRedundancyOptimizer", "data", replicas=1),
-        Pair("zero-3", "FSDP2", "torch.distributed.fsdp.fully_shard", "data", replicas=1),
-        Pair("fsdp", "FSDP2", "torch.distributed.fsdp.fully_shard", "data", replicas=1),
-        Pair("hsdp", "FSDP2, 2-D mesh", "torch.distributed.fsdp.fully_shard", "data", least=4, replicas=2),
-        Pair("tensor-parallel", "DTensor", "torch.distributed.tensor.parallel.parallelize_module", "tensor"),
-        Pair("gpipe", "GPipe", "torch.distributed.pipelining.ScheduleGPipe", "pipeline"),
-        Pair("1f1b", "1F1B", "torch.distributed.pipelining.Schedule1F1B", "pipeline"),
-        Pair(
+        StrategyPair("ddp", "DDP", "torch.nn.parallel.DistributedDataParallel", "data"),
+        StrategyPair(
+            "zero-1", "DDP, ZeroRedundancy", "torch.distributed.optim.ZeroRedundancyOptimizer", "data", replicas=1
+        ),
+        StrategyPair("zero-3", "FSDP2", "torch.distributed.fsdp.fully_shard", "data", replicas=1),
+        StrategyPair("fsdp", "FSDP2", "torch.distributed.fsdp.fully_shard", "data", replicas=1),
+        StrategyPair("hsdp", "FSDP2, 2-D mesh", "torch.distributed.fsdp.fully_shard", "data", least=4, replicas=2),
+        StrategyPair("tensor-parallel", "DTensor", "torch.distributed.tensor.parallel.parallelize_module", "tensor"),
+        StrategyPair("gpipe", "GPipe", "torch.distributed.pipelining.ScheduleGPipe", "pipeline"),
+        StrategyPair("1f1b", "1F1B", "torch.distributed.pipelining.Schedule1F1B", "pipeline"),
+        StrategyPair(
             "interleaved-1f1b",
             "interleaved 1F1B",
             "torch.distributed.pipelining.ScheduleInterleaved1F1B",
             "pipeline",
             stages=2,
         ),
-        Pair("zb-v", "ZB-V", "torch.distributed.pipelining.ScheduleZBVZeroBubble", "pipeline", stages=2),
+        StrategyPair("zb-v", "ZB-V", "torch.distributed.pipelining.ScheduleZBVZeroBubble", "pipeline", stages=2),
     )
 }
 """Every pair, by the name of our strategy."""
 
 
-def pairs_named(names: tuple[str, ...]) -> list[Pair]:
+def pairs_named(names: tuple[str, ...]) -> list[StrategyPair]:
     """The pairs of these names; all if there are none.
 
     Raises:

@@ -19,14 +19,14 @@ from torch.distributed.pipelining import (
 
 from shardlab.measure.side_by_side.contender import DrawnBatches, reported
 from shardlab.measure.side_by_side.module import GPTModule, adamw, gpt_module, loss_of
-from shardlab.measure.side_by_side.pairs import MICROBATCHES, OPTIMIZER, SEED, Pair, Size
+from shardlab.measure.side_by_side.pairs import MICROBATCHES, OPTIMIZER, SEED, Size, StrategyPair
 
 ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MORE_STAGES = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zb-v": ScheduleZBVZeroBubble}
 """Schedules by the pair's name."""
 
 
-def stages_of(pair: Pair, size: Size, ranks: int, rank: int) -> dict[int, range]:
+def stages_of(pair: StrategyPair, size: Size, ranks: int, rank: int) -> dict[int, range]:
     """The stages of a rank, by number, and the layers of each; where and as our plan has them."""
     plan, layers = pair.plan(ranks), size.model.layers
     bounds = plan.bounds(layers)
@@ -42,7 +42,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, pair: Pair, size: Size, ranks: int, rank: int, batches: DrawnBatches, device: torch.device
+        self, pair: StrategyPair, size: Size, ranks: int, rank: int, batches: DrawnBatches, device: torch.device
     ) -> None:
         mine = stages_of(pair, size, ranks, rank)
         count = ranks * len(mine)

@@ -14,14 +14,14 @@ from matplotlib.figure import Figure
 
 from shardlab.draw.canvas import style
 from shardlab.measure.plot import save_figure
-from shardlab.measure.side_by_side.pairs import Pair
+from shardlab.measure.side_by_side.pairs import StrategyPair
 from shardlab.measure.side_by_side.results import Compared, Parts
 
 COLORS = ("#54aeff", "#d4a72c", "#d0d7de")
 """Colours of compute, overhead and waiting."""
 
 
-def plot_strategies(found: Mapping[str, list[tuple[Pair, Compared]]], paths: list[Path]) -> None:
+def plot_strategies(found: Mapping[str, list[tuple[StrategyPair, Compared]]], paths: list[Path]) -> None:
     """A panel for each size, by its title."""
     with style():
         rows = max(map(len, found.values()))
@@ -32,7 +32,7 @@ def plot_strategies(found: Mapping[str, list[tuple[Pair, Compared]]], paths: lis
             save_figure(figure, path)
 
 
-def _panel(axis: Any, title: str, pairs: list[tuple[Pair, Compared]]) -> None:
+def _panel(axis: Any, title: str, pairs: list[tuple[StrategyPair, Compared]]) -> None:
     for row, (_, compared) in enumerate(pairs):
         unit = median(compared.theirs.seconds)
         for place, side in ((row - 0.2, compared.ours), (row + 0.2, compared.theirs)):

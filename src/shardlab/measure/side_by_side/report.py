@@ -11,12 +11,12 @@ from importlib.metadata import version
 from typing import Any
 
 from shardlab.measure.saving import this_machine
-from shardlab.measure.side_by_side.pairs import Pair, Size
+from shardlab.measure.side_by_side.pairs import Size, StrategyPair
 from shardlab.measure.side_by_side.results import Compared
 
 
 @dataclass(frozen=True)
-class Row:
+class PairRow:
     """A pair with one size.
 
     Attributes:
@@ -26,7 +26,7 @@ class Row:
         failed: whether something went wrong.
     """
 
-    pair: Pair
+    pair: StrategyPair
     size: Size
     compared: Compared | None = None
     why_not: str = ""
@@ -48,7 +48,7 @@ class Row:
         }
 
 
-def as_json(rows: Sequence[Row], ranks: int, turns: int, load: float) -> dict[str, Any]:
+def as_json(rows: Sequence[PairRow], ranks: int, turns: int, load: float) -> dict[str, Any]:
     """Rows, and what they were measured on; seconds and bytes throughout.
 
     Args:

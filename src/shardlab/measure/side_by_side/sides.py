@@ -14,7 +14,7 @@ from shardlab.measure.side_by_side.contender import Contender, DrawnBatches, Loo
 from shardlab.measure.side_by_side.data_parallel import WRAPPERS
 from shardlab.measure.side_by_side.floor import Floor
 from shardlab.measure.side_by_side.module import GPTModule, gpt_module
-from shardlab.measure.side_by_side.pairs import MICROBATCHES, OPTIMIZER, SEED, Pair, Size
+from shardlab.measure.side_by_side.pairs import MICROBATCHES, OPTIMIZER, SEED, Size, StrategyPair
 from shardlab.measure.side_by_side.pipeline import Pipeline, stages_of
 from shardlab.measure.side_by_side.tensor_parallel import TensorParallelLoop, tensor_parallel
 from shardlab.train.launch import backend_of
@@ -25,7 +25,7 @@ SIDES = ("theirs", "ours", "floor")
 """What takes turns, in this order."""
 
 
-def makers(pair: Pair, size: Size, ranks: int, rank: int, device: torch.device) -> Mapping[str, Make]:
+def makers(pair: StrategyPair, size: Size, ranks: int, rank: int, device: torch.device) -> Mapping[str, Make]:
     """What makes each side on this rank, by `SIDES`; all ranks make the same side together."""
     job = pair.job(size, ranks)
     batches = DrawnBatches(job.micro_batch_size, job.microbatches, size.model.seq_len, size.model.vocab_size)
@@ -45,7 +45,7 @@ def makers(pair: Pair, size: Size, ranks: int, rank: int, device: torch.device) 
     return {"theirs": theirs, "ours": ours, "floor": lambda: floor_of(pair, size, ranks, rank, device)}
 
 
-def floor_of(pair: Pair, size: Size, ranks: int, rank: int, device: torch.device) -> Floor:
+def floor_of(pair: StrategyPair, size: Size, ranks: int, rank: int, device: torch.device) -> Floor:
     """A rank's share of the work, with nothing between the ranks."""
     model, every = size.model, range(size.model.layers)
     rows = pair.job(size, ranks).micro_batch_size

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardlab.measure.side_by_side.contender import Loop
-from shardlab.measure.side_by_side.module import Attention, Block, GPTModule, groups_of, loss_of
+from shardlab.measure.side_by_side.module import Block, CausalAttention, GPTModule, groups_of, loss_of
 from shardlab.measure.side_by_side.pairs import OPTIMIZER
 
 
@@ -70,7 +70,7 @@ def _cut(block: Block, mesh: DeviceMesh, ranks: int) -> None:
     parallelize_module(block, mesh, plan)
 
 
-def _by_rank(attention: Attention, ranks: int) -> None:
+def _by_rank(attention: CausalAttention, ranks: int) -> None:
     """Put the rows for queries, keys and values so that each rank's come one after the other."""
     linear: nn.Linear = attention.c_attn
     with torch.no_grad():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardlab.measure.side_by_side.contender import Contender
 from shardlab.measure.side_by_side.memory import made_and_measured
-from shardlab.measure.side_by_side.pairs import Pair, Size
+from shardlab.measure.side_by_side.pairs import Size, StrategyPair
 from shardlab.measure.side_by_side.results import Compared, Side
 from shardlab.measure.side_by_side.sides import SIDES, Make, makers
 
@@ -23,7 +23,7 @@ WARM_UP = 3
 """First steps of each side: memory is taken for the first time, connections are made. Memory is of the last."""
 
 
-def compare_rank(rank: int, device: torch.device, pair: Pair, size: Size, turns: int) -> Compared:
+def compare_rank(rank: int, device: torch.device, pair: StrategyPair, size: Size, turns: int) -> Compared:
     """One rank's part of a comparison; every rank gives the same.
 
     Args:
