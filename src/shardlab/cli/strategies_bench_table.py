@@ -28,20 +28,22 @@ def print_rows(console: Console, rows: Sequence[PairRow], ranks: int) -> None:
         if any(row.compared for row in mine):
             _print_ratios(console, mine)
             _print_parts(console, mine)
-        for row in mine:
-            if row.compared is None:
-                print_fact(console, row.pair.name, f"not compared: {row.why_not.splitlines()[-1]}", "yellow")
-        console.print()
+        missing = [row for row in mine if row.compared is None]
+        for row in missing:
+            print_fact(console, row.pair.name, f"not compared: {row.why_not.splitlines()[-1]}", "yellow")
+        if missing:
+            console.print()
     console.print(
-        "[dim]time, memory: ours over PyTorch's; middle half: of the ratios of neighbouring steps\n"
-        "memory: the most bytes of tracked storages, parameters and optimizer included\n"
+        "[dim]time, memory: ours over PyTorch's; middle half: of the ratios of neighbours\n"
+        "memory: the most bytes of storages in a step, parameters and all\n"
         "floor: a rank's share in plain PyTorch, without communication\n"
-        "overhead: for what more than the floor a rank's thread has a core; waiting: it has none[/]"
+        "compute: the floor's; overhead: how much longer a rank's thread has a core;\n"
+        "waiting: it has none[/]"
     )
 
 
 def _print_ratios(console: Console, rows: Sequence[PairRow]) -> None:
-    table = table_of("ours", "PyTorch's", "layers", "time", "middle half", "memory", "over floor", "theirs", words=2)
+    table = table_of("ours", "PyTorch's", "layers", "time", "middle half", "memory", words=2)
     for row in rows:
         if (found := row.compared) is None:
             continue
@@ -53,22 +55,17 @@ def _print_ratios(console: Console, rows: Sequence[PairRow]) -> None:
             f"[bold]{ratio.median:.2f}[/]",
             f"{ratio.low:.2f}-{ratio.high:.2f}",
             f"{found.memory:.2f}",
-            f"{found.ours.over(found.floor).median:.2f}",
-            f"{found.theirs.over(found.floor).median:.2f}",
         )
     console.print(table, "")
 
 
 def _print_parts(console: Console, rows: Sequence[PairRow]) -> None:
-    heads = ("ours ms", "overhead", "waiting", "PyTorch's ms", "overhead", "waiting")
-    table = table_of("a step", "compute", *heads)
+    table = table_of("step of", "", "ms", "compute", "overhead", "waiting", "over floor", words=2)
     for row in rows:
         if (found := row.compared) is None:
             continue
-        cells: list[float] = []
-        for side in (found.ours, found.theirs):
-            parts = side.parts(found.floor)
-            cells += [median(side.seconds), parts.overhead, parts.waiting]
-        compute = median(found.floor.computing)
-        table.add_row(row.pair.name, *(f"{each / MILLI:,.1f}" for each in (compute, *cells)))
+        for name, whose, side in ((row.pair.name, "ours", found.ours), ("", "PyTorch's", found.theirs)):
+            cells = (median(side.seconds), *side.parts(found.floor))
+            over = side.over(found.floor).median
+            table.add_row(name, whose, *(f"{each / MILLI:,.1f}" for each in cells), f"{over:.2f}")
     console.print(table, "")
