@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "strategies": CORE,
     "check": CORE,
     "timeline": CORE | {"check"},
-    "predict": CORE | {"check", "timeline", "strategies", "models", "hardware"},
+    "passes": CORE | {"check", "timeline"},
+    "predict": CORE | {"check", "timeline", "passes", "strategies", "models", "hardware"},
     "recorded": CORE | {"check", "timeline"},
     "draw": CORE | {"check", "timeline"},
     "models": CORE,
@@ -35,8 +36,8 @@ MAY_IMPORT = {
     "checkpoint": CORE | {"check", "models", "execute"},
     "faults": CORE | {"check", "execute"},
     "train": CORE
-    | {"data", "strategies", "check", "timeline", "recorded", "draw", "models", "optimizers", "execute", "exchange"}
-    | {"checkpoint", "faults"},
+    | {"data", "strategies", "check", "timeline", "passes", "recorded", "draw", "models", "optimizers", "execute"}
+    | {"exchange", "checkpoint", "faults"},
     "measure": CORE | {"strategies", "check", "draw", "models", "hardware", "optimizers", "execute", "train"},
     "doctor": CORE | {"strategies", "models", "execute", "measure", "train"},
     "puzzles": CORE | {"check", "timeline", "draw"},
@@ -172,7 +173,7 @@ def test_checking_timing_and_drawing_need_no_torch(tmp_path: Path) -> None:
 
 
 def test_each_package_can_be_imported_alone_and_without_torch() -> None:
-    packages = ["program", "data", "check", "timeline", "predict", "strategies", "models", "puzzles", "draw"]
+    packages = ["program", "data", "check", "timeline", "passes", "predict", "strategies", "models", "puzzles", "draw"]
     done = python(NO_TORCH + PACKAGES.format(packages=packages), ROOT)
     assert done.returncode == 0, done.stderr
 

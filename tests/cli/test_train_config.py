@@ -290,3 +290,24 @@ def test_what_cannot_be_is_one_sentence_and_nothing_is_written(
     assert printed.err.count("\n") == 1
     assert printed.out == ""
     assert sorted(elsewhere.iterdir()) == before
+
+
+def test_passes_stand_in_the_plan_whether_it_is_one_or_a_program(elsewhere: Path, capsys: Captured) -> None:
+    """A saved configuration has them, and the flag prevails over it."""
+    for words in ("--strategy fsdp", "--strategy zero-3", "--pp 2", ""):
+        found = config_of(capsys, f"{words} --passes defer,prefetch")["plan"]
+        assert found["passes"] == "defer,prefetch"
+        assert (found.get("strategy") == "fsdp") == (words in ("--strategy fsdp", ""))
+        assert main(["train", *words.split(), "--passes", "all", "--print-config"]) == 0
+        assert " ".join(capsys.readouterr().out.split()).count("passes all flags") == 1
+    for strategy in ("fsdp", "zero-3"):
+        (elsewhere / "mine.toml").write_text(f'[plan]\nstrategy = "{strategy}"\nranks = 2\npasses = "all"\n')
+        assert config_of(capsys, "--config mine.toml")["plan"]["passes"] == "all"
+        assert config_of(capsys, "--config mine.toml --passes none")["plan"]["passes"] == "none"
+
+
+def test_a_pass_that_there_is_not_is_refused_before_any_work(elsewhere: Path, capsys: Captured) -> None:
+    (elsewhere / "mine.toml").write_text('[plan]\nstrategy = "fsdp"\npasses = "prefech"\n')
+    for words in ("--config mine.toml", "--passes prefech", "--pp 2 --passes prefech"):
+        assert main(["train", *words.split()]) == 2
+        assert "there is no pass 'prefech'; did you mean prefetch?" in capsys.readouterr().err

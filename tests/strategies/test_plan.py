@@ -32,6 +32,8 @@ from shardlab.strategies.schedules.find import find_schedule
         ({"reshard_after": "never"}, "reshard_after is 'never'; give one of layer, stage, step"),
         ({"recompute": "some"}, "recompute is 'some'; give one of none, selective, full"),
         ({"stages_per_rank": 0}, "stages_per_rank is 0; give 1 or more"),
+        ({"passes": "defer,prefech"}, "there is no pass 'prefech'; did you mean prefetch?"),
+        ({"passes": True}, "passes is True; give a word in quotes"),
         ({"sequence_parallel": True}, "sequence_parallel cuts sequences over tp, but the mesh has tp 1"),
     ],
 )
@@ -96,6 +98,7 @@ def test_a_plan_as_words_leaves_out_what_is_nothing() -> None:
         "reduce_at": "layer",
         "recompute": "none",
         "context": "ring",
+        "passes": "none",
     }
 
 

@@ -27,6 +27,7 @@ from shardlab.cli.history import History, Show
 from shardlab.cli.launch import Launch
 from shardlab.cli.mistakes import mistakes_as_sentences
 from shardlab.cli.options import check_counts, option_names
+from shardlab.cli.passes import PassesCommand
 from shardlab.cli.plan import PlanCommand
 from shardlab.cli.recipes import Recipes
 from shardlab.cli.sample import Sample
@@ -60,6 +61,7 @@ class Command(Protocol):
 
 COMMANDS: dict[str, type[Command]] = {
     "strategies": Strategies,
+    "passes": PassesCommand,
     "simulate": Simulate,
     "schedule": ScheduleCommand,
     "collectives": Collectives,

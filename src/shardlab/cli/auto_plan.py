@@ -27,7 +27,7 @@ def planned_here(
 ) -> tuple[StrategyEntry, TrainingConfig]:
     """Plan for the machine at hand, with the batch that the sources say; flags of a plan stay as they are given.
 
-    Every rank of a world that was launched plans by itself, and finds the same.
+    Passes rewrite the plan that is chosen. Every rank of a world that was launched plans by itself, and finds the same.
 
     Args:
         sources: settings; how the batch is cut into microbatches is added to them.
@@ -48,11 +48,12 @@ def planned_here(
     cluster.require(ranks)
     if cluster.nodes == 1:
         cluster = replace(cluster, per_node=ranks)
-    config = resolved(sources, planned_entry(Plan(Mesh(dp_shard=ranks)), "auto"), ranks)
+    passes = layout.given().get("passes", "none")
+    config = resolved(sources, planned_entry(Plan(Mesh(dp_shard=ranks), passes=passes), "auto"), ranks)
     if config.train.batch_ramp is not None:
         raise UserError("--plan auto chooses the microbatches of one batch, and a batch ramp has several; give a plan")
     types = field_types(Plan)
-    given = {name: value for name, value in layout.given().items() if name != "plan"}
+    given = {name: value for name, value in layout.given().items() if name not in ("plan", "passes")}
     fixed = {name: value if name in AXES else types[name].of_words(value) for name, value in given.items()}
     problem = Problem(
         config.model,
@@ -74,5 +75,5 @@ def planned_here(
         "micro_batch_size": chosen.micro_batch_size,
     }
     sources.append(ConfigSource("the planner", {"train": cut}))
-    entry = planned_entry(chosen.plan, "auto")
+    entry = planned_entry(replace(chosen.plan, passes=passes), "auto")
     return entry, resolved(sources, entry, ranks)

@@ -88,11 +88,7 @@ class Compare:
         name = self.cluster or "local"
         cluster = cluster_called(name, other_machine=self.other_machine)
         cluster.require(job.ranks)
-
-        def as_run(*_: object) -> Checked:
-            return checked
-
-        workload = workload_of(job, cluster, as_run, self.recipe)
+        workload = workload_of(job, cluster, self.recipe)
         return estimate(checked, workload.prices, workload.kept_sizes)
 
     def _draw(self, predicted: Timeline | None, measured: Measured, job: Job) -> None:

@@ -85,7 +85,15 @@ class Eval:
             chosen, ranks = planned_entry(Plan(Mesh()), "one device"), 1
         else:
             chosen, ranks = self.layout.entry(self.strategy, ranks)
-        job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, self.micro_batch_size, name=chosen.name)
+        job = Job(
+            chosen.for_job(ranks),
+            ranks,
+            self.microbatches,
+            model,
+            self.micro_batch_size,
+            name=chosen.name,
+            passes=chosen.passes,
+        )
         text = TextJob(job, self.folder, self.data, self.batches, self.format, self.field)
         text.text()
         checked_to_run(chosen, job, OptimizerConfig())

@@ -9,9 +9,9 @@ from shardlab.cli.recipe_option import recipe_called
 from shardlab.program import UserError
 
 if TYPE_CHECKING:
+    from shardlab.check import Checked
     from shardlab.hardware import Cluster
-    from shardlab.predict.workload import Trace, Workload
-    from shardlab.strategies.entry import StrategyEntry
+    from shardlab.predict.workload import Workload
     from shardlab.train.config import TrainingConfig
     from shardlab.train.job import Job
 
@@ -58,17 +58,18 @@ def peak_flops(config: TrainingConfig, compute: str) -> float | None:
     return cluster.at_work(at_work).device.peak(compute) * at_work
 
 
-def workload_of(job: Job, cluster: Cluster, trace: Trace, recipe: str | None = None) -> Workload:
-    """A job's step on a cluster, as a recipe runs it.
+def workload_of(job: Job, cluster: Cluster, recipe: str | None = None) -> Workload:
+    """A job's step on a cluster, as a recipe runs it: the very program that ranks run.
 
     Args:
-        trace: what traces a program of its own.
         recipe: by name (None: Shardlab's own).
     """
     from shardlab.predict.workload import Workload
-    from shardlab.strategies.load import load
 
-    entry = load(job.strategy)
+    def trace(*_: object) -> Checked:
+        return job.checked()
+
+    entry = job.entry
     return Workload(
         entry.grid(job.ranks) if entry.plan is None else entry.plan(job.ranks),
         job.model,
@@ -81,18 +82,16 @@ def workload_of(job: Job, cluster: Cluster, trace: Trace, recipe: str | None = N
         recipe_called(recipe),
         optimizer=job.optimizer,
         ema=job.ema is not None,
+        passes="none",  # those of the job have been run
     )
 
 
-def predicted_seconds(entry: StrategyEntry, job: Job) -> float | str:
+def predicted_seconds(job: Job) -> float | str:
     """Seconds that a step should take here, or why that cannot be said."""
-    from shardlab.cli.strategy import checked
-
     cluster = cluster_here(job.ranks)
     if cluster is None:
         return "this machine was not measured yet (shardlab bench)"
-    workload = workload_of(job, cluster, lambda _, sizes, count: checked(entry, job.ranks, sizes, count))
     try:
-        return workload.estimate().step
+        return workload_of(job, cluster).estimate().step
     except UserError as error:
         return str(error)

@@ -201,6 +201,10 @@ class PlanCommand:
         fixed = self.layout.given()
         if "plan" in fixed:
             raise UserError("--plan names a plan that is made; plan makes one: leave it out, or give it to simulate")
+        if "passes" in fixed:
+            raise UserError(
+                "--passes rewrites a plan's program, and plan compares plans; leave it out, or give it to simulate"
+            )
         types = field_types(Plan)
         fixed = {name: value if name in AXES else types[name].of_words(value) for name, value in fixed.items()}
         names = [name.removeprefix("max_") for name in vars(self) if name.startswith("max_")]

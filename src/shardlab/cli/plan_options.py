@@ -48,8 +48,19 @@ class PlanOptions:
         """Whether axes of the mesh are given."""
         return any(getattr(self, axis) is not None for axis in AXES)
 
+    @property
+    def names_plan(self) -> bool:
+        """Whether flags say anything of a plan that cannot be said of any program."""
+        return bool(self.given().keys() - {"passes"})
+
     def entry(
-        self, name: str | None, ranks: int | None, base: Plan | None = None, *, follows: bool = False
+        self,
+        name: str | None,
+        ranks: int | None,
+        base: Plan | None = None,
+        *,
+        passes: str | None = None,
+        follows: bool = False,
     ) -> tuple[StrategyEntry, int]:
         """The strategy that is meant, and on how many ranks.
 
@@ -57,6 +68,7 @@ class PlanOptions:
             name: a strategy's, if one is given, or that of `base`.
             ranks: how many were asked for, or are there; None if nobody says.
             base: a plan that the flags change, if there is one; --plan takes its place.
+            passes: what rewrites a program of its own, where no flag says.
             follows: the mesh follows the number of ranks, where it is another.
 
         Raises:
@@ -70,9 +82,10 @@ class PlanOptions:
             )
         if name is not None and path is not None:
             raise UserError(f"both {name} and --plan {path} were given; give one of them")
-        if not given and name is not None and base is None:
-            entry = load(name)
-            return entry, ranks or entry.ranks
+        if name is not None and base is None and given.keys() <= {"passes"}:
+            entry = load(name, given.get("passes", passes))
+            if entry.plan is None or not given:
+                return entry, ranks or entry.ranks
         axes = {axis: given.pop(axis) for axis in AXES if axis in given}
         plan = base or _base(name, path, None if axes else ranks)
         if axes:

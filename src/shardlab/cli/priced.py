@@ -20,6 +20,7 @@ from shardlab.strategies.plan import Plan
 from shardlab.timeline.traced import stands_for
 
 if TYPE_CHECKING:
+    from shardlab.passes import Passed
     from shardlab.predict.estimate import Estimate, Peak
     from shardlab.predict.held import HeldMemory
     from shardlab.predict.workload import Workload
@@ -48,6 +49,7 @@ class PricedStep:
         checked: whether the tapes of all ranks were checked; those of a large plan are not, whose alike ranks are
             simulated once.
         notes: what was done to the model that a reader should know.
+        passed: the program as it was written, and as each pass left it (none: no pass was asked for).
     """
 
     entry: StrategyEntry
@@ -57,6 +59,7 @@ class PricedStep:
     names: tuple[str, str]
     checked: bool
     notes: list[str]
+    passed: list[Passed]
 
 
 def price(
@@ -118,7 +121,7 @@ def price(
         assert isinstance(model, GPT), "no other model has a tied head"
         model = replace(model, tied=False)
 
-    def trace(_: Mesh, sizes: Sizes, microbatches: int) -> Any:
+    def trace(_: Mesh, sizes: Sizes, microbatches: int) -> Checked:
         proof = checked(entry, ranks, sizes, microbatches)
         if (why := proof.why_not("nccl")) is not None:
             raise UserError(f"{entry.name} cannot be timed on {cluster_name}: {why}")
@@ -133,22 +136,25 @@ def price(
         microbatches,
         micro_batch_size,
         numbers,
-        trace,
+        trace if entry.plan is None else None,
         entry.columns,
         way,
         optimizer=optimizer,
         ema=ema,
+        passes=entry.passes,
     )
     if entry.plan is None:
         entry.require_ops(1, model.layers, batch.microbatches or 1)
     _require_few_ranks(entry, workload, cluster_name)
-    alike = entry.plan is not None and _ops_on_all_ranks(workload) > MOST_CHECKED
+    rewritten = workload.pass_names != "none"
+    alike = entry.plan is not None and not rewritten and _ops_on_all_ranks(workload) > MOST_CHECKED
     if entry.plan is not None and not alike:
         trace(mesh, workload.traced.program.sizes, microbatches)
     estimate = workload.estimate()
     held = require_memory(workload, estimate, whole)
     notes += [*_useless_recompute(workload, estimate), *doubts(workload, estimate, cluster_name)]
-    return PricedStep(entry, workload, estimate, held, (model_name, cluster_name), not alike, notes)
+    passed = workload.passed if rewritten else []
+    return PricedStep(entry, workload, estimate, held, (model_name, cluster_name), not alike, notes, passed)
 
 
 def _require_few_ranks(entry: StrategyEntry, workload: Workload, cluster: str) -> None:

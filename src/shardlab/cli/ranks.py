@@ -16,7 +16,8 @@ from shardlab.cli.strategy import checked
 from shardlab.execute.loss_scale import want_norm
 from shardlab.faults.waits import LineOf
 from shardlab.optimizers import OptimizerConfig
-from shardlab.program import OpKind, Refused, UserError, World
+from shardlab.passes import passed
+from shardlab.program import Op, OpKind, Refused, UserError, World
 from shardlab.program.user_file import file_and_name
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.entry import StrategyEntry
@@ -29,14 +30,14 @@ from shardlab.train.saved import saved_in, sweep
 
 
 def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> Checked:
-    """Check a strategy for a job, before any rank is started.
+    """Check a strategy for a job, before any rank is started; what its passes make of it is what ranks run.
 
     Raises:
         Refused: when the program is wrong, or does not run on the backend that its ranks would use.
         UserError: when it is to clip, or float16 wants to know of overflows, but it computes no norm.
     """
     entry.require_ops(job.ranks, job.model.layers, job.microbatches)
-    proof = checked(entry, job.ranks, job.sizes, job.microbatches)
+    proof = passed(checked(entry, job.ranks, job.sizes, job.microbatches), entry.passes_on(job.ranks))
     want_norm(job.numbers, proof)
     if (clip := config.clip) is not None and not any(
         op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape
@@ -62,16 +63,25 @@ def require_audit(proof: Checked, name: str) -> None:
 
 
 def lines_of(entry: StrategyEntry, job: Job) -> LineOf:
-    """Find the line of a user's file that wrote an op of a rank; a built-in strategy has none of the user's."""
+    """Find the line of a user's file that wrote an op of a rank; a built-in strategy has none of the user's.
+
+    Passes may have put the op elsewhere than where it was written; what they have made themselves has no line.
+    """
     path, _ = file_and_name(entry.name)
     if path is None:
         return lambda rank, op: ""
 
     @cache
-    def traced() -> Retrace:
-        return Retrace(entry.program, str(path), World(entry.grid(job.ranks), job.sizes, job.microbatches))
+    def traced() -> tuple[Retrace, list[list[Op]]]:
+        retrace = Retrace(entry.program, str(path), World(entry.grid(job.ranks), job.sizes, job.microbatches))
+        return retrace, job.checked().program.tapes
 
-    return lambda rank, op: f" ({path}:{traced().line(rank, op)})"
+    def line(rank: int, at: int) -> str:
+        retrace, tapes = traced()
+        op, written = tapes[rank][at], retrace.written[rank]
+        return f" ({path}:{retrace.line(rank, written.index(op))})" if op in written else ""
+
+    return line
 
 
 def refuse_restart(count: int, out: Path | None, save_every: int | str | None) -> None:

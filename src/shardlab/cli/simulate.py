@@ -12,11 +12,14 @@ from shardlab.cli.cluster import DeviceMemory
 from shardlab.cli.console import print_json
 from shardlab.cli.costs import CostsText, costs_of
 from shardlab.cli.options import Flag, Layers, MaxOps, MaxSeconds, Name, OptionalCount, Ranks, StrategyName
+from shardlab.cli.passes_report import as_json as passes_json
+from shardlab.cli.passes_report import print_passed
 from shardlab.cli.picture import NO_PICTURES, PictureFlags
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.recipe_option import RecipeName
 from shardlab.cli.report import print_path_parts, print_report
 from shardlab.cli.strategy import checked
+from shardlab.passes import Goal, run_named
 from shardlab.program import UserError, trace
 from shardlab.program.precision import Optimizer
 from shardlab.strategies.entry import StrategyEntry
@@ -112,14 +115,19 @@ class Simulate:
         costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
         entry, ranks = self.layout.entry(self.strategy, self.ranks)
         layers = self.layers or entry.default_layers(ranks, at_least=1 if self.costs else 4)
-        proof = checked(entry, ranks, layers, self.microbatches or 4, whole_matrices=self.optimizer == "muon")
+        written = checked(entry, ranks, layers, self.microbatches or 4, whole_matrices=self.optimizer == "muon")
+        names = entry.passes_on(ranks)
+        passed = run_named(written, names, Goal(costs)) if names != "none" else []
+        proof = passed[-1].checked if passed else written
         timeline = simulate(proof, costs)
         self.pictures.save(timeline, entry.title(ranks))
         without = _without_recompute(entry, proof, costs)
         path = path_parts(proof, critical_path(proof, Clocks(proof, costs).run())) if self.path else {}
         if self.json:
-            print_json({**as_json(entry, proof, timeline, without), **({"critical_path": path} if path else {})})
+            facts = as_json(entry, proof, timeline, without) | passes_json(passed)
+            print_json({**facts, **({"critical_path": path} if path else {})})
         else:
+            print_passed(passed, "{:,.9g}".format)
             print_report(entry.name, proof, timeline, self.pictures.svg, without)
             print_path_parts(path, "{:,.4g}".format)
         return 0
@@ -183,8 +191,10 @@ class Simulate:
             estimate = result.estimate
             path = path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
         if self.json:
-            print_json({**priced_json(result), **({"critical_path": path} if path else {})})
+            facts = priced_json(result) | passes_json(result.passed)
+            print_json({**facts, **({"critical_path": path} if path else {})})
         else:
+            print_passed(result.passed, seconds_text)
             print_priced(result, self.pictures.files)
             print_path_parts(path, seconds_text)
         return 0

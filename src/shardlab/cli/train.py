@@ -201,15 +201,15 @@ class Train:
         """The strategy and the configuration that sources make together; `launched` ranks are there, if any."""
         if self.layout.plan == AUTO:
             return planned_here(self.layout, sources, self.ranks or launched, tell=tell)
-        name, ranks, base = self.strategy, self.ranks, None
+        name, ranks, base, passes = self.strategy, self.ranks, None, None
         if name is None and self.layout.plan is None:
             below = [source for source in sources if source.name != "flags"]
-            name, of_file, base = plan_below(below)
+            name, of_file, base, passes = plan_below(below)
             ranks = ranks or of_file
-            if self.layout != NO_FLAGS and origin(below, "plan", "strategy") == "default":
+            if self.layout.names_plan and origin(below, "plan", "strategy") == "default":
                 name = None  # flags alone are a plan
         follows = self.resume is not None and (self.ranks is None or not self.layout.names_mesh)
-        chosen, ranks = self.layout.entry(name, ranks or launched, base, follows=follows)
+        chosen, ranks = self.layout.entry(name, ranks or launched, base, passes=passes, follows=follows)
         return chosen, resolved(sources, chosen, ranks)
 
     def _run(
@@ -304,7 +304,7 @@ class Train:
         how, why = ("interrupted", WARNED if summary.warned else "") if summary.interrupted else ("finished", "")
         note_end(out, how, before, why)
         try:
-            write_report(run, summary, predicted_seconds(chosen, run.job))
+            write_report(run, summary, predicted_seconds(run.job))
         except UserError as error:
             print(f"shardlab: {error}", file=sys.stderr)
             summary = replace(summary, unwritten=[*summary.unwritten, "report.md"])

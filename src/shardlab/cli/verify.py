@@ -99,6 +99,7 @@ class Verify:
             name=chosen.name,
             optimizer=self.optimizer,
             ema=self.ema,
+            passes=chosen.passes,
         )
         proof = checked_to_run(chosen, job, OptimizerConfig(optimizer=self.optimizer, clip=self.clip, ema=self.ema))
         if self.compile:

@@ -1,6 +1,16 @@
 """Passes: from a checked program to a better one that computes the same. Each is checked again like any program."""
 
-from shardlab.passes.run import Goal, Passed, run_passes, settled
-from shardlab.passes.table import PASSES, Pass, find_passes
+from shardlab.passes.run import Goal, Passed, passed, run_named, run_passes, settled
+from shardlab.passes.table import PASSES, TapePass, find_passes
 
-__all__ = ["PASSES", "Goal", "Pass", "Passed", "find_passes", "run_passes", "settled"]
+__all__ = [
+    "PASSES",
+    "Goal",
+    "Passed",
+    "TapePass",
+    "find_passes",
+    "passed",
+    "run_named",
+    "run_passes",
+    "settled",
+]

@@ -13,22 +13,32 @@ from functools import partial
 from shardlab.check import Checked
 from shardlab.check.buckets import BUCKETED, FLAT
 from shardlab.passes.ordering import Ordering
-from shardlab.passes.rewriting import Tapes, reordered
+from shardlab.passes.rewriting import CannotApply, Tapes, reordered
 from shardlab.program import Op, OpKind, Spec
 from shardlab.timeline.prices import Bytes
 
 
 def bucket(checked: Checked, parts: int) -> Tapes:
-    """Fill buckets, so many at least of all that a rank communicates alike."""
+    """Fill buckets, so many at least of all that a rank communicates alike.
+
+    Raises:
+        CannotApply: when no two collectives are alike.
+    """
     before = checked.program.tapes
-    groups = [
-        _buckets(tape, checked.specs[rank], Bytes(checked.program.sizes), parts) for rank, tape in enumerate(before)
-    ]
+    groups = _all_buckets(checked, parts)
+    if not any(groups) and not any(_all_buckets(checked, 1)):
+        raise CannotApply("no two collectives of weights or gradients are of one kind, group and dtype")
     tapes = reordered(checked.program.tapes, checked.specs, partial(_wish, groups))
     return [
         _issued_together(tape, [[before[rank][at].handle for at in each] for each in groups[rank]])
         for rank, tape in enumerate(tapes)
     ]
+
+
+def _all_buckets(checked: Checked, parts: int) -> list[list[list[int]]]:
+    """The buckets of each rank."""
+    bytes_of = Bytes(checked.program.sizes)
+    return [_buckets(tape, checked.specs[rank], bytes_of, parts) for rank, tape in enumerate(checked.program.tapes)]
 
 
 def _buckets(tape: Sequence[Op], specs: Mapping[int, Spec], bytes_of: Bytes, parts: int) -> list[list[int]]:

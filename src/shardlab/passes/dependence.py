@@ -39,15 +39,15 @@ class Dependences:
         self.before: list[set[int]] = [set() for _ in tape]
         self._available: dict[int, int] = {}  # number of a value to the index of the op that made it, or awaited it
         self._memory = roots_of(tape, specs)
-        self._read: dict[Hashable, list[int]] = defaultdict(list)  # what is in memory to when it has been read
+        self._reads: dict[Hashable, list[int]] = defaultdict(list)  # what is in memory to the ops that read it
         last_on: dict[Hashable, int] = {}
         for at, op in enumerate(tape):
             before = self.before[at]
             if op.kind is WAIT:
                 continue
             before.update(self._available[number] for number in op.inputs)
-            for number in self._written(op, specs):
-                before.update(self._read[number])
+            reads = (read for number in self._written(op, specs) for read in self._reads[number])
+            before.update(self.over(read) if self.over(read) < at else read for read in reads)  # an update awaits it
             self._note(at, op, specs)
             if op.kind in COMMUNICATION:
                 self.before[self.waits[op.handle]].add(at)
@@ -67,19 +67,18 @@ class Dependences:
         return self.waits[op.handle] if op.kind in COMMUNICATION else at
 
     def _note(self, at: int, op: Op, specs: Mapping[int, Spec]) -> None:
-        """Note what an op reads and makes, and when that is over."""
-        over = self.over(at)
+        """Note what an op reads and makes."""
         for number in op.outputs:
-            self._available[number] = over
+            self._available[number] = self.over(at)
         if op.kind is FREE:
             return
         ended = {op.inputs[place] for place in op.kind.row.ends}
         for number in op.inputs:
             if number not in ended:
                 self.readers[number].append(at)
-            self._read[number].append(over)
-            self._read[self._memory.get(number, number)].append(over)
-            self._read[specs[number].kind, specs[number].layer].append(over)
+            self._reads[number].append(at)
+            self._reads[self._memory.get(number, number)].append(at)
+            self._reads[specs[number].kind, specs[number].layer].append(at)
 
     def _written(self, op: Op, specs: Mapping[int, Spec]) -> list[Hashable]:
         """What an op ends or writes over: values, and for a step's new weights all older ones of their layer."""

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from shardlab.check import Checked
 from shardlab.passes.ordering import Ordering
-from shardlab.passes.rewriting import Tapes, reordered
+from shardlab.passes.rewriting import CannotApply, Tapes, reordered
 from shardlab.program import OpKind
 
 
 def early_updates(checked: Checked, _: int) -> Tapes:
-    """Have every update follow its gradient; where a norm clips, no gradient is final before the last."""
+    """Have every update follow its gradient.
 
-    def wish(order: Ordering) -> None:
-        for at, op in enumerate(order.needs.tape):
-            if op.kind is OpKind.UPDATE:
-                order.start_at_once(at)
+    Raises:
+        CannotApply: when nothing is updated, or no gradient is final before the norm of all is known.
+    """
+    if not checked.trains:
+        raise CannotApply("nothing is updated")
+    if checked.clips:
+        raise CannotApply("gradients are clipped by a norm, so none is final before the last")
+    return reordered(checked.program.tapes, checked.specs, _wish)
 
-    return reordered(checked.program.tapes, checked.specs, wish)
+
+def _wish(order: Ordering) -> None:
+    for at, op in enumerate(order.needs.tape):
+        if op.kind is OpKind.UPDATE:
+            order.start_at_once(at)

@@ -5,27 +5,36 @@ FSDP's prefetching (Zhao et al. 2023, arXiv 2304.11277, section 3.3.2), on any t
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from shardlab.check import Checked
 from shardlab.passes.ordering import Ordering
-from shardlab.passes.rewriting import Tapes, reordered
-from shardlab.program import Kind, OpKind
+from shardlab.passes.rewriting import CannotApply, Tapes, reordered
+from shardlab.program import Kind, Op, OpKind, Spec
 
 
 def prefetch(checked: Checked, ahead: int) -> Tapes:
-    """Start each gather of weights so many uses of gathered weights ahead."""
+    """Start each gather of weights so many uses of gathered weights ahead.
+
+    Raises:
+        CannotApply: when none are gathered before they are used.
+    """
+    if not any(map(_gathers, checked.program.tapes, checked.specs)):
+        raise CannotApply("no weights are gathered for a pass, so there is nothing to gather ahead")
     return reordered(checked.program.tapes, checked.specs, partial(_wish, checked, ahead))
 
 
 def _wish(checked: Checked, ahead: int, order: Ordering) -> None:
-    needs, specs = order.needs, checked.specs[order.rank]
-    gathers: list[int] = []
-    for at, op in enumerate(needs.tape):
-        if op.kind is OpKind.ALL_GATHER:
-            whole = specs[op.outputs[0]]
-            if whole.kind is Kind.WEIGHT and not whole.step:
-                gathers.append(at)
+    needs = order.needs
+    gathers = _gathers(needs.tape, checked.specs[order.rank])
     uses = [min(needs.readers[needs.tape[at].outputs[0]], default=at) for at in gathers]
     for number, at in enumerate(gathers):
         order.start_before(at, uses[number - ahead] if number >= ahead else gathers[0])
+
+
+def _gathers(tape: Sequence[Op], specs: Mapping[int, Spec]) -> list[int]:
+    """Where a tape gathers weights that this step uses; new ones are for the next."""
+    gathered = [at for at, op in enumerate(tape) if op.kind is OpKind.ALL_GATHER]
+    wholes = [specs[tape[at].outputs[0]] for at in gathered]
+    return [at for at, whole in zip(gathered, wholes, strict=True) if whole.kind is Kind.WEIGHT and not whole.step]

@@ -10,6 +10,10 @@ from shardlab.program import Op, Spec
 Tapes = list[list[Op]]
 
 
+class CannotApply(Exception):
+    """A pass has nothing to do on a program; its text, half a sentence, says why."""
+
+
 def reordered(
     tapes: Sequence[Sequence[Op]], specs: Sequence[Mapping[int, Spec]], wish: Callable[[Ordering], None]
 ) -> Tapes:

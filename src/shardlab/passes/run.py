@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardlab.check import Checked, check
-from shardlab.errors import Refused
-from shardlab.passes.table import PASSES, Pass
+from shardlab.errors import Refused, UserError
+from shardlab.passes.rewriting import CannotApply
+from shardlab.passes.table import TapePass, find_passes
 from shardlab.program import Sizes
+from shardlab.program.pass_names import PASS_NAMES
 from shardlab.timeline.clocks import Clocks
 from shardlab.timeline.costs import UNIT_COSTS
 from shardlab.timeline.memory import memory_in_bytes
@@ -49,6 +51,8 @@ class Passed:
         end: when its step ends.
         peak: bytes of its fullest rank.
         number: with which number the pass has found a better one (0: it has found none).
+        why_not: why it has found none, in half a sentence.
+        applies: whether it had anything to do.
     """
 
     name: str
@@ -56,6 +60,8 @@ class Passed:
     end: float
     peak: int
     number: int = 0
+    why_not: str = ""
+    applies: bool = True
 
     def better(self, other: Passed, memory: float) -> bool:
         """Whether this is to be preferred to another."""
@@ -65,10 +71,11 @@ class Passed:
         return self.end < other.end - least or (self.end <= other.end + least and self.peak < other.peak)
 
 
-def run_passes(checked: Checked, passes: Iterable[Pass], goal: Goal | None = None) -> list[Passed]:
+def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None = None) -> list[Passed]:
     """Run passes over a program.
 
-    No pass makes it slower, takes more memory than allowed, or makes it unfit for a backend on which it ran.
+    No pass makes it slower, takes more memory than allowed, or makes it unfit for a backend on which it ran; one whose
+    number was given may do the first two.
 
     Returns:
         The program as it was, and as each pass left it.
@@ -76,23 +83,61 @@ def run_passes(checked: Checked, passes: Iterable[Pass], goal: Goal | None = Non
     goal = goal or Goal()
     found = [Passed("", checked, *goal.of(checked))]
     for each in passes:
-        before = best = found[-1]
-        for number in each.numbers:
-            tapes = each.rewrite(before.checked, number)
-            if tapes == before.checked.program.tapes:
-                continue
-            try:
-                candidate = check(replace(before.checked.program, tapes=tapes))
-            except Refused:
-                continue
-            if set(before.checked.backends()) <= set(candidate.backends()):
-                passed = Passed(each.name, candidate, *goal.of(candidate), number)
-                best = passed if passed.better(best, goal.memory) else best
-        found.append(best if best is not before else replace(before, name=each.name, number=0))
+        before = replace(found[-1], name=each.name, number=0)
+        try:
+            best, why_not = _best(each, before, goal)
+            found.append(replace(best, why_not=why_not, applies=True))
+        except CannotApply as reason:
+            found.append(replace(before, why_not=str(reason), applies=False))
     return found
+
+
+def _best(each: TapePass, before: Passed, goal: Goal) -> tuple[Passed, str]:
+    """The best that a pass makes of a program; or the program as it was, and why."""
+    best, why_not = before, "the program is so already"
+    for number in each.numbers:
+        tapes = each.rewrite(before.checked, number)
+        if tapes == before.checked.program.tapes:
+            continue
+        try:
+            candidate = check(replace(before.checked.program, tapes=tapes))
+        except Refused as refused:
+            why_not = f"the check refuses what it makes: {refused.rule}" if best is before else ""
+            continue
+        if not set(before.checked.backends()) <= set(candidate.backends()):
+            why_not = "on a backend its ranks would wait for one another" if best is before else ""
+            continue
+        passed = Passed(each.name, candidate, *goal.of(candidate), number)
+        if each.chosen or passed.better(best, goal.memory):
+            best, why_not = passed, ""
+        elif best is before:
+            faster = passed.better(before, math.inf)
+            why_not = "what is faster takes more memory than there is" if faster else "no change is faster"
+    return best, why_not
+
+
+def run_named(checked: Checked, names: str, goal: Goal | None = None) -> list[Passed]:
+    """Run the passes that a text stands for (see `find_passes`).
+
+    Returns:
+        The program as it was, and as each pass left it.
+
+    Raises:
+        UserError: for a name that there is not, and for a pass that cannot apply, unless all are run.
+    """
+    found = run_passes(checked, find_passes(names), goal)
+    for each in found:
+        if not each.applies and names != "all":
+            raise UserError(f"the pass {each.name} has nothing to do: {each.why_not}; leave it out")
+    return found
+
+
+def passed(checked: Checked, names: str) -> Checked:
+    """A program after the passes that a text stands for, which unit costs guide (see `run_named`)."""
+    return run_named(checked, names)[-1].checked if names != "none" else checked
 
 
 def settled(found: Iterable[Passed]) -> str:
     """The passes that have found something, with their numbers, as `find_passes` reads them."""
-    words = (f"{each.name}={each.number}" if PASSES[each.name].means else each.name for each in found if each.number)
+    words = (f"{each.name}={each.number}" if PASS_NAMES[each.name] else each.name for each in found if each.number)
     return ",".join(words) or "none"

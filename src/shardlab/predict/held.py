@@ -17,14 +17,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardlab.predict.estimate import Peak, peak_of
-from shardlab.predict.workload import Workload
 from shardlab.program import Kind, OpKind
 from shardlab.strategies.model_layers import model_layers
 from shardlab.strategies.plan import BATCH_AXES, Plan
 from shardlab.timeline.memory import Category, memory_in_bytes
 from shardlab.timeline.traced import rank_of
+
+if TYPE_CHECKING:
+    from shardlab.predict.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,24 @@ def held_memory(workload: Workload, peaks: Sequence[Peak]) -> HeldMemory:
 
 def held_by(workload: Workload) -> HeldMemory:
     """What the fullest device holds, without asking how long anything takes."""
+    return held_memory(workload, _peaks(workload))
+
+
+def room_of_tensors(workload: Workload) -> float:
+    """Bytes of tensors that a rank may hold at its peak, so that with all that is held beyond them the device is full.
+
+    What stands beside the tensors is taken to stay as it is.
+    """
+    peaks, recipe = _peaks(workload), workload.recipe.memory
+    held = held_memory(workload, peaks)
+    held_back = recipe.kept_when_full * (recipe.reserved - 1) if not workload.cluster.on_cpu else 0.0
+    return max(peak.bytes for peak in peaks) + (held.room - held.needed) / (1 + held_back)
+
+
+def _peaks(workload: Workload) -> list[Peak]:
     traced = workload.traced
     rows = memory_in_bytes(traced, workload.kept_sizes)
-    peaks = [peak_of(traced, row, memory, rank_of(traced.program, row)) for row, memory in enumerate(rows)]
-    return held_memory(workload, peaks)
+    return [peak_of(traced, row, memory, rank_of(traced.program, row)) for row, memory in enumerate(rows)]
 
 
 def standing_gradients(workload: Workload, peak: Peak) -> float:

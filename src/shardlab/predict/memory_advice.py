@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardlab.models import Blocks
 from shardlab.predict.changes import Change, changes
 from shardlab.predict.estimate import Estimate
@@ -39,7 +41,8 @@ def require_memory(workload: Workload, estimate: Estimate, whole: Blocks | None 
 
 
 def advice(workload: Workload, held: HeldMemory, whole: Blocks | None = None) -> str:
-    """The first change of those tried that fits, or the one that leaves least."""
+    """The first change of those tried that fits, or the one that leaves least; as they are without passes."""
+    workload = replace(workload, passes="none")
     least: tuple[float, Change] | None = None
     for change in changes(workload, whole):
         try:

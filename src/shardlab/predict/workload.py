@@ -6,21 +6,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardlab.check import Checked, check
 from shardlab.hardware import Cluster
 from shardlab.models import Blocks, Model, cut_for
 from shardlab.models.repeated import Repeated, sampled
+from shardlab.passes import Goal, Passed, run_named
 from shardlab.predict.estimate import Estimate, estimate
 from shardlab.predict.folding import fold
+from shardlab.predict.held import room_of_tensors
 from shardlab.predict.priced import ClusterPrices
 from shardlab.predict.recipe import OWN, Recipe
-from shardlab.program import Kind, Mesh, Sizes
+from shardlab.program import Kind, Mesh, Sizes, UserError, trace
 from shardlab.program.precision import Optimizer, Precision
 from shardlab.program.world import gc_paused
 from shardlab.strategies.plan import Plan
+from shardlab.strategies.planned import planned
 from shardlab.timeline.memory import memory_in_bytes
 from shardlab.timeline.traced import Traced
 
-Trace = Callable[[Mesh, Sizes, int], Traced]
+Trace = Callable[[Mesh, Sizes, int], Checked]
 """Mesh, sizes and microbatches to a checked program."""
 
 
@@ -35,11 +39,12 @@ class Workload:
         microbatches: of the global batch.
         rows: sequences of a microbatch.
         precision: in which numbers.
-        trace: what traces a program of its own; plans are folded.
+        trace: what traces and checks the program of all ranks; without it, a plan's alike ranks are folded.
         recipe: how the framework that runs it does so.
         columns: whether that program wants every matrix cut by columns.
         optimizer: what makes a step of a gradient, which says how large its state is.
         ema: whether an average of the weights is part of that.
+        passes: what rewrites the program, by name (None: what the plan says, or else nothing); see `Plan.passes`.
     """
 
     plan: Plan | Mesh
@@ -53,6 +58,7 @@ class Workload:
     recipe: Recipe = OWN
     optimizer: Optimizer = "adamw"
     ema: bool = False
+    passes: str | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -73,17 +79,41 @@ class Workload:
 
     @cached_property
     def traced(self) -> Traced:
-        """The program's tapes.
+        """The program's tapes, as its passes leave them.
 
         Raises:
             Refused: for a wrong program.
-            UserError: for sizes that do not go together.
+            UserError: for sizes that do not go together, or a pass that cannot apply.
         """
-        if isinstance(self.plan, Mesh):
-            assert self.trace is not None, "a program of its own says how it is traced"
-            return self.trace(self.plan, self.sizes, self.microbatches)
+        if self.pass_names != "none":
+            return self.passed[-1].checked
+        if self.trace is not None:
+            return self.trace(self.mesh, self.sizes, self.microbatches)
+        assert isinstance(self.plan, Plan), "a program of its own says how it is traced"
         self.plan.require_ops(self.model.layers, self.microbatches, folded=True)  # before sizes are made of each layer
         return fold(self.plan, self.sizes, self.microbatches)
+
+    @property
+    def pass_names(self) -> str:
+        """What rewrites the program, by name."""
+        return self.passes or (self.plan.passes if isinstance(self.plan, Plan) else "none")
+
+    @cached_property
+    def passed(self) -> list[Passed]:
+        """The program of all ranks as it was written, and as each pass left it, for the cluster's prices and memory."""
+        written = replace(self, passes="none", trace=self.trace or self._whole)
+        assert isinstance(written.traced, Checked)
+        goal = Goal(self.prices, room_of_tensors(written), self.kept_sizes)
+        return run_named(written.traced, self.pass_names, goal)
+
+    def _whole(self, mesh: Mesh, sizes: Sizes, microbatches: int) -> Checked:
+        """A plan's program of every rank."""
+        assert isinstance(self.plan, Plan), "a program of its own says how it is traced"
+        try:
+            self.plan.require_ops(self.model.layers, microbatches)
+        except UserError as error:
+            raise UserError(f"passes want the program of every rank: {error}") from None
+        return check(trace(planned(self.plan), mesh, sizes, microbatches))
 
     @cached_property
     def sizes(self) -> Sizes:

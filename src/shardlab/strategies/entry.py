@@ -8,6 +8,7 @@ from typing import cast
 
 from shardlab.program import Mesh, Rank, Sizes, Strategy, UserError
 from shardlab.program.bounds import require_ops
+from shardlab.program.pass_names import named_passes
 from shardlab.rules.pieces import counted
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
@@ -77,6 +78,7 @@ class StrategyEntry:
             it keeps of the dense layers D and of the experts E. Activations come on top, and for a while a layer or two
             that are whole.
         order: where listings have it: programs to read from 1 on, then others, at 50, and from 100 on plans.
+        passes: what rewrites the program, by name (None: what the plan says, or else nothing); see `Plan.passes`.
     """
 
     name: str
@@ -89,6 +91,14 @@ class StrategyEntry:
     memory: str = ""
     columns: bool = False
     order: int = 0
+    passes: str | None = None
+
+    def __post_init__(self) -> None:
+        named_passes(self.passes or "none")
+
+    def passes_on(self, ranks: int) -> str:
+        """Passes that rewrite its program: its own, or those of its plan for so many ranks."""
+        return self.passes or (self.plan(ranks).passes if self.plan else "none")
 
     def for_job(self, ranks: int) -> str | Plan:
         """A description from which every process can make this strategy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 from shardlab.program import UserError
@@ -12,21 +13,23 @@ from shardlab.strategies.entry import StrategyEntry, data_parallel_mesh, planned
 from shardlab.strategies.plan import Plan
 
 
-def load(name: str | Plan) -> StrategyEntry:
+def load(name: str | Plan, passes: str | None = None) -> StrategyEntry:
     """The strategy called `name`: a built-in name or `path/to/file.py:function`; or the one that follows a plan.
 
     A file whose strategy needs another grid than one axis of data-parallel ranks says so with a second function,
     `<strategy>_mesh(ranks) -> Mesh`.
 
+    Args:
+        passes: what rewrites its program, by name (None: what the plan says, or else nothing).
+
     Raises:
-        UserError: when there is no such name, file or function, the file cannot be run, or the function is not async.
+        UserError: when there is no such name, pass, file or function, the file cannot be run, or the function is not
+            async.
     """
     if isinstance(name, Plan):
-        return planned_entry(name, "plan")
+        return replace(planned_entry(name, "plan"), passes=passes)
     path, function = file_and_name(name)
-    if path is not None:
-        return _from_file(name, path, function)
-    return find(name)
+    return replace(find(name) if path is None else _from_file(name, path, function), passes=passes)
 
 
 def _from_file(name: str, path: Path, function: str) -> StrategyEntry:

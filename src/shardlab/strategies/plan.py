@@ -21,6 +21,7 @@ from shardlab.program.field_types import (
     choice_or_numbers,
     word,
 )
+from shardlab.program.pass_names import PASSES_FIELD, named_passes
 from shardlab.rules.pieces import counted
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
@@ -124,8 +125,13 @@ class Plan:
     """How many slices of every sequence each rank of cp has, as far from one another as there are ranks: striped
     attention, nearly as much work on each rank. Without it, each has an early and a late slice: exactly as much."""
 
+    passes: Annotated[str, PASSES_FIELD] = "none"
+    """Passes that rewrite the program for a faster step, or one of less memory: all, none, or names with commas between
+    them, such as prefetch,bucket=4 (shardlab passes lists them)."""
+
     def __post_init__(self) -> None:
         check_fields(self)
+        named_passes(self.passes)
         for name in ("shard_parameters", "shard_gradients"):
             cut, kept = getattr(self, name), self.shard_optimizer
             if kept[: len(cut)] != cut:

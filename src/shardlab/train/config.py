@@ -175,16 +175,19 @@ class StrategyConfig:
         strategy: a built-in name, path/to/file.py:function, or a plan.
         ranks: how many processes.
         name: what to call the strategy.
+        passes: what rewrites its program, by name (None: what the plan says, or else nothing).
     """
 
     strategy: str | Plan
     ranks: int
     name: str
+    passes: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """What stands in a file: the strategy's name, or all fields of the plan."""
+        """What stands in a file: the strategy's name and its passes, or all fields of the plan."""
         if isinstance(self.strategy, str):
-            return {"strategy": self.strategy, "ranks": self.ranks}
+            passes = {} if self.passes is None else {"passes": self.passes}
+            return {"strategy": self.strategy, "ranks": self.ranks, **passes}
         plan = self.strategy
         whole = {each.name: getattr(plan, each.name) for each in fields(plan)}
         return {"name": self.name, **whole, **plan.as_dict()}

@@ -168,8 +168,8 @@ def _model_in(folder: Path) -> Blocks:
     return open_source(folder).model
 
 
-def plan_below(sources: Sequence[ConfigSource]) -> tuple[str | None, int | None, Plan | None]:
-    """What sources say of the plan: the strategy's name, how many ranks, and the plan if there is one.
+def plan_below(sources: Sequence[ConfigSource]) -> tuple[str | None, int | None, Plan | None, str | None]:
+    """What sources say of the plan: the strategy's name, how many ranks, the plan if there is one, or else the passes.
 
     Raises:
         UserError: when they say fields of a plan of a strategy that is a program of its own.
@@ -177,13 +177,16 @@ def plan_below(sources: Sequence[ConfigSource]) -> tuple[str | None, int | None,
     written = merged(sources, "plan")
     strategy, ranks, name = (written.pop(key, None) for key in ("strategy", "ranks", "name"))
     if not written:
-        return strategy, ranks, None
+        return strategy, ranks, None, None
     if strategy is not None:
         entry = load(strategy)
         if entry.plan is None:
+            passes = written.pop("passes", None)
+            if not written:
+                return strategy, ranks, None, passes
             raise UserError(f"{strategy} is a program of its own, which fields of a plan do not change; leave them out")
         written = entry.plan(ranks or entry.ranks).as_dict() | written
-    return name or strategy or "plan", ranks, Plan.from_dict(written)
+    return name or strategy or "plan", ranks, Plan.from_dict(written), None
 
 
 def resolved(sources: Sequence[ConfigSource], entry: StrategyEntry, ranks: int) -> TrainingConfig:
@@ -196,6 +199,6 @@ def resolved(sources: Sequence[ConfigSource], entry: StrategyEntry, ranks: int) 
     sections["optimizer"] = by_rule(sections["optimizer"], sections["train"]["steps"])
     return TrainingConfig(
         model=model_of(sources, entry.default_layers(ranks)),
-        plan=StrategyConfig(entry.for_job(ranks), ranks, entry.name),
+        plan=StrategyConfig(entry.for_job(ranks), ranks, entry.name, entry.passes),
         **{name: kind(**sections[name]) for name, kind in SECTIONS.items()},
     )

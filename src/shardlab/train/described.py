@@ -40,6 +40,7 @@ def job_of(words: Mapping[str, Any]) -> Job:
             f"the model of this trace is in {path}, which is not here; give the command in the run's folder"
         )
     try:
+        words = {"passes": None, **words}  # which a trace of an older version does not have
         strategy = words["strategy"]
         found: dict[str, Any] = {
             "strategy": strategy if isinstance(strategy, str) else Plan.from_dict(strategy),

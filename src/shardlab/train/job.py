@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from shardlab.check import Checked, check
 from shardlab.models import Blocks, Model, cut_for
+from shardlab.passes import passed
 from shardlab.program import Kind, Sizes, trace
 from shardlab.program.bounds import bounded
 from shardlab.program.precision import Optimizer, Precision, find_precision
+from shardlab.strategies.entry import StrategyEntry
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 
@@ -31,6 +33,7 @@ class Job:
         name: what to call the strategy (nothing: its own name).
         optimizer: what makes a step of a gradient, which says how large its state is.
         ema: decay of the average of weights that is part of that state (None: there is none).
+        passes: what rewrites the program, by name (None: what the plan says, or else nothing); see `Plan.passes`.
     """
 
     strategy: str | Plan
@@ -43,22 +46,33 @@ class Job:
     name: str = ""
     optimizer: Optimizer = "adamw"
     ema: float | None = None
+    passes: str | None = None
 
     @property
     def title(self) -> str:
         return self.name or (self.strategy if isinstance(self.strategy, str) else "plan")
 
+    @property
+    def entry(self) -> StrategyEntry:
+        """The strategy.
+
+        Raises:
+            UserError: when there is no such strategy or pass.
+        """
+        return load(self.strategy, self.passes)
+
     def checked(self) -> Checked:
-        """The strategy traced for this job, and checked.
+        """The strategy traced for this job, checked, and rewritten by its passes, which unit costs guide.
 
         Raises:
             Refused: when the program is wrong.
             UserError: when there is no such strategy, or sizes do not fit it.
         """
-        entry = load(self.strategy)
+        entry = self.entry
         unbounded = bounded(sys.maxsize, math.inf)  # whoever made the job has traced it within bounds
         with unbounded, contextlib.redirect_stdout(sys.stderr):  # stdout is the command's, whatever the program prints
-            return check(trace(entry.program, entry.grid(self.ranks), self.sizes, self.microbatches))
+            checked = check(trace(entry.program, entry.grid(self.ranks), self.sizes, self.microbatches))
+        return passed(checked, entry.passes_on(self.ranks))
 
     @property
     def cut(self) -> Model:
@@ -67,7 +81,7 @@ class Job:
         Raises:
             UserError: when the model does not divide.
         """
-        entry = load(self.strategy)
+        entry = self.entry
         mesh, plan = entry.grid(self.ranks), entry.plan and entry.plan(self.ranks)
         if plan is None:
             return cut_for(self.model, mesh, columns=entry.columns)
@@ -76,7 +90,7 @@ class Job:
     @property
     def sizes(self) -> Sizes:
         """Elements of the program's values."""
-        numbers, entry = self.numbers, load(self.strategy)
+        numbers, entry = self.numbers, self.entry
         elements = self.cut.sizes(self.micro_batch_size, numbers.bytes(Kind.ACTIVATION))
         sizes = numbers.sizes(elements, self.optimizer, ema=self.ema is not None)
         return entry.plan(self.ranks).counted(sizes) if entry.plan else sizes

@@ -59,6 +59,7 @@ class TrainingRun:
             plan.name,
             config.optimizer.optimizer,
             config.optimizer.ema,
+            plan.passes,
         )
 
     def looks(self, step: int) -> tuple[bool, bool]:

@@ -1,0 +1,53 @@
+"""What passes made of a program, step by step: a table, and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from shardlab.cli.console import stdout_console, table_of
+from shardlab.passes import PASSES, Passed, settled
+from shardlab.timeline.units import bytes_text
+
+
+def print_passed(passed: Sequence[Passed], time_text: Callable[[float], str], console: Console | None = None) -> None:
+    """Print the step's end and the peak of memory before the first pass and after each; nothing without passes."""
+    if not passed:
+        return
+    console = console or stdout_console()
+    table = table_of("pass", "step ends", "peak memory")
+    table.add_column("what it does")
+    for each in passed:
+        figures = time_text(each.end), bytes_text(each.peak)
+        if not each.name:
+            table.add_row("as written", *figures, "")
+        else:
+            what = Text(PASSES[each.name].does) if each.number else Text(f"nothing: {each.why_not}", "dim")
+            table.add_row(settled([each]) if each.number else each.name, *figures, what)
+    console.print(table)
+    console.print()
+
+
+def as_json(passed: Sequence[Passed]) -> dict[str, Any]:
+    """Describe each pass with what was before and after it, in the unit of the prices and in bytes; {} without any.
+
+    `settled` is what `--passes` takes to make the same program whatever the prices.
+    """
+    return {"passes": [_pass_as_json(*pair) for pair in pairwise(passed)], "settled": settled(passed)} if passed else {}
+
+
+def _pass_as_json(before: Passed, after: Passed) -> dict[str, Any]:
+    return {
+        "pass": after.name,
+        "does": PASSES[after.name].does,
+        "number": after.number,
+        "why_not": after.why_not,
+        "end": after.end,
+        "end_before": before.end,
+        "peak_bytes": after.peak,
+        "peak_bytes_before": before.peak,
+    }
