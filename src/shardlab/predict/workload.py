@@ -96,7 +96,9 @@ class Workload:
     @property
     def pass_names(self) -> str:
         """What rewrites the program, by name."""
-        return self.passes or (self.plan.passes if isinstance(self.plan, Plan) else "none")
+        if self.passes is not None:
+            return self.passes
+        return self.plan.passes if isinstance(self.plan, Plan) else "none"
 
     @cached_property
     def passed(self) -> list[Passed]:

@@ -94,11 +94,13 @@ class StrategyEntry:
     passes: str | None = None
 
     def __post_init__(self) -> None:
-        named_passes(self.passes or "none")
+        named_passes("none" if self.passes is None else self.passes)
 
     def passes_on(self, ranks: int) -> str:
         """Passes that rewrite its program: its own, or those of its plan for so many ranks."""
-        return self.passes or (self.plan(ranks).passes if self.plan else "none")
+        if self.passes is not None:
+            return self.passes
+        return self.plan(ranks).passes if self.plan else "none"
 
     def for_job(self, ranks: int) -> str | Plan:
         """A description from which every process can make this strategy."""
