@@ -12,6 +12,7 @@ import tyro
 from shardlab.cli.options import OptionalCount, switch_flags, switched
 from shardlab.program import AXES, Mesh, UserError
 from shardlab.program.field_types import COUNT, as_flags, field_helps, field_types
+from shardlab.program.pass_names import with_offload
 from shardlab.rules.pieces import counted
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import StrategyEntry, planned_entry
@@ -30,6 +31,10 @@ class PlanOptions:
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """A plan in a TOML file: the fields of shardlab.strategies.plan.Plan; for train, auto plans for this machine."""
 
+    offload: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="WHAT=WHERE", help_behavior_hint="")] = None
+    """What a rank keeps elsewhere than on its device: parameters, optimizer, gradients or activations, on the host or
+    the disk, such as optimizer=host activations=disk."""
+
     def given(self) -> dict[str, Any]:
         """The flags that are given, by field.
 
@@ -41,6 +46,8 @@ class PlanOptions:
             if each.words is bool:
                 every[name] = switched(self, name)
                 del every[f"no_{name}"]
+        if words := every.pop("offload"):
+            every["passes"] = with_offload(every["passes"], words)
         return {field: value for field, value in every.items() if value is not None}
 
     @property

@@ -9,60 +9,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
 
 from shardlab.check import Checked
-from shardlab.errors import UserError
 from shardlab.passes.rewriting import Tapes
 from shardlab.program import Kind, Op, OpKind, Spec
+from shardlab.program.homes import Homes, Place
 from shardlab.program.ops import COMMUNICATION
 from shardlab.rules.place import HOST
-
-Place = Literal["", "host", "disk"]
 
 FREE, WAIT, UPDATE, ADD = OpKind.FREE, OpKind.WAIT, OpKind.UPDATE, OpKind.ADD
 OFFLOAD, RELOAD = OpKind.OFFLOAD, OpKind.RELOAD
 FORWARDS = frozenset({OpKind.FORWARD, OpKind.SEND})
 SUMMED = frozenset({ADD, OpKind.NORM, UPDATE, OpKind.DIRECTION})
 """What reads a gradient of weights that may wait elsewhere for it."""
-
-
-@dataclass(frozen=True)
-class Homes:
-    """Where a rank keeps what it needs later ("": on its device).
-
-    Attributes:
-        parameters, optimizer: from step to step.
-        gradients: sums of weights' gradients, until the update.
-        activations: what blocks' backward passes begin with; the blocks are computed again from there.
-    """
-
-    parameters: Place = ""
-    optimizer: Place = ""
-    gradients: Place = ""
-    activations: Place = ""
-
-    @classmethod
-    def of(cls, words: Sequence[str]) -> Homes:
-        """Homes as a command line says them: `optimizer=host activations=disk`.
-
-        Raises:
-            UserError: for what is not kept, for no place, and for gradients on the disk, where nothing is added.
-        """
-        kept, places = [field.name for field in fields(cls)], ("host", "disk")
-        found: dict[str, Place] = {}
-        for word in words:
-            name, _, place = word.partition("=")
-            if name not in kept or place not in places:
-                raise UserError(
-                    f"cannot offload {word!r}; say what and where, such as optimizer=host: {', '.join(kept)} can be "
-                    f"kept on {' or '.join(places)}"
-                )
-            found[name] = "host" if place == "host" else "disk"
-        if found.get("gradients") == "disk":
-            raise UserError("gradients=disk was given, but nothing is added up on the disk; give gradients=host")
-        return cls(**found)
 
 
 def offload(checked: Checked, homes: Homes) -> Tapes:

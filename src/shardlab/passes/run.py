@@ -51,6 +51,7 @@ class Passed:
         end: when its step ends.
         peak: bytes of its fullest rank.
         number: with which number the pass has found a better one (0: it has found none).
+        words: that the pass was given in the place of a number.
         why_not: why it has found none, in half a sentence.
         applies: whether it had anything to do.
     """
@@ -60,6 +61,7 @@ class Passed:
     end: float
     peak: int
     number: int = 0
+    words: str = ""
     why_not: str = ""
     applies: bool = True
 
@@ -102,12 +104,14 @@ def _best(each: TapePass, before: Passed, goal: Goal) -> tuple[Passed, str]:
         try:
             candidate = check(replace(before.checked.program, tapes=tapes))
         except Refused as refused:
+            if each.chosen:
+                raise UserError(f"the pass {each.name} makes of this program one that is refused: {refused}") from None
             why_not = f"the check refuses what it makes: {refused.rule}" if best is before else ""
             continue
         if not set(before.checked.backends()) <= set(candidate.backends()):
             why_not = "on a backend its ranks would wait for one another" if best is before else ""
             continue
-        passed = Passed(each.name, candidate, *goal.of(candidate), number)
+        passed = Passed(each.name, candidate, *goal.of(candidate), number, each.words)
         if each.chosen or passed.better(best, goal.memory):
             best, why_not = passed, ""
         elif best is before:
@@ -139,5 +143,9 @@ def passed(checked: Checked, names: str) -> Checked:
 
 def settled(found: Iterable[Passed]) -> str:
     """The passes that have found something, with their numbers, as `find_passes` reads them."""
-    words = (f"{each.name}={each.number}" if PASS_NAMES[each.name] else each.name for each in found if each.number)
+    words = [
+        f"{each.name}={each.words or each.number}" if each.words or PASS_NAMES[each.name] else each.name
+        for each in found
+        if each.number
+    ]
     return ",".join(words) or "none"

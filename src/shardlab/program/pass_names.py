@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from shardlab.errors import UserError, unknown
 from shardlab.program.field_types import word
+from shardlab.program.homes import Homes
+
+OFFLOAD = "offload"
+"""The pass that takes words, what goes where; it is run first, and only where it is asked for."""
 
 PASS_NAMES = {
+    OFFLOAD: "",
     "prefetch": "uses ahead",
     "copy-early": "uses ahead",
     "receive-early": "uses ahead",
@@ -23,34 +29,63 @@ PASSES_FIELD = replace(word(), metavar="all|none|NAME,...")
 
 
 class NamedPass(NamedTuple):
-    """A pass that is asked for; without a number (None), it is to find the best one."""
+    """A pass that is asked for; without a number (None), it is to find the best one.
+
+    Attributes:
+        homes: of an offload, what goes where.
+    """
 
     name: str
     number: int | None
+    homes: Homes | None = None
 
 
 def named_passes(text: str) -> list[NamedPass]:
     """The passes that a text stands for, in the order in which they are run.
 
     >>> named_passes("bucket=4, prefetch")
-    [NamedPass(name='prefetch', number=None), NamedPass(name='bucket', number=4)]
+    [NamedPass(name='prefetch', number=None, homes=None), NamedPass(name='bucket', number=4, homes=None)]
 
     Args:
-        text: `all`, `none`, or names with commas between them, each perhaps with its number.
+        text: `all`, `none`, or names with commas between them, each perhaps with its number; of
+            `offload` what goes where, such as `offload=optimizer:host+activations:disk`.
 
     Raises:
         UserError: for a name that there is not, with the nearest one; for a number that is none.
     """
     if text in ("all", "none"):
-        return [NamedPass(name, None) for name in PASS_NAMES] if text == "all" else []
-    found: dict[str, int | None] = {}
+        return [NamedPass(name, None) for name in PASS_NAMES if name != OFFLOAD] if text == "all" else []
+    found: dict[str, NamedPass] = {}
     for each in text.split(","):
         name, equals, number = each.strip().partition("=")
         if name not in PASS_NAMES:
             raise unknown("pass", name, ("all", "none", *PASS_NAMES))
         means = PASS_NAMES[name]
+        if name == OFFLOAD:
+            found[name] = NamedPass(name, 1, Homes.of(number.replace(":", "=").split("+")))
+            continue
         if equals and not (means and number.isdecimal() and int(number)):
             takes = f"a whole number, 1 or more ({means})" if means else "no number"
             raise UserError(f"the pass {name} was given {number!r}; it takes {takes}")
-        found[name] = int(number) if equals else None
-    return [NamedPass(name, found[name]) for name in PASS_NAMES if name in found]
+        found[name] = NamedPass(name, int(number) if equals else None)
+    return [found[name] for name in PASS_NAMES if name in found]
+
+
+def with_offload(passes: str | None, words: Iterable[str]) -> str:
+    """Name the passes that offload first what the words say; copies then go on beside what is computed.
+
+    >>> with_offload(None, ["optimizer=host", "activations=disk"])
+    'offload=optimizer:host+activations:disk,copy-early'
+
+    Args:
+        passes: what else is asked for, if anything.
+        words: what goes where (see `Homes`).
+
+    Raises:
+        UserError: for words that say nothing.
+    """
+    words = list(words)
+    Homes.of(words)
+    others = [each.name for each in named_passes("all")] if passes == "all" else []
+    rest = ",".join(others) or ("copy-early" if passes in (None, "none") else passes)
+    return f"{OFFLOAD}={'+'.join(word.replace('=', ':') for word in words)},{rest}"
