@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from shardlab.check import Checked
@@ -101,6 +103,14 @@ def test_passes_are_read_in_any_order_and_run_in_one() -> None:
     assert (bucket.numbers, bucket.chosen) == ((5,), True)
 
 
+READERS: list[Callable[[str], object]] = [
+    named_passes,
+    find_passes,
+    lambda text: Plan(passes=text),
+    lambda text: load("fsdp", text),
+]
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -113,7 +123,7 @@ def test_passes_are_read_in_any_order_and_run_in_one() -> None:
     ],
 )
 def test_a_name_or_a_number_that_there_is_not_is_one_sentence(text: str, sentence: str) -> None:
-    for refuses in (named_passes, find_passes, lambda text: Plan(passes=text), lambda text: load("fsdp", text)):
+    for refuses in READERS:
         with pytest.raises(UserError, match=sentence):
             refuses(text)
 

@@ -36,6 +36,7 @@ JOBS = {
     "ep of experts that drop": Job(Plan(Mesh(ep=2)), 2, 4, DROPPING, 2),
     "all weights cut": Job(FSDP, 2, 4, DROPS, 2),
     "fp16": Job(FSDP, 2, 4, DROPS, 2, "fp16"),
+    "fsdp after passes": Job("fsdp", 2, 4, DROPS, 2, passes="prefetch=2,bucket=2,defer=2"),
 }
 
 

@@ -1,0 +1,120 @@
+"""Rewritten programs train as those that were written: one device's numbers, and the very same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardlab.check import Checked, check_forward, forward_only
+from shardlab.execute.state import State
+from shardlab.models import GPT
+from shardlab.passes import PASSES, find_passes, run_passes
+from shardlab.program import UserError
+from shardlab.strategies import Plan
+from shardlab.strategies.load import load
+from shardlab.strategies.plan import Mesh
+from shardlab.train import job as jobs
+from shardlab.train.cases import ALONE, CASES, Case
+from shardlab.train.described import described, job_of
+from shardlab.train.job import Job
+from shardlab.train.verify import Verdict, verify_rank
+from tests.support.ranks import Ranks
+
+World = Callable[[int], Ranks]
+CPU = torch.device("cpu")
+MODEL = GPT(layers=4, hidden_size=16, heads=2, seq_len=8)
+
+
+def forced(checked: Checked, names: str) -> Checked:
+    """What passes make of a program, whether it is faster or not."""
+    return run_passes(checked, [replace(each, chosen=True) for each in find_passes(names)])[-1].checked
+
+
+def trained(rank: int, job: Job) -> tuple[Verdict, list[torch.Tensor]]:
+    """One rank's verdict and its weights after three steps, all passes forced."""
+    kept: list[torch.Tensor] = []
+
+    def keep(state: State) -> None:
+        kept.extend(weight.clone() for weight in state.kept.values())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "passed", forced)
+        verdict = verify_rank(rank, CPU, job, 3, {}, trained=keep)
+    return verdict, kept
+
+
+LATE = Path(__file__).parents[1] / "passes" / "late_programs.py"
+
+FORCED = {
+    "fsdp": "prefetch=2,defer=2,update-early",
+    "ddp": "bucket=2,defer=2",
+    "zero-1": "bucket=1,defer=4",
+    "pipeline": "update-early",
+    "tensor-parallel": "update-early",
+    f"{LATE}:received_late": "receive-early=2",
+}
+
+
+def job_for(strategy: str) -> Job:
+    """A step of one layer for each rank of a program that has no more, else of four."""
+    layers = 2 if strategy.startswith(str(LATE)) else 4
+    return Job(load(strategy).for_job(2), 2, 4, replace(MODEL, layers=layers), 2, "fp64", passes="none")
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("strategy", FORCED, ids=lambda name: name.rpartition(":")[2])
+def test_passes_change_no_bit(ranks: World, strategy: str) -> None:
+    """Two ranks add in one order only, so that even buckets do not round otherwise."""
+    written = job_for(strategy)
+    rewritten = replace(written, passes=FORCED[strategy])
+    before, after = (ranks(2).call(trained, job) for job in (written, rewritten))
+    for (_, expected), (verdict, kept) in zip(before, after, strict=True):
+        assert verdict.ok, verdict
+        assert len(kept) == len(expected)
+        assert all(map(torch.equal, kept, expected))
+
+
+@pytest.mark.parametrize("strategy", FORCED, ids=lambda name: name.rpartition(":")[2])
+def test_the_passes_of_that_test_move_something(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "passed", forced)
+    written = job_for(strategy)
+    assert replace(written, passes=FORCED[strategy]).checked().program.tapes != written.checked().program.tapes
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.column == ALONE], ids=str)
+def test_the_forward_half_of_what_passes_make_computes_every_loss(case: Case) -> None:
+    """What is evaluated is the half of what is trained; it runs wherever all of it does."""
+    checked = case.job().checked()
+    for each in PASSES.values():
+        for number in (each.numbers[0], each.numbers[-1]):
+            (_, made) = run_passes(checked, [replace(each, numbers=(number,), chosen=True)])
+            half = check_forward(forward_only(made.checked))
+            assert set(made.checked.backends()) <= set(half.backends())
+
+
+def test_a_job_runs_the_passes_of_its_plan_or_its_own() -> None:
+    own = Job("fsdp", 2, 4, MODEL, 2, passes="prefetch=1")
+    plain = replace(own, passes=None)
+    assert own.checked().program != plain.checked().program
+    assert replace(own, passes="none").checked().program == plain.checked().program
+    plan = Plan(Mesh(dp_shard=2), shard_optimizer=("dp_shard",), passes="defer=2")
+    of_plan, instead = Job(plan, 2, 4, MODEL, 2), Job(replace(plan, passes="none"), 2, 4, MODEL, 2, passes="defer=2")
+    assert of_plan.checked().program != replace(of_plan, passes="none").checked().program
+    assert of_plan.checked().program == instead.checked().program
+
+
+def test_a_job_is_described_with_its_passes() -> None:
+    job = Job("fsdp", 2, 4, MODEL, 2, passes="prefetch=1")
+    words = described(job)
+    assert job_of(words) == job
+    of_an_older_version = {name: value for name, value in words.items() if name != "passes"}
+    assert job_of(of_an_older_version) == replace(job, passes=None)
+
+
+def test_a_pass_that_cannot_apply_is_refused_before_anything_is_trained() -> None:
+    with pytest.raises(UserError, match="the pass prefetch has nothing to do: no weights are gathered"):
+        Job("ddp", 2, 4, MODEL, 2, passes="prefetch").checked()
