@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardlab.check import check
+from shardlab.check import Checked, check
 from shardlab.hardware import Cluster, Machine, Profile, Rate, find_cluster
 from shardlab.models import GPT
-from shardlab.predict.held import HeldMemory, held_by, held_memory
+from shardlab.predict.held import HeldMemory, held_by, held_memory, room_of_tensors
 from shardlab.predict.memory_advice import require_memory
 from shardlab.predict.recipe import OWN, Recipe, find_recipe
 from shardlab.predict.recipe_groups import MemoryUse
@@ -18,7 +18,6 @@ from shardlab.program import Mesh, Sizes, UserError, trace
 from shardlab.program.precision import find_precision
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
-from shardlab.timeline.traced import Traced
 
 MODEL = GPT(layers=4, hidden_size=256, heads=4, seq_len=256, vocab_size=1024)
 SHARD = ("dp_shard",)
@@ -29,7 +28,7 @@ def of(name: str, recipe: Recipe) -> Workload:
     """A page of the strategies, on four devices."""
     entry = load(name)
 
-    def traced(mesh: Mesh, sizes: Sizes, microbatches: int) -> Traced:
+    def traced(mesh: Mesh, sizes: Sizes, microbatches: int) -> Checked:
         return check(trace(entry.program, mesh, sizes, microbatches))
 
     numbers, devices = find_precision("bf16"), find_cluster("h100x4")
@@ -117,3 +116,14 @@ def test_a_log_of_the_first_rank_tells_less_than_the_fullest_holds() -> None:
     fullest, first = of_plan(memory, shallow), of_plan(replace(memory, logs_first_rank=True), shallow)
     assert fullest.logged == fullest.reserved == first.reserved
     assert first.logged < first.reserved
+
+
+@pytest.mark.parametrize("recipe", ["shardlab", "fsdp2", "nanotron"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_the_room_of_tensors_is_what_fills_the_device(name: str, recipe: str) -> None:
+    """With all that is held beyond them, and no more."""
+    step = of(name, find_recipe(recipe))
+    (*_, peak) = sorted(step.estimate().peaks, key=lambda peak: peak.bytes)
+    full = replace(peak, bytes=int(room_of_tensors(step)))
+    assert full.bytes > peak.bytes
+    assert held_memory(step, [full]).needed == pytest.approx(step.cluster.device.memory, rel=1e-9)

@@ -18,12 +18,13 @@ class PassesCommand:
 
     def run(self) -> int:
         if self.json:
-            print_json([{"name": each.name, "does": each.does} for each in PASSES.values()])
+            print_json([{"name": each.name, "number": each.means, "does": each.does} for each in PASSES.values()])
             return 0
         console = stdout_console()
-        table = table_of("pass", "what it does", words=2)
+        table = table_of("pass", "its number", words=2)
+        table.add_column("what it does")
         for each in PASSES.values():
-            table.add_row(each.name, each.does)
+            table.add_row(each.name, each.means, each.does)
         console.print(table)
         console.print("\n[dim]See what they make of a strategy with[/] shardlab simulate NAME --passes all")
         return 0

@@ -46,8 +46,8 @@ def _pass_as_json(before: Passed, after: Passed) -> dict[str, Any]:
         "does": PASSES[after.name].does,
         "number": after.number,
         "why_not": after.why_not,
-        "end": after.end,
-        "end_before": before.end,
+        "end": float(f"{after.end:.9g}"),
+        "end_before": float(f"{before.end:.9g}"),
         "peak_bytes": after.peak,
         "peak_bytes_before": before.peak,
     }

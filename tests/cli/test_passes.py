@@ -1,0 +1,133 @@
+"""`shardlab simulate --passes` and `shardlab passes`: what each pass does to a step, in words, JSON and pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.passes import PASSES
+
+Captured = pytest.CaptureFixture[str]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GPT2 = ("--model", "gpt2", "--cluster", "h100x4", "--layers", "4")
+COSTS = "forward=1,backward_input=1,backward_weight=1"
+
+
+def json_of(capsys: Captured, *words: str) -> dict[str, Any]:
+    assert main(["simulate", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def said(capsys: Captured, *words: str) -> str:
+    """What is printed, in one line."""
+    assert main(["simulate", *words]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def refused(capsys: Captured, *words: str) -> str:
+    assert main(list(words)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+def test_a_row_for_each_pass_and_then_the_step_that_they_make(capsys: Captured, tmp_path: Path) -> None:
+    shown = said(capsys, "fsdp", "--passes", "all", "--svg", str(tmp_path / "fsdp.svg"))
+    assert "as written 13.6 7.00 MiB prefetch=1 12.4 7.00 MiB gathers weights ahead of their use" in shown
+    assert "bucket 12.4 7.00 MiB nothing: no change is faster" in shown
+    assert "update-early 11.5" in shown
+    assert "end 11.5 when the last op ends" in shown
+    assert (tmp_path / "fsdp.svg").exists()
+
+
+def test_json_has_each_pass_with_what_was_before_and_after(capsys: Captured) -> None:
+    facts = json_of(capsys, "fsdp", "--passes", "all")
+    assert [each["pass"] for each in facts["passes"]] == list(PASSES)
+    first, *_, last = facts["passes"]
+    assert (first["number"], first["end_before"], first["end"]) == (1, 13.6, 12.4)
+    assert (last["end"], last["peak_bytes"]) == (facts["end"], 7 * 2**20)
+    assert all(bool(each["why_not"]) == (each["number"] == 0) for each in facts["passes"])
+    again = json_of(capsys, "fsdp", "--passes", facts["settled"])
+    assert (again["settled"], again["end"]) == (facts["settled"], facts["end"])
+
+
+def test_without_passes_nothing_is_said_of_them(capsys: Captured) -> None:
+    for words in (("fsdp",), ("fsdp", "--passes", "none"), ("zero-3", "--passes", "none"), ("zero-3", *GPT2)):
+        assert not {"passes", "settled"} & set(json_of(capsys, *words))
+    assert "prefetch" not in said(capsys, "fsdp")
+
+
+def test_a_program_in_a_file_and_a_plan_by_flags_are_rewritten_alike(capsys: Captured) -> None:
+    by_hand = f"{EXAMPLES / 'my_strategy.py'}:my_ddp"
+    assert [json_of(capsys, by_hand, "--passes", names)["end"] for names in ("none", "defer")] == [11.2, 10]
+    facts = json_of(capsys, "--dp-shard", "4", "--shard-optimizer", "dp_shard", "--passes", "bucket")
+    assert facts["plan"]["passes"] == "bucket"
+    assert facts["passes"][0]["end"] < facts["passes"][0]["end_before"]
+
+
+def test_a_plans_file_names_its_passes(capsys: Captured, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(
+        'mesh = { dp_shard = 4 }\nshard_optimizer = ["dp_shard"]\npasses = "bucket=2"\n'
+    )
+    assert json_of(capsys, "--plan", str(tmp_path / "plan.toml"))["settled"] == "bucket=2"
+
+
+def test_unit_costs_of_ones_own_guide_them(capsys: Captured) -> None:
+    """Where a collective takes no time, there is nothing to hide."""
+    assert json_of(capsys, "fsdp", "--passes", "all", "--costs", COSTS)["settled"] == "none"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero-3"])
+def test_on_a_cluster_the_whole_program_is_priced_in_its_seconds_and_its_memory(
+    capsys: Captured, strategy: str
+) -> None:
+    """A plan's alike ranks are not folded then."""
+    without = json_of(capsys, strategy, *GPT2)
+    facts = json_of(capsys, strategy, *GPT2, "--passes", "all")
+    first, *_, last = facts["passes"]
+    assert first["end_before"] == pytest.approx(without["step_seconds"])
+    assert first["peak_bytes_before"] == without["peak_memory"]
+    assert last["end"] == pytest.approx(facts["step_seconds"])
+    assert last["end"] < first["end_before"]
+    assert facts["ranks_simulated"] == 4
+    assert "prefetch" in said(capsys, strategy, *GPT2, "--passes", "all")
+
+
+def test_on_a_full_device_passes_do_not_make_a_step_too_large(capsys: Captured) -> None:
+    """What is held beyond tensors counts: the step is as large as the device lets it be."""
+    free = json_of(capsys, "wsdp", *GPT2, "--passes", "prefetch")
+    assert free["peak_memory"] > free["passes"][0]["peak_bytes_before"]
+    room = free["memory_held"] - 2**20
+    full = json_of(capsys, "wsdp", *GPT2, "--passes", "prefetch", "--memory", f"{room / 2**30}GiB")
+    assert full["memory_held"] <= room < free["memory_held"]
+
+
+def test_more_ranks_than_are_traced_are_refused_since_passes_want_them_all(capsys: Captured) -> None:
+    line = refused(capsys, "simulate", "zero-3", "--model", "llama3-8b", "--cluster", "h100x4096", "--passes", "all")
+    assert line.startswith("shardlab: passes want the program of every rank: ")
+    assert "raise --max-ops" in line
+
+
+def test_mistakes_are_one_sentence(capsys: Captured) -> None:
+    assert refused(capsys, "simulate", "fsdp", "--passes", "prefech") == (
+        "shardlab: there is no pass 'prefech'; did you mean prefetch?"
+    )
+    assert "the pass prefetch has nothing to do: no weights are gathered" in refused(
+        capsys, "simulate", "ddp", "--passes", "prefetch"
+    )
+    assert "--passes rewrites a plan's program, and plan compares plans" in refused(
+        capsys, "plan", "--model", "gpt2", "--cluster", "h100x4", "--passes", "all"
+    )
+
+
+def test_passes_are_listed(capsys: Captured) -> None:
+    assert main(["passes", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == list(PASSES)
+    assert main(["passes"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(" ".join(f"{name} {each.means} {each.does}".split()) in shown for name, each in PASSES.items())
