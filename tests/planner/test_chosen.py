@@ -11,6 +11,7 @@ from rich.console import Console
 from shardlab.cli.plan_json import as_json
 from shardlab.cli.plan_report import print_choice, print_explained, searched
 from shardlab.planner.chosen import PlanChoice, choose
+from shardlab.planner.explain import decisions
 from shardlab.planner.problem import Limits
 from shardlab.planner.workers import Answer, Asked, answer
 from shardlab.program.bounds import bounded
@@ -53,3 +54,8 @@ def test_what_a_search_has_left_is_told_as_the_step_that_it_could_take() -> None
     left = replace(whole, found=replace(whole.found, left=whole.best.seconds / 2))
     assert searched(left).endswith(", 50% less: give more --seconds")
     assert f"could take {seconds_text(whole.best.seconds / 2)} instead of" in searched(left)
+
+
+def test_a_small_model_is_not_said_to_have_no_parameters() -> None:
+    first = decisions(chosen())[0].lines[0]
+    assert first.startswith(f"{problem().model.parameter_count:,} parameters in bf16")

@@ -205,11 +205,11 @@ def searched(choice: PlanChoice) -> str:
     """What was searched, and whether anything is left that could be better."""
     found = choice.found
     seen = f"{found.space['shapes']:,} shapes and {found.space['candidates']:,} plans"
-    done = f"{seen}, of which {len(found.outcomes):,} were simulated in {found.seconds:.0f} s"
+    done = f"{seen}, {len(found.outcomes):,} simulated in {found.seconds:.1f} s"
     if found.left is None:
         return f"{done}; floors say that no other is faster by {EQUAL:.1%} or more"
     if not found.left:
-        return f"{done}; time was up before all were generated, so faster ones may be left"
+        return f"{done}; time was up before all were generated, so faster ones may be left: give more --seconds"
     least, chosen = min(found.left, choice.best.seconds), choice.best.seconds
     return (
         f"{done}; time was up, and a step of what is left could take {seconds_text(least)} instead of "

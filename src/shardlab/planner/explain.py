@@ -39,8 +39,9 @@ def _state(choice: PlanChoice) -> list[str]:
     optimizer = count * precision.under(problem.optimizer).optimizer
     whole = weights + gradients + optimizer
     than = "more than" if whole > room else "of"
+    many = f"{count / 1e9:,.2f} billion" if count >= 1e8 else f"{count:,}"
     lines = [
-        f"{count / 1e9:,.2f} billion parameters in {precision.name}: weights {bytes_text(weights, 1)}, gradients "
+        f"{many} parameters in {precision.name}: weights {bytes_text(weights, 1)}, gradients "
         f"{bytes_text(gradients, 1)}, {problem.optimizer}'s state {bytes_text(optimizer, 1)}; together "
         f"{bytes_text(whole, 1)}, {than} the {bytes_text(room, 0)} of a device"
     ]
@@ -70,8 +71,9 @@ def _batch(choice: PlanChoice) -> list[str]:
     ranks, size = candidate.plan.data_ranks, candidate.micro_batch_size
     each = problem.sequences // ranks
     lines = [
-        f"{counted(problem.sequences, 'sequence')} a step are {problem.tokens:,} tokens; at most so many ranks can "
-        "share them, and the others must cut the model or the sequences",
+        f"{counted(problem.sequences, 'sequence')} a step are {problem.tokens:,} tokens; at most "
+        f"{counted(problem.sequences, 'data-parallel rank')} can share them, and others must cut the model or the "
+        "sequences",
         f"{counted(ranks, 'data-parallel rank')} get{'s' * (ranks == 1)} {counted(each, 'sequence')} each, in "
         f"{counted(each // size, 'microbatch')} of {size}",
     ]
