@@ -74,13 +74,15 @@ def nothing_found(problem: Problem, found: Found) -> str:
     more = f"about {times:.1f} times as many devices" if times >= 1.5 else "more devices"
     under = f" under the limits {limits}" if limits else ""
     free = f" and leaves {problem.recipe.name}'s margin of {bytes_text(margin, 1)}" if margin else ""
-    lifted, alone = _lifted(problem.limits, candidate), _state(problem, candidate)
+    lifted, state = _lifted(problem.limits, candidate), ""
     context = 0.0 if problem.cluster.on_cpu else problem.recipe.memory.context_bytes
-    if alone + context > room:
-        state = f"; weights and {problem.optimizer}'s state alone are {bytes_text(alone, 1)}, shared over all devices"
+    if (alone := _state(problem, candidate) + context) > room:
+        beside = ", and CUDA's context," if context else ""
+        state = (
+            f"; weights and {problem.optimizer}'s state, shared over all devices{beside} alone take "
+            f"{bytes_text(alone, 1)}"
+        )
         lifted = ""  # no limit hinders that
-    else:
-        state = ""
     return (
         f"no plan{under} fits into {bytes_text(room + margin, 1)} a device{free}: {name} comes nearest "
         f"({short(candidate)}) and takes at least {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many"
