@@ -36,6 +36,7 @@ FIXED: dict[str, Any] = {
     "context": "all_gather",
     "ulysses_degree": 4,
     "stripes": 2,
+    "passes": "prefetch",
 }
 """A value of every field of a plan, most of which are tried for no plan if nobody asks for them."""
 

@@ -14,6 +14,7 @@ be better than one that is there:
 - Sharding over `cp` of some of parameters, gradients and state: all that is sharded is sharded over `cp` too, or none.
 - Gradients reduced at every microbatch that are not sharded: more messages, and no less memory.
 - Gradients reduced when all are there (`reduce_at step`), unless it is the recipe's way: nothing runs beside it then.
+- Programs that passes rewrite, which are replayed whole: too long to do it for every plan.
 - What the recipe's framework does not run (`predict/limits.py`).
 - On one pipeline rank, any schedule but 1f1b: all others hold more microbatches at a time.
 - Selective recomputation without dropout: fused attention keeps no scores that it could save.
