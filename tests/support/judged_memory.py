@@ -49,6 +49,12 @@ class KeptWeights:
         self.ended = frees | {
             op.inputs[1]: at for at, op in enumerate(ops) if op.kind is OpKind.UPDATE and op.inputs[1:]
         }
+        self.states: set[int] = set()  # the numbers of optimizer states, which are no weights
+        for op in ops:
+            if op.kind is OpKind.LOAD_OPT_STATE or self.states.intersection(op.inputs[:1]):
+                self.states.update(op.outputs)
+            elif op.kind is OpKind.UPDATE:
+                self.states.update(op.outputs[1:])
         self.over = dict(self.ended)  # with the last slice, a view of the same memory
         for op in reversed(ops):
             if op.kind is OpKind.SLICE and op.inputs and op.outputs:
@@ -85,7 +91,7 @@ class KeptWeights:
     def take(self, op: Op, at: int, number: int, piece: Piece) -> Array:
         """What arrives, in the place of the weight that it is the new value of, if that has ended before op `at`."""
         where, data = piece.where, piece.data
-        old = self.number.get((op.layer, where))
+        old = None if number in self.states else self.number.get((op.layer, where))
         if old is not None and self.place[op.layer, where] != piece.place:
             return data
         if op.kind not in MOVES_VALUES or old is None or number in self.ended or self.over.get(old, at) >= at:

@@ -43,17 +43,21 @@ class OffloadedTape:
         self._values = max(specs, default=-1) + 1
         self._handles = max((op.handle for op in tape), default=-1) + 1
         self._away: dict[int, int] = {}  # number of a value to that of its copy elsewhere, the only one that stays
-        self._back: dict[int, int] = {}  # number of an activation to that of its copy that has come back
+        self._back: dict[int, int] = {}  # of an activation or a state, to that of its copy that has come back
         self._again: set[int] = set()  # what autograd kept, and is computed again
         self._arriving: dict[int, tuple[int, ...]] = {}  # handle to what it brings
         self._reading: dict[int, list[int]] = {}  # handle to the copies that it reads
         self._readers: dict[int, list[OpKind]] = defaultdict(list)  # those still to come
+        final = {number for op in tape for number in op.outputs if specs[number].step}
         for op in tape:
+            final.difference_update(op.inputs[place] for place in op.kind.row.ends)
             for number in op.inputs:
                 if op.kind is not FREE:
                     self._readers[number].append(op.kind)
         for op in tape:
             self._put(op)
+        for number in final - self._away.keys():  # what others have read after its update
+            self._leave([number])
 
     def _put(self, op: Op) -> None:
         kind = op.kind
@@ -64,8 +68,8 @@ class OffloadedTape:
             self._leave(self._arriving.pop(op.handle, ()))
         elif kind is FREE:
             (number,) = op.inputs
-            copies = [number] if number not in self._away else [self._away.pop(number)]
-            for copy in (*copies, *([self._back.pop(number)] if number in self._back else [])):
+            copies = [where.pop(number) for where in (self._away, self._back) if number in where]
+            for copy in copies or [number]:
                 self._free(copy)
         elif kind in (OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE):
             home = self._homes.parameters if kind is OpKind.LOAD_WEIGHT else self._homes.optimizer
@@ -103,16 +107,17 @@ class OffloadedTape:
     def _put_update(self, op: Op) -> None:
         """On the host where weight and state lie there, else on the device."""
         gradient, weight, state, *others = op.inputs
-        if self._on_host:
+        directed = any(self._specs[number].kind is Kind.DIRECTION for number in others)
+        if self._on_host and {weight, state} <= self._away.keys() and not directed:
             (given,), copies = self._there((gradient,))
             self.tape.append(op._replace(inputs=(given, self._away[weight], self._away[state], *others)))
             self._away |= {number: number for number in op.outputs}
         else:
             inputs, copies = self._here(op)
-            for number in (weight, state):
-                if number in self._away:
-                    self._free(self._away[number])  # the update would end it
-                    copies.remove(inputs[op.inputs.index(number)])
+            self._back.pop(state, None)
+            if weight in self._away:
+                self._free(self._away[weight])  # the update would end it
+                copies.remove(inputs[1])
             self.tape.append(op._replace(inputs=inputs))
             self._leave(op.outputs)
         for number in copies:
@@ -123,9 +128,12 @@ class OffloadedTape:
         inputs: list[int] = []
         copies: list[int] = []
         for number in op.inputs:
-            if number in self._away and self._specs[number].kind is Kind.ACTIVATION:
-                if number not in self._back:
-                    self._back[number] = self._copy(RELOAD, number)
+            kind = self._specs[number].kind
+            if number in self._away and number not in self._back and kind in (Kind.ACTIVATION, Kind.OPT_STATE):
+                self._back[number] = self._copy(RELOAD, number)
+                if kind is Kind.OPT_STATE:  # which is in one place at a time
+                    self._free(self._away.pop(number))
+            if number in self._back:
                 inputs.append(self._back[number])
             elif number in self._away:
                 inputs.append(self._copy(RELOAD, number))
