@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardlab.measure.saving import this_machine
+from tests.cli.test_cluster import profile_of
 from tests.support.ranks import Ranks
 from tests.test_readme import recipe
 
@@ -118,3 +120,18 @@ def test_constants_are_refitted_and_errors_told_of_sources_that_a_fit_has_not_se
     now, refitted, left_out = (float(each.strip(" |%")) for each in all[2:])
     assert refitted < 2 * now + 5
     assert left_out > refitted, "what only one source tells is not told without it"
+
+
+def test_every_plan_of_a_space_is_run_and_the_chosen_one_is_among_them(tmp_path: Path) -> None:
+    here = this_machine()
+    if here.places != 2:
+        pytest.skip("the profile is of as many ranks as this machine has cores")
+    profile = profile_of(here).write(tmp_path / "profile.json")
+    done = run(f"plan_agreement.py --profile {profile} --cases 2 --rounds 1 --json")
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads(done.stdout)["cases"]
+    families = {each["family"] for each in case["plans"]}
+    assert families == {"data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "TP", "PP"}
+    assert case["chosen"]["predicted"] == min(each["predicted"] for each in case["plans"])
+    assert case["best"]["measured"] == min(each["measured"] for each in case["plans"])
+    assert case["regret"] == pytest.approx(case["chosen"]["measured"] / case["best"]["measured"] - 1)
