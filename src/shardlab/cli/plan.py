@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -109,6 +110,14 @@ class PlanCommand:
     out: NewFile = None
     """A new TOML file for the chosen plan, which simulate, verify and train take by --plan."""
 
+    measure: OptionalCount = None
+    """Tell which plans to run next, at most so many: those whose measured steps could change the choice, each with its
+    command and its reason."""
+
+    measured: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN|RESULTS.json ...", help_behavior_hint="")] = ()
+    """Measured steps, which correct predictions and rank plans again: folders of runs, or what --measure --json has
+    printed, its measured_seconds filled in."""
+
     grade: Annotated[Path | None, tyro.conf.arg(metavar="RUNS.json", help_behavior_hint="")] = None
     """Instead of a search: a file of measured runs, as validate takes it. Of every model and number of devices in it
     the run that is predicted fastest is chosen, and its measured speed compared with the best one's."""
@@ -126,24 +135,32 @@ class PlanCommand:
             self._want_no_search(self.grade)
             print_grades(self.grade, None if self.recipe is None else recipe_called(self.recipe), json=self.json)
             return 0
+        from shardlab.cli.measured_runs import read_measured
+        from shardlab.cli.plan_experiments import commands, experiments_as_json, print_experiments
         from shardlab.planner.chosen import choose
+        from shardlab.planner.experiments import experiments
         from shardlab.planner.workers import cores, workers
 
         problem = self._problem()
         if self.force and self.out is None:
             raise UserError("--force replaces the file of --out; give --out FILE, or leave it out")
         check_new_file("--out", self.out, "plan.toml", force=self.force)
+        assert self.model is not None
+        assert self.cluster is not None
+        measured = read_measured(self.measured, problem, self.model, self.cluster)
+        wanted = measured if self.measured or self.measure else None
         with workers(problem) as ask, self._progress() as told:
-            choice = choose(problem, ask, seconds=self.seconds, ahead=2 * cores(), told=told)
+            choice = choose(problem, ask, seconds=self.seconds, ahead=2 * cores(), told=told, measured=wanted)
+        asked = experiments(choice.beliefs, self.measure) if choice.beliefs and self.measure else []
+        run = commands(asked, problem, self._model_words())
         if self.out is not None:
             with writing("--out", self.out):
                 self.out.write_text(choice.as_toml(), encoding="utf-8")
-        assert self.model is not None
-        assert self.cluster is not None
         if self.json:
             from shardlab.cli.plan_json import as_json
 
-            print_json(as_json(choice, self.model, self.cluster, self.top))
+            told_next = {"experiments": experiments_as_json(asked, run, problem)} if self.measure else {}
+            print_json({**as_json(choice, self.model, self.cluster, self.top), **told_next})
             return 0
         from shardlab.cli.plan_report import print_choice, print_explained
 
@@ -152,6 +169,8 @@ class PlanCommand:
             print_explained(*shown, stdout_console())
         else:
             print_choice(*shown, self.top, stdout_console())
+        if self.measure:
+            print_experiments(asked, run, choice, self._again(problem), stdout_console())
         return 0
 
     def _want_no_search(self, runs: Path) -> None:
@@ -233,11 +252,27 @@ class PlanCommand:
     def _rerun(self) -> str:
         """The words of the command that tell the model, the cluster and how a step is run, but for the plan's."""
         same = ("model", "layers", "sequence", "cluster", "memory", "recipe")
-        given = {name: value for name in same if (value := getattr(self, name)) is not None}
+        other = ["--other-machine"] if self.other_machine else []
+        return shlex.join([*self._words_of({name: getattr(self, name) for name in same}), *other])
+
+    def _words_of(self, said: Mapping[str, object]) -> list[str]:
+        """Flags of what is said, and of the optimizer where it is not the usual one."""
+        given = {name: value for name, value in said.items() if value is not None}
         if self.optimizer != "adamw":
             given["optimizer"] = self.optimizer
-        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        return shlex.join([*words, *(["--other-machine"] if self.other_machine else [])])
+        return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+    def _model_words(self) -> str:
+        """The words of a training that tell the model, and the optimizer."""
+        said = {"model": self.model, "layers": self.layers, "seq-len": self.sequence}
+        return shlex.join(self._words_of(said))
+
+    def _again(self, problem: Problem) -> str:
+        """The command that takes the results of the experiments in: before their paths."""
+        precisions = ",".join(each.name for each in problem.precisions)
+        same = f"{self._rerun()} --global-batch {problem.sequences} --precision {precisions} {problem.limits}"
+        before = shlex.join(map(str, self.measured))
+        return " ".join(["shardlab plan", *same.split(), "--measured", *([before] if before else [])])
 
     def _progress(self) -> Any:
         """A line on the terminal that tells how far the search is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardlab.cli.plan_experiments import measured_as_json
 from shardlab.planner.explain import decisions
 from shardlab.planner.families import family
 from shardlab.planner.reasons import sentence
@@ -30,7 +31,8 @@ def as_json(choice: PlanChoice, model: str, cluster: str, top: int) -> dict[str,
         "families": [{**_outcome(problem, outcome), **_shares(answer)} for outcome, answer in choice.families],
         "decisions": [vars(decision) for decision in decisions(choice)],
         "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1 : top + 1]],
-        "error_on_published_runs": choice.sure and vars(choice.sure),
+        "error_on_published_runs": vars(choice.sure),
+        "measured": measured_as_json(choice.beliefs) if choice.beliefs and choice.beliefs.measured else None,
         "critical_path": choice.path,
         "alternatives": [
             {
@@ -51,10 +53,7 @@ def as_json(choice: PlanChoice, model: str, cluster: str, top: int) -> dict[str,
             }
             for name, (bytes, candidate) in found.misses().items()
         ],
-        "would_help": {
-            change: (2 if change == "batch" else 1) * choice.best.seconds / step - 1
-            for change, step in choice.helps.items()
-        },
+        "would_help": choice.helps,
         "searched": {
             **found.space,
             "simulated": len(found.outcomes),

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardlab.cli.console import print_fact, print_figures, print_path, table_of
+from shardlab.cli.plan_experiments import how_sure, print_measured
 from shardlab.planner.chosen import EQUAL, NOTABLE
 from shardlab.planner.explain import decisions
 from shardlab.planner.reasons import TELLING, sentence
@@ -60,13 +61,15 @@ def print_choice(
     console.print()
     print_figures(console, _figures(choice))
     print_fact(console, "", _bar(choice))
-    if (sure := choice.sure) is not None:
-        print_fact(console, "how sure", f"{sure}; plans that are closer are as good as equal")
+    print_fact(console, "how sure", how_sure(choice))
     console.print()
     for line in picture(best.candidate.plan.mesh, problem.cluster):
         console.print(Text(line), soft_wrap=True)
     _print_families(choice, console)
-    _print_runners_up(choice, console, top)
+    if choice.beliefs is not None and choice.beliefs.measured:
+        print_measured(choice.beliefs, top, console)
+    else:
+        _print_runners_up(choice, console, top)
     console.print()
     print_fact(console, "critical path", path_text(choice.path) if choice.path else UNTRACED)
     _print_reasons(choice, console)
@@ -131,7 +134,7 @@ def _print_runners_up(choice: PlanChoice, console: Console, top: int) -> None:
     table.columns[1].no_wrap = False
     for outcome in shown:
         slower = outcome.seconds / choice.best.seconds - 1
-        equal = " (equal)" if choice.sure is not None and slower < choice.sure.mean else ""
+        equal = " (equal)" if slower < choice.sure_now else ""
         memory = bytes_text(outcome.forecast.memory.total, 1)
         table.add_row(
             outcome.family, short(outcome.candidate), seconds_text(outcome.seconds), f"{slower:.1%}{equal}", memory
@@ -141,7 +144,8 @@ def _print_runners_up(choice: PlanChoice, console: Console, top: int) -> None:
 
 
 def _print_reasons(choice: PlanChoice, console: Console) -> None:
-    console.print("\nwhy, choice by choice: what the nearest alternative would cost", style="dim")
+    predicted = ", as predicted" if choice.beliefs and choice.beliefs.measured else ""
+    console.print(f"\nwhy, choice by choice: what the nearest alternative would cost{predicted}", style="dim")
     width = max((len(each.choice) for each in choice.alternatives), default=0)
     for each in choice.alternatives:
         text = f"  {each.choice:<{width}}  {sentence(each, choice.answer, choice.problem)}"
@@ -192,8 +196,7 @@ def _print_end(choice: PlanChoice, words: str, out: Path | None, console: Consol
 
 def _print_helps(choice: PlanChoice, console: Console) -> None:
     words: list[str] = []
-    for change, step in choice.helps.items():
-        gain = (2 if change == "batch" else 1) * choice.best.seconds / step - 1
+    for change, gain in choice.helps.items():
         told = f"less than +{NOTABLE:.0%}" if change == "memory" and gain < NOTABLE else f"{gain:+.1%}"
         words.append(f"{HELPS[change]} {told} tokens/s")
     if "memory" not in choice.helps:
@@ -210,7 +213,8 @@ def searched(choice: PlanChoice) -> str:
         return f"{done}; floors say that no other is faster by {EQUAL:.1%} or more"
     if not found.left:
         return f"{done}; time was up before all were generated, so faster ones may be left: give more --seconds"
-    least, chosen = min(found.left, choice.best.seconds), choice.best.seconds
+    chosen = choice.best.forecast.seconds
+    least = min(found.left, chosen)
     return (
         f"{done}; time was up, and a step of what is left could take {seconds_text(least)} instead of "
         f"{seconds_text(chosen)}, {1 - least / chosen:.0%} less: give more --seconds"

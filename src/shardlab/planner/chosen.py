@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlab.errors import UserError
 from shardlab.planner.families import by_order
+from shardlab.planner.measured import Beliefs, MeasuredStep, corrected, measured_outcomes, slack
 from shardlab.planner.nothing import nothing_found, nothing_to_search
 from shardlab.planner.problem import Problem
 from shardlab.planner.reasons import Alternative, alternatives
 from shardlab.planner.search import Found, PlanOutcome, Search, Told
 from shardlab.planner.shares import path_of
 from shardlab.planner.space import candidates, shapes
-from shardlab.planner.sure import RunErrors, errors_of
+from shardlab.planner.sure import ON_PROFILES, RunErrors, errors_of
 from shardlab.planner.workers import Answer, Ask, Asked, Change, changed, traced
 from shardlab.program.toml import toml_value
 from shardlab.rules.pieces import counted
@@ -36,8 +38,9 @@ class PlanChoice:
         families: the best of each family that was seen, and what its step's time goes to.
         path: seconds of the step by what its critical path is made of (empty: it has more ops than are traced).
         alternatives: the nearest alternative of each choice.
-        helps: seconds of a step with twice as much of something: of this plan, or with more memory of the best one, if
+        helps: share of tokens/s that twice as much of something gains: this plan, or with more memory the best one, if
             that was searched to the end or is faster.
+        beliefs: what is believed of plans, and measured (None: nobody asks).
     """
 
     problem: Problem
@@ -48,12 +51,17 @@ class PlanChoice:
     path: dict[str, float]
     alternatives: list[Alternative]
     helps: dict[Change, float]
+    beliefs: Beliefs | None = None
 
     @property
-    def sure(self) -> RunErrors | None:
-        """How far such predictions were off; of a measured machine nothing is published."""
-        cluster = self.problem.cluster
-        return None if cluster.profile is not None else errors_of(self.problem.recipe.name, cluster.device.name)
+    def sure(self) -> RunErrors:
+        """How far such predictions were off."""
+        return sure_of(self.problem)
+
+    @property
+    def sure_now(self) -> float:
+        """How far the chosen plan's time may be off: the mean size of the error, by what was measured too."""
+        return self.beliefs.sure_of(self.best.candidate) if self.beliefs and self.beliefs.measured else self.sure.mean
 
     def as_toml(self) -> str:
         """The chosen plan, as a file that --plan takes."""
@@ -65,8 +73,20 @@ class PlanChoice:
         return f"{told}\n{''.join(lines)}"
 
 
+def sure_of(problem: Problem) -> RunErrors:
+    """How far such predictions were off: of published runs, or of steps on a machine that was measured."""
+    cluster = problem.cluster
+    return ON_PROFILES if cluster.profile is not None else errors_of(problem.recipe.name, cluster.device.name)
+
+
 def choose(
-    problem: Problem, ask: Ask, *, seconds: float = float("inf"), ahead: int = 1, told: Told | None = None
+    problem: Problem,
+    ask: Ask,
+    *,
+    seconds: float = float("inf"),
+    ahead: int = 1,
+    told: Told | None = None,
+    measured: Sequence[MeasuredStep] | None = None,
 ) -> PlanChoice:
     """Search, and derive the reasons.
 
@@ -74,13 +94,18 @@ def choose(
         seconds: that the search may take.
         ahead: how many forecasts are asked for at a time.
         told: is told of the search's progress.
+        measured: steps that were measured, if there are any yet (None: nothing is to be measured). Then plans are
+            found, too, that may be the fastest although they are predicted slower.
 
     Raises:
-        UserError: when no plan fits, or none divides.
+        UserError: when no plan fits, or none divides, or what was measured is no plan of the problem.
     """
     if not any(True for shape in shapes(problem) for _ in candidates(problem, shape)):
         raise UserError(nothing_to_search(problem))
-    found = Search(problem, ask, deadline=seconds, ahead=ahead, told=told, within=EQUAL).run()
+    error, ran = sure_of(problem).mean, measured_outcomes(problem, measured or (), ask)
+    within = EQUAL if measured is None else -slack(ran, error)
+    found = Search(problem, ask, deadline=seconds, ahead=ahead, told=told, within=within).run()
+    beliefs = None if measured is None or not (found.best or ran) else corrected(found, ran, error, ask)
     best = found.best
     if best is None:
         raise UserError(nothing_found(problem, found))
@@ -94,7 +119,7 @@ def choose(
         deadline=seconds / 4,
         ahead=ahead,
         change="memory",
-        best=best.seconds,
+        best=best.forecast.seconds,
         within=NOTABLE,
     ).run()
     others = alternatives(problem, best.candidate, ask)
@@ -103,8 +128,9 @@ def choose(
     helps: dict[Change, float] = {}
     for change in doubled:
         if (study := more[change].result()) is not None:
-            helps[change] = study.forecast.seconds
+            helps[change] = (2 if change == "batch" else 1) * answer.forecast.seconds / study.forecast.seconds - 1
     if roomy.fitting or roomy.left is None:
-        helps["memory"] = min([best.seconds, *(each.seconds for each in roomy.fitting)])
+        least = min([answer.forecast.seconds, *(each.seconds for each in roomy.fitting)])
+        helps["memory"] = answer.forecast.seconds / least - 1
     path = traced(lambda: path_of(problem.workload(best.candidate))) or {}
-    return PlanChoice(problem, found, best, answer, studied, path, others, helps)
+    return PlanChoice(problem, found, best, answer, studied, path, others, helps, beliefs)

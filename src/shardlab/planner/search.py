@@ -34,10 +34,12 @@ class PlanOutcome:
     Attributes:
         candidate: which.
         forecast: its time and memory.
+        corrected: seconds of a step by what was measured, of it or of others (None: nothing was).
     """
 
     candidate: Candidate
     forecast: Forecast
+    corrected: float | None = None
 
     @property
     def family(self) -> str:
@@ -45,12 +47,12 @@ class PlanOutcome:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room, and as much beside it as the recipe wants of a plan that is chosen."""
-        return self.forecast.memory.fits and self.forecast.memory.safe
+        """Whether there is room, and as much beside it as the recipe wants of a plan that is chosen, or it ran."""
+        return self.corrected is not None or (self.forecast.memory.fits and self.forecast.memory.safe)
 
     @property
     def seconds(self) -> float:
-        return self.forecast.seconds
+        return self.forecast.seconds if self.corrected is None else self.corrected
 
     @property
     def rank(self) -> tuple[float, float, str]:
@@ -128,7 +130,8 @@ class Search:
         told: is called again and again.
         change: what the problem that is asked about has more of.
         best: seconds of a plan that is known; only faster ones are looked for.
-        within: the search ends when nothing is left that could be faster by more than this share.
+        within: the search ends when nothing is left that could be faster by more than this share; below 0, when nothing
+            is left that could be slower by less.
     """
 
     def __init__(
@@ -278,7 +281,8 @@ class Search:
     def _expand(self, shape: PlanShape) -> None:
         """Every pipeline of a shape, with its floor."""
         for plan in pipelined(self.problem, shape):
-            if (floor := self._floors.pipeline_seconds(shape, plan)) <= self._best or not self._scouted:
+            floor = self._floors.pipeline_seconds(shape, plan)
+            if floor <= max(self._best, self._enough()) or not self._scouted:
                 self._push(floor, shape, plan)
 
     def _deal(self, shape: PlanShape, plan: Plan) -> None:

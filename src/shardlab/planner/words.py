@@ -139,14 +139,14 @@ def chosen_fields(plan: Plan) -> dict[str, Any]:
 
 def flags_of(problem: Problem, candidate: Candidate, plan: str | None = None) -> str:
     """The flags that make simulate run a step of this candidate; `plan` is a file that holds the plan."""
-    layout = f"--plan {plan}" if plan else _layout(problem, candidate.plan)
+    layout = f"--plan {plan}" if plan else layout_flags(problem, candidate.plan)
     return (
         f"{layout} --micro-batch-size {candidate.micro_batch_size} --global-batch {problem.sequences} "
         f"--precision {candidate.precision.name}"
     )
 
 
-def _layout(problem: Problem, plan: Plan) -> str:
+def layout_flags(problem: Problem, plan: Plan) -> str:
     """A plan's flags; those that the recipe would choose otherwise are said."""
     fields, defaults = chosen_fields(plan), problem.recipe.defaults
     if plan.reduce_at != defaults.reduction(sharded=bool(plan.shard_optimizer)):

@@ -33,7 +33,7 @@ from shardlab.train.parallel_writer import ParallelWriter
 from shardlab.train.printable import printable
 from shardlab.train.progress import TrainingProgress
 from shardlab.train.ramped import RampedExecutor
-from shardlab.train.run import Summary, TrainingRun
+from shardlab.train.run import WARM_UP, Summary, TrainingRun
 from shardlab.train.sample import continued, opening
 from shardlab.train.saved import saved_in
 from shardlab.train.saving import Saver
@@ -43,9 +43,6 @@ from shardlab.train.weights import save_weights
 from shardlab.train.world import RunningWorld, agree
 
 VALIDATION_BATCHES = 16
-
-WARM_UP = 3
-"""First steps that a run's speed leaves out: memory is taken for the first time, and connections are made."""
 
 
 def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | None:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from shardlab.train.world import RunningWorld
 
 
+WARM_UP = 3
+"""First steps that a run's speed leaves out: memory is taken for the first time, and connections are made."""
+
+
 @dataclass(frozen=True)
 class TrainingRun:
     """A training run.

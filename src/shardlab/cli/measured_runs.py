@@ -1,0 +1,152 @@
+"""Measured steps for `shardlab plan --measured`: of runs' folders, and of the JSON that `plan --measure` prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, cast
+
+from shardlab.cli.expected import device_called
+from shardlab.models import Blocks
+from shardlab.program import UserError
+from shardlab.program.nesting import read_file
+from shardlab.program.precision import find_precision
+from shardlab.strategies.plan import Plan
+
+if TYPE_CHECKING:
+    from shardlab.planner.measured import MeasuredStep
+    from shardlab.planner.problem import Problem
+
+SECONDS = "measured_seconds"
+"""The field that whoever ran an experiment adds to its JSON."""
+
+
+def read_measured(paths: Sequence[Path], problem: Problem, model: str, cluster: str) -> list[MeasuredStep]:
+    """Read the steps that some files and folders have of a problem's plans.
+
+    Args:
+        paths: folders of runs, or with runs in them, and files as `plan --measure N --json` prints them, in which
+            `measured_seconds` were filled in.
+        model, cluster: as they were named.
+
+    Raises:
+        UserError: for anything else, and for results of another model, batch or cluster.
+    """
+    found: list[MeasuredStep] = []
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"--measured {path}: there is no such file or folder; name a run's folder, or RESULTS.json")
+        found += _of_folder(path, problem, model, cluster) if path.is_dir() else _of_file(path, problem, model, cluster)
+    return found
+
+
+def _of_folder(path: Path, problem: Problem, model: str, cluster: str) -> Iterator[MeasuredStep]:
+    from shardlab.train.history import past_runs
+
+    runs = past_runs([path])
+    if not runs:
+        raise UserError(f"--measured {path}: there is no run in this folder; name one that shardlab train has written")
+    for run in runs:
+        yield _of_run(run.folder, dict(run.record), problem, model, cluster)
+
+
+def _of_run(folder: Path, record: dict[str, Any], problem: Problem, model: str, cluster: str) -> MeasuredStep:
+    """The step of a run that `shardlab train` has recorded, by the median of its steps after the first few."""
+    from shardlab.planner.measured import MeasuredStep
+    from shardlab.planner.problem import Candidate
+    from shardlab.train.described import job_of
+    from shardlab.train.run import WARM_UP
+    from shardlab.train.saved import METRICS
+
+    job = job_of(record)
+    if not isinstance(job.strategy, Plan):
+        raise UserError(f"{folder} ran {job.strategy}, a program of its own and no plan; leave it out")
+    _want_same_model(str(folder), job.model, problem.model, model)
+    sequences = job.microbatches * job.micro_batch_size
+    _want(str(folder), "sequences a step", sequences, problem.sequences, "its --global-batch")
+    _want(str(folder), "optimizer", job.optimizer, problem.optimizer, "its --optimizer")
+    if record.get("batch_ramp"):
+        raise UserError(f"{folder} had a batch that grew, so its steps are of several sizes; leave it out")
+    devices = {str(place["device"]).partition(" (")[2].rstrip(")") for place in record.get("places", [])}
+    if others := [name for name in sorted(devices) if not _is_device(name, problem)]:
+        raise UserError(f"{folder} ran on {others[0]}, and {cluster} is {problem.cluster}; leave it out")
+    times: list[float] = []
+    with suppress(OSError, ValueError, KeyError):  # the last line may be torn
+        for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
+            times.append(float(json.loads(line)["dt"]))
+    if len(times) <= WARM_UP:
+        raise UserError(
+            f"{folder} has {len(times)} steps on record, of which the first {WARM_UP} do not count; run it again with "
+            f"more --steps, or leave it out"
+        )
+    return MeasuredStep(
+        Candidate(job.strategy, job.micro_batch_size, job.numbers), median(times[WARM_UP:]), str(folder)
+    )
+
+
+def _is_device(name: str, problem: Problem) -> bool:
+    """Whether a rank's device, as its run names it, is the cluster's; of a CPU that is its architecture alone."""
+    cluster = problem.cluster
+    if cluster.on_cpu:
+        return not device_called(name)
+    return cluster.device.name in (name, device_called(name))
+
+
+def _want_same_model(source: str, theirs: Blocks, ours: Blocks, model: str) -> None:
+    if theirs == ours:
+        return
+    if type(theirs) is not type(ours):
+        raise UserError(f"{source} trained another model than {model}, a {type(theirs).__name__}; leave it out")
+    name = next(each.name for each in fields(ours) if getattr(theirs, each.name) != getattr(ours, each.name))
+    raise UserError(
+        f"{source} trained another model than {model}: its {name} is {getattr(theirs, name)}, not "
+        f"{getattr(ours, name)}; leave it out"
+    )
+
+
+def _want(source: str, what: str, theirs: object, ours: object, flag: str) -> None:
+    if theirs != ours:
+        raise UserError(f"{source}: {what} {theirs} there, and {ours} here; leave it out, or give {flag}")
+
+
+def _of_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterator[MeasuredStep]:
+    """The experiments of a file that have a measured time."""
+    from shardlab.planner.measured import MeasuredStep
+    from shardlab.planner.problem import Candidate
+
+    written = read_file(path, "JSON")
+    data = cast(dict[str, Any], written) if isinstance(written, dict) else {}
+    rows = data.get("experiments")
+    if not isinstance(rows, list):
+        raise UserError(
+            f"{path} holds no results: take what shardlab plan --measure 3 --json prints, and give each of its "
+            f"experiments that was run its {SECONDS}"
+        )
+    here = {"model": model, "cluster": cluster, "global_batch": problem.sequences, "tokens": problem.tokens}
+    for name, value in here.items():
+        _want(str(path), name.replace("_", " "), data.get(name), value, "what it was measured with")
+    ran = 0
+    for number, row in enumerate(cast(list[Any], rows)):
+        source = f"{path}, experiment {number + 1}"
+        if not isinstance(row, dict):
+            raise UserError(f"{source} is no object; give its plan, micro_batch_size, precision and {SECONDS}")
+        values = cast(dict[str, Any], row)
+        if (seconds := values.get(SECONDS)) is None:
+            continue
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+            raise UserError(f"{source}: {SECONDS} is {seconds!r}; give the seconds of a step, a number above 0")
+        size, plan = values.get("micro_batch_size"), values.get("plan")
+        if type(size) is not int or size < 1 or not isinstance(plan, dict):
+            raise UserError(f"{source} does not say which plan; give it plan and micro_batch_size as they were printed")
+        try:
+            read, precision = Plan.from_dict(cast(dict[str, Any], plan)), find_precision(str(values.get("precision")))
+        except UserError as error:
+            raise UserError(f"{source}: {error}") from None
+        ran += 1
+        yield MeasuredStep(Candidate(read, size, precision), float(seconds), source)
+    if not ran:
+        raise UserError(f"no experiment in {path} has {SECONDS}; run one, and give it the seconds of its step")

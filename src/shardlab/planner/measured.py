@@ -1,0 +1,271 @@
+"""Measured steps in the place of predicted ones, and what they tell of the plans that were not measured.
+
+The error of a predicted step, measured over predicted less 1, is taken for the sum of random numbers: one that all
+plans of a problem share; one of each part of a step (compute, communication on an axis), in proportion to the part; one
+that plans share to the extent to which their ranks compute alike; and one of its own, which plans share only if their
+steps go to the same in nearly the same shares. Given some errors, the others' best linear prediction follows (Rasmussen
+and Williams 2006, "Gaussian processes for machine learning", equations 2.25 and 2.26). One or two measured steps so
+correct all plans by nearly the same factor; more of them tell parts apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import pi, sqrt
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardlab.errors import UserError
+from shardlab.planner.problem import Candidate, Problem
+from shardlab.planner.reasons import TELLING
+from shardlab.planner.search import Found, PlanOutcome
+from shardlab.planner.shares import BUBBLE, COMPUTE, StepShares
+from shardlab.planner.workers import Ask, Asked
+
+Array = NDArray[np.float64]
+
+COMMON, OF_PARTS, OF_COMPUTING, OWN = 0.5, 0.1, 0.25, 0.15
+"""Shares of the variance of an error.
+
+Of the 17 steps of docs/agreement.md 60 % were common to all. Of 154 good runs of the ultra-scale playbook nothing was,
+since nanotron's recipe was fitted to them, but 63 % to plans that compute alike. The share of parts is assumed.
+"""
+
+STEEP = 3
+"""With which power of their likeness plans share errors: in those 154 runs, plans of which half, 0.7 and all that ranks
+compute by was the same had covariances of 0.1, 0.25 and 0.63 of the variance."""
+
+NOISE = 0.01
+"""Standard deviation of a median over ten steps, as a share of it, on a machine that does nothing else."""
+
+LOOKED_AT = 24
+"""How many plans, the fastest ones, are asked what their time goes to."""
+
+TO_MEAN = sqrt(2 / pi)
+"""Mean size of a normal error over its standard deviation."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A plan that was run.
+
+    Attributes:
+        candidate: which.
+        seconds: of a step.
+        source: the file or folder that says so.
+    """
+
+    candidate: Candidate
+    seconds: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Beliefs:
+    """How long plans' steps take, as far as predictions and measured steps tell.
+
+    Attributes:
+        plans: as predicted.
+        shares: what each one's step goes to (None: nobody asked).
+        measured: seconds of those that were measured, by place.
+        error: mean size of a prediction's error, as a share of the step.
+    """
+
+    plans: Sequence[PlanOutcome]
+    shares: Sequence[StepShares | None]
+    measured: Mapping[int, float]
+    error: float
+
+    @cached_property
+    def prior(self) -> Array:
+        """Covariance of the errors before anything is measured: (plans, plans)."""
+        return self.variance * (COMMON + self.kernel)
+
+    @cached_property
+    def variance(self) -> float:
+        """Variance of an error: as predictions were off elsewhere, or more where measured steps differ more from each
+        other than that would have it."""
+        usual, known = (self.error / TO_MEAN) ** 2, [*self.measured]
+        if len(known) < 2:
+            return usual
+        inverse = np.linalg.inv(usual * self.kernel[np.ix_(known, known)] + NOISE**2 * np.eye(len(known)))
+        mean = float(inverse.sum(axis=0) @ self.errors / inverse.sum())
+        apart = self.errors - mean
+        return usual * max(1.0, float(apart @ inverse @ apart) / (len(known) - 1))
+
+    @cached_property
+    def kernel(self) -> Array:
+        """What of an error's variance two plans share, beside what all do: (plans, plans)."""
+        choices = [computing(each.candidate) for each in self.plans]
+        said = [np.array([repr(each[name]) for each in choices]) for name in choices[0]]
+        same = [values[:, None] == values for values in said if len({*values}) > 1]
+        alike = np.mean(same, axis=0) if same else np.ones((len(choices), len(choices)))
+        every = np.array(
+            [[each.parts.get(name, 0.0) if each else 0.0 for name in self.entries] for each in self.shares]
+        )
+        squares = (every**2).sum(axis=1)
+        apart = squares[:, None] + squares - 2 * every @ every.T
+        own = np.exp(-apart / (2 * TELLING**2)) * (alike == 1)
+        return OF_PARTS * self.parts @ self.parts.T + OF_COMPUTING * alike**STEEP + OWN * own
+
+    @cached_property
+    def entries(self) -> list[str]:
+        """All that steps go to, by the names that shares have."""
+        return sorted({name for each in self.shares if each for name in each.parts})
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The parts of steps."""
+        return sorted({*map(_part, self.entries)})
+
+    @cached_property
+    def parts(self) -> Array:
+        """The share of each part in each step: (plans, parts); nothing where nobody asked."""
+        table = np.zeros((len(self.plans), len(self.names)))
+        for row, each in zip(table, self.shares, strict=True):
+            for name, share in each.parts.items() if each else ():
+                row[self.names.index(_part(name))] += share
+        return table
+
+    def given(self, places: Sequence[int]) -> tuple[Array, Array]:
+        """What steps at some places tell of the error of each plan: how it follows from theirs, (plans, places), and
+        the covariance that is left, (plans, plans)."""
+        known = list(places)
+        inner = self.prior[np.ix_(known, known)] + NOISE**2 * np.eye(len(known))
+        gain: Array = np.linalg.solve(inner, self.prior[known]).T.astype(np.float64)
+        return gain, self.prior - gain @ self.prior[known]
+
+    @cached_property
+    def errors(self) -> Array:
+        """Errors of the measured plans' predictions: (measured,)."""
+        return np.array([seconds / self.plans[at].seconds - 1 for at, seconds in self.measured.items()])
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Seconds of each plan's step: as measured, or the prediction corrected."""
+        off = self.given([*self.measured])[0] @ self.errors
+        made = [each.seconds * (1 + float(more)) for each, more in zip(self.plans, off, strict=True)]
+        return [self.measured.get(at, seconds) for at, seconds in enumerate(made)]
+
+    @cached_property
+    def sure(self) -> list[float]:
+        """The mean size of what `seconds` may be wrong by, as a share of it."""
+        left = np.diag(self.given([*self.measured])[1])
+        return [TO_MEAN * (NOISE if at in self.measured else sqrt(max(0.0, float(v)))) for at, v in enumerate(left)]
+
+    def sure_of(self, candidate: Candidate) -> float:
+        """How sure the time of one of the plans is."""
+        return next(sure for each, sure in zip(self.plans, self.sure, strict=True) if each.candidate == candidate)
+
+    @cached_property
+    def factors(self) -> dict[str, float]:
+        """How many times as long as predicted each part of a step takes, as far as measured steps tell."""
+        known = [*self.measured]
+        inner = self.prior[np.ix_(known, known)] + NOISE**2 * np.eye(len(known))
+        told = self.variance * np.linalg.solve(inner, self.errors)
+        common = COMMON * float(told.sum())
+        of_parts = OF_PARTS * self.parts[known].T @ told
+        return {name: 1 + common + float(more) for name, more in zip(self.names, of_parts, strict=True)}
+
+
+def _part(name: str) -> str:
+    """The part of a step that an entry of its shares belongs to; a bubble is the others' compute."""
+    return COMPUTE if name in (COMPUTE, BUBBLE) else f"communication{name[name.rindex(' on ') :]}"
+
+
+COMPUTING = ("schedule", "stages_per_rank", "sequence_parallel", "recompute", "context", "ulysses_degree")
+"""Fields of a plan on which it depends how its ranks compute, beside the mesh."""
+
+
+def computing(candidate: Candidate) -> dict[str, Any]:
+    """The choices of a candidate on which it depends how its ranks compute, by name."""
+    sizes = {axis: size for axis, size in candidate.plan.mesh.sizes().items() if not axis.startswith("dp_")}
+    said = {name: getattr(candidate.plan, name) for name in COMPUTING}
+    return {**sizes, **said, "micro_batch_size": candidate.micro_batch_size, "precision": candidate.precision.name}
+
+
+MeasuredOutcome = tuple[PlanOutcome, float]
+"""A plan as predicted, and the seconds of a step that were measured."""
+
+
+def measured_outcomes(problem: Problem, measured: Sequence[MeasuredStep], ask: Ask) -> list[MeasuredOutcome]:
+    """Forecasts of plans that were measured, and the seconds of a step; of several measurements the median.
+
+    Raises:
+        UserError: when a plan is not one that the problem has.
+    """
+    coming = {each.candidate: ask(Asked(each.candidate)) for each in measured if _is_of(problem, each)}
+    found: list[MeasuredOutcome] = []
+    for candidate, future in coming.items():
+        own = [each for each in measured if each.candidate == candidate]
+        if (answer := future.result()) is None:
+            raise UserError(
+                f"{own[0].source}: this plan is none that {problem.recipe.name} runs on {problem.cluster}; leave it out"
+            )
+        found.append((PlanOutcome(candidate, answer.forecast), median(each.seconds for each in own)))
+    return found
+
+
+def _is_of(problem: Problem, step: MeasuredStep) -> bool:
+    """See that a measured plan is one of a problem's.
+
+    Raises:
+        UserError: saying why it is not.
+    """
+    plan, limits, source = step.candidate.plan, problem.limits, step.source
+    ranks, devices, size = plan.mesh.world, problem.cluster.size, step.candidate.micro_batch_size
+    if ranks != devices:
+        raise UserError(f"{source} was measured on {ranks} ranks, and the plan is for {devices}; leave it out")
+    if problem.sequences % (plan.data_ranks * size):
+        raise UserError(
+            f"{source}: {plan.data_ranks} data-parallel ranks with microbatches of {size} cannot share "
+            f"{problem.sequences} sequences; leave it out, or give its --global-batch"
+        )
+    if not limits.allow(plan) or not limits.allows("micro_batch_size", size):
+        raise UserError(f"{source} is a plan that the limits {limits} leave out; give other limits, or leave it out")
+    if step.candidate.precision not in problem.precisions:
+        name = step.candidate.precision.name
+        raise UserError(f"{source} was measured in {name}; add it to --precision, or leave it out")
+    return True
+
+
+def slack(measured: Sequence[MeasuredOutcome], error: float) -> float:
+    """How much slower than the fastest one a plan may be predicted, as a share, that corrections may make the fastest.
+
+    Args:
+        error: mean size of a prediction's.
+    """
+    times = [seconds / outcome.seconds for outcome, seconds in measured]
+    times += [1 + COMMON * (each - 1) for each in times]  # of plans that have no more in common with those
+    return max(error, max(times, default=1.0) / min(times, default=1.0) - 1)
+
+
+def corrected(found: Found, measured: Sequence[MeasuredOutcome], error: float, ask: Ask) -> Beliefs:
+    """Rank again what was found, by what was measured: outcomes then have corrected seconds.
+
+    Args:
+        measured: plans that fit, since they ran; they are added to those that were found.
+        error: mean size of a prediction's.
+    """
+    ran = [outcome for outcome, _ in measured]
+    others = [each for each in found.outcomes if each.candidate not in {one.candidate for one in ran}]
+    plans = [*ran, *sorted((each for each in others if each.fits), key=lambda each: each.rank)]
+    known: dict[int, StepShares | None] = {}
+    places = {at: seconds for at, (_, seconds) in enumerate(measured)}
+    while True:
+        beliefs = Beliefs(plans, [known.get(at) for at in range(len(plans))], places, error)
+        fastest = sorted(range(len(plans)), key=lambda at: beliefs.seconds[at])[:LOOKED_AT]
+        if not (unknown := {*places, *fastest} - known.keys()):
+            break
+        coming = {at: ask(Asked(plans[at].candidate, plans[at].forecast, shares=True)) for at in unknown}
+        answers = {at: future.result() for at, future in coming.items()}
+        known |= {at: answer and answer.shares for at, answer in answers.items()}
+    if measured:
+        again = [replace(each, corrected=seconds) for each, seconds in zip(plans, beliefs.seconds, strict=True)]
+        found.outcomes = [*again, *(each for each in others if not each.fits)]
+    return beliefs

@@ -1,0 +1,42 @@
+"""Plans of two ranks with made-up times, for tests of what measured steps tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from shardlab.planner.measured import Beliefs
+from shardlab.planner.problem import Candidate
+from shardlab.planner.search import PlanOutcome
+from shardlab.planner.shares import StepShares
+from shardlab.predict.forecast import Forecast
+from shardlab.program import Mesh
+from shardlab.program.precision import PRECISIONS
+from shardlab.strategies.plan import Plan
+
+DDP = Plan(Mesh(dp_shard=2))
+ZERO_1 = Plan(Mesh(dp_shard=2), shard_optimizer=("dp_shard",))
+TP, PP, GPIPE = Plan(Mesh(tp=2)), Plan(Mesh(pp=2)), Plan(Mesh(pp=2), schedule="gpipe")
+
+
+Row = tuple[Plan, float, dict[str, float]]
+"""A plan, the seconds of its step, and what they go to beside compute."""
+
+D: Row = (DDP, 1.0, {})
+"""Data parallelism, which takes a second."""
+
+
+def outcome(plan: Plan, seconds: float, size: int = 1) -> PlanOutcome:
+    """A plan that is predicted to take so long."""
+    return PlanOutcome(Candidate(plan, size, PRECISIONS["fp32"]), Forecast(seconds, [], cast(Any, None)))
+
+
+def beliefs(
+    plans: Sequence[Row],
+    measured: Mapping[int, float] | None = None,
+    error: float = 0.05,
+) -> Beliefs:
+    """Beliefs on plans."""
+    outcomes = [outcome(plan, seconds) for plan, seconds, _ in plans]
+    shares = [StepShares({"compute": 1 - sum(parts.values()), **parts}) for *_, parts in plans]
+    return Beliefs(outcomes, shares, measured or {}, error)

@@ -1,0 +1,97 @@
+"""Measured steps: they stand for themselves, and correct what is predicted of other plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from shardlab.errors import UserError
+from shardlab.hardware import find_cluster
+from shardlab.models import GPT
+from shardlab.planner.chosen import PlanChoice, choose
+from shardlab.planner.measured import MeasuredStep
+from shardlab.planner.problem import Candidate, Limits, Problem
+from shardlab.planner.workers import workers
+from shardlab.program import Mesh
+from shardlab.program.precision import PRECISIONS
+from shardlab.strategies.plan import Plan
+from tests.planner.beliefs import DDP, GPIPE, PP, TP, ZERO_1, D, Row, beliefs
+
+SMALL = GPT(layers=4, heads=8, hidden_size=512, vocab_size=1024, seq_len=512)
+PROBLEM = Problem(
+    SMALL, find_cluster("h100x2"), 4, (PRECISIONS["bf16"],), limits=Limits(fixed={"recompute": "none", "cp": 1})
+)
+
+
+def test_nothing_measured_leaves_predictions_as_they_are() -> None:
+    found = beliefs([D, (TP, 1.2, {"all-reduce on tp": 0.2})])
+    assert found.seconds == [1.0, 1.2]
+    assert found.sure[0] == pytest.approx(0.05)
+
+
+def test_one_measured_step_corrects_all_by_nearly_the_same_factor_and_stands_for_itself() -> None:
+    plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.2, {"all-reduce on tp": 0.2}), (PP, 1.1, {"bubble": 0.3})]
+    found = beliefs(plans, {0: 1.1})
+    assert found.seconds[0] == 1.1
+    for seconds, (_, predicted, _) in zip(found.seconds[1:], plans[1:], strict=True):
+        assert 1.03 < seconds / predicted < 1.1
+    assert found.sure[0] < found.sure[1] < 0.05
+
+
+def test_several_measured_steps_tell_which_part_was_predicted_wrongly() -> None:
+    """Communication on tp takes twice as long as predicted, and nothing else does."""
+    plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.0, {"all-reduce on tp": 0.3}), (PP, 1.0, {}), (GPIPE, 1.0, {})]
+    found = beliefs([*plans, (TP, 1.2, {"all-gather on tp": 0.5})], {0: 1.0, 1: 1.3, 2: 1.0, 3: 1.0})
+    assert found.factors["communication on tp"] > found.factors["compute"]
+    assert found.seconds[-1] > 1.3
+
+
+def test_what_is_like_a_measured_plan_is_surer_than_what_is_not() -> None:
+    rest: list[Row] = [(ZERO_1, 1.0, {"all-gather on dp_shard": 0.01}), (PP, 1.0, {"bubble": 0.4})]
+    found = beliefs([D, *rest], {0: 1.0})
+    assert found.sure[0] < found.sure[1] < found.sure[2]
+
+
+def test_steps_that_contradict_each_other_make_all_less_sure() -> None:
+    plans: list[Row] = [(DDP, 1.0, {}), (PP, 1.0, {}), (GPIPE, 1.0, {})]
+    agreeing, apart = beliefs(plans, {0: 1.2, 1: 1.2}), beliefs(plans, {0: 1.2, 1: 1.6})
+    assert apart.sure[2] > 2 * agreeing.sure[2]
+
+
+def chosen(problem: Problem, measured: Sequence[MeasuredStep] | None) -> PlanChoice:
+    with workers(problem, 1) as ask:
+        return choose(problem, ask, measured=measured)
+
+
+def test_a_plan_that_was_measured_slow_loses_and_the_next_one_is_chosen() -> None:
+    before = chosen(PROBLEM, None).best
+    step = MeasuredStep(before.candidate, 2 * before.seconds, "here")
+    other = MeasuredStep(Candidate(PP, 4, PRECISIONS["bf16"]), before.seconds, "there")
+    after = chosen(PROBLEM, [step, other])
+    assert after.best.candidate == other.candidate
+    assert after.best.seconds == before.seconds
+    assert after.found.fitting[0] == after.best
+    assert next(each.seconds for each in after.found.fitting if each.candidate == before.candidate) == step.seconds
+
+
+def test_of_several_measurements_the_median_counts() -> None:
+    best = chosen(PROBLEM, None).best.candidate
+    made = chosen(PROBLEM, [MeasuredStep(best, seconds, "here") for seconds in (9.0, 1e-3, 2e-3)])
+    assert 2e-3 in [each.seconds for each in made.found.fitting]
+
+
+@pytest.mark.parametrize(
+    ("candidate", "told"),
+    [
+        (Candidate(Plan(Mesh(tp=4)), 1, PRECISIONS["bf16"]), "on 4 ranks, and the plan is for 2"),
+        (Candidate(DDP, 4, PRECISIONS["bf16"]), "cannot share 4 sequences"),
+        (Candidate(Plan(Mesh(tp=2), recompute="full"), 1, PRECISIONS["bf16"]), "the limits --recompute none --cp 1"),
+        (Candidate(DDP, 1, PRECISIONS["fp32"]), "measured in fp32; add it to --precision"),
+        (Candidate(Plan(Mesh(pp=2), layers_per_stage=(1, 1)), 1, PRECISIONS["bf16"]), "this plan is none that"),
+    ],
+)
+def test_what_is_no_plan_of_the_problem_is_refused(candidate: Candidate, told: str) -> None:
+    with pytest.raises(UserError, match=r"^runs/x") as refused:
+        chosen(PROBLEM, [MeasuredStep(candidate, 1.0, "runs/x")])
+    assert told in str(refused.value)
