@@ -79,7 +79,7 @@ class Options:
     )
     """A profile that shardlab bench has written."""
 
-    force: bool = False
+    other_machine: bool = False
     """Take a profile from another machine."""
 
     rounds: int = 25
@@ -230,8 +230,10 @@ def main(options: Options) -> None:
     if load > 0.5:
         print(f"plan_agreement: the machine is busy (load {load:.1f}); its timings tell little", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="shardlab-") as place:
-        here, force = this_machine(), options.force
-        profile = Profile.read(options.profile, here=here, force=force) if options.profile else bench(Path(place))
+        here, other = this_machine(), options.other_machine
+        profile = (
+            Profile.read(options.profile, here=here, other_machine=other) if options.profile else bench(Path(place))
+        )
     results: list[CaseResult] = []
     for number, (model, sequences, most) in enumerate(CASES, 1):
         if options.cases and number not in options.cases:
