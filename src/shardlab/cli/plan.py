@@ -136,7 +136,7 @@ class PlanCommand:
             print_grades(self.grade, None if self.recipe is None else recipe_called(self.recipe), json=self.json)
             return 0
         from shardlab.cli.measured_runs import read_measured
-        from shardlab.cli.plan_experiments import commands, experiments_as_json, print_experiments
+        from shardlab.cli.plan_experiments import commands, experiments_as_json, print_experiments, print_measured
         from shardlab.planner.chosen import choose
         from shardlab.planner.experiments import experiments
         from shardlab.planner.workers import cores, workers
@@ -167,6 +167,8 @@ class PlanCommand:
         shown = choice, self.model, self.cluster, self._rerun(), self.out
         if self.explain:
             print_explained(*shown, stdout_console())
+            if choice.beliefs and choice.beliefs.measured:
+                print_measured(choice.beliefs, self.top, stdout_console())
         else:
             print_choice(*shown, self.top, stdout_console())
         if self.measure:
