@@ -10,14 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.execute.joint_update import step_together
 from shardlab.execute.optimizer import Slice
 from shardlab.optimizers import OptimizerConfig
-
-
-def stepped(kept: Slice, gradient: torch.Tensor, step: int, squared_norm: float | None = None) -> None:
-    if kept.take(gradient, step, squared_norm):
-        step_together([kept])
+from tests.support.stepped import stepped
 
 
 @given(st.integers(1, 6), st.integers(0, 60), st.integers(0, 5))

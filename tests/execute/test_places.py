@@ -16,6 +16,7 @@ from shardlab.execute.optimizer import Slice
 from shardlab.execute.places import Parked, copy, storage_at, tensor_at
 from shardlab.optimizers import OptimizerConfig
 from shardlab.rules.place import PLACES
+from tests.support.stepped import stepped
 
 CPU = torch.device("cpu")
 
@@ -78,11 +79,11 @@ def test_an_optimizer_goes_on_as_if_its_state_had_never_been_away(exact: bool) -
     staying, moving = optimizer(stays), optimizer(moves)
     for step in range(4):
         gradient = torch.full((5,), 0.1 + step)
-        staying.update(gradient, step)
+        stepped(staying, gradient, step)
         moving.reload()
         copied = moves.clone()
         moving.carry([copied])
-        moving.update(gradient, step)
+        stepped(moving, gradient, step)
         moving.offload(lambda size: storage_at("host", size, CPU))
         assert all(moment.untyped_storage().nbytes() == 0 for moment in moving.moments if moment.numel() > 1)
         moves = copied

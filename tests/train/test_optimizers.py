@@ -18,6 +18,7 @@ from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job
 from shardlab.train.verify import verify_rank
 from tests.support.ranks import Ranks
+from tests.support.stepped import stepped
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
@@ -98,7 +99,7 @@ def kept_and_predicted(rank: int, job: Job) -> tuple[int, int]:
     for (layer, holds), part in state.opt_states.items():
         length = sum(map(len, part.weights))
         assert length == sum(stop - start for start, stop in state.shapes.ranges(layer, holds))
-        part.update(torch.zeros(length), 0)
+        stepped(part, torch.zeros(length), 0)
     moments = [moment for part in state.opt_states.values() for moment in part.moments if moment.dim()]
     copies = [copy for part in state.opt_states.values() for copy in part.exact]
     states = [spec for spec in state.specs.values() if spec.kind is Kind.OPT_STATE and spec.step == 0]

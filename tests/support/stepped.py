@@ -1,0 +1,14 @@
+"""One slice's update."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shardlab.execute.joint_update import step_together
+from shardlab.execute.optimizer import Slice
+
+
+def stepped(kept: Slice, gradient: Tensor, step: int, squared_norm: float | None = None) -> None:
+    """Step a slice by a gradient, unless that is dropped."""
+    if kept.take(gradient, step, squared_norm):
+        step_together([kept])
