@@ -5,10 +5,10 @@
     python benchmarks/overhead.py --against ../another-checkout
 
 Ops are those of rank 0's tape, WAIT and FREE included. Times are those for which rank 0's thread had a core, so that
-waiting for another rank does not count; they are medians over steps. Steps of the executor and of plain PyTorch, with
-the same passes and the same fused AdamW and nothing between the ranks, take turns; `overhead` is the difference over
-the ops: what is left is the executor's own. A second table has each kind of op, plain PyTorch's part included, and a
-third the functions that a profile finds to take most by themselves.
+waiting for another rank does not count; each is the least of all steps. Steps of the executor and of plain PyTorch,
+with the same passes and the same fused AdamW and nothing between ranks, take turns; `overhead` is the difference over
+the ops: what is left is the executor's own. For each strategy follow the parts of a step beside plain PyTorch's, the
+kinds of op, and the functions that a profile finds to take most by themselves; of these steps the clocks are a part.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -49,6 +49,14 @@ CASES = {"ddp": 2, "zero-1": 2, "zero-3": 2, "tensor-parallel": 1, "1f1b": 8}
 
 MODEL = GPT(layers=8, hidden_size=8, heads=2, vocab_size=16, seq_len=4)
 SEQUENCES = 8
+PARTS = {
+    "forward": ("forward", "recompute"),
+    "loss and backward": ("loss", "loss_stats", "backward", "backward_input", "backward_weight"),
+    "update": ("norm", "update"),
+    "communication": ("all_gather", "all_reduce", "reduce_scatter", "send", "recv", "wait"),
+}
+"""Kinds of op by part of a step; plain PyTorch has the first three."""
+
 MICRO = 1e-6
 WARM_UP = 5
 
@@ -104,8 +112,9 @@ def on_a_rank(rank: int, device: torch.device, name: str, options: Options) -> d
     config = OptimizerConfig(learning_rate_schedule="constant", warmup_steps=0)
     executor = Executor(job.checked(), rank, job.cut, SameBatch(rows), Settings(optimizer=config))
     steps: dict[str, Callable[[], Any]] = {"step": executor.step}
-    if options.plain:
-        steps["plain"] = plain_step(name, ranks, rank, device)
+    floor = plain(name, ranks, rank, device) if options.plain else None
+    if floor is not None:
+        steps["plain"] = floor.step
     seconds: dict[str, list[float]] = {each: [] for each in steps}
     for _ in range(WARM_UP + options.turns):
         for each, step in steps.items():
@@ -113,42 +122,78 @@ def on_a_rank(rank: int, device: torch.device, name: str, options: Options) -> d
             began = time.thread_time()
             step()
             seconds[each].append(time.thread_time() - began)
-    found: dict[str, Any] = {each: median(times[WARM_UP:]) for each, times in seconds.items()}
+    found: dict[str, Any] = {each: min(times[WARM_UP:]) for each, times in seconds.items()}
     found["ops"] = len(executor.instructions)
     found["kinds"] = seconds_by_kind(executor, options.turns)
     found["functions"] = busiest(executor, options.turns, options.functions)
+    if floor is not None:
+        found["plain_parts"] = seconds_of_plain(floor, options.turns, found["plain"])
     return found
 
 
-def plain_step(name: str, ranks: int, rank: int, device: torch.device) -> Callable[[], Any]:
+def plain(name: str, ranks: int, rank: int, device: torch.device) -> Any:
     """A rank's share of the step in plain PyTorch."""
     from shardlab.measure.side_by_side.pairs import PAIRS, Size
     from shardlab.measure.side_by_side.sides import floor_of
 
-    return floor_of(PAIRS[name], Size("tiny", MODEL, SEQUENCES), ranks, rank, device).step
+    return floor_of(PAIRS[name], Size("tiny", MODEL, SEQUENCES), ranks, rank, device)
+
+
+def seconds_of_plain(floor: Any, turns: int, whole: float) -> dict[str, float]:
+    """Seconds of a plain step's parts."""
+    took: dict[str, float] = defaultdict(float)
+    least: dict[str, float] = defaultdict(lambda: float("inf"))
+
+    def timed(part: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def timing(*arguments: Any) -> Any:
+            began = time.thread_time()
+            made = run(*arguments)
+            took[part] += time.thread_time() - began
+            return made
+
+        return timing
+
+    for module in floor.modules:
+        module.forward = timed("forward", module.forward)
+    floor.optimizer.step = timed("update", floor.optimizer.step)
+    for _ in range(turns):
+        took.clear()
+        floor.step()
+        for part in ("forward", "update"):
+            least[part] = min(least[part], took[part])
+    return {**least, "loss and backward": whole - sum(least.values())}
 
 
 def seconds_by_kind(executor: Executor, turns: int) -> dict[str, dict[str, float]]:
-    """For each kind of op how many there are, and the seconds of all of them in a step: the sum of their medians."""
-    tape, plain = executor.state.tape, executor.instructions
-    took: list[list[float]] = [[] for _ in tape]
+    """For each kind of op how many there are, and the seconds of all of them, in the step that takes least.
 
-    def timed(at: int, instruction: Callable[[], Any]) -> Callable[[], None]:
+    What is between them, the clock included, is a kind of its own, "between ops", of which there is none.
+    """
+    tape, plain = executor.state.tape, executor.instructions
+    took: list[float] = []
+
+    def timed(instruction: Callable[[], Any]) -> Callable[[], None]:
         def run() -> None:
             began = time.thread_time()
             instruction()
-            took[at].append(time.thread_time() - began)
+            took.append(time.thread_time() - began)
 
         return run
 
-    executor.instructions = [timed(at, instruction) for at, instruction in enumerate(plain)]
-    for _ in range(turns):
+    def one_step() -> tuple[float, list[float]]:
+        took.clear()
+        began = time.thread_time()
         executor.step()
+        return time.thread_time() - began, took.copy()
+
+    executor.instructions = [timed(instruction) for instruction in plain]
+    whole, ops = min(one_step() for _ in range(turns))
     executor.instructions = plain
     kinds: dict[str, dict[str, float]] = defaultdict(lambda: {"ops": 0, "seconds": 0.0})
-    for op, times in zip(tape, took, strict=True):
+    for op, seconds in zip(tape, ops, strict=True):
         kinds[op.kind.value]["ops"] += 1
-        kinds[op.kind.value]["seconds"] += median(times)
+        kinds[op.kind.value]["seconds"] += seconds
+    kinds["between ops"]["seconds"] = whole - sum(ops)
     return dict(sorted(kinds.items(), key=lambda item: -item[1]["seconds"]))
 
 
@@ -176,6 +221,20 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
         "plain_us": found["plain"] / MICRO,
         "overhead_us_an_op": (found["step"] - found["plain"]) / ops / MICRO,
     }
+
+
+def parts_of(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Microseconds of a step's parts, plain PyTorch's beside them, and the difference over all ops of the step."""
+    kinds = {kind: row["seconds"] for kind, row in found["kinds"].items()}
+    seconds = {part: sum(kinds.pop(kind, 0.0) for kind in of_part) for part, of_part in PARTS.items()}
+    between = kinds.pop("between ops")
+    seconds |= {"other ops": sum(kinds.values()), "between ops": between}
+    rows: dict[str, dict[str, float]] = {}
+    for part, ours in seconds.items():
+        plain = found["plain_parts"].get(part, 0.0)
+        own = (ours - plain) / found["ops"]
+        rows[part] = {"us": ours / MICRO, "plain_us": plain / MICRO, "overhead_us_an_op": own / MICRO}
+    return rows
 
 
 def measured_in(tree: Path, name: str, options: Options) -> dict[str, Any]:
@@ -207,25 +266,30 @@ def main(options: Options) -> None:
     names = [name for name in CASES if not options.only or name in options.only]
     if options.against is not None:
         against = options.against.resolve()
-        show_table({name: compared(name, against, options) for name in names}, options.json)
+        show_table("strategy", {name: compared(name, against, options) for name in names}, options.json)
         return
     found = {name: run_ranks(2, on_a_rank, name, options) for name in names}
     if options.json:
         print(json.dumps(found, indent=2))
         return
-    show_table({name: figures(each) for name, each in found.items()}, False)
+    if options.plain:
+        show_table("strategy", {name: figures(each) for name, each in found.items()}, False)
     for name, each in found.items():
+        if options.plain:
+            print()
+            show_table(f"{name}: part", parts_of(each), False)
         rows = [(kind, row["ops"], row["seconds"]) for kind, row in each["kinds"].items()]
         show_rows(name, "op", rows, each["step"])
-        show_rows(name, "function", [tuple(row.values()) for row in each["functions"]], each["step"])
+        if options.functions:
+            show_rows(name, "function", [tuple(row.values()) for row in each["functions"]], each["step"])
 
 
-def show_table(rows: dict[str, dict[str, float]], as_json: bool) -> None:
-    """Print JSON, or a line for each strategy."""
+def show_table(heading: str, rows: dict[str, dict[str, float]], as_json: bool) -> None:
+    """Print JSON, or a line for each row."""
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table("strategy", *next(iter(rows.values())), box=None, header_style="dim")
+    table = Table(heading, *next(iter(rows.values())), box=None, header_style="dim")
     for name, row in rows.items():
         table.add_row(name, *(f"{value:,.2f}" if value < 100 else f"{value:,.0f}" for value in row.values()))
     Console(highlight=False).print(table)
@@ -235,7 +299,12 @@ def show_rows(name: str, what: str, rows: list[tuple[Any, ...]], step: float) ->
     """Print what a step's time goes to: each row's calls in a step, microseconds of one, and share of a plain step."""
     table = Table(f"{name}: {what}", "in a step", "us each", "us", "of the step", box=None, header_style="dim")
     for label, calls, seconds in rows:
-        each = (f"{calls:,.0f}", f"{seconds / calls / MICRO:,.1f}", f"{seconds / MICRO:,.0f}", f"{seconds / step:.0%}")
+        each = (
+            f"{calls:,.0f}",
+            f"{seconds / calls / MICRO:,.1f}" if calls else "-",
+            f"{seconds / MICRO:,.0f}",
+            f"{seconds / step:.0%}",
+        )
         table.add_row(str(label), *each)
     Console(highlight=False).print("", table)
 

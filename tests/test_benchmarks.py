@@ -91,6 +91,9 @@ def test_the_executors_overhead_is_what_plain_pytorch_does_not_take(ranks: Calla
     assert len(found["functions"]) == 3
     figures = overhead().figures(found)
     assert figures["overhead_us_an_op"] == pytest.approx((figures["step_us"] - figures["plain_us"]) / found["ops"])
+    parts = overhead().parts_of(found)
+    assert sum(part["plain_us"] for part in parts.values()) == pytest.approx(figures["plain_us"])
+    assert parts["between ops"]["us"] > 0
 
 
 def test_overheads_of_two_checkouts_are_compared_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

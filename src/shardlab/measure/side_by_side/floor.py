@@ -23,10 +23,13 @@ class Floor:
         rows: sequences of a microbatch.
         microbatches: how many the rank computes on.
         one_in: the optimizer steps one in so many elements of every parameter.
+
+    Attributes:
+        modules, optimizer: what a step calls.
     """
 
     def __init__(self, model: GPT, modules: list[GPTModule], rows: int, microbatches: int, one_in: int = 1) -> None:
-        self._modules, self._microbatches = modules, microbatches
+        self.modules, self._microbatches = modules, microbatches
         parameters = [each for module in modules for each in module.parameters()]
         device = parameters[0].device
         shape = rows, model.seq_len, model.hidden_size
@@ -38,14 +41,14 @@ class Floor:
             leaves = [each.detach().flatten()[: -(-each.numel() // one_in)] for each in parameters]
             for leaf in leaves:
                 leaf.grad = torch.zeros_like(leaf)
-        self._optimizer = adamw(leaves, OPTIMIZER)
+        self.optimizer = adamw(leaves, OPTIMIZER)
 
     def step(self) -> Tensor:
         for _ in range(self._microbatches):
-            for module in self._modules:
+            for module in self.modules:
                 self._pass(module)
-        self._optimizer.step()
-        for module in self._modules:
+        self.optimizer.step()
+        for module in self.modules:
             module.zero_grad()
         return torch.zeros(2, dtype=torch.float64, device=self._tokens.device)
 

@@ -28,6 +28,7 @@ def plot_strategies(found: Mapping[str, list[tuple[StrategyPair, Compared]]], pa
         figure = Figure(figsize=(4.6 * len(found), 0.7 + 0.55 * rows), layout="constrained")
         for axis, (title, pairs) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
             _panel(axis, title, pairs)
+        figure.supxlabel("time of a step over PyTorch's: ours above, PyTorch's below", fontsize=8)
         for path in paths:
             save_figure(figure, path)
 
@@ -48,5 +49,4 @@ def _panel(axis: Any, title: str, pairs: list[tuple[StrategyPair, Compared]]) ->
     axis.set_yticks(range(len(pairs)), names)
     axis.invert_yaxis()
     axis.set_title(title, pad=16)
-    axis.set(xlabel="time of a step over PyTorch's: ours above, PyTorch's below")
     axis.legend(frameon=False, fontsize=6, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
