@@ -24,6 +24,7 @@ SIDES = Side([1.0, 2.0], [0.5, 0.5], 90), Side([2.0, 4.0], [0.5, 0.5], 100), Sid
         (["--only", "zero3"], "there is no pair with a strategy 'zero3'; did you mean zero-3?"),
         (["--sizes", "smal"], "there is no size 'smal'; did you mean small?"),
         (["--ranks", "1"], "one rank has nobody to communicate with; give --ranks 2 or 4"),
+        (["--passes", "buckets"], "did you mean bucket"),
         (["--turns", "0"], "--turns: 0 is too few; give 1 or more"),
         (["--out", "a-file"], "--out a-file: this is a file; name a folder"),
     ],
@@ -53,6 +54,7 @@ def test_a_pair_is_compared_in_a_table_and_files(
     assert {"date", "machine", "python", "torch", "command", "load_before", "rows"} <= set(written)
     ddp, hsdp = written["rows"]
     assert ddp["loss_error"] < 1e-6
+    assert ddp["pytorch"] == "torch.nn.parallel.DistributedDataParallel"
     assert len(ddp["ours"]["turns"]) == len(ddp["theirs"]["turns"]) == 2
     assert set(ddp["ours"]["parts"]) == {"compute", "overhead", "waiting"}
     assert "give --ranks 4" in hsdp["why_not"]

@@ -48,6 +48,9 @@ class BenchStrategies:
     turns: Count = 20
     """Steps of each side that are timed."""
 
+    passes: Annotated[str, tyro.conf.arg(metavar="NAMES")] = "none"
+    """What rewrites our programs: all, none, or names of `shardlab passes`, with commas between them."""
+
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Write strategies.json, strategies.svg and strategies.png here."""
 
@@ -58,7 +61,7 @@ class BenchStrategies:
         from shardlab.measure.side_by_side.pairs import SIZES, pairs_named
         from shardlab.measure.side_by_side.report import as_json
 
-        pairs = pairs_named(self.only)
+        pairs = pairs_named(self.only, self.passes)
         sizes = [find(SIZES, name, "size") for name in self.sizes] or list(SIZES.values())
         self._check()
         load, interrupted = os.getloadavg()[0], False
@@ -67,7 +70,7 @@ class BenchStrategies:
             rows.extend(self._rows(pairs, sizes))
         except KeyboardInterrupt:
             interrupted = True
-        found = as_json(rows, self.ranks, self.turns, load)
+        found = as_json(rows, self.ranks, self.turns, self.passes, load)
         if self.json:
             print_json(found)
         else:

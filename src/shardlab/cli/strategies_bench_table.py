@@ -17,7 +17,8 @@ MILLI = 1e-3
 def title_of(row: PairRow, ranks: int) -> str:
     """The size of a row's model and batch, in words; pipelines may have a few more layers."""
     model = row.size.model
-    return f"{row.size.name}: {model.hidden_size} wide, {row.size.tokens:,} tokens a step, {ranks} ranks"
+    passes = "" if row.pair.passes == "none" else f", passes {row.pair.passes}"
+    return f"{row.size.name}: {model.hidden_size} wide, {row.size.tokens:,} tokens a step, {ranks} ranks{passes}"
 
 
 def print_rows(console: Console, rows: Sequence[PairRow], ranks: int) -> None:

@@ -21,7 +21,7 @@ def test_an_unknown_pair_is_refused_with_the_nearest() -> None:
 
 
 def test_without_names_all_pairs_are_meant() -> None:
-    assert [pair.name for pair in pairs_named(())] == list(PAIRS)
+    assert pairs_named(()) == list(PAIRS.values())
 
 
 def test_a_rank_of_several_stages_gets_stages_of_one_length() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardlab.measure.side_by_side.pairs import PAIRS
+from shardlab.measure.side_by_side.pairs import PAIRS, pairs_named
 from tests.measure.side_by_side import jobs
 from tests.support.ranks import Ranks
 
@@ -22,6 +22,12 @@ def test_both_sides_of_a_pair_have_one_loss(ranks: Worlds, name: str) -> None:
     assert len(found.our_losses) > len(found.ours.seconds) == 2, "losses of the first steps count as well"
     assert found.our_losses[0] > found.our_losses[-1] or found.our_losses[0] != found.our_losses[1], "both train"
     assert 0.5 < found.memory < 2
+
+
+def test_a_rewritten_program_has_pytorchs_loss_as_well(ranks: Worlds) -> None:
+    (pair,) = pairs_named(("ddp",), "all")
+    found = ranks(2).call(jobs.compared, pair, jobs.TINY, 1)[0]
+    assert found.loss_error <= 1e-6
 
 
 def test_replicas_of_shards_have_one_loss_with_pytorchs(ranks: Worlds) -> None:

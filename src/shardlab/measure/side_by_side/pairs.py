@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from shardlab.errors import find
 from shardlab.models import GPT
 from shardlab.optimizers import OptimizerConfig
+from shardlab.program.pass_names import named_passes
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 from shardlab.train.job import Job
@@ -60,7 +61,8 @@ class StrategyPair:
         family: what is dealt to the ranks.
         least: ranks with which it differs from another pair.
         replicas: copies of the optimizer's state, each cut over its ranks (None: every rank has all of its own).
-        stages: layers that a pipeline needs at least, for each rank.
+        stages: pipeline stages of each rank.
+        passes: what rewrites our program, by name.
     """
 
     name: str
@@ -70,6 +72,7 @@ class StrategyPair:
     least: int = 2
     replicas: int | None = None
     stages: int = 1
+    passes: str = "none"
 
     def shards(self, ranks: int) -> int:
         """Into how many parts the optimizer's state is cut."""
@@ -89,7 +92,16 @@ class StrategyPair:
         microbatches = counts[self.family]
         entry = load(self.name)
         sequences = size.sequences // microbatches
-        return Job(entry.for_job(ranks), ranks, microbatches, size.model, sequences, seed=SEED, name=self.name)
+        return Job(
+            entry.for_job(ranks),
+            ranks,
+            microbatches,
+            size.model,
+            sequences,
+            seed=SEED,
+            name=self.name,
+            passes=self.passes,
+        )
 
     def plan(self, ranks: int) -> Plan:
         """The plan that our strategy is."""
@@ -136,10 +148,15 @@ PAIRS = {
 """Every pair, by the name of our strategy."""
 
 
-def pairs_named(names: tuple[str, ...]) -> list[StrategyPair]:
+def pairs_named(names: tuple[str, ...], passes: str = "none") -> list[StrategyPair]:
     """The pairs of these names; all if there are none.
 
+    Args:
+        passes: what rewrites our programs, by name.
+
     Raises:
-        UserError: when there is no such pair; the nearest is named.
+        UserError: when there is no such pair or pass; the nearest is named.
     """
-    return [find(PAIRS, name, "pair with a strategy") for name in names] or list(PAIRS.values())
+    named_passes(passes)
+    found = [find(PAIRS, name, "pair with a strategy") for name in names] or PAIRS.values()
+    return [replace(pair, passes=passes) for pair in found]

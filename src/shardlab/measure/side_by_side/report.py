@@ -37,7 +37,8 @@ class PairRow:
         model = self.size.model
         return {
             "strategy": self.pair.name,
-            "theirs": self.pair.api,
+            "pytorch": self.pair.api,
+            "passes": self.pair.passes,
             "size": self.size.name,
             "layers": model.layers,
             "hidden_size": model.hidden_size,
@@ -48,7 +49,7 @@ class PairRow:
         }
 
 
-def as_json(rows: Sequence[PairRow], ranks: int, turns: int, load: float) -> dict[str, Any]:
+def as_json(rows: Sequence[PairRow], ranks: int, turns: int, passes: str, load: float) -> dict[str, Any]:
     """Rows, and what they were measured on; seconds and bytes throughout.
 
     Args:
@@ -59,7 +60,7 @@ def as_json(rows: Sequence[PairRow], ranks: int, turns: int, load: float) -> dic
         "machine": asdict(this_machine()),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "command": f"shardlab bench strategies --ranks {ranks} --turns {turns}",
+        "command": f"shardlab bench strategies --ranks {ranks} --turns {turns} --passes {passes}",
         "load_before": load,
         "load_after": os.getloadavg()[0],
         "ranks": ranks,
