@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from shardlab.planner.found import PlanOutcome
 from shardlab.planner.measured import Beliefs
 from shardlab.planner.problem import Candidate
-from shardlab.planner.search import PlanOutcome
 from shardlab.planner.shares import StepShares
 from shardlab.predict.forecast import Forecast
 from shardlab.program import Mesh

@@ -10,14 +10,14 @@ import pytest
 
 from shardlab.errors import UserError
 from shardlab.models import Llama
-from shardlab.planner.bounds import Floors
+from shardlab.planner.floors import Floors
 from shardlab.planner.problem import Limits, Problem
 from shardlab.planner.space import candidates, shapes
 from shardlab.planner.workers import Asked, answer
 from shardlab.predict.recipe import find_recipe
 from shardlab.program import Mesh
 from shardlab.strategies.plan import Plan
-from tests.planner.test_search import problem
+from tests.planner.problems import problem
 
 LLAMA = Llama(layers=6, heads=8, kv_heads=4, hidden_size=512, ffn_hidden_size=1536, vocab_size=1000, seq_len=4096)
 
@@ -64,7 +64,7 @@ def test_a_field_that_is_fixed_has_its_value_in_every_plan_and_floors_hold(name:
         if (made := answer(asked, Asked(each))) is not None:
             seen += 1
             assert floors.seconds(shape, each) <= made.forecast.seconds, each
-            assert floors.bytes(shape, each) <= max(peak.bytes for peak in made.forecast.peaks), each
+            assert floors.memory.of(shape, each) <= made.forecast.memory.wanted, each
     assert seen
 
 

@@ -28,8 +28,8 @@ from shardlab.strategies.plan import Plan
 from shardlab.timeline.units import seconds_text
 
 if TYPE_CHECKING:
+    from shardlab.planner.found import Found
     from shardlab.planner.problem import Limits, Problem
-    from shardlab.planner.search import Found
 
 MOST_TOKENS = 16 * 2**20
 """Tokens of a step, if nobody says how many: no more than these, and no more than 16 sequences for each device."""

@@ -11,8 +11,8 @@ from shardlab.planner.reasons import sentence
 
 if TYPE_CHECKING:
     from shardlab.planner.chosen import PlanChoice
+    from shardlab.planner.found import PlanOutcome
     from shardlab.planner.problem import Candidate, Problem
-    from shardlab.planner.search import PlanOutcome
     from shardlab.planner.workers import Answer
 
 

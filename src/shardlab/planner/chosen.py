@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from shardlab.errors import UserError
 from shardlab.planner.families import by_order
+from shardlab.planner.found import Found, PlanOutcome
 from shardlab.planner.measured import Beliefs, MeasuredStep, corrected, measured_outcomes, slack
 from shardlab.planner.nothing import nothing_found, nothing_to_search
 from shardlab.planner.problem import Problem
 from shardlab.planner.reasons import Alternative, alternatives
-from shardlab.planner.search import Found, PlanOutcome, Search, Told
+from shardlab.planner.search import Search, Told
 from shardlab.planner.shares import path_of
 from shardlab.planner.space import candidates, shapes
 from shardlab.planner.sure import ON_PROFILES, RunErrors, errors_of

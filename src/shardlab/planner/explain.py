@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.planner.bounds import Floors
 from shardlab.planner.chosen import PlanChoice
+from shardlab.planner.floors import Floors
 from shardlab.planner.reasons import Topic, sentence
 from shardlab.planner.shares import UNTRACED
 from shardlab.planner.space import PlanShape
@@ -57,8 +57,8 @@ def _state(choice: PlanChoice) -> list[str]:
     none, full = floors.passes(shape), floors.passes(shape, "full")
     lines.append(
         f"a sequence of {problem.model.seq_len:,} tokens keeps {bytes_text(none.kept[-1], 1)} of activations, and "
-        f"{bytes_text(none.logits, 1)} at the loss; {bytes_text(full.kept[-1] + full.again, 1)} if every block is "
-        "computed again"
+        f"{bytes_text(none.logits, 1)} at the loss; {bytes_text(full.kept[-1] + full.least_again, 1)} if every block "
+        "is computed again"
     )
     memory, misses = choice.best.forecast.memory, choice.found.misses()
     lines.append(f"the chosen plan holds {bytes_text(memory.total, 1)} on the fullest device")

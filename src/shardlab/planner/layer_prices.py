@@ -55,13 +55,30 @@ class LayerPrices:
         run, mesh = self.model.run(layer), self.mesh
         if "expert" in run.cut or keeps == "nothing":
             return 0.0
-        shared = mesh.tp if run.cut or self.shape.sequence_parallel else 1
-        saved = sizes.saved[layer] * sizes.element_bytes[Kind.SAVED] / shared / mesh.cp
-        return self.given(sizes, layer) + (saved if keeps == "all" else 0.0)
+        if keeps == "input":
+            return self.given(sizes, layer)
+        shared = (mesh.tp if run.cut or self.shape.sequence_parallel else 1) * mesh.cp
+        saved = sizes.saved[layer] * sizes.element_bytes[Kind.SAVED] / shared
+        if run.attend is not None:  # attention is a step of its own
+            for elements, kind in ((sizes.queries, Kind.QUERIES), (sizes.keys_values, Kind.KEYS_VALUES)):
+                saved += elements * sizes.element_bytes[kind] / shared
+        return self.given(sizes, layer) + saved
+
+    def halved(self, sizes: Sizes, layer: int) -> float:
+        """Bytes of one microbatch that stay between the halves of a backward pass: input, output's gradient, and what
+        autograd keeps; of experts, none is sure."""
+        run, mesh = self.model.run(layer), self.mesh
+        if "expert" in run.cut:
+            return 0.0
+        shared = (mesh.tp if run.cut or self.shape.sequence_parallel else 1) * mesh.cp
+        saved = (sizes.saved_for_weight or sizes.saved)[layer] * sizes.element_bytes[Kind.SAVED_FOR_WEIGHT] / shared
+        output = self.given(sizes, layer + 1) if run.attend is None else 0.0  # else it is no activation
+        return self.given(sizes, layer) + saved + output
 
     def given(self, sizes: Sizes, activation: int) -> float:
         """Bytes of an activation of one microbatch; tokens count as nothing."""
-        sliced = self.shape.sequence_parallel or activation == self.model.layers
+        heads = activation and self.model.run(activation - 1).attend is not None
+        sliced = heads or self.shape.sequence_parallel or activation == self.model.layers
         bytes = sizes.activations[activation] * sizes.element_bytes[Kind.ACTIVATION] if activation else 0.0
         return bytes / (self.mesh.tp if sliced else 1) / self.mesh.cp
 

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlab.errors import UserError
+from shardlab.planner.found import Found, PlanOutcome
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.reasons import TELLING
-from shardlab.planner.search import Found, PlanOutcome
 from shardlab.planner.shares import BUBBLE, COMPUTE, StepShares
 from shardlab.planner.workers import Ask, Asked
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardlab.errors import Refused, UserError
+from shardlab.planner.found import Found
 from shardlab.planner.problem import Candidate, Limits, Problem
-from shardlab.planner.search import Found
 from shardlab.planner.space import meshes
 from shardlab.planner.words import short
 from shardlab.predict.forecast import forecast
@@ -63,13 +63,10 @@ def nothing_found(problem: Problem, found: Found) -> str:
     room, margin, misses = problem.room, problem.recipe.memory.margin_bytes, found.misses()
     if found.refused and not found.outcomes:
         return _refused(problem, _reason(problem, found.refused[0]))
-    if not misses:
-        return "nothing was simulated in the time that was given; give more --seconds, or limits such as --max-tp 8"
+    if found.left is not None or not misses:
+        seen = f"of {counted(found.space['shapes'], 'shape')} {counted(len(found.outcomes), 'plan')} were simulated"
+        return f"no plan that fits was found in the time ({seen}); give more --seconds, or limits such as --max-tp 8"
     name, (bytes, candidate) = min(misses.items(), key=lambda miss: miss[1][0])
-    if found.left is not None:
-        return (
-            "no plan that fits was found in the time that was given; give more --seconds, or limits such as --max-tp 8"
-        )
     times, limits = (bytes / room if room > 0 else 1.0), str(problem.limits)
     more = f"about {times:.1f} times as many devices" if times >= 1.5 else "more devices"
     under = f" under the limits {limits}" if limits else ""

@@ -29,6 +29,7 @@ be better than one that is there:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -261,10 +262,10 @@ def _recomputed(shape: PlanShape, model: ModelLayers, bounds: list[int]) -> Any:
         return shape.recompute
     if shape.recompute in ("none", "selective", "full"):
         return shape.recompute
-    cuts = [model.pipeline_cuts[unit] for unit in bounds]
+    starts = [block.start for block in model.recomputable]
+    cuts = [bisect_left(starts, model.pipeline_cuts[unit]) for unit in bounds]
     chosen: list[int] = []
-    for start, stop in pairwise(cuts):
-        blocks = [number for number, block in enumerate(model.recomputable) if start <= block.start < stop]
+    for blocks in (range(*cut) for cut in pairwise(cuts)):
         chosen += blocks[: ceil(shape.share * len(blocks))]
     if len(chosen) == len(model.recomputable):
         raise UserError("so few blocks are all computed again, as full says")

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from shardlab.program import Handle, Rank, Value
+from shardlab.strategies.model_layers import ModelLayers
+from shardlab.strategies.plan import Reshard
 from shardlab.strategies.rank_plan import RankPlan
 from shardlab.strategies.schedules import Backward, BackwardInput, Forward
+
+
+class Visit(NamedTuple):
+    """A computation with a weight, among others of its stage in a row.
+
+    Attributes:
+        layer: whose weight.
+        block: a number that weights share which are gathered together.
+        row: which row it is in.
+    """
+
+    layer: int
+    block: int
+    row: int
 
 
 class Use(NamedTuple):
@@ -26,32 +42,41 @@ class Use(NamedTuple):
 
 def uses(rank_plan: RankPlan) -> list[Use]:
     """The uses of weights in a rank's steps, in order."""
-    model = rank_plan.model
-    visits: list[tuple[int, int]] = []  # (layer, number of the visit)
-    visit, last_stage = -1, None
-    in_a_row: list[int] = []
+    visits: list[Visit] = []
+    row, last_stage = -1, None
     for step in rank_plan.steps:
         if not isinstance(step, Forward | Backward | BackwardInput):
             continue
-        visit += step.stage != last_stage
+        row += step.stage != last_stage
         last_stage = step.stage
         forward = isinstance(step, Forward)
         order = rank_plan.stages[step.stage] if forward else rank_plan.backward_order(step.stage)
-        for layer in (layer for layer in order if layer not in rank_plan.bare):
-            last = visits[-1] if visits else None
-            weight = rank_plan.weight_of(layer)
-            visits.append((weight, visit))
-            block = model.gathered_with(weight)
-            same = last is not None and (model.gathered_with(last[0]), last[1]) == (block, visit)
-            in_a_row.append(in_a_row[-1] + (not same) if in_a_row else 0)
+        visits += visited(rank_plan.model, order, rank_plan.bare, row)
+    return uses_of(visits, rank_plan.plan.reshard_after)
+
+
+def visited(model: ModelLayers, order: Iterable[int], bare: Collection[int], row: int = 0) -> Iterator[Visit]:
+    """The weights that layers compute with; those that are `bare` have none."""
+    for layer in order:
+        if layer not in bare:
+            weight = model.layers[layer].weight
+            yield Visit(weight, model.gathered_with(weight), row)
+
+
+def uses_of(visits: Sequence[Visit], reshard_after: Reshard) -> list[Use]:
+    """Find how long each weight stays that is gathered for a visit."""
+    run: list[int] = []
+    for place, visit in enumerate(visits):
+        run.append(run[-1] + (visit[1:] != visits[place - 1][1:]) if run else 0)
     kept: list[bool] = []
-    next_use: dict[int, tuple[int, int]] = {}  # layer -> (place, visit)
-    for place, (layer, visit) in reversed(list(enumerate(visits))):
+    next_use: dict[int, int] = {}  # layer -> place
+    for place in reversed(range(len(visits))):
+        layer, _, row = visits[place]
         after = next_use.get(layer)
-        next_use[layer] = (place, visit)
-        near = {"layer": after and in_a_row[after[0]] == in_a_row[place], "stage": after and after[1] == visit}
-        kept.append(after is not None and bool(near.get(rank_plan.plan.reshard_after, True)))
-    return [Use(layer, keep, run) for (layer, _), keep, run in zip(visits, reversed(kept), in_a_row, strict=True)]
+        next_use[layer] = place
+        near = after is not None and {"layer": run[after] == run[place], "stage": visits[after].row == row}
+        kept.append(bool(near and near.get(reshard_after, True)))
+    return [Use(visit.layer, keep, number) for visit, keep, number in zip(visits, reversed(kept), run, strict=True)]
 
 
 class ParameterGatherer:

@@ -1,0 +1,222 @@
+"""Floors of memory: bytes that a candidate's fullest device is sure to hold.
+
+Counted is what the strategy that follows plans holds when a backward pass begins and activations are kept of most
+microbatches: these, the rank's own slices, gathered weights, and gradients on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from shardlab.planner.layer_floors import LayerFloors, ShapeLayers, between
+from shardlab.planner.pass_memory import Gradients, Held, LayerHolds, pass_holds
+from shardlab.planner.problem import Candidate
+from shardlab.planner.rank_orders import Moment, Pipelines, RankOrder
+from shardlab.planner.space import PlanShape, blocks_of
+from shardlab.predict.estimate import Peak
+from shardlab.predict.held import held_memory
+from shardlab.program import Kind, OpKind
+from shardlab.strategies.plan import CUT_AXES, Plan
+from shardlab.strategies.schedules.steps import Steps
+from shardlab.timeline.memory import Category
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the ranks that see different tokens share a model.
+
+    Attributes:
+        parameters, gradients, optimizer: among how many ranks each is cut.
+        late: among how many the gradients are when the last backward pass has ended.
+        reshard: when gathered weights are freed ("": none is gathered).
+        ahead: the share of a weight that is gathered before it is used: all, or next to nothing.
+        passing: the gradients of a pass itself that take room.
+        reduces: whether a layer's gradients are reduced as soon as they have all microbatches.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    late: int
+    reshard: str = ""
+    ahead: float = 1.0
+    passing: Gradients = ""
+    reduces: bool = False
+
+    @cached_property
+    def passes(self) -> Sharing:
+        """As far as passes go: one for many that differ in nothing that is worth its own figures."""
+        return replace(self, parameters=1, optimizer=1, gradients=_many(self.gradients), late=_many(self.late))
+
+
+class ElementBytes(NamedTuple):
+    """Bytes of an element of a weight, of its gradient as it is held, and of its optimizer's state."""
+
+    weight: int
+    gradient: int
+    optimizer: int
+
+
+class MemoryFloors:
+    """Floors of memory of a problem's shapes, pipelines and candidates; in bytes, with all that the recipe adds."""
+
+    def __init__(self, layers: ShapeLayers, pipelines: Pipelines) -> None:
+        self.problem = layers.problem
+        self._layers, self._pipelines = layers, pipelines
+        self._holds: dict[Hashable, list[LayerHolds]] = {}
+        self._crests: dict[Hashable, float] = {}
+        self._numbers: dict[str, ElementBytes] = {}
+        self._most: dict[Hashable, tuple[float, float]] = {}
+
+    def of_shape(self, shape: PlanShape) -> float:
+        """Bytes below which no candidate of a shape is: everything sharded over all ranks, and one microbatch, of which
+        each rank keeps its stages' part when its forward pass has ended; on the mean rank."""
+        word, precision = shape.recompute, shape.precision
+        floors = self._layers.floors(shape, word if word in ("none", "selective") else "full")
+        state = precision.bytes(Kind.WEIGHT) + precision.under(self.problem.optimizer).optimizer
+        shards = shape.mesh.dp_shard * shape.mesh.cp * shape.mesh.ep
+        kept = floors.kept[-1] + (floors.logits if shape.mesh.pp == 1 else 0.0)
+        return self._reserved((floors.weights[-1] * state / shards + kept) / shape.mesh.pp)
+
+    def of_pipeline(self, shape: PlanShape, plan: Plan) -> float:
+        """Bytes below which no candidate with this pipeline is, however the model is shared."""
+        sizes = plan.mesh.sizes()
+        every = prod(sizes[axis] for axis in CUT_AXES)
+        ways = [Sharing(1, 1, 1, 1, passing="new")]
+        if isinstance(plan.order, Steps):
+            ways = [Sharing(every, every, every, every)]
+        elif every > 1:
+            ways = [
+                Sharing(parameters, gradients, every, every, reshard, 0.0, "moving" if gradients > 1 else "new", True)
+                for parameters, reshard in ((1, ""), (every, "layer"))
+                for gradients in (1, every)
+            ]
+        return self._reserved(min(max(bytes for bytes, _ in self._of_ranks(shape, plan, sharing)) for sharing in ways))
+
+    def of(self, shape: PlanShape, candidate: Candidate) -> float:
+        """Bytes below which a candidate's fullest device is not."""
+        plan, each = candidate.plan, candidate.plan.mesh.world // candidate.plan.mesh.pp
+        sharing, numbers = _sharing(plan), self._bytes_of(shape)
+        peaks: list[Peak] = []
+        orders = self._pipelines.orders(shape, plan)
+        for order, (bytes, weights) in zip(orders, self._of_ranks(shape, plan, sharing), strict=True):
+            by_category = {
+                Category.PARAMETERS.value: int(weights * numbers.weight / sharing.parameters),
+                Category.OPTIMIZER.value: int(weights * numbers.optimizer / sharing.optimizer),
+                Category.GRADIENTS.value: int(weights * numbers.gradient) + 1,  # at most
+            }
+            peaks.append(Peak(order.rank * each, int(bytes), by_category, OpKind.BACKWARD, 0, 0))
+        return held_memory(self.problem.workload(candidate), peaks).wanted
+
+    def _reserved(self, bytes: float) -> float:
+        """Bytes that a device has for so many of tensors, at least."""
+        memory, on_cpu = self.problem.recipe.memory, self.problem.cluster.on_cpu
+        return bytes if on_cpu else memory.reserved * bytes + memory.context_bytes
+
+    def _bytes_of(self, shape: PlanShape) -> ElementBytes:
+        precision = shape.precision
+        if precision.name not in self._numbers:
+            gradient = self.problem.recipe.memory.held_gradient_bytes(precision.bytes(Kind.GRAD_WEIGHT))
+            optimizer = precision.under(self.problem.optimizer).optimizer
+            self._numbers[precision.name] = ElementBytes(precision.bytes(Kind.WEIGHT), gradient, optimizer)
+        return self._numbers[precision.name]
+
+    def _of_ranks(self, shape: PlanShape, plan: Plan, sharing: Sharing) -> Iterator[tuple[float, float]]:
+        """Bytes of tensors that pipeline ranks hold at least, and elements of their weights."""
+        floors, numbers, passes = self._layers.floors(shape, plan.recompute), self._bytes_of(shape), sharing.passes
+        state = numbers.weight / sharing.parameters + numbers.optimizer / sharing.optimizer
+        ranges: list[range] = []
+        for order in self._pipelines.orders(shape, plan):
+            key = id(floors), id(order), numbers, passes
+            if key not in self._most:
+                ranges = ranges or self._pipelines.stages(shape, plan)
+                stages = [ranges[stage] for stage in order.stages]
+                self._most[key] = self._at_most(shape, floors, order, stages, passes)
+            most, weights = self._most[key]
+            yield SURE * (weights * state + max(most, weights * numbers.gradient / sharing.late)), weights
+
+    def _at_most(
+        self, shape: PlanShape, floors: LayerFloors, order: RankOrder, stages: list[range], sharing: Sharing
+    ) -> tuple[float, float]:
+        """Bytes that a rank holds beside its own slices of weights and state, and elements of its weights."""
+        kept, halved = ([between(sums, stage) for stage in stages] for sums in (floors.kept, floors.halved))
+        weights = [between(floors.weights, stage) for stage in stages]
+        weight, gradient, _ = self._bytes_of(shape)
+        most = 0.0
+        for moment in order.moments:
+            how = _held(sharing, moment, weight, gradient)
+            held = sum(count * bytes for count, bytes in zip(moment.flight, kept, strict=True))
+            if any(moment.halves):
+                held += sum(count * bytes for count, bytes in zip(moment.halves, halved, strict=True))
+            held -= (halved if moment.part == "weight" else kept)[moment.stage]
+            summed = [stage for stage in moment.summed if how.gradients != "ending" or stage != moment.stage]
+            held += sum(weights[stage] for stage in summed) * gradient / sharing.gradients
+            held += sum(weights[stage] for stage in moment.ended) * gradient / sharing.late
+            if sharing.reshard == "step":  # those of other stages, which are used again
+                others = [all for stage, all in enumerate(weights) if moment.flight[stage] and stage != moment.stage]
+                held += weight * sum(others)
+            most = max(most, held + self._crest(shape, floors, stages[moment.stage], how))
+        return most, sum(weights)
+
+    def _crest(self, shape: PlanShape, floors: LayerFloors, stage: range, held: Held) -> float:
+        """The most that is held of a stage, and of this microbatch, during its backward pass."""
+        key = id(floors), stage, held
+        if key not in self._crests:
+            if key[:2] not in self._holds:
+                self._holds[key[:2]] = pass_holds(floors, blocks_of(self.problem, shape).layers, stage)
+            self._crests[key] = max(held.bytes(layer) for layer in self._holds[key[:2]])
+        return self._crests[key]
+
+
+def _many(shards: int) -> int:
+    """As many shards, or so many that each is next to nothing."""
+    return shards if shards <= 8 else 1 << 40
+
+
+SURE = 1 - 1e-9
+"""Floors are multiplied by this, since sums of numbers depend on their order."""
+
+
+def _held(sharing: Sharing, moment: Moment, weight: float, gradient: float) -> Held:
+    """How a stage's weights and gradients are held during the backward pass of a moment."""
+    whole = sharing.reshard == "step" or (sharing.reshard == "stage" and moment.resumed)
+    gathers = "" if moment.part == "weight" or not sharing.reshard else "left" if whole else "layers"
+    passing = "" if moment.part == "input" else sharing.passing
+    if passing == "new" and moment.ends and sharing.reduces:
+        passing = "ending" if moment.stage in moment.summed else "moving"
+    elif passing == "new" and moment.stage in moment.summed:  # to which the pass adds
+        passing = ""
+    return Held(moment.part, gathers, passing, weight, gradient, sharing.ahead)
+
+
+def shards(plan: Plan, axes: tuple[str, ...]) -> int:
+    """Into how many pieces something is cut over axes."""
+    sizes = plan.mesh.sizes()
+    return prod(sizes[axis] for axis in axes)
+
+
+def _sharing(plan: Plan) -> Sharing:
+    """How a plan shares a model; if its schedule itself says what is gathered and reduced when, that is left out."""
+    parameters, gradients, optimizer = (
+        shards(plan, axes) for axes in (plan.shard_parameters, plan.shard_gradients, plan.shard_optimizer)
+    )
+    late = gradients if plan.reduce_at == "step" else optimizer
+    sizes = plan.mesh.sizes()
+    gathered = [sizes[axis] for axis in plan.shard_parameters if sizes[axis] > 1]  # the last one is gathered first
+    moving = any(sizes[axis] > 1 for axis in plan.axes_of_every_microbatch if axis != "ep")
+    if isinstance(plan.order, Steps):
+        return Sharing(parameters, gradients, optimizer, late)
+    return Sharing(
+        parameters,
+        gradients,
+        optimizer,
+        late,
+        plan.reshard_after if gathered else "",
+        1.0 if len(gathered) < 2 else 0.0,
+        "moving" if moving else "new",
+        plan.reduce_at == "layer" and any(sizes[axis] > 1 for axis in CUT_AXES),
+    )

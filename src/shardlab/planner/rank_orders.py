@@ -1,0 +1,197 @@
+"""What the order of a pipeline rank's work says of its memory and its gathers, whatever its layers are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from shardlab.planner.problem import Problem
+from shardlab.planner.space import PlanShape, blocks_of, few_of
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
+from shardlab.strategies.schedules.actions import Work
+from shardlab.strategies.schedules.sharding import ShardedStep
+from shardlab.strategies.schedules.steps import Steps
+
+Part = Literal["whole", "input", "weight"]
+"""A backward pass, or a half of one: the gradient of its input, or of its weights."""
+
+
+class Moment(NamedTuple):
+    """The beginning of a backward pass, when activations are kept of many microbatches; stages count from 0 on a rank.
+
+    Attributes:
+        stage, part: whose pass it is, and which half.
+        flight: microbatches of which each stage keeps activations for a backward pass.
+        halves: microbatches of which each stage keeps what the second half of that needs.
+        resumed: whether the rank's last pass was on the same stage.
+        ends: whether the stage's gradients have all microbatches after it.
+        summed: the stages that have gradients of some microbatches already.
+        ended: those that have them of all.
+    """
+
+    stage: int
+    part: Part
+    flight: tuple[int, ...]
+    halves: tuple[int, ...]
+    resumed: bool
+    ends: bool
+    summed: frozenset[int] = frozenset()
+    ended: frozenset[int] = frozenset()
+
+
+@dataclass
+class StageVisits:
+    """How often a stage's weights are used in a step.
+
+    Attributes:
+        visits: how often the rank turns to it from another stage.
+        passes: forward and backward passes.
+        forth, back: forward passes that a backward pass follows at once, and the other way round.
+        repeated: passes that one of the same kind follows at once.
+    """
+
+    visits: int = 0
+    passes: int = 0
+    forth: int = 0
+    back: int = 0
+    repeated: int = 0
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """A pipeline rank's order of work.
+
+    Attributes:
+        rank: its place.
+        stages: its stages, by number.
+        moments: when it keeps most, before and after all of its stages have gradients.
+        visits: of each of its stages.
+    """
+
+    rank: int
+    stages: list[int]
+    moments: list[Moment]
+    visits: list[StageVisits]
+
+
+class Pipelines:
+    """The stages of shapes' pipelines and the orders of their ranks, each worked out once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._stages: dict[Hashable, list[range]] = {}
+        self._orders: dict[Hashable, list[RankOrder]] = {}
+
+    def each(self, shape: PlanShape) -> int:
+        """Microbatches of each data-parallel rank."""
+        return self.problem.sequences // (shape.mesh.dp_shard * shape.mesh.ep * shape.micro_batch_size)
+
+    def stages(self, shape: PlanShape, plan: Plan) -> list[range]:
+        """The layers of each stage."""
+        mesh, layers = shape.mesh, blocks_of(self.problem, shape).layers
+        key = (mesh.pp, mesh.tp, mesh.cp, mesh.ep, plan.schedule, plan.stages_per_rank, plan.layers_per_stage)
+        key = (*key, shape.recompute == "selective")
+        if key not in self._stages:
+            bounds = plan.bounds(layers.pipeline_units)
+            self._stages[key] = [range(*cuts) for cuts in pairwise(layers.pipeline_cuts[unit] for unit in bounds)]
+        return self._stages[key]
+
+    def of_ranks(self, shape: PlanShape, plan: Plan) -> list[list[range]]:
+        """The layers of each stage of each pipeline rank."""
+        stages, order = self.stages(shape, plan), plan.order
+        if isinstance(order, Steps):
+            ranks = order.ranks_of_stages
+        else:
+            ranks = tuple(order.placement(stage, plan.mesh.pp) for stage in range(len(stages)))
+        found: list[list[range]] = [[] for _ in range(plan.mesh.pp)]
+        for stage, rank in zip(stages, ranks, strict=True):
+            found[rank].append(stage)
+        return found
+
+    def orders(self, shape: PlanShape, plan: Plan) -> list[RankOrder]:
+        """The order of work of some pipeline ranks, with few microbatches: the first ones, one between, the last."""
+        few, stages = few_of(self.each(shape), plan.mesh.pp), self.stages(shape, plan)
+        key = plan.mesh.pp, plan.schedule, len(stages), few
+        if key not in self._orders:
+            steps = plan.steps(blocks_of(self.problem, shape).layers.pipeline_units, few * plan.data_ranks)
+            self._orders[key] = [
+                _rank_order(rank, [stage for stage, at in enumerate(steps.ranks_of_stages) if at == rank], order)
+                for rank, order in enumerate(steps.of_ranks)
+                if rank in (0, 1, plan.mesh.pp // 2, plan.mesh.pp - 1)
+            ]
+        return self._orders[key]
+
+
+def _rank_order(rank: int, stages: list[int], order: Sequence[ShardedStep]) -> RankOrder:
+    place = {stage: number for number, stage in enumerate(stages)}
+    work = [step for step in order if isinstance(step, Work)]
+    left = Counter(place[step.stage] for step in work if isinstance(step, Backward | BackwardWeight))
+    visits, most = [StageVisits() for _ in stages], _MostKept()
+    flight, halves = [0] * len(stages), [0] * len(stages)
+    summed, ended = frozenset[int](), frozenset[int]()
+    before: Work | None = None
+    for step in work:
+        at, forward = place[step.stage], isinstance(step, Forward)
+        resumed = before is not None and before.stage == step.stage
+        if not isinstance(step, BackwardWeight):  # which needs no weight
+            _visit(visits[at], forward, isinstance(before, Forward) if resumed else None)
+            before = step
+        if forward:
+            flight[at] += 1
+            continue
+        part = PARTS[type(step)]
+        ends = part != "input" and left[at] == 1
+        most.note(Moment(at, part, tuple(flight), tuple(halves), resumed, ends, summed, ended))
+        flight[at] -= part != "weight"
+        halves[at] += {"whole": 0, "input": 1, "weight": -1}[part]
+        if part != "input":
+            left[at] -= 1
+            summed, ended = (summed - {at}, ended | {at}) if ends else (summed | {at}, ended)
+    return RankOrder(rank, stages, most.moments, visits)
+
+
+PARTS: dict[type, Part] = {Backward: "whole", BackwardInput: "input", BackwardWeight: "weight"}
+
+
+class _MostKept:
+    """The moments at which most is kept: microbatches, or halves of them; before and after all stages have gradients.
+
+    Of moments that are alike otherwise, the last one has most gradients.
+    """
+
+    def __init__(self) -> None:
+        self._most: dict[Hashable, int] = {}
+        self._found: dict[Hashable, dict[Moment, Moment]] = {}
+
+    def note(self, moment: Moment) -> None:
+        halves = sum(moment.halves)
+        for key, count in (("all", sum(moment.flight) + halves), ("halves", halves)):
+            if key == "halves" and not halves:
+                continue
+            group = key, len(moment.summed) + len(moment.ended) == len(moment.flight)
+            if count > self._most.get(group, 0):
+                self._most[group], self._found[group] = count, {}
+            if count == self._most[group]:
+                alike = moment._replace(summed=frozenset(), ended=frozenset())
+                self._found[group][alike] = moment
+
+    @property
+    def moments(self) -> list[Moment]:
+        return list(dict.fromkeys(moment for found in self._found.values() for moment in found.values()))
+
+
+def _visit(visits: StageVisits, forward: bool, was_forward: bool | None) -> None:
+    """Count a pass; `was_forward`: what the pass before it was, if it was on the same stage."""
+    visits.passes += 1
+    if was_forward is None:
+        visits.visits += 1
+    elif was_forward == forward:
+        visits.repeated += 1
+    elif forward:
+        visits.back += 1
+    else:
+        visits.forth += 1

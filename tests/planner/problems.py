@@ -1,0 +1,21 @@
+"""Small problems for the planner, whose spaces can be exhausted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardlab.hardware import find_cluster
+from shardlab.models import GPT
+from shardlab.planner.problem import Limits, Problem
+from shardlab.planner.workers import with_memory
+from shardlab.program.precision import find_precision
+
+GIB = 2**30
+SMALL = GPT(layers=4, heads=8, hidden_size=512, vocab_size=1024, seq_len=512)
+
+
+def problem(
+    devices: int = 4, sequences: int = 8, memory: float = 80 * GIB, limits: Limits | None = None, **model: int
+) -> Problem:
+    cluster = with_memory(find_cluster(f"h100x{devices}"), memory)
+    return Problem(replace(SMALL, **model), cluster, sequences, (find_precision("bf16"),), limits=limits or Limits())

@@ -1,0 +1,104 @@
+"""Floors are floors: of what any recipe holds, and of how long it takes; and they are near it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from shardlab.models import Llama
+from shardlab.planner.floors import Floors
+from shardlab.planner.problem import Candidate, Limits
+from shardlab.planner.space import PlanShape, blocks_of, candidates, shapes
+from shardlab.planner.workers import Asked, answer
+from shardlab.predict.recipe import OWN, find_recipe
+from shardlab.program import Mesh, OpKind
+from shardlab.program.precision import find_precision
+from shardlab.strategies.plan import Plan, Reshard
+from tests.planner.problems import SMALL, problem
+
+LLAMA = Llama(layers=5, heads=8, kv_heads=4, hidden_size=512, ffn_hidden_size=1536, vocab_size=1000, seq_len=2048)
+
+
+def test_attention_that_is_not_fused_waits_for_its_host_once_in_a_backward_pass() -> None:
+    """It computes its scores again there; more than it waits would be no floor."""
+    waiting = replace(OWN, kernels=replace(OWN.kernels, host_seconds=1.5e-5))
+    plain = problem(devices=1, sequences=1, limits=Limits(fixed={"recompute": "selective"}))
+    asked = replace(plain, recipe=waiting, model=replace(SMALL, dropout=0.1))
+    (shape,) = shapes(asked)
+    (candidate,) = candidates(asked, shape)
+    model, prices = blocks_of(asked, shape).short, asked.workload(candidate).prices
+    layer = next(layer for layer in range(model.layers) if model.run(layer).attend is not None)
+    kernels = model.attend_kernels(layer, 1, SMALL.seq_len, SMALL.seq_len, 0.5, 1)
+    sums = Floors(asked).passes(shape).backward
+    together = prices.seconds_of([*kernels, *(back for kernel in kernels for back in kernel.backward_input())])
+    assert prices.layer_seconds(OpKind.ATTEND_BACKWARD, kernels) == together
+    projected = prices.layer_seconds(OpKind.BACKWARD, model.kernels(layer, 1, SMALL.seq_len, 1))
+    assert sums[layer + 1] - sums[layer] == pytest.approx(together + projected)
+
+
+RECIPES = ("shardlab", "megatron-core", "nanotron", "torchtitan", "deepspeed", "fsdp2")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_floor_never_exceeds_the_forecast(recipe: str) -> None:
+    many = replace(problem(devices=8, sequences=16), model=LLAMA, recipe=find_recipe(recipe))
+    floors, seen = Floors(many), 0
+    all = ((shape, candidate) for shape in shapes(many) for candidate in candidates(many, shape))
+    for shape, candidate in itertools.islice(all, RECIPES.index(recipe), None, 1201 if recipe == "nanotron" else 3001):
+        found = answer(many, Asked(candidate))
+        if found is None:
+            continue
+        seen += 1
+        seconds, bytes, bare = found.forecast.seconds, found.forecast.memory.wanted, _bare(shape, candidate.plan)
+        assert floors.seconds(shape, candidate) <= seconds, candidate
+        assert floors.pipeline_seconds(shape, bare) <= seconds, candidate
+        assert floors.shape_seconds(shape) <= seconds, candidate
+        assert floors.memory.of(shape, candidate) <= bytes, candidate
+        assert floors.memory.of_pipeline(shape, bare) <= bytes, candidate
+        assert floors.memory.of_shape(shape) <= bytes, candidate
+    assert seen > 2
+
+
+def _bare(shape: PlanShape, plan: Plan) -> Plan:
+    """A candidate's pipeline, before it is said how the model is shared."""
+    nobody: dict[str, tuple[str, ...]] = dict.fromkeys(("shard_parameters", "shard_gradients", "shard_optimizer"), ())
+    return replace(plan, mesh=shape.mesh, reshard_after="layer", **nobody)
+
+
+@pytest.mark.parametrize("reshard_after", ["layer", "stage", "step"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "breadth-first", "zb-h1"])
+def test_floors_count_gathered_weights_and_gradients_on_their_way(schedule: str, reshard_after: Reshard) -> None:
+    """Nearly all that is held of a large model that is shared by many is what was left out before."""
+    wide = replace(LLAMA, layers=16, hidden_size=4096, ffn_hidden_size=16384, heads=32, kv_heads=8)
+    asked = replace(problem(devices=32, sequences=64), model=wide)
+    shape = PlanShape(Mesh(pp=2, dp_shard=16), 1, find_precision("bf16"))
+    shard = ("dp_shard",)
+    plan = replace(
+        shape.candidate.plan,
+        schedule=schedule,
+        stages_per_rank=2 if schedule in ("interleaved-1f1b", "breadth-first") else None,
+        shard_parameters=shard,
+        shard_gradients=shard,
+        shard_optimizer=shard,
+        reshard_after=reshard_after,
+    )
+    candidate = Candidate(plan, 1, shape.precision)
+    found = answer(asked, Asked(candidate))
+    assert found is not None
+    held = found.forecast.memory.wanted
+    assert 0.85 * held <= Floors(asked).memory.of(shape, candidate) <= held
+
+
+def test_gathers_that_take_longer_than_all_passes_are_a_floor_of_the_step() -> None:
+    """Weights are gathered for each use, over more nodes than their few microbatches of work take time."""
+    asked = replace(problem(devices=512, sequences=512), model=replace(LLAMA, hidden_size=2048, ffn_hidden_size=8192))
+    shape = PlanShape(Mesh(dp_shard=512), 1, find_precision("bf16"))
+    shard = ("dp_shard",)
+    plan = replace(shape.candidate.plan, shard_parameters=shard, shard_optimizer=shard)
+    floors, candidate = Floors(asked), Candidate(plan, 1, shape.precision)
+    found = answer(asked, Asked(candidate))
+    assert found is not None
+    least = floors.seconds(shape, candidate)
+    assert 1.5 * floors.pipeline_seconds(shape, plan) < least <= found.forecast.seconds
