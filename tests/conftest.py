@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from shardlab.program.stoppable import Stoppable
 from tests.support.ranks import Ranks
+from tests.support.warm import WarmStarts
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's, also in processes that tests start: each core has a worker
 
@@ -51,3 +52,11 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     for each in worlds.values():
         if each.usable:
             each.close()
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmStarts]:
+    """Starts of Python programs that have their imports already."""
+    starts = WarmStarts()
+    yield starts
+    starts.close()

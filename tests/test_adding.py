@@ -21,6 +21,7 @@ from shardlab.strategies.plan import Plan
 from shardlab.train.described import described, job_of
 from shardlab.train.job import Job
 from tests.models.tensors import alone, test_compute
+from tests.support.warm import WarmStarts
 from tests.test_readme import BLOCKS, ROOT, TEXTS, Block
 
 PAGE = "docs/adding.md"
@@ -148,11 +149,10 @@ def test_a_toml_file_changes_a_model_of_a_file(saved: Path) -> None:
     assert (model.layers, model.hidden_size) == (4, 768)
 
 
-def test_torchrun_trains_a_model_of_a_file(saved: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shardlab"]
+def test_torchrun_trains_a_model_of_a_file(saved: Path, warm: WarmStarts) -> None:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shardlab"]
     command += ["verify", "--tp", "2", "--model", "my_primitive.py:Rescaled", "--steps", "1", "--json"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, cwd=saved, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = warm.run(command, cwd=saved)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ok"]  # from one of the ranks alone
 

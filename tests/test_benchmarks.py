@@ -17,6 +17,7 @@ import torch
 from shardlab.measure.saving import this_machine
 from tests.cli.test_cluster import profile_of
 from tests.support.ranks import Ranks
+from tests.support.warm import WarmStarts
 from tests.test_readme import recipe
 
 ROOT = Path(__file__).parents[1]
@@ -24,14 +25,21 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def run(words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
-    script, *rest = words.split()
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *rest]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+Run = Callable[[str], subprocess.CompletedProcess[str]]
 
 
-def test_the_plain_loop_and_ours_have_one_loss() -> None:
+@pytest.fixture
+def run(warm: WarmStarts) -> Run:
+    """Run a script of benchmarks/ on CPUs."""
+
+    def run(words: str) -> subprocess.CompletedProcess[str]:
+        script, *rest = words.split()
+        return warm.run([str(ROOT / "benchmarks" / script), *rest], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+
+    return run
+
+
+def test_the_plain_loop_and_ours_have_one_loss(run: Run) -> None:
     done = run("gpu.py --cpu --no-compile --no-agreement --warm-up 1 --steps 4 --sequences 2 --json")
     assert done.returncode == 0, done.stderr
     plain, ours = json.loads(done.stdout)["loops"]
@@ -40,14 +48,14 @@ def test_the_plain_loop_and_ours_have_one_loss() -> None:
     assert ours["tokens_per_second"] > 0
 
 
-def test_a_table_shows_a_step_beside_its_prediction() -> None:
+def test_a_table_shows_a_step_beside_its_prediction(run: Run) -> None:
     done = run("gpu.py --cpu --no-compile --warm-up 1 --steps 2 --sequences 2")
     assert done.returncode == 0, done.stderr
     assert "tokens/s" in done.stdout
     assert "ms predicted" in done.stdout
 
 
-def test_without_a_gpu_one_sentence_says_so() -> None:
+def test_without_a_gpu_one_sentence_says_so(run: Run) -> None:
     done = run("gpu.py")
     assert done.returncode == 1
     assert done.stderr == "gpu: torch sees no CUDA device here; a tiny model runs with --cpu\n"
@@ -61,7 +69,7 @@ def test_make_gpu_says_that_there_is_none_before_anything_runs() -> None:
     assert done.stderr == "make gpu: torch sees no GPU here\n"
 
 
-def test_the_clocks_cost_is_a_ratio_for_each_model() -> None:
+def test_the_clocks_cost_is_a_ratio_for_each_model(run: Run) -> None:
     done = run("clock_overhead.py --turns 2 --repeat 1 --json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
@@ -109,7 +117,7 @@ def test_overheads_of_two_checkouts_are_compared_in_turns(monkeypatch: pytest.Mo
     assert turns == [Path("other"), ROOT, ROOT, Path("other"), Path("other"), ROOT]
 
 
-def test_constants_are_refitted_and_errors_told_of_sources_that_a_fit_has_not_seen(tmp_path: Path) -> None:
+def test_constants_are_refitted_and_errors_told_of_sources_that_a_fit_has_not_seen(run: Run, tmp_path: Path) -> None:
     rows = json.loads((ROOT / "benchmarks" / "published_runs.json").read_text())
     few = [row for row in rows if row["id"].startswith(("mpt-h100_80gb-7b-s2048", "mpt-a100_40gb-7b-s2048"))]
     assert len({row["publication"] for row in few}) == 2

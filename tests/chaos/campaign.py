@@ -7,7 +7,7 @@ words, until it comes to its end or has had its share of kills. After each kill 
 checkpoint that is complete must be that of the undisturbed run, bit by bit; so must be the final weights, and every
 step's loss. At the end no shared memory may be left.
 
-Runs that are killed later than in their start are started warm (`warm.py`).
+Runs that are killed later than in their start are started warm (`tests/support/warm.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.chaos.cases import CASES, words
 from tests.chaos.comparing import wrong
 from tests.chaos.moments import MOMENTS
 from tests.chaos.training import Training, environment
-from tests.chaos.warm import WarmStarts
+from tests.support.warm import WarmStarts
 
 LIMIT = 120.0
 """Seconds in which a run ends once one of its processes has been killed; what is left then is left behind."""

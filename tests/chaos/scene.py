@@ -14,7 +14,7 @@ from tests.chaos.cases import words
 from tests.chaos.comparing import wrong
 from tests.chaos.moments import until
 from tests.chaos.training import Training, environment
-from tests.chaos.warm import WarmStarts
+from tests.support.warm import WarmStarts
 
 STEPS, EVERY, LIMIT = 24, 3, 120.0
 

@@ -10,8 +10,9 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tests.chaos.warm import WarmProcess, WarmStarts
+from tests.support.warm import WarmProcess, WarmStarts
 
 ROOT = Path(__file__).parents[2]
 POLL = 0.0005
@@ -35,7 +36,7 @@ class Training:
         out: the run's folder.
         more: variables beside those of this process.
         launcher: words of a program that starts the ranks, after Python's; none where the command does.
-        warm: starts it without its imports; it then has no variables or launcher of its own.
+        warm: starts it without its imports.
     """
 
     def __init__(
@@ -53,11 +54,9 @@ class Training:
         self._launched = bool(launcher)
         self._mark = str(uuid.uuid4())
         command = ["train", *words, "--out", str(out), "--json"]
-        if warm is not None:
-            self.process: subprocess.Popen[bytes] | WarmProcess = warm.start(command, self.log)
-            return
+        start: type[subprocess.Popen[Any]] = subprocess.Popen if warm is None else WarmProcess
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process: subprocess.Popen[Any] = start(
                 [sys.executable, *launcher, "-m", "shardlab", *command],
                 env=environment({**(more or {}), MARK: self._mark}),
                 stdout=log,

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from shardlab.optimizers import OptimizerConfig
 from shardlab.train.config import SavingConfig
 from shardlab.train.job import Job
-from shardlab.train.loop import train_rank
 from shardlab.train.run import TrainingRun
+from tests.train.plainly import train_plainly
 from tests.train.runs import run_of
 
 STEPS = 5
@@ -30,4 +28,4 @@ def saving_run(
 
 def trained(rank: int, run: TrainingRun) -> None:
     """What every rank does."""
-    train_rank(rank, torch.device("cpu"), run)
+    train_plainly(rank, run)

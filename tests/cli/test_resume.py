@@ -10,9 +10,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -35,8 +32,10 @@ from shardlab.train.lock import locked
 from shardlab.train.resume import Resumed, find_checkpoint
 from shardlab.train.stores import Together
 from tests.checkpoint.runs import saving_run, trained
+from tests.support.ports import free_port
 from tests.support.ranks import Ranks
-from tests.train.test_launch import free_port
+from tests.support.waiting import until
+from tests.support.warm import WarmStarts
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
@@ -45,12 +44,19 @@ ROOT = Path(__file__).parents[2]
 MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
 
 
-@pytest.fixture
-def run(ranks: World, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def finished(ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 5 steps with checkpoints after 4 and 5."""
-    ranks(2).call(trained, saving_run(Job("fsdp", 2, 4, MODEL, 2), tmp_path / "run"))
-    note_end(tmp_path / "run", "finished", None)
-    return tmp_path / "run"
+    out = tmp_path_factory.mktemp("finished") / "run"
+    ranks(2).call(trained, saving_run(Job("fsdp", 2, 4, MODEL, 2), out))
+    note_end(out, "finished", None)
+    return out
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def flip(path: Path) -> None:
@@ -259,30 +265,23 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-WORDS = ["--ranks", "2", "--hidden-size", "16", "--steps", "40", "--save-every", "5"]
+WORDS = ["train", "--ranks", "2", "--hidden-size", "16", "--steps", "20", "--save-every", "5"]
 
 
-def shardlab(*words: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "shardlab", "train", *words]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-
-
-def test_a_killed_run_goes_on_by_itself_and_ends_bitwise_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_by_itself_and_ends_bitwise_as_if_it_had_not_been(
+    warm: WarmStarts, tmp_path: Path
+) -> None:
     """With --resume auto it passes over a checkpoint that a flipped bit has harmed."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    shardlab(*WORDS, "--out", str(whole)).communicate(timeout=400)
+    assert warm.run(["-m", "shardlab", *WORDS, "--out", str(whole)]).returncode == 0
     words = [*WORDS, "--resume", "auto", "--out", str(killed)]
-    process, deadline = shardlab(*words), time.monotonic() + 400
-    while not (killed / "checkpoints" / "step-000010").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    newest = max((killed / "checkpoints").glob("step-??????"))
+    variables = {**os.environ, "HELD_AT": "step-000010", "HELD_UNTIL": str(tmp_path / "never")}
+    newest = killed / "checkpoints" / "step-000010"
+    with warm.start(["-m", "tests.train.held", *words], env=variables, start_new_session=True) as process:
+        until(newest.exists)
+        os.killpg(process.pid, signal.SIGKILL)
     flip(newest / "rank-0000.safetensors")
-    said = shardlab(*words).communicate(timeout=400)[1]
+    said = warm.run(["-m", "shardlab", *words]).stderr
     assert f"{newest}/rank-0000.safetensors has changed" in said
     assert "resumed after step" in said
     found, wanted = (load_file(out / "weights.safetensors") for out in (killed, whole))

@@ -18,6 +18,7 @@ from shardlab.cli import main
 from shardlab.execute.gpus import has_driver
 from shardlab.train.job import Job
 from shardlab.train.verify import SMALL_NORM, Verdict
+from tests.support.warm import WarmStarts
 
 pytestmark = pytest.mark.xdist_group("ranks")
 Captured = pytest.CaptureFixture[str]
@@ -58,10 +59,10 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "command", ["verify user.py:talks", "train --strategy user.py:talks --steps 2 --hidden-size 16"]
 )
-def test_json_stands_alone_on_stdout_whatever_the_program_prints(command: str, user: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    words = [sys.executable, "-m", "shardlab", *command.split(), "--ranks", "2", "--json"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=True)
+@pytest.mark.usefixtures("user")
+def test_json_stands_alone_on_stdout_whatever_the_program_prints(command: str, warm: WarmStarts) -> None:
+    done = warm.run(["-m", "shardlab", *command.split(), "--ranks", "2", "--json"])
+    assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result.get("ok", True) is True
     assert "speaks" in done.stderr
@@ -151,15 +152,9 @@ def test_a_program_that_can_hang_on_this_backend_is_refused_before_any_rank_star
     assert not (user / "runs").exists()
 
 
-def trained(out: Path, options: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "shardlab", "train", "--ranks", "2", "--hidden-size", "16", "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [*words, *shlex.split(options)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-
-
-def test_a_run_that_diverges_is_one_sentence_at_once(tmp_path: Path) -> None:
-    done = trained(tmp_path / "run", "--steps 1000 --learning-rate 1e6")
+def test_a_run_that_diverges_is_one_sentence_at_once(warm: WarmStarts, tmp_path: Path) -> None:
+    words = ["--ranks", "2", "--hidden-size", "16", "--steps", "1000", "--learning-rate", "1e6"]
+    done = warm.run(["-m", "shardlab", "train", *words, "--out", str(tmp_path / "run")])
     assert done.returncode == 2
     *steps, sentence = done.stderr.splitlines()
     assert re.match(r"shardlab: the loss of step \d on ranks 0-1 is not finite, so training has stopped;", sentence)

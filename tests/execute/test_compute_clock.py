@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from shardlab.execute import Executor, Settings
@@ -12,8 +10,6 @@ from shardlab.models import GPT
 from shardlab.program import OpKind
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job
-
-SLEEP = 0.05
 
 
 @pytest.fixture
@@ -24,19 +20,23 @@ def executor() -> Executor:
 
 
 @pytest.mark.parametrize(("slow", "which"), [(OpKind.FORWARD, 0), (OpKind.BACKWARD, 1), (OpKind.UPDATE, None)])
-def test_an_op_counts_where_it_belongs(executor: Executor, slow: OpKind, which: int | None) -> None:
+def test_an_op_counts_where_it_belongs(
+    executor: Executor, slow: OpKind, which: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
     places = [at for at, op in enumerate(executor.state.tape) if op.kind is slow]
     assert places
     for at in places:
         plain = executor.instructions[at]
-        executor.instructions[at] = lambda plain=plain: (time.sleep(SLEEP), plain())[1]
+        executor.instructions[at] = lambda plain=plain: (now.append(now.pop() + 1), plain())[1]
     clock = ComputeClock(executor)
     executor.step()
     clock.read()
     executor.step()
     seconds = clock.read()
     for direction, took in enumerate(seconds):
-        assert (took >= SLEEP * len(places)) == (direction == which)
+        assert took == (len(places) if direction == which else 0)
     assert clock.read() == (0.0, 0.0)
 
 

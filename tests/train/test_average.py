@@ -26,10 +26,10 @@ from shardlab.train.cases import SHARDINGS
 from shardlab.train.config import LoggingConfig
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job
-from shardlab.train.loop import train_rank
 from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.verify import verify_rank
 from tests.support.ranks import Ranks
+from tests.train.plainly import train_plainly
 from tests.train.runs import run_of
 from tests.train.verify_cases import ROOTED
 
@@ -106,12 +106,8 @@ def test_a_step_that_is_left_out_is_not_averaged_and_a_look_leaves_the_weights(
         assert all(right)
 
 
-def train_rank_quietly(rank: int, plan: TrainingRun) -> Summary | None:
-    return train_rank(rank, CPU, plan)
-
-
 def trained(world: World, run: TrainingRun) -> Summary:
-    summary = world(run.job.ranks).call(train_rank_quietly, run)[0]
+    summary = world(run.job.ranks).call(train_plainly, run)[0]
     assert isinstance(summary, Summary)
     return summary
 

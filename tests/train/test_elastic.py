@@ -8,10 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,14 +16,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.support.waiting import PATIENCE, until
+from tests.support.warm import WarmProcess, WarmStarts
+
 pytestmark = pytest.mark.xdist_group("ranks")
 
-ROOT = Path(__file__).parents[2]
-LIMIT = 180.0
-"""Seconds for everything that a test waits for; tests share a machine."""
-
-STEPS = 60
-TRAIN = ["-m", "shardlab", "train", "--steps", str(STEPS), "--hidden-size", "16", "--seq-len", "16", "--log-every", "1"]
+STEPS = 20
+TRAIN = ["train", "--steps", str(STEPS), "--hidden-size", "16", "--seq-len", "16", "--log-every", "1"]
 SOON = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1"
 """How soon torchrun misses a host, and goes on without it."""
 
@@ -34,21 +30,26 @@ SOON = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1"
 class Agents:
     """Agents of torchrun, each as if it were a host's, which meet in a store that outlives them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, warm: WarmStarts, folder: Path) -> None:
+        self.warm, self.folder = warm, folder
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=9))
-        self.agents: list[subprocess.Popen[bytes]] = []
+        self.agents: list[WarmProcess] = []
 
     def start(self, *words: str, count: int = 2, restarts: int = 3) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "HELD_AT": "step-000005", "HELD_UNTIL": str(self.folder / "lost")}
         options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", str(restarts)]
         options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.store.port}"]
         options += ["--rdzv-conf", f"is_host=0,{SOON}", "--local-addr", "127.0.0.1"]
         for _ in range(count):
             with (self.folder / f"agent-{len(self.agents)}.log").open("wb") as log:
-                command = [sys.executable, "-m", "torch.distributed.run", *options, *words]
-                agent = subprocess.Popen(command, env=environment, stderr=log, stdout=log, start_new_session=True)
+                command = ["-m", "torch.distributed.run", *options, "-m", "tests.train.held", *words]
+                agent = self.warm.start(command, env=environment, stderr=log, stdout=log, start_new_session=True)
             self.agents.append(agent)
+
+    def lose(self, number: int) -> None:
+        """Kill one, whose rank ends with it; the run has waited for that."""
+        self.agents[number].kill()
+        (self.folder / "lost").touch()
 
     @property
     def said(self) -> str:
@@ -56,20 +57,13 @@ class Agents:
 
 
 @pytest.fixture
-def agents(tmp_path: Path) -> Generator[Agents]:
-    found = Agents(tmp_path)
+def agents(warm: WarmStarts, tmp_path: Path) -> Generator[Agents]:
+    found = Agents(warm, tmp_path)
     yield found
     for agent in found.agents:
         with suppress(ProcessLookupError):
             os.killpg(agent.pid, signal.SIGKILL)
         agent.wait()
-
-
-def until(happens: Callable[[], object], agents: Agents) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not happens():
-        assert time.monotonic() < deadline, agents.said
-        time.sleep(0.05)
 
 
 def losses(run: Path) -> list[float]:
@@ -82,6 +76,15 @@ def ranks_of(run: Path) -> int:
     return 0
 
 
+@pytest.fixture(scope="module")
+def alone(warm: WarmStarts, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of one device."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    done = warm.run(["-m", "shardlab", *TRAIN, "--strategy", "grad-accum", "--ranks", "1", "--out", str(out)])
+    assert done.returncode == 0, done.stderr
+    return losses(out)
+
+
 @pytest.mark.parametrize(
     ("plan", "smaller"),
     [
@@ -91,17 +94,15 @@ def ranks_of(run: Path) -> int:
     ids=["a strategy", "a plan by flags"],
 )
 def test_a_run_that_loses_a_host_goes_on_with_the_ranks_that_are_left(
-    plan: list[str], smaller: str, agents: Agents, tmp_path: Path
+    plan: list[str], smaller: str, agents: Agents, alone: list[float], tmp_path: Path
 ) -> None:
-    run, alone = tmp_path / "run", tmp_path / "alone"
+    run = tmp_path / "run"
     agents.start(*TRAIN, *plan, "--save-every", "5", "--out", str(run))
-    until(lambda: list(run.glob("checkpoints/step-??????")), agents)
-    os.kill(agents.agents[1].pid, signal.SIGKILL)  # its rank ends with it
-    assert agents.agents[0].wait(LIMIT) == 0, agents.said
+    until(lambda: list(run.glob("checkpoints/step-??????")), lambda: agents.said)
+    agents.lose(1)
+    assert agents.agents[0].wait(PATIENCE) == 0, agents.said
     assert "resumed after step" in agents.said
     assert ranks_of(run) == 1
-    command = [sys.executable, *TRAIN, "--strategy", "grad-accum", "--ranks", "1", "--out", str(alone)]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=True, capture_output=True)
     assert len(losses(run)) == STEPS
-    assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
+    assert losses(run) == pytest.approx(alone, rel=1e-4)
     assert smaller in (run / "config.toml").read_text()

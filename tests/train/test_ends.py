@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from shardlab.rules.pieces import counted
+from tests.support.waiting import PATIENCE, until
+from tests.support.warm import WarmStarts
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -43,23 +45,23 @@ class Training:
     """A run of 2 ranks."""
 
     def __init__(
-        self, folder: Path, start: Sequence[str] = (), stderr: int = subprocess.PIPE, options: Sequence[str] = ()
+        self,
+        warm: WarmStarts,
+        folder: Path,
+        start: Sequence[str] = (),
+        stderr: int = subprocess.PIPE,
+        options: Sequence[str] = (),
     ) -> None:
         (folder / "program.py").write_text(PROGRAM)
         self.folder, self.out = folder, folder / "run"
-        words = [sys.executable, *start, "-m", "shardlab", "train", "--strategy", f"{folder}/program.py:ddp"]
+        words = [*start, "-m", "shardlab", "train", "--strategy", f"{folder}/program.py:ddp"]
         words += ["--ranks", "2", "--steps", "100000", "--hidden-size", "16", "--out", str(self.out), *options]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            words, env=environment, stdout=subprocess.DEVNULL, stderr=stderr, text=True, start_new_session=True
-        )
+        self.process = warm.start(words, stdout=subprocess.DEVNULL, stderr=stderr, text=True, start_new_session=True)
 
     def take_steps(self) -> None:
         """Wait for the first ones."""
-        metrics, deadline = self.out / "metrics.jsonl", time.monotonic() + 120
-        while not metrics.exists() or not metrics.stat().st_size:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        metrics = self.out / "metrics.jsonl"
+        until(lambda: metrics.exists() and metrics.stat().st_size)
 
     def kill(self, rank: int, number: int) -> None:
         os.kill(int((self.folder / f"rank-{rank}").read_text()), number)
@@ -81,12 +83,12 @@ Start = Callable[..., Training]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Generator[Start]:
+def start(tmp_path: Path, warm: WarmStarts) -> Generator[Start]:
     """Start a training; what is left of it ends with the test."""
     started: list[Training] = []
 
     def begin(*arguments: Any) -> Training:
-        started.append(Training(tmp_path, *arguments))
+        started.append(Training(warm, tmp_path, *arguments))
         started[-1].take_steps()
         return started[-1]
 
@@ -127,7 +129,7 @@ def test_a_run_that_is_asked_to_end_saves_and_says_so(
     to(training, number)
     said = training.said()
     files = {file.name for file in training.out.iterdir()}
-    assert {"weights.safetensors", "loss.svg", "strategy.svg", "run.json"} <= files
+    assert {"weights.safetensors", "loss.svg", "strategy.svg", "run.json"} <= files, said
     assert said.count(f"the weights after {training.steps} steps are in {training.out}/weights.safetensors") == 1, said
     assert said.count(f"go on after step {training.steps} with: shardlab train --resume {training.out}") == 1, said
     assert "Traceback" not in said
@@ -172,9 +174,10 @@ def test_a_rank_that_hangs_keeps_no_other_from_ending(start: Start, again: bool)
 
 
 OWN_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, runpy, sys, termios
 fcntl.ioctl(2, termios.TIOCSCTTY, 0)
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+sys.argv = sys.argv[2:]
+runpy.run_module("shardlab", run_name="__main__", alter_sys=True)
 """
 
 
@@ -200,7 +203,7 @@ def test_ranks_whose_launcher_is_killed_save_and_say_so(start: Start) -> None:
 def test_what_torchrun_starts_again_does_not_begin_at_step_0_in_silence(start: Start) -> None:
     training = start([*TORCHRUN, "--max-restarts", "1"])
     training.kill(1, signal.SIGKILL)
-    said = training.process.communicate(timeout=120)[1]
+    said = training.process.communicate(timeout=PATIENCE)[1]
     assert "(restart 1), and it does not begin again at step 0 by itself" in said
     assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in said
     assert not training.saves
@@ -209,14 +212,9 @@ def test_what_torchrun_starts_again_does_not_begin_at_step_0_in_silence(start: S
 def test_what_torchrun_starts_again_goes_on_where_it_was_with_resume_auto(start: Start) -> None:
     options = ["--save-every", "5", "--resume", "auto"]
     training = start([*TORCHRUN, "--max-restarts", "1"], subprocess.PIPE, options)
-    deadline = time.monotonic() + 120
-    while not list(training.out.glob("checkpoints/step-??????")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: list(training.out.glob("checkpoints/step-??????")))
     training.kill(1, signal.SIGKILL)
-    while json.loads((training.out / "run.json").read_text())["resumed"] is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: json.loads((training.out / "run.json").read_text())["resumed"] is not None)
     training.kill(1, signal.SIGTERM)
     said = training.said()
     assert "resumed after step" in said

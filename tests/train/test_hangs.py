@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from shardlab.strategies.load import load
 from shardlab.train.job import Job
 from shardlab.train.launch import run_ranks
 from shardlab.train.processes import RankFailed
+from tests.support.warm import WarmStarts
 from tests.train import faulty
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -91,15 +91,12 @@ def test_a_network_that_drops_everything_is_told_from_a_rank_that_hangs() -> Non
     assert "which came as well, since" in found.report
 
 
-def launched(folder: Path, fault: str, *options: str) -> tuple[int, str]:
+def launched(warm: WarmStarts, folder: Path, fault: str, *options: str) -> tuple[int, str]:
     """Exit code and words of torchrun, whose rank 1 has the fault once; nothing it started may be left."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *options]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    environment["TMPDIR"] = str(folder)
-    process = subprocess.Popen(
-        [*words, "-m", "tests.train.launched", fault], env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        start_new_session=True,
-    )  # fmt: skip
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *options]
+    words += ["-m", "tests.train.launched", fault]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    process = warm.start(words, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     try:
         said = process.communicate(timeout=2 * LIMIT)[1]  # the pipe ends with the last process that holds it
     finally:
@@ -109,8 +106,8 @@ def launched(folder: Path, fault: str, *options: str) -> tuple[int, str]:
     return process.returncode, said
 
 
-def test_under_torchrun_one_rank_reports_and_the_restart_runs_through(tmp_path: Path) -> None:
-    code, said = launched(tmp_path, "killed", "--max-restarts", "1")
+def test_under_torchrun_one_rank_reports_and_the_restart_runs_through(warm: WarmStarts, tmp_path: Path) -> None:
+    code, said = launched(warm, tmp_path, "killed", "--max-restarts", "1")
     assert code == 0, said
     assert said.count("where each rank was:") == 1, said
     assert "rank 1 has gone (killed?), and the run ended with it." in said
@@ -125,8 +122,10 @@ def test_under_torchrun_one_rank_reports_and_the_restart_runs_through(tmp_path: 
         ("raises", "rank 1 failed, and the run ended with it.\n\nTraceback"),
     ],
 )
-def test_under_torchrun_ranks_that_hang_or_fail_end_with_one_report(tmp_path: Path, fault: str, verdict: str) -> None:
-    code, said = launched(tmp_path, fault)
+def test_under_torchrun_ranks_that_hang_or_fail_end_with_one_report(
+    warm: WarmStarts, tmp_path: Path, fault: str, verdict: str
+) -> None:
+    code, said = launched(warm, tmp_path, fault)
     assert code == 1, said
     assert said.count("where each rank was:") == 1, said
     assert f"shardlab: {verdict}" in said

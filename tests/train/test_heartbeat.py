@@ -12,6 +12,7 @@ import pytest
 
 from shardlab.train.heartbeat import SILENCE, Heartbeat, say
 from shardlab.train.progress import TrainingProgress
+from tests.support.waiting import until
 
 Captured = pytest.CaptureFixture[str]
 
@@ -25,14 +26,23 @@ def test_silence_is_broken_before_ten_seconds_are_over() -> None:
     assert 5 < SILENCE < 10
 
 
-def test_a_silence_is_broken_by_what_is_under_way(capsys: Captured) -> None:
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What has been said."""
+    said: list[str] = []
+    monkeypatch.setattr("shardlab.train.heartbeat.say", said.append)
+    return said
+
+
+def until_said(lines: list[str], start: str) -> None:
+    until(lambda: any(line.startswith(start) for line in lines), lambda: lines)
+
+
+def test_a_silence_is_broken_by_what_is_under_way(lines: list[str]) -> None:
     with Heartbeat("validation", silence=0.05) as heartbeat:
-        time.sleep(0.3)
+        until_said(lines, "validation")
         heartbeat.doing = "step 1"
-        time.sleep(0.3)
-    printed = capsys.readouterr()
-    lines = printed.err.splitlines()
-    assert printed.out == ""
+        until_said(lines, "step 1")
     assert all(re.fullmatch(r"(validation|step 1)  under way for \d+ s", line) for line in lines)
     assert {line.split("  ")[0] for line in lines} == {"validation", "step 1"}
 
@@ -43,18 +53,15 @@ def test_nothing_is_said_while_lines_come_or_after_the_end(capsys: Captured) -> 
     assert capsys.readouterr().err == "a line\n"
 
 
-def test_a_slow_first_step_is_under_way_and_every_slow_step_has_its_line(capsys: Captured) -> None:
+def test_a_slow_first_step_is_under_way_and_every_slow_step_has_its_line(lines: list[str]) -> None:
     with TrainingProgress(1000, silence=0.05) as progress:
         progress.begin("first step")
-        time.sleep(0.3)
+        until_said(lines, "first step  under way for")
         for step in range(3):
             progress.show(figures(step))
-            time.sleep(0.3)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("first step  under way for")
+            until_said(lines, f"step {step + 2:>5}/1000  under way for")
     for step in (1, 2, 3):
         assert any(line.startswith(f"step {step:>5}/1000  loss 1.000") for line in lines)
-    assert any(line.startswith("step     2/1000  under way for") for line in lines)
 
 
 def test_fast_steps_have_ten_lines(capsys: Captured) -> None:

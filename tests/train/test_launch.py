@@ -19,6 +19,7 @@ from shardlab.program import UserError
 from shardlab.train import launch
 from shardlab.train.launch import run_ranks
 from shardlab.train.processes import RankFailed
+from tests.support.ports import free_port
 from tests.support.ranks import PRELOAD
 from tests.train import jobs
 
@@ -80,12 +81,6 @@ def _join(pipe: Connection, environment: dict[str, str]) -> None:
         pipe.send(run_ranks(2, jobs.sum_of_ranks, 5))
     except UserError as error:
         pipe.send(str(error))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 Environment = Callable[[int, str], dict[str, str]]

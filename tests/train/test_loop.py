@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,13 +26,14 @@ from shardlab.models import GPT, MoE
 from shardlab.program import UserError
 from shardlab.train.config import LoggingConfig
 from shardlab.train.job import Job
-from shardlab.train.loop import Summary, TrainingRun, looks, train_rank
+from shardlab.train.loop import Summary, looks
 from shardlab.train.output import OutputFolder
 from shardlab.train.sample import opening
 from shardlab.train.steps import StepResult
 from shardlab.train.world import agree
 from shardlab.train.written import free_folder
 from tests.support.ranks import Ranks
+from tests.train.plainly import train_by_ticks, train_plainly
 from tests.train.runs import run_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -39,23 +41,21 @@ World = Callable[[int], Ranks]
 MODEL = GPT(layers=4, hidden_size=16, heads=2, seq_len=16)
 
 
-def run(world: World, strategy: str, ranks: int, out: Path, steps: int = 12) -> Summary:
+def run(
+    world: World, strategy: str, ranks: int, out: Path, steps: int = 12, train: Callable[..., Any] = train_plainly
+) -> Summary:
     job = Job(strategy, ranks, 4, MODEL, 2)
     plan = run_of(job, OptimizerConfig(learning_rate=1e-2, schedule_steps=steps, warmup_steps=2), out)
-    summary = world(ranks).call(train_rank_quietly, plan)[0]
+    summary = world(ranks).call(train, plan)[0]
     assert isinstance(summary, Summary)
     return summary
-
-
-def train_rank_quietly(rank: int, plan: TrainingRun) -> Summary | None:
-    return train_rank(rank, torch.device("cpu"), plan)
 
 
 def test_a_run_of_cut_experts_leaves_all_of_them_and_lowers_the_loss(ranks: World, tmp_path: Path) -> None:
     model = MoE(layers=2, hidden_size=16, heads=2, seq_len=8, auxiliary=0.1)
     job = Job("expert-parallel", 2, 4, model, 2)
     plan = run_of(job, OptimizerConfig(learning_rate=1e-2, schedule_steps=20, warmup_steps=2), tmp_path / "run")
-    summary = ranks(2).call(train_rank_quietly, plan)[0]
+    summary = ranks(2).call(train_plainly, plan)[0]
     assert summary.validation_after < summary.validation_before - 0.3
     weights = load_file(tmp_path / "run" / "weights.safetensors")
     assert sum(tensor.numel() for tensor in weights.values()) == model.parameter_count
@@ -66,7 +66,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_training_lowers_the_validation_loss_and_leaves_a_whole_folder(ranks: World, tmp_path: Path) -> None:
-    summary = run(ranks, "fsdp", 2, tmp_path / "run")
+    summary = run(ranks, "fsdp", 2, tmp_path / "run", train=train_by_ticks)
     assert summary.validation_after < summary.validation_before - 0.3
     assert (summary.steps, summary.interrupted) == (12, False)
     assert summary.prompt.encode() == opening(Corpus.open((), MODEL.seq_len))
@@ -93,7 +93,7 @@ def test_a_run_keeps_the_tokenizer_of_its_data(ranks: World, tmp_path: Path) -> 
     plan = run_of(
         job, OptimizerConfig(schedule_steps=1, warmup_steps=0), tmp_path / "run", data=(str(tmp_path / "data"),)
     )
-    ranks(1).call(train_rank_quietly, plan)
+    ranks(1).call(train_plainly, plan)
     shutil.rmtree(tmp_path / "data")
     found = kept_tokenizer(tmp_path / "run")
     assert found is not None
@@ -107,9 +107,9 @@ def test_looks_at_intervals_change_no_number_and_records_keep_to_theirs(ranks: W
     logging = LoggingConfig(log_every=5, validate_every=4, sample_every=6)
     plan = run_of(job, optimizer, tmp_path / "run")
     plan = replace(plan, config=replace(plan.config, logging=logging))
-    ranks(2).call(train_rank_quietly, plan)
+    ranks(2).call(train_plainly, plan)
     plain = run_of(job, optimizer, tmp_path / "plain")
-    ranks(2).call(train_rank_quietly, plain)
+    ranks(2).call(train_plainly, plain)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] + 1 for record in records] == [1, 4, 5, 6, 8, 10, 12]
     assert [record["step"] + 1 for record in records if "validation_loss" in record] == [4, 8]
@@ -119,7 +119,7 @@ def test_looks_at_intervals_change_no_number_and_records_keep_to_theirs(ranks: W
         tmp_path / "plain" / "weights.safetensors"
     ).read_bytes()
     four = replace(plain, config=replace(plain.config, train=replace(plain.config.train, steps=4)), out=tmp_path / "4")
-    summary = ranks(2).call(train_rank_quietly, four)[0]
+    summary = ranks(2).call(train_plainly, four)[0]
     assert records[1]["validation_loss"] == summary.validation_after
 
 
@@ -145,7 +145,7 @@ def test_a_run_goes_on_from_another_run_or_from_hugging_face(
         plan = run_of(
             job, OptimizerConfig(schedule_steps=1, warmup_steps=0), tmp_path / f"from {folder}", init=tmp_path / folder
         )
-        summary = ranks(count).call(train_rank_quietly, plan)[0]
+        summary = ranks(count).call(train_plainly, plan)[0]
         assert summary.validation_before == pytest.approx(begun.validation_after, rel=1e-6)
         assert losses(tmp_path / f"from {folder}")[0] < losses(tmp_path / "begun")[0] - 0.2
     assert losses(tmp_path / "from begun") == losses(tmp_path / "from hf")

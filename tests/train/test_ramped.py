@@ -20,12 +20,12 @@ from shardlab.strategies.plan import Plan
 from shardlab.train.cases import SHARDINGS
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
-from shardlab.train.loop import train_rank
 from shardlab.train.ramp import BatchRamp
 from shardlab.train.ramped import RampedExecutor, want_same_slices
 from shardlab.train.reference import train_reference
 from shardlab.train.run import TrainingRun
 from tests.support.ranks import Ranks
+from tests.train.plainly import train_plainly
 from tests.train.runs import run_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -88,13 +88,9 @@ def test_a_batch_that_grows_is_one_device_s_under_every_plan(ranks: World, name:
         assert torch.allclose(ours[: len(theirs)], theirs, rtol=0, atol=1e-12 * float(theirs.abs().max()))
 
 
-def train_rank_quietly(rank: int, run: TrainingRun) -> None:
-    train_rank(rank, CPU, run)
-
-
 def test_figures_of_a_step_are_of_its_own_batch(ranks: World, tmp_path: Path) -> None:
     job = Job("fsdp", 2, 4, MODEL, 2)
-    ranks(2).call(train_rank_quietly, run_with(job, tmp_path / "run"))
+    ranks(2).call(train_plainly, run_with(job, tmp_path / "run"))
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for record, count in zip(records, [2, 2, 6, 4, 4], strict=True):
         assert record["sps"] == pytest.approx(2 * count / record["dt"])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardlab.errors import UserError
 from shardlab.train.launch_environment import LaunchEnvironment
 from shardlab.train.stores import Together
-from tests.train.test_launch import free_port
+from tests.support.ports import free_port
 
 SHORT = timedelta(seconds=0.2)
 

@@ -1,0 +1,112 @@
+"""Starts of Python programs without their imports, which take seconds of a core and hold nothing of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+LONGEST = 1 << 17
+"""Bytes of a request: variables are most of it."""
+
+
+class WarmProcess(subprocess.Popen[Any]):
+    """`subprocess.Popen`, whose process is forked off a server if it is of this Python.
+
+    Attributes:
+        address: the server's socket.
+    """
+
+    address = ""
+    _answers: socket.socket | None = None
+
+    def _execute_child(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        args: Sequence[Any],
+        executable: Any,
+        preexec: Any,
+        close: Any,
+        passed: Any,
+        cwd: Any,
+        env: Any,
+        *rest: Any,
+    ) -> None:
+        words: list[str] = [os.fspath(word) for word in args]
+        if words[0] != sys.executable:
+            given = args, executable, preexec, close, passed, cwd, env, *rest
+            super()._execute_child(*given)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
+            return
+        pipes, (_, _, _, _, _, new_session, _) = rest[3:9], rest[9:]
+        files = [pipes[at] if pipes[at] >= 0 else number for number, at in enumerate((0, 3, 5))]
+        request: dict[str, Any] = {"words": words[1:], "variables": dict(os.environ if env is None else env)}
+        request |= {"folder": os.fspath(cwd or os.getcwd()), "new_session": new_session}
+        self._answers = answers = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        answers.connect(self.address)
+        socket.send_fds(answers, [json.dumps(request).encode()], files)
+        self.pid = int(answers.recv(LONGEST))
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
+
+    def _internal_poll(self, *given: Any, **more: Any) -> int | None:
+        if self._answers is None:
+            return super()._internal_poll(*given, **more)  # pyright: ignore
+        with suppress(subprocess.TimeoutExpired):
+            self._wait(0)
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if self._answers is None:
+            return super()._wait(timeout)  # pyright: ignore
+        if self.returncode is None:
+            if not select.select([self._answers], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = int(self._answers.recv(LONGEST))
+            self._answers.close()
+        return self.returncode
+
+
+class WarmStarts:
+    """A server that starts programs warm.
+
+    Args:
+        variables: those of the server; each program has its own.
+    """
+
+    def __init__(self, variables: Mapping[str, str] = os.environ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        WarmProcess.address = f"{self._folder.name}/socket"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.warm_server", WarmProcess.address],
+            env={**variables, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"ready\n"
+
+    def start(self, words: Sequence[str], **options: Any) -> WarmProcess:
+        """Start Python with these words, and with `subprocess.Popen`'s options."""
+        return WarmProcess([sys.executable, *words], **options)
+
+    def run(self, words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run Python with these words to its end, which is soon; what it has said, as text."""
+        pipe = subprocess.PIPE
+        with WarmProcess([sys.executable, *words], stdout=pipe, stderr=pipe, text=True, **options) as process:
+            out, said = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, said)
+
+    def close(self) -> None:
+        """End the server."""
+        self._process.communicate()
+        self._folder.cleanup()
