@@ -23,6 +23,7 @@ from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Flag, MaxOps, MaxSeconds, Name, OptionalCount, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.setting_options import NO_SETTINGS, Settings
+from shardlab.cli.settling import settled_here
 from shardlab.data import sources_of
 from shardlab.models.counts import count_parameters
 from shardlab.models.weight_files import weights_at
@@ -210,6 +211,7 @@ class Train:
                 name = None  # flags alone are a plan
         follows = self.resume is not None and (self.ranks is None or not self.layout.names_mesh)
         chosen, ranks = self.layout.entry(name, ranks or launched, base, passes=passes, follows=follows)
+        chosen = settled_here(chosen, resolved(sources, chosen, ranks))
         return chosen, resolved(sources, chosen, ranks)
 
     def _run(
