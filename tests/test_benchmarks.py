@@ -133,7 +133,7 @@ def test_constants_are_refitted_and_errors_told_of_sources_that_a_fit_has_not_se
     assert left_out > refitted, "what only one source tells is not told without it"
 
 
-def test_every_plan_of_a_space_is_run_and_the_chosen_one_is_among_them(tmp_path: Path) -> None:
+def test_every_plan_of_a_space_is_run_and_the_chosen_one_is_among_them(run: Run, tmp_path: Path) -> None:
     here = this_machine()
     if here.places != 2:
         pytest.skip("the profile is of as many ranks as this machine has cores")
