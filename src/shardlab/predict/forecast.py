@@ -9,7 +9,7 @@ from functools import partial
 from shardlab.predict.estimate import Peak
 from shardlab.predict.held import HeldMemory, held_memory
 from shardlab.predict.outline_clocks import step_seconds
-from shardlab.predict.outlined import outlined
+from shardlab.predict.outlined import Outlines
 from shardlab.predict.priced_sample import PricedSample
 from shardlab.predict.workload import Workload
 from shardlab.program.world import gc_paused
@@ -19,7 +19,7 @@ from shardlab.strategies.resolve import resolve
 
 @dataclass(frozen=True)
 class Forecast:
-    """Figures of a step.
+    """PricedSample of a step.
 
     Attributes:
         seconds: of the step.
@@ -46,10 +46,9 @@ def forecast(workload: Workload) -> Forecast:
         each, rest = divmod(workload.microbatches, plan.data_ranks)
         few, more = (each, 0) if rest else enough(plan, each)
         replayed = Outlined(workload, few) if outlinable(workload) else partial(_replayed, workload)
-        seconds, peaks = replayed(few)
+        seconds, peaks = replayed(few + more)
         if few < each:
-            longer, peaks = replayed(few + more)
-            seconds = extended(seconds, longer, (each - few) / more)
+            seconds = extended(replayed(few)[0], seconds, (each - few) / more)
         return Forecast(seconds, peaks, held_memory(workload, peaks))
 
 
@@ -94,6 +93,7 @@ class Outlined:
         self._first = range(0, mesh.world, mesh.world // mesh.pp)
         self._plans = [resolve(plan, workload.sizes, each * plan.data_ranks, index) for index in self._first]
         self._figures = PricedSample(workload, {type(step) for step in self._plans[0].steps})
+        self._outlines = Outlines(self._figures)
         self._beside = workload.recipe.kernels.step_seconds
 
     def __call__(self, each: int) -> Replayed:
@@ -102,9 +102,11 @@ class Outlined:
             replace(plan, steps=mine, microbatches=range(each))
             for plan, mine in zip(self._plans, steps.of_ranks, strict=True)
         ]
-        ranks = [outlined(self._figures, plan, index) for plan, index in zip(plans, self._first, strict=True)]
-        seconds = step_seconds([rank.entries for rank in ranks], self._figures.prices.contention)
-        return seconds + self._beside, [rank.peak_memory for rank in ranks]
+        ranks = [self._outlines.of(plan, index) for plan, index in zip(plans, self._first, strict=True)]
+        rows = [self._outlines.row(rank, index) for rank, index in zip(ranks, self._first, strict=True)]
+        seconds = step_seconds(rows, self._figures.prices.contention)
+        peaks = [self._outlines.peak(*rank) for rank in zip(ranks, plans, self._first, strict=True)]
+        return seconds + self._beside, peaks
 
 
 STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")

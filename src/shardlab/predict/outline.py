@@ -7,13 +7,13 @@ many entries as there are microbatches and messages, not ops.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
-from shardlab.predict.estimate import Peak
-from shardlab.predict.outline_entries import Await, Compute, Entry, Issue, Join
+from shardlab.predict.outline_entries import Await, Compute, Entry, Issue, Join, Message, Stretch, Take, Way
 from shardlab.predict.outline_values import Borders, OutlineHandle, OutlineStore, OutlineValue
-from shardlab.predict.passes import Crest, Held, Pass
+from shardlab.predict.passes import Crest, Pass
 from shardlab.predict.priced_sample import PricedSample
 from shardlab.program import Group, Kind, Mesh, OpKind
 from shardlab.program.mesh import group_among
@@ -26,23 +26,21 @@ class Outline:
     """One rank of each pipeline stage, as far as its step's time and memory go.
 
     Attributes:
-        entries: what it does, in order.
-        peak, at_peak: the most bytes that it holds, in all and by category.
-        op, layer: during which op, on which layer.
+        entries: what it has done since the present stretch began, in order.
+        collectives: how many it has begun.
+        outstanding: collectives that it has not waited for, in order.
+        held, total: bytes that it holds beyond what it held then, by category and in all.
+        ways: the messages that it sends and receives.
     """
 
-    def __init__(self, index: int, mesh: Mesh, figures: PricedSample) -> None:
+    def __init__(self, index: int, mesh: Mesh, figures: PricedSample, ways: list[Way]) -> None:
         self.index, self.mesh, self.figures = index, mesh, figures
         self.layers = range(len(figures.alike) - 1)
-        self.entries: list[Entry] = []
-        self._handles = 0
-        self._outstanding: dict[int, OutlineHandle] = {}
-        self.open = Counter[Hashable]()
-        self._joined = Counter[Hashable]()
-        self.held = [0] * len(CATEGORIES)
-        self.total = self.peak = 0
-        self.at_peak: Held = tuple(self.held)
-        self.op, self.layer = OpKind.LOAD_WEIGHT, 0
+        self.collectives = 0
+        self.outstanding: dict[OutlineHandle, None] = {}
+        self.open = Counter[Group]()
+        self.ways = ways
+        self._begin()
         self.weights, self.opt_states = OutlineStore(), OutlineStore()
         self.grad_weights, self.scalars = OutlineStore(), OutlineStore()
         self._borders = {kind.value: Borders(self, kind) for kind in Kind}
@@ -50,6 +48,19 @@ class Outline:
         self.grad_activations = self.store(Kind.GRAD_ACTIVATION)
         self._apart = mesh.world // mesh.pp
         self._groups: dict[str, Group] = {}
+
+    def _begin(self) -> None:
+        self.entries: list[Entry] = []
+        self.held = [0] * len(CATEGORIES)
+        self.total = 0
+        self._crest: Crest | None = None
+        self._peak = -math.inf
+
+    def stretch(self) -> Stretch:
+        """End the present stretch and begin another."""
+        ended = Stretch(self.entries, self.total, tuple(self.held), self._crest)
+        self._begin()
+        return ended
 
     def store(self, kind: Kind) -> Borders:
         return self._borders[kind.value]
@@ -72,9 +83,9 @@ class Outline:
         self.total -= value.room
 
     def note(self, op: OpKind, layer: int) -> None:
-        """Compare what is held during an op with the peak."""
-        if self.total > self.peak:
-            self.peak, self.at_peak, self.op, self.layer = self.total, tuple(self.held), op, layer
+        """Compare what is held during an op with the stretch's peak."""
+        if self.total > self._peak:
+            self._peak, self._crest = self.total, Crest(self.total, tuple(self.held), op, layer)
 
     def forget(self, value: OutlineValue) -> None:
         value.keys -= 1
@@ -107,49 +118,40 @@ class Outline:
         else:
             self.entries.append(Compute(seconds))
 
-    def issue(self, channel: Hashable, result: OutlineValue | None, read: OutlineValue | None) -> OutlineHandle:
-        """Note that a communication has begun; an entry follows."""
-        handle = self._outstanding[self._handles] = OutlineHandle(self, self._handles, channel, result, read)
-        self._handles += 1
-        self.open[channel] += 1
-        if read is not None:
-            read.reading += (handle,)
+    def begin(self, handle: OutlineHandle) -> OutlineHandle:
+        """Note that a collective has begun; an entry follows."""
+        self.outstanding[handle] = None
+        self.open[handle.group] += 1
+        if handle.read is not None:
+            handle.read.reading += (handle,)
         return handle
 
     def meet(
         self, group: Group, seconds: float, result: OutlineValue | None = None, read: OutlineValue | None = None
     ) -> OutlineHandle:
         """Begin a collective: alone, or with the other rows that are members."""
-        handle = self.issue(group, result, read)
-        if self._meets_rows(group):
-            self._join(handle, group, len(group.ranks), seconds)
-        else:
-            self.entries.append(Issue(handle.number, group, seconds))
+        handle = self.begin(OutlineHandle(self, group, self.collectives, result, read))
+        self.collectives += 1
+        across = self._meets_rows(group)
+        self.entries.append(Join(group, group, len(group.ranks), seconds) if across else Issue(group, seconds))
         return handle
 
     def _meets_rows(self, group: Group) -> bool:
         return group.axis == "pp" or (self.mesh.pp > 1 and group.ranks[-1] - group.ranks[0] >= self._apart)
 
-    def _join(self, handle: OutlineHandle, stream: Hashable, members: int, seconds: float, blocks: float = 0.0) -> None:
-        channel = handle.channel
-        self._joined[channel] += 1
-        self.entries.append(Join(handle.number, channel, self._joined[channel], stream, members, seconds, blocks))
-
     def wait(self, handle: OutlineHandle) -> None:
+        group = handle.group
         handle.waited = True
-        del self._outstanding[handle.number]
-        self.open[handle.channel] -= 1
-        last = self.entries[-1]
-        if (
-            self.figures.merges
-            and isinstance(last, Issue)
-            and last.handle == handle.number
-            and not self.open[handle.channel]
-        ):  # awaited at once, on an idle stream
+        del self.outstanding[handle]
+        self.open[group] -= 1
+        ago = self.collectives - handle.number
+        last = self.entries[-1] if ago == 1 and self.entries and self.figures.merges else None
+        if isinstance(last, Issue) and not self.open[group]:  # awaited at once, on an idle stream
             self.entries.pop()
+            self.collectives -= 1
             self.run(last.seconds)
         else:
-            self.entries.append(Await(handle.number))
+            self.entries.append(Await(ago))
         result, read = handle.result, handle.read
         if result is not None and result.slot == COMMUNICATION:  # it has arrived
             self.held[COMMUNICATION] -= result.room
@@ -162,16 +164,38 @@ class Outline:
 
     def end(self) -> None:
         """Wait for what is in flight."""
-        for handle in list(self._outstanding.values()):
+        for handle in list(self.outstanding):
             if not handle.waited:
                 self.wait(handle)
 
-    @property
-    def peak_memory(self) -> Peak:
-        """The peak, for a reader."""
-        by_category = {category.value: bytes for category, bytes in zip(CATEGORIES, self.at_peak, strict=True)}
-        part = "" if self.layer < 0 else "head" if self.layer == len(self.layers) else self.figures.place(self.layer)
-        return Peak(self.index, self.peak, by_category, self.op, self.layer, 0, part)
+    # Messages
+
+    def send(self, value: OutlineValue, further: int) -> None:
+        """Send a value to the rank that is so much further."""
+        self.entries.append(Message(self._way(Way(True, further, value.part))))
+
+    def sent(self, value: OutlineValue, further: int) -> None:
+        """Wait until the oldest value like this one that is on its way is there."""
+        self.entries.append(Take(self._way(Way(True, further, value.part)), 0))
+        self.drop(value)
+
+    def receive(self, value: OutlineValue, layer: int, further: int) -> None:
+        """Begin to receive a value that enters a layer, or its gradient."""
+        value.slot = COMMUNICATION
+        self.hold(value)
+        self.note(OpKind.RECV, layer)
+        self.entries.append(Message(self._way(Way(False, further, value.part, layer))))
+
+    def received(self, value: OutlineValue, layer: int, further: int, turn: int) -> None:
+        """Wait for a value: of those like it that are on their way, for the next one (0) or one after it."""
+        self.entries.append(Take(self._way(Way(False, further, value.part, layer)), turn))
+        self.held[COMMUNICATION] -= value.room
+        self.held[value.slot] += value.room
+
+    def _way(self, way: Way) -> int:
+        if way not in self.ways:
+            self.ways.append(way)
+        return self.ways.index(way)
 
     # Verbs of a program
 
@@ -223,23 +247,6 @@ class Outline:
 
     def _alike(self, value: OutlineValue) -> OutlineValue:
         return OutlineValue(self, value.part, value.layer, value.pieces, value.of)
-
-    def send(self, value: OutlineValue, *, to: int) -> OutlineHandle:
-        seconds = self.figures.message(value.part, self.index, to)
-        handle = self.issue((self.index, to), None, value)
-        self._join(handle, frozenset((self.index, to)), 2, seconds, self.figures.prices.blocking_p2p * seconds)
-        return handle
-
-    def recv(self, *, source: int, expect: tuple[str, int, int]) -> OutlineHandle:
-        name, layer, _ = expect
-        result = self._borders[name].coming(layer)
-        result.slot = COMMUNICATION
-        self.hold(result)
-        self.note(OpKind.RECV, layer)
-        handle = self.issue((source, self.index), result, None)
-        seconds = self.figures.message(result.part, source, self.index)
-        self._join(handle, frozenset((source, self.index)), 2, seconds)
-        return handle
 
     def add(self, older: OutlineValue, newer: OutlineValue) -> OutlineValue:
         made = self._alike(older)
@@ -323,15 +330,15 @@ class Outline:
                 self.wait(self.meet(group, seconds))
             self.run(done.rest)
         before, main, after = done.crests
-        if before is not None and self.total + before.bytes > self.peak:
+        if before is not None and self.total + before.bytes > self._peak:
             self._rise(before, layer)
         if gradient is not None:
             self.hold(gradient)
-        if main is not None and self.total + main.bytes > self.peak:
+        if main is not None and self.total + main.bytes > self._peak:
             self._rise(main, layer)
         if weight is not None:
             self.done_with(weight)
-        if after is not None and self.total + after.bytes > self.peak:
+        if after is not None and self.total + after.bytes > self._peak:
             self._rise(after, layer)
         held = self.held
         for slot, change in done.changes:
@@ -340,6 +347,6 @@ class Outline:
 
     def _rise(self, crest: Crest, layer: int) -> None:
         """Note a new peak: the most that a pass holds, beyond what is held now."""
-        self.peak = self.total + crest.bytes
-        self.at_peak = tuple([a + b for a, b in zip(self.held, crest.held, strict=True)])
-        self.op, self.layer = crest.op, layer + crest.layer
+        held = tuple([a + b for a, b in zip(self.held, crest.held, strict=True)])
+        self._peak = self.total + crest.bytes
+        self._crest = Crest(self._peak, held, crest.op, layer + crest.layer)

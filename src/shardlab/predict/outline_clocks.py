@@ -10,14 +10,18 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import count
 
-from shardlab.predict.outline_entries import Await, Compute, Entry, Issue, Join
+from shardlab.predict.outline_entries import Await, Compute, Entry, Issue, Join, Message, Take
 from shardlab.timeline.clocks import Idle, computing
 
 Meeting = tuple[Hashable, int]
 """A communication between rows: its channel, and its number on it."""
 
 
-def step_seconds(rows: Sequence[Sequence[Entry]], contention: float = 0.0) -> float:
+Row = tuple[Sequence[Entry], Sequence[Join]]
+"""What a rank does, and its part in a message on each of its ways."""
+
+
+def step_seconds(rows: Sequence[Row], contention: float = 0.0) -> float:
     """Find how long it takes until the last row has ended.
 
     Args:
@@ -26,32 +30,42 @@ def step_seconds(rows: Sequence[Sequence[Entry]], contention: float = 0.0) -> fl
     return _OutlineClocks(rows, contention).run()
 
 
+NOT_YET = -1.0
+
+Times = list[float]
+"""When a communication starts and ends (`NOT_YET`: others have still to come)."""
+
+
 class _OutlinedRow:
     """Where a row has got to.
 
     Attributes:
         at, clock: the entry that is next, and when.
-        starts, ends: of what it has issued, by handle.
+        collectives: what it has begun, in order.
+        messages: those on each of its ways that were not waited for.
         free: when each stream is, of groups that are not across rows.
+        joined: how many communications it has joined, by channel.
         idle: when it stood still; noted where communication takes time from compute.
-        parked: the handle that it waits for (-1: none).
+        waits: for what it stands still (None: for nothing).
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
-        self.entries = entries
-        self.at, self.clock, self.parked = 0, 0.0, -1
-        self.starts: dict[int, float] = {}
-        self.ends: dict[int, float] = {}
+    def __init__(self, row: Row) -> None:
+        self.entries, self.ways = row
+        self.at, self.clock = 0, 0.0
+        self.collectives: list[Times] = []
+        self.messages: list[list[Times]] = [[] for _ in self.ways]
         self.free: dict[Hashable, float] = defaultdict(float)
+        self.joined: dict[Hashable, int] = defaultdict(int)
         self.idle: list[Idle] = []
+        self.waits: Times | None = None
 
 
 class _OutlineClocks:
-    def __init__(self, rows: Sequence[Sequence[Entry]], contention: float) -> None:
-        self._rows = [_OutlinedRow(entries) for entries in rows]
+    def __init__(self, rows: Sequence[Row], contention: float) -> None:
+        self._rows = [_OutlinedRow(row) for row in rows]
         self._contention = contention
         self._free: dict[Hashable, float] = defaultdict(float)  # streams across rows
-        self._joined: dict[Meeting, list[tuple[int, Join]]] = defaultdict(list)  # rows, and their parts
+        self._joined: dict[Meeting, list[tuple[int, Join, Times]]] = defaultdict(list)  # rows, and their parts
         self._tie = count()
         # (time, tie, row to go on, or communication that all have joined)
         self._heap: list[tuple[float, int, int | Meeting]] = []
@@ -66,7 +80,7 @@ class _OutlineClocks:
                 self._advance(coming, now)
             else:
                 self._meet(coming, now)
-        assert all(row.parked < 0 for row in self._rows), "every message is sent and received"
+        assert all(row.waits is None for row in self._rows), "every message is sent and received"
         return self._end
 
     def _push(self, time: float, coming: int | Meeting) -> None:
@@ -75,41 +89,57 @@ class _OutlineClocks:
     def _advance(self, number: int, now: float) -> None:
         """Go on with a row until it meets others, in the order of time, or waits for them."""
         row = self._rows[number]
-        clock, starts, ends, free = row.clock, row.starts, row.ends, row.free
+        clock, collectives, free, entries = row.clock, row.collectives, row.free, row.entries
         computed = latest = 0.0
-        for at in range(row.at, len(row.entries)):
-            entry = row.entries[at]
-            if isinstance(entry, Compute):
+        for at in range(row.at, len(entries)):
+            entry = entries[at]
+            kind = type(entry)  # all of them are final, and most of a replay's time is spent here
+            if kind is Compute:
                 clock = computed = clock + entry.seconds
-            elif isinstance(entry, Await):
-                end = ends.get(entry.handle)
-                if end is None:
-                    row.parked = entry.handle
+            elif kind is Issue:
+                group, seconds = entry
+                start = free[group]
+                if start < clock:
+                    start = clock
+                end = free[group] = start + seconds
+                collectives.append((start, end))
+                if end > latest:
+                    latest = end
+            elif kind is Await or kind is Take:
+                alike, place = (collectives, -entry[0]) if kind is Await else (row.messages[entry[0]], entry[1])
+                times = alike[place]
+                start, end = times
+                if end == NOT_YET:
+                    row.waits = times
                     break
+                if kind is Take:
+                    alike.pop(place)
                 if self._contention:
-                    both = computing(row.idle, starts[entry.handle], min(clock, end))
+                    both = computing(row.idle, start, min(clock, end))
                     end = max(clock, end) + self._contention * both
                     row.idle.append(Idle(-1, clock, end))
-                clock = max(clock, end)
-            elif isinstance(entry, Issue):
-                start = starts[entry.handle] = max(clock, free[entry.group])
-                latest = ends[entry.handle] = free[entry.group] = start + entry.seconds
-                self._end = max(self._end, latest)
+                if end > clock:
+                    clock = end
             elif clock > now:
                 self._push(clock, number)
                 break
             else:
-                self._join(number, entry, now)
-                clock += entry.blocks
+                joins, alike = (row.ways[entry[0]], row.messages[entry[0]]) if kind is Message else (entry, collectives)
+                times = [NOT_YET, NOT_YET]
+                alike.append(times)
+                self._join(number, joins, times, now)
+                clock += joins.blocks
         else:
-            at = len(row.entries)
+            at = len(entries)
         row.at, row.clock = at, clock
-        self._end = max(self._end, computed)
+        self._end = max(self._end, computed, latest)
 
-    def _join(self, number: int, entry: Join, now: float) -> None:
-        meeting = entry.channel, entry.number
+    def _join(self, number: int, entry: Join, times: Times, now: float) -> None:
+        joined, channel = self._rows[number].joined, entry.channel
+        meeting = channel, joined[channel]
+        joined[channel] += 1
         members = self._joined[meeting]
-        members.append((number, entry))
+        members.append((number, entry, times))
         if len(members) == entry.members:
             self._push(now, meeting)
 
@@ -120,9 +150,9 @@ class _OutlineClocks:
         start = max(now, self._free[stream])
         end = self._free[stream] = start + seconds
         self._end = max(self._end, end)
-        for number, entry in members:
+        for number, _, times in members:
+            times[:] = start, end
             row = self._rows[number]
-            row.starts[entry.handle], row.ends[entry.handle] = start, end
-            if row.parked == entry.handle:
-                row.parked = -1
+            if row.waits is times:
+                row.waits = None
                 self._push(max(row.clock, now), number)

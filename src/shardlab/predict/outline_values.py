@@ -5,11 +5,11 @@ They live and end as those of a traced rank do (see `shardlab.program.tracer`).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardlab.predict.priced_sample import SizedPart
-from shardlab.program import Kind
+from shardlab.program import Group, Kind
 
 if TYPE_CHECKING:
     from shardlab.predict.outline import Outline
@@ -46,20 +46,20 @@ class OutlineValue:
 
 
 class OutlineHandle:
-    """A communication that an outlined rank has issued.
+    """A collective that an outlined rank has begun.
 
     Attributes:
-        number: of the rank's communications.
-        channel: what it takes turns on.
+        group: who meets.
+        number: among the rank's collectives.
         result, read: the value that it makes, and the one that it reads.
     """
 
-    __slots__ = ("channel", "number", "rank", "read", "result", "waited")
+    __slots__ = ("group", "number", "rank", "read", "result", "waited")
 
     def __init__(
-        self, rank: Outline, number: int, channel: Hashable, result: OutlineValue | None, read: OutlineValue | None
+        self, rank: Outline, group: Group, number: int, result: OutlineValue | None, read: OutlineValue | None
     ) -> None:
-        self.rank, self.number, self.channel, self.result, self.read = rank, number, channel, result, read
+        self.rank, self.group, self.number, self.result, self.read = rank, group, number, result, read
         self.waited = False
 
     def __await__(self) -> Generator[OutlineHandle, None, Any]:
@@ -88,6 +88,11 @@ class OutlineStore(dict[Hashable, OutlineValue]):
         value = super().pop(key)
         value.keys -= 1
         return value
+
+    def reset(self, values: Mapping[Hashable, OutlineValue]) -> None:
+        """Keep these values, and forget the others as if they had never been."""
+        self.clear()
+        self.update(values)
 
 
 class Borders:

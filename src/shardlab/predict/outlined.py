@@ -3,29 +3,156 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple, cast
 
+from shardlab.predict.estimate import Peak
 from shardlab.predict.outline import Outline
-from shardlab.predict.outline_values import OutlineValue
+from shardlab.predict.outline_clocks import Row
+from shardlab.predict.outline_entries import Entry, Join, Stretch, Way
+from shardlab.predict.outline_state import Moment, Moments
+from shardlab.predict.outline_values import Borders, OutlineValue
+from shardlab.predict.outline_words import Border, StagePass, Token, block_cuts, kind_of, word_of
 from shardlab.predict.passes import NO_CRESTS, NOTHING, Crest, Cuts, Meeting, Pass
-from shardlab.predict.priced_sample import PricedSample
+from shardlab.predict.priced_sample import PricedSample, SizedPart
 from shardlab.program import Kind, OpKind
+from shardlab.strategies.gathering import uses
 from shardlab.strategies.planned import PlanRunner
 from shardlab.strategies.rank_plan import Keeps, RankPlan
+from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
+from shardlab.strategies.schedules.messages import Send
+from shardlab.strategies.schedules.sharding import ShardedStep
+from shardlab.timeline.memory import CATEGORIES
 
 
-def outlined(figures: PricedSample, rank_plan: RankPlan, index: int) -> Outline:
-    """Outline the step of a rank, by its number and the plan made out for it."""
-    rank = Outline(index, rank_plan.plan.mesh, figures)
-    running = _Runner(rank, rank_plan).run()
-    try:
-        running.send(None)
-    except StopIteration:
-        rank.end()
-        return rank
-    raise AssertionError("an outline never waits for other ranks")
+class RankOutline(NamedTuple):
+    """A rank's step, outlined.
+
+    Attributes:
+        kind: the ranks like it, of which one was outlined.
+        stretches: what it does, in order.
+    """
+
+    kind: RankKind
+    stretches: list[Stretch]
+
+
+class Outlines:
+    """Outlines of a workload's ranks, for any number of microbatches."""
+
+    def __init__(self, figures: PricedSample) -> None:
+        self._figures = figures
+        self._kinds: dict[Hashable, RankKind] = {}
+
+    def of(self, plan: RankPlan, index: int) -> RankOutline:
+        """Outline the step of a rank, by its number and the plan made out for it."""
+        key = kind_of(self._figures, plan)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = RankKind(self._figures, plan, index)
+        gathers = bool(plan.gather_axes) and not plan.explicit_gathers
+        return RankOutline(
+            kind, kind.follow(word_of(plan.steps, plan.own_stages, plan.pipeline.index(index), gathers=gathers))
+        )
+
+    def row(self, rank: RankOutline, index: int) -> Row:
+        """What a rank does and when it meets others."""
+        entries: list[Entry] = []
+        for stretch in rank.stretches:
+            entries += stretch.entries
+        return entries, [self._join(way, index) for way in rank.kind.ways]
+
+    def _join(self, way: Way, index: int) -> Join:
+        further = index + way.further * self._figures.apart
+        source, target = (index, further) if way.sends else (further, index)
+        seconds = self._figures.message(way.part, source, target)
+        blocks = self._figures.prices.blocking_p2p * seconds if way.sends else 0.0
+        return Join((source, target), frozenset((source, target)), 2, seconds, blocks)
+
+    def peak(self, rank: RankOutline, plan: RankPlan, index: int) -> Peak:
+        """The most that a rank holds."""
+        held = most = 0
+        crest, before = None, 0
+        for at, stretch in enumerate(rank.stretches):
+            if stretch.crest is not None and held + stretch.crest.bytes > most:
+                most, crest, before = held + stretch.crest.bytes, stretch.crest, at
+            held += stretch.bytes
+        if crest is None:
+            crest = Crest(0, NOTHING, OpKind.LOAD_WEIGHT, 0)
+        each = zip(crest.held, *[stretch.held for stretch in rank.stretches[:before]], strict=True)
+        by_category = {category.value: sum(bytes) for category, bytes in zip(CATEGORIES, each, strict=True)}
+        layer = crest.layer if crest.layer < 0 else _layers(plan)[_layers(rank.kind.plan).index(crest.layer)]
+        part = "" if layer < 0 else "head" if layer == len(plan.model.layers) else self._figures.place(layer)
+        return Peak(index, most, by_category, crest.op, layer, 0, part)
+
+
+def _layers(plan: RankPlan) -> list[int]:
+    """A rank's layers, and those that follow its stages."""
+    return [*plan.layers, *(plan.stages[stage].stop for stage in plan.own_stages)]
+
+
+class RankKind:
+    """Ranks that are alike but for the order of their steps.
+
+    What a step does follows from the moment before it. So of each moment and step that is met anywhere, one is outlined;
+    moments that have been are brought back for that.
+
+    Attributes:
+        plan: made out for the one that is outlined.
+        ways: its messages.
+    """
+
+    def __init__(self, figures: PricedSample, plan: RankPlan, index: int) -> None:
+        self._figures, self._index = figures, index
+        self.plan = replace(plan, steps=tuple({type(step): step for step in plan.steps}.values()))
+        self.ways: list[Way] = []
+        self._parts: dict[int, SizedPart] = {}
+        self._numbers: dict[Moment, int] = {}
+        self._moments: list[Moment] = []
+        self._known: dict[tuple[int, Token], tuple[Stretch, int]] = {}
+        self._messages: dict[Token, Stretch] = {}
+        self._load()
+
+    def _load(self) -> None:
+        """Begin with the weights alone."""
+        self._runner = _Runner(Outline(self._index, self.plan.plan.mesh, self._figures, self.ways), self.plan)
+        self._runner.gradients.load()
+        self._loaded = self._runner.outline.stretch()
+        self._moment = self._number()
+
+    def follow(self, word: Sequence[Token]) -> list[Stretch]:
+        """Take a rank's steps."""
+        stretches, moment = [self._loaded], 0
+        for token in word:
+            if token.border is not None:
+                stretch = self._messages.get(token)
+                if stretch is None:
+                    stretch = self._messages[token] = self._runner.message(token)
+            else:
+                known = self._known.get((moment, token))
+                if known is None:
+                    known = self._known[moment, token] = self._step(moment, token)
+                stretch, moment = known
+            stretches.append(stretch)
+        return stretches
+
+    def _step(self, moment: int, token: Token) -> tuple[Stretch, int]:
+        if self._moment < 0:
+            self._load()
+        if self._moment != moment:
+            self._runner.moments.back(self._moments[moment], self._parts)
+        stretch = self._runner.take(token)
+        self._moment = self._number() if token.kind else -1  # the update changes what no moment tells
+        return stretch, self._moment
+
+    def _number(self) -> int:
+        moment = self._runner.moments.now(self._parts)
+        number = self._numbers.setdefault(moment, len(self._moments))
+        if number == len(self._moments):
+            self._moments.append(moment)
+        return number
 
 
 class _Layers:
@@ -36,16 +163,7 @@ class _Layers:
         self.plan = rank_plan
         sizes = rank_plan.plan.mesh.sizes()
         self.slices = {l: math.prod(sizes[axis] for axis in w.cut_axes) for l, w in rank_plan.weights.items()}
-
-        self.cuts = {l: self._cuts(l) for l in rank_plan.layers}
-
-    def _cuts(self, layer: int) -> Cuts:
-        """Where stages cut the block of a layer that is computed again."""
-        if self.plan.layers[layer].keeps == "all":
-            return None if self.plan.plan.recompute != "full" else ()
-        blocks = self.plan.model.recomputable
-        block = blocks[bisect_right(blocks, layer, key=lambda block: block.start) - 1]
-        return tuple(stage[0] - block[0] for stage in self.plan.stages if block[0] < stage[0] <= block[-1])
+        self.cuts = {l: block_cuts(rank_plan, l) for l in rank_plan.layers}
 
     def key(self, layer: int) -> tuple[Cuts, int]:
         """Which sample's pass a layer takes, and of which of the sample's layers."""
@@ -99,7 +217,78 @@ class _Runner(PlanRunner):
         super().__init__(cast(Any, rank), rank_plan, cast(Any, self.passes))
         self.outline = rank
         self.chains: dict[tuple[str, int], Pass] = {}
-        self.adding = set[int]()  # stages that have gradients of every weight
+        self.token = Token(None)
+        self.counts = {stage for stage, left in self.left.items() if left}  # stages that reduce by themselves
+
+    @cached_property
+    def moments(self) -> Moments:
+        """Moments of this rank, whose weights are loaded."""
+        return Moments(self.outline, self.weights, self.gradients)
+
+    def take(self, token: Token) -> Stretch:
+        """Take a step that is no message, or the end."""
+        self.token = token
+        running = self.end(token) if token.kind is None else self.step(self.step_of(token))
+        try:
+            running.send(None)
+        except StopIteration:
+            return self.outline.stretch()
+        raise AssertionError("an outline never waits for other ranks")
+
+    def step_of(self, token: Token) -> ShardedStep:
+        """A step like those that a token stands for, of the first microbatch; what follows it decides what is gathered."""
+        kind, stage = token.kind, self.plan.own_stages[token.stage]
+        if kind not in (Forward, Backward, BackwardInput, BackwardWeight):
+            return cast(Any, kind)(stage)
+        if stage in self.counts:
+            self.left[stage] = 1 if token.last else 2
+        step = cast(Any, kind)(stage, 0)
+        if self.plan.gather_axes:
+            ahead = [
+                *(each for each in token.ahead if each is not None),
+                *(StagePass(place, True) for place in token.later),
+            ]
+            stages = self.plan.own_stages
+            self.weights.follow(
+                uses(self.plan, [step, *((Forward if p.forward else Backward)(stages[p.stage], 0) for p in ahead)])
+            )
+        return step
+
+    async def end(self, token: Token) -> None:
+        """Update, and wait for all messages."""
+        await self.gradients.update()
+        self.over(token)
+        self.outline.end()
+
+    def message(self, token: Token) -> Stretch:
+        """Send or receive."""
+        border = token.border
+        assert border is not None
+        self.over(token)
+        for layer, value in self.values(border, sends=token.kind is Send):
+            if token.kind is Send:
+                self.outline.send(value, border.further)
+            else:
+                self.outline.receive(value, layer, border.further)
+        return self.outline.stretch()
+
+    def over(self, token: Token) -> None:
+        """Wait for messages that were sent before."""
+        for border in token.over:
+            for _, value in self.values(border, sends=True):
+                self.outline.sent(value, border.further)
+
+    async def arrive(self, layer: int, m: int, *, forward: bool) -> None:
+        if self.token.takes is not None:
+            border, turn = self.token.takes
+            for layer, value in self.values(border, sends=False):
+                self.outline.received(value, layer, border.further, turn)
+
+    def values(self, border: Border, *, sends: bool) -> list[tuple[int, OutlineValue]]:
+        """What passes a border between stages, each with the layer that it enters or whose gradient it is."""
+        layers = self.plan.stages[self.plan.own_stages[border.stage]]
+        layer = layers.stop if border.forward is sends else layers.start
+        return [(layer, cast(Borders, store).coming(layer)) for store in self.borders[layer, border.forward]]
 
     async def forward(self, stage: int, m: int) -> None:
         chain = None if self.plan.gather_axes else self.chain("forward", stage)
@@ -145,11 +334,9 @@ class _Runner(PlanRunner):
         """A stage's passes, if all that is done with the gradients is that they are added to older ones."""
         if self.plan.gather_axes or self.left[stage] == 1:
             return None
-        if stage not in self.adding:
-            bare = self.plan.bare
-            if not all(self.passes.adds(l) for l in self.plan.stages[stage] if l not in bare):
-                return None
-            self.adding.add(stage)  # and so it is until the last one
+        bare = self.plan.bare
+        if not all(self.passes.adds(l) for l in self.plan.stages[stage] if l not in bare):
+            return None
         chain = self.chain(name, stage)
         return None if self.outline.busy(chain) else chain
 

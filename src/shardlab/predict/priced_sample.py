@@ -1,4 +1,4 @@
-"""Sizes, prices and passes that the outlines of one workload's ranks share, each found out once on its sample."""
+"""PricedSample that the outlines of one workload's ranks share: sizes, prices and passes, each found out once."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ class SizedPart(NamedTuple):
 
 
 class PricedSample:
-    """Sizes, prices and passes of a workload, from its sample of few blocks.
+    """Sizes, prices and passes of a workload, from its sample.
 
     Args:
         done: the kinds of steps that its plan has.
 
     Attributes:
         alike: for each layer the sample's layer that it is like.
+        apart: how far one rank of a pipeline is from the next.
         chains: passes of whole stages, by the passes in them.
     """
 
@@ -47,6 +48,7 @@ class PricedSample:
         self._sample, self._done = workload.sample, done
         self.alike = workload.repeated.alike
         self.place = workload.repeated.place
+        self.apart = workload.mesh.world // workload.mesh.pp
         self.sizes, self.prices = self._sample.sizes, self._sample.prices
         self.chains: dict[Hashable, Pass] = {}
         self._wire, self._room = Bytes(self.sizes), Bytes(self._sample.kept_sizes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from shardlab.program import Handle, Rank, Value
@@ -10,6 +10,7 @@ from shardlab.strategies.model_layers import ModelLayers
 from shardlab.strategies.plan import Reshard
 from shardlab.strategies.rank_plan import RankPlan
 from shardlab.strategies.schedules import Backward, BackwardInput, Forward
+from shardlab.strategies.schedules.sharding import ShardedStep
 
 
 class Visit(NamedTuple):
@@ -40,11 +41,11 @@ class Use(NamedTuple):
     run: int
 
 
-def uses(rank_plan: RankPlan) -> list[Use]:
-    """The uses of weights in a rank's steps, in order."""
+def uses(rank_plan: RankPlan, steps: Iterable[ShardedStep]) -> list[Use]:
+    """The uses of weights in some steps of a rank, in order."""
     visits: list[Visit] = []
     row, last_stage = -1, None
-    for step in rank_plan.steps:
+    for step in steps:
         if not isinstance(step, Forward | Backward | BackwardInput):
             continue
         row += step.stage != last_stage
@@ -79,6 +80,10 @@ def uses_of(visits: Sequence[Visit], reshard_after: Reshard) -> list[Use]:
     return [Use(visit.layer, keep, number) for visit, keep, number in zip(visits, reversed(kept), run, strict=True)]
 
 
+GatheringState = frozenset[tuple[int, int]]
+"""Weights that are on their way: of which layers, by which handles."""
+
+
 class ParameterGatherer:
     """Weights of one rank while it follows its steps.
 
@@ -90,11 +95,23 @@ class ParameterGatherer:
         self._rank = rank
         self._plan = rank_plan
         self._explicit = rank_plan.explicit_gathers
-        self._uses = uses(rank_plan) if rank_plan.gather_axes else []
+        self._uses: Sequence[Use] = uses(rank_plan, rank_plan.steps) if rank_plan.gather_axes else ()
         gathered = set(rank_plan.layers).difference(rank_plan.bare) if rank_plan.gather_axes else ()
         self._whole = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in gathered}  # to their weights
         self._at = 0
         self._coming: dict[int, Handle[Value]] = {}
+
+    def state(self, told: Callable[[Handle[Value]], int]) -> GatheringState:
+        """All that decides how it goes on, but for the uses that are left; handles as they are told."""
+        return frozenset([(layer, told(handle)) for layer, handle in self._coming.items()])
+
+    def restore(self, state: GatheringState, handle: Callable[[int], Handle[Value]]) -> None:
+        """Go on from a state."""
+        self._coming = {layer: handle(told) for layer, told in state}
+
+    def follow(self, uses: Sequence[Use]) -> None:
+        """Have these uses come next."""
+        self._uses, self._at = uses, 0
 
     def unshard(self, layers: Iterable[int]) -> None:
         """Start to gather."""

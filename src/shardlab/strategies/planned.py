@@ -13,7 +13,7 @@ from shardlab.strategies.reducing import GradientReducer
 from shardlab.strategies.resolve import resolve
 from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
 from shardlab.strategies.schedules.messages import Recv, Send
-from shardlab.strategies.schedules.sharding import ReduceGrad, Reshard, Unshard
+from shardlab.strategies.schedules.sharding import ReduceGrad, Reshard, ShardedStep, Unshard
 
 
 def planned(plan: Plan) -> Strategy:
@@ -56,31 +56,35 @@ class PlanRunner:
     async def run(self) -> None:
         """Load, follow the schedule, update."""
         self.gradients.load()
-        microbatches, stages = self.plan.microbatches, self.plan.stages
         for step in self.plan.steps:
-            match step:  # in a pipeline most steps are messages
-                case Send():
-                    for handle in self.leaving.get(step.peer, ()):  # so little is held
-                        await handle
-                    self.send(step)
-                case Recv():
-                    self.recv(step)
-                case Forward(stage, i):
-                    await self.forward(stage, microbatches[i])
-                case Backward(stage, i):
-                    await self.backward(stage, microbatches[i])
-                case BackwardInput(stage, i):
-                    await self.backward_input(stage, microbatches[i])
-                case BackwardWeight(stage, i):
-                    await self.backward_weight(stage, microbatches[i])
-                case Unshard(stage):
-                    self.weights.unshard(stages[stage])
-                case Reshard(stage):
-                    await self.weights.reshard(stages[stage])
-                case ReduceGrad(stage):
-                    for l in reversed(stages[stage]):
-                        await self.gradients.finish(l)
+            await self.step(step)
         await self.gradients.update()
+
+    async def step(self, step: ShardedStep) -> None:
+        """Take one step of the schedule."""
+        microbatches, stages = self.plan.microbatches, self.plan.stages
+        match step:  # in a pipeline most steps are messages
+            case Send():
+                for handle in self.leaving.get(step.peer, ()):  # so little is held
+                    await handle
+                self.send(step)
+            case Recv():
+                self.recv(step)
+            case Forward(stage, i):
+                await self.forward(stage, microbatches[i])
+            case Backward(stage, i):
+                await self.backward(stage, microbatches[i])
+            case BackwardInput(stage, i):
+                await self.backward_input(stage, microbatches[i])
+            case BackwardWeight(stage, i):
+                await self.backward_weight(stage, microbatches[i])
+            case Unshard(stage):
+                self.weights.unshard(stages[stage])
+            case Reshard(stage):
+                await self.weights.reshard(stages[stage])
+            case ReduceGrad(stage):
+                for l in reversed(stages[stage]):
+                    await self.gradients.finish(l)
 
     async def forward(self, stage: int, m: int) -> None:
         rank, plan, layers = self.rank, self.plan, self.plan.stages[stage]

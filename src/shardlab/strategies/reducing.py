@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 from shardlab.program import Handle, Rank, Value
@@ -22,6 +22,16 @@ class PendingReduction(NamedTuple):
     layer: int
     handle: Handle[Value]
     axes: tuple[str, ...]
+
+
+class ReducingState(NamedTuple):
+    """How far the reductions of a rank's gradients are, as of `GradientReducer`; handles as they are told."""
+
+    in_flight: tuple[tuple[str, tuple[tuple[int, int, tuple[str, ...]], ...]], ...]
+    uses: frozenset[tuple[int, int]]
+    coming: frozenset[tuple[int, int]]
+    complete: frozenset[int]
+    late: tuple[int, ...]
 
 
 class GradientReducer:
@@ -50,6 +60,24 @@ class GradientReducer:
         self._coming = Counter[int]()  # of each layer, gradients that are being reduced
         self._complete: set[int] = set()  # layers whose last gradient is among those
         self._late: list[int] = []  # layers whose gradients are reduced when the step's backward passes are over
+
+    def state(self, told: Callable[[Handle[Value]], int]) -> ReducingState:
+        """All that decides how it goes on; handles as they are told."""
+        in_flight = [
+            (axis, tuple([(layer, told(handle), axes) for layer, handle, axes in pending]))
+            for axis, pending in self._in_flight.items()
+        ]
+        uses, coming = frozenset(self._uses.items()), frozenset((+self._coming).items())
+        return ReducingState(tuple(in_flight), uses, coming, frozenset(self._complete), tuple(self._late))
+
+    def restore(self, state: ReducingState, handle: Callable[[int], Handle[Value]]) -> None:
+        """Go on from a state."""
+        self._in_flight = {
+            axis: deque([PendingReduction(layer, handle(told), axes) for layer, told, axes in pending])
+            for axis, pending in state.in_flight
+        }
+        self._uses, self._coming = dict(state.uses), Counter(dict(state.coming))
+        self._complete, self._late = set(state.complete), list(state.late)
 
     def load(self) -> None:
         """Load this rank's slices of the weights and of the optimizer's state."""
