@@ -142,3 +142,17 @@ def test_layers_of_three_blocks_tell_the_sizes_of_all() -> None:
             assert workload.sizes == whole, name
             layers = range(whole.layers)
             assert list(map(workload.repeated.place, layers)) == list(map(workload.cut.place, layers))
+
+
+def test_ranks_of_one_kind_share_what_was_outlined() -> None:
+    """All ranks of a deep pipeline but the first and the last are alike, and so are their steps once it is full."""
+    shards = dict.fromkeys(("shard_optimizer", "shard_gradients", "shard_parameters"), ("dp_shard",))
+    plan = Plan.from_dict({"mesh": {"pp": 8, "dp_shard": 8}, "schedule": "1f1b"} | shards)
+    model = MODELS["llama"](23)
+    workload = Workload(plan, model, find_cluster("h100x64"), 8 * 40, 1, find_precision("bf16"))
+    outlined = Outlined(workload, 40)
+    outlined(40)
+    steps = sum(len(kind.known) for kind in outlined.kinds)
+    outlined(80)
+    assert sum(len(kind.known) for kind in outlined.kinds) == steps < 80
+    compare(workload)

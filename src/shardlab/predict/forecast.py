@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from shardlab.predict.estimate import Peak
 from shardlab.predict.held import HeldMemory, held_memory
 from shardlab.predict.outline_clocks import step_seconds
-from shardlab.predict.outlined import Outlines
+from shardlab.predict.outlined import Outlines, RankKind
 from shardlab.predict.priced_sample import PricedSample
 from shardlab.predict.workload import Workload
 from shardlab.program.world import gc_paused
@@ -95,6 +95,11 @@ class Outlined:
         self._figures = PricedSample(workload, {type(step) for step in self._plans[0].steps})
         self._outlines = Outlines(self._figures)
         self._beside = workload.recipe.kernels.step_seconds
+
+    @property
+    def kinds(self) -> Collection[RankKind]:
+        """Kinds of ranks, with what was outlined of each."""
+        return self._outlines.kinds.values()
 
     def __call__(self, each: int) -> Replayed:
         steps = self._plan.steps(self._plans[0].model.pipeline_units, each * self._plan.data_ranks)

@@ -7,13 +7,13 @@ many entries as there are microbatches and messages, not ops.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
-from shardlab.predict.outline_entries import Await, Compute, Entry, Issue, Join, Message, Stretch, Take, Way
+from shardlab.predict.open_stretch import OpenStretch
+from shardlab.predict.outline_entries import Await, Issue, Join, Message, Take, Way
 from shardlab.predict.outline_values import Borders, OutlineHandle, OutlineStore, OutlineValue
-from shardlab.predict.passes import Crest, Pass
+from shardlab.predict.passes import Pass
 from shardlab.predict.priced_sample import PricedSample
 from shardlab.program import Group, Kind, Mesh, OpKind
 from shardlab.program.mesh import group_among
@@ -22,14 +22,12 @@ from shardlab.timeline.memory import CATEGORIES, Category
 GATHERED, COMMUNICATION = CATEGORIES.index(Category.GATHERED), CATEGORIES.index(Category.COMMUNICATION)
 
 
-class Outline:
+class Outline(OpenStretch):
     """One rank of each pipeline stage, as far as its step's time and memory go.
 
     Attributes:
-        entries: what it has done since the present stretch began, in order.
         collectives: how many it has begun.
         outstanding: collectives that it has not waited for, in order.
-        held, total: bytes that it holds beyond what it held then, by category and in all.
         ways: the messages that it sends and receives.
     """
 
@@ -40,7 +38,7 @@ class Outline:
         self.outstanding: dict[OutlineHandle, None] = {}
         self.open = Counter[Group]()
         self.ways = ways
-        self._begin()
+        super().__init__()
         self.weights, self.opt_states = OutlineStore(), OutlineStore()
         self.grad_weights, self.scalars = OutlineStore(), OutlineStore()
         self._borders = {kind.value: Borders(self, kind) for kind in Kind}
@@ -48,19 +46,6 @@ class Outline:
         self.grad_activations = self.store(Kind.GRAD_ACTIVATION)
         self._apart = mesh.world // mesh.pp
         self._groups: dict[str, Group] = {}
-
-    def _begin(self) -> None:
-        self.entries: list[Entry] = []
-        self.held = [0] * len(CATEGORIES)
-        self.total = 0
-        self._crest: Crest | None = None
-        self._peak = -math.inf
-
-    def stretch(self) -> Stretch:
-        """End the present stretch and begin another."""
-        ended = Stretch(self.entries, self.total, tuple(self.held), self._crest)
-        self._begin()
-        return ended
 
     def store(self, kind: Kind) -> Borders:
         return self._borders[kind.value]
@@ -73,19 +58,6 @@ class Outline:
         return group
 
     # What is held
-
-    def hold(self, value: OutlineValue) -> None:
-        self.held[value.slot] += value.room
-        self.total += value.room
-
-    def drop(self, value: OutlineValue) -> None:
-        self.held[value.slot] -= value.room
-        self.total -= value.room
-
-    def note(self, op: OpKind, layer: int) -> None:
-        """Compare what is held during an op with the stretch's peak."""
-        if self.total > self._peak:
-            self._peak, self._crest = self.total, Crest(self.total, tuple(self.held), op, layer)
 
     def forget(self, value: OutlineValue) -> None:
         value.keys -= 1
@@ -107,16 +79,6 @@ class Outline:
         return OutlineValue(self, self.figures.part(kind, layer, pieces, of), layer, pieces, of)
 
     # What takes time
-
-    def run(self, seconds: float) -> None:
-        """Compute for so long."""
-        if not seconds:
-            return
-        last = self.entries[-1] if self.entries else None
-        if isinstance(last, Compute):
-            last.seconds += seconds
-        else:
-            self.entries.append(Compute(seconds))
 
     def begin(self, handle: OutlineHandle) -> OutlineHandle:
         """Note that a collective has begun; an entry follows."""
@@ -330,23 +292,17 @@ class Outline:
                 self.wait(self.meet(group, seconds))
             self.run(done.rest)
         before, main, after = done.crests
-        if before is not None and self.total + before.bytes > self._peak:
-            self._rise(before, layer)
+        if before is not None and self.total + before.bytes > self.peak:
+            self.rise(before, layer)
         if gradient is not None:
             self.hold(gradient)
-        if main is not None and self.total + main.bytes > self._peak:
-            self._rise(main, layer)
+        if main is not None and self.total + main.bytes > self.peak:
+            self.rise(main, layer)
         if weight is not None:
             self.done_with(weight)
-        if after is not None and self.total + after.bytes > self._peak:
-            self._rise(after, layer)
+        if after is not None and self.total + after.bytes > self.peak:
+            self.rise(after, layer)
         held = self.held
         for slot, change in done.changes:
             held[slot] += change
         self.total += done.bytes
-
-    def _rise(self, crest: Crest, layer: int) -> None:
-        """Note a new peak: the most that a pass holds, beyond what is held now."""
-        held = tuple([a + b for a, b in zip(self.held, crest.held, strict=True)])
-        self._peak = self.total + crest.bytes
-        self._crest = Crest(self._peak, held, crest.op, layer + crest.layer)

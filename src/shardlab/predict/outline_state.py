@@ -115,7 +115,7 @@ class Moments:
         for number, store in enumerate(self._stores):
             store.reset({key: value for key, value in store.items() if not number and key in self._lasting})
         for number, key, told in moment.held:
-            dict.__setitem__(self._stores[number], key, made(told))
+            self._stores[number].put(key, made(told))
         rank.outstanding.clear()
         rank.open.clear()
         rank.collectives = max((told.ago for told in moment.under_way), default=0)

@@ -94,6 +94,10 @@ class OutlineStore(dict[Hashable, OutlineValue]):
         self.clear()
         self.update(values)
 
+    def put(self, key: Hashable, value: OutlineValue) -> None:
+        """Bring back a value that knows how many keys it has."""
+        super().__setitem__(key, value)
+
 
 class Borders:
     """Values between layers. Passes have counted them already; one that is sent is made when it is."""

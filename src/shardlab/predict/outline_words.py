@@ -33,6 +33,12 @@ class StagePass(NamedTuple):
     forward: bool
 
 
+Ahead = tuple[tuple[StagePass | None, StagePass | None], frozenset[int]]
+"""What comes after a pass, as of `Token`."""
+
+ALONE: Ahead = ((None, None), frozenset())
+
+
 class Token(NamedTuple):
     """A step.
 
@@ -87,17 +93,15 @@ def word_of(steps: Sequence[ShardedStep], own_stages: Sequence[int], here: int, 
             turn = next((turn for turn, (m, _) in enumerate(waiting) if m == step.microbatch), None)
             if turn is not None:
                 takes = waiting.pop(turn)[1], turn
-            word.append(Token(kind, stage, None, (), takes, last.get(step.stage) == at, *ahead.get(at, ())))
+            word.append(Token(kind, stage, None, (), takes, last.get(step.stage) == at, *ahead.get(at, ALONE)))
         else:
             word.append(Token(kind, stage, last=last.get(step.stage) == at))
     return [*word, Token(None, over=tuple(leaving.values()))]
 
 
-def _ahead(
-    steps: Sequence[ShardedStep], places: dict[int, int]
-) -> dict[int, tuple[tuple[StagePass | None, StagePass | None], frozenset[int]]]:
-    """What comes after each pass, as of `Token`."""
-    found: dict[int, tuple[tuple[StagePass | None, StagePass | None], frozenset[int]]] = {}
+def _ahead(steps: Sequence[ShardedStep], places: dict[int, int]) -> dict[int, Ahead]:
+    """Find what comes after each pass."""
+    found: dict[int, Ahead] = {}
     after: StagePass | None = None
     other: StagePass | None = None
     later: frozenset[int] = frozenset()

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from shardlab.predict.estimate import Peak
 from shardlab.predict.outline import Outline
 from shardlab.predict.outline_clocks import Row
 from shardlab.predict.outline_entries import Entry, Join, Stretch, Way
-from shardlab.predict.outline_state import Moment, Moments
-from shardlab.predict.outline_values import Borders, OutlineValue
-from shardlab.predict.outline_words import Border, StagePass, Token, block_cuts, kind_of, word_of
-from shardlab.predict.passes import NO_CRESTS, NOTHING, Crest, Cuts, Meeting, Pass
+from shardlab.predict.outline_runner import OutlineRunner
+from shardlab.predict.outline_state import Moment
+from shardlab.predict.outline_words import Token, kind_of, word_of
+from shardlab.predict.passes import NOTHING, Crest
 from shardlab.predict.priced_sample import PricedSample, SizedPart
-from shardlab.program import Kind, OpKind
-from shardlab.strategies.gathering import uses
-from shardlab.strategies.planned import PlanRunner
-from shardlab.strategies.rank_plan import Keeps, RankPlan
-from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
-from shardlab.strategies.schedules.messages import Send
-from shardlab.strategies.schedules.sharding import ShardedStep
+from shardlab.program import OpKind
+from shardlab.strategies.rank_plan import RankPlan
 from shardlab.timeline.memory import CATEGORIES
 
 
@@ -44,14 +37,14 @@ class Outlines:
 
     def __init__(self, figures: PricedSample) -> None:
         self._figures = figures
-        self._kinds: dict[Hashable, RankKind] = {}
+        self.kinds: dict[Hashable, RankKind] = {}
 
     def of(self, plan: RankPlan, index: int) -> RankOutline:
         """Outline the step of a rank, by its number and the plan made out for it."""
         key = kind_of(self._figures, plan)
-        kind = self._kinds.get(key)
+        kind = self.kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = RankKind(self._figures, plan, index)
+            kind = self.kinds[key] = RankKind(self._figures, plan, index)
         gathers = bool(plan.gather_axes) and not plan.explicit_gathers
         return RankOutline(
             kind, kind.follow(word_of(plan.steps, plan.own_stages, plan.pipeline.index(index), gathers=gathers))
@@ -96,12 +89,13 @@ def _layers(plan: RankPlan) -> list[int]:
 class RankKind:
     """Ranks that are alike but for the order of their steps.
 
-    What a step does follows from the moment before it. So of each moment and step that is met anywhere, one is outlined;
-    moments that have been are brought back for that.
+    What a step does follows from the moment before it. So one is outlined of each moment and step that is met anywhere;
+    moments are brought back for that.
 
     Attributes:
         plan: made out for the one that is outlined.
         ways: its messages.
+        known: what a step does from a moment, and the moment after it.
     """
 
     def __init__(self, figures: PricedSample, plan: RankPlan, index: int) -> None:
@@ -111,13 +105,13 @@ class RankKind:
         self._parts: dict[int, SizedPart] = {}
         self._numbers: dict[Moment, int] = {}
         self._moments: list[Moment] = []
-        self._known: dict[tuple[int, Token], tuple[Stretch, int]] = {}
+        self.known: dict[tuple[int, Token], tuple[Stretch, int]] = {}
         self._messages: dict[Token, Stretch] = {}
         self._load()
 
     def _load(self) -> None:
         """Begin with the weights alone."""
-        self._runner = _Runner(Outline(self._index, self.plan.plan.mesh, self._figures, self.ways), self.plan)
+        self._runner = OutlineRunner(Outline(self._index, self.plan.plan.mesh, self._figures, self.ways), self.plan)
         self._runner.gradients.load()
         self._loaded = self._runner.outline.stretch()
         self._moment = self._number()
@@ -131,9 +125,9 @@ class RankKind:
                 if stretch is None:
                     stretch = self._messages[token] = self._runner.message(token)
             else:
-                known = self._known.get((moment, token))
+                known = self.known.get((moment, token))
                 if known is None:
-                    known = self._known[moment, token] = self._step(moment, token)
+                    known = self.known[moment, token] = self._step(moment, token)
                 stretch, moment = known
             stretches.append(stretch)
         return stretches
@@ -153,233 +147,3 @@ class RankKind:
         if number == len(self._moments):
             self._moments.append(moment)
         return number
-
-
-class _Layers:
-    """Passes of an outlined rank, in the place of a `LayerRunner`."""
-
-    def __init__(self, rank: Outline, rank_plan: RankPlan) -> None:
-        self.rank, self.figures = rank, rank.figures
-        self.plan = rank_plan
-        sizes = rank_plan.plan.mesh.sizes()
-        self.slices = {l: math.prod(sizes[axis] for axis in w.cut_axes) for l, w in rank_plan.weights.items()}
-        self.cuts = {l: block_cuts(rank_plan, l) for l in rank_plan.layers}
-
-    def key(self, layer: int) -> tuple[Cuts, int]:
-        """Which sample's pass a layer takes, and of which of the sample's layers."""
-        cuts = self.cuts[layer]
-        return cuts, self.figures.alike[layer]
-
-    def of(self, name: str, layer: int, *rest: object) -> Pass:
-        """A layer's pass, by its name and what else tells it apart."""
-        cuts, like = self.key(layer)
-        return self.figures.passes(cuts).by_key[name, like, *rest]
-
-    async def forward(self, layer: int, m: int, weight: OutlineValue, keeps: Keeps, *, hands_on: bool = True) -> None:
-        self.rank.passed(self.of("forward", layer, keeps, hands_on), layer, weight)
-
-    async def loss(self, m: int) -> None:
-        last = len(self.rank.layers)
-        self.rank.passed(self.figures.passes().by_key["loss", self.figures.alike[last]], last)
-
-    async def backward(self, layer: int, m: int, weight: OutlineValue) -> OutlineValue:
-        return self.with_gradient(self.of("backward", layer), layer, weight)
-
-    async def backward_input(self, layer: int, m: int, weight: OutlineValue) -> None:
-        self.rank.passed(self.of("backward_input", layer), layer, weight)
-
-    def backward_weight(self, layer: int, m: int) -> OutlineValue:
-        return self.with_gradient(self.of("backward_weight", layer), layer, None)
-
-    def gradient(self, layer: int) -> OutlineValue:
-        """The gradient that a layer's backward pass makes of its weight."""
-        owner = self.plan.weight_of(layer)
-        return self.rank.made(Kind.GRAD_WEIGHT, owner, of=self.slices.get(owner, 1))
-
-    def adds(self, layer: int) -> bool:
-        """Whether the backward pass itself adds a layer's gradient to an older one."""
-        weight = self.plan.weights.get(owner := self.plan.weight_of(layer))
-        return weight is not None and not weight.reduce_every_microbatch and owner in self.rank.grad_weights
-
-    def with_gradient(self, done: Pass, layer: int, weight: OutlineValue | None) -> OutlineValue:
-        gradient = self.gradient(layer)
-        if self.adds(layer):
-            gradient.room = 0
-        self.rank.passed(done, layer, weight, gradient)
-        return gradient
-
-
-class _Runner(PlanRunner):
-    """A plan's order of work; where a stage only computes, and adds to gradients, its passes are taken at once."""
-
-    def __init__(self, rank: Outline, rank_plan: RankPlan) -> None:
-        self.passes = _Layers(rank, rank_plan)
-        super().__init__(cast(Any, rank), rank_plan, cast(Any, self.passes))
-        self.outline = rank
-        self.chains: dict[tuple[str, int], Pass] = {}
-        self.token = Token(None)
-        self.counts = {stage for stage, left in self.left.items() if left}  # stages that reduce by themselves
-
-    @cached_property
-    def moments(self) -> Moments:
-        """Moments of this rank, whose weights are loaded."""
-        return Moments(self.outline, self.weights, self.gradients)
-
-    def take(self, token: Token) -> Stretch:
-        """Take a step that is no message, or the end."""
-        self.token = token
-        running = self.end(token) if token.kind is None else self.step(self.step_of(token))
-        try:
-            running.send(None)
-        except StopIteration:
-            return self.outline.stretch()
-        raise AssertionError("an outline never waits for other ranks")
-
-    def step_of(self, token: Token) -> ShardedStep:
-        """A step like those that a token stands for, of the first microbatch; what follows it decides what is gathered."""
-        kind, stage = token.kind, self.plan.own_stages[token.stage]
-        if kind not in (Forward, Backward, BackwardInput, BackwardWeight):
-            return cast(Any, kind)(stage)
-        if stage in self.counts:
-            self.left[stage] = 1 if token.last else 2
-        step = cast(Any, kind)(stage, 0)
-        if self.plan.gather_axes:
-            ahead = [
-                *(each for each in token.ahead if each is not None),
-                *(StagePass(place, True) for place in token.later),
-            ]
-            stages = self.plan.own_stages
-            self.weights.follow(
-                uses(self.plan, [step, *((Forward if p.forward else Backward)(stages[p.stage], 0) for p in ahead)])
-            )
-        return step
-
-    async def end(self, token: Token) -> None:
-        """Update, and wait for all messages."""
-        await self.gradients.update()
-        self.over(token)
-        self.outline.end()
-
-    def message(self, token: Token) -> Stretch:
-        """Send or receive."""
-        border = token.border
-        assert border is not None
-        self.over(token)
-        for layer, value in self.values(border, sends=token.kind is Send):
-            if token.kind is Send:
-                self.outline.send(value, border.further)
-            else:
-                self.outline.receive(value, layer, border.further)
-        return self.outline.stretch()
-
-    def over(self, token: Token) -> None:
-        """Wait for messages that were sent before."""
-        for border in token.over:
-            for _, value in self.values(border, sends=True):
-                self.outline.sent(value, border.further)
-
-    async def arrive(self, layer: int, m: int, *, forward: bool) -> None:
-        if self.token.takes is not None:
-            border, turn = self.token.takes
-            for layer, value in self.values(border, sends=False):
-                self.outline.received(value, layer, border.further, turn)
-
-    def values(self, border: Border, *, sends: bool) -> list[tuple[int, OutlineValue]]:
-        """What passes a border between stages, each with the layer that it enters or whose gradient it is."""
-        layers = self.plan.stages[self.plan.own_stages[border.stage]]
-        layer = layers.stop if border.forward is sends else layers.start
-        return [(layer, cast(Borders, store).coming(layer)) for store in self.borders[layer, border.forward]]
-
-    async def forward(self, stage: int, m: int) -> None:
-        chain = None if self.plan.gather_axes else self.chain("forward", stage)
-        if chain is None or self.outline.busy(chain):
-            await super().forward(stage, m)
-            return
-        layers = self.plan.stages[stage]
-        if stage == 0:
-            self.outline.load_batch([m], None)
-        await self.arrive(layers[0], m, forward=True)
-        self.outline.passed(chain, layers[0])
-
-    async def backward(self, stage: int, m: int) -> None:
-        chain = self.chain_of_gradients("backward", stage)
-        if chain is None:
-            await super().backward(stage, m)
-            return
-        await self.gradient_of_output(stage, m)
-        self.outline.passed(chain, self.plan.stages[stage][0])
-        self.left[stage] -= 1
-        if stage == 0:
-            del self.rank.grad_activations[0, m]
-
-    async def backward_input(self, stage: int, m: int) -> None:
-        chain = None if self.plan.gather_axes else self.chain("backward_input", stage)
-        if chain is None or self.outline.busy(chain):
-            await super().backward_input(stage, m)
-            return
-        await self.gradient_of_output(stage, m)
-        self.outline.passed(chain, self.plan.stages[stage][0])
-        if stage == 0:
-            del self.rank.grad_activations[0, m]
-
-    async def backward_weight(self, stage: int, m: int) -> None:
-        chain = self.chain_of_gradients("backward_weight", stage)
-        if chain is None:
-            await super().backward_weight(stage, m)
-            return
-        self.outline.passed(chain, self.plan.stages[stage][0])
-        self.left[stage] -= 1
-
-    def chain_of_gradients(self, name: str, stage: int) -> Pass | None:
-        """A stage's passes, if all that is done with the gradients is that they are added to older ones."""
-        if self.plan.gather_axes or self.left[stage] == 1:
-            return None
-        bare = self.plan.bare
-        if not all(self.passes.adds(l) for l in self.plan.stages[stage] if l not in bare):
-            return None
-        chain = self.chain(name, stage)
-        return None if self.outline.busy(chain) else chain
-
-    def chain(self, name: str, stage: int) -> Pass:
-        chain = self.chains.get((name, stage))
-        if chain is None:
-            known, layers = self.outline.figures.chains, self.plan.stages[stage]
-            key = (name, *map(self.passes.key, layers))
-            chain = known.get(key)
-            if chain is None:
-                chain = known[key] = chained(list(self.parts(name, layers)))
-            self.chains[name, stage] = chain
-        return chain
-
-    def parts(self, name: str, layers: range) -> Iterator[tuple[Pass, int]]:
-        """A stage's passes in order, each with its layer's place in the stage."""
-        figures, of, first = self.outline.figures, self.passes.of, layers[0]
-        if name == "forward":
-            for l in layers:
-                yield of(name, l, self.plan.layers[l].keeps, True), l - first
-            return
-        for l in reversed(layers):
-            if name != "backward_weight":
-                for again in self.plan.layers[l].recompute:
-                    yield of("forward", again, "all", again != l), again - first
-            yield of(name, l), l - first
-            if name != "backward_input" and l not in self.plan.bare and not figures.prices.adds_in_backward:
-                seconds = figures.compute(OpKind.ADD, self.passes.gradient(l).part)
-                yield Pass(seconds, (), seconds, NOTHING, NO_CRESTS), l - first
-
-
-def chained(parts: Sequence[tuple[Pass, int]]) -> Pass:
-    """Passes one after the other as one, each with its layer's place from the first one's."""
-    held, crest, after = list(NOTHING), None, 0.0
-    meetings: list[Meeting] = []
-    for each, place in parts:
-        for meeting in each.meetings:
-            meetings.append(meeting._replace(after=after + meeting.after))
-            after = 0.0
-        after += each.rest
-        for found in each.crests:
-            if found is not None and (crest is None or sum(held) + found.bytes > crest.bytes):
-                most = tuple([a + b for a, b in zip(held, found.held, strict=True)])
-                crest = Crest(sum(most), most, found.op, found.layer + place)
-        held = [a + b for a, b in zip(held, each.held, strict=True)]
-    return Pass(sum(each.seconds for each, _ in parts), tuple(meetings), after, tuple(held), (crest, None, None))
