@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from shardlab.predict.open_stretch import OpenStretch
-from shardlab.predict.outline_entries import Await, Issue, Join, Message, Take, Way
+from shardlab.predict.open_step import OpenStep
+from shardlab.predict.outline_entries import Await, Issue, Join, OutlinedMessage, Take, Way
 from shardlab.predict.outline_values import Borders, OutlineHandle, OutlineStore, OutlineValue
 from shardlab.predict.passes import Pass
 from shardlab.predict.priced_sample import PricedSample
@@ -22,7 +22,7 @@ from shardlab.timeline.memory import CATEGORIES, Category
 GATHERED, COMMUNICATION = CATEGORIES.index(Category.GATHERED), CATEGORIES.index(Category.COMMUNICATION)
 
 
-class Outline(OpenStretch):
+class Outline(OpenStep):
     """One rank of each pipeline stage, as far as its step's time and memory go.
 
     Attributes:
@@ -134,7 +134,7 @@ class Outline(OpenStretch):
 
     def send(self, value: OutlineValue, further: int) -> None:
         """Send a value to the rank that is so much further."""
-        self.entries.append(Message(self._way(Way(True, further, value.part))))
+        self.entries.append(OutlinedMessage(self._way(Way(True, further, value.part))))
 
     def sent(self, value: OutlineValue, further: int) -> None:
         """Wait until the oldest value like this one that is on its way is there."""
@@ -146,7 +146,7 @@ class Outline(OpenStretch):
         value.slot = COMMUNICATION
         self.hold(value)
         self.note(OpKind.RECV, layer)
-        self.entries.append(Message(self._way(Way(False, further, value.part, layer))))
+        self.entries.append(OutlinedMessage(self._way(Way(False, further, value.part, layer))))
 
     def received(self, value: OutlineValue, layer: int, further: int, turn: int) -> None:
         """Wait for a value: of those like it that are on their way, for the next one (0) or one after it."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import count
 
-from shardlab.predict.outline_entries import Await, Compute, Entry, Issue, Join, Message, Take
+from shardlab.predict.outline_entries import Await, Compute, Entry, Issue, Join, OutlinedMessage, Take
 from shardlab.timeline.clocks import Idle, computing
 
 Meeting = tuple[Hashable, int]
@@ -126,7 +126,7 @@ class _OutlineClocks:
                 break
             else:
                 times = [NOT_YET, NOT_YET]
-                if isinstance(entry, Message):
+                if isinstance(entry, OutlinedMessage):
                     row.messages[entry.way].append(times)
                     joins = row.ways[entry.way]
                 else:

@@ -50,7 +50,7 @@ class Join(NamedTuple):
     blocks: float = 0.0
 
 
-class Message(NamedTuple):
+class OutlinedMessage(NamedTuple):
     """A message to or from another row, on one of the rank's ways."""
 
     way: int
@@ -79,10 +79,10 @@ class Way(NamedTuple):
     layer: int = -1
 
 
-Entry = Compute | Issue | Await | Join | Message | Take
+Entry = Compute | Issue | Await | Join | OutlinedMessage | Take
 
 
-class Stretch(NamedTuple):
+class OutlinedStep(NamedTuple):
     """What a rank does in one step of its schedule.
 
     Attributes:

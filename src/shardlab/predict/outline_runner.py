@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any, cast
 
 from shardlab.predict.outline import Outline
-from shardlab.predict.outline_entries import Stretch
-from shardlab.predict.outline_state import Moments
+from shardlab.predict.outline_entries import OutlinedStep
+from shardlab.predict.outline_state import RankMoments
 from shardlab.predict.outline_values import Borders, OutlineValue
 from shardlab.predict.outline_words import Border, StagePass, Token, block_cuts
 from shardlab.predict.passes import NO_CRESTS, NOTHING, Crest, Cuts, Meeting, Pass
@@ -88,11 +88,11 @@ class OutlineRunner(PlanRunner):
         self.counts = {stage for stage, left in self.left.items() if left}  # stages that reduce by themselves
 
     @cached_property
-    def moments(self) -> Moments:
-        """Moments of this rank, whose weights are loaded."""
-        return Moments(self.outline, self.weights, self.gradients)
+    def moments(self) -> RankMoments:
+        """RankMoments of this rank, whose weights are loaded."""
+        return RankMoments(self.outline, self.weights, self.gradients)
 
-    def take(self, token: Token) -> Stretch:
+    def take(self, token: Token) -> OutlinedStep:
         """Take a step that is no message, or the end."""
         self.token = token
         running = self.end(token) if token.kind is None else self.step(self.step_of(token))
@@ -127,7 +127,7 @@ class OutlineRunner(PlanRunner):
         self.over(token)
         self.outline.end()
 
-    def message(self, token: Token) -> Stretch:
+    def message(self, token: Token) -> OutlinedStep:
         """Send or receive."""
         border = token.border
         assert border is not None

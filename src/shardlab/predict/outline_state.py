@@ -1,4 +1,4 @@
-"""Moments of an outlined rank between two steps: told so that equal ones are equal, and brought back."""
+"""RankMoments of an outlined rank between two steps: told so that equal ones are equal, and brought back."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Moment(NamedTuple):
     reducing: Any
 
 
-class Moments:
-    """Moments of one rank."""
+class RankMoments:
+    """RankMoments of one rank."""
 
     def __init__(self, rank: Outline, weights: ParameterGatherer, gradients: GradientReducer) -> None:
         self._rank, self._weights, self._gradients = rank, weights, gradients

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shardlab.predict.estimate import Peak
 from shardlab.predict.outline import Outline
 from shardlab.predict.outline_clocks import Row
-from shardlab.predict.outline_entries import Entry, Join, Stretch, Way
+from shardlab.predict.outline_entries import Entry, Join, OutlinedStep, Way
 from shardlab.predict.outline_runner import OutlineRunner
 from shardlab.predict.outline_state import Moment
 from shardlab.predict.outline_words import Token, kind_of, word_of
@@ -29,7 +29,7 @@ class RankOutline(NamedTuple):
     """
 
     kind: RankKind
-    stretches: list[Stretch]
+    stretches: list[OutlinedStep]
 
 
 class Outlines:
@@ -105,8 +105,8 @@ class RankKind:
         self._parts: dict[int, SizedPart] = {}
         self._numbers: dict[Moment, int] = {}
         self._moments: list[Moment] = []
-        self.known: dict[tuple[int, Token], tuple[Stretch, int]] = {}
-        self._messages: dict[Token, Stretch] = {}
+        self.known: dict[tuple[int, Token], tuple[OutlinedStep, int]] = {}
+        self._messages: dict[Token, OutlinedStep] = {}
         self._load()
 
     def _load(self) -> None:
@@ -116,7 +116,7 @@ class RankKind:
         self._loaded = self._runner.outline.stretch()
         self._moment = self._number()
 
-    def follow(self, word: Sequence[Token]) -> list[Stretch]:
+    def follow(self, word: Sequence[Token]) -> list[OutlinedStep]:
         """Take a rank's steps."""
         stretches, moment = [self._loaded], 0
         for token in word:
@@ -132,7 +132,7 @@ class RankKind:
             stretches.append(stretch)
         return stretches
 
-    def _step(self, moment: int, token: Token) -> tuple[Stretch, int]:
+    def _step(self, moment: int, token: Token) -> tuple[OutlinedStep, int]:
         if self._moment < 0:
             self._load()
         if self._moment != moment:

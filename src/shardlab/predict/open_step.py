@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from shardlab.predict.outline_entries import Compute, Entry, Stretch
+from shardlab.predict.outline_entries import Compute, Entry, OutlinedStep
 from shardlab.predict.outline_values import OutlineValue
 from shardlab.predict.passes import Crest
 from shardlab.program import OpKind
 from shardlab.timeline.memory import CATEGORIES
 
 
-class OpenStretch:
+class OpenStep:
     """Entries and bytes since a stretch began.
 
     Attributes:
@@ -30,9 +30,9 @@ class OpenStretch:
         self._crest: Crest | None = None
         self.peak = -math.inf
 
-    def stretch(self) -> Stretch:
+    def stretch(self) -> OutlinedStep:
         """End the present stretch and begin another."""
-        ended = Stretch(self.entries, self.total, tuple(self.held), self._crest)
+        ended = OutlinedStep(self.entries, self.total, tuple(self.held), self._crest)
         self._begin()
         return ended
 
