@@ -39,7 +39,7 @@ class ToldHandle(NamedTuple):
     read: Place | ToldValue | None
 
 
-class Moment(NamedTuple):
+class RankMoment(NamedTuple):
     """All that decides what a rank's next steps do, beside the plan.
 
     Attributes:
@@ -63,7 +63,7 @@ class RankMoments:
         self._stores = (rank.weights, rank.grad_weights, rank.scalars)
         self._lasting = frozenset(rank.weights)
 
-    def now(self, parts: dict[int, SizedPart]) -> Moment:
+    def now(self, parts: dict[int, SizedPart]) -> RankMoment:
         """Tell the present moment.
 
         Args:
@@ -98,9 +98,9 @@ class RankMoments:
         )
         numbers: dict[Any, int] = {handle: number for number, handle in enumerate(rank.outstanding)}
         told_by = numbers.__getitem__
-        return Moment(frozenset(held), under_way, self._weights.state(told_by), self._gradients.state(told_by))
+        return RankMoment(frozenset(held), under_way, self._weights.state(told_by), self._gradients.state(told_by))
 
-    def back(self, moment: Moment, parts: dict[int, SizedPart]) -> None:
+    def back(self, moment: RankMoment, parts: dict[int, SizedPart]) -> None:
         """Bring a moment back."""
         rank = self._rank
 

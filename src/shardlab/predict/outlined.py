@@ -11,7 +11,7 @@ from shardlab.predict.outline import Outline
 from shardlab.predict.outline_clocks import Row
 from shardlab.predict.outline_entries import Entry, Join, OutlinedStep, Way
 from shardlab.predict.outline_runner import OutlineRunner
-from shardlab.predict.outline_state import Moment
+from shardlab.predict.outline_state import RankMoment
 from shardlab.predict.outline_words import Token, kind_of, word_of
 from shardlab.predict.passes import NOTHING, Crest
 from shardlab.predict.priced_sample import PricedSample, SizedPart
@@ -103,8 +103,8 @@ class RankKind:
         self.plan = replace(plan, steps=tuple({type(step): step for step in plan.steps}.values()))
         self.ways: list[Way] = []
         self._parts: dict[int, SizedPart] = {}
-        self._numbers: dict[Moment, int] = {}
-        self._moments: list[Moment] = []
+        self._numbers: dict[RankMoment, int] = {}
+        self._moments: list[RankMoment] = []
         self.known: dict[tuple[int, Token], tuple[OutlinedStep, int]] = {}
         self._messages: dict[Token, OutlinedStep] = {}
         self._load()
