@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -27,7 +26,7 @@ def used(
     plan = Plan(schedule="interleaved-1f1b", stages_per_rank=2, layers_per_stage=(2, 1), reshard_after=reshard_after)
     if model is not None:
         plan = Plan(reshard_after=reshard_after)
-    return uses(replace(resolve(plan, model or Sizes.puzzle(3), 1, 0), steps=tuple(steps)))
+    return uses(resolve(plan, model or Sizes.puzzle(3), 1, 0), steps)
 
 
 def kept(
