@@ -61,9 +61,9 @@ class Command(Protocol):
 
 COMMANDS: dict[str, type[Command]] = {
     "strategies": Strategies,
-    "passes": PassesCommand,
     "simulate": Simulate,
     "schedule": ScheduleCommand,
+    "passes": PassesCommand,
     "collectives": Collectives,
     "data": DataCommand,
     "train": Train,
