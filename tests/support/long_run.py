@@ -1,7 +1,8 @@
 """Many more mutants and random programs than the tests have time for: `python -m tests.support.long_run --help`.
 
 It prints, for each kind of mistake, how many mutants were judged right, wrong, hanging or broken, and how many of each
-the check let pass; only right ones may pass. Then how many valid programs passed; all must.
+the check let pass; only right ones may pass. Then how many valid programs passed, as they are and rewritten by passes;
+all must.
 """
 
 from __future__ import annotations
@@ -9,8 +10,13 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from random import Random
 
+from shardlab.check import check
+from shardlab.passes import PASSES
+from shardlab.passes.rewriting import CannotApply
 from shardlab.program import Program
 from tests.support.interpreter import Outcome, judge
 from tests.support.mutations import MUTATIONS
@@ -82,7 +88,22 @@ def programs(wanted: int, random: Random) -> None:
         if sentence or not verdict.right:
             alarms += 1
             print(f"FALSE ALARM of writer {number % len(WRITERS)}, seed {seed}: {sentence}; {verdict}")
+        elif (wrong := wrongly_passed(program, random)) is not None:
+            alarms += 1
+            print(f"FALSE PASS over writer {number % len(WRITERS)}, seed {seed}: {wrong}")
     print(f"{wanted} valid programs, {alarms} false alarms")
+
+
+def wrongly_passed(program: Program, random: Random) -> str | None:
+    """Run passes over a program, in any order and with any number; say which of them makes a wrong one (None: none)."""
+    for each in random.choices(list(PASSES.values()), k=4):
+        number = random.choice([1, 2, 3, 8, 99])
+        with suppress(CannotApply):
+            program = replace(program, tapes=each.rewrite(check(program), number))
+        sentence, verdict = refusal(program), judge(program)
+        if sentence or not verdict.right:
+            return f"{each.name}={number}: {sentence}; {verdict}"
+    return None
 
 
 if __name__ == "__main__":

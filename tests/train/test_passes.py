@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from shardlab.check import Checked, check_forward, forward_only
+from shardlab.cli.ranks import lines_of
 from shardlab.execute.state import State
 from shardlab.models import GPT
 from shardlab.passes import PASSES, find_passes, run_passes
-from shardlab.program import UserError
+from shardlab.program import Op, UserError
 from shardlab.strategies import Plan
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Mesh
@@ -105,6 +106,22 @@ def test_a_job_runs_the_passes_of_its_plan_or_its_own() -> None:
     of_plan, instead = Job(plan, 2, 4, MODEL, 2), Job(replace(plan, passes="none"), 2, 4, MODEL, 2, passes="defer=2")
     assert of_plan.checked().program != replace(of_plan, passes="none").checked().program
     assert of_plan.checked().program == instead.checked().program
+
+
+def test_an_op_that_a_pass_has_moved_is_still_of_the_line_that_wrote_it() -> None:
+    """As a report of ranks that hang says it."""
+    written = job_for(f"{LATE}:received_late")
+    rewritten = replace(written, passes="receive-early=2")
+    before, after = (dict(lines_by_op(job)) for job in (written, rewritten))
+    assert list(before) != list(after)
+    assert before == after
+    assert all(str(LATE) in line for line in before.values())
+
+
+def lines_by_op(job: Job) -> Iterator[tuple[Op, str]]:
+    line_of = lines_of(job.entry, job)
+    for at, op in enumerate(job.checked().program.tapes[1]):
+        yield op, line_of(1, at)
 
 
 def test_a_job_is_described_with_its_passes() -> None:

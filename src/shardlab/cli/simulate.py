@@ -19,7 +19,7 @@ from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.recipe_option import RecipeName
 from shardlab.cli.report import print_path_parts, print_report
 from shardlab.cli.strategy import checked
-from shardlab.passes import Goal, run_named
+from shardlab.passes import Goal, find_passes, run_named, run_passes
 from shardlab.program import UserError, trace
 from shardlab.program.precision import Optimizer
 from shardlab.strategies.entry import StrategyEntry
@@ -121,7 +121,7 @@ class Simulate:
         proof = passed[-1].checked if passed else written
         timeline = simulate(proof, costs)
         self.pictures.save(timeline, entry.title(ranks))
-        without = _without_recompute(entry, proof, costs)
+        without = _without_recompute(entry, proof, costs, names)
         path = path_parts(proof, critical_path(proof, Clocks(proof, costs).run())) if self.path else {}
         if self.json:
             facts = as_json(entry, proof, timeline, without) | passes_json(passed)
@@ -200,14 +200,18 @@ class Simulate:
         return 0
 
 
-def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Costs) -> Timeline | None:
-    """What a plan that recomputes would be without, on the same layers: other ones are not to be compared with it."""
+def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Costs, names: str) -> Timeline | None:
+    """What a plan that recomputes would be without, on the same layers: other ones are not to be compared with it.
+
+    Args:
+        names: passes that have rewritten it, and rewrite that one too.
+    """
     program = proof.program
     plan = entry.plan(program.ranks) if entry.plan else None
     if plan is None or plan.recompute in ("none", ()):
         return None
     kept = trace(planned(replace(plan, recompute="none")), plan.mesh, program.sizes, program.microbatches)
-    return simulate(check(kept), costs)
+    return simulate(run_passes(check(kept), find_passes(names), Goal(costs))[-1].checked, costs)
 
 
 def as_json(

@@ -97,10 +97,12 @@ def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None =
 def _best(each: TapePass, before: Passed, goal: Goal) -> tuple[Passed, str]:
     """The best that a pass makes of a program; or the program as it was, and why."""
     best, why_not = before, "the program is so already"
+    tried = [before.checked.program.tapes]
     for number in each.numbers:
         tapes = each.rewrite(before.checked, number)
-        if tapes == before.checked.program.tapes:
+        if tapes in tried:
             continue
+        tried.append(tapes)
         try:
             candidate = check(replace(before.checked.program, tapes=tapes))
         except Refused as refused:
