@@ -10,6 +10,7 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.passes import PASSES
+from shardlab.program.pass_names import OFFLOAD
 
 Captured = pytest.CaptureFixture[str]
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -47,7 +48,7 @@ def test_a_row_for_each_pass_and_then_the_step_that_they_make(capsys: Captured, 
 
 def test_json_has_each_pass_with_what_was_before_and_after(capsys: Captured) -> None:
     facts = json_of(capsys, "fsdp", "--passes", "all")
-    assert [each["pass"] for each in facts["passes"]] == list(PASSES)
+    assert [each["pass"] for each in facts["passes"]] == [name for name in PASSES if name != OFFLOAD]
     first, *_, last = facts["passes"]
     assert (first["number"], first["end_before"], first["end"]) == (1, 13.6, 12.4)
     assert (last["end"], last["peak_bytes"]) == (facts["end"], 7 * 2**20)
@@ -123,6 +124,12 @@ def test_mistakes_are_one_sentence(capsys: Captured) -> None:
     assert "--passes rewrites a plan's program, and plan compares plans" in refused(
         capsys, "plan", "--model", "gpt2", "--cluster", "h100x4", "--passes", "all"
     )
+
+
+def test_what_is_offloaded_may_be_rewritten_by_all_passes(capsys: Captured) -> None:
+    """Those that find nothing to do are left out in silence."""
+    facts = json_of(capsys, "ddp", "--offload", "optimizer=host", "--passes", "all")
+    assert facts["settled"].startswith("offload=optimizer:host,copy-early=")
 
 
 def test_passes_are_listed(capsys: Captured) -> None:

@@ -10,7 +10,7 @@ from shardlab.check import Checked
 from shardlab.errors import UserError
 from shardlab.passes import PASSES, find_passes, run_named, run_passes, settled
 from shardlab.program import Strategy
-from shardlab.program.pass_names import PASS_NAMES, named_passes
+from shardlab.program.pass_names import OFFLOAD, PASS_NAMES, named_passes
 from shardlab.strategies.ddp import ddp
 from shardlab.strategies.fsdp import fsdp
 from shardlab.strategies.load import load
@@ -87,7 +87,7 @@ def test_no_gradient_is_final_before_the_norm_of_all() -> None:
 
 def test_every_name_has_a_pass_in_the_order_in_which_they_are_run() -> None:
     assert list(PASSES) == list(PASS_NAMES)
-    assert [each.name for each in find_passes("all")] == [name for name in PASS_NAMES if name != "offload"]
+    assert [each.name for each in find_passes("all")] == [name for name in PASS_NAMES if name != OFFLOAD]
     assert find_passes("none") == []
     for name, each in PASSES.items():
         assert each.name == name
@@ -116,7 +116,7 @@ READERS: list[Callable[[str], object]] = [
     [
         ("prefech", "there is no pass 'prefech'; did you mean prefetch"),
         ("", "there is no pass ''; there are all, none, offload, prefetch"),
-        ("defer,all", "there is no pass 'all'"),
+        ("defer,none", "there is no pass 'none'; there are all, offload, prefetch"),
         ("defer=0", r"the pass defer was given '0'; it takes a whole number, 1 or more \(more under way\)"),
         ("defer=", "the pass defer was given ''"),
         ("update-early=1", "the pass update-early was given '1'; it takes no number"),
@@ -126,6 +126,18 @@ def test_a_name_or_a_number_that_there_is_not_is_one_sentence(text: str, sentenc
     for refuses in READERS:
         with pytest.raises(UserError, match=sentence):
             refuses(text)
+
+
+def test_all_stands_beside_names_of_which_each_must_apply() -> None:
+    """As where something is offloaded, and all passes are wanted as well."""
+    program = checked(fsdp, 4)
+    found = {each.name: each for each in run_named(program, "prefetch=3,all")}
+    assert list(found)[1:] == [each.name for each in find_passes("all")]
+    assert found["prefetch"].number == 3
+    assert not found["receive-early"].applies
+    with pytest.raises(UserError, match="the pass receive-early has nothing to do"):
+        run_named(program, "receive-early,all")
+    assert settled(run_named(program, "offload=optimizer:host,all")).startswith("offload=optimizer:host,prefetch=")
 
 
 def test_what_is_settled_makes_the_same_program_again() -> None:

@@ -26,10 +26,8 @@ def early_copies(checked: Checked, ahead: int) -> Tapes:
 
 def _wish(ahead: int, order: Ordering) -> None:
     needs = order.needs
-    back, away = (_copies(needs.tape, kind) for kind in (RELOAD, OFFLOAD))
-    uses = [min(needs.readers[needs.tape[at].outputs[0]], default=at) for at in back]
-    for number, at in enumerate(back):
-        order.start_before(at, uses[number - ahead] if number >= ahead else back[0])
+    order.start_ahead(_copies(needs.tape, RELOAD), ahead)
+    away = _copies(needs.tape, OFFLOAD)
     for number, at in enumerate(away):
         later = number + ahead
         order.end_before(needs.over(at), away[later] if later < len(away) else len(needs.tape))

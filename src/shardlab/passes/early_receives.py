@@ -23,11 +23,7 @@ def early_receives(checked: Checked, ahead: int) -> Tapes:
 
 
 def _wish(ahead: int, order: Ordering) -> None:
-    needs = order.needs
-    received = _receives(needs.tape)
-    uses = [min(needs.readers[needs.tape[at].outputs[0]], default=at) for at in received]
-    for number, at in enumerate(received):
-        order.start_before(at, uses[number - ahead] if number >= ahead else received[0])
+    order.start_ahead(_receives(order.needs.tape), ahead)
 
 
 def _receives(tape: Sequence[Op]) -> list[int]:

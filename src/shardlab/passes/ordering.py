@@ -46,6 +46,15 @@ class Ordering:
         """Have an op go down to just before another (the tape's length: to the end), or to the first that needs it."""
         self._sunk[at] = len(self._tape) if other >= len(self._tape) else self._places[other] - 0.5
 
+    def start_ahead(self, starts: Sequence[int], ahead: int) -> None:
+        """Have communications start so many uses of what they bring ahead, and be awaited just before their own use."""
+        brought = [self.needs.readers[self._tape[at].outputs[0]] for at in starts]
+        uses = [min(readers, default=at) for at, readers in zip(starts, brought, strict=True)]
+        for number, (at, use) in enumerate(zip(starts, uses, strict=True)):
+            self.start_before(at, uses[number - ahead] if number >= ahead else starts[0])
+            if use > at:
+                self.end_before(self.needs.over(at), use)
+
     def _raise(self, at: int, place: float) -> None:
         if place < self._raised.get(at, self._places[at]):
             self._raised[at] = place

@@ -26,11 +26,7 @@ def prefetch(checked: Checked, ahead: int) -> Tapes:
 
 
 def _wish(checked: Checked, ahead: int, order: Ordering) -> None:
-    needs = order.needs
-    gathers = _gathers(needs.tape, checked.specs[order.rank])
-    uses = [min(needs.readers[needs.tape[at].outputs[0]], default=at) for at in gathers]
-    for number, at in enumerate(gathers):
-        order.start_before(at, uses[number - ahead] if number >= ahead else gathers[0])
+    order.start_ahead(_gathers(order.needs.tape, checked.specs[order.rank]), ahead)
 
 
 def _gathers(tape: Sequence[Op], specs: Mapping[int, Spec]) -> list[int]:

@@ -11,7 +11,7 @@ from shardlab.errors import Refused, UserError
 from shardlab.passes.rewriting import CannotApply
 from shardlab.passes.table import TapePass, find_passes
 from shardlab.program import Sizes
-from shardlab.program.pass_names import PASS_NAMES
+from shardlab.program.pass_names import PASS_NAMES, named_passes
 from shardlab.timeline.clocks import Clocks
 from shardlab.timeline.costs import UNIT_COSTS
 from shardlab.timeline.memory import memory_in_bytes
@@ -129,11 +129,12 @@ def run_named(checked: Checked, names: str, goal: Goal | None = None) -> list[Pa
         The program as it was, and as each pass left it.
 
     Raises:
-        UserError: for a name that there is not, and for a pass that cannot apply, unless all are run.
+        UserError: for a name that there is not, and for a pass that is named itself and cannot apply.
     """
     found = run_passes(checked, find_passes(names), goal)
+    by_name = {each.name for each in named_passes(names) if each.by_name}
     for each in found:
-        if not each.applies and names != "all":
+        if not each.applies and each.name in by_name:
             raise UserError(f"the pass {each.name} has nothing to do: {each.why_not}; leave it out")
     return found
 

@@ -33,33 +33,39 @@ class NamedPass(NamedTuple):
 
     Attributes:
         homes: of an offload, what goes where.
+        by_name: whether it is named itself; `all` names none.
     """
 
     name: str
     number: int | None
     homes: Homes | None = None
+    by_name: bool = True
 
 
 def named_passes(text: str) -> list[NamedPass]:
     """The passes that a text stands for, in the order in which they are run.
 
-    >>> named_passes("bucket=4, prefetch")
-    [NamedPass(name='prefetch', number=None, homes=None), NamedPass(name='bucket', number=4, homes=None)]
+    >>> [(each.name, each.number) for each in named_passes("bucket=4, prefetch")]
+    [('prefetch', None), ('bucket', 4)]
 
     Args:
-        text: `all`, `none`, or names with commas between them, each perhaps with its number; of
-            `offload` what goes where, such as `offload=optimizer:host+activations:disk`.
+        text: `none`, or words with commas between them: names, each perhaps with its number; of `offload` what goes
+            where, such as `offload=optimizer:host+activations:disk`; `all` for all that are not named.
 
     Raises:
         UserError: for a name that there is not, with the nearest one; for a number that is none.
     """
-    if text in ("all", "none"):
-        return [NamedPass(name, None) for name in PASS_NAMES if name != OFFLOAD] if text == "all" else []
+    if text == "none":
+        return []
     found: dict[str, NamedPass] = {}
     for each in text.split(","):
         name, equals, number = each.strip().partition("=")
+        if name == "all" and not equals:
+            others = (other for other in PASS_NAMES if other != OFFLOAD)
+            found = {other: NamedPass(other, None, by_name=False) for other in others} | found
+            continue
         if name not in PASS_NAMES:
-            raise unknown("pass", name, ("all", "none", *PASS_NAMES))
+            raise unknown("pass", name, [known for known in ("all", "none", *PASS_NAMES) if known != name])
         means = PASS_NAMES[name]
         if name == OFFLOAD:
             found[name] = NamedPass(name, 1, Homes.of(number.replace(":", "=").split("+")))
@@ -86,6 +92,5 @@ def with_offload(passes: str | None, words: Iterable[str]) -> str:
     """
     words = list(words)
     Homes.of(words)
-    others = [each.name for each in named_passes("all")] if passes == "all" else []
-    rest = ",".join(others) or ("copy-early" if passes in (None, "none") else passes)
+    rest = "copy-early" if passes in (None, "none") else passes
     return f"{OFFLOAD}={'+'.join(word.replace('=', ':') for word in words)},{rest}"
