@@ -282,6 +282,13 @@ EXPERTS = [
     Verified("a dropless Mixtral on stages", Plan(Mesh(pp=2, ep=2)), mixtral(capacity_factor=None), 4),
 ]
 
+REWRITTEN = [
+    Verified("shards of four ranks in buckets", replace(SHARDINGS["partial"], passes="bucket=2,defer=2"), USERS, 4),
+    Verified("all passes on stages of shards", everywhere(Plan(Mesh(pp=2, dp_shard=2), passes="all"), SHARD), USERS, 4),
+    Verified("a tied weight gathered ahead in buckets", replace(FSDP, passes="prefetch=2,bucket=1"), TIED, 6),
+    Verified("experts after all passes", Plan(Mesh(ep=2), passes="all"), DROPPING, 4),
+]  # fmt: skip
+
 TIES = [
     Verified("both uses of a tied weight on one rank", Plan(), TIED, 3),
     Verified("a tied weight reduced over replicas", Plan(Mesh(dp_shard=2)), TIED, 6),
@@ -337,5 +344,6 @@ TABLE = [
     *CONTEXT,
     *EXPERTS,
     *TIES,
+    *REWRITTEN,
 ]  # fmt: skip
 """One line for each thing that only a run on processes shows. What a case shows beside, no other case need show."""
