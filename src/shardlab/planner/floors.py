@@ -16,7 +16,7 @@ from shardlab.planner.memory_floors import SURE, MemoryFloors
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.rank_orders import Pipelines
 from shardlab.planner.space import PlanShape
-from shardlab.planner.traffic import Traffic
+from shardlab.planner.traffic import StepTraffic
 from shardlab.strategies.plan import Plan
 
 UNSPLIT = ("gpipe", "1f1b", "interleaved-1f1b", "breadth-first")
@@ -46,7 +46,7 @@ class Floors:
         self.problem = problem
         self._layers, self._pipelines = ShapeLayers(problem), Pipelines(problem)
         self.memory = MemoryFloors(self._layers, self._pipelines)
-        self._traffic = Traffic(self._layers, self._pipelines)
+        self._traffic = StepTraffic(self._layers, self._pipelines)
         self._done: dict[Hashable, list[RankPasses]] = {}
 
     def passes(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> LayerFloors:

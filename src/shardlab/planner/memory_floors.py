@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardlab.planner.layer_floors import LayerFloors, ShapeLayers, between
-from shardlab.planner.pass_memory import Gradients, Held, LayerHolds, pass_holds
+from shardlab.planner.pass_memory import Gradients, LayerHolds, PassHolds, pass_holds
 from shardlab.planner.problem import Candidate
 from shardlab.planner.rank_orders import Moment, Pipelines, RankOrder
 from shardlab.planner.space import PlanShape, blocks_of
@@ -162,7 +162,7 @@ class MemoryFloors:
             most = max(most, held + self._crest(shape, floors, stages[moment.stage], how))
         return most, sum(weights)
 
-    def _crest(self, shape: PlanShape, floors: LayerFloors, stage: range, held: Held) -> float:
+    def _crest(self, shape: PlanShape, floors: LayerFloors, stage: range, held: PassHolds) -> float:
         """The most that is held of a stage, and of this microbatch, during its backward pass."""
         key = id(floors), stage, held
         if key not in self._crests:
@@ -181,7 +181,7 @@ SURE = 1 - 1e-9
 """Floors are multiplied by this, since sums of numbers depend on their order."""
 
 
-def _held(sharing: Sharing, moment: Moment, weight: float, gradient: float) -> Held:
+def _held(sharing: Sharing, moment: Moment, weight: float, gradient: float) -> PassHolds:
     """How a stage's weights and gradients are held during the backward pass of a moment."""
     whole = sharing.reshard == "step" or (sharing.reshard == "stage" and moment.resumed)
     gathers = "" if moment.part == "weight" or not sharing.reshard else "left" if whole else "layers"
@@ -190,7 +190,7 @@ def _held(sharing: Sharing, moment: Moment, weight: float, gradient: float) -> H
         passing = "ending" if moment.stage in moment.summed else "moving"
     elif passing == "new" and moment.stage in moment.summed:  # to which the pass adds
         passing = ""
-    return Held(moment.part, gathers, passing, weight, gradient, sharing.ahead)
+    return PassHolds(moment.part, gathers, passing, weight, gradient, sharing.ahead)
 
 
 def shards(plan: Plan, axes: tuple[str, ...]) -> int:

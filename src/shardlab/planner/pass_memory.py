@@ -39,7 +39,7 @@ class LayerHolds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
+class PassHolds:
     """How weights and gradients are held.
 
     Attributes:

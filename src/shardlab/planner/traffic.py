@@ -52,8 +52,8 @@ class Collective(NamedTuple):
     bytes: float
 
 
-class Traffic:
-    """Traffic of a problem's candidates."""
+class StepTraffic:
+    """StepTraffic of a problem's candidates."""
 
     def __init__(self, layers: ShapeLayers, pipelines: Pipelines) -> None:
         self.problem = layers.problem
@@ -61,7 +61,7 @@ class Traffic:
         self._known: dict[Hashable, list[float]] = {}
 
     def of_ranks(self, shape: PlanShape, candidate: Candidate) -> list[RankTraffic]:
-        """Traffic of every pipeline rank of a candidate."""
+        """StepTraffic of every pipeline rank of a candidate."""
         plan, ranges = candidate.plan, self._pipelines.stages(shape, candidate.plan)
         each, prices = self._pipelines.each(shape), self._layers.prices(candidate)
         floors = self._layers.floors(shape, plan.recompute)
