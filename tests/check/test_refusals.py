@@ -99,6 +99,14 @@ SENTENCES = {
         "rank 0, op 2 recv from rank 1 of weights[0]: is of batch 0, but other ops stand between it and the rest "
         "of its batch; put them before or after the batch."
     ),
+    "batch of collectives": (
+        "rank 0, op 0 barrier on world: is issued together with what is not of its kind, its group and its dtype; "
+        "give it a batch of its own."
+    ),
+    "batch of collectives, on one rank": (
+        "rank 1, op 14 all_reduce(layer 0) on world: is issued alone, and as one of 2 on another rank; issue the same "
+        "together on all ranks."
+    ),
     "in flight, not arrived": "rank 0, op 1 free(value 0): value 0 is still in flight; wait for handle 0 first.",
     "in flight, updated": (
         "rank 0, op 10 update(layer 0): weights[0] is still read by a communication in flight; wait for it first."

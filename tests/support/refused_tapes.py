@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shardlab.check import check
-from shardlab.program import Holds, Mesh, Op, OpKind, Program, Rank, Strategy, trace
+from shardlab.program import Holds, Mesh, Op, OpKind, Program, Rank, Strategy, Value, trace
 from shardlab.program.mesh import Group, group_of
 from shardlab.strategies.plan import Plan
 from tests.support.mutations import places
@@ -87,6 +87,25 @@ def tied() -> Program:
     return Planned(Plan(), 2, "tied", 1).program
 
 
+async def reduces_twice(rank: Rank) -> None:
+    """Each rank has the sums of two gradients of one weight."""
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    made: list[Value] = []
+    for m in rank.share():
+        activation = rank.activations[0, m] = rank.load_batch([m])
+        gradient = rank.loss(rank.forward(0, activation, rank.weights[0]))
+        made.append(rank.backward(0, activation, gradient, rank.weights[0])[0])
+    handles = [rank.all_reduce(each) for each in made]
+    first, second = await handles[0], await handles[1]
+    rank.weights[0], rank.opt_states[0] = rank.update(0, first + second, rank.weights[0], rank.opt_states[0])
+
+
+def together_on_one_rank() -> object:
+    program = trace(reduces_twice, 2, 1, 4)
+    program.tapes[0] = [op._replace(batch=0) if op.kind is OpKind.ALL_REDUCE else op for op in program.tapes[0]]
+    return check(program)
+
+
 def by_the_whole_weight(op: Op) -> list[Op]:
     x, gradient, _, *saved = op.inputs
     return [
@@ -143,6 +162,8 @@ TAPES: Calls = {
         from_the_other,
         2,
     ),
+    "batch of collectives": fields(OpKind.BARRIER, meets, 2, batch=0),
+    "batch of collectives, on one rank": together_on_one_rank,
     "in flight, not arrived": tape(OpKind.WAIT, lambda op: [], from_the_other, 2),
     "in flight, updated": tape(OpKind.WAIT, lambda op: [], lends, 2),
     "in flight, at the end": tape(OpKind.WAIT, lambda op: [], meets, 2),

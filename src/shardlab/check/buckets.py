@@ -10,7 +10,6 @@ from shardlab.errors import Refused
 from shardlab.program import Kind, Op, OpKind, Program, Spec
 from shardlab.program.matching import Communication
 from shardlab.program.ops import COLLECTIVES
-from shardlab.rules.pieces import counted
 
 BUCKETED = frozenset({OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER})
 """Collectives that may be issued together."""
@@ -53,10 +52,9 @@ def check_batches(
         for rank, _, at in communications[number].participants:
             theirs = batches.get((rank, number), (number,))
             if theirs != numbers:
-                given = (
-                    f"is one of {counted(len(theirs), 'collective')} issued together, but one of {len(numbers)} on "
-                    "another rank"
-                )
+                here = f"as one of {len(theirs)}" if len(theirs) > 1 else "alone"
+                there = f"as one of {len(numbers)}" if len(numbers) > 1 else "alone"
+                given = f"is issued {here}, and {there} on another rank"
                 about = program.tapes[rank][at].about
                 raise Refused("batch of collectives", about, given, "issue the same together on all ranks").at(rank, at)
 
