@@ -44,3 +44,10 @@ def test_a_machine_that_was_not_measured_is_refused(capsys: pytest.CaptureFixtur
     profile_of(this_machine()).write()
     assert main(["train", "--plan", "auto", "--ranks", "2", "--batch-ramp", "0:2,5:4"]) == 2
     assert "batch ramp" in capsys.readouterr().err
+
+
+def test_passes_rewrite_the_plan_that_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    profile_of(this_machine()).write()
+    assert configured(capsys, "--passes", "all")["plan"] == configured(capsys)["plan"] | {"passes": "all"}
+    assert main(["train", "--plan", "auto", "--ranks", "2", "--passes", "prefech"]) == 2
+    assert "did you mean prefetch?" in capsys.readouterr().err
