@@ -25,7 +25,7 @@ SCOUTED = 48
 """Pipelines of each family at most whose candidates are made for those; where hardly any fits, there is no end."""
 
 ROOMY = 0.9
-"""Share of the room that a scout's floor of bytes may take: what comes closer hardly ever fits."""
+"""Share of the room that the floor of bytes of every second scout may take: what comes closer often does not fit."""
 
 LATE = 24
 """Forecasts after the deadline at most, as long as none is of a plan that fits; the lowest floors of bytes first."""
@@ -226,9 +226,10 @@ class Search:
         heapq.heapify(self._heap)
 
     def _wants(self, waiting: Waiting) -> bool:
-        """Whether scouts look at this: it has room, and more is to be known of its family."""
+        """Whether scouts look at this: more is to be known of its family, and half of them need no luck to fit."""
         name = family(waiting.plan.plan) if isinstance(waiting.plan, Candidate) else model_kinds(waiting.shape.mesh)
-        if waiting.bytes > ROOMY * self._room or self._forecasts.get(name, 0) >= SCOUTS:
+        known = self._forecasts.get(name, 0)
+        if known >= SCOUTS or (known >= SCOUTS // 2 and waiting.bytes > ROOMY * self._room):
             return False
         if isinstance(waiting.plan, Candidate) and model_kinds(waiting.shape.mesh):  # those of one shape are much alike
             return waiting.shape not in self._scouted
