@@ -62,36 +62,50 @@ def check_batches(
 class Buckets:
     """The memory of collectives that run as one.
 
-    Gradients that are all-reduced together lie side by side where a backward pass makes them. What else is
-    communicated together is copied to one buffer, or from there.
+    Gradients that are all-reduced together lie side by side where a backward pass makes them, if nobody reads them any
+    more. What else is communicated together is copied to one buffer, and from there if it was gathered.
 
     Attributes:
-        copied: the indices of the last op of each batch that needs such a buffer, to all of the batch.
-        first: number of a value to that of the first gradient of its batch which a backward pass makes: their memory
-            is taken when that is made, and given back when all of them have ended.
-        rooms: number of such a first gradient to the numbers of those that lie side by side, in order.
+        batched: the indices of the ops that are issued together with others.
+        first: number of a value to that of the first of those in whose memory it lies: that is taken when the first is
+            made, and given back when all have ended.
+        rooms: number of such a first value to the numbers of those that fill its memory, in order.
+        buffers: index of the last op of a batch to the numbers of the values for which its buffer has room; it goes
+            when the batch is awaited.
     """
 
     def __init__(self, tape: Sequence[Op], in_place: InPlace) -> None:
+        self.batched: set[int] = set()
         self.first: dict[int, int] = {}
         self.rooms: dict[int, list[int]] = {}
-        self.copied: dict[int, list[int]] = {}
+        self.buffers: dict[int, list[int]] = {}
         batches = batches_of(tape)
         if not batches:
             return
         made = {number: at for at, op in enumerate(tape) for number in op.outputs}
         for together in batches.values():
+            self.batched.update(together)
             ops = [tape[at] for at in together]
-            in_rooms = ops[0].kind is OpKind.ALL_REDUCE
-            chains = [_chain(tape, in_place, made, op.inputs[0]) for op in ops if in_rooms]
-            if not in_rooms or not all(chains):
-                self.copied[together[-1]] = together
+            given, results = [op.inputs[0] for op in ops], [op.outputs[0] for op in ops]
+            if ops[0].kind is OpKind.ALL_GATHER:
+                self.buffers[together[-1]] = [*given, *results]
                 continue
-            origins = [chain[-1] for chain in chains]
-            first = min(origins, key=made.__getitem__)
-            self.rooms[first] = origins
-            for op, chain in zip(ops, chains, strict=True):
-                self.first |= dict.fromkeys((*op.outputs, *chain), first)
+            chains: list[list[int]] = []
+            if ops[0].kind is OpKind.ALL_REDUCE and in_place.first_input.issuperset(together):
+                chains = [_chain(tape, in_place, made, number) for number in given]
+            if chains and all(chains):
+                origins = [chain[-1] for chain in chains]
+                self._share([*origins, *results, *(number for chain in chains for number in chain)], origins, made)
+                continue
+            if ops[0].kind is OpKind.REDUCE_SCATTER:
+                self.buffers[together[-1]] = given
+            self._share(results, results, made)
+
+    def _share(self, numbers: Sequence[int], rooms: Sequence[int], made: Mapping[int, int]) -> None:
+        """Have values lie in one memory, which some of them fill."""
+        first = min(rooms, key=made.__getitem__)
+        self.rooms[first] = [*rooms]
+        self.first |= dict.fromkeys(numbers, first)
 
 
 def _chain(tape: Sequence[Op], in_place: InPlace, made: Mapping[int, int], number: int) -> list[int]:

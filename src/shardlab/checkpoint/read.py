@@ -152,6 +152,7 @@ class Checkpoint:
             length = state.shapes.flat[each.layer]
             given = read_range(source, state.model, each.layer, length, each.start, each.stop, each.tensor.dtype)
             each.tensor.detach().copy_(given)
+        state.park()
         state.step = self.step
         if state.settings.precision.scaled and self.state["loss_scale"] is not None:
             state.loss_scale.scale, state.loss_scale.calm = self.state["loss_scale"]

@@ -47,6 +47,8 @@ class PlanOptions:
                 every[name] = switched(self, name)
                 del every[f"no_{name}"]
         if words := every.pop("offload"):
+            if "offload=" in (every["passes"] or ""):
+                raise UserError("both --offload and --passes offload=... say what goes elsewhere; give one of them")
             every["passes"] = with_offload(every["passes"], words)
         return {field: value for field, value in every.items() if value is not None}
 
@@ -81,7 +83,7 @@ class PlanOptions:
         Raises:
             UserError: when the flags contradict the strategy, the number of ranks or each other.
         """
-        given = self.given()
+        given, words = self.given(), self.offload if getattr(self, "passes", None) is None else None
         path: Path | None = given.pop("plan", None)
         if name is None and path is None and not given:
             raise UserError(
@@ -90,11 +92,13 @@ class PlanOptions:
         if name is not None and path is not None:
             raise UserError(f"both {name} and --plan {path} were given; give one of them")
         if name is not None and base is None and given.keys() <= {"passes"}:
-            entry = load(name, given.get("passes", passes))
+            entry = load(name, with_offload(passes, words) if words else given.get("passes", passes))
             if entry.plan is None or not given:
                 return entry, ranks or entry.ranks
         axes = {axis: given.pop(axis) for axis in AXES if axis in given}
         plan = base or _base(name, path, None if axes else ranks)
+        if words:
+            given["passes"] = with_offload(plan.passes, words)
         if axes:
             _want_all_axes(axes, plan.mesh, name or str(path))
         changed = {name: field_types(Plan)[name].of_words(words) for name, words in given.items()}

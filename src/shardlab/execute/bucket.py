@@ -90,7 +90,12 @@ def reduce_scatter(state: State, links: Communicator, ops: Sequence[Op]) -> Star
         mine = wholes[0].new_empty(sum(lengths))
         given = torch.cat([whole.view(len(group.ranks), -1) for whole in wholes], 1).flatten()
         wait = links.reduce_scatter(mine, given, group)
-        return _delivered(state, ops, torch.split(mine, lengths), wait)
+        delivered = _delivered(state, ops, torch.split(mine, lengths), wait)
+
+        def finish(_: Tensor = given) -> None:  # which stays as long as it is sent
+            delivered()
+
+        return finish
 
     return start
 

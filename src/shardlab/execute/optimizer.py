@@ -117,6 +117,7 @@ class Slice:
             at += len(run)
         self.optimizers = torch_optimizers(config, *roles)
         self._muon = next((each for each in self.optimizers if isinstance(each, Muon)), None)
+        self.copied = 0  # bytes that hold a gradient which was taken, beside the gradient itself
 
     def carry(self, weights: list[Tensor]) -> None:
         """Step these tensors from now on, of the same runs: a copy of weights that are kept elsewhere."""
@@ -169,11 +170,11 @@ class Slice:
 
     @property
     def average(self) -> Tensor:
-        """The average of the slice's weights over the steps, (elements,); what was offloaded comes back for it."""
-        self.reload()
+        """The average of the slice's weights over the steps, (elements,); what was offloaded comes back meanwhile."""
         kept = self.optimizers[-1]
         assert isinstance(kept, Average), "an average was asked for"
-        return torch.cat([kept.of(part.leaf) for part in self._parts])
+        with self.at_hand():
+            return torch.cat([kept.of(part.leaf) for part in self._parts])
 
     @property
     def moments(self) -> list[Tensor]:
@@ -208,7 +209,8 @@ class Slice:
         """
         if squared_norm is not None and not math.isfinite(squared_norm):
             return False
-        gradient = self._clipped(gradient, squared_norm, scale)
+        given, gradient = gradient, self._clipped(gradient, squared_norm, scale)
+        self.copied = 0 if gradient is given else gradient.nbytes
         if self._muon is not None:
             whole = direction or Direction(self._direction(gradient), self._ranges)
             self._muon.ways = self._ways(whole)
@@ -219,6 +221,11 @@ class Slice:
             for group in optimizer.param_groups:
                 group["lr"] = rate
         return True
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether it may be stepped with those that follow: by AdamW, and what is handed on is stepped with it."""
+        return len(self.weights) == 1 and any(isinstance(each, torch.optim.AdamW) for each in self.optimizers[:1])
 
     def finish(self) -> None:
         """The leaves have been stepped: let go of the gradient, and round the weights from their exact copy."""

@@ -179,6 +179,12 @@ class State:
             return tensor.to(self.settings.device)
         return tensor_at(place, tensor.shape, tensor.dtype, self.settings.device).copy_(tensor)
 
+    def park(self) -> None:
+        """Have all that optimizers keep where it lies between steps."""
+        for op in self.tape:
+            if op.kind is OpKind.LOAD_OPT_STATE:
+                self.put_opt_state(self.specs[op.outputs[0]])
+
     def put_opt_state(self, spec: Spec) -> None:
         """Have what an optimizer keeps where a value of it lies: at hand where it is updated, parked elsewhere."""
         key, place = (spec.layer, spec.holds), spec.form.place

@@ -18,6 +18,9 @@ from shardlab.program import Kind, Op
 
 Instruction = Callable[[], None]
 
+MOST_COPIED = 2**20
+"""Bytes of copies of gradients, clipped or in more bits, that are kept for updates to be made by one call."""
+
 
 def norm(state: State, at: int, op: Op) -> Instruction:
     """The sum of a gradient's squares, in float64; the buffer's gaps are zero."""
@@ -91,7 +94,8 @@ def update(state: State, at: int, op: Op) -> Instruction:
             kept.carry([values[weight][start:stop] for start, stop in own])
         if not state.rehearses:
             step(kept)
-            if not goes_on:
+            copied = sum(each.copied for each in state.stepping)
+            if not goes_on or not kept.may_wait or copied > MOST_COPIED:
                 stepping, state.stepping = state.stepping, []
                 step_together(stepping)
         values[weight] = values[opt_state] = None

@@ -73,7 +73,7 @@ def named_passes(text: str) -> list[NamedPass]:
         if equals and not (means and number.isdecimal() and int(number)):
             takes = f"a whole number, 1 or more ({means})" if means else "no number"
             raise UserError(f"the pass {name} was given {number!r}; it takes {takes}")
-        found[name] = NamedPass(name, int(number) if equals else None)
+        found[name] = NamedPass(name, int(number) if equals else None if means else 1)
     return [found[name] for name in PASS_NAMES if name in found]
 
 
@@ -92,5 +92,7 @@ def with_offload(passes: str | None, words: Iterable[str]) -> str:
     """
     words = list(words)
     Homes.of(words)
-    rest = "copy-early" if passes in (None, "none") else passes
-    return f"{OFFLOAD}={'+'.join(word.replace('=', ':') for word in words)},{rest}"
+    others = [] if passes in (None, "none") else [each for each in passes.split(",") if not each.startswith(OFFLOAD)]
+    if not {"all", "copy-early"} & {each.strip().partition("=")[0] for each in others}:
+        others.append("copy-early")
+    return ",".join([f"{OFFLOAD}={'+'.join(word.replace('=', ':') for word in words)}", *others])

@@ -147,6 +147,7 @@ class Clocks:
             elif handle >= 0:
                 number = communication_of[handle]
                 alone = not one_stream and len(communications[number].participants) == 1
+                alone = alone and number not in self._together
                 if clock > now and not alone:
                     self._at[rank], self._clock[rank] = at, clock
                     self._push(clock, rank, -1)

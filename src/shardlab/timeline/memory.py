@@ -131,8 +131,12 @@ def account(
     buckets = Buckets(tape if real else (), in_place)
     if real:
         taken_over |= {at: tape[at].inputs[0] for at in in_place.first_input if at not in taken_over}
-        if buckets.first:
-            taken_over = {at: older for at, older in taken_over.items() if older not in buckets.first}
+        if buckets.batched:
+            taken_over = {
+                at: older
+                for at, older in taken_over.items()
+                if at not in buckets.batched and older not in buckets.first
+            }
     buffers: dict[int, tuple[list[int], int]] = {}  # handle to those of its batch, and to the bytes of their buffer
     free_of_room = {newer for _, newer in in_place.fused.values()}
     room, place = ([0] * (max(specs, default=-1) + 1) for _ in range(2))  # of each value: its bytes, its category
@@ -168,10 +172,12 @@ def account(
                 place[number] = slot
                 by_category[slot] += bytes
                 live += bytes
-            if at in buckets.copied:
-                together = [tape[other] for other in buckets.copied[at]]
-                bytes = sum(max(size(specs[n]) for n in (*other[2], *other[3])) for other in together)
-                handles = [other[4] for other in together]
+            if at in buckets.buffers:
+                bytes = sum(size(specs[number]) for number in buckets.buffers[at])
+                begin = at
+                while begin and tape[begin - 1].batch == op.batch:
+                    begin -= 1
+                handles = [other[4] for other in tape[begin : at + 1]]
                 buffers |= dict.fromkeys(handles, (handles, bytes))
                 by_category[_COMMUNICATION] += bytes
                 live += bytes
