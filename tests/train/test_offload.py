@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +49,22 @@ def test_buckets_give_one_devices_numbers(ranks: World, strategy: str) -> None:
     job = Job(strategy, 2, 4, MODEL, 2, "fp64", passes="bucket=1")
     assert any(op.batch >= 0 for tape in job.checked().program.tapes for op in tape)
     verdict = ranks(2).call(verify_rank, CPU, job, 2)[0]
+    assert verdict.ok, verdict
+
+
+PROGRAMS = Path(__file__).with_name("bucketed_programs.py")
+
+
+def test_a_gradient_that_is_read_again_is_not_written_over(ranks: World) -> None:
+    """Its first sum is only looked at."""
+    job = Job(f"{PROGRAMS}:twice", 2, 4, MODEL, 2, "fp64", passes="bucket=2")
+    assert any(op.batch >= 0 for tape in job.checked().program.tapes for op in tape)
+    verdict = ranks(2).call(verify_rank, CPU, job, 2)[0]
+    assert verdict.ok, verdict
+
+
+def test_weights_of_slices_that_lie_apart_are_handed_on_when_they_are_stepped(ranks: World) -> None:
+    verdict = ranks(2).call(verify_rank, CPU, Job(f"{PROGRAMS}:apart", 2, 4, MODEL, 2, "fp64"), 3)[0]
     assert verdict.ok, verdict
 
 
