@@ -12,6 +12,7 @@ from pathlib import Path
 from shardlab.check import Checked
 from shardlab.check.blame import Retrace
 from shardlab.check.copies import compared_ranks, replicas_of, results_of
+from shardlab.cli.room import require_room
 from shardlab.cli.strategy import checked
 from shardlab.execute.loss_scale import want_norm
 from shardlab.faults.waits import LineOf
@@ -44,6 +45,9 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> C
     ):
         lacking = f"the gradient's norm, which {entry.name} does not compute"
         raise UserError(f"--clip {clip} limits {lacking}; take a plan, such as zero-3, or --clip none")
+    launched = find_launch_environment(os.environ)
+    if launched is None:
+        require_room(proof, range(job.ranks))
     if (why_not := proof.why_not(backend_of(device_type(job.ranks)))) is not None:
         raise why_not
     return proof

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardlab.cli.expected import cluster_here, workload_of
+from shardlab.errors import UserError
 from shardlab.passes import settled
 from shardlab.program.pass_names import named_passes
 from shardlab.strategies.entry import StrategyEntry, planned_entry
@@ -15,11 +16,8 @@ from shardlab.train.config import TrainingConfig
 def settled_here(entry: StrategyEntry, config: TrainingConfig) -> StrategyEntry:
     """The strategy with every pass's number, so that all its ranks and a repeated run rewrite it alike.
 
-    What is best follows from the profile that `shardlab bench` has saved; without one the passes stay as they are
-    named, and the unit costs guide them.
-
-    Raises:
-        UserError: for a pass that cannot apply.
+    What is best follows from the profile that `shardlab bench` has saved. Without one, and where it cannot price the
+    step, passes stay as they are named, and unit costs guide them.
     """
     from shardlab.train.run import TrainingRun
 
@@ -32,5 +30,8 @@ def settled_here(entry: StrategyEntry, config: TrainingConfig) -> StrategyEntry:
         return entry
     plan = entry.plan and entry.plan(job.ranks)
     as_written = replace(job, strategy=replace(plan, passes="none") if plan else job.strategy, passes=None)
-    found = settled(replace(workload_of(as_written, cluster), passes=names).passed)
+    try:
+        found = settled(replace(workload_of(as_written, cluster), passes=names).passed)
+    except UserError:  # if a pass is at fault, the job says so
+        return entry
     return planned_entry(replace(plan, passes=found), entry.name) if plan else replace(entry, passes=found)

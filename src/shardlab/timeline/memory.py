@@ -96,6 +96,13 @@ def peak_elsewhere(traced: Traced) -> dict[str, int]:
     }
 
 
+def peak_elsewhere_in_bytes(traced: Traced, place: str) -> list[int]:
+    """The most bytes of each rank in a place beside its device."""
+    size = Bytes(traced.program.sizes)
+    tapes = enumerate(traced.program.tapes)
+    return [account(tape, traced.specs[row], size, real=True, memory=place).peak for row, tape in tapes]
+
+
 def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool = False) -> list[RankMemory]:
     """Count bytes as the executor holds them, with the peak; with all categories at every op for `counters`.
 

@@ -1,0 +1,34 @@
+"""What ranks would keep on the host or the disk must find room there, before they start."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardlab.cli import main, room
+
+OFFLOADED = ["verify", "fsdp", "--ranks", "2", "--layers", "2", "--offload"]
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("host", "this host's memory has 0.00 KiB free; offload less"),
+        ("disk", "has 0.00 KiB free; name another folder by TMPDIR, or offload less"),
+    ],
+)
+def test_a_place_without_room_is_told_with_bytes(
+    place: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = room.free_room(place)[1]
+    monkeypatch.setattr(room, "free_room", lambda asked: (0 if asked == place else None, where))  # pyright: ignore
+    assert main([*OFFLOADED, f"optimizer={place}"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"shardlab: what 2 ranks keep on the {place} takes ")
+    assert says in told
+
+
+def test_every_place_says_what_is_free() -> None:
+    for place in ("host", "disk"):
+        free, where = room.free_room(place)
+        assert free is None or free > 2**20
+        assert where
