@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shardlab.check.accumulation import InPlace
 from shardlab.errors import Refused
@@ -15,14 +15,14 @@ BUCKETED = frozenset({OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTE
 """Collectives that may be issued together."""
 
 FLAT = frozenset({Kind.WEIGHT, Kind.GRAD_WEIGHT})
-"""Of values of these kinds: each is one flat run of a layer's elements."""
+"""Kinds of values that may be communicated together: each is one flat run of a layer's elements."""
 
 
-def batches_of(tape: Sequence[Op]) -> dict[int, list[int]]:
-    """The indices of the collectives of each batch, by its number."""
+def batches_of(tape: Sequence[Op], kinds: Collection[OpKind] = COLLECTIVES) -> dict[int, list[int]]:
+    """Map the number of each batch to the indices of its ops, if these are of some kinds."""
     batches: dict[int, list[int]] = defaultdict(list)
     for at, op in enumerate(tape):
-        if op.batch >= 0 and op[0] in COLLECTIVES:
+        if op.batch >= 0 and op[0] in kinds:
             batches[op.batch].append(at)
     return dict(batches)
 
@@ -66,7 +66,8 @@ class Buckets:
     more. What else is communicated together is copied to one buffer, and from there if it was gathered.
 
     Attributes:
-        batched: the indices of the ops that are issued together with others.
+        batches: number of a batch to the indices of its collectives.
+        batched: the indices of all of them.
         first: number of a value to that of the first of those in whose memory it lies: that is taken when the first is
             made, and given back when all have ended.
         rooms: number of such a first value to the numbers of those that fill its memory, in order.
@@ -75,16 +76,15 @@ class Buckets:
     """
 
     def __init__(self, tape: Sequence[Op], in_place: InPlace) -> None:
-        self.batched: set[int] = set()
+        self.batches = batches_of(tape)
+        self.batched = {at for together in self.batches.values() for at in together}
         self.first: dict[int, int] = {}
         self.rooms: dict[int, list[int]] = {}
         self.buffers: dict[int, list[int]] = {}
-        batches = batches_of(tape)
-        if not batches:
+        if not self.batches:
             return
         made = {number: at for at, op in enumerate(tape) for number in op.outputs}
-        for together in batches.values():
-            self.batched.update(together)
+        for together in self.batches.values():
             ops = [tape[at] for at in together]
             given, results = [op.inputs[0] for op in ops], [op.outputs[0] for op in ops]
             if ops[0].kind is OpKind.ALL_GATHER:

@@ -133,11 +133,10 @@ class Executor:
 
     def _prepare_together(self, at: int, op: Op) -> Instruction:
         """Collectives of one batch start with its last op, as one."""
-        waits, tape = self._waits, self.state.tape
-        if at + 1 < len(tape) and tape[at + 1].batch == op.batch:
+        waits, together = self._waits, self.state.analysis.buckets.batches[op.batch]
+        if at != together[-1]:
             return lambda: None
-        first = next(place for place, other in enumerate(tape) if other.batch == op.batch)
-        ops = tape[first : at + 1]
+        ops = [self.state.tape[other] for other in together]
         start = START_TOGETHER[op.kind](self.state, self.links, ops)
         handles = [other.handle for other in ops]
 

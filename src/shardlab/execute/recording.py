@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlab.check.buckets import batches_of
 from shardlab.execute.communicator import Wait
 from shardlab.execute.compute import Instruction
 from shardlab.execute.executor import Executor
@@ -34,7 +35,7 @@ class OpTimer:
         self._ended: dict[int, Read] = {}
         self._over: dict[int, list[Read]] = defaultdict(list)
         self._issuing: Iterator[int] = iter(())
-        self._batches = _batches(executor.state.tape)
+        self._batches = batches_of(executor.state.tape, COMMUNICATION)
         self._batched = frozenset(chain(*self._batches.values()))
         plain = zip(executor.state.tape, executor.instructions, strict=True)
         self._timed = [self._around(at, op, instruction) for at, (op, instruction) in enumerate(plain)]
@@ -94,12 +95,3 @@ class OpTimer:
                 end = self._ended.get(at)
                 record.ops[at] = Moments(moment, end and end(), None if None in overs else last)
         self.steps.append(record)
-
-
-def _batches(tape: list[Op]) -> dict[int, list[int]]:
-    """The places of the messages that are issued together, by the batch's number."""
-    batches: dict[int, list[int]] = defaultdict(list)
-    for at, op in enumerate(tape):
-        if op.batch >= 0:
-            batches[op.batch].append(at)
-    return dict(batches)

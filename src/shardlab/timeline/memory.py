@@ -181,10 +181,7 @@ def account(
                 live += bytes
             if at in buckets.buffers:
                 bytes = sum(size(specs[number]) for number in buckets.buffers[at])
-                begin = at
-                while begin and tape[begin - 1].batch == op.batch:
-                    begin -= 1
-                handles = [other[4] for other in tape[begin : at + 1]]
+                handles = [tape[other][4] for other in buckets.batches[op.batch]]
                 buffers |= dict.fromkeys(handles, (handles, bytes))
                 by_category[_COMMUNICATION] += bytes
                 live += bytes
