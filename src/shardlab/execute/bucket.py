@@ -55,6 +55,7 @@ def all_gather(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
     assert group is not None
     lengths = _lengths(state, [op.inputs[0] for op in ops])
     places = [places_of(state, op) for op in ops]
+    ascending = [order == sorted(order) for order in places]
     columns = list(pairwise(accumulate(lengths, initial=0)))
 
     def start() -> Wait:
@@ -67,8 +68,8 @@ def all_gather(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
 
         def sort() -> None:
             wait()
-            for whole, order, (begin, end) in zip(wholes, places, columns, strict=True):
-                if order == sorted(order):
+            for whole, order, in_order, (begin, end) in zip(wholes, places, ascending, columns, strict=True):
+                if in_order:
                     whole.view(len(group.ranks), -1).copy_(inbox[:, begin:end])
                 else:
                     pieces = inbox[:, begin:end].reshape(len(order), -1)

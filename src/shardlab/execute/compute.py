@@ -255,7 +255,8 @@ def _gradient_room(state: State, at: int, op: Op) -> Callable[[], Tensor]:
     number, values = op.outputs[0], state.values
     spec = state.specs[number]
     if number in state.analysis.buckets.first and total is None:
-        return lambda: state.room_beside(number).zero_()
+        make = state.room_beside(number)
+        return lambda: make().zero_()
     if total is None:
         shape, dtype, device = state.shapes.shape(spec), state.dtype(spec), state.settings.device
         return lambda: torch.zeros(shape, dtype=dtype, device=device)

@@ -309,17 +309,21 @@ class State:
             return tensor_at(place, shape, self.dtype(spec), self.settings.device)
         return torch.empty(self.shapes.shape(spec), dtype=self.dtype(spec), device=self.settings.device)
 
-    def room_beside(self, number: int) -> Tensor:
-        """Room for a gradient beside those that are all-reduced with it."""
-        buckets = self.analysis.buckets
+    def room_beside(self, number: int) -> Callable[[], Tensor]:
+        """How each step makes room for a gradient beside those that are all-reduced with it."""
+        buckets, rooms, device = self.analysis.buckets, self._side_by_side, self.settings.device
         first = buckets.first[number]
         numbers = buckets.rooms[first]
         lengths = [self.shapes.shape(self.specs[other])[0] for other in numbers]
-        if number == first:
-            dtype = self.dtype(self.specs[first])
-            self._side_by_side[first] = torch.empty(sum(lengths), dtype=dtype, device=self.settings.device)
-        place = numbers.index(number)
-        return self._side_by_side[first].narrow(0, sum(lengths[:place]), lengths[place])
+        place, dtype = numbers.index(number), self.dtype(self.specs[first])
+        whole, start, length = sum(lengths), sum(lengths[:place]), lengths[place]
+
+        def make() -> Tensor:
+            if number == first:
+                rooms[first] = torch.empty(whole, dtype=dtype, device=device)
+            return rooms[first].narrow(0, start, length)
+
+        return make
 
     def take_side_by_side(self, number: int) -> Tensor | None:
         """All gradients that lie side by side with one, as one tensor, once; None for one that lies alone."""
