@@ -49,7 +49,7 @@ class Sharing:
 
     @cached_property
     def passes(self) -> Sharing:
-        """As far as passes go: one for many that differ in nothing that is worth its own figures."""
+        """This sharing as the memory of passes sees it, so that sharings with almost the same figures share them."""
         return replace(self, parameters=1, optimizer=1, gradients=_many(self.gradients), late=_many(self.late))
 
 
@@ -173,7 +173,7 @@ class MemoryFloors:
 
 
 def _many(shards: int) -> int:
-    """As many shards, or so many that each is next to nothing."""
+    """Round a number of shards above 8 to so many that a shard takes next to nothing."""
     return shards if shards <= 8 else 1 << 40
 
 

@@ -1,4 +1,4 @@
-"""What is said where no plan was found: what hinders, what comes nearest, and which limit could go."""
+"""Sentences for a search that finds no plan: what hinders, what comes nearest, and which limit could go."""
 
 from __future__ import annotations
 

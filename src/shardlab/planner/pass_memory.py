@@ -22,7 +22,7 @@ being reduced; or these, and those that will be."""
 
 
 class LayerHolds(NamedTuple):
-    """What is held during a layer's backward pass on a microbatch.
+    """Memory that a rank holds during a layer's backward pass on a microbatch.
 
     Attributes:
         kept: bytes of this microbatch's activations, of the stage's layers, by the part of the pass.
@@ -64,7 +64,10 @@ class PassHolds:
 
 
 def pass_holds(floors: LayerFloors, model: ModelLayers, stage: range) -> list[LayerHolds]:
-    """What is held during the backward pass of each of a stage's layers, the last one first; before it, at the loss."""
+    """List what a rank holds during the backward pass of each of a stage's layers, the last layer first.
+
+    Where the stage ends the model, the entry before them is of the loss.
+    """
     elements = {layer: between(floors.weights, range(layer, layer + 1)) for layer in stage}
     order = [layer for layer in reversed(stage) if elements[layer]]
     gathered, moving = _gathered(model, order, elements), _moving(model, order, elements)

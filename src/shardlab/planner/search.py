@@ -51,7 +51,7 @@ class Waiting(NamedTuple):
 
 
 Phase = Literal["scouts", "all", "late"]
-"""What is forecast: some plans of each family, all that may be faster, or whatever may fit at all."""
+"""A phase of the search: it forecasts some plans of each family, all that may be faster, or whatever may fit."""
 
 Told = Callable[[Found, int], None]
 """Is told what is found so far, and how many candidates wait."""

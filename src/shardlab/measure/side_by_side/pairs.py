@@ -14,7 +14,7 @@ from shardlab.strategies.plan import Plan
 from shardlab.train.job import Job
 
 Family = Literal["data", "tensor", "pipeline"]
-"""What is dealt to the ranks: sequences, slices of matrices, or layers."""
+"""A way to be parallel: `data` deals sequences to the ranks, `tensor` slices of matrices, `pipeline` layers."""
 
 OPTIMIZER = OptimizerConfig(learning_rate=3e-4, learning_rate_schedule="constant", warmup_steps=0)
 """Fused AdamW on both sides, at one learning rate."""
