@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.collectives import all_gather_single, reduce_scatter_single
+from shardlab.execute.collectives import all_gather, reduce_scatter
 from shardlab.execute.groups import Groups, make_groups
 from shardlab.program import Group, Program, Reduction
 
@@ -82,11 +82,11 @@ class Communicator:
 
     def all_gather(self, output: Tensor, piece: Tensor, group: Group) -> Wait:
         """The members' equal pieces into `output`, in group order."""
-        return self._wait(all_gather_single(output, piece, group=self._groups[group], async_op=True))
+        return self._wait(all_gather(output, piece, self._groups[group]))
 
     def reduce_scatter(self, output: Tensor, whole: Tensor, group: Group) -> Wait:
         """This member's piece of the sum."""
-        return self._wait(reduce_scatter_single(output, whole, group=self._groups[group], async_op=True))
+        return self._wait(reduce_scatter(output, whole, self._groups[group]))
 
     def all_to_all(self, output: Tensor, whole: Tensor, group: Group) -> Wait:
         """Equal pieces of `whole` to the members in group order, and theirs for this one into `output`."""

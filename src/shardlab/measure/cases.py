@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.collectives import all_gather_single, reduce_scatter_single
+from shardlab.execute.collectives import all_gather, reduce_scatter
 
 Wait = Callable[[], Any]
 Start = Callable[[], Wait]
@@ -132,14 +132,16 @@ def _gathered(elements: int, team: Team) -> Tensor:
 def _all_gather(elements: int, team: Team) -> CollectiveCase:
     piece = team.values(team.index, elements // team.size)
     whole = piece.new_empty(elements)
-    return _case(elements, team, partial(all_gather_single, whole, piece), whole, _gathered(elements, team))
+    start = partial(all_gather, whole, piece, team.group)
+    return CollectiveCase(4 * elements, lambda: start().wait, whole, _gathered(elements, team))
 
 
 def _reduce_scatter(elements: int, team: Team) -> CollectiveCase:
     whole = team.values(team.index, elements)
     piece = whole.new_empty(elements // team.size)
     expected = team.sum(elements).chunk(team.size)[team.index]
-    return _case(elements, team, partial(reduce_scatter_single, piece, whole), piece, expected)
+    start = partial(reduce_scatter, piece, whole, team.group)
+    return CollectiveCase(4 * elements, lambda: start().wait, piece, expected)
 
 
 def _all_to_all(elements: int, team: Team) -> CollectiveCase:

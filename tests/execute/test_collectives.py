@@ -1,0 +1,56 @@
+"""Collectives by messages: sums in group order, to the bit, on every number of members."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab.execute.collectives import Messages, all_gather, reduce_scatter
+from tests.support.ranks import Ranks
+
+World = Callable[[int], Ranks]
+
+LENGTH = 5
+
+
+def _given(rank: int, size: int) -> Tensor:
+    """Numbers of which the sum depends on the order."""
+    return torch.randn(size, LENGTH, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+
+
+def exchanged(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """What a rank receives of two sums that are under way at once, and of a gather between them."""
+    group = dist.new_group(list(range(size)))
+    assert isinstance(group, dist.ProcessGroup)
+    summed, again = torch.empty(LENGTH), torch.empty(LENGTH)
+    gathered = torch.empty(size * LENGTH)
+    works = [
+        reduce_scatter(summed, _given(rank, size).flatten(), group),
+        all_gather(gathered, _given(rank, size)[rank], group),
+        reduce_scatter(again, 2 * _given(rank, size).flatten(), group),
+    ]
+    for work in reversed(works):
+        work.wait()
+    assert torch.equal(again, 2 * summed)
+    return summed, gathered
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_are_in_group_order_and_gathers_whole(ranks: World, size: int) -> None:
+    given = [_given(rank, size) for rank in range(size)]
+    whole = torch.cat([given[rank][rank] for rank in range(size)])
+    for rank, (summed, gathered) in enumerate(ranks(size).call(exchanged, size)):
+        expected = given[0][rank].clone()
+        for each in given[1:]:
+            expected += each[rank]
+        assert torch.equal(summed, expected)
+        assert torch.equal(gathered, whole)
+
+
+def test_messages_have_no_future_as_those_of_gloo() -> None:
+    with pytest.raises(RuntimeError, match="no future"):
+        Messages([]).get_future()
