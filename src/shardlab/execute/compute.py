@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardlab.execute import attention, slicing
+from shardlab.execute.gradient_room import gradient_room, own_columns
 from shardlab.execute.graph import Graph
 from shardlab.execute.saved import Saved
 from shardlab.execute.state import State
@@ -192,8 +193,8 @@ def loss(state: State, at: int, op: Op) -> Instruction:
 def backward(state: State, at: int, op: Op) -> Instruction:
     """Through the graph that FORWARD or RECOMPUTE left; adds to an older gradient where an ADD would follow."""
     (_, gradient, weight, saved, *carried), (grad_weight, *outputs), values = op.inputs, op.outputs, state.values
-    layout, room = state.shapes.layout_of_weight(op.layer), _gradient_room(state, at, op)
-    own = _own_columns(state, op)
+    layout, room = state.shapes.layout_of_weight(op.layer), gradient_room(state, at, op)
+    own = own_columns(state, op)
 
     def run() -> None:
         graph: Graph = values[saved]
@@ -210,7 +211,7 @@ def backward(state: State, at: int, op: Op) -> Instruction:
 def backward_input(state: State, at: int, op: Op) -> Instruction:
     """The half that gives the input's gradient; the graph stays for the other half."""
     (_, gradient, weight, saved, *carried), (*outputs, half), values = op.inputs, op.outputs, state.values
-    own = _own_columns(state, op)
+    own = own_columns(state, op)
 
     def run() -> None:
         graph: Graph = values[saved]
@@ -223,20 +224,10 @@ def backward_input(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def _own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
-    """Take out of an output's complete gradient what belongs to a slice of it, for layers that take their own."""
-    gradient, saved = state.specs[op.inputs[1]], state.specs[op.inputs[3]]
-    takes_own = any(node.takes_own for node in state.signatures[op.layer].nodes)
-    if not takes_own or gradient.form.slices or not saved.form.slices:
-        return lambda whole: whole
-    ((index, piece),) = saved.form.slices
-    return lambda whole: whole.chunk(saved.form.space.count(index), -1)[piece.bit_length() - 1]
-
-
 def backward_weight(state: State, at: int, op: Op) -> Instruction:
     """The half that gives the weight's gradient, added to an older one where an ADD would follow."""
     half, grad_weight, values = op.inputs[2], op.outputs[0], state.values
-    layout, room = state.shapes.layout_of_weight(op.layer), _gradient_room(state, at, op)
+    layout, room = state.shapes.layout_of_weight(op.layer), gradient_room(state, at, op)
 
     def run() -> None:
         graph: Graph = values[half]
@@ -247,20 +238,6 @@ def backward_weight(state: State, at: int, op: Op) -> Instruction:
         values[grad_weight] = into
 
     return run
-
-
-def _gradient_room(state: State, at: int, op: Op) -> Callable[[], Tensor]:
-    """Where a layer's gradient goes: into zeros, or the older gradient that it is added to."""
-    total = state.analysis.in_place.accumulates.get(at)
-    number, values = op.outputs[0], state.values
-    spec = state.specs[number]
-    if number in state.analysis.buckets.first and total is None:
-        make = state.room_beside(number)
-        return lambda: make().zero_()
-    if total is None:
-        shape, dtype, device = state.shapes.shape(spec), state.dtype(spec), state.settings.device
-        return lambda: torch.zeros(shape, dtype=dtype, device=device)
-    return lambda: values[total]
 
 
 def add(state: State, at: int, op: Op) -> Instruction:

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from shardlab.check import Checked
 from shardlab.execute.bucket import START_TOGETHER, once
+from shardlab.execute.chains import Chain, chained, chains_of
 from shardlab.execute.communication import START
 from shardlab.execute.communicator import Communicator, Groups, Wait
 from shardlab.execute.compiling import want_compilable
 from shardlab.execute.compute import COMPUTE, Instruction
+from shardlab.execute.gradient_room import takes_own
 from shardlab.execute.loss_scale import want_norm
 from shardlab.execute.progress import begin_tape
 from shardlab.execute.state import GradientObserver, Sampler, Settings, State
@@ -42,7 +44,7 @@ class Executor:
         state: the rank's tensors.
         batches: what is trained on.
         links: the rank's communication.
-        instructions: one call for each op of the tape; a recorder puts its own around them for a step.
+        instructions: one call for each op of the tape; layers of a chain compute together (see `chains`).
 
     Raises:
         Refused: when the program cannot run on this backend.
@@ -77,7 +79,9 @@ class Executor:
         self._microbatches = checked.program.microbatches
         self.links = Communicator(checked.program, rank, groups)
         self._waits: dict[int, Wait] = {}
-        self.instructions = [self._prepare(at, op) for at, op in enumerate(self.state.tape)]
+        alone = self.one_by_one()
+        together = chained(self.state, self._chains())
+        self.instructions = [together.get(at, instruction) for at, instruction in enumerate(alone)]
 
     def step(self) -> Tensor:
         """Run one optimizer step.
@@ -119,6 +123,15 @@ class Executor:
             words[0] = at
             instruction()
         words[0] = base + len(instructions)
+
+    def one_by_one(self) -> list[Instruction]:
+        """Instructions as `instructions`, but every layer by itself: for those who look at each op."""
+        return [self._prepare(at, op) for at, op in enumerate(self.state.tape)]
+
+    def _chains(self) -> list[Chain]:
+        state, analysis = self.state, self.state.analysis
+        own = {at for at, op in enumerate(state.tape) if op.kind is OpKind.FORWARD and takes_own(state, op.layer)}
+        return chains_of(state.tape, analysis.in_place, analysis.buckets, analysis.hooked | own)
 
     def _prepare(self, at: int, op: Op) -> Instruction:
         waits, handle = self._waits, op.handle

@@ -1,4 +1,4 @@
-"""One layer's forward and backward pass on tensors, with the graph that autograd keeps between them."""
+"""The forward and backward pass of a layer, or of several, with the graph that autograd keeps between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FlatWeight:
 
 
 class Graph:
-    """Everything that is kept between a layer's forward and its backward pass."""
+    """Everything that is kept between the forward and the backward pass of a layer, or of neighbours (`go_on`)."""
 
     def __init__(
         self,
@@ -40,25 +40,31 @@ class Graph:
         `saved` is what autograd saves into: for a weight that may be gathered again, or a backward pass in halves.
         """
         self._saved = saved
-        self._leaves = weight.leaves
+        self._leaves = [*weight.leaves]
         given = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
         self._inputs = [x for x in given if x.requires_grad]
         with nullcontext() if saved is None else saved_tensors_hooks(saved.pack, saved.unpack):
-            outputs = layer.run(weight.leaves, given, share, dropout)
-        self._edges: list[GradientEdge] = [get_gradient_edge(y) for y in outputs]
+            self._outputs: Sequence[Tensor] = layer.run(weight.leaves, given, share, dropout)
+        self._edges: list[GradientEdge] = []
         self._entries: list[Entry] = []
         self._whole: dict[int, Tensor] = {}
-        self._outputs = [y.detach() for y in outputs]
+
+    def go_on(self, layer: TensorLayer, weight: FlatWeight, share: Share, dropout: Dropout | None) -> None:
+        """Run the next layer on what the last one made; the graph is that of both from now on."""
+        assert self._saved is None, "of several layers autograd keeps what it wants"
+        self._leaves += weight.leaves
+        self._outputs = layer.run(weight.leaves, self._outputs, share, dropout)
 
     def take_outputs(self) -> list[Tensor]:
-        """What the layer made, to be taken once: the graph must not keep it alive."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        """What the last layer made, to be taken once: the graph must not keep it alive."""
+        outputs, self._outputs = self._outputs, ()
+        self._edges = [get_gradient_edge(y) for y in outputs]
+        return [y.detach() for y in outputs]
 
-    def backward(self, gradients: Sequence[Tensor], flat: Tensor, into: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, gradients: Sequence[Tensor], flat: Tensor | None, into: Sequence[Tensor]) -> list[Tensor]:
         """Add the parameters' gradients to the views `into`; gives those of the inputs (none for tokens).
 
-        `gradients` are those of the outputs, `flat` is the weight's buffer now.
+        `gradients` are those of the outputs, `flat` is the weight's buffer now, if it may have been gathered again.
         """
         if self._saved is not None:
             self._saved.flat = flat
