@@ -1,15 +1,19 @@
 """Collectives by messages: sums in group order, to the bit, on every number of members."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.collectives import Messages, all_gather, reduce_scatter
+from shardlab.execute.collectives import SMALL, Messages, all_gather, all_reduce, reduce_scatter
 from tests.support.ranks import Ranks
 
 World = Callable[[int], Ranks]
@@ -24,8 +28,7 @@ def _given(rank: int, size: int) -> Tensor:
 
 def exchanged(rank: int, size: int) -> tuple[Tensor, Tensor]:
     """What a rank receives of two sums that are under way at once, and of a gather between them."""
-    group = dist.new_group(list(range(size)))
-    assert isinstance(group, dist.ProcessGroup)
+    group: Any = dist.new_group(list(range(size)))
     summed, again = torch.empty(LENGTH), torch.empty(LENGTH)
     gathered = torch.empty(size * LENGTH)
     works = [
@@ -37,6 +40,29 @@ def exchanged(rank: int, size: int) -> tuple[Tensor, Tensor]:
         work.wait()
     assert torch.equal(again, 2 * summed)
     return summed, gathered
+
+
+def summed(rank: int, size: int) -> list[Tensor]:
+    """Two small sums that are under way at once, and one that is too large for messages."""
+    group: Any = dist.new_group(list(range(size)))
+    large = torch.full((SMALL // 4 + 1,), float(rank))
+    given = [_given(rank, size)[0], 2 * _given(rank, size)[0], large, torch.empty(0)]
+    works = [all_reduce(each, dist.ReduceOp.SUM, group) for each in given]
+    for work in works:
+        work.wait()
+    return given
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_small_sums_are_in_group_order_on_all_ranks(ranks: World, size: int) -> None:
+    expected = _given(0, size)[0]
+    for rank in range(1, size):
+        expected += _given(rank, size)[0]
+    for first, second, large, nothing in ranks(size).call(summed, size):
+        assert torch.equal(first, expected)
+        assert torch.equal(second, 2 * expected)
+        assert torch.equal(large, torch.full_like(large, size * (size - 1) / 2))
+        assert not len(nothing)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

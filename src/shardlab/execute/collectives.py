@@ -1,7 +1,7 @@
 """Collectives on one tensor that start at once: torch's own; on gloo, by messages straight from member to member.
 
-Gloo's reduce_scatter sums everything on every rank, and its all_gather hands pieces on around a ring. Messages take
-less: 35 to 40 % and 70 to 75 % of the time on 19.6 MB (docs/measuring.md has the command and the figures).
+Gloo's reduce_scatter sums everything on every rank, its all_gather hands pieces on around a ring, and its all_reduce
+goes around twice, which for a small tensor is two latencies. `benchmarks/messages.py` measures both ways.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -9,14 +9,24 @@ less: 35 to 40 % and 70 to 75 % of the time on 19.6 MB (docs/measuring.md has th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 TAG = 1
 """Of these messages: others between the same ranks have torch's default, 0."""
+
+
+SMALL = 2 * 2**20
+"""Bytes that a member may receive for a sum by messages; more is summed around a ring."""
+
+_rooms: dict[tuple[torch.dtype, int, int], list[list[Tensor]]] = defaultdict(list)
+"""By (dtype, members, elements), what small sums received into and use no more: it stays, as a communicator's memory
+does, and is in no account of a step."""
 
 
 class Messages:
@@ -46,6 +56,33 @@ class Messages:
             RuntimeError: always, as torch's works do that have none.
         """
         raise RuntimeError("messages have no future")
+
+
+def all_reduce(tensor: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Any:
+    """Start to reduce what the members give, in place; a small sum on gloo is in group order, alike on all to the bit.
+
+    Returns:
+        The work: the result is there when its `wait` has ended, and until then nothing may touch the tensor.
+    """
+    mine, size = dist.get_rank(group), dist.get_world_size(group)
+    is_small = 0 < (size - 1) * tensor.nbytes <= SMALL
+    if by != dist.ReduceOp.SUM or not is_small or not _by_messages(group):
+        return _all_reduce(tensor, by, group, async_op=True)
+    free = _rooms[tensor.dtype, size, tensor.numel()]
+    total, came = tensor.view(-1), free.pop() if free else [*tensor.new_empty((size - 1, tensor.numel()))]
+    others = [member for member in range(size) if member != mine]
+    works = [dist.irecv(room, group=group, tag=TAG, group_src=at) for at, room in zip(others, came, strict=True)]
+    works += [dist.isend(total, group=group, tag=TAG, group_dst=member) for member in others]
+
+    def add_up() -> None:
+        before, after = came[:mine], came[mine:]
+        for term in before[1:]:
+            before[0].add_(term)
+        for term in (*before[:1], *after):
+            total.add_(term)
+        free.append(came)
+
+    return Messages(works, add_up)
 
 
 def all_gather(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Any:
@@ -104,5 +141,6 @@ def _first(*names: str) -> Callable[..., Any]:
     return next(getattr(dist, name) for name in names if hasattr(dist, name))
 
 
+_all_reduce = _first("all_reduce")
 _all_gather_single = _first("all_gather_single", "all_gather_into_tensor")
 _reduce_scatter_single = _first("reduce_scatter_single", "reduce_scatter_tensor")

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.collectives import all_gather, reduce_scatter
+from shardlab.execute.collectives import all_gather, all_reduce, reduce_scatter
 from shardlab.execute.groups import Groups, make_groups
 from shardlab.program import Group, Program, Reduction
 
@@ -56,7 +56,7 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor, group: Group, by: Reduction = Reduction.SUM) -> Wait:
         """Reduce in place."""
-        return self._wait(dist.all_reduce(tensor, _REDUCE_OP[by], self._groups[group], async_op=True))
+        return self._wait(all_reduce(tensor, _REDUCE_OP[by], self._groups[group]))
 
     def reduce(self, tensor: Tensor, group: Group, root: int, by: Reduction = Reduction.SUM) -> Wait:
         """Reduce in place on the root; the others' tensors are written over with something else."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.collectives import all_gather, reduce_scatter
+from shardlab.execute.collectives import all_gather, all_reduce, reduce_scatter
 
 Wait = Callable[[], Any]
 Start = Callable[[], Wait]
@@ -122,7 +122,8 @@ def _case(
 
 def _all_reduce(elements: int, team: Team) -> CollectiveCase:
     x = team.values(team.index, elements)
-    return _case(elements, team, partial(dist.all_reduce, x), x, team.sum(elements), sent=x)
+    start = partial(all_reduce, x, dist.ReduceOp.SUM, team.group)
+    return CollectiveCase(4 * elements, lambda: start().wait, x, team.sum(elements), sent=x)
 
 
 def _gathered(elements: int, team: Team) -> Tensor:
