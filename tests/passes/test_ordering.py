@@ -63,12 +63,12 @@ def test_every_order_that_anybody_may_wish_is_right(seed: int) -> None:
             elif tape[at].kind is OpKind.WAIT or (tape[at].handle < 0 and tape[at].kind is not OpKind.FREE):
                 order.end_before(at, other)
 
-    is_right(replace(program.program, tapes=reordered(program.program.tapes, program.specs, wish)))
+    is_right(replace(program.program, tapes=reordered(program, wish)))
 
 
 def test_without_a_wish_a_tape_stays_as_it_is() -> None:
     program = checked(fsdp, 2)
-    tapes = reordered(program.program.tapes, program.specs, lambda order: None)
+    tapes = reordered(program, lambda order: None)
     assert tapes == program.program.tapes
 
 
@@ -123,7 +123,7 @@ MISTAKES: list[tuple[Callable[[Ordering], None], Checked, str]] = [
 def test_an_order_that_forgets_a_dependence_is_refused(
     mistake: Callable[[Ordering], None], program: Checked, rule: str
 ) -> None:
-    tapes = reordered(program.program.tapes, program.specs, mistake)
+    tapes = reordered(program, mistake)
     assert tapes != program.program.tapes
     with pytest.raises(Refused) as refused:
         check(replace(program.program, tapes=tapes))

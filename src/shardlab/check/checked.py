@@ -12,6 +12,7 @@ from shardlab.program import Kind, OpKind, Program, Spec
 from shardlab.program.matching import Communication
 
 if TYPE_CHECKING:
+    from shardlab.check.dependence import Dependences
     from shardlab.check.drift import Drift
 
 
@@ -69,6 +70,13 @@ class Checked:
         from shardlab.check.drift import drifts_of
 
         return drifts_of(self)
+
+    @cached_property
+    def dependences(self) -> list[Dependences]:
+        """For each rank what must come before what on its tape; found when asked."""
+        from shardlab.check.dependence import Dependences
+
+        return [Dependences(tape, rank, self.specs[rank]) for rank, tape in enumerate(self.program.tapes)]
 
     def backends(self) -> list[str]:
         """The torch.distributed backends on which the program runs."""

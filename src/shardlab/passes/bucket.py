@@ -28,7 +28,7 @@ def bucket(checked: Checked, parts: int) -> Tapes:
     groups = _all_buckets(checked, parts)
     if not any(groups) and not any(_all_buckets(checked, 1)):
         raise CannotApply("no two collectives of weights or gradients are of one kind, group and dtype")
-    tapes = reordered(checked.program.tapes, checked.specs, partial(_wish, groups))
+    tapes = reordered(checked, partial(_wish, groups))
     return [
         _issued_together(tape, [[before[rank][at].handle for at in each] for each in groups[rank]])
         for rank, tape in enumerate(tapes)

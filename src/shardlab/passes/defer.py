@@ -21,7 +21,7 @@ def defer(checked: Checked, ahead: int) -> Tapes:
     """
     if not any(map(_reductions, checked.program.tapes, checked.specs)):
         raise CannotApply("no gradient of weights is reduced, so none can be awaited later")
-    return reordered(checked.program.tapes, checked.specs, partial(_wish, checked, ahead))
+    return reordered(checked, partial(_wish, checked, ahead))
 
 
 def _wish(checked: Checked, ahead: int, order: Ordering) -> None:

@@ -21,7 +21,7 @@ def early_copies(checked: Checked, ahead: int) -> Tapes:
     """
     if not any(_copies(tape, RELOAD) or _copies(tape, OFFLOAD) for tape in checked.program.tapes):
         raise CannotApply("nothing is kept on the host or the disk")
-    return reordered(checked.program.tapes, checked.specs, partial(_wish, ahead))
+    return reordered(checked, partial(_wish, ahead))
 
 
 def _wish(ahead: int, order: Ordering) -> None:

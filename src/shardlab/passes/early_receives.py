@@ -19,7 +19,7 @@ def early_receives(checked: Checked, ahead: int) -> Tapes:
     """
     if not any(map(_receives, checked.program.tapes)):
         raise CannotApply("no rank receives a message, or only in exchanges, which are issued whole")
-    return reordered(checked.program.tapes, checked.specs, partial(_wish, ahead))
+    return reordered(checked, partial(_wish, ahead))
 
 
 def _wish(ahead: int, order: Ordering) -> None:

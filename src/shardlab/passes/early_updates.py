@@ -18,7 +18,7 @@ def early_updates(checked: Checked, _: int) -> Tapes:
         raise CannotApply("nothing is updated")
     if checked.clips:
         raise CannotApply("gradients are clipped by a norm, so none is final before the last")
-    return reordered(checked.program.tapes, checked.specs, _wish)
+    return reordered(checked, _wish)
 
 
 def _wish(order: Ordering) -> None:

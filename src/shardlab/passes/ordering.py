@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from shardlab.passes.dependence import Dependences
-from shardlab.program import Op, OpKind, Spec
+from shardlab.check.dependence import Dependences
+from shardlab.program import Op, OpKind
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
@@ -17,20 +17,18 @@ class Ordering:
     """Wishes for one tape. Ops that nobody moves stay in their order.
 
     Args:
-        tape: of a program that has passed the check.
-        rank: whose it is.
-        specs: of its values.
+        needs: what must come before what on it.
 
     Attributes:
+        needs: as given.
         rank: whose tape it is.
-        needs: what must come before what.
     """
 
-    def __init__(self, tape: Sequence[Op], rank: int, specs: Mapping[int, Spec]) -> None:
-        self.needs = Dependences(tape, rank, specs)
-        self.rank = rank
-        self._tape = tape
-        self._places = _places(tape)
+    def __init__(self, needs: Dependences) -> None:
+        self.needs = needs
+        self.rank = needs.rank
+        self._tape = needs.tape
+        self._places = _places(self._tape)
         self._raised: dict[int, float] = {}
         self._sunk: dict[int, float] = {}
 

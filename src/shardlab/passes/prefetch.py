@@ -22,7 +22,7 @@ def prefetch(checked: Checked, ahead: int) -> Tapes:
     """
     if not any(map(_gathers, checked.program.tapes, checked.specs)):
         raise CannotApply("no weights are gathered for a pass, so there is nothing to gather ahead")
-    return reordered(checked.program.tapes, checked.specs, partial(_wish, checked, ahead))
+    return reordered(checked, partial(_wish, checked, ahead))
 
 
 def _wish(checked: Checked, ahead: int, order: Ordering) -> None:

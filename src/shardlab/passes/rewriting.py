@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
+from shardlab.check import Checked
 from shardlab.passes.ordering import Ordering
-from shardlab.program import Op, Spec
+from shardlab.program import Op
 
 Tapes = list[list[Op]]
 
@@ -14,19 +15,11 @@ class CannotApply(Exception):
     """A pass has nothing to do on a program; its text, half a sentence, says why."""
 
 
-def reordered(
-    tapes: Sequence[Sequence[Op]], specs: Sequence[Mapping[int, Spec]], wish: Callable[[Ordering], None]
-) -> Tapes:
-    """Every rank's tape, in the order that its wishes give.
-
-    Args:
-        tapes: of a program that passes the check.
-        specs: for each rank those of its values.
-        wish: says what goes where on one tape.
-    """
+def reordered(checked: Checked, wish: Callable[[Ordering], None]) -> Tapes:
+    """Every rank's tape, in the order that its wishes give; `wish` says what goes where on one tape."""
     found: Tapes = []
-    for rank, tape in enumerate(tapes):
-        order = Ordering(tape, rank, specs[rank])
+    for needs in checked.dependences:
+        order = Ordering(needs)
         wish(order)
         found.append(order.tape())
     return found

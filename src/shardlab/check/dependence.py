@@ -26,6 +26,7 @@ class Dependences:
         specs: of its values.
 
     Attributes:
+        tape, rank: as given.
         before: for each op the indices of others that it comes after.
         after: for each op the indices of those that come after it.
         readers: number of a value to the indices of the ops that read it; those that end it are not among them.
@@ -33,7 +34,7 @@ class Dependences:
     """
 
     def __init__(self, tape: Sequence[Op], rank: int, specs: Mapping[int, Spec]) -> None:
-        self.tape = tape
+        self.tape, self.rank = tape, rank
         self.waits = {op.handle: at for at, op in enumerate(tape) if op.kind is WAIT}
         self.readers: dict[int, list[int]] = defaultdict(list)
         self.before: list[set[int]] = [set() for _ in tape]
