@@ -46,7 +46,7 @@ def test_a_message_that_is_asked_for_late_travels_while_its_receiver_computes() 
 def test_small_collectives_share_a_latency() -> None:
     """Of four buckets of ZeRO-1's new weights, two take half the time."""
     before, after = run_named(checked_plan("zero-1"), "bucket")
-    assert (round(before.end, 6), round(after.end, 6), after.number) == (11.8, 11.2, 2)
+    assert (round(before.end, 6), round(after.end, 6), after.setting) == (11.8, 11.2, 2)
 
 
 def checked_plan(name: str) -> Checked:
@@ -73,7 +73,7 @@ NOTHING_TO_DO = [
 def test_a_pass_that_cannot_apply_says_why(name: str, strategy: Strategy, ranks: int, why: str) -> None:
     program = checked(strategy, ranks)
     (_, alone) = run_passes(program, [PASSES[name]])
-    assert (alone.applies, alone.number) == (False, 0)
+    assert (alone.applies, alone.setting) == (False, None)
     assert why in alone.why_not
     with pytest.raises(UserError, match=f"the pass {name} has nothing to do: {why}.*; leave it out$"):
         run_named(program, name)
@@ -91,16 +91,16 @@ def test_every_name_has_a_pass_in_the_order_in_which_they_are_run() -> None:
     assert find_passes("none") == []
     for name, each in PASSES.items():
         assert each.name == name
-        assert bool(PASS_NAMES[name]) == (len(each.numbers) > 1), "a number that means nothing"
+        assert bool(PASS_NAMES[name]) == (len(each.tried) != 1), "a number that means nothing"
 
 
 def test_passes_are_read_in_any_order_and_run_in_one() -> None:
-    assert [(each.name, each.number) for each in named_passes("defer=3, prefetch")] == [
+    assert [(each.name, each.setting) for each in named_passes("defer=3, prefetch")] == [
         ("prefetch", None),
         ("defer", 3),
     ]
     (bucket,) = find_passes("bucket=5")
-    assert (bucket.numbers, bucket.chosen) == ((5,), True)
+    assert (bucket.tried, bucket.chosen) == ((5,), True)
 
 
 READERS: list[Callable[[str], object]] = [
@@ -133,7 +133,7 @@ def test_all_stands_beside_names_of_which_each_must_apply() -> None:
     program = checked(fsdp, 4)
     found = {each.name: each for each in run_named(program, "prefetch=3,all")}
     assert list(found)[1:] == [each.name for each in find_passes("all")]
-    assert found["prefetch"].number == 3
+    assert found["prefetch"].setting == 3
     assert not found["receive-early"].applies
     with pytest.raises(UserError, match="the pass receive-early has nothing to do"):
         run_named(program, "receive-early,all")
@@ -150,5 +150,5 @@ def test_what_is_settled_makes_the_same_program_again() -> None:
 def test_a_number_that_is_given_is_taken_even_where_it_gains_nothing() -> None:
     """The prices that have chosen it need not be those of who runs it."""
     before, after = run_named(checked(fsdp, 4), "prefetch=3")
-    assert after.number == 3
+    assert after.setting == 3
     assert after.peak > before.peak

@@ -49,8 +49,8 @@ def test_the_fastest_that_fits_into_the_memory_is_taken() -> None:
     before, freely = run_named(late, "defer")
     (_, within) = run_named(late, "defer", Goal(memory=freely.peak - 1))
     assert freely.end < within.end < before.end
-    assert (freely.number, within.number) == (2, 1)
-    assert run_named(late, "defer", Goal(memory=freely.peak))[-1].number == freely.number
+    assert (freely.setting, within.setting) == (2, 1)
+    assert run_named(late, "defer", Goal(memory=freely.peak))[-1].setting == freely.setting
 
 
 def test_where_only_what_does_not_fit_is_faster_it_is_said() -> None:
@@ -58,5 +58,5 @@ def test_where_only_what_does_not_fit_is_faster_it_is_said() -> None:
     before, freely = run_named(late, "receive-early")
     assert freely.peak > before.peak
     (_, left) = run_named(late, "receive-early", Goal(memory=before.peak))
-    assert (left.number, left.why_not) == (0, "what is faster takes more memory than there is")
+    assert (left.setting, left.why_not) == (None, "what is faster takes more memory than there is")
     assert left.checked is before.checked

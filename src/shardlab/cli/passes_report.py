@@ -11,6 +11,7 @@ from rich.text import Text
 
 from shardlab.cli.console import stdout_console, table_of
 from shardlab.passes import PASSES, Passed, settled
+from shardlab.program.homes import Homes
 from shardlab.timeline.units import bytes_text
 
 
@@ -26,8 +27,8 @@ def print_passed(passed: Sequence[Passed], time_text: Callable[[float], str], co
         if not each.name:
             table.add_row("as written", *figures, "")
         else:
-            what = Text(PASSES[each.name].does) if each.number else Text(f"nothing: {each.why_not}", "dim")
-            table.add_row(settled([each]) if each.number else each.name, *figures, what)
+            what = Text(PASSES[each.name].does) if each.setting else Text(f"nothing: {each.why_not}", "dim")
+            table.add_row(settled([each]) if each.setting else each.name, *figures, what)
     console.print(table)
     console.print()
 
@@ -44,7 +45,7 @@ def _pass_as_json(before: Passed, after: Passed) -> dict[str, Any]:
     return {
         "pass": after.name,
         "does": PASSES[after.name].does,
-        "number": after.number,
+        "number": str(after.setting) if isinstance(after.setting, Homes) else after.setting or 0,
         "why_not": after.why_not,
         "end": float(f"{after.end:.9g}"),
         "end_before": float(f"{before.end:.9g}"),

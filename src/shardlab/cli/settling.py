@@ -23,7 +23,7 @@ def settled_here(entry: StrategyEntry, config: TrainingConfig) -> StrategyEntry:
 
     job = TrainingRun(config, Path()).job
     names = entry.passes_on(job.ranks)
-    if all(each.number is not None for each in named_passes(names)):
+    if all(each.setting is not None for each in named_passes(names)):
         return entry
     cluster = cluster_here(job.ranks)
     if cluster is None or cluster.size < job.ranks:

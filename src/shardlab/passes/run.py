@@ -11,7 +11,7 @@ from shardlab.errors import Refused, UserError
 from shardlab.passes.rewriting import CannotApply
 from shardlab.passes.table import TapePass, find_passes
 from shardlab.program import Sizes
-from shardlab.program.pass_names import PASS_NAMES, named_passes
+from shardlab.program.pass_names import PASS_NAMES, Setting, named_passes
 from shardlab.timeline.clocks import Clocks
 from shardlab.timeline.costs import UNIT_COSTS
 from shardlab.timeline.memory import memory_in_bytes
@@ -50,8 +50,7 @@ class Passed:
         checked: the program.
         end: when its step ends.
         peak: bytes of its fullest rank.
-        number: with which number the pass has found a better one (0: it has found none).
-        words: that the pass was given in the place of a number.
+        setting: with which the pass has found a better one (None: it has found none).
         why_not: why it has found none, in half a sentence.
         applies: whether it had anything to do.
     """
@@ -60,8 +59,7 @@ class Passed:
     checked: Checked
     end: float
     peak: int
-    number: int = 0
-    words: str = ""
+    setting: Setting | None = None
     why_not: str = ""
     applies: bool = True
 
@@ -85,7 +83,7 @@ def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None =
     goal = goal or Goal()
     found = [Passed("", checked, *goal.of(checked))]
     for each in passes:
-        before = replace(found[-1], name=each.name, number=0)
+        before = replace(found[-1], name=each.name, setting=None)
         try:
             best, why_not = _best(each, before, goal)
             found.append(replace(best, why_not=why_not, applies=True))
@@ -96,10 +94,10 @@ def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None =
 
 def _best(each: TapePass, before: Passed, goal: Goal) -> tuple[Passed, str]:
     """The best that a pass makes of a program; or the program as it was, and why."""
-    best, why_not = before, "the program is so already"
+    best, why_not = before, "the program is so already" if each.tried else "it is not told what to do"
     tried = [before.checked.program.tapes]
-    for number in each.numbers:
-        tapes = each.rewrite(before.checked, number)
+    for setting in each.tried:
+        tapes = each.rewrite(before.checked, setting)
         if tapes in tried:
             continue
         tried.append(tapes)
@@ -113,7 +111,7 @@ def _best(each: TapePass, before: Passed, goal: Goal) -> tuple[Passed, str]:
         if not set(before.checked.backends()) <= set(candidate.backends()):
             why_not = "on a backend its ranks would wait for one another" if best is before else ""
             continue
-        passed = Passed(each.name, candidate, *goal.of(candidate), number, each.words)
+        passed = Passed(each.name, candidate, *goal.of(candidate), setting)
         if each.chosen or passed.better(best, goal.memory):
             best, why_not = passed, ""
         elif best is before:
@@ -145,10 +143,6 @@ def passed(checked: Checked, names: str) -> Checked:
 
 
 def settled(found: Iterable[Passed]) -> str:
-    """The passes that have found something, with their numbers, as `find_passes` reads them."""
-    words = [
-        f"{each.name}={each.words or each.number}" if each.words or PASS_NAMES[each.name] else each.name
-        for each in found
-        if each.number
-    ]
+    """The passes that have found something, with their settings, as `find_passes` reads them."""
+    words = [f"{each.name}={each.setting}" if PASS_NAMES[each.name] else each.name for each in found if each.setting]
     return ",".join(words) or "none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 from shardlab.check import Checked
 from shardlab.passes.bucket import bucket
@@ -14,9 +14,8 @@ from shardlab.passes.early_receives import early_receives
 from shardlab.passes.early_updates import early_updates
 from shardlab.passes.offload import offload
 from shardlab.passes.prefetch import prefetch
-from shardlab.passes.rewriting import CannotApply, Tapes
-from shardlab.program.homes import Homes
-from shardlab.program.pass_names import PASS_NAMES, NamedPass, named_passes
+from shardlab.passes.rewriting import Tapes
+from shardlab.program.pass_names import PASS_NAMES, Setting, named_passes
 
 
 @dataclass(frozen=True)
@@ -26,37 +25,28 @@ class TapePass:
     Attributes:
         name: what the command line calls it.
         does: in a few words.
-        rewrite: makes other tapes of a program, by a number. It raises CannotApply where it has nothing to do.
-        numbers: those that are tried.
-        chosen: whether the number was given: then what it makes is taken, if it is right.
-        words: given in the place of a number.
+        rewrite: makes other tapes of a program, by a setting: a number, or of `offload` the homes. It raises
+            CannotApply where it has nothing to do.
+        tried: settings of which the best is taken (none: it does nothing unless it is told what).
+        chosen: whether the setting was given: then what it makes is taken, if it is right.
     """
 
     name: str
     does: str
-    rewrite: Callable[[Checked, int], Tapes]
-    numbers: tuple[int, ...] = (1, 2, 4, 8)
+    rewrite: Callable[[Checked, Any], Tapes]
+    tried: tuple[Setting, ...] = (1, 2, 4, 8)
     chosen: bool = False
-    words: str = ""
 
     @property
     def means(self) -> str:
-        """What its number says ("": it takes none)."""
+        """What its setting says ("": it takes none)."""
         return PASS_NAMES[self.name]
-
-
-def _offload(homes: Homes, checked: Checked, _: int) -> Tapes:
-    return offload(checked, homes)
-
-
-def _nothing(_: Checked, __: int) -> Tapes:
-    raise CannotApply("nothing is said to go elsewhere")
 
 
 PASSES = {
     each.name: each
     for each in (
-        TapePass("offload", "keeps what is needed later in the host's memory or on the disk", _nothing, (1,), True),
+        TapePass("offload", "keeps what is needed later in the host's memory or on the disk", offload, ()),
         TapePass("prefetch", "gathers weights ahead of their use", prefetch),
         TapePass("copy-early", "overlaps copies to the host or the disk, and back", early_copies),
         TapePass("receive-early", "posts receives before they are needed", early_receives),
@@ -74,11 +64,7 @@ def find_passes(text: str) -> list[TapePass]:
     Raises:
         UserError: for a name that there is not, with the nearest one; for a number that is none.
     """
-    return [_asked(each) for each in named_passes(text)]
-
-
-def _asked(named: NamedPass) -> TapePass:
-    known = PASSES[named.name]
-    if named.homes is not None:
-        return replace(known, rewrite=partial(_offload, named.homes), words=str(named.homes))
-    return known if named.number is None else replace(known, numbers=(named.number,), chosen=True)
+    return [
+        PASSES[name] if setting is None else replace(PASSES[name], tried=(setting,), chosen=True)
+        for name, setting, _ in named_passes(text)
+    ]

@@ -11,10 +11,13 @@ from shardlab.program.field_types import word
 from shardlab.program.homes import Homes
 
 OFFLOAD = "offload"
-"""The pass that takes words, what goes where; it is run first, and only where it is asked for."""
+"""The pass whose setting are words, what goes where; it is run first, and only where it is asked for."""
+
+Setting = int | Homes
+"""How a pass is to go about it: by a number, or by words."""
 
 PASS_NAMES = {
-    OFFLOAD: "",
+    OFFLOAD: "what goes where",
     "prefetch": "uses ahead",
     "copy-early": "uses ahead",
     "receive-early": "uses ahead",
@@ -22,30 +25,28 @@ PASS_NAMES = {
     "defer": "more under way",
     "update-early": "",
 }
-"""Every pass, in the order in which they are run, and what its number means ("": it takes none)."""
+"""Every pass, in the order in which they are run, and what its setting means ("": it takes none)."""
 
 PASSES_FIELD = replace(word(), metavar="all|none|NAME,...")
 """The field of a plan that names passes."""
 
 
 class NamedPass(NamedTuple):
-    """A pass that is asked for; without a number (None), it is to find the best one.
+    """A pass that is asked for; without a setting (None), it is to find the best one.
 
     Attributes:
-        homes: of an offload, what goes where.
         by_name: whether it is named itself; `all` names none.
     """
 
     name: str
-    number: int | None
-    homes: Homes | None = None
+    setting: Setting | None
     by_name: bool = True
 
 
 def named_passes(text: str) -> list[NamedPass]:
     """The passes that a text stands for, in the order in which they are run.
 
-    >>> [(each.name, each.number) for each in named_passes("bucket=4, prefetch")]
+    >>> [(each.name, each.setting) for each in named_passes("bucket=4, prefetch")]
     [('prefetch', None), ('bucket', 4)]
 
     Args:
@@ -68,7 +69,7 @@ def named_passes(text: str) -> list[NamedPass]:
             raise unknown("pass", name, [known for known in ("all", "none", *PASS_NAMES) if known != name])
         means = PASS_NAMES[name]
         if name == OFFLOAD:
-            found[name] = NamedPass(name, 1, Homes.of(number.replace(":", "=").split("+")))
+            found[name] = NamedPass(name, Homes.of(number.replace(":", "=").split("+")))
             continue
         if equals and not (means and number.isdecimal() and int(number)):
             takes = f"a whole number, 1 or more ({means})" if means else "no number"
