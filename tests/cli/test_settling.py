@@ -1,50 +1,91 @@
-"""A run's passes get their numbers from what its communication costs."""
+"""A run's passes get their settings from what its communication costs."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from shardlab.cli import settling
-from shardlab.cli.settling import settled_here
+from shardlab.cli.settling import settled_here, settled_run
 from shardlab.errors import UserError
 from shardlab.hardware import Cluster, find_cluster
 from shardlab.models import GPT
-from shardlab.strategies.entry import StrategyEntry
+from shardlab.program import Mesh, Refused
+from shardlab.strategies.entry import StrategyEntry, planned_entry
 from shardlab.strategies.load import load
+from shardlab.strategies.plan import Plan
 from shardlab.train.config import StrategyConfig, TrainingConfig
+from shardlab.train.config_sources import ConfigSource
+from shardlab.train.job import Job
+from shardlab.train.run import TrainingRun
 
 MODEL = GPT(layers=4, hidden_size=256, heads=4, seq_len=64)
+NARROW = GPT(layers=24, hidden_size=32, heads=4, vocab_size=256, seq_len=16)
 
 
-def settled_on(entry: StrategyEntry, cluster: Cluster | None) -> StrategyEntry:
-    def here(ranks: int) -> Cluster | None:
-        assert ranks == 2
-        return cluster
-
+def settled_on(
+    entry: StrategyEntry, cluster: Cluster | None, model: GPT = MODEL, ranks: int = 2, *, again: bool = False
+) -> str:
+    """The passes that an entry gets on a machine (None: one that nobody has measured)."""
+    job = Job(entry.for_job(ranks), ranks, 4, model, 2, passes=entry.passes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settling, "cluster_here", here)
-        plan = StrategyConfig(entry.for_job(2), 2, entry.name, entry.passes)
-        return settled_here(entry, TrainingConfig(plan=plan, model=MODEL))
+        patch.setattr(settling, "cluster_here", dict.fromkeys((1, 2), cluster).get)
+        return settled_here(entry, job, again=again).passes_on(ranks, "unsaid")
 
 
-def test_what_is_fastest_on_the_machine_gets_a_number() -> None:
+def test_what_is_fastest_on_the_machine_gets_a_setting() -> None:
     """Alike for a program of its own and for a plan; what has one keeps it."""
     cluster = find_cluster("h100x2")
-    page = settled_on(load("fsdp", "all"), cluster)
-    assert page.passes is not None
-    assert page.passes.startswith("prefetch=")
-    plan = settled_on(load("zero-1", "bucket"), cluster)
-    assert plan.passes_on(2).startswith("bucket=")
-    assert settled_on(page, None).passes == page.passes
+    assert settled_on(load("fsdp", "all"), cluster).startswith("prefetch=")
+    assert settled_on(load("zero-1", "bucket"), cluster).startswith("bucket=")
+    assert settled_on(load("fsdp", "prefetch=3,update-early"), cluster) == "prefetch=3,update-early"
 
 
-def test_without_a_profile_or_a_price_the_names_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = load("fsdp", "prefetch")
-    assert settled_on(entry, None).passes == "prefetch"
-    assert settled_on(entry, find_cluster("h100x1")).passes == "prefetch"
+def test_where_nobody_says_which_all_passes_run_that_help() -> None:
+    """Also where none is named for a plan, and none are where nobody wants any."""
+    for entry in (load("fsdp"), load("zero-3"), planned_entry(Plan(Mesh(dp_shard=2)), "plan")):
+        named = entry.rewritten(2, "all")
+        assert settled_on(entry, find_cluster("h100x2")) == settled_on(named, find_cluster("h100x2"))
+    assert settled_on(load("fsdp", "none"), find_cluster("h100x2")) == "none"
+    assert settled_on(planned_entry(Plan(Mesh(dp_shard=2), passes="none"), "plan"), None) == "none"
 
-    def unpriced(*_: object) -> object:
-        raise UserError("this device does not compute so")
 
-    monkeypatch.setattr(settling, "workload_of", unpriced)
-    assert settled_on(entry, find_cluster("h100x2")).passes == "prefetch"
+@pytest.mark.parametrize("strategy", ["ddp", "zero-1"])
+def test_on_a_machine_that_was_not_measured_many_small_sums_become_one(strategy: str) -> None:
+    """Each has a latency, which unit costs do not tell."""
+    assert settled_on(load(strategy), None, NARROW) == "bucket=1"
+
+
+def test_ranks_that_share_places_and_numbers_without_a_price_are_settled_all_the_same() -> None:
+    """More ranks than devices; and a device that does not compute in float32."""
+    assert settled_on(load("fsdp"), find_cluster("h100x1")).startswith("prefetch=")
+    cluster = find_cluster("h100x2")
+    unpriced = replace(cluster, device=replace(cluster.device, flops={}))
+    assert settled_on(load("ddp"), unpriced, NARROW) == "bucket=1"
+
+
+def test_a_wrong_program_and_a_pass_at_fault_are_refused_as_everywhere() -> None:
+    with pytest.raises(Refused, match=r"examples/mistake\.py:15"):
+        settled_on(load("examples/mistake.py:my_ddp"), None)
+    assert settled_on(load("ddp", "prefetch"), None) == "prefetch", "which ranks run into"
+
+
+def test_a_run_that_goes_on_leaves_out_what_its_ranks_have_no_use_for() -> None:
+    entry = load("zero-3").rewritten(2, "prefetch=2,defer=1")
+    assert settled_on(entry, None, again=True) == "prefetch=2,defer=1"
+    alone = load("zero-3").rewritten(1, "prefetch=2,defer=1")
+    assert settled_on(alone, None, ranks=1, again=True) == "none"
+
+
+def test_what_was_chosen_stands_in_the_configuration_of_a_run() -> None:
+    entry = load("ddp")
+    sources = [ConfigSource("flags", {"plan": {"strategy": "ddp", "ranks": 2}})]
+    config = TrainingConfig(plan=StrategyConfig("ddp", 2, "ddp"), model=NARROW)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settling, "cluster_here", dict[int, Cluster]().get)
+        entry, run = settled_run(entry, TrainingRun(config, out=None), sources)  # pyright: ignore[reportArgumentType]
+    assert run.config.plan.as_dict()["passes"] == entry.passes == run.job.passes == "bucket=1"
+    assert sources[-1] == ConfigSource("chosen", {"plan": {"passes": "bucket=1"}})
+    with pytest.raises(UserError):
+        replace(run, config=replace(config, plan=StrategyConfig("ddp", 2, "ddp", "bucke"))).job.checked()

@@ -98,7 +98,6 @@ def test_a_plan_as_words_leaves_out_what_is_nothing() -> None:
         "reduce_at": "layer",
         "recompute": "none",
         "context": "ring",
-        "passes": "none",
     }
 
 

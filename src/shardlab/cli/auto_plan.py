@@ -48,7 +48,7 @@ def planned_here(
     cluster.require(ranks)
     if cluster.nodes == 1:
         cluster = replace(cluster, per_node=ranks)
-    passes = layout.given().get("passes", "none")
+    passes = layout.given().get("passes")
     config = resolved(sources, planned_entry(Plan(Mesh(dp_shard=ranks), passes=passes), "auto"), ranks)
     if config.train.batch_ramp is not None:
         raise UserError("--plan auto chooses the microbatches of one batch, and a batch ramp has several; give a plan")

@@ -68,6 +68,7 @@ class Eval:
         if self.data is None:
             raise UserError("there is no text to predict; give --data PATH")
         from shardlab.cli.ranks import checked_to_run, failures_as_exit
+        from shardlab.cli.settling import settled_here
         from shardlab.exchange import open_source
         from shardlab.train.job import Job
         from shardlab.train.judged import TextJob, evaluate_rank
@@ -94,6 +95,8 @@ class Eval:
             name=chosen.name,
             passes=chosen.passes,
         )
+        chosen = settled_here(chosen, job)
+        job = replace(job, strategy=chosen.for_job(ranks), passes=chosen.passes)
         text = TextJob(job, self.folder, self.data, self.batches, self.format, self.field)
         text.text()
         checked_to_run(chosen, job, OptimizerConfig())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -83,9 +83,8 @@ def _of_run(folder: Path, record: dict[str, Any], problem: Problem, model: str, 
             f"{folder} has {len(times)} steps on record, of which the first {WARM_UP} do not count; run it again with "
             f"more --steps, or leave it out"
         )
-    return MeasuredStep(
-        Candidate(job.strategy, job.micro_batch_size, job.numbers), median(times[WARM_UP:]), str(folder)
-    )
+    plan = replace(job.strategy, passes=None)  # the planner's plans are as they were written
+    return MeasuredStep(Candidate(plan, job.micro_batch_size, job.numbers), median(times[WARM_UP:]), str(folder))
 
 
 def _is_device(name: str, problem: Problem) -> bool:

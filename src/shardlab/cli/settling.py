@@ -1,37 +1,103 @@
-"""Passes with their numbers, by what this machine's communication costs."""
+"""Passes with their settings, by what communication costs here: before ranks are started, for all of them."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
+from typing import TYPE_CHECKING
 
 from shardlab.cli.expected import cluster_here, workload_of
+from shardlab.cli.strategy import checked
 from shardlab.errors import UserError
 from shardlab.passes import settled
 from shardlab.program.pass_names import named_passes
-from shardlab.strategies.entry import StrategyEntry, planned_entry
-from shardlab.train.config import TrainingConfig
+from shardlab.strategies.entry import StrategyEntry
+from shardlab.train.config_sources import ConfigSource, merged, origin
+from shardlab.train.launch_environment import find_launch_environment
 
-
-def settled_here(entry: StrategyEntry, config: TrainingConfig) -> StrategyEntry:
-    """The strategy with every pass's number, so that all its ranks and a repeated run rewrite it alike.
-
-    What is best follows from the profile that `shardlab bench` has saved. Without one, and where it cannot price the
-    step, passes stay as they are named, and unit costs guide them.
-    """
+if TYPE_CHECKING:
+    from shardlab.check import Checked
+    from shardlab.hardware import Cluster
+    from shardlab.train.job import Job
     from shardlab.train.run import TrainingRun
 
-    job = TrainingRun(config, Path()).job
-    names = entry.passes_on(job.ranks)
-    if all(each.setting is not None for each in named_passes(names)):
-        return entry
-    cluster = cluster_here(job.ranks)
-    if cluster is None or cluster.size < job.ranks:
-        return entry
-    plan = entry.plan and entry.plan(job.ranks)
-    as_written = replace(job, strategy=replace(plan, passes="none") if plan else job.strategy, passes=None)
-    try:
-        found = settled(replace(workload_of(as_written, cluster), passes=names).passed)
-    except UserError:  # if a pass is at fault, the job says so
-        return entry
-    return planned_entry(replace(plan, passes=found), entry.name) if plan else replace(entry, passes=found)
+MOST_TRIED = 400_000
+"""Ops of rewritten programs that are checked and replayed at most, some 25 microseconds each; what is named with its
+setting is made in any case."""
+
+
+def settled_here(entry: StrategyEntry, job: Job, *, again: bool = False) -> StrategyEntry:
+    """The strategy with the setting of each of its passes, so that all ranks and a repeated run rewrite it alike.
+
+    Where nobody says which, all passes are run that help. What helps follows from the profile that `shardlab bench` has
+    saved, or from that of cores that nobody has measured. Ranks that a launcher has started meet, and take what the
+    first of them finds.
+
+    Args:
+        job: what is run, with the strategy's passes or without.
+        again: whether they were settled for an earlier start: those with nothing to do any more are left out.
+
+    Raises:
+        Refused: when the program is wrong.
+        UserError: when sizes do not fit it.
+    """
+    choose = partial(_choice, entry, job, again)
+    world = find_launch_environment(os.environ)
+    if world is None or world.world == 1:
+        return entry.rewritten(job.ranks, choose())
+    from shardlab.train.stores import Together
+
+    together = Together(world)
+    found = together.all(choose if together.rank == 0 else str)
+    return entry.rewritten(job.ranks, together.exchange(found)[0])
+
+
+def settled_run(
+    entry: StrategyEntry, run: TrainingRun, sources: list[ConfigSource]
+) -> tuple[StrategyEntry, TrainingRun]:
+    """The strategy and the run with the settings of their passes; what was chosen is added to the sources."""
+    plan = run.config.plan
+    again = run.resume is not None and origin(sources, "plan", "passes") != "flags"
+    entry = settled_here(entry, run.job, again=again)
+    passes = entry.passes_on(plan.ranks)
+    if passes != (merged(sources, "plan").get("passes") or "none"):
+        sources.append(ConfigSource("chosen", {"plan": {"passes": passes}}))
+    plan = replace(plan, strategy=entry.for_job(plan.ranks), passes=entry.passes)
+    return entry, replace(run, config=replace(run.config, plan=plan))
+
+
+def _choice(entry: StrategyEntry, job: Job, again: bool) -> str:
+    """The passes with their settings."""
+    names = entry.passes_on(job.ranks, "all")
+    settings = [each.setting for each in named_passes(names)]
+    if not settings or (all(settings) and not again):
+        return names
+    written = checked(entry, job.ranks, job.sizes, job.microbatches)
+    timed = replace(job, precision=_timed(job.precision))
+
+    def trace(*_: object) -> Checked:
+        return written
+
+    for cluster in _clusters(job.ranks):
+        workload = replace(workload_of(timed, cluster), trace=trace)
+        with suppress(UserError):
+            return settled(workload.rewritten(names, MOST_TRIED, lenient=again))
+    return names  # ranks run into the reason
+
+
+def _timed(precision: str) -> str:
+    """The numbers in which kernels are timed: of float64, which only `verify` takes, those that it stands for."""
+    return "fp32" if precision == "fp64" else precision
+
+
+def _clusters(ranks: int) -> Iterator[Cluster]:
+    """This machine as measured, if it was, and as it is taken to be: with a place for each rank."""
+    from shardlab.hardware.unmeasured import unmeasured
+    from shardlab.measure.saving import memory_here
+
+    if (here := cluster_here(ranks)) is not None:
+        yield replace(here, per_node=max(here.per_node, ranks))
+    yield unmeasured(ranks, memory_here())

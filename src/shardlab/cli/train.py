@@ -23,7 +23,7 @@ from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Flag, MaxOps, MaxSeconds, Name, OptionalCount, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.setting_options import NO_SETTINGS, Settings
-from shardlab.cli.settling import settled_here
+from shardlab.cli.settling import settled_run
 from shardlab.data import sources_of
 from shardlab.models.counts import count_parameters
 from shardlab.models.weight_files import weights_at
@@ -32,7 +32,15 @@ from shardlab.program.precision import find_precision
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.train.config import TrainingConfig
-from shardlab.train.config_sources import ConfigSource, config_file, of_data, origin, plan_below, preset, resolved
+from shardlab.train.config_sources import (
+    ConfigSource,
+    config_file,
+    of_data,
+    origin,
+    plan_below,
+    preset,
+    resolved,
+)
 from shardlab.train.depth import of_depth
 from shardlab.train.saved import AVERAGED, WEIGHTS
 
@@ -211,7 +219,6 @@ class Train:
                 name = None  # flags alone are a plan
         follows = self.resume is not None and (self.ranks is None or not self.layout.names_mesh)
         chosen, ranks = self.layout.entry(name, ranks or launched, base, passes=passes, follows=follows)
-        chosen = settled_here(chosen, resolved(sources, chosen, ranks))
         return chosen, resolved(sources, chosen, ranks)
 
     def _run(
@@ -279,6 +286,9 @@ class Train:
             resumed.want_same_data(corpus.identity)
         if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
             raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
+        heartbeat.doing = "choice of passes"
+        chosen, run = settled_run(chosen, run, sources)
+        config = run.config
         heartbeat.doing = "check of the program"
         proof = self._checked(chosen, run)
         if config.train.compile:

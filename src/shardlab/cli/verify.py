@@ -79,6 +79,7 @@ class Verify:
         require_port(os.environ)
 
         from shardlab.cli.ranks import checked_to_run, failures_as_exit
+        from shardlab.cli.settling import settled_here
         from shardlab.execute import OptimizerConfig
         from shardlab.execute.compiling import want_compilable
         from shardlab.train.job import Job
@@ -101,6 +102,8 @@ class Verify:
             ema=self.ema,
             passes=chosen.passes,
         )
+        chosen = settled_here(chosen, job)
+        job = replace(job, strategy=chosen.for_job(ranks), passes=chosen.passes)
         proof = checked_to_run(chosen, job, OptimizerConfig(optimizer=self.optimizer, clip=self.clip, ema=self.ema))
         if self.compile:
             want_compilable(proof, device_type(ranks))

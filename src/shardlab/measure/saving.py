@@ -37,7 +37,7 @@ def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Prof
 
     With several numbers of processes, the kernels are those of the most.
     """
-    profile = old or Profile(this_machine(), {}, None, {}, _memory())
+    profile = old or Profile(this_machine(), {}, None, {}, memory_here())
     lines = {key: fitted.line for key, fitted in fit_lines(points).items()}
     messages = lines.pop(("send_recv", 2), profile.messages)
     profile = replace(profile, collectives={**profile.collectives, **lines}, messages=messages)
@@ -101,7 +101,7 @@ def _processor() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def _memory() -> float:
+def memory_here() -> float:
     """Bytes that all ranks have together, or each device."""
     if gpu_count():
         import torch

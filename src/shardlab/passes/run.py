@@ -29,11 +29,13 @@ class Goal:
         prices: how long things take.
         memory: bytes of a rank that must not be exceeded; a program that needs more already must not need more still.
         kept: how large values are in memory, if not as traced.
+        most: ops of rewritten programs that are looked at; passes share them evenly.
     """
 
     prices: Prices = UNIT_COSTS
     memory: float = math.inf
     kept: Sizes | None = None
+    most: float = math.inf
 
     def of(self, checked: Checked) -> tuple[float, int]:
         """When a program's step ends, and the bytes of its fullest rank."""
@@ -80,23 +82,27 @@ def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None =
     Returns:
         The program as it was, and as each pass left it.
     """
-    goal = goal or Goal()
+    goal, passes = goal or Goal(), list(passes)
+    each_most = goal.most / max(1, len(passes) * sum(map(len, checked.program.tapes)))
     found = [Passed("", checked, *goal.of(checked))]
     for each in passes:
         before = replace(found[-1], name=each.name, setting=None)
         try:
-            best, why_not = _best(each, before, goal)
+            best, why_not = _best(each, before, goal, each_most)
             found.append(replace(best, why_not=why_not, applies=True))
         except CannotApply as reason:
             found.append(replace(before, why_not=str(reason), applies=False))
     return found
 
 
-def _best(each: TapePass, before: Passed, goal: Goal) -> tuple[Passed, str]:
-    """The best that a pass makes of a program; or the program as it was, and why."""
+def _best(each: TapePass, before: Passed, goal: Goal, most: float) -> tuple[Passed, str]:
+    """The best that a pass makes of a program by so many of its settings; or the program as it was, and why."""
     best, why_not = before, "the program is so already" if each.tried else "it is not told what to do"
+    settings = each.tried if each.chosen or most >= len(each.tried) else each.tried[: int(most)]
+    if each.tried and not settings:
+        why_not = "the program has too many ops to try it"
     tried = [before.checked.program.tapes]
-    for setting in each.tried:
+    for setting in settings:
         tapes = each.rewrite(before.checked, setting)
         if tapes in tried:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +11,7 @@ from shardlab.check import Checked, check
 from shardlab.hardware import Cluster
 from shardlab.models import Blocks, Model, cut_for
 from shardlab.models.repeated import Repeated, sampled
-from shardlab.passes import Goal, Passed, run_named
+from shardlab.passes import Goal, Passed, find_passes, run_named, run_passes
 from shardlab.predict.estimate import Estimate, estimate
 from shardlab.predict.folding import fold
 from shardlab.predict.held import room_of_tensors
@@ -98,15 +99,31 @@ class Workload:
         """What rewrites the program, by name."""
         if self.passes is not None:
             return self.passes
-        return self.plan.passes if isinstance(self.plan, Plan) else "none"
+        return (self.plan.passes or "none") if isinstance(self.plan, Plan) else "none"
 
     @cached_property
     def passed(self) -> list[Passed]:
         """The program of all ranks as it was written, and as each pass left it, for the cluster's prices and memory."""
+        return self.rewritten(self.pass_names)
+
+    def rewritten(self, names: str, most: float = math.inf, *, lenient: bool = False) -> list[Passed]:
+        """The program of all ranks as it was written, and as each of other passes left it.
+
+        Args:
+            names: of the passes (see `find_passes`).
+            most: ops of rewritten programs that are looked at (see `Goal`).
+            lenient: leave passes out that are named and have nothing to do.
+
+        Raises:
+            Refused: for a wrong program.
+            UserError: for sizes that do not go together, or a pass that is named and has nothing to do.
+        """
         written = replace(self, passes="none", trace=self.trace or self._whole)
         assert isinstance(written.traced, Checked)
-        goal = Goal(self.prices, room_of_tensors(written), self.kept_sizes)
-        return run_named(written.traced, self.pass_names, goal)
+        goal = Goal(self.prices, room_of_tensors(written), self.kept_sizes, most)
+        if lenient:
+            return run_passes(written.traced, find_passes(names), goal)
+        return run_named(written.traced, names, goal)
 
     def _whole(self, mesh: Mesh, sizes: Sizes, microbatches: int) -> Checked:
         """A plan's program of every rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from shardlab.program import Mesh, Rank, Sizes, Strategy, UserError
@@ -96,11 +96,16 @@ class StrategyEntry:
     def __post_init__(self) -> None:
         named_passes("none" if self.passes is None else self.passes)
 
-    def passes_on(self, ranks: int) -> str:
-        """Passes that rewrite its program: its own, or those of its plan for so many ranks."""
-        if self.passes is not None:
-            return self.passes
-        return self.plan(ranks).passes if self.plan else "none"
+    def passes_on(self, ranks: int, unsaid: str = "none") -> str:
+        """Passes that rewrite its program: its own, or those of its plan for so many ranks; or `unsaid`."""
+        said = self.plan(ranks).passes if self.plan and self.passes is None else self.passes
+        return unsaid if said is None else said
+
+    def rewritten(self, ranks: int, passes: str) -> StrategyEntry:
+        """The same with these passes, and with no others."""
+        if self.plan is None:
+            return replace(self, passes=passes)
+        return planned_entry(replace(self.plan(ranks), passes=passes), self.name)
 
     def for_job(self, ranks: int) -> str | Plan:
         """A description from which every process can make this strategy."""

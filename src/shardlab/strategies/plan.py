@@ -125,13 +125,15 @@ class Plan:
     """How many slices of every sequence each rank of cp has, as far from one another as there are ranks: striped
     attention, nearly as much work on each rank. Without it, each has an early and a late slice: exactly as much."""
 
-    passes: Annotated[str, PASSES_FIELD] = "none"
+    passes: Annotated[str | None, PASSES_FIELD] = None
     """Passes that rewrite the program for a faster step, or one of less memory: all, none, or names with commas between
-    them, such as prefetch,bucket=4 (shardlab passes lists them)."""
+    them, such as prefetch,bucket=4 (shardlab passes lists them). Without it, ranks that run it run all that help; what
+    is drawn or predicted stays as it was written."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        named_passes(self.passes)
+        if self.passes is not None:
+            named_passes(self.passes)
         for name in ("shard_parameters", "shard_gradients"):
             cut, kept = getattr(self, name), self.shard_optimizer
             if kept[: len(cut)] != cut:

@@ -135,6 +135,8 @@ class Resumed:
         train = {name: value for name, value in saved.sections["train"].items() if name != "init"}
         if launched is not None and "strategy" in plan:
             plan = {name: value for name, value in plan.items() if name != "ranks"}
+        if "strategy" in plan:  # an older version, which ran programs as they were written, said nothing of passes
+            plan = {"passes": "none", **plan}
         return ConfigSource(str(self.checkpoint.folder), {**saved.sections, "plan": plan, "train": train})
 
     def config(self, wanted: TrainingConfig) -> TrainingConfig:
