@@ -49,6 +49,7 @@ def test_a_pair_is_compared_in_a_table_and_files(
     assert main(["bench", "strategies", *options]) == 0
     told = capsys.readouterr().out
     assert "tiny: 16 wide, 64 tokens a step, 2 ranks" in told
+    assert "ddp after" in " ".join(told.split()), "as train runs it, what helps rewrites it"
     assert "two replicas of two shards need 4 ranks" in " ".join(told.split()), "what is not run is said"
     written = json.loads((tmp_path / "out" / "strategies.json").read_text())
     assert {"date", "machine", "python", "torch", "command", "load_before", "rows"} <= set(written)
@@ -61,6 +62,31 @@ def test_a_pair_is_compared_in_a_table_and_files(
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         f"strategies.{end}" for end in ("json", "png", "svg")
     }
+
+
+def test_each_pass_has_its_predicted_gain_beside_the_measured_one(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has nothing to do is said as well."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(pairs.SIZES, "overhead", TINY)
+    options = ["--each-pass", "--only", "zero-1", "1f1b", "--sizes", "overhead", "--turns", "2"]
+    assert main(["bench", "strategies", *options, "--passes", "prefetch,bucket=1", "--out", str(tmp_path)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "zero-1 bucket=1" in told
+    assert "zero-1 nothing to do, or to gain: prefetch (no weights are gathered for a pass" in told
+    assert "1f1b none" in told
+    assert "of cores that nobody has measured" in told
+    written = json.loads((tmp_path / "passes.json").read_text())
+    assert written["command"].endswith("--passes prefetch,bucket=1 --each-pass")
+    sums, alone = written["rows"]
+    ((bucket,), nothing) = sums["passes"], alone["passes"]
+    assert bucket["pass"] == "bucket=1"
+    assert bucket["predicted_gain"] > 0.1
+    assert bucket["measured_gain"]["low"] <= bucket["measured_gain"]["median"] < 1
+    assert [len(turns) for turns in sums["turns"]] == [2, 2]
+    assert (sums["loss_error"] < 1e-6, nothing) == (True, [])
+    assert set(alone["nothing"]) == {"prefetch", "bucket"}
 
 
 def fails(*_: object) -> Compared:

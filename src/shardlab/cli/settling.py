@@ -21,6 +21,7 @@ from shardlab.train.launch_environment import find_launch_environment
 if TYPE_CHECKING:
     from shardlab.check import Checked
     from shardlab.hardware import Cluster
+    from shardlab.passes import Passed
     from shardlab.train.job import Job
     from shardlab.train.run import TrainingRun
 
@@ -75,17 +76,36 @@ def _choice(entry: StrategyEntry, job: Job, again: bool) -> str:
     settings = [each.setting for each in named_passes(names)]
     if not settings or (all(settings) and not again):
         return names
+    try:
+        return settled(passed_here(entry, job, names, lenient=again)[0])
+    except UserError:
+        return names  # ranks run into the reason
+
+
+def passed_here(entry: StrategyEntry, job: Job, names: str, *, lenient: bool = False) -> tuple[list[Passed], Cluster]:
+    """A job's program as it is written, and as each pass leaves it, by the prices of the machine that is also given.
+
+    Args:
+        lenient: leave passes out that are named and have nothing to do.
+
+    Raises:
+        Refused: when the program is wrong.
+        UserError: when sizes do not fit it, or a pass that is named has nothing to do.
+    """
     written = checked(entry, job.ranks, job.sizes, job.microbatches)
     timed = replace(job, precision=_timed(job.precision))
 
     def trace(*_: object) -> Checked:
         return written
 
-    for cluster in _clusters(job.ranks):
-        workload = replace(workload_of(timed, cluster), trace=trace)
+    def on(cluster: Cluster) -> list[Passed]:
+        return replace(workload_of(timed, cluster), trace=trace).rewritten(names, MOST_TRIED, lenient=lenient)
+
+    *measured, assumed = _clusters(job.ranks)
+    for cluster in measured:
         with suppress(UserError):
-            return settled(workload.rewritten(names, MOST_TRIED, lenient=again))
-    return names  # ranks run into the reason
+            return on(cluster), cluster
+    return on(assumed), assumed
 
 
 def _timed(precision: str) -> str:

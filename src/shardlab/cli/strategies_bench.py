@@ -24,6 +24,7 @@ from shardlab.starting import INTERRUPTED
 from shardlab.train.launch_environment import find_launch_environment
 
 if TYPE_CHECKING:
+    from shardlab.cli.each_pass import PassesRow
     from shardlab.measure.side_by_side.pairs import Size, StrategyPair
     from shardlab.measure.side_by_side.report import PairRow
     from shardlab.measure.side_by_side.results import Compared
@@ -48,38 +49,39 @@ class BenchStrategies:
     turns: Count = 20
     """Steps of each side that are timed."""
 
-    passes: Annotated[str, tyro.conf.arg(metavar="NAMES")] = "none"
-    """What rewrites our programs: all, none, or names of `shardlab passes`, with commas between them."""
+    passes: Annotated[str, tyro.conf.arg(metavar="all|none|NAME,...")] = "all"
+    """Passes that rewrite our programs, with the settings that help by this machine's prices, as train runs them."""
+
+    each_pass: Flag = False
+    """Time our programs alone, as they are written and after each pass: what it gains, as predicted and as measured."""
 
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """Write strategies.json, strategies.svg and strategies.png here."""
+    """Write strategies.json, strategies.svg and strategies.png here; with --each-pass, passes.json."""
 
     json: Flag = False
     """Print JSON alone."""
 
     def run(self) -> int:
         from shardlab.measure.side_by_side.pairs import SIZES, pairs_named
-        from shardlab.measure.side_by_side.report import as_json
+        from shardlab.measure.side_by_side.report import PairRow, as_json
 
         pairs = pairs_named(self.only, self.passes)
         sizes = [find(SIZES, name, "size") for name in self.sizes] or list(SIZES.values())
         self._check()
         load, interrupted = os.getloadavg()[0], False
-        rows: list[PairRow] = []
+        rows: list[PairRow | PassesRow] = []
         try:
             rows.extend(self._rows(pairs, sizes))
         except KeyboardInterrupt:
             interrupted = True
-        found = as_json(rows, self.ranks, self.turns, self.passes, load)
+        flags = f"--passes {self.passes}{' --each-pass' * self.each_pass}"
+        found = as_json(rows, self.ranks, self.turns, flags, load)
         if self.json:
             print_json(found)
-        else:
-            from shardlab.cli.strategies_bench_table import print_rows
-
-            if rows:
-                print_rows(stdout_console(), rows, self.ranks)
+        elif rows:
+            self._print(rows)
         if self.out is not None:
-            self._write(self.out, found, rows)
+            self._write(self.out, found, [row for row in rows if isinstance(row, PairRow)])
         if interrupted:
             print(f"shardlab: interrupted after {counted(len(rows), 'pair')}", file=sys.stderr)
             return INTERRUPTED
@@ -104,20 +106,38 @@ class BenchStrategies:
             with writing("--out", self.out):
                 self.out.mkdir(parents=True, exist_ok=True)
 
-    def _rows(self, pairs: Sequence[StrategyPair], sizes: Sequence[Size]) -> Iterator[PairRow]:
+    def _print(self, rows: Sequence[PairRow | PassesRow]) -> None:
+        from shardlab.cli.each_pass_table import print_passes
+        from shardlab.cli.strategies_bench_table import print_rows
+        from shardlab.measure.side_by_side.report import PairRow
+
+        console = stdout_console()
+        if self.each_pass:
+            print_passes(console, [row for row in rows if not isinstance(row, PairRow)], self.ranks)
+        else:
+            print_rows(console, [row for row in rows if isinstance(row, PairRow)], self.ranks)
+
+    def _rows(self, pairs: Sequence[StrategyPair], sizes: Sequence[Size]) -> Iterator[PairRow | PassesRow]:
+        from shardlab.cli.each_pass import passes_row
         from shardlab.measure.progress import Progress
 
         progress = Progress(len(pairs) * len(sizes))
         try:
             for size in sizes:
                 for pair in pairs:
-                    progress.say(f"{pair.name} beside {pair.theirs}, {size.name}")
-                    yield self._row(pair, pair.sized(size, self.ranks))
+                    sized = pair.sized(size, self.ranks)
+                    if self.each_pass:
+                        progress.say(f"each pass of {pair.name}, {size.name}")
+                        yield passes_row(pair, sized, self.ranks, self.turns)
+                    else:
+                        progress.say(f"{pair.name} beside {pair.theirs}, {size.name}")
+                        yield self._row(pair, sized)
                     progress.step()
         finally:
             progress.stop()
 
     def _row(self, pair: StrategyPair, size: Size) -> PairRow:
+        from shardlab.cli.each_pass import settled_pair
         from shardlab.measure.side_by_side.report import PairRow
         from shardlab.measure.side_by_side.turns import compare_rank
         from shardlab.train.launch import run_ranks
@@ -126,6 +146,7 @@ class BenchStrategies:
         if why_not := pair.why_not(size, self.ranks):
             return PairRow(pair, size, None, why_not)
         try:
+            pair = settled_pair(pair, size, self.ranks)
             compared = run_ranks(self.ranks, compare_rank, pair, size, self.turns)
         except (RankFailed, Refused, UserError) as error:
             return PairRow(pair, size, None, str(error), failed=True)
@@ -142,7 +163,8 @@ class BenchStrategies:
         for row in rows:
             if row.compared is not None:
                 panels[title_of(row, self.ranks)].append((row.pair, row.compared))
-        files = [folder / "strategies.json", *((folder / f"strategies.{end}") for end in ("svg", "png") if panels)]
+        name = "passes.json" if self.each_pass else "strategies.json"
+        files = [folder / name, *((folder / f"strategies.{end}") for end in ("svg", "png") if panels)]
         with writing("--out", folder):
             with whole_file(files[0]) as part:
                 part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

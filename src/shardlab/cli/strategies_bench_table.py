@@ -9,6 +9,7 @@ from statistics import median
 from rich.console import Console
 
 from shardlab.cli.console import print_fact, table_of
+from shardlab.measure.side_by_side.pairs import Size
 from shardlab.measure.side_by_side.report import PairRow
 
 MILLI = 1e-3
@@ -16,9 +17,12 @@ MILLI = 1e-3
 
 def title_of(row: PairRow, ranks: int) -> str:
     """The size of a row's model and batch, in words; pipelines may have a few more layers."""
-    model = row.size.model
-    passes = "" if row.pair.passes == "none" else f", passes {row.pair.passes}"
-    return f"{row.size.name}: {model.hidden_size} wide, {row.size.tokens:,} tokens a step, {ranks} ranks{passes}"
+    return size_title(row.size, ranks)
+
+
+def size_title(size: Size, ranks: int) -> str:
+    """A model and its batch, in words."""
+    return f"{size.name}: {size.model.hidden_size} wide, {size.tokens:,} tokens a step, {ranks} ranks"
 
 
 def print_rows(console: Console, rows: Sequence[PairRow], ranks: int) -> None:
@@ -29,6 +33,7 @@ def print_rows(console: Console, rows: Sequence[PairRow], ranks: int) -> None:
         if any(row.compared for row in mine):
             _print_ratios(console, mine)
             _print_parts(console, mine)
+            _print_passes(console, mine)
         missing = [row for row in mine if row.compared is None]
         for row in missing:
             print_fact(console, row.pair.name, f"not compared: {row.why_not.splitlines()[-1]}", "yellow")
@@ -58,6 +63,15 @@ def _print_ratios(console: Console, rows: Sequence[PairRow]) -> None:
             f"{found.memory:.2f}",
         )
     console.print(table, "")
+
+
+def _print_passes(console: Console, rows: Sequence[PairRow]) -> None:
+    """Name the passes that have rewritten our programs."""
+    rewritten = [row.pair for row in rows if row.compared and row.pair.passes != "none"]
+    for pair in rewritten:
+        print_fact(console, pair.name, f"after {pair.passes}")
+    if rewritten:
+        console.print()
 
 
 def _print_parts(console: Console, rows: Sequence[PairRow]) -> None:

@@ -11,6 +11,9 @@ from shardlab.program.files import packaged
 FIGURES = {name: Figure(**row) for name, row in packaged("hardware/unmeasured.toml")["figure"].items()}
 """Every figure, with where it is from."""
 
+DEVICE = "unmeasured cores"
+"""What such a machine's device is called."""
+
 SPEEDS = {"float64": 0.5, "float32": 1.0, "bfloat16": 1.0, "float16": 1.0}
 """Of float32's FLOP/s, by dtype."""
 
@@ -32,6 +35,6 @@ def unmeasured(ranks: int, memory: float) -> Cluster:
         for family, (launch, flops, bytes) in rates.items()
         for dtype, speed in SPEEDS.items()
     }
-    machine = Machine("unmeasured cores", ranks, "", "gloo")
+    machine = Machine(DEVICE, ranks, "", "gloo")
     lines = {(kind, 2): line for kind in COSTS}
     return Cluster.of_profile(Profile(machine, lines, line, kernels, memory, contention=value["contention"]))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
 from shardlab.measure.saving import this_machine
 from shardlab.measure.side_by_side.pairs import Size, StrategyPair
@@ -49,10 +49,19 @@ class PairRow:
         }
 
 
-def as_json(rows: Sequence[PairRow], ranks: int, turns: int, passes: str, load: float) -> dict[str, Any]:
+class Row(Protocol):
+    """What was found of a pair."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All that is known of it."""
+        ...
+
+
+def as_json(rows: Sequence[Row], ranks: int, turns: int, flags: str, load: float) -> dict[str, Any]:
     """Rows, and what they were measured on; seconds and bytes throughout.
 
     Args:
+        flags: of the command, beside those.
         load: processes that wished to run before the first pair, the mean over a minute.
     """
     return {
@@ -60,7 +69,7 @@ def as_json(rows: Sequence[PairRow], ranks: int, turns: int, passes: str, load: 
         "machine": asdict(this_machine()),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "command": f"shardlab bench strategies --ranks {ranks} --turns {turns} --passes {passes}",
+        "command": f"shardlab bench strategies --ranks {ranks} --turns {turns} {flags}",
         "load_before": load,
         "load_after": os.getloadavg()[0],
         "ranks": ranks,

@@ -67,6 +67,12 @@ def ratios(side: Side, other: Side) -> Spread:
     return spread_of([a / b for a, b in zip(side.seconds, other.seconds, strict=True)])
 
 
+def error_of(losses: Sequence[float], others: Sequence[float]) -> float:
+    """The largest difference of two losses, relative to the loss; not a number where one of them is not."""
+    errors = [abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True)]
+    return max(errors) if all(error == error for error in errors) else float("nan")
+
+
 @dataclass(frozen=True)
 class Compared:
     """A pair, compared.
@@ -85,8 +91,7 @@ class Compared:
     @property
     def loss_error(self) -> float:
         """The largest difference of two losses, relative to the loss; not a number where one of them is not."""
-        errors = [abs(a - b) / abs(b) for a, b in zip(self.our_losses, self.their_losses, strict=True)]
-        return max(errors) if all(error == error for error in errors) else float("nan")
+        return error_of(self.our_losses, self.their_losses)
 
     @property
     def agrees(self) -> bool:

@@ -34,21 +34,34 @@ def compare_rank(rank: int, device: torch.device, pair: StrategyPair, size: Size
 
 
 def compare_sides(makes: Mapping[str, Make], turns: int, device: torch.device) -> Compared:
-    """Make all sides, let them warm up one after the other, and then take turns.
+    """Make all sides and have them take turns; `makes` has what makes each of `SIDES`."""
+    found, losses = in_turns(makes, [(SIDES[1], SIDES[0], *SIDES[2:]), SIDES], turns, device)
+    return Compared(found["ours"], found["theirs"], found["floor"], *(losses[side] for side in SIDES[1::-1]))
+
+
+def in_turns(
+    makes: Mapping[str, Make], orders: Sequence[Sequence[str]], turns: int, device: torch.device
+) -> tuple[dict[str, Side], dict[str, list[float]]]:
+    """Make contenders, let them warm up one after the other, and then take turns.
 
     Args:
-        makes: what makes each of `SIDES`.
+        makes: what makes each, by name.
+        orders: in which they train a step, turn about; all ranks have the same.
+        turns: steps of each that are timed.
+
+    Returns:
+        The timed steps of each, and the mean loss of every step, those before the timed ones included.
     """
     contenders: dict[str, Contender] = {}
     losses: dict[str, list[Tensor]] = {}
     peaks: dict[str, int] = {}
-    for side in SIDES:
-        contenders[side], losses[side], peaks[side] = made_and_measured(makes[side], WARM_UP, device)
-    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-    computing: dict[str, list[float]] = {side: [] for side in SIDES}
+    for side, make in makes.items():
+        contenders[side], losses[side], peaks[side] = made_and_measured(make, WARM_UP, device)
+    seconds: dict[str, list[float]] = {side: [] for side in makes}
+    computing: dict[str, list[float]] = {side: [] for side in makes}
     gc.collect()
     for turn in range(turns):
-        for side in SIDES if turn % 2 else (SIDES[1], SIDES[0], *SIDES[2:]):
+        for side in orders[turn % len(orders)]:
             loss, took, computed = _timed(contenders[side], device)
             losses[side].append(loss)
             seconds[side].append(took)
@@ -66,9 +79,9 @@ def compare_sides(makes: Mapping[str, Make], turns: int, device: torch.device) -
             [total / ranks for total in over_ranks(computing[side], dist.ReduceOp.SUM)],
             int(over_ranks([float(peaks[side])], dist.ReduceOp.MAX)[0]),
         )
-        for side in SIDES
+        for side in makes
     }
-    return Compared(found["ours"], found["theirs"], found["floor"], *(_means(losses[side]) for side in SIDES[1::-1]))
+    return found, {side: _means(losses[side]) for side in makes}
 
 
 def _timed(contender: Contender, device: torch.device) -> tuple[Tensor, float, float]:
