@@ -46,6 +46,37 @@ def test_a_row_for_each_pass_and_then_the_step_that_they_make(capsys: Captured, 
     assert (tmp_path / "fsdp.svg").exists()
 
 
+def test_the_steps_before_and_after_each_pass_stand_below_each_other_on_one_axis(
+    capsys: Captured, tmp_path: Path
+) -> None:
+    """In the terminal where that is asked for, and in the picture; a strip is as long as its step."""
+    svg, trace = tmp_path / "f.svg", tmp_path / "f.json"
+    words = ["simulate", "fsdp", "--passes", "all", "--each-pass", "--svg", str(svg), "--trace", str(trace)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    heads = ["as written  ends at 13.6", "prefetch=1  ends at 12.4", "update-early  ends at 11.5"]
+    first = [lines[1 + next(at for at, line in enumerate(lines) if head in line)] for head in heads]
+    lengths = [len(line.split()[1]) for line in first]
+    assert lengths == [round(lengths[0] * end / 13.6) for end in (13.6, 12.4, 11.5)]
+    drawn = svg.read_text()
+    assert all(name in drawn for name in ("as written", "prefetch=1 12.4", "update-early 11.5"))
+    assert "update-early" in trace.read_text()
+    assert "as written  ends at" in shown_of(capsys, "fsdp", *GPT2, "--passes", "prefetch", "--each-pass")
+    assert "ends at" not in shown_of(capsys, "fsdp", "--passes", "prefetch")
+
+
+def shown_of(capsys: Captured, *words: str) -> str:
+    assert main(["simulate", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_what_passes_do_is_shown_where_some_are_asked_for(capsys: Captured) -> None:
+    for words in (("fsdp",), ("fsdp", "--passes", "none"), ("zero-3", *GPT2)):
+        line = refused(capsys, "simulate", *words, "--each-pass")
+        assert line == "shardlab: --each-pass shows what passes make of a step; name some, such as --passes all"
+
+
 def test_json_has_each_pass_with_what_was_before_and_after(capsys: Captured) -> None:
     facts = json_of(capsys, "fsdp", "--passes", "all")
     assert [each["pass"] for each in facts["passes"]] == [name for name in PASSES if name != OFFLOAD]

@@ -28,7 +28,8 @@ class Pictures:
     """Options of the files that show a step."""
 
     svg: NewFile = None
-    """Draw the timeline of the step into this file; of a comparison, both timelines."""
+    """Draw the timeline of the step into this file; of a comparison, both timelines; of a program that passes have
+    rewritten, those before the first and after each."""
 
     color_by: Annotated[ColorBy, tyro.conf.arg(metavar="{pass,layer}")] = "pass"
     """What the drawing's colours tell: the pass (forward, backward, input gradient, weight gradient), or the layer."""
@@ -63,15 +64,25 @@ class Pictures:
             self._draw(timeline, self.svg, f"{name}: one optimizer step")
         self.save_trace({"": (timeline, counters)})
 
+    def save_each(self, timelines: Mapping[str, Timeline], name: str) -> None:
+        """Write timelines of what has such a name, each under its own, into the files that are wanted."""
+        if self.svg is not None:
+            from shardlab.draw import save_comparison
+            from shardlab.draw.comparison import MILLISECONDS
+            from shardlab.draw.timeline import UNIT_TIME
+
+            _want_few(sum(len(events) for timeline in timelines.values() for events in timeline.events), self.svg)
+            in_seconds = any(timeline.in_seconds for timeline in timelines.values())
+            with writing("--svg", self.svg):
+                unit = MILLISECONDS if in_seconds else UNIT_TIME
+                save_comparison(timelines, self.svg, f"{name}: one optimizer step", self.color_by, unit)
+        self.save_trace({each: (timeline, None) for each, timeline in timelines.items()})
+
     def _draw(self, timeline: Timeline, path: Path, title: str) -> None:
         from shardlab.draw import save_timeline  # matplotlib takes longer to import than most simulations take
         from shardlab.draw.timeline import UNIT_TIME
 
-        if (count := sum(map(len, timeline.events))) > MOST_DRAWN:
-            raise UserError(
-                f"--svg {path}: {count:,} events are too many for a picture of at most {MOST_DRAWN:,}; "
-                "write --trace, or take fewer microbatches"
-            )
+        _want_few(sum(map(len, timeline.events)), path)
         with writing("--svg", path):
             unit = "time (seconds)" if timeline.in_seconds else UNIT_TIME
             save_timeline(timeline, path, title, unit, self.color_by)
@@ -84,6 +95,14 @@ class Pictures:
 
         with writing("--trace", self.trace):
             save_trace_events(shown, self.trace)
+
+
+def _want_few(count: int, path: Path) -> None:
+    if count > MOST_DRAWN:
+        raise UserError(
+            f"--svg {path}: {count:,} events are too many for a picture of at most {MOST_DRAWN:,}; "
+            "write --trace, or take fewer microbatches"
+        )
 
 
 NO_PICTURES = Pictures()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import tyro
@@ -12,6 +14,7 @@ from shardlab.cli.cluster import DeviceMemory
 from shardlab.cli.console import print_json
 from shardlab.cli.costs import CostsText, costs_of
 from shardlab.cli.options import Flag, Layers, MaxOps, MaxSeconds, Name, OptionalCount, Ranks, StrategyName
+from shardlab.cli.pass_strips import print_strips
 from shardlab.cli.passes_report import as_json as passes_json
 from shardlab.cli.passes_report import print_passed
 from shardlab.cli.picture import NO_PICTURES, PictureFlags
@@ -19,13 +22,14 @@ from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.recipe_option import RecipeName
 from shardlab.cli.report import print_path_parts, print_report
 from shardlab.cli.strategy import checked
-from shardlab.passes import Goal, find_passes, run_named, run_passes
+from shardlab.passes import Goal, Passed, find_passes, helped, run_named, run_passes
 from shardlab.program import UserError, trace
 from shardlab.program.precision import Optimizer
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.strategies.planned import planned
 from shardlab.timeline import UNIT_COSTS, Costs, Timeline, bubble, simulate
 from shardlab.timeline.clocks import Clocks
+from shardlab.timeline.counters import Counter
 from shardlab.timeline.memory import peak_elsewhere
 from shardlab.timeline.path import critical_path, path_parts
 from shardlab.timeline.units import seconds_text
@@ -101,6 +105,9 @@ class Simulate:
     path: Flag = False
     """Print the critical path of the step: the passes, messages and waits whose times add up to it."""
 
+    each_pass: Flag = False
+    """Print the timeline before the first pass and after each, on one axis; with --passes."""
+
     json: Flag = False
     """Print JSON alone."""
 
@@ -120,7 +127,8 @@ class Simulate:
         passed = run_named(written, names, Goal(costs)) if names != "none" else []
         proof = passed[-1].checked if passed else written
         timeline = simulate(proof, costs)
-        self.pictures.save(timeline, entry.title(ranks))
+        stages = self._stages(passed, partial(simulate, costs=costs))
+        self._save(timeline, stages, entry.title(ranks))
         without = _without_recompute(entry, proof, costs, names)
         path = path_parts(proof, critical_path(proof, Clocks(proof, costs).run())) if self.path else {}
         if self.json:
@@ -128,9 +136,27 @@ class Simulate:
             print_json({**facts, **({"critical_path": path} if path else {})})
         else:
             print_passed(passed, "{:,.9g}".format)
+            print_strips(stages if self.each_pass else {}, "{:,.9g}".format)
             print_report(entry.name, proof, timeline, self.pictures.svg, without)
             print_path_parts(path, "{:,.4g}".format)
         return 0
+
+    def _stages(self, passed: list[Passed], timeline: Callable[[Checked], Timeline]) -> dict[str, Timeline]:
+        """The step before the first pass and after each that helped, if that is to be shown."""
+        if self.each_pass and not passed:
+            raise UserError("--each-pass shows what passes make of a step; name some, such as --passes all")
+        if not self.each_pass and not self.pictures.files:
+            return {}
+        return {name: timeline(each.checked) for name, each in helped(passed).items()}
+
+    def _save(
+        self, timeline: Timeline, stages: dict[str, Timeline], name: str, counters: list[Counter] | None = None
+    ) -> None:
+        """Write the files that are wanted: of a program that passes have changed, all that they made of it."""
+        if len(stages) > 1:
+            self.pictures.save_each(stages, name)
+        else:
+            self.pictures.save(timeline, name, counters)
 
     def _is_priced(self) -> bool:
         if self.model and self.cluster:
@@ -182,10 +208,12 @@ class Simulate:
             batch=BatchRequest(self.global_batch, self.microbatches, self.micro_batch_size),
             other_machine=self.other_machine,
         )
+        stages = self._stages(result.passed, result.workload.timeline)
         if self.pictures.files:
             estimate = result.estimate
             name = f"{result.entry.title(result.workload.mesh.world)} of {self.model} on {self.cluster}"
-            self.pictures.save(estimate.timeline(), name, memory_counters(estimate.traced, estimate.times))
+            counters = memory_counters(estimate.traced, estimate.times)
+            self._save(estimate.timeline(), stages, name, counters)
         path: dict[str, float] = {}
         if self.path:
             estimate = result.estimate
@@ -195,6 +223,7 @@ class Simulate:
             print_json({**facts, **({"critical_path": path} if path else {})})
         else:
             print_passed(result.passed, seconds_text)
+            print_strips(stages if self.each_pass else {}, seconds_text)
             print_priced(result, self.pictures.files)
             print_path_parts(path, seconds_text)
         return 0

@@ -1,10 +1,11 @@
-"""Two timelines of one program, one above the other on one axis: what was predicted, and what was measured."""
+"""Timelines of one step, one above the other on one axis: predicted and measured, or before and after each pass."""
 
 # pyright: reportUnknownMemberType=false
 # matplotlib's own annotations leave **kwargs untyped.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardlab.draw.canvas import Page, style
@@ -21,26 +22,46 @@ from shardlab.timeline import Event, Timeline
 RIGHT, PLOT, HEADING = 0.3, 12.0, 0.3
 """Inches."""
 
+FEWEST_ROWS = 16
+"""Rows that each of many timelines may have in any case."""
 
-def comparison_svg(timelines: dict[str, Timeline], title: str, color_by: ColorBy = "pass") -> str:
-    """Timelines in seconds, each under its name, as an SVG document with an axis in milliseconds."""
+
+MILLISECONDS = "milliseconds since the first rank began"
+
+
+def comparison_svg(
+    timelines: Mapping[str, Timeline], title: str, color_by: ColorBy = "pass", time_unit: str = MILLISECONDS
+) -> str:
+    """Timelines in seconds, each under its name, as an SVG document with an axis in milliseconds.
+
+    Args:
+        time_unit: of timelines in another unit, how the axis is labelled.
+    """
     with style():
-        shown = {name: _in_milliseconds(timeline) for name, timeline in timelines.items()}
-        return _page(shown, title, color_by).svg()
+        if time_unit == MILLISECONDS:
+            timelines = {name: _in_milliseconds(timeline) for name, timeline in timelines.items()}
+        return _page(timelines, title, color_by, time_unit).svg()
 
 
-def save_comparison(timelines: dict[str, Timeline], path: Path, title: str, color_by: ColorBy = "pass") -> None:
+def save_comparison(
+    timelines: Mapping[str, Timeline],
+    path: Path,
+    title: str,
+    color_by: ColorBy = "pass",
+    time_unit: str = MILLISECONDS,
+) -> None:
     """Write the picture to a file; it appears whole or not at all."""
-    write_whole(path, comparison_svg(timelines, title, color_by))
+    write_whole(path, comparison_svg(timelines, title, color_by, time_unit))
 
 
-def _page(timelines: dict[str, Timeline], title: str, color_by: ColorBy) -> Page:
+def _page(timelines: Mapping[str, Timeline], title: str, color_by: ColorBy, time_unit: str) -> Page:
     end = max(timeline.end for timeline in timelines.values()) or 1.0
     first = next(iter(timelines.values()))
-    rows = {name: spaced(rows_of(timeline, fold=False), MOST_ROWS) for name, timeline in timelines.items()}
+    most = MOST_ROWS if len(timelines) <= 2 else max(FEWEST_ROWS, 2 * MOST_ROWS // len(timelines))
+    rows = {name: spaced(rows_of(timeline, fold=False), most) for name, timeline in timelines.items()}
     count = max(map(len, rows.values()))
     left = left_of(first, rows_of(first, fold=False))
-    row = max(0.165, min(0.52, 6 / count))
+    row = max(0.165, min(0.52, 12 / count / max(2, len(timelines))))
     panels = {
         name: Panel.of(timeline, rows[name], Looks(timeline, color_by), (0.0, end), (PLOT, row))
         for name, timeline in timelines.items()
@@ -49,7 +70,8 @@ def _page(timelines: dict[str, Timeline], title: str, color_by: ColorBy) -> Page
     top = HEADER + len(flow(legend_items([*panels.values()], numbered=True), width)) * ROW
     height = HEADING + row * count
     page = Page(left + PLOT + RIGHT, top + len(timelines) * height + 0.5)
-    draw_header(page, title, [f"{name} {timeline.end:.4g} ms" for name, timeline in timelines.items()])
+    unit = " ms" if time_unit == MILLISECONDS else ""
+    draw_header(page, title, [f"{name} {timeline.end:.4g}{unit}" for name, timeline in timelines.items()])
     numbered = False
     for place, (name, panel) in enumerate(panels.items()):
         bottom = top + (place + 1) * height
@@ -58,7 +80,7 @@ def _page(timelines: dict[str, Timeline], title: str, color_by: ColorBy) -> Page
         numbered |= draw_lanes(page, lanes, panel)
         lanes.tick_params(axis="x", length=0, labelbottom=place == len(timelines) - 1)
         if place == len(timelines) - 1:
-            lanes.set_xlabel("milliseconds since the first rank began")
+            lanes.set_xlabel(time_unit)
     draw_legend(page, flow(legend_items([*panels.values()], numbered), width), MARGIN, HEADER)
     return page
 

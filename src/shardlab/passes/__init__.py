@@ -1,6 +1,6 @@
 """Passes: from a checked program to a better one that computes the same. Each is checked again like any program."""
 
-from shardlab.passes.run import Goal, Passed, passed, run_named, run_passes, settled
+from shardlab.passes.run import Goal, Passed, helped, passed, run_named, run_passes, settled
 from shardlab.passes.table import PASSES, TapePass, find_passes
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Passed",
     "TapePass",
     "find_passes",
+    "helped",
     "passed",
     "run_named",
     "run_passes",

@@ -148,6 +148,11 @@ def passed(checked: Checked, names: str) -> Checked:
     return run_named(checked, names)[-1].checked if names != "none" else checked
 
 
+def helped(found: Iterable[Passed]) -> dict[str, Passed]:
+    """The program as it was, and as each pass left it that has found something: by what `find_passes` reads of it."""
+    return {settled([each]) if each.name else "as written": each for each in found if each.setting or not each.name}
+
+
 def settled(found: Iterable[Passed]) -> str:
     """The passes that have found something, with their settings, as `find_passes` reads them."""
     words = [f"{each.name}={each.setting}" if PASS_NAMES[each.name] else each.name for each in found if each.setting]

@@ -23,6 +23,7 @@ from shardlab.program.world import gc_paused
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 from shardlab.timeline.memory import memory_in_bytes
+from shardlab.timeline.timeline import Timeline
 from shardlab.timeline.traced import Traced
 
 Trace = Callable[[Mesh, Sizes, int], Checked]
@@ -174,6 +175,10 @@ class Workload:
         with gc_paused():  # from the first op to the last figure
             made = estimate(self.traced, self.prices, self.kept_sizes, self.cut.place)
         return replace(made, beside=self.recipe.kernels.step_seconds)
+
+    def timeline(self, traced: Traced) -> Timeline:
+        """The step of a program of this workload, such as a pass has left, in seconds and bytes."""
+        return estimate(traced, self.prices, self.kept_sizes).timeline()
 
     @property
     def kept_sizes(self) -> Sizes:
