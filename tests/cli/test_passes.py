@@ -163,6 +163,12 @@ def test_what_is_offloaded_may_be_rewritten_by_all_passes(capsys: Captured) -> N
     assert facts["settled"].startswith("offload=optimizer:host,copy-early=")
 
 
+def test_offloading_that_lowers_no_peak_says_so(capsys: Captured) -> None:
+    useless = "offloading activations:host lowers no peak: the fullest rank holds 13.50 MiB"
+    assert useless in said(capsys, "ddp", "--offload", "activations=host")
+    assert "lowers no peak" not in said(capsys, "ddp", "--offload", "optimizer=host")
+
+
 def test_passes_are_listed(capsys: Captured) -> None:
     assert main(["passes", "--json"]) == 0
     assert [row["name"] for row in json.loads(capsys.readouterr().out)] == list(PASSES)

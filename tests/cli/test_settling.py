@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from shardlab.train.config_sources import ConfigSource
 from shardlab.train.job import Job
 from shardlab.train.run import TrainingRun
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = GPT(layers=4, hidden_size=256, heads=4, seq_len=64)
 NARROW = GPT(layers=24, hidden_size=32, heads=4, vocab_size=256, seq_len=16)
 
@@ -67,7 +69,7 @@ def test_ranks_that_share_places_and_numbers_without_a_price_are_settled_all_the
 
 def test_a_wrong_program_and_a_pass_at_fault_are_refused_as_everywhere() -> None:
     with pytest.raises(Refused, match=r"examples/mistake\.py:15"):
-        settled_on(load("examples/mistake.py:my_ddp"), None)
+        settled_on(load(f"{EXAMPLES}/mistake.py:my_ddp"), None)
     assert settled_on(load("ddp", "prefetch"), None) == "prefetch", "which ranks run into"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -25,6 +26,7 @@ from tests.support.passing import is_right
 from tests.support.random_plans import random_plan
 from tests.support.random_programs import random_program, random_shape
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 EVERYTHING = Homes("host", "host", "host", "host")
 
 
@@ -49,6 +51,17 @@ def test_a_device_keeps_less_the_more_lies_elsewhere(strategy: str) -> None:
         peaks.append(Goal().of(away)[1])
         assert peak_elsewhere(away)["host"] > 0
     assert peaks[0] > peaks[1] >= peaks[2]
+
+
+@pytest.mark.parametrize("words", ["parameters=disk", "optimizer=host", "gradients=host", "activations=disk"])
+def test_what_a_program_keeps_elsewhere_by_itself_stays_there(words: str) -> None:
+    """The rest goes where it is to go: here activations are all that is on the device."""
+    entry = load(f"{EXAMPLES}/offload.py:offload")
+    program = traced(entry, 4, 4, 4)
+    away = is_right(replace(program.program, tapes=offload(program, Homes.of([words]))))
+    moved = {kind for tape in away.program.tapes for kind in [op.kind for op in tape if op.place == "disk"]}
+    assert moved == ({OpKind.OFFLOAD} if words == "activations=disk" else set())
+    assert (away.program == program.program) == (words != "activations=disk")
 
 
 def test_weights_and_states_on_the_host_are_updated_there() -> None:

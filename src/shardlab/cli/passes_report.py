@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from shardlab.cli.console import stdout_console, table_of
+from shardlab.cli.console import print_fact, stdout_console, table_of
 from shardlab.passes import PASSES, Passed, settled
 from shardlab.program.homes import Homes
+from shardlab.program.pass_names import OFFLOAD
 from shardlab.timeline.units import bytes_text
 
 
@@ -31,6 +32,20 @@ def print_passed(passed: Sequence[Passed], time_text: Callable[[float], str], co
             table.add_row(settled([each]) if each.setting else each.name, *figures, what)
     console.print(table)
     console.print()
+    if useless := useless_offload(passed):
+        print_fact(console, "warning", useless, "yellow")
+        console.print()
+
+
+def useless_offload(passed: Sequence[Passed]) -> str:
+    """Say that what is offloaded leaves the peak where it was, if so."""
+    for before, after in pairwise(passed):
+        if after.name == OFFLOAD and after.setting and after.peak >= before.peak:
+            return (
+                f"offloading {after.setting} lowers no peak: the fullest rank holds {bytes_text(after.peak)} on its "
+                f"device with it, and {bytes_text(before.peak)} without, since other things fill it"
+            )
+    return ""
 
 
 def as_json(passed: Sequence[Passed]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -10,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardlab.cli.expected import cluster_here, workload_of
+from shardlab.cli.passes_report import useless_offload
 from shardlab.cli.strategy import checked
 from shardlab.errors import UserError
 from shardlab.passes import settled
@@ -77,9 +79,12 @@ def _choice(entry: StrategyEntry, job: Job, again: bool) -> str:
     if not settings or (all(settings) and not again):
         return names
     try:
-        return settled(passed_here(entry, job, names, lenient=again)[0])
+        found, _ = passed_here(entry, job, names, lenient=again)
     except UserError:
         return names  # ranks run into the reason
+    if useless := useless_offload(found):
+        print(f"shardlab: {useless}", file=sys.stderr)
+    return settled(found)
 
 
 def passed_here(entry: StrategyEntry, job: Job, names: str, *, lenient: bool = False) -> tuple[list[Passed], Cluster]:

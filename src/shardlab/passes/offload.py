@@ -25,7 +25,10 @@ SUMMED = frozenset({ADD, OpKind.NORM, UPDATE, OpKind.DIRECTION})
 
 
 def offload(checked: Checked, homes: Homes) -> Tapes:
-    """Every rank's tape with what `homes` names kept there. Each copy is awaited at once (see `early_copies`)."""
+    """Every rank's tape with what `homes` names kept there. Each copy is awaited at once (see `early_copies`).
+
+    What a program keeps elsewhere by itself stays where it is.
+    """
     return [OffloadedTape(tape, checked.specs[rank], homes).tape for rank, tape in enumerate(checked.program.tapes)]
 
 
@@ -73,8 +76,8 @@ class OffloadedTape:
                 self._free(copy)
         elif kind in (OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE):
             home = self._homes.parameters if kind is OpKind.LOAD_WEIGHT else self._homes.optimizer
-            self.tape.append(op._replace(place=home or op.place))
-            if home:
+            self.tape.append(op._replace(place=op.place or home))
+            if home and not op.place:
                 self._away[op.outputs[0]] = op.outputs[0]
         else:
             self._put_computing(op)
@@ -180,6 +183,8 @@ class OffloadedTape:
         """Offload what has come to be: gradients, if only sums and the update read them, and what the step leaves."""
         for number in numbers:
             spec, readers = self._specs[number], {*self._readers[number]}
+            if spec.form.place:
+                continue
             home: Place = ""
             if spec.kind is Kind.GRAD_WEIGHT and readers and readers <= SUMMED:
                 home = self._homes.gradients
