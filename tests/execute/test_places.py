@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def test_a_tensor_elsewhere_has_the_numbers_that_are_copied_there(place: str) -> None:
     given = torch.arange(6, dtype=torch.float64).view(2, 3)
     there = tensor_at(place, given.shape, given.dtype, CPU)
-    copy(there, given, CPU)()
+    copy(there, given)()
     given.zero_()
     assert there.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert there.dtype is torch.float64
@@ -62,9 +62,11 @@ def test_a_file_takes_its_room_at_once_also_where_the_system_has_no_call_for_it(
 def test_parked_tensors_have_no_memory_and_get_their_numbers_back() -> None:
     whole = torch.arange(8.0)
     parts, parked = whole.split(4), Parked()
-    parked.offload([*parts], lambda size: storage_at("host", size, CPU))
+    assert torch.equal(parked.lying(parts[1]), parts[1])
+    parked.offload([*parts], lambda size: storage_at("host", size, CPU))()
     assert whole.untyped_storage().nbytes() == 0
-    parked.reload()
+    assert parked.lying(parts[1]).tolist() == [4, 5, 6, 7]
+    parked.reload()()
     assert [part.tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
@@ -80,11 +82,11 @@ def test_an_optimizer_goes_on_as_if_its_state_had_never_been_away(exact: bool) -
     for step in range(4):
         gradient = torch.full((5,), 0.1 + step)
         stepped(staying, gradient, step)
-        moving.reload()
+        moving.reload()()
         copied = moves.clone()
         moving.carry([copied])
         stepped(moving, gradient, step)
-        moving.offload(lambda size: storage_at("host", size, CPU))
+        moving.offload(lambda size: storage_at("host", size, CPU))()
         assert all(moment.untyped_storage().nbytes() == 0 for moment in moving.moments if moment.numel() > 1)
         moves = copied
         assert torch.equal(stays, moves)

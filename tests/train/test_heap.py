@@ -10,10 +10,10 @@ import pytest
 
 FAULTS = """
 import resource, sys, torch
-from shardlab.train.heap import keep_freed_memory
+from shardlab.train.heap import set_heap
 
 if sys.argv[1] == "keep":
-    keep_freed_memory()
+    set_heap()
 def faults() -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     held = [torch.ones(2**18) for _ in range(24)]  # 24 MiB, as a forward pass keeps activations

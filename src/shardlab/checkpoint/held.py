@@ -15,9 +15,11 @@ from torch import Tensor
 from shardlab.check import Checked
 from shardlab.check.kept import Kept
 from shardlab.execute.optimizer import Slice
+from shardlab.execute.places import tensor_at
 from shardlab.execute.state import State
 from shardlab.program import Holds, OpKind
 from shardlab.rules.pieces import bits
+from shardlab.rules.place import DISK, HOST
 
 Key = tuple[int, Holds]
 """(layer, slices)."""
@@ -32,8 +34,9 @@ class KeptRange(NamedTuple):
         kind: what it is: weights, their exact copies, or a moment by the optimizer's name for it.
         layer: whose.
         start: its first element.
-        tensor: (elements,), a view of the memory itself.
+        tensor: (elements,), a view of the memory itself, wherever that is.
         key: the slices that it is a range of.
+        place: where it is.
     """
 
     kind: str
@@ -41,6 +44,7 @@ class KeptRange(NamedTuple):
     start: int
     tensor: Tensor
     key: Key
+    place: str = ""
 
     @property
     def stop(self) -> int:
@@ -51,20 +55,20 @@ class KeptRange(NamedTuple):
 def held(state: State) -> Iterator[KeptRange]:
     """Everything that a rank keeps; whatever a run is to have again when it is resumed stands here."""
     for key, tensor in state.kept.items():
-        yield from _runs(state, WEIGHTS, key, [tensor])
+        yield from _runs(state, WEIGHTS, key, [tensor], state.analysis.kept.places[key])
+    homes = {(op.layer, op.holds): op.place for op in state.tape if op.kind is OpKind.LOAD_OPT_STATE}
     for key in stepped(state.checked, state.rank):
-        part = optimizer_of(state, key)
-        with part.at_hand():
-            if state.analysis.kept.owner(*key) is None:
-                yield from _runs(state, WEIGHTS, key, part.weights)
-            yield from _runs(state, EXACT, key, part.exact)
-            yield from _moments(state, key, part)
+        part, place = optimizer_of(state, key), homes.get(key, "")
+        if state.analysis.kept.owner(*key) is None:
+            yield from _runs(state, WEIGHTS, key, part.weights)
+        yield from _runs(state, EXACT, key, [part.lying(exact) for exact in part.exact], place)
+        yield from _moments(state, key, part, place)
 
 
 class Snapshot:
-    """A copy, in host memory, of the ranges that a rank writes; every range has one writer among the ranks.
+    """A copy of the ranges that a rank writes; every range has one writer among the ranks.
 
-    Its memory is kept from one checkpoint to the next, since taking it would be most of the copy's time.
+    What lies on the disk is copied there, all else into the host's memory. Its room is kept from one checkpoint to the next, since taking that would be most of the copy's time.
     """
 
     def __init__(self, state: State) -> None:
@@ -87,7 +91,8 @@ class Snapshot:
                         each.tensor[first - each.start : last - each.start],
                     )
                     if name not in self._buffers:
-                        self._buffers[name] = torch.empty_like(part, device="cpu")
+                        where = DISK if each.place == DISK else HOST
+                        self._buffers[name] = tensor_at(where, part.shape, part.dtype, torch.device("cpu"))
                     taken[name] = self._buffers[name].copy_(part)
         return taken
 
@@ -128,24 +133,24 @@ def updates_of(state: State) -> int:
     return max(counts, default=0)
 
 
-def _runs(state: State, kind: str, key: Key, tensors: Iterable[Tensor]) -> Iterator[KeptRange]:
+def _runs(state: State, kind: str, key: Key, tensors: Iterable[Tensor], place: str = "") -> Iterator[KeptRange]:
     """The ranges of some slices, whose elements lie in tensors one after the other."""
     ranges = iter(state.shapes.ranges(*key))
     for tensor in tensors:
         while len(tensor):
             start, stop = next(ranges)
-            yield KeptRange(kind, key[0], start, tensor[: stop - start], key)
+            yield KeptRange(kind, key[0], start, tensor[: stop - start], key, place)
             tensor = tensor[stop - start :]
 
 
-def _moments(state: State, key: Key, part: Slice) -> Iterator[KeptRange]:
+def _moments(state: State, key: Key, part: Slice, place: str) -> Iterator[KeptRange]:
     """What the optimizers of a slice keep of each leaf, as long as the leaf."""
     starts = {leaf: start for start, leaf in part.leaves}
     for optimizer in part.optimizers:
         for leaf, kept in optimizer.state.items():
             for name, moment in kept.items():
                 if isinstance(moment, Tensor) and moment.shape == leaf.shape:
-                    yield KeptRange(name, key[0], starts[leaf], moment.view(-1), key)
+                    yield KeptRange(name, key[0], starts[leaf], part.lying(moment).view(-1), key, place)
 
 
 def _mine(state: State, keys: list[list[Key]]) -> dict[Key, list[tuple[int, int]]]:

@@ -145,14 +145,14 @@ class Checkpoint:
         """
         if self.kinds - {WEIGHTS, EXACT}:
             for key in stepped(state.checked, state.rank):
-                optimizer_of(state, key).make_moments(self.updates)
+                optimizer_of(state, key)
+                state.make_moments(key, self.updates)
         sources = {kind: self.tensors(kind) for kind in self.kinds}
         for each in held(state):
             source = self._source(each.kind, each.tensor.dtype, sources)
             length = state.shapes.flat[each.layer]
             given = read_range(source, state.model, each.layer, length, each.start, each.stop, each.tensor.dtype)
             each.tensor.detach().copy_(given)
-        state.park()
         state.step = self.step
         if state.settings.precision.scaled and self.state["loss_scale"] is not None:
             state.loss_scale.scale, state.loss_scale.calm = self.state["loss_scale"]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.execute.places import tensor_at
 from shardlab.program import Holds, OpKind
 
 if TYPE_CHECKING:
@@ -55,7 +56,10 @@ def averaged(state: State) -> Generator[None, None, None]:
     Each rank has the averages of the slices that it steps, and is given those of the others that it keeps as well. All
     ranks enter together.
     """
-    weights = {key: kept.clone() for key, kept in state.kept.items()}
+    places, device = state.analysis.kept.places, state.settings.device
+    weights = {
+        key: tensor_at(places[key], kept.shape, kept.dtype, device).copy_(kept) for key, kept in state.kept.items()
+    }
     try:
         _fill(state)
         yield

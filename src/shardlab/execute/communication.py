@@ -220,21 +220,16 @@ def recv(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 def copied(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Into room elsewhere or on the device; what an optimizer keeps moves there with all that refers to it."""
-    (given,), (output,), values, device = op.inputs, op.outputs, state.values, state.settings.device
+    (given,), (output,), values = op.inputs, op.outputs, state.values
 
     def start() -> Wait:
         if state.specs[given].kind is Kind.OPT_STATE:
             values[output] = values[given]
-            state.put_opt_state(state.specs[output])
-            return _done
+            return state.put_opt_state(state.specs[output])
         values[output] = room(state, output)
-        return copy(values[output], values[given], device)
+        return copy(values[output], values[given])
 
     return start
-
-
-def _done() -> None:
-    """There is nothing to wait for."""
 
 
 START: dict[OpKind, Callable[[State, Communicator, int, Op], Start]] = {

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlab.execute.average import Average
+from shardlab.execute.communicator import Wait
 from shardlab.execute.lion import Lion
 from shardlab.execute.muon import Muon, iterated_in, length, orthogonal
 from shardlab.execute.places import Parked
@@ -129,39 +129,44 @@ class Slice:
             run = bisect_right(flat_places, part.begin) - 1
             part.leaf.data = weights[run][part.begin - flat_places[run] : part.end - flat_places[run]]
 
-    def offload(self, room: Callable[[int], torch.UntypedStorage]) -> None:
-        """Copy what the optimizer keeps into new room, and free its memory where it is updated."""
-        self._parked.offload([kept for kept in (*self.moments, *self.exact) if kept.numel() > 1], room)
+    def offload(self, room: Callable[[int], torch.UntypedStorage]) -> Wait:
+        """Start to copy what the optimizer keeps into new room; its memory where it is updated is freed at the end."""
+        return self._parked.offload([kept for kept in (*self.moments, *self.exact) if kept.numel() > 1], room)
 
-    def reload(self) -> None:
-        """Bring what the optimizer keeps back to where it is updated."""
-        self._parked.reload()
+    def reload(self) -> Wait:
+        """Start to bring what the optimizer keeps back to where it is updated."""
+        return self._parked.reload()
 
-    @contextmanager
-    def at_hand(self) -> Generator[None]:
-        """Have what the optimizer keeps where it is updated for a while, also if it lies elsewhere between steps."""
-        with self._parked.back():
-            yield
+    def lying(self, kept: Tensor) -> Tensor:
+        """What the optimizer keeps of something, where that lies now."""
+        return self._parked.lying(kept)
 
     def make_moments(self, updates: int) -> None:
-        """Make what the optimizers keep after so many updates, to be filled in; a step by a gradient of zero does."""
-        with self.at_hand():
-            if not all(run.untyped_storage().nbytes() for run in self.weights):
-                self.carry([torch.zeros_like(run) for run in self.weights])
-            for part in self._parts:
-                part.leaf.grad = torch.zeros_like(part.leaf)
-            for optimizer in self.optimizers:
-                if isinstance(optimizer, Muon):  # it may have parts of matrices, and steps whole ones
-                    for part in chain(*self._matrices.values()):
-                        optimizer.moment(part.leaf)
-                else:
-                    optimizer.step()
-            for part in self._parts:
-                part.leaf.grad = None
-            for optimizer in self.optimizers:
-                for kept in optimizer.state.values():
-                    if "step" in kept:
-                        kept["step"] = kept["step"] * 0 + updates  # a number, or a tensor of it
+        """Make what the optimizers keep after so many updates, to be filled in; a step by a gradient of zero does.
+
+        What they keep is where it is updated.
+        """
+        gone = [run for run in self.weights if not run.untyped_storage().nbytes()]  # an update is given a copy
+        for run in gone:
+            memory, end = run.untyped_storage(), (run.storage_offset() + len(run)) * run.itemsize
+            memory.resize_(max(memory.nbytes(), end))
+            run.zero_()
+        for part in self._parts:
+            part.leaf.grad = torch.zeros_like(part.leaf)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):  # it may have parts of matrices, and steps whole ones
+                for part in chain(*self._matrices.values()):
+                    optimizer.moment(part.leaf)
+            else:
+                optimizer.step()
+        for part in self._parts:
+            part.leaf.grad = None
+        for optimizer in self.optimizers:
+            for kept in optimizer.state.values():
+                if "step" in kept:
+                    kept["step"] = kept["step"] * 0 + updates  # a number, or a tensor of it
+        for run in gone:
+            run.untyped_storage().resize_(0)
 
     @property
     def flat(self) -> Tensor:
@@ -170,11 +175,10 @@ class Slice:
 
     @property
     def average(self) -> Tensor:
-        """The average of the slice's weights over the steps, (elements,); what was offloaded comes back meanwhile."""
+        """The average of the slice's weights over the steps, (elements,), from where it lies."""
         kept = self.optimizers[-1]
         assert isinstance(kept, Average), "an average was asked for"
-        with self.at_hand():
-            return torch.cat([kept.of(part.leaf) for part in self._parts])
+        return torch.cat([self.lying(kept.of(part.leaf)) for part in self._parts])
 
     @property
     def moments(self) -> list[Tensor]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from torch import Tensor
 from shardlab.execute.communicator import Wait
 from shardlab.rules.place import DISK
 
+SMALL = 2**16
+"""Bytes that are copied sooner than a thread wakes up."""
+
 
 def storage_at(place: str, size: int, device: torch.device) -> torch.UntypedStorage:
-    """So many bytes in a place: of the host's memory, pinned where a GPU copies; or of a file that ends with them.
+    """So many bytes in a place ("": on the device): of the host's memory, pinned where a GPU copies, or of a file.
 
-    The file is among the temporary ones: in the folder that TMPDIR names, else usually in /tmp.
+    The file ends with them. It is among the temporary ones: in the folder that TMPDIR names, else usually in /tmp.
 
     Raises:
         OSError: when the file cannot be made, or has no room.
@@ -35,6 +38,8 @@ def storage_at(place: str, size: int, device: torch.device) -> torch.UntypedStor
         finally:
             os.close(number)
             os.unlink(name)  # the file stays as long as it is mapped
+    if not place:
+        return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda").untyped_storage()
 
 
@@ -50,16 +55,27 @@ def _reserve(number: int, size: int) -> None:
 
 def tensor_at(place: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Room for a tensor in a place, as `storage_at` makes it."""
-    empty = torch.empty(0, dtype=dtype)
     size = torch.Size(shape)
-    return empty.set_(storage_at(place, size.numel() * dtype.itemsize, device)).view(size)
+    return _view_of(storage_at(place, size.numel() * dtype.itemsize, device), dtype).view(size)
 
 
-def copy(into: Tensor | torch.UntypedStorage, given: Any, device: torch.device) -> Wait:
-    """Start to copy between a device and a place beside it; on a GPU, on a stream of its own."""
+def _view_of(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
+    """All of a storage, (elements,)."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return _view_of(storage, torch.uint8)
+
+
+def copy(into: Tensor, given: Tensor) -> Wait:
+    """Start to copy from one place to another: on a GPU in a stream of its own, else in a thread."""
+    device = into.device if into.is_cuda else given.device
     if device.type != "cuda":
-        into.copy_(given)
-        return _nothing
+        if into.nbytes < SMALL:
+            into.copy_(given)
+            return _nothing
+        return _copy_thread().submit(into.copy_, given.detach()).result
     stream = _copy_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -78,41 +94,61 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@cache
+def _copy_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "copies")
+
+
 def _nothing() -> None:
     """A copy that is over when it is issued."""
 
 
 class Parked:
-    """Tensors of a device whose memory is elsewhere for a while; they and all their views stay as they are."""
+    """Tensors whose memory is elsewhere for a while; they and all their views stay as they are.
+
+    Room elsewhere is kept from one time to the next, since a file, or pinned memory, takes long to make.
+    """
 
     def __init__(self) -> None:
-        self._away: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._rooms: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # by torch's number of the first
+        self._away = False
 
-    def offload(self, tensors: Sequence[Tensor], room: Callable[[int], torch.UntypedStorage]) -> None:
-        """Copy the memory of some tensors into new room, and free it."""
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-        for here in storages.values():
-            there = room(here.nbytes())
-            there.copy_(here)
-            self._away.append((here, there))
-            here.resize_(0)
+    def offload(self, tensors: Sequence[Tensor], room: Callable[[int], torch.UntypedStorage]) -> Wait:
+        """Start to copy the memory of some tensors elsewhere, which is freed once that is waited for."""
+        if self._away:
+            return _nothing
+        for here in (tensor.untyped_storage() for tensor in tensors):
+            if here._cdata not in self._rooms:
+                self._rooms[here._cdata] = here, room(here.nbytes())
+        leaving = [(here, copy(_bytes(there), _bytes(here))) for here, there in self._rooms.values()]
+        self._away = True
 
-    @contextmanager
-    def back(self) -> Generator[None]:
-        """Have all of it here for a while; what is then changed is changed there too."""
-        away = list(self._away)
-        self.reload()
-        try:
-            yield
-        finally:
-            for here, there in away:
-                there.copy_(here)
+        def wait() -> None:
+            for here, each in leaving:
+                each()
                 here.resize_(0)
-            self._away = away
 
-    def reload(self) -> None:
-        """Bring all of it back."""
-        for here, there in self._away:
+        return wait
+
+    def reload(self) -> Wait:
+        """Start to bring all of it back."""
+        if not self._away:
+            return _nothing
+        self._away = False
+        copies: list[Wait] = []
+        for here, there in self._rooms.values():
             here.resize_(there.nbytes())
-            here.copy_(there)
-        self._away.clear()
+            copies.append(copy(_bytes(here), _bytes(there)))
+
+        def wait() -> None:
+            for each in copies:
+                each()
+
+        return wait
+
+    def lying(self, tensor: Tensor) -> Tensor:
+        """A tensor where it lies now: itself, or a view of its copy elsewhere."""
+        if not self._away or tensor.untyped_storage()._cdata not in self._rooms:
+            return tensor
+        _, there = self._rooms[tensor.untyped_storage()._cdata]
+        return _view_of(there, tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

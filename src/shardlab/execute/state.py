@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardlab.check import Checked
 from shardlab.execute.analysis import Analysis
+from shardlab.execute.communicator import Wait
 from shardlab.execute.graph import FlatWeight
 from shardlab.execute.loss_scale import FIRST, LossScale
 from shardlab.execute.optimizer import Slice
@@ -139,7 +140,7 @@ class State:
                 key = op.layer, op.holds
                 if key not in self.opt_states:
                     self.opt_states[key] = self._optimizer(*key)
-                    self.put_opt_state(self.specs[op.outputs[0]])
+                    self.put_opt_state(self.specs[op.outputs[0]])()
         self.buffers = self._make_buffers()
         self.step = 0
         readers = (OpKind.LOAD_BATCH, OpKind.LOSS)
@@ -179,24 +180,24 @@ class State:
             return tensor.to(self.settings.device)
         return tensor_at(place, tensor.shape, tensor.dtype, self.settings.device).copy_(tensor)
 
-    def park(self) -> None:
-        """Have all that optimizers keep where it lies between steps."""
-        for op in self.tape:
-            if op.kind is OpKind.LOAD_OPT_STATE:
-                self.put_opt_state(self.specs[op.outputs[0]])
+    def make_moments(self, key: tuple[int, Holds], updates: int) -> None:
+        """Make what an optimizer keeps after so many updates, where that lies between steps, to be filled in."""
+        part = self.opt_states[key]
+        part.reload()()
+        part.make_moments(updates)
+        for spec in (self.specs[op.outputs[0]] for op in self.tape if op.kind is OpKind.LOAD_OPT_STATE):
+            if (spec.layer, spec.holds) == key:
+                self.put_opt_state(spec)()
 
-    def put_opt_state(self, spec: Spec) -> None:
-        """Have what an optimizer keeps where a value of it lies: at hand where it is updated, parked elsewhere."""
-        key, place = (spec.layer, spec.holds), spec.form.place
-        self.opt_states[key].reload()
-        if place != self.analysis.stepped_at.get(key, place):
-            self.opt_states[key].offload(partial(self._storage_at, place))
+    def put_opt_state(self, spec: Spec) -> Wait:
+        """Start to have what an optimizer keeps where a value of it lies: at hand where it is updated, parked elsewhere.
 
-    def _storage_at(self, place: str, size: int) -> torch.UntypedStorage:
-        """So many bytes in a place, or on the device."""
-        if not place:
-            return torch.empty(size, dtype=torch.uint8, device=self.settings.device).untyped_storage()
-        return storage_at(place, size, self.settings.device)
+        Gives how to wait until it is there.
+        """
+        part, place = self.opt_states[spec.layer, spec.holds], spec.form.place
+        if place == self.analysis.stepped_at.get((spec.layer, spec.holds), place):
+            return part.reload()
+        return part.offload(partial(storage_at, place, device=self.settings.device))
 
     def _optimizer(self, layer: int, holds: Holds) -> Slice:
         """The optimizer of some slices: of the kept weights that contain them, or else of weights of its own.

@@ -20,7 +20,7 @@ from shardlab.faults.watch import START
 from shardlab.faults.watchdog import Watchdog
 from shardlab.program import UserError
 from shardlab.train.binding import bind, dealt, usable_cpus
-from shardlab.train.heap import keep_freed_memory
+from shardlab.train.heap import set_heap
 from shardlab.train.interrupt import end_with_starter
 from shardlab.train.launch_environment import LaunchEnvironment, find_launch_environment, may_restart
 from shardlab.train.processes import RankFailed, is_lost, run_processes
@@ -203,7 +203,7 @@ def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Stor
         bind(environment)  # before the threads of the process group
     if device.type == "cpu":
         torch.set_num_threads(1)
-        keep_freed_memory()
+        set_heap()
     else:
         torch.cuda.set_device(device)
     dist.init_process_group(
