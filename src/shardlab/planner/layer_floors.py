@@ -113,7 +113,7 @@ class ShapeLayers:
             model, sizes, shape.micro_batch_size, mesh.tp if shape.sequence_parallel else 1
         )
         cuts = model_layers(sizes).pipeline_cuts
-        pricing = LayerPrices(shape, model, prices, sizes, self._kernels)
+        pricing = LayerPrices(shape, model, prices, sizes, layers, self._kernels)
         forward = [pricing.forward(layer) for layer in range(model.layers)]
         outputs = [pricing.waits(layers[layer].completions.output, layer + 1) for layer in range(model.layers)]
         backward: list[float] = []

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from shardlab.models import Model
 from shardlab.planner.space import PlanShape
 from shardlab.predict.priced import ClusterPrices, backward_input
 from shardlab.program import Kind, OpKind, Sizes
-from shardlab.strategies.rank_plan import Completion, Keeps
+from shardlab.strategies.rank_plan import Completion, Keeps, LayerPlan
+
+
+GATHER = Completion("all_gather", "tp")
+"""What makes a sequence whole that tensor-parallel ranks have slices of."""
 
 
 class LayerPrices:
-    """Seconds of a shape's layers, from their kernels."""
+    """Seconds of a shape's layers, from their kernels; and bytes."""
 
     def __init__(
-        self, shape: PlanShape, model: Model, prices: ClusterPrices, sizes: Sizes, known: dict[Any, Any]
+        self,
+        shape: PlanShape,
+        model: Model,
+        prices: ClusterPrices,
+        sizes: Sizes,
+        layers: Mapping[int, LayerPlan],
+        known: dict[Any, Any],
     ) -> None:
-        self.shape, self.model, self.prices, self.sizes, self.known = shape, model, prices, sizes, known
+        self.shape, self.model, self.prices, self.sizes, self.layers = shape, model, prices, sizes, layers
+        self.known = known
         self.mesh = shape.mesh
         self.tokens = model.seq_len // self.mesh.cp
         self.group = self.mesh.group(0, "tp")
@@ -72,13 +84,19 @@ class LayerPrices:
             return 0.0
         shared = (mesh.tp if run.cut or self.shape.sequence_parallel else 1) * mesh.cp
         saved = (sizes.saved_for_weight or sizes.saved)[layer] * sizes.element_bytes[Kind.SAVED_FOR_WEIGHT] / shared
-        output = self.given(sizes, layer + 1) if run.attend is None else 0.0  # else it is no activation
+        gathered = GATHER in self.layers[layer].completions.grad_output
+        output = 0.0 if run.attend else self._activation(sizes, layer + 1, gathered)  # else it is no activation
         return self.given(sizes, layer) + saved + output
 
     def given(self, sizes: Sizes, activation: int) -> float:
-        """Bytes of an activation of one microbatch; tokens count as nothing."""
+        """Bytes of an activation of one microbatch as it enters its layer; tokens count as nothing."""
+        gathered = activation > 0 and GATHER in self.layers[activation - 1].completions.output
+        return self._activation(sizes, activation, gathered)
+
+    def _activation(self, sizes: Sizes, activation: int, gathered: bool) -> float:
+        """Bytes of an activation, or of its gradient; tp slices it by heads, by logits, or along the sequence."""
         heads = activation and self.model.run(activation - 1).attend is not None
-        sliced = heads or self.shape.sequence_parallel or activation == self.model.layers
+        sliced = heads or activation == self.model.layers or (self.shape.sequence_parallel and not gathered)
         bytes = sizes.activations[activation] * sizes.element_bytes[Kind.ACTIVATION] if activation else 0.0
         return bytes / (self.mesh.tp if sliced else 1) / self.mesh.cp
 
