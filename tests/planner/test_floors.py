@@ -15,7 +15,7 @@ from shardlab.planner.workers import Asked, answer
 from shardlab.predict.recipe import OWN, find_recipe
 from shardlab.program import Mesh, OpKind
 from shardlab.program.precision import find_precision
-from shardlab.strategies.plan import Plan, Reshard
+from shardlab.strategies.plan import Context, Plan, Reshard
 from tests.planner.problems import SMALL, problem
 
 LLAMA = Llama(layers=5, heads=8, kv_heads=4, hidden_size=512, ffn_hidden_size=1536, vocab_size=1000, seq_len=2048)
@@ -102,3 +102,15 @@ def test_gathers_that_take_longer_than_all_passes_are_a_floor_of_the_step() -> N
     assert found is not None
     least = floors.seconds(shape, candidate)
     assert 1.5 * floors.pipeline_seconds(shape, plan) < least <= found.forecast.seconds
+
+
+@pytest.mark.parametrize(("context", "degree"), [("ring", None), ("ring", 2), ("all_gather", None), ("ulysses", None)])
+def test_floors_count_what_context_parallel_ranks_wait_for(context: Context, degree: int | None) -> None:
+    """Without it floors are 0.73 of the forecast at most, and many such plans would have to be forecast."""
+    asked = replace(problem(devices=8, sequences=8), model=replace(LLAMA, kv_heads=8, seq_len=8192))
+    shape = PlanShape(Mesh(cp=8), 1, find_precision("bf16"), context=context, ulysses_degree=degree)
+    candidate = shape.candidate
+    found = answer(asked, Asked(candidate))
+    assert found is not None
+    seconds = found.forecast.seconds
+    assert 0.8 * seconds <= Floors(asked).seconds(shape, candidate) <= seconds

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+from shardlab.errors import UserError
 from shardlab.models import Model
 from shardlab.planner.space import PlanShape
 from shardlab.predict.priced import ClusterPrices, backward_input
-from shardlab.program import Kind, OpKind, Sizes
+from shardlab.program import Group, Kind, OpKind, Sizes
+from shardlab.program.mesh import group_of
 from shardlab.strategies.rank_plan import Completion, Keeps, LayerPlan
-
 
 GATHER = Completion("all_gather", "tp")
 """What makes a sequence whole that tensor-parallel ranks have slices of."""
@@ -32,7 +34,7 @@ class LayerPrices:
         self.known = known
         self.mesh = shape.mesh
         self.tokens = model.seq_len // self.mesh.cp
-        self.group = self.mesh.group(0, "tp")
+        self.group, self.contexts = self.mesh.group(0, "tp"), self.mesh.group(0, "cp").ranks
 
     def slices(self, layer: int) -> int:
         """Into how many pieces a layer's parameters are cut over ranks."""
@@ -53,12 +55,12 @@ class LayerPrices:
         elements = self.sizes.activations[activation] / self.mesh.cp
         bytes = elements * self.sizes.element_bytes[Kind.ACTIVATION]
         kinds = [OpKind(verb) for verb, axis in completions if axis == "tp" and verb != "slice"]
-        return sum(self._collective(kind, bytes) for kind in kinds)
+        return sum(self._collective(kind, bytes, self.group) for kind in kinds)
 
-    def _collective(self, kind: OpKind, bytes: float) -> float:
-        key = kind, bytes, self.group
+    def _collective(self, kind: OpKind, bytes: float, group: Group) -> float:
+        key = kind, bytes, group
         if key not in self.known:
-            self.known[key] = self.prices.collective_time(kind, bytes, self.group)
+            self.known[key] = self.prices.collective_time(kind, bytes, group)
         return self.known[key]
 
     def kept(self, sizes: Sizes, layer: int, keeps: Keeps) -> float:
@@ -129,7 +131,7 @@ class LayerPrices:
         return forward, backward
 
     def _attention(self, layer: int, slices: int) -> tuple[float, float]:
-        """Forward and backward, of as many pieces as keys and values come in."""
+        """Forward and backward, of as many pieces as keys and values come in, with what is waited for."""
         degree = self.shape.ulysses_degree or (self.mesh.cp if self.shape.context == "ulysses" else 1)
         queries, pieces = self.tokens * degree, self.mesh.cp // degree if self.shape.context == "ring" else 1
         keys, size = self.model.seq_len // pieces, self.shape.micro_batch_size
@@ -138,4 +140,56 @@ class LayerPrices:
         )
         kinds = OpKind.ATTEND, OpKind.ATTEND_BACKWARD
         forward, backward = (pieces * self.prices.layer_seconds(kind, attended) for kind in kinds)
+        if self.mesh.cp > 1:
+            with suppress(UserError):  # a profile lacks a collective: then such plans have no forecast
+                forward, backward = self._met(layer, degree, forward, backward)
         return forward, backward
+
+    def _met(self, layer: int, degree: int, forward: float, backward: float) -> tuple[float, float]:
+        """Seconds of attention's passes with what ranks of cp wait for (see `shardlab.strategies.context`).
+
+        Slices exchanged for heads, and keys and values that are gathered, come before attention or after it. In a ring
+        they run beside it, but each message follows the one before.
+
+        Args:
+            degree: how many neighbours exchange slices for heads.
+            forward, backward: of attention alone.
+        """
+        near, ring = group_of("cp", self.contexts[:degree]), group_of("cp", self.contexts[::degree])
+        hops = len(ring.ranks)
+        queries, keys_values, grad_queries, grad_keys_values, output, grad_output = (
+            self._bytes_met(layer, elements, kind)
+            for elements, kind in (
+                (self.sizes.queries, Kind.QUERIES),
+                (self.sizes.keys_values, Kind.KEYS_VALUES),
+                (self.sizes.queries, Kind.GRAD_QUERIES),
+                (self.sizes.keys_values, Kind.GRAD_KEYS_VALUES),
+                (self.sizes.activations[layer + 1], Kind.ACTIVATION),
+                (self.sizes.activations[layer + 1], Kind.GRAD_ACTIVATION),
+            )
+        )
+        if hops > 1 and self.shape.context == "all_gather":
+            forward += self._collective(OpKind.ALL_GATHER, hops * keys_values, ring)
+            backward += self._collective(OpKind.ALL_GATHER, hops * keys_values, ring)
+            backward += self._collective(OpKind.REDUCE_SCATTER, hops * grad_keys_values, ring)
+        elif hops > 1:
+            forward += (hops - 1) * self._sum(layer, self.sizes.activations[layer + 1])
+            backward += (hops - 1) * (self._sum(layer, self.sizes.queries) + self._sum(layer, self.sizes.keys_values))
+            forward = max(forward, (hops - 1) * self._hop(Kind.KEYS_VALUES, keys_values, ring))
+            backward = max(backward, hops * self._hop(Kind.GRAD_KEYS_VALUES, grad_keys_values, ring))
+        if degree > 1:
+            there, back = (queries, keys_values, output), (grad_output, grad_queries, grad_keys_values)
+            forward += sum(self._collective(OpKind.ALL_TO_ALL, bytes, near) for bytes in there)
+            backward += sum(self._collective(OpKind.ALL_TO_ALL, bytes, near) for bytes in back)
+        return forward, backward
+
+    def _hop(self, kind: Kind, bytes: float, ring: Group) -> float:
+        return self.prices.message_times(kind, bytes, *ring.ranks[:2])[1]
+
+    def _sum(self, layer: int, elements: float) -> float:
+        """Seconds to add what a hop gives to what those before it have given."""
+        return self.prices.add_seconds(int(elements / (self.slices(layer) * self.mesh.cp)))
+
+    def _bytes_met(self, layer: int, elements: float, kind: Kind) -> float:
+        """Bytes of a rank's part of a value that goes into attention or comes out of it."""
+        return elements * self.sizes.element_bytes[kind] / (self.slices(layer) * self.mesh.cp)
