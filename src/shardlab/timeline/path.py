@@ -82,15 +82,15 @@ class _PathWalk:
         starts, ends, idle = self.times.starts[row], self.times.ends[row], self.times.idle[row]
         issued: dict[int, int] = {}
         items: list[ClockMove] = []
-        stood = 0
+        stood, step = 0, self.times.end
         for at, op in enumerate(self.tapes[row]):
             handle = op[4]
             if op[0] is WAIT:
                 if stood < len(idle) and idle[stood].op == issued.get(handle):
                     cause, since, until = idle[stood]
                     stood += 1
-                    if since < self.times.end:  # a step ends with its last op
-                        items.append(ClockMove(at, cause, since, min(until, self.times.end)))
+                    if since < step:  # which ends with its last op
+                        items.append(ClockMove(at, cause, since, min(until, step)))
             elif handle >= 0:
                 issued[handle] = at
             elif ends[at] > starts[at]:
