@@ -99,7 +99,7 @@ class PlanCommand:
     """The most sequences of a microbatch."""
 
     seconds: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 120.0
-    """Time for the search; then the best so far is given. Ctrl-C ends it as well."""
+    """Time for the search, and for its reasons; then the best so far is given. Ctrl-C ends the search as well."""
 
     top: Count = 4
     """How many runners-up are listed beside the best of each family."""

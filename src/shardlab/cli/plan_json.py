@@ -61,6 +61,7 @@ def as_json(choice: PlanChoice, model: str, cluster: str, top: int) -> dict[str,
             "seconds": found.seconds,
             "complete": found.left is None,
             "floor_of_the_rest": found.left,
+            "left_out": choice.missed,
         },
     }
 

@@ -13,7 +13,6 @@ from shardlab.cli.plan_experiments import how_sure, print_measured
 from shardlab.planner.chosen import EQUAL, NOTABLE
 from shardlab.planner.explain import decisions
 from shardlab.planner.reasons import TELLING, sentence
-from shardlab.planner.shares import UNTRACED
 from shardlab.planner.words import described, flags_of, picture, short
 from shardlab.rules.pieces import counted
 from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_of
@@ -71,7 +70,7 @@ def print_choice(
     else:
         _print_runners_up(choice, console, top)
     console.print()
-    print_fact(console, "critical path", path_text(choice.path) if choice.path else UNTRACED)
+    print_fact(console, "critical path", path_text(choice.path) if choice.path else choice.unknown)
     _print_reasons(choice, console)
     _print_misses(choice, console)
     console.print()
@@ -85,7 +84,7 @@ def _figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
     room, shares = problem.cluster.device.memory, choice.answer.shares
     speed = problem.tokens / best.seconds
     return [
-        ("step time", seconds_text(best.seconds), str(shares or UNTRACED)),
+        ("step time", seconds_text(best.seconds), str(shares or choice.unknown)),
         ("tokens/s", f"{speed:,.0f}", f"{speed / problem.cluster.size:,.0f} on each device"),
         ("MFU", share_text(workload.mfu(best.seconds)), f"of {problem.cluster.device.name}'s peak"),
         ("memory", bytes_text(memory.total), f"of {bytes_text(room, 0)} on the fullest device"),
@@ -190,6 +189,8 @@ def _print_end(choice: PlanChoice, words: str, out: Path | None, console: Consol
     command = f"shardlab simulate {words} {flags}"
     console.print(Text.assemble(("simulate it".ljust(16), "dim"), command), soft_wrap=True)
     print_fact(console, "searched", searched(choice))
+    if choice.missed:
+        print_fact(console, "left out", f"as time was up: {choice.missed}; give more --seconds")
     if out is not None:
         print_path(console, "written to", out)
 

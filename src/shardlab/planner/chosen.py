@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlab.errors import UserError
 from shardlab.planner.families import by_order
 from shardlab.planner.found import Found, PlanOutcome
+from shardlab.planner.in_time import InTime
 from shardlab.planner.measured import Beliefs, MeasuredStep, corrected, measured_outcomes, slack
 from shardlab.planner.nothing import nothing_found, nothing_to_search
 from shardlab.planner.problem import Problem
-from shardlab.planner.reasons import Alternative, alternatives
+from shardlab.planner.reasons import Alternative, explained, nearest
 from shardlab.planner.search import Search, Told
-from shardlab.planner.shares import path_of
+from shardlab.planner.shares import UNTRACED, path_of
 from shardlab.planner.space import candidates, shapes
 from shardlab.planner.sure import ON_PROFILES, RunErrors, errors_of
 from shardlab.planner.workers import Answer, Ask, Asked, Change, changed, traced
@@ -26,6 +28,11 @@ EQUAL = 0.005
 NOTABLE = 0.02
 """Share of a step that more memory must save to be looked for."""
 
+SEARCHED = 0.75
+"""Share of the time that the search may take; the rest is for reasons."""
+
+LIMITS = "what limits a family"
+
 
 @dataclass(frozen=True)
 class PlanChoice:
@@ -37,10 +44,11 @@ class PlanChoice:
         best: the chosen plan.
         answer: its forecast, and what its step's time goes to.
         families: the best of each family that was seen, and what its step's time goes to.
-        path: seconds of the step by what its critical path is made of (empty: it has more ops than are traced).
+        path: seconds of the step by what its critical path is made of (empty: it is not known).
         alternatives: the nearest alternative of each choice.
         helps: share of tokens/s that twice as much of something gains: this plan, or with more memory the best one, if
             that was searched to the end or is faster.
+        missed: what was not found out in time ("": nothing).
         beliefs: what is believed of plans, and measured (None: nobody asks).
     """
 
@@ -52,6 +60,7 @@ class PlanChoice:
     path: dict[str, float]
     alternatives: list[Alternative]
     helps: dict[Change, float]
+    missed: str = ""
     beliefs: Beliefs | None = None
 
     @property
@@ -63,6 +72,11 @@ class PlanChoice:
     def sure_now(self) -> float:
         """How far the chosen plan's time may be off: the mean size of the error, by what was measured too."""
         return self.beliefs.sure_of(self.best.candidate) if self.beliefs and self.beliefs.measured else self.sure.mean
+
+    @property
+    def unknown(self) -> str:
+        """Why it is not known what the step's time goes to, where it is not."""
+        return "time was up" if self.missed else UNTRACED
 
     def as_toml(self) -> str:
         """The chosen plan, as a file that --plan takes."""
@@ -92,7 +106,7 @@ def choose(
     """Search, and derive the reasons.
 
     Args:
-        seconds: that the search may take.
+        seconds: that all may take: the search most of them, the reasons the rest.
         ahead: how many forecasts are asked for at a time.
         told: is told of the search's progress.
         measured: steps that were measured, if there are any yet (None: nothing is to be measured). Then plans are
@@ -101,37 +115,45 @@ def choose(
     Raises:
         UserError: when no plan fits, or none divides, or what was measured is no plan of the problem.
     """
+    began = time.monotonic()
     if not any(True for shape in shapes(problem) for _ in candidates(problem, shape)):
         raise UserError(nothing_to_search(problem))
     error, ran = sure_of(problem).mean, measured_outcomes(problem, measured or (), ask)
     within = EQUAL if measured is None else -slack(ran, error)
-    found = Search(problem, ask, deadline=seconds, ahead=ahead, told=told, within=within).run()
+    found = Search(problem, ask, deadline=SEARCHED * seconds, ahead=ahead, told=told, within=within).run()
     beliefs = None if measured is None or not (found.best or ran) else corrected(found, ran, error, ask)
     best = found.best
     if best is None:
         raise UserError(nothing_found(problem, found))
-    rows = sorted(found.families().values(), key=lambda each: by_order(each.family))
-    coming = [(each, ask(Asked(each.candidate, each.forecast, shares=True))) for each in rows]
+    timed = InTime(ask, began + seconds)
+    own = timed.ask(Asked(best.candidate, best.forecast, shares=True))
     doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
-    more = {change: ask(Asked(best.candidate, change=change)) for change in doubled}
+    more = {change: timed.ask(Asked(best.candidate, change=change)) for change in doubled}
+    near = nearest(problem, best.candidate, timed)
+    rows = sorted(found.families().values(), key=lambda each: by_order(each.family))
+    others = [each for each in rows if each.candidate != best.candidate]
     roomy = Search(
         changed(problem, "memory"),
         ask,
-        deadline=seconds / 4,
+        deadline=min(seconds / 4, timed.left / 2),
         ahead=ahead,
         change="memory",
         best=best.forecast.seconds,
         within=NOTABLE,
     ).run()
-    others = alternatives(problem, best.candidate, ask)
-    studied = [(each, future.result() or Answer(each.forecast, None)) for each, future in coming]
-    (answer,) = (study for each, study in studied if each.candidate == best.candidate)
+    coming = [timed.ask(Asked(each.candidate, each.forecast, shares=True)) for each in others]
+    reasons = explained(near, timed)
+    answer = timed.answer(own, "what the step's time goes to") or Answer(best.forecast, None)
+    path = (traced(lambda: path_of(problem.workload(best.candidate))) or {}) if timed.left else {}
+    studied = {each.family: timed.answer(future, LIMITS) for each, future in zip(others, coming, strict=True)}
     helps: dict[Change, float] = {}
-    for change in doubled:
-        if (study := more[change].result()) is not None:
-            helps[change] = (2 if change == "batch" else 1) * answer.forecast.seconds / study.forecast.seconds - 1
+    for change, future in more.items():
+        if (study := timed.answer(future, "what would help")) is not None:
+            helps[change] = (2 if change == "batch" else 1) * best.forecast.seconds / study.forecast.seconds - 1
     if roomy.fitting or roomy.left is None:
-        least = min([answer.forecast.seconds, *(each.seconds for each in roomy.fitting)])
-        helps["memory"] = answer.forecast.seconds / least - 1
-    path = traced(lambda: path_of(problem.workload(best.candidate))) or {}
-    return PlanChoice(problem, found, best, answer, studied, path, others, helps, beliefs)
+        least = min([best.forecast.seconds, *(each.seconds for each in roomy.fitting)])
+        helps["memory"] = best.forecast.seconds / least - 1
+    families = [
+        (each, answer if each is best else studied.get(each.family) or Answer(each.forecast, None)) for each in rows
+    ]
+    return PlanChoice(problem, found, best, answer, families, path, reasons(), helps, str(timed), beliefs)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from shardlab.planner.chosen import PlanChoice
 from shardlab.planner.floors import Floors
 from shardlab.planner.reasons import Topic, sentence
-from shardlab.planner.shares import UNTRACED
 from shardlab.planner.space import PlanShape
 from shardlab.program import Kind, Mesh
 from shardlab.rules.pieces import counted
@@ -89,7 +88,7 @@ def _speed(choice: PlanChoice) -> list[str]:
     lines = [
         f"at the peak of {problem.cluster.size:,} {problem.cluster.device.name} the model's products would take "
         f"{seconds_text(least)}; the step takes {seconds_text(best.seconds)}, an MFU of {least / best.seconds:.1%}",
-        f"its time goes to {shares}" if shares else f"what its time goes to is not known: {UNTRACED}",
+        f"its time goes to {shares}" if shares else f"what its time goes to is not known: {choice.unknown}",
     ]
     for outcome, answer in choice.families:
         if outcome.candidate != best.candidate:

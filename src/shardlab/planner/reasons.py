@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardlab.errors import UserError
+from shardlab.planner.in_time import InTime
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.space import SHARDED, layers_of_stages
-from shardlab.planner.workers import Answer, Ask, Asked
+from shardlab.planner.workers import Answer, Asked
 from shardlab.program.field_types import as_flags
 from shardlab.strategies.plan import Plan
 from shardlab.timeline.units import bytes_text
@@ -41,12 +42,26 @@ class Alternative:
     answer: Answer | None
 
 
-def alternatives(problem: Problem, chosen: Candidate, ask: Ask) -> list[Alternative]:
+def nearest(problem: Problem, chosen: Candidate, timed: InTime) -> list[Alternative]:
     """The nearest alternative of each choice, forecast; those that cannot be run are left out."""
     near = [each for each in neighbours(problem, chosen) if problem.limits.allow(each[2].plan)]
-    coming = [(*each, ask(Asked(each[2], shares=True))) for each in near]
-    found = [Alternative(topic, choice, other, future.result()) for topic, choice, other, future in coming]
+    coming = [(*each, timed.ask(Asked(each[2]))) for each in near]
+    found = [
+        Alternative(topic, choice, other, timed.answer(future, "an alternative"))
+        for topic, choice, other, future in coming
+    ]
     return [each for each in found if each.answer is not None]
+
+
+def explained(near: Sequence[Alternative], timed: InTime) -> Callable[[], list[Alternative]]:
+    """Ask what the time of alternatives' steps goes to; what is given back waits for the answers, and adds them."""
+    coming = [
+        timed.ask(Asked(each.candidate, each.answer.forecast, shares=True)) for each in near if each.answer is not None
+    ]
+    return lambda: [
+        replace(each, answer=timed.answer(future, "why an alternative differs") or each.answer)
+        for each, future in zip(near, coming, strict=True)
+    ]
 
 
 def neighbours(problem: Problem, chosen: Candidate) -> Iterator[tuple[Topic, str, Candidate]]:
