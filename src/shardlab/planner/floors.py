@@ -9,12 +9,14 @@ exchange takes turns. Left out is all else that may run beside that. `MemoryFloo
 from __future__ import annotations
 
 from collections.abc import Hashable
+from math import inf
 from typing import NamedTuple
 
-from shardlab.planner.layer_floors import LayerFloors, ShapeLayers, between
+from shardlab.planner.layer_floors import LayerFloors, ShapeLayers
 from shardlab.planner.memory_floors import SURE, MemoryFloors
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.rank_orders import Pipelines
+from shardlab.planner.sharing_floors import SharingFloors
 from shardlab.planner.space import PlanShape
 from shardlab.planner.traffic import StepTraffic
 from shardlab.strategies.plan import Plan
@@ -39,6 +41,19 @@ class RankPasses(NamedTuple):
     backward: float
 
 
+class ShapeFloor(NamedTuple):
+    """Floors of all candidates of a shape.
+
+    Attributes:
+        passes, sharing: seconds of passes, and of communication among data-parallel ranks.
+        bytes: of the fullest device (inf: there is no way to share the model).
+    """
+
+    passes: float
+    sharing: float
+    bytes: float
+
+
 class Floors:
     """Floors of a problem's shapes and candidates, each worked out once."""
 
@@ -47,14 +62,27 @@ class Floors:
         self._layers, self._pipelines = ShapeLayers(problem), Pipelines(problem)
         self.memory = MemoryFloors(self._layers, self._pipelines)
         self._traffic = StepTraffic(self._layers, self._pipelines)
+        self._sharing = SharingFloors(self._layers, self.memory, self._traffic)
         self._done: dict[Hashable, list[RankPasses]] = {}
 
     def passes(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> LayerFloors:
         """Seconds and bytes of the shape's layers, if so much is computed again."""
         return self._layers.floors(shape, recompute)
 
-    def shape_seconds(self, shape: PlanShape) -> float:
-        """Seconds below which no candidate of a shape is: the mean over pipeline ranks of their passes."""
+    def of_shape(self, shape: PlanShape) -> ShapeFloor:
+        """What no candidate of a shape goes below, however the model is shared."""
+        table, passes = self._sharing.of(shape), self._shape_passes(shape)
+        bytes = self.memory.reserved(table.bytes(self.memory.kept_of_shape(shape)))
+        seconds = table.seconds(self._pipelines.each(shape))[bytes <= self.problem.room]
+        return ShapeFloor(passes, float(seconds.min(initial=inf)), float(bytes.min(initial=inf)))
+
+    def sharing_seconds(self, shape: PlanShape) -> dict[Hashable, float]:
+        """Seconds of communication of each way to share the model, by its `words`."""
+        table = self._sharing.of(shape)
+        return dict(zip(table.words, table.seconds(self._pipelines.each(shape)).tolist(), strict=True))
+
+    def _shape_passes(self, shape: PlanShape) -> float:
+        """The mean over pipeline ranks of the seconds of their passes, at least."""
         word = shape.recompute
         passes = self.passes(shape, word if word == "selective" else "none")
         seconds = passes.forward[-1] + passes.backward[-1]
@@ -87,12 +115,14 @@ class Floors:
         if key not in self._done:
             passes, each = self.passes(shape, plan.recompute), self._pipelines.each(shape)
             split = not isinstance(plan.schedule, str) or plan.schedule not in UNSPLIT
+            stages = self._pipelines.stages(shape, plan)
+            forward, backward = (
+                [sums[stage.stop] - sums[stage.start] for stage in stages] for sums in (passes.forward, passes.backward)
+            )
             self._done[key] = []
-            for own in self._pipelines.of_ranks(shape, plan):
-                forward, backward = (
-                    sum(between(sums, stage) for stage in own) for sums in (passes.forward, passes.backward)
-                )
-                first, before = passes.forward[own[0].start], 0.0 if split else passes.backward[own[0].start]
-                until = first + each * (forward + backward)
-                self._done[key].append(RankPasses(first, until, before, backward))
+            for own in self._pipelines.of_ranks(plan, len(stages)):
+                there, back = sum([forward[stage] for stage in own]), sum([backward[stage] for stage in own])
+                start = stages[own[0]].start
+                first, before = passes.forward[start], 0.0 if split else passes.backward[start]
+                self._done[key].append(RankPasses(first, first + each * (there + back), before, back))
         return self._done[key]

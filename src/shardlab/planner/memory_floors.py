@@ -10,7 +10,10 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardlab.planner.layer_floors import LayerFloors, ShapeLayers, between
 from shardlab.planner.pass_memory import Gradients, LayerHolds, PassHolds, pass_holds
@@ -53,6 +56,9 @@ class Sharing:
         return replace(self, parameters=1, optimizer=1, gradients=_many(self.gradients), late=_many(self.late))
 
 
+Amount = TypeVar("Amount", float, NDArray[np.float64])
+
+
 class ElementBytes(NamedTuple):
     """Bytes of an element of a weight, of its gradient as it is held, and of its optimizer's state."""
 
@@ -72,15 +78,11 @@ class MemoryFloors:
         self._numbers: dict[str, ElementBytes] = {}
         self._most: dict[Hashable, tuple[float, float]] = {}
 
-    def of_shape(self, shape: PlanShape) -> float:
-        """Bytes below which no candidate of a shape is: everything sharded over all ranks, and one microbatch, of which
-        each rank keeps its stages' part when its forward pass has ended; on the mean rank."""
-        word, precision = shape.recompute, shape.precision
+    def kept_of_shape(self, shape: PlanShape) -> float:
+        """Bytes that the mean rank keeps at least of the first microbatch, when it has passed all of its stages."""
+        word = shape.recompute
         floors = self._layers.floors(shape, word if word in ("none", "selective") else "full")
-        state = precision.bytes(Kind.WEIGHT) + precision.under(self.problem.optimizer).optimizer
-        shards = shape.mesh.dp_shard * shape.mesh.cp * shape.mesh.ep
-        kept = floors.kept[-1] + (floors.logits if shape.mesh.pp == 1 else 0.0)
-        return self._reserved((floors.weights[-1] * state / shards + kept) / shape.mesh.pp)
+        return (floors.kept[-1] + (floors.logits if shape.mesh.pp == 1 else 0.0)) / shape.mesh.pp
 
     def of_pipeline(self, shape: PlanShape, plan: Plan) -> float:
         """Bytes below which no candidate with this pipeline is, however the model is shared."""
@@ -95,12 +97,12 @@ class MemoryFloors:
                 for parameters, reshard in ((1, ""), (every, "layer"))
                 for gradients in (1, every)
             ]
-        return self._reserved(min(max(bytes for bytes, _ in self._of_ranks(shape, plan, sharing)) for sharing in ways))
+        return self.reserved(min(max(bytes for bytes, _ in self._of_ranks(shape, plan, sharing)) for sharing in ways))
 
     def of(self, shape: PlanShape, candidate: Candidate) -> float:
         """Bytes below which a candidate's fullest device is not."""
         plan, each = candidate.plan, candidate.plan.mesh.world // candidate.plan.mesh.pp
-        sharing, numbers = _sharing(plan), self._bytes_of(shape)
+        sharing, numbers = _sharing(plan), self.bytes_of(shape)
         peaks: list[Peak] = []
         orders = self._pipelines.orders(shape, plan)
         for order, (bytes, weights) in zip(orders, self._of_ranks(shape, plan, sharing), strict=True):
@@ -112,12 +114,12 @@ class MemoryFloors:
             peaks.append(Peak(order.rank * each, int(bytes), by_category, OpKind.BACKWARD, 0, 0))
         return held_memory(self.problem.workload(candidate), peaks).wanted
 
-    def _reserved(self, bytes: float) -> float:
+    def reserved(self, bytes: Amount) -> Amount:
         """Bytes that a device has for so many of tensors, at least."""
         memory, on_cpu = self.problem.recipe.memory, self.problem.cluster.on_cpu
         return bytes if on_cpu else memory.reserved * bytes + memory.context_bytes
 
-    def _bytes_of(self, shape: PlanShape) -> ElementBytes:
+    def bytes_of(self, shape: PlanShape) -> ElementBytes:
         precision = shape.precision
         if precision.name not in self._numbers:
             gradient = self.problem.recipe.memory.held_gradient_bytes(precision.bytes(Kind.GRAD_WEIGHT))
@@ -127,7 +129,7 @@ class MemoryFloors:
 
     def _of_ranks(self, shape: PlanShape, plan: Plan, sharing: Sharing) -> Iterator[tuple[float, float]]:
         """Bytes of tensors that pipeline ranks hold at least, and elements of their weights."""
-        floors, numbers, passes = self._layers.floors(shape, plan.recompute), self._bytes_of(shape), sharing.passes
+        floors, numbers, passes = self._layers.floors(shape, plan.recompute), self.bytes_of(shape), sharing.passes
         state = numbers.weight / sharing.parameters + numbers.optimizer / sharing.optimizer
         ranges: list[range] = []
         for order in self._pipelines.orders(shape, plan):
@@ -145,7 +147,7 @@ class MemoryFloors:
         """Bytes that a rank holds beside its own slices of weights and state, and elements of its weights."""
         kept, halved = ([between(sums, stage) for stage in stages] for sums in (floors.kept, floors.halved))
         weights = [between(floors.weights, stage) for stage in stages]
-        weight, gradient, _ = self._bytes_of(shape)
+        weight, gradient, _ = self.bytes_of(shape)
         most = 0.0
         for moment in order.moments:
             how = _held(sharing, moment, weight, gradient)

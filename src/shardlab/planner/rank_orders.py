@@ -84,6 +84,7 @@ class Pipelines:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._stages: dict[Hashable, list[range]] = {}
+        self._ranks: dict[Hashable, list[list[int]]] = {}
         self._orders: dict[Hashable, list[RankOrder]] = {}
 
     def each(self, shape: PlanShape) -> int:
@@ -100,17 +101,15 @@ class Pipelines:
             self._stages[key] = [range(*cuts) for cuts in pairwise(layers.pipeline_cuts[unit] for unit in bounds)]
         return self._stages[key]
 
-    def of_ranks(self, shape: PlanShape, plan: Plan) -> list[list[range]]:
-        """The layers of each stage of each pipeline rank."""
-        stages, order = self.stages(shape, plan), plan.order
-        if isinstance(order, Steps):
-            ranks = order.ranks_of_stages
-        else:
-            ranks = tuple(order.placement(stage, plan.mesh.pp) for stage in range(len(stages)))
-        found: list[list[range]] = [[] for _ in range(plan.mesh.pp)]
-        for stage, rank in zip(stages, ranks, strict=True):
-            found[rank].append(stage)
-        return found
+    def of_ranks(self, plan: Plan, stages: int) -> list[list[int]]:
+        """The numbers of each pipeline rank's stages, of so many."""
+        key = plan.schedule, plan.mesh.pp, stages
+        if key not in self._ranks:
+            order, self._ranks[key] = plan.order, [[] for _ in range(plan.mesh.pp)]
+            for stage in range(stages):
+                on = order.ranks_of_stages[stage] if isinstance(order, Steps) else order.placement(stage, plan.mesh.pp)
+                self._ranks[key][on].append(stage)
+        return self._ranks[key]
 
     def orders(self, shape: PlanShape, plan: Plan) -> list[RankOrder]:
         """The order of work of some pipeline ranks, with few microbatches: the first ones, one between, the last."""

@@ -1,4 +1,8 @@
-"""Best first search: what has the lowest floor is forecast next, until nothing is left that could be faster."""
+"""Best first search: what is likely to be fastest is forecast next, until floors say that nothing faster is left.
+
+What is likely is a guess: what the time would be if no communication among data-parallel ranks ran beside passes. So
+a good plan is found early, and floors leave out most of the rest.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,15 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from itertools import count
+from math import inf
 from typing import Literal, NamedTuple
 
 from shardlab.planner.families import family, model_kinds
 from shardlab.planner.floors import Floors
 from shardlab.planner.found import Found, PlanOutcome
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.space import PlanShape, as_fixed, dealt, follows, pipelined, shapes
+from shardlab.planner.sharing_floors import words
+from shardlab.planner.space import PlanShape, as_fixed, follows, legal, pipelined, shapes, sharded
 from shardlab.planner.workers import Answer, Ask, Asked, Change
 from shardlab.strategies.plan import Plan
 
@@ -35,9 +41,10 @@ class Waiting(NamedTuple):
     """What waits, first by its key: a shape, a shape's pipeline, or a candidate.
 
     Attributes:
-        key: its floor of seconds, or of bytes when only these count.
+        key: a guess of its seconds, or its floor of bytes when only these count.
         tie: its number.
         seconds, bytes: its floors.
+        sharing: seconds of communication among data-parallel ranks, at least.
         shape: whose it is.
         plan: the pipeline or the candidate (None: the shape itself).
     """
@@ -46,6 +53,7 @@ class Waiting(NamedTuple):
     tie: int
     seconds: float
     bytes: float
+    sharing: float
     shape: PlanShape
     plan: Candidate | Plan | None
 
@@ -77,11 +85,11 @@ class Search:
         problem: Problem,
         ask: Ask,
         *,
-        deadline: float = float("inf"),
+        deadline: float = inf,
         ahead: int = 1,
         told: Told | None = None,
         change: Change = "",
-        best: float = float("inf"),
+        best: float = inf,
         within: float = 0.0,
     ) -> None:
         self.problem = problem
@@ -107,6 +115,7 @@ class Search:
         self._floor_of: dict[Candidate, float] = {}
         self._made: dict[str, int] = {}
         self._scouted: set[PlanShape] = set()
+        self._pipelined: dict[PlanShape, list[Plan]] = {}
         self._phase: Phase = "scouts"
 
     def run(self) -> Found:
@@ -117,7 +126,7 @@ class Search:
                 self._forecast_all()
             self._phase = "all"
             self._forecast_all()
-            if self._best == float("inf") and (self._heap or not self._generated):
+            if self._best == inf and (self._heap or not self._generated):
                 self._phase, self._looked = "late", self._answers()
                 self._fill(wholly=True)
                 self._heap = [each._replace(key=each.bytes) for each in self._heap]
@@ -133,7 +142,7 @@ class Search:
                 for each in self.found.outcomes
                 if each.seconds == self._best or self._floor_of.get(each.candidate, 0.0) <= least
             ]
-        self.found.open = {model_kinds(each.shape.mesh) for each in (*self._heap, *self._kept)}
+        self.found.open |= {model_kinds(each.shape.mesh) for each in (*self._heap, *self._kept)}
         self.found.seconds = time.monotonic() - self._began
         return self.found
 
@@ -157,7 +166,7 @@ class Search:
         """Whether it is late; or, when it is late already, whether something fits or enough was looked for."""
         if self._phase != "late":
             return self._late()
-        return self._best < float("inf") or self._answers() >= self._looked + LATE
+        return self._best < inf or self._answers() >= self._looked + LATE
 
     def _answers(self) -> int:
         return len(self.found.outcomes) + len(self.found.refused)
@@ -168,18 +177,23 @@ class Search:
             self.found.space["shapes"] += 1
             if (smallest := replace(shape, micro_batch_size=1)) in self._full:
                 continue
-            if (bytes := self._floors.memory.of_shape(shape)) > self._room:
-                self._note_too_large(shape.candidate, bytes)
+            floor = self._floors.of_shape(shape)
+            if self._room < floor.bytes < inf:
+                self._note_too_large(shape.candidate, floor.bytes)
                 self._full.add(smallest)
-            else:
-                self._push(self._floors.shape_seconds(shape), bytes, shape, None)
+            elif floor.bytes < inf:
+                self._push(floor.passes, floor.sharing, floor.bytes, shape, None)
             if self._late() and self._heap and not wholly:
                 return
         self._generated = True
 
-    def _push(self, seconds: float, bytes: float, shape: PlanShape, plan: Candidate | Plan | None) -> None:
-        key = bytes if self._phase == "late" else seconds
-        heapq.heappush(self._heap, Waiting(key, next(self._tie), seconds, bytes, shape, plan))
+    def _push(
+        self, passes: float, sharing: float, bytes: float, shape: PlanShape, plan: Candidate | Plan | None
+    ) -> None:
+        """Let something wait, of which these are floors."""
+        key = bytes if self._phase == "late" else passes + sharing
+        waiting = Waiting(key, next(self._tie), max(passes, sharing), bytes, sharing, shape, plan)
+        heapq.heappush(self._heap, waiting)
 
     def _note_too_large(self, candidate: Candidate, bytes: float) -> None:
         candidate = as_fixed(self.problem, candidate)
@@ -188,16 +202,15 @@ class Search:
             self.found.too_large[name] = bytes, candidate
 
     def _forecast_all(self) -> None:
-        """Forecast what is wanted, lowest floor first."""
+        """Forecast what is wanted, likely ones first."""
         coming = self._coming
         while not self._over():
             while self._heap and len(coming) < self._ahead and not self._over():
-                first = self._heap[0]
-                if self._phase == "all" and first.seconds > self._enough():
-                    break
+                first = heapq.heappop(self._heap)
                 self._in_hand = first.seconds
-                heapq.heappop(self._heap)
-                if self._phase == "scouts" and not self._wants(first):
+                if self._phase == "all" and first.seconds > self._enough():
+                    self.found.open.add(model_kinds(first.shape.mesh))
+                elif self._phase == "scouts" and not self._wants(first):
                     self._kept.append(first)
                 elif first.plan is None:
                     self._expand(first)
@@ -238,10 +251,13 @@ class Search:
     def _expand(self, waiting: Waiting) -> None:
         """Every pipeline of a shape, with its floors."""
         shape = waiting.shape
-        for plan in pipelined(self.problem, shape):
+        alike = replace(shape, micro_batch_size=1, precision=self.problem.precisions[0])
+        if alike not in self._pipelined:
+            self._pipelined[alike] = list(pipelined(self.problem, shape))
+        for plan in self._pipelined[alike]:
             seconds = self._floors.pipeline_seconds(shape, plan)
             if seconds <= max(self._best, self._enough()) or self._phase == "scouts":
-                self._push(seconds, waiting.bytes, shape, plan)
+                self._push(seconds, waiting.sharing, waiting.bytes, shape, plan)
 
     def _deal(self, shape: PlanShape, plan: Plan) -> None:
         """Every candidate with a pipeline that may fit, with its floors."""
@@ -252,12 +268,17 @@ class Search:
         if (bytes := self._floors.memory.of_pipeline(shape, plan)) > self._room:
             self._note_too_large(Candidate(plan, shape.micro_batch_size, shape.precision), bytes)
             return
-        for candidate in dealt(self.problem, shape, plan):
+        least = self._enough() if self._phase == "all" else inf
+        sharing = self._floors.sharing_seconds(shape)
+        for each in sharded(self.problem, plan):
+            shared = sharing[words(each)]
+            if shared > least or (candidate := legal(self.problem, shape, each)) is None:
+                continue
             self.found.space["candidates"] += 1
             if (bytes := self._floors.memory.of(shape, candidate)) > self._room:
                 self._note_too_large(candidate, bytes)
             else:
-                self._push(self._floors.seconds(shape, candidate), bytes, shape, candidate)
+                self._push(self._floors.seconds(shape, candidate), shared, bytes, shape, candidate)
 
     def _note(self, candidate: Candidate, answer: Answer | None) -> None:
         if answer is None:

@@ -188,9 +188,14 @@ def candidates(problem: Problem, shape: PlanShape) -> Iterator[Candidate]:
 def dealt(problem: Problem, shape: PlanShape, plan: Plan) -> Iterator[Candidate]:
     """Every candidate of a shape's plan that shards nothing yet, and that the recipe's framework runs."""
     for each in sharded(problem, plan):
-        candidate = Candidate(each, shape.micro_batch_size, shape.precision)
-        if problem.limits.allow(each) and not broken_limit(problem.workload(candidate)):
+        if (candidate := legal(problem, shape, each)) is not None:
             yield candidate
+
+
+def legal(problem: Problem, shape: PlanShape, plan: Plan) -> Candidate | None:
+    """A shape's candidate with a plan, if the limits allow it and the recipe's framework runs it."""
+    candidate = Candidate(plan, shape.micro_batch_size, shape.precision)
+    return candidate if problem.limits.allow(plan) and not broken_limit(problem.workload(candidate)) else None
 
 
 def as_fixed(problem: Problem, candidate: Candidate) -> Candidate:

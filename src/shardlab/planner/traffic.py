@@ -65,12 +65,12 @@ class StepTraffic:
         plan, ranges = candidate.plan, self._pipelines.stages(shape, candidate.plan)
         each, prices = self._pipelines.each(shape), self._layers.prices(candidate)
         floors = self._layers.floors(shape, plan.recompute)
-        gathers = [(on.axis, self._sums(shape, candidate, floors, on)) for on in gathered(candidate)]
+        gathers = [(on.axis, self.sums(shape, candidate, floors, on)) for on in gathered(candidate)]
         often, once = (
-            [(on.axis, self._sums(shape, candidate, floors, on)) for on in reduced(candidate, often=often)]
+            [(on.axis, self.sums(shape, candidate, floors, on)) for on in reduced(candidate, often=often)]
             for often in (True, False)
         )
-        after = [self._sums(shape, candidate, floors, on) for on in gathered_after(candidate)]
+        after = [self.sums(shape, candidate, floors, on) for on in gathered_after(candidate)]
         late = plan.reduce_at == "step"
         model = blocks_of(self.problem, shape).layers
         found: list[RankTraffic] = []
@@ -107,7 +107,7 @@ class StepTraffic:
             )
         return found
 
-    def _sums(self, shape: PlanShape, candidate: Candidate, floors: LayerFloors, on: Collective) -> list[float]:
+    def sums(self, shape: PlanShape, candidate: Candidate, floors: LayerFloors, on: Collective) -> list[float]:
         """Seconds of a collective on each layer's weight, as sums up to each layer."""
         mesh = candidate.plan.mesh
         key = id(floors.weights), on, mesh

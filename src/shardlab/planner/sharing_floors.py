@@ -1,0 +1,108 @@
+"""Floors of every way in which data-parallel ranks can share a model, whatever its pipeline's order of work is.
+
+They are means over pipeline ranks, and so no more than the fullest or slowest rank's. A rank holds its slices, and
+gradients of all its layers when the last backward pass has ended; or what it keeps of the first microbatch when that
+has passed all of its stages, and all gathered weights, if these are freed after their last use. What is gathered is
+gathered once at least, and collectives over an axis take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardlab.planner.layer_floors import ShapeLayers
+from shardlab.planner.memory_floors import SURE, MemoryFloors, shards
+from shardlab.planner.problem import Candidate
+from shardlab.planner.space import SHARDED, PlanShape, sharded
+from shardlab.planner.traffic import StepTraffic, gathered, gathered_after, reduced
+from shardlab.program import AXES, OpKind
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.schedules.steps import Steps
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SharingTable:
+    """The ways to share a model on a mesh; seconds and bytes of the mean pipeline rank.
+
+    Attributes:
+        words: of each way, in the order of the arrays.
+        state: bytes of slices of weights and of the optimizer's state: (ways,).
+        whole: bytes of weights that are gathered at a time: (ways,).
+        gradients: bytes of gradients when the last backward pass has ended: (ways,).
+        once, often: seconds of collectives that a step has once, and at every microbatch, by their axis: (axes, ways).
+        after: seconds of what follows these: (ways,).
+    """
+
+    words: Sequence[Hashable]
+    state: Array
+    whole: Array
+    gradients: Array
+    once: Array
+    often: Array
+    after: Array
+
+    def bytes(self, kept: float) -> Array:
+        """Bytes of tensors of each way, if so many are kept of a microbatch."""
+        return SURE * (self.state + np.maximum(kept + self.whole, self.gradients))
+
+    def seconds(self, each: int) -> Array:
+        """Seconds of communication of each way with so many microbatches, and of what follows."""
+        return SURE * ((self.once + each * self.often).max(axis=0) + self.after)
+
+
+class SharingFloors:
+    """Floors of sharing on a problem's meshes, each worked out once."""
+
+    def __init__(self, layers: ShapeLayers, memory: MemoryFloors, traffic: StepTraffic) -> None:
+        self.problem = layers.problem
+        self._layers, self._memory, self._traffic = layers, memory, traffic
+        self._known: dict[Hashable, SharingTable] = {}
+
+    def of(self, shape: PlanShape) -> SharingTable:
+        """Every way to share the model on a shape's mesh."""
+        key = shape.mesh, shape.precision.name, shape.recompute == "selective"
+        if key not in self._known:
+            plans = {words(plan): plan for plan in sharded(self.problem, shape.candidate.plan)}
+            columns = [self._column(shape, plan) for plan in plans.values()]
+            state, whole, gradients, after, *axes = np.array(columns or np.empty((0, 4 + 2 * len(AXES)))).T
+            once, often = np.array(axes).reshape(2, len(AXES), -1)
+            self._known[key] = SharingTable(list(plans), state, whole, gradients, once, often, after)
+        return self._known[key]
+
+    def _column(self, shape: PlanShape, plan: Plan) -> list[float]:
+        """One way: bytes, seconds after all else, and seconds over each axis, once and often."""
+        candidate, floors = Candidate(plan, 1, shape.precision), self._layers.floors(shape)
+        pp, weights = shape.mesh.pp, floors.weights[-1] / shape.mesh.pp
+        seconds = {(axis, often): 0.0 for often in (False, True) for axis in AXES}
+        late, after = plan.reduce_at == "step", 0.0
+        collectives = [(False, on) for on in gathered(candidate)]
+        collectives += [(often, on) for often in (False, True) for on in reduced(candidate, often=often)]
+        for often, on in collectives:
+            took = self._traffic.sums(shape, candidate, floors, on)[-1] / pp
+            if late and not often and on.kind is not OpKind.ALL_GATHER:
+                after = max(after, took)
+            else:
+                seconds[on.axis, often] += took
+        after += sum(self._traffic.sums(shape, candidate, floors, on)[-1] / pp for on in gathered_after(candidate))
+        parameters, optimizer = shards(plan, plan.shard_parameters), shards(plan, plan.shard_optimizer)
+        after += self._layers.prices(candidate).update_seconds(weights / optimizer)
+        numbers = self._memory.bytes_of(shape)
+        kept = plan.reshard_after == "step" and parameters > 1 and not isinstance(plan.order, Steps)
+        held = [
+            weights * (numbers.weight / parameters + numbers.optimizer / optimizer),
+            weights * numbers.weight if kept else 0.0,
+            weights * numbers.gradient / (shards(plan, plan.shard_gradients) if late else optimizer),
+        ]
+        return [*held, after, *seconds.values()]
+
+
+def words(plan: Plan) -> Hashable:
+    """What a plan says of how its data-parallel ranks share the model."""
+    shared = tuple(getattr(plan, name) for name in SHARDED)
+    return plan.mesh.dp_replicate, shared, plan.reshard_after, plan.reduce_at
