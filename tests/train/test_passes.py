@@ -91,8 +91,8 @@ def test_the_forward_half_of_what_passes_make_computes_every_loss(case: Case) ->
     """What is evaluated is the half of what is trained; it runs wherever all of it does."""
     checked = case.job().checked()
     for each in PASSES.values():
-        for number in (each.numbers[0], each.numbers[-1]):
-            (_, made) = run_passes(checked, [replace(each, numbers=(number,), chosen=True)])
+        for number in {*each.tried[:1], *each.tried[-1:]}:
+            (_, made) = run_passes(checked, [replace(each, tried=(number,), chosen=True)])
             half = check_forward(forward_only(made.checked))
             assert set(made.checked.backends()) <= set(half.backends())
 
