@@ -27,6 +27,8 @@ gpu: .venv/installed
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu: torch sees no GPU here')"
 	$(BIN)/pytest -m gpu -n 0 -rs
 	$(BIN)/python benchmarks/gpu.py
+	@gpus=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count())"); \
+	if [ "$$gpus" -gt 1 ]; then $(BIN)/shardlab bench strategies --ranks "$$gpus"; fi
 
 verify-all: .venv/installed
 	$(BIN)/shardlab verify --all

@@ -39,6 +39,16 @@ def run(warm: WarmStarts) -> Run:
     return run
 
 
+def test_messages_take_turns_with_gloos_own_collectives(run: Run) -> None:
+    done = run("messages.py --kilobytes 16 4096 --turns 2 --json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [(row["collective"], row["kilobytes"]) for row in rows] == [
+        (name, size) for size in (16, 4096) for name in ("all_reduce", "all_gather", "reduce_scatter")
+    ]
+    assert all(row["messages"] > 0 and row["gloo"] > 0 for row in rows)
+
+
 def test_the_plain_loop_and_ours_have_one_loss(run: Run) -> None:
     done = run("gpu.py --cpu --no-compile --no-agreement --warm-up 1 --steps 4 --sequences 2 --json")
     assert done.returncode == 0, done.stderr
