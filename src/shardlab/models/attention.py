@@ -112,6 +112,8 @@ class Attend(GroupedHeads):
 
     def heads_of(self, pieces: int) -> Attend:
         """This primitive with the heads of one piece of so many alone."""
+        if pieces == 1:
+            return self
         return replace(
             self, hidden_size=self.hidden_size // pieces, heads=self.heads // pieces, kv_heads=self.kv_heads // pieces
         )

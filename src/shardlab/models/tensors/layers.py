@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardlab.models.model import Model
+from shardlab.models.primitive import Primitive
 from shardlab.models.run import Run
 from shardlab.models.tensors.cache import KeysValues
 from shardlab.models.tensors.compute import Given, compute
@@ -60,6 +61,9 @@ class TensorLayer:
         rows, length = inputs[-1].shape[:2]  # the first may be experts' buffers
         around = Surroundings(rows, length, share, None, parameters[0] if parameters else inputs[0])
         for step, made_by in zip(self.layer.steps, self._factors, strict=True):
+            if made_by is None:
+                yield None
+                continue
             masks = None if dropout is None else replace(dropout, layer=step.block)
             yield made_by(step.primitive, around if masks is None else replace(around, dropout=masks))
 
@@ -74,10 +78,10 @@ class TensorLayer:
         """`run`, given what the steps multiply by: a function of tensors alone."""
         by_name = dict(zip(self.names, parameters, strict=True))
         tensors = self._unpacked(inputs)
-        steps = zip(self.layer.steps, self._functions, self._dropped, factors, strict=True)
-        for step, function, dropped, its in steps:
-            made = function(step.primitive, Given(by_name, tensors, share, its, cache))
-            tensors.update(zip(step.primitive.makes, made, strict=True))
+        for (primitive, function, makes, dropped), its in zip(self._steps, factors, strict=True):
+            made = function(primitive, Given(by_name, tensors, share, its, cache))
+            for name, each in zip(makes, made, strict=True):
+                tensors[name] = each
             for name in dropped:
                 del tensors[name]
         return self._packed(tensors)
@@ -90,16 +94,21 @@ class TensorLayer:
         return y
 
     @cached_property
-    def _functions(self) -> list[Callable[..., tuple[Tensor, ...]]]:
-        """What computes each step, looked up once."""
-        return [compute.dispatch(type(step.primitive)) for step in self.layer.steps]
+    def _steps(self) -> list[tuple[Primitive, Callable[..., tuple[Tensor, ...]], tuple[str, ...], set[str]]]:
+        """Each step's primitive, what computes it, what it makes and what it is the last to read: looked up once."""
+        primitives = [step.primitive for step in self.layer.steps]
+        return [
+            (primitive, compute.dispatch(type(primitive)), tuple(primitive.makes), dropped)
+            for primitive, dropped in zip(primitives, self._dropped, strict=True)
+        ]
 
     @cached_property
-    def _factors(self) -> list[Callable[..., Tensor | None]]:
-        """What makes each step's factor."""
-        return [factor.dispatch(type(step.primitive)) for step in self.layer.steps]
+    def _factors(self) -> list[Callable[..., Tensor | None] | None]:
+        """What makes each step's factor; None for a step that has none."""
+        found = [factor.dispatch(type(step.primitive)) for step in self.layer.steps]
+        return [None if each is factor.dispatch(object) else each for each in found]
 
-    @cached_property
+    @property
     def _dropped(self) -> list[set[str]]:
         """Names of the tensors that each step is the last to read."""
         needed, dropped = set(self.layer.outputs), list[set[str]]()
