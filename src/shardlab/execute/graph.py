@@ -69,7 +69,7 @@ class Graph:
         if self._saved is not None:
             self._saved.flat = flat
         with _gradients_into(self._leaves, into):
-            torch.autograd.backward(self._edges, gradients, inputs=[*self._leaves, *self._inputs])
+            torch.autograd.backward(self._edges, gradients)  # leaves are all that it reaches, so it need not search
         made = [x.grad for x in self._inputs]
         return [gradient for gradient in made if gradient is not None]
 
