@@ -49,6 +49,25 @@ def test_a_plan_whose_step_has_more_ops_than_are_traced_is_chosen_all_the_same()
     assert "is not known: the step has more ops than are traced" in " ".join(console.export_text().split())
 
 
+def test_what_there_was_no_time_for_is_said_to_be_left_out() -> None:
+    asked = problem(limits=Limits({"recompute": "none", "cp": 1, "pp": 1}, {}, 1))
+
+    def ask(question: Asked) -> Future[Answer | None]:
+        future: Future[Answer | None] = Future()
+        future.set_result(answer(asked, question))
+        return future
+
+    late = choose(asked, ask, seconds=1e-9)
+    assert late.best.fits
+    assert (late.alternatives, late.path, late.answer.shares) == ([], {}, None)
+    console = Console(record=True, width=80)
+    print_choice(late, "small", "h100x4", "", None, 1, console)
+    told = " ".join(console.export_text().split())
+    assert "critical path time was up" in told
+    assert "left out as time was up: an alternative (2), what the step's time goes to (1)" in told
+    assert as_json(late, "small", "h100x4", 1)["searched"]["left_out"] == late.missed
+
+
 def test_what_a_search_has_left_is_told_as_the_step_that_it_could_take() -> None:
     whole = chosen()
     left = replace(whole, found=replace(whole.found, left=whole.best.seconds / 2))

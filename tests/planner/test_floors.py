@@ -10,6 +10,7 @@ import pytest
 from shardlab.models import Llama
 from shardlab.planner.floors import Floors
 from shardlab.planner.problem import Candidate, Limits
+from shardlab.planner.sharing_floors import words
 from shardlab.planner.space import PlanShape, blocks_of, candidates, shapes
 from shardlab.planner.workers import Asked, answer
 from shardlab.predict.recipe import OWN, find_recipe
@@ -54,11 +55,19 @@ def test_a_floor_never_exceeds_the_forecast(recipe: str) -> None:
         seconds, bytes, bare = found.forecast.seconds, found.forecast.memory.wanted, _bare(shape, candidate.plan)
         assert floors.seconds(shape, candidate) <= seconds, candidate
         assert floors.pipeline_seconds(shape, bare) <= seconds, candidate
-        assert floors.shape_seconds(shape) <= seconds, candidate
+        least = floors.of_shape(shape)
+        assert max(least.passes, least.sharing, least_of_way(floors, shape, candidate)[0]) <= seconds, candidate
         assert floors.memory.of(shape, candidate) <= bytes, candidate
         assert floors.memory.of_pipeline(shape, bare) <= bytes, candidate
-        assert floors.memory.of_shape(shape) <= bytes, candidate
+        assert least.bytes <= least_of_way(floors, shape, candidate)[1] <= bytes, candidate
     assert seen > 2
+
+
+def least_of_way(floors: Floors, shape: PlanShape, candidate: Candidate) -> tuple[float, float]:
+    """Seconds and bytes below which no candidate of a shape is that shares the model as this one does."""
+    table, way = floors.sharing.of(shape), words(candidate.plan)
+    bytes = floors.memory.reserved(table.bytes(floors.memory.kept_of_shape(shape)))
+    return floors.sharing_seconds(shape)[way], bytes[list(table.words).index(way)]
 
 
 def _bare(shape: PlanShape, plan: Plan) -> Plan:
@@ -88,6 +97,7 @@ def test_floors_count_gathered_weights_and_gradients_on_their_way(schedule: str,
     found = answer(asked, Asked(candidate))
     assert found is not None
     held = found.forecast.memory.wanted
+    assert 0.5 * held <= least_of_way(Floors(asked), shape, candidate)[1] <= held or reshard_after != "step"
     assert 0.85 * held <= Floors(asked).memory.of(shape, candidate) <= held
 
 
@@ -102,6 +112,7 @@ def test_gathers_that_take_longer_than_all_passes_are_a_floor_of_the_step() -> N
     assert found is not None
     least = floors.seconds(shape, candidate)
     assert 1.5 * floors.pipeline_seconds(shape, plan) < least <= found.forecast.seconds
+    assert 1.1 * floors.pipeline_seconds(shape, plan) < least_of_way(floors, shape, candidate)[0] <= least
 
 
 @pytest.mark.parametrize(("context", "degree"), [("ring", None), ("ring", 2), ("all_gather", None), ("ulysses", None)])

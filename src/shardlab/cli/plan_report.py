@@ -143,6 +143,8 @@ def _print_runners_up(choice: PlanChoice, console: Console, top: int) -> None:
 
 
 def _print_reasons(choice: PlanChoice, console: Console) -> None:
+    if not choice.alternatives:
+        return
     predicted = ", as predicted" if choice.beliefs and choice.beliefs.measured else ""
     console.print(f"\nwhy, choice by choice: what the nearest alternative would cost{predicted}", style="dim")
     width = max((len(each.choice) for each in choice.alternatives), default=0)

@@ -128,7 +128,7 @@ def choose(
     timed = InTime(ask, began + seconds)
     own = timed.ask(Asked(best.candidate, best.forecast, shares=True))
     doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
-    more = [(change, timed.ask(Asked(best.candidate, change=change))) for change in doubled]
+    more = [timed.ask(Asked(best.candidate, change=change)) for change in doubled]
     near = nearest(problem, best.candidate, timed)
     rows = sorted(found.families().values(), key=lambda each: by_order(each.family))
     others = [each for each in rows if each.candidate != best.candidate]
@@ -147,7 +147,7 @@ def choose(
     path = (traced(lambda: path_of(problem.workload(best.candidate))) or {}) if timed.left else {}
     studied = {each.family: timed.answer(future, LIMITS) for each, future in zip(others, coming, strict=True)}
     helps: dict[Change, float] = {}
-    for change, future in more:
+    for change, future in zip(doubled, more, strict=True):
         if (study := timed.answer(future, "what would help")) is not None:
             helps[change] = (2 if change == "batch" else 1) * best.forecast.seconds / study.forecast.seconds - 1
     if roomy.fitting or roomy.left is None:

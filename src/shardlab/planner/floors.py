@@ -12,11 +12,13 @@ from collections.abc import Hashable
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
 from shardlab.planner.layer_floors import LayerFloors, ShapeLayers
 from shardlab.planner.memory_floors import SURE, MemoryFloors
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.rank_orders import Pipelines
-from shardlab.planner.sharing_floors import SharingFloors
+from shardlab.planner.sharing_floors import Array, SharingFloors
 from shardlab.planner.space import PlanShape
 from shardlab.planner.traffic import StepTraffic
 from shardlab.strategies.plan import Plan
@@ -26,19 +28,19 @@ UNSPLIT = ("gpipe", "1f1b", "interleaved-1f1b", "breadth-first")
 
 
 class RankPasses(NamedTuple):
-    """What a pipeline's rank has to do.
+    """What pipeline ranks have to do, in seconds: (ranks,).
 
     Attributes:
-        first: seconds at least until it has its first microbatch.
-        until: seconds at least until it has done its last pass.
-        after: seconds of what other ranks do after that.
-        backward: seconds of its backward passes of one microbatch.
+        first: at least until a rank has its first microbatch.
+        until: at least until it has done its last pass.
+        after: of what other ranks do after that.
+        backward: of its backward passes of one microbatch.
     """
 
-    first: float
-    until: float
-    after: float
-    backward: float
+    first: Array
+    until: Array
+    after: Array
+    backward: Array
 
 
 class ShapeFloor(NamedTuple):
@@ -62,8 +64,8 @@ class Floors:
         self._layers, self._pipelines = ShapeLayers(problem), Pipelines(problem)
         self.memory = MemoryFloors(self._layers, self._pipelines)
         self._traffic = StepTraffic(self._layers, self._pipelines)
-        self._sharing = SharingFloors(self._layers, self.memory, self._traffic)
-        self._done: dict[Hashable, list[RankPasses]] = {}
+        self.sharing = SharingFloors(self._layers, self.memory, self._traffic)
+        self._passes: dict[Hashable, list[tuple[float, ...]]] = {}
 
     def passes(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> LayerFloors:
         """Seconds and bytes of the shape's layers, if so much is computed again."""
@@ -71,14 +73,14 @@ class Floors:
 
     def of_shape(self, shape: PlanShape) -> ShapeFloor:
         """What no candidate of a shape goes below, however the model is shared."""
-        table, passes = self._sharing.of(shape), self._shape_passes(shape)
+        table, passes = self.sharing.of(shape), self._shape_passes(shape)
         bytes = self.memory.reserved(table.bytes(self.memory.kept_of_shape(shape)))
         seconds = table.seconds(self._pipelines.each(shape))[bytes <= self.problem.room]
         return ShapeFloor(passes, float(seconds.min(initial=inf)), float(bytes.min(initial=inf)))
 
     def sharing_seconds(self, shape: PlanShape) -> dict[Hashable, float]:
         """Seconds of communication of each way to share the model, by its `words`."""
-        table = self._sharing.of(shape)
+        table = self.sharing.of(shape)
         return dict(zip(table.words, table.seconds(self._pipelines.each(shape)).tolist(), strict=True))
 
     def _shape_passes(self, shape: PlanShape) -> float:
@@ -93,36 +95,30 @@ class Floors:
 
     def pipeline_seconds(self, shape: PlanShape, plan: Plan) -> float:
         """Seconds below which no candidate with this pipeline is, whatever is sharded."""
-        return SURE * max(rank.until + rank.after for rank in self._ranks(shape, plan))
+        ranks = self._ranks(shape, plan)
+        return SURE * float((ranks.until + ranks.after).max())
 
     def seconds(self, shape: PlanShape, candidate: Candidate) -> float:
         """Seconds below which a candidate is not."""
         plan, floor = candidate.plan, 0.0
-        ranks = self._ranks(shape, plan)
+        key = shape, plan.schedule, plan.stages_per_rank, plan.layers_per_stage, plan.recompute
+        if key not in self._passes:
+            self._passes[key] = list(zip(*(each.tolist() for each in self._ranks(shape, plan)), strict=True))
         for traffic in self._traffic.of_ranks(shape, candidate):
-            rank = ranks[traffic.rank]
-            done = max(
-                rank.until + traffic.beside,
-                rank.first + traffic.busiest,
-                rank.until - rank.backward + traffic.last,
-            )
-            floor = max(floor, rank.until + traffic.beside + rank.after, done + traffic.update)
+            first, until, after, backward = self._passes[key][traffic.rank]
+            done = max(until + traffic.beside, first + traffic.busiest, until - backward + traffic.last)
+            floor = max(floor, until + traffic.beside + after, done + traffic.update)
         return SURE * floor
 
-    def _ranks(self, shape: PlanShape, plan: Plan) -> list[RankPasses]:
+    def _ranks(self, shape: PlanShape, plan: Plan) -> RankPasses:
         """What every pipeline rank has to do."""
-        key = shape, plan.schedule, plan.stages_per_rank, plan.layers_per_stage, plan.recompute
-        if key not in self._done:
-            passes, each = self.passes(shape, plan.recompute), self._pipelines.each(shape)
-            split = not isinstance(plan.schedule, str) or plan.schedule not in UNSPLIT
-            stages = self._pipelines.stages(shape, plan)
-            forward, backward = (
-                [sums[stage.stop] - sums[stage.start] for stage in stages] for sums in (passes.forward, passes.backward)
-            )
-            self._done[key] = []
-            for own in self._pipelines.of_ranks(plan, len(stages)):
-                there, back = sum([forward[stage] for stage in own]), sum([backward[stage] for stage in own])
-                start = stages[own[0]].start
-                first, before = passes.forward[start], 0.0 if split else passes.backward[start]
-                self._done[key].append(RankPasses(first, first + each * (there + back), before, back))
-        return self._done[key]
+        passes, each = self.passes(shape, plan.recompute), self._pipelines.each(shape)
+        split = not isinstance(plan.schedule, str) or plan.schedule not in UNSPLIT
+        stages = self._pipelines.placed(shape, plan)
+        forward, backward = np.array(passes.forward), np.array(passes.backward)
+        there, back = np.zeros(plan.mesh.pp), np.zeros(plan.mesh.pp)
+        for sums, all in ((forward, there), (backward, back)):
+            np.add.at(all, stages.rank, sums[stages.stop] - sums[stages.start])
+        first = forward[stages.first]
+        after = np.zeros_like(first) if split else backward[stages.first]
+        return RankPasses(first, first + each * (there + back), after, back)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardlab.planner.problem import Problem
 from shardlab.planner.space import PlanShape, blocks_of, few_of
 from shardlab.strategies.plan import Plan
@@ -78,13 +81,28 @@ class RankOrder:
     visits: list[StageVisits]
 
 
+class PlacedStages(NamedTuple):
+    """Stages of a pipeline on its ranks.
+
+    Attributes:
+        rank: of each stage: (stages,).
+        start, stop: its layers: (stages,).
+        first: the first layer of each rank: (ranks,).
+    """
+
+    rank: NDArray[np.int64]
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    first: NDArray[np.int64]
+
+
 class Pipelines:
     """The stages of shapes' pipelines and the orders of their ranks, each worked out once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._stages: dict[Hashable, list[range]] = {}
-        self._ranks: dict[Hashable, list[list[int]]] = {}
+        self._placed: dict[Hashable, PlacedStages] = {}
         self._orders: dict[Hashable, list[RankOrder]] = {}
 
     def each(self, shape: PlanShape) -> int:
@@ -101,15 +119,18 @@ class Pipelines:
             self._stages[key] = [range(*cuts) for cuts in pairwise(layers.pipeline_cuts[unit] for unit in bounds)]
         return self._stages[key]
 
-    def of_ranks(self, plan: Plan, stages: int) -> list[list[int]]:
-        """The numbers of each pipeline rank's stages, of so many."""
-        key = plan.schedule, plan.mesh.pp, stages
-        if key not in self._ranks:
-            order, self._ranks[key] = plan.order, [[] for _ in range(plan.mesh.pp)]
-            for stage in range(stages):
-                on = order.ranks_of_stages[stage] if isinstance(order, Steps) else order.placement(stage, plan.mesh.pp)
-                self._ranks[key][on].append(stage)
-        return self._ranks[key]
+    def placed(self, shape: PlanShape, plan: Plan) -> PlacedStages:
+        """Where the stages are."""
+        stages, order, pp = self.stages(shape, plan), plan.order, plan.mesh.pp
+        key = id(stages), plan.schedule
+        if key not in self._placed:
+            numbers = range(len(stages))
+            ranks = order.ranks_of_stages if isinstance(order, Steps) else [order.placement(s, pp) for s in numbers]
+            first = [stages[next(s for s in numbers if ranks[s] == rank)].start for rank in range(pp)]
+            self._placed[key] = PlacedStages(
+                *(np.array(each) for each in (ranks, [s.start for s in stages], [s.stop for s in stages], first))
+            )
+        return self._placed[key]
 
     def orders(self, shape: PlanShape, plan: Plan) -> list[RankOrder]:
         """The order of work of some pipeline ranks, with few microbatches: the first ones, one between, the last."""

@@ -27,6 +27,9 @@ from shardlab.strategies.plan import Plan
 SCOUTS = 6
 """Forecasts of each family before all others; the lowest floors come first."""
 
+SCOUTING = 0.25
+"""Share of the time that they may take."""
+
 SCOUTED = 48
 """Pipelines of each family at most whose candidates are made for those; where hardly any fits, there is no end."""
 
@@ -98,7 +101,7 @@ class Search:
         self._floors = Floors(problem)
         self._room = problem.room
         self._began = time.monotonic()
-        self._until = self._began + deadline
+        self._until, self._scouting = self._began + deadline, self._began + SCOUTING * deadline
         self._ask, self._ahead = ask, ahead
         self._told = told
         self._heap: list[Waiting] = []
@@ -164,7 +167,9 @@ class Search:
 
     def _over(self) -> bool:
         """Whether it is late; or, when it is late already, whether something fits or enough was looked for."""
-        if self._phase != "late":
+        if self._phase == "scouts":
+            return time.monotonic() > self._scouting
+        if self._phase == "all":
             return self._late()
         return self._best < inf or self._answers() >= self._looked + LATE
 

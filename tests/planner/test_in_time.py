@@ -1,0 +1,48 @@
+"""Questions are asked, and answers waited for, until time is up."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from math import inf
+
+from shardlab.planner.in_time import InTime
+from shardlab.planner.space import candidates, shapes
+from shardlab.planner.workers import Answer, Asked
+from tests.planner.problems import problem
+
+ASKED = Asked(next(candidates(problem(), next(shapes(problem())))))
+
+
+def never(_: Asked) -> Future[Answer | None]:
+    return Future()
+
+
+def test_an_answer_that_does_not_come_in_time_is_missed_and_its_question_withdrawn() -> None:
+    timed = InTime(never, time.monotonic() + 0.05)
+    coming = timed.ask(ASKED)
+    assert timed.answer(coming, "an alternative") is None
+    assert coming is not None
+    assert coming.cancelled()
+    assert str(timed) == "an alternative (1)"
+
+
+def test_nothing_is_asked_when_time_is_up() -> None:
+    asked: list[Asked] = []
+
+    def ask(question: Asked) -> Future[Answer | None]:
+        asked.append(question)
+        return Future()
+
+    timed = InTime(ask, time.monotonic() - 1)
+    assert timed.answer(timed.ask(ASKED), "why") is timed.answer(timed.ask(ASKED), "why") is None
+    assert not asked
+    assert str(timed) == "why (2)"
+
+
+def test_a_refusal_is_no_answer_that_was_missed() -> None:
+    refused: Future[Answer | None] = Future()
+    refused.set_result(None)
+    timed = InTime(lambda _: refused, inf)
+    assert timed.answer(timed.ask(ASKED), "why") is None
+    assert not str(timed)
