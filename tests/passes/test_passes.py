@@ -119,6 +119,8 @@ READERS: list[Callable[[str], object]] = [
         ("defer,none", "there is no pass 'none'; there are all, offload, prefetch"),
         ("defer=0", r"the pass defer was given '0'; it takes a whole number, 1 or more \(more under way\)"),
         ("defer=", "the pass defer was given ''"),
+        ("prefetch=2~x", "the pass prefetch was given '2~x'; it takes a whole number, 1 or more"),
+        ("defer=2~1", "the pass defer was given '2~1'"),
         ("update-early=1", "the pass update-early was given '1'; it takes no number"),
     ],
 )

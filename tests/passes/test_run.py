@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.check import check
-from shardlab.passes import PASSES, Goal, run_named, run_passes
-from shardlab.program import Program
+from shardlab.passes import PASSES, Goal, run_named, run_passes, settled
+from shardlab.program import Program, Strategy
+from shardlab.program.pass_names import Ahead
+from shardlab.strategies.wsdp import wsdp
 from tests.passes.late_programs import awaited_at_once, checked, received_late
 from tests.support.passing import is_right
 from tests.support.random_plans import random_plan
@@ -54,9 +57,24 @@ def test_the_fastest_that_fits_into_the_memory_is_taken() -> None:
 
 
 def test_where_only_what_does_not_fit_is_faster_it_is_said() -> None:
-    late = checked(received_late, 2, 2)
-    before, freely = run_named(late, "receive-early")
+    late = checked(awaited_at_once, 2, 3, 2)
+    before, freely = run_named(late, "defer")
     assert freely.peak > before.peak
-    (_, left) = run_named(late, "receive-early", Goal(memory=before.peak))
+    (_, left) = run_named(late, "defer", Goal(memory=before.peak))
     assert (left.setting, left.why_not) == (None, "what is faster takes more memory than there is")
     assert left.checked is before.checked
+
+
+@pytest.mark.parametrize(("strategy", "name"), [(received_late, "receive-early"), (wsdp, "prefetch")])
+def test_where_memory_has_no_room_for_all_that_may_start_early_the_rest_does(strategy: Strategy, name: str) -> None:
+    """Only what stands at the peak stays where it was; a setting says which, and makes the same program again."""
+    late = checked(strategy, 2, 2)
+    before, freely = run_named(late, name)
+    assert freely.peak > before.peak
+    found = run_named(late, name, Goal(memory=before.peak))
+    within = found[-1]
+    assert freely.end < within.end < before.end
+    assert within.peak == before.peak
+    assert isinstance(within.setting, Ahead)
+    assert within.setting.but
+    assert run_named(late, settled(found))[-1].checked.program == within.checked.program

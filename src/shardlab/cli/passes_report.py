@@ -12,7 +12,7 @@ from rich.text import Text
 from shardlab.cli.console import print_fact, stdout_console, table_of
 from shardlab.passes import PASSES, Passed, settled
 from shardlab.program.homes import Homes
-from shardlab.program.pass_names import OFFLOAD
+from shardlab.program.pass_names import OFFLOAD, Ahead
 from shardlab.timeline.units import bytes_text
 
 
@@ -60,7 +60,7 @@ def _pass_as_json(before: Passed, after: Passed) -> dict[str, Any]:
     return {
         "pass": after.name,
         "does": PASSES[after.name].does,
-        "number": str(after.setting) if isinstance(after.setting, Homes) else after.setting or 0,
+        "number": str(after.setting) if isinstance(after.setting, Ahead | Homes) else after.setting or 0,
         "why_not": after.why_not,
         "end": float(f"{after.end:.9g}"),
         "end_before": float(f"{before.end:.9g}"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from shardlab.check.dependence import Dependences
 from shardlab.program import Op, OpKind
+from shardlab.program.pass_names import Ahead
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
@@ -44,11 +45,14 @@ class Ordering:
         """Have an op go down to just before another (the tape's length: to the end), or to the first that needs it."""
         self._sunk[at] = len(self._tape) if other >= len(self._tape) else self._places[other] - 0.5
 
-    def start_ahead(self, starts: Sequence[int], ahead: int) -> None:
+    def start_ahead(self, starts: Sequence[int], ahead: int | Ahead) -> None:
         """Have communications start so many uses of what they bring ahead, and be awaited just before their own use."""
+        ahead, but = (ahead.number, ahead.but) if isinstance(ahead, Ahead) else (ahead, frozenset[int]())
         brought = [self.needs.readers[self._tape[at].outputs[0]] for at in starts]
         uses = [min(readers, default=at) for at, readers in zip(starts, brought, strict=True)]
         for number, (at, use) in enumerate(zip(starts, uses, strict=True)):
+            if number in but:
+                continue
             self.start_before(at, uses[number - ahead] if number >= ahead else starts[0])
             if use > at:
                 self.end_before(self.needs.over(at), use)

@@ -12,24 +12,25 @@ from shardlab.check import Checked
 from shardlab.passes.ordering import Ordering
 from shardlab.passes.rewriting import CannotApply, Tapes, reordered
 from shardlab.program import Kind, Op, OpKind, Spec
+from shardlab.program.pass_names import Ahead
 
 
-def prefetch(checked: Checked, ahead: int) -> Tapes:
+def prefetch(checked: Checked, ahead: int | Ahead) -> Tapes:
     """Start each gather of weights so many uses of gathered weights ahead.
 
     Raises:
         CannotApply: when none are gathered before they are used.
     """
-    if not any(map(_gathers, checked.program.tapes, checked.specs)):
+    if not any(map(gathers_ahead, checked.program.tapes, checked.specs)):
         raise CannotApply("no weights are gathered for a pass, so there is nothing to gather ahead")
     return reordered(checked, partial(_wish, checked, ahead))
 
 
-def _wish(checked: Checked, ahead: int, order: Ordering) -> None:
-    order.start_ahead(_gathers(order.needs.tape, checked.specs[order.rank]), ahead)
+def _wish(checked: Checked, ahead: int | Ahead, order: Ordering) -> None:
+    order.start_ahead(gathers_ahead(order.needs.tape, checked.specs[order.rank]), ahead)
 
 
-def _gathers(tape: Sequence[Op], specs: Mapping[int, Spec]) -> list[int]:
+def gathers_ahead(tape: Sequence[Op], specs: Mapping[int, Spec]) -> list[int]:
     """Where a tape gathers weights that this step uses; new ones are for the next."""
     gathered = [at for at, op in enumerate(tape) if op.kind is OpKind.ALL_GATHER]
     wholes = [specs[tape[at].outputs[0]] for at in gathered]

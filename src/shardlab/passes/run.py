@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardlab.check import Checked, check
 from shardlab.errors import Refused, UserError
+from shardlab.passes.crowding import crowding
 from shardlab.passes.rewriting import CannotApply
 from shardlab.passes.table import TapePass, find_passes
 from shardlab.program import Sizes
-from shardlab.program.pass_names import PASS_NAMES, Setting, named_passes
+from shardlab.program.pass_names import PASS_NAMES, Ahead, Setting, named_passes
 from shardlab.timeline.clocks import Clocks
 from shardlab.timeline.costs import UNIT_COSTS
 from shardlab.timeline.memory import memory_in_bytes
@@ -19,6 +21,9 @@ from shardlab.timeline.prices import Prices
 
 GAIN = 1e-9
 """A share of the step: what gains less is left as it is."""
+
+MOST_TRIED = 24
+"""Programs that a pass makes of one at most, where memory has no room for all that it starts early."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,9 @@ def _best(each: TapePass, before: Passed, goal: Goal, most: float) -> tuple[Pass
     settings = each.tried if each.chosen or most >= len(each.tried) else each.tried[: int(most)]
     if each.tried and not settings:
         why_not = "the program has too many ops to try it"
-    tried = [before.checked.program.tapes]
-    for setting in settings:
+    tried, waiting = [before.checked.program.tapes], deque(settings)
+    while waiting:
+        setting = waiting.popleft()
         tapes = each.rewrite(before.checked, setting)
         if tapes in tried:
             continue
@@ -118,12 +124,25 @@ def _best(each: TapePass, before: Passed, goal: Goal, most: float) -> tuple[Pass
             why_not = "on a backend its ranks would wait for one another" if best is before else ""
             continue
         passed = Passed(each.name, candidate, *goal.of(candidate), setting)
+        if len(tried) < MOST_TRIED and (fewer := _fewer(each, before, passed, best, goal)):
+            waiting.appendleft(fewer)
         if each.chosen or passed.better(best, goal.memory):
             best, why_not = passed, ""
         elif best is before:
             faster = passed.better(before, math.inf)
             why_not = "what is faster takes more memory than there is" if faster else "no change is faster"
     return best, why_not
+
+
+def _fewer(each: TapePass, before: Passed, passed: Passed, best: Passed, goal: Goal) -> Ahead | None:
+    """The setting of what is faster but too large, with what stands at its peak left where it was; None: none is."""
+    too_large = passed.peak > max(goal.memory, before.peak)
+    if each.chosen or each.moves is None or not too_large or not passed.better(best, math.inf):
+        return None
+    assert isinstance(passed.setting, int | Ahead)
+    setting = Ahead(passed.setting) if isinstance(passed.setting, int) else passed.setting
+    more = crowding(each.moves, before.checked, passed.checked, goal.kept) - setting.but
+    return replace(setting, but=setting.but | more) if more else None
 
 
 def run_named(checked: Checked, names: str, goal: Goal | None = None) -> list[Passed]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,12 +10,16 @@ from shardlab.check import Checked
 from shardlab.passes.bucket import bucket
 from shardlab.passes.defer import defer
 from shardlab.passes.early_copies import early_copies
-from shardlab.passes.early_receives import early_receives
+from shardlab.passes.early_receives import early_receives, receives_ahead
 from shardlab.passes.early_updates import early_updates
 from shardlab.passes.offload import offload
-from shardlab.passes.prefetch import prefetch
+from shardlab.passes.prefetch import gathers_ahead, prefetch
 from shardlab.passes.rewriting import Tapes
+from shardlab.program import Op, Spec
 from shardlab.program.pass_names import PASS_NAMES, Setting, named_passes
+
+Moves = Callable[[Sequence[Op], Mapping[int, Spec]], list[int]]
+"""A tape and the specs of its values to the indices of some ops."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class TapePass:
             CannotApply where it has nothing to do.
         tried: settings of which the best is taken (none: it does nothing unless it is told what).
         chosen: whether the setting was given: then what it makes is taken, if it is right.
+        moves: the ops of a tape that it starts early; where memory has no room for all, some stay where they are.
     """
 
     name: str
@@ -36,6 +41,7 @@ class TapePass:
     rewrite: Callable[[Checked, Any], Tapes]
     tried: tuple[Setting, ...] = (1, 2, 4, 8)
     chosen: bool = False
+    moves: Moves | None = None
 
     @property
     def means(self) -> str:
@@ -47,9 +53,9 @@ PASSES = {
     each.name: each
     for each in (
         TapePass("offload", "keeps what is needed later in the host's memory or on the disk", offload, ()),
-        TapePass("prefetch", "gathers weights ahead of their use", prefetch),
+        TapePass("prefetch", "gathers weights ahead of their use", prefetch, moves=gathers_ahead),
         TapePass("copy-early", "overlaps copies to the host or the disk, and back", early_copies),
-        TapePass("receive-early", "posts receives before they are needed", early_receives),
+        TapePass("receive-early", "posts receives before they are needed", early_receives, moves=receives_ahead),
         TapePass("bucket", "makes one collective of small ones", bucket, (1, 2, 4, 8, 16, 32)),
         TapePass("defer", "awaits reductions of gradients late", defer),
         TapePass("update-early", "updates a layer as soon as its gradient is final", early_updates, (1,)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardlab.errors import UserError, unknown
@@ -13,14 +13,39 @@ from shardlab.program.homes import Homes
 OFFLOAD = "offload"
 """The pass whose setting are words, what goes where; it is run first, and only where it is asked for."""
 
-Setting = int | Homes
+AHEAD = "uses ahead"
+"""What a pass's number means that starts ops early, each of which may be left where it is."""
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """How early ops start.
+
+    Attributes:
+        number: uses ahead.
+        but: those that stay where they are, by their place among all, from 0.
+    """
+
+    number: int
+    but: frozenset[int] = frozenset()
+
+    def __str__(self) -> str:
+        """As a pass is given it.
+
+        >>> str(Ahead(2)), str(Ahead(2, frozenset({7, 3})))
+        ('2', '2~3~7')
+        """
+        return "~".join(map(str, (self.number, *sorted(self.but))))
+
+
+Setting = int | Ahead | Homes
 """How a pass is to go about it: by a number, or by words."""
 
 PASS_NAMES = {
     OFFLOAD: "what goes where",
-    "prefetch": "uses ahead",
-    "copy-early": "uses ahead",
-    "receive-early": "uses ahead",
+    "prefetch": AHEAD,
+    "copy-early": AHEAD,
+    "receive-early": AHEAD,
     "bucket": "buckets at least",
     "defer": "more under way",
     "update-early": "",
@@ -50,7 +75,8 @@ def named_passes(text: str) -> list[NamedPass]:
     [('prefetch', None), ('bucket', 4)]
 
     Args:
-        text: `none`, or words with commas between them: names, each perhaps with its number; of `offload` what goes
+        text: `none`, or words with commas between them: names, each perhaps with its number, and of those that start
+            ops early with the ops that are left where they are, as in `prefetch=2~3~7`; of `offload` what goes
             where, such as `offload=optimizer:host+activations:disk`; `all` for all that are not named.
 
     Raises:
@@ -60,7 +86,7 @@ def named_passes(text: str) -> list[NamedPass]:
         return []
     found: dict[str, NamedPass] = {}
     for each in text.split(","):
-        name, equals, number = each.strip().partition("=")
+        name, equals, given = each.strip().partition("=")
         if name == "all" and not equals:
             others = (other for other in PASS_NAMES if other != OFFLOAD)
             found = {other: NamedPass(other, None, by_name=False) for other in others} | found
@@ -69,12 +95,14 @@ def named_passes(text: str) -> list[NamedPass]:
             raise unknown("pass", name, [known for known in ("all", "none", *PASS_NAMES) if known != name])
         means = PASS_NAMES[name]
         if name == OFFLOAD:
-            found[name] = NamedPass(name, Homes.of(number.replace(":", "=").split("+")))
+            found[name] = NamedPass(name, Homes.of(given.replace(":", "=").split("+")))
             continue
-        if equals and not (means and number.isdecimal() and int(number)):
+        number, *but = given.split("~") if means == AHEAD else [given]
+        if equals and not (means and number.isdecimal() and int(number) and all(map(str.isdecimal, but))):
             takes = f"a whole number, 1 or more ({means})" if means else "no number"
-            raise UserError(f"the pass {name} was given {number!r}; it takes {takes}")
-        found[name] = NamedPass(name, int(number) if equals else None if means else 1)
+            raise UserError(f"the pass {name} was given {given!r}; it takes {takes}")
+        setting = Ahead(int(number), frozenset(map(int, but))) if but else int(number) if equals else None
+        found[name] = NamedPass(name, setting if means else 1)
     return [found[name] for name in PASS_NAMES if name in found]
 
 
