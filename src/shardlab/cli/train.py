@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from rich.text import Text
 
 from shardlab.cli.auto_plan import AUTO, planned_here
 from shardlab.cli.config_table import print_config, print_counts
-from shardlab.cli.console import print_fact, print_json, stdout_console
+from shardlab.cli.console import print_json, stdout_console
 from shardlab.cli.expected import peak_flops, predicted_seconds
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Flag, MaxOps, MaxSeconds, Name, OptionalCount, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.setting_options import NO_SETTINGS, Settings
 from shardlab.cli.settling import settled_run
+from shardlab.cli.train_looks import want_looks
+from shardlab.cli.train_summary import print_summary
 from shardlab.data import sources_of
 from shardlab.models.counts import count_parameters
-from shardlab.models.weight_files import weights_at
 from shardlab.program import AXES, UserError
 from shardlab.program.precision import find_precision
 from shardlab.starting import INTERRUPTED
@@ -42,14 +42,13 @@ from shardlab.train.config_sources import (
     resolved,
 )
 from shardlab.train.depth import of_depth
-from shardlab.train.saved import AVERAGED, WEIGHTS
 
 if TYPE_CHECKING:
     from shardlab.check import Checked
     from shardlab.train.heartbeat import Heartbeat
     from shardlab.train.launch_environment import LaunchEnvironment
     from shardlab.train.resume import Resumed
-    from shardlab.train.run import Summary, TrainingRun
+    from shardlab.train.run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -261,25 +260,7 @@ class Train:
         peak = peak_flops(config, find_precision(config.precision.precision).compute)
         resume = None if checkpoint is None else checkpoint.folder
         run = TrainingRun(config, out, shlex.join(["shardlab", *sys.argv[1:]]), peak=peak, resume=resume, again=again)
-        steps = config.train.steps
-        if config.logging.trace and steps < run.tracing.steps:
-            raise UserError(f"--trace needs {run.tracing.steps} steps, but --steps is {steps}; give more")
-        first_step, end = config.logging.profile_steps or (0, 0)
-        if config.logging.memory_snapshot and not end:
-            raise UserError("--memory-snapshot is of steps that are profiled; name them too, as in --profile-steps 3:5")
-        if end > steps:
-            raise UserError(f"--profile-steps {first_step}:{end} needs {end} steps, but --steps is {steps}; give more")
-        ramp, looked = config.train.ramp, {"--profile-steps": (first_step, end)} if end else {}
-        if config.logging.trace:
-            looked["--trace"] = 0, run.tracing.steps
-        for flag, (begin, stop) in looked.items():
-            if ramp.stage(begin) != ramp.stage(stop - 1):
-                raise UserError(
-                    f"{flag} looks at steps {begin} to {stop - 1}, between which the batch ramp "
-                    f"{config.train.batch_ramp} changes the batch; let it change before or after"
-                )
-        if config.logging.trace and checkpoint is not None:
-            raise UserError("--trace records a run's first steps, which are over; trace a new run")
+        want_looks(config, run.tracing.steps, resumed=checkpoint is not None)
         require_loggers(config.logging)
         corpus, prompt = run.corpus(verify=True), config.logging.prompt
         if resumed is not None and not self.settings.given()["data"]:
@@ -320,7 +301,10 @@ class Train:
         except UserError as error:
             print(f"shardlab: {error}", file=sys.stderr)
             summary = replace(summary, unwritten=[*summary.unwritten, "report.md"])
-        self._print(summary, config)
+        if self.json:
+            print_json({**asdict(summary), "parameters": config.model.parameter_count})
+        else:
+            print_summary(summary, config)
         if summary.interrupted:
             tell_interrupted(out)
             return 0 if summary.saved == summary.steps else INTERRUPTED
@@ -347,26 +331,3 @@ class Train:
         print_config(console, config, sources, all=True)
         console.print()
         print_counts(console, counts)
-
-    def _print(self, summary: Summary, config: TrainingConfig) -> None:
-        model = config.model
-        if self.json:
-            print_json({**asdict(summary), "parameters": model.parameter_count})
-            return
-        console = stdout_console()
-        loss = f"loss {summary.validation_before:.3f} before, {summary.validation_after:.3f} after"
-        speed = f"{summary.tps:,.0f} tokens/s, {1000 * summary.dt:.0f} ms/step (median after {summary.warm_up} steps)"
-        print_fact(console, "model", f"{model.parameter_count:,} parameters in {model.layers} layers")
-        print_fact(console, "steps", f"{summary.steps}" + (" (interrupted)" if summary.interrupted else ""))
-        if summary.validation_after_ema is not None:
-            loss += f", {summary.validation_after_ema:.3f} of the averaged weights"
-        print_fact(console, "validation", loss, "bold")
-        print_fact(console, "speed", speed)
-        files = ["config.toml", "run.json", "metrics.jsonl", "report.md", "loss.svg", "strategy.svg"]
-        weights = (weights_at(Path(summary.out, name)) for name in (WEIGHTS, AVERAGED))
-        files += [path.name for path in weights if path] + ["trace.json"] * config.logging.trace
-        files = [file for file in files if file not in summary.unwritten]
-        print_fact(console, "results", f"{summary.out}/: {', '.join(files)}")
-        source = "a line of the validation text" if config.logging.prompt is None else "--prompt"
-        console.print(f"\n[dim]The model goes on from {source}, {len(summary.prompt)} characters:[/]")
-        console.print(Text.assemble((summary.prompt, "bold"), summary.sample.removeprefix(summary.prompt)))
