@@ -11,7 +11,6 @@ from shardlab.cli.activity import Activity
 from shardlab.cli.console import stdout_console
 from shardlab.cli.timeline_rows import MARGIN, NARROWEST, WIDEST
 from shardlab.cli.timeline_text import legend, rank_row
-from shardlab.draw.rows import spaced
 from shardlab.timeline import Timeline
 from shardlab.timeline.traced import rank_of
 
@@ -37,7 +36,7 @@ def print_strips(
         console.print(Text.assemble((f"{'':{LABEL}}  {name}", "bold"), (f"  ends at {time_text(timeline.end)}", "dim")))
         ranks = [Activity(events, timeline.end) for events in timeline.events]
         cells = max(1, round(width * timeline.end / end))
-        for row in spaced(range(len(ranks)), SHOWN):
+        for row in range(0, len(ranks), -(-len(ranks) // SHOWN)):
             rows.append(rank_row(ranks[row], 0.0, timeline.end, cells))
             number = rank_of(timeline.program, row)
             console.print(Text(f"{number:>{LABEL}}  ") + rows[-1], no_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from shardlab.program import Program
 from shardlab.rules.pieces import listed
@@ -18,9 +18,6 @@ MOST_ROWS = 64
 
 LONGEST_NAME = 24
 """Characters of a list of ranks; a longer one is counted."""
-
-
-Item = TypeVar("Item")
 
 
 class Row(NamedTuple):
@@ -63,7 +60,7 @@ def _joined(group: list[Row]) -> Row:
     return Row(first.row, sorted(rank for row in group for rank in row.ranks), events)
 
 
-def spaced(rows: Sequence[Item], most: int) -> list[Item]:
+def spaced(rows: Sequence[Row], most: int) -> list[Row]:
     """Evenly spaced rows, the first and the last among them."""
     if len(rows) <= most:
         return list(rows)

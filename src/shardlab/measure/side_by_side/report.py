@@ -49,7 +49,7 @@ class PairRow:
         }
 
 
-class Row(Protocol):
+class BenchRow(Protocol):
     """What was found of a pair."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Row(Protocol):
         ...
 
 
-def as_json(rows: Sequence[Row], ranks: int, turns: int, flags: str, load: float) -> dict[str, Any]:
+def as_json(rows: Sequence[BenchRow], ranks: int, turns: int, flags: str, load: float) -> dict[str, Any]:
     """Rows, and what they were measured on; seconds and bytes throughout.
 
     Args:
