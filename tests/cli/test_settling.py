@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +79,27 @@ def test_a_run_that_goes_on_leaves_out_what_its_ranks_have_no_use_for() -> None:
     assert settled_on(entry, None, again=True) == "prefetch=2,defer=1"
     alone = load("zero-3").rewritten(1, "prefetch=2,defer=1")
     assert settled_on(alone, None, ranks=1, again=True) == "none"
+
+
+def test_a_launchers_ranks_take_what_the_first_of_them_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts need not have been measured alike."""
+
+    class Meeting:
+        rank = 1
+
+        def __init__(self, world: object) -> None: ...
+
+        def all(self, act: Callable[[], str]) -> str:
+            return act()
+
+        def exchange(self, word: str) -> list[str]:
+            assert word == "", "only the first chooses"
+            return ["bucket=3", word]
+
+    monkeypatch.setattr("shardlab.train.stores.Together", Meeting)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert settled_on(load("ddp"), None, NARROW) == "bucket=3"
 
 
 def test_what_was_chosen_stands_in_the_configuration_of_a_run() -> None:

@@ -149,13 +149,15 @@ class Verify:
         from shardlab.train.cases import CASES
         from shardlab.train.verify_all import verify_all
 
-        if replace(self, all=False, steps=3, json=False) != Verify():
+        given = self.layout.given()
+        passes = given.pop("passes", "all")
+        if given or replace(self, all=False, steps=3, json=False, layout=NO_FLAGS) != Verify():
             raise UserError(
-                "verify --all has its own table of strategies and sizes; give only --steps and --json with it"
+                "verify --all has its own table of strategies and sizes; give only --steps, --passes and --json with it"
             )
         start = time.monotonic()
         with failures_as_exit():
-            results = verify_all(CASES, self.steps)
+            results = verify_all([replace(case, passes=passes) for case in CASES], self.steps)
         seconds = time.monotonic() - start
         if self.json:
             print_json(as_json(results, seconds))

@@ -54,6 +54,7 @@ class Case:
         layers: of the model.
         microbatches: of the step.
         dropout: the model's.
+        passes: what rewrites the program, by name: as train has it, all that helps.
     """
 
     row: str
@@ -63,6 +64,7 @@ class Case:
     layers: int
     microbatches: int
     dropout: float = 0.0
+    passes: str = "all"
 
     def __str__(self) -> str:
         return f"{self.row}, {self.column}, {self.microbatches} microbatches"
@@ -74,7 +76,7 @@ class Case:
             experts = self.column.startswith("ep") or self.strategy == "expert-parallel"
             kind = MoE if experts else GPT
             model = kind(layers=self.layers, hidden_size=16, heads=2, seq_len=8, dropout=self.dropout)
-        return Job(self.strategy, self.ranks, self.microbatches, model, 2, "fp64", name=str(self))
+        return Job(self.strategy, self.ranks, self.microbatches, model, 2, "fp64", name=str(self), passes=self.passes)
 
 
 def alone() -> Iterator[Case]:
