@@ -56,6 +56,18 @@ def test_a_small_all_reduce_over_many_nodes_goes_by_tree() -> None:
     assert small < 3 * smaller
 
 
+def test_every_step_of_a_ring_over_nodes_takes_the_network_s_overhead_where_it_is_known() -> None:
+    """So tensor parallelism over two nodes waits 15 times; an all-reduce still has a tree, a node's own ring none."""
+    known = replace(find_cluster("h100x1024"), inter_node=find_link("efa-100"), nics=32)
+    plain = replace(known, inter_node=replace(known.inter_node, net_step=0.0))
+    each = known.inter_node.net_step
+    assert known.collective_seconds("all_gather", 1.0, range(16)) == pytest.approx(15 * each, rel=0.02)
+    assert plain.collective_seconds("all_gather", 1.0, range(16)) < 2 * each
+    assert known.collective_seconds("all_reduce", 1.0, range(1024)) < 2 * (7 + 7 + 1) * each
+    for kind in COSTS:
+        assert known.collective_seconds(kind, 1e8, range(8)) == plain.collective_seconds(kind, 1e8, range(8))
+
+
 def test_eight_groups_with_a_member_on_each_node_share_its_cards() -> None:
     """One NIC for each GPU: the group has its own. Two NICs for eight GPUs: it has a quarter of one."""
     own = find_cluster("h100x16")

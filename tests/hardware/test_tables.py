@@ -89,7 +89,8 @@ def test_every_share_of_a_device_and_every_speed_of_a_link_says_where_it_is_from
         told = device.efficiency.figures
         assert {f"matmul.{dtype}" for dtype in device.flops} <= told.keys(), device.name
         assert {"memory", "launch", "k_half", "bytes_half", f"attention.{device.attention}"} <= told.keys()
-    assert all(link.figures.keys() == {"latency", "efficiency"} for link in LINKS.values())
+    for link in LINKS.values():
+        assert link.figures.keys() == {"latency", "efficiency", *(["net_step"] if link.net_step else [])}
 
 
 @pytest.mark.parametrize("name", FIGURES)

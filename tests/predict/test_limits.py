@@ -35,6 +35,19 @@ def test_zero_stages_that_a_framework_lacks_are_told() -> None:
     assert told(two, "shardlab") == told(Plan(DATA, shard_optimizer=SHARED)) == told(Plan(DATA)) == ""
 
 
+def test_axes_that_a_framework_lacks_are_told() -> None:
+    assert told(Plan(Mesh(dp_shard=4, cp=2))) == (
+        "nanotron has no context parallelism, and this plan has cp 2; give --cp 1"
+    )
+    hybrid = Plan(Mesh(dp_replicate=2, dp_shard=4), shard_optimizer=SHARED)
+    assert told(hybrid) == (
+        "nanotron has no replicas of ranks that share something, and this plan has 2 of them; let all data-parallel "
+        "ranks share it, or none"
+    )
+    assert told(hybrid, "shardlab") == told(Plan(Mesh(dp_replicate=2, dp_shard=4))) == ""
+    assert told(Plan(Mesh(dp_replicate=2, dp_shard=4), shard_optimizer=("dp_replicate", "dp_shard"))) == ""
+
+
 def test_schedules_that_a_framework_lacks_are_told() -> None:
     assert told(Plan(Mesh(pp=8), schedule="zb-h1")) == "nanotron has no pipeline schedule zb-h1; give 1f1b or gpipe"
     assert told(Plan(DATA, schedule="zb-h1")) == "", "one pipeline rank has no schedule"

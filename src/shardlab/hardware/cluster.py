@@ -95,6 +95,7 @@ class Cluster:
             inter_node=self.inter_node.speed * self.nics / self.per_node,
             hop_intra_node=self.intra_node.latency,
             hop_inter_node=self.inter_node.latency,
+            net_step=self.inter_node.net_step,
         )
 
     def collective_seconds(self, kind: str, bytes: float, ranks: Sequence[int]) -> float:

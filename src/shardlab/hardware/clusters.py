@@ -199,6 +199,6 @@ def what_else(key: str, value: float) -> str | None:
     if key == "efficiency":
         good = 0 < value <= MOST_EFFICIENT
         return None if good else f"the share of its bandwidth that is reached, above 0 and at most {MOST_EFFICIENT}"
-    if key == "latency":
+    if key in ("latency", "net_step"):
         return None if 0 <= value < float("inf") else "seconds, 0 or more"
     return None if 0 < value < float("inf") else "a number above 0"

@@ -3,7 +3,9 @@
 Costs are latency and bandwidth (alpha and beta) as in Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
 communication operations in MPICH" (not opened); what is fastest is taken, as NCCL does from its own model (NVIDIA/nccl
 src/graph/tuning.cc). A ring visits the nodes one after another, so it enters and leaves each once: its speed is that of
-its slowest part. A hierarchy works inside every node first, then between nodes with every member at once.
+its slowest part. A hierarchy works inside every node first, then between nodes with every member at once. Where the
+network's overhead of a step is known, every step of a ring or a tree over several nodes takes as long, inside nodes
+too, as in tuning.cc ("inter-node rings still have to launch nsteps * net overhead"); gathers are rings then.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class GroupSpan:
         intra_node: bytes/s that a member sends to members on its node.
         inter_node: bytes/s that a member sends to other nodes: its share of its node's NICs.
         hop_intra_node, hop_inter_node: seconds of a hop.
+        net_step: seconds that each step of a ring or a tree over several nodes takes at least (0: as its hop).
     """
 
     size: int
@@ -39,6 +42,7 @@ class GroupSpan:
     inter_node: float
     hop_intra_node: float
     hop_inter_node: float
+    net_step: float = 0.0
 
     @property
     def ring(self) -> float:
@@ -50,11 +54,18 @@ class GroupSpan:
 
     def around(self) -> float:
         """Seconds of latency, once around the ring."""
-        return (self.size - self.nodes) * self.hop_intra_node + (self.nodes - 1) * self.hop_inter_node
+        return (self.size - self.nodes) * self._step_inside + (self.nodes - 1) * self.hop_inter_node
 
     def deep(self) -> float:
-        """Seconds of latency, once down a binary tree over the nodes, and then along the members of a node."""
-        return steps(self.nodes) * self.hop_inter_node + steps(self.members) * self.hop_intra_node
+        """Seconds of latency, once down a binary tree over the nodes, and then along the members of a node: in another
+        tree, or, where a step over nodes is known, in NCCL's chain."""
+        chained = self.net_step and self.nodes > 1
+        inside = self.members - 1 if chained else steps(self.members)
+        return steps(self.nodes) * self.hop_inter_node + inside * self._step_inside
+
+    @property
+    def _step_inside(self) -> float:
+        return max(self.hop_intra_node, self.net_step if self.nodes > 1 else 0.0)
 
 
 def steps(count: int) -> int:
@@ -68,20 +79,30 @@ def nodes_of(ranks: Sequence[int], per_node: int) -> tuple[int, int]:
     return len(count), max(count.values())
 
 
-def _scattering(span: GroupSpan, bytes: float) -> float:
-    """All_gather of `bytes` in all, or its mirror image reduce_scatter."""
-    ring = span.around() + bytes * (span.size - 1) / span.size / span.ring
+def _ring(span: GroupSpan, bytes: float) -> float:
+    """All_gather of `bytes` in all, or its mirror image reduce_scatter, around a ring."""
+    return span.around() + bytes * (span.size - 1) / span.size / span.ring
+
+
+def _hierarchy(span: GroupSpan, bytes: float) -> float:
+    """The same inside every node, and between nodes with every member at once."""
     if span.nodes == 1 or span.members == 1:
-        return ring
+        return _ring(span, bytes)
     between = (span.nodes - 1) * span.hop_inter_node + bytes / span.members * (1 - 1 / span.nodes) / span.inter_node
     within = (span.members - 1) * span.hop_intra_node + bytes * (1 - 1 / span.members) / span.intra_node
-    return min(ring, between + within)
+    return between + within
+
+
+def _scattering(span: GroupSpan, bytes: float) -> float:
+    """All_gather or reduce_scatter: what is fastest, or, where a step is known, NCCL's ring."""
+    ring = _ring(span, bytes)
+    return ring if span.net_step else min(ring, _hierarchy(span, bytes))
 
 
 def _all_reduce(span: GroupSpan, bytes: float) -> float:
     """A ring or a hierarchy is reduce_scatter and all_gather; a tree goes up and down with all of it."""
     tree = 2 * span.deep() + 2 * bytes / span.ring
-    return min(2 * _scattering(span, bytes), tree)
+    return min(2 * _ring(span, bytes), 2 * _hierarchy(span, bytes), tree)
 
 
 def _rooted(span: GroupSpan, bytes: float) -> float:

@@ -22,6 +22,8 @@ class Link:
         efficiency: the share of the bandwidth that a large collective gets.
         pair: bytes per second of a message between two devices; less than `bandwidth` where the lanes go to different
             peers and no switch joins them.
+        net_step: seconds that each step of a ring or a tree over several nodes takes at least, also inside them (0: as
+            its hop; gathers are then priced by what is fastest, and not as NCCL's rings).
         source: where the figures are from.
         figures: where latency and efficiency are from, which links of a kind share.
     """
@@ -32,6 +34,7 @@ class Link:
     efficiency: float
     source: str
     pair: float = 0.0
+    net_step: float = 0.0
     figures: Mapping[str, Figure] = field(default_factory=dict[str, Figure], compare=False)
 
     @property

@@ -180,6 +180,11 @@ class Model(ABC):
         """Parameters of the whole model, without padding."""
         return sum(self.layout(layer).parameter_count for layer in range(self.layers))
 
+    @property
+    def parameter_tensors(self) -> int:
+        """How many tensors these are."""
+        return sum(len(self.layout(layer).parameters) for layer in range(self.layers))
+
     @cached_property
     def signatures(self) -> tuple[Layer, ...]:
         """What each layer takes and makes."""

@@ -94,7 +94,7 @@ class Outlined:
         self._plans = [resolve(plan, workload.sizes, each * plan.data_ranks, index) for index in self._first]
         self._figures = PricedSample(workload, {type(step) for step in self._plans[0].steps})
         self._outlines = Outlines(self._figures)
-        self._beside = workload.recipe.kernels.step_seconds
+        self._beside = workload.beside
 
     @property
     def kinds(self) -> Collection[RankKind]:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 from shardlab.predict.staging import modules_of_stages
 from shardlab.predict.workload import Workload
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan import DATA_AXES, Plan
 
 SHARED = ("nothing", "the optimizer's state alone", "gradients and the optimizer's state", "everything")
 """What data-parallel ranks share, by the stage of ZeRO."""
 
 
 def broken_limit(workload: Workload) -> str:
-    """Say in a sentence why the recipe's framework does not run a plan ("": it does)."""
+    """Say in a sentence why the recipe's framework does not run a plan ("": it does, or a program is no plan)."""
     plan, recipe = workload.plan, workload.recipe
-    assert isinstance(plan, Plan)
+    if not isinstance(plan, Plan):
+        return ""
     own, most = recipe.defaults, recipe.defaults.most_zero_stage
+    if own.lacks("cp") and plan.mesh.cp > 1:
+        return f"{recipe.name} has no context parallelism, and this plan has cp {plan.mesh.cp}; give --cp 1"
+    if own.lacks("dp_replicate") and (replicas := _replicas_of_shards(plan)):
+        return (
+            f"{recipe.name} has no replicas of ranks that share something, and this plan has {replicas} of them; let "
+            "all data-parallel ranks share it, or none"
+        )
     ranks, each = plan.mesh.pp, workload.microbatches // plan.data_ranks
     if most is not None and plan.zero_stage > most:
         return (
@@ -36,3 +46,10 @@ def broken_limit(workload: Workload) -> str:
             "pipeline ranks"
         )
     return ""
+
+
+def _replicas_of_shards(plan: Plan) -> int:
+    """Data-parallel ranks that keep the same slice of the optimizer's state (0: all slices differ, or none is cut)."""
+    sizes = plan.mesh.sizes()
+    replicas = math.prod(sizes[axis] for axis in DATA_AXES if axis not in plan.shard_optimizer)
+    return replicas if plan.shard_optimizer and replicas > 1 else 0

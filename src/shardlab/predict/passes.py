@@ -121,7 +121,7 @@ def passes_of(workload: Workload, done: Collection[type], cuts: Cuts) -> PassTab
         cuts: layers of a block that is computed again at which stages begin (None: measure others).
     """
     sample = _on_one_rank(workload, done, cuts)
-    key = _Key(sample, workload.mesh.world > 1)
+    key = _Key(sample, workload.mesh.world > 1, workload.prices.host_seconds)
     known = _KNOWN.get(key)
     if known is None:
         if len(_KNOWN) == MOST_KNOWN:
@@ -139,12 +139,13 @@ class _Key:
 
     Args:
         several: whether other devices of the cluster are at work too.
+        host_seconds: as of the whole plan's prices.
     """
 
-    def __init__(self, sample: Workload, several: bool) -> None:
+    def __init__(self, sample: Workload, several: bool, host_seconds: float) -> None:
         self.sample = sample  # so that its cluster and recipe live as long
         numbers = sample.precision, sample.optimizer, sample.ema, sample.micro_batch_size, sample.microbatches
-        self.parts = (sample.plan, sample.model, numbers, id(sample.cluster), id(sample.recipe), several)
+        self.parts = (sample.plan, sample.model, numbers, id(sample.cluster), id(sample.recipe), several, host_seconds)
 
     def __hash__(self) -> int:
         return hash(self.parts)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from shardlab.hardware import Cluster
+from shardlab.hardware.collectives import nodes_of
 from shardlab.models import Model
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.models.matrices import matrices_of
@@ -130,7 +132,7 @@ class ClusterPrices(Prices):
         if len(group.ranks) == 1:
             return 0.0
         data = group.axis in _DATA_AXES
-        whole = max(bytes, self.recipe.overlap.bucket_bytes) if data else bytes
+        whole = max(bytes, self.recipe.overlap.at_once(kind)) if data else bytes
         whole_too = self.recipe.overlap.allreduce_sharded_gradients and kind is OpKind.REDUCE_SCATTER and data
         done = "all_reduce" if whole_too else kind.value
         seconds = self.cluster.collective_seconds(done, whole, group.ranks)
@@ -164,8 +166,16 @@ class ClusterPrices(Prices):
         """Seconds of some kernels, one after the other, and no sooner than the host has started them."""
         kernels = list(kernels)
         busy = sum(self.cluster.device.seconds(kernel, self.precision.compute) for kernel in kernels)
-        host = self.recipe.kernels.host_seconds
+        host = self.host_seconds
         return max(busy, host * sum(isinstance(kernel, Matmul) for kernel in kernels)) if host else busy
+
+    @cached_property
+    def host_seconds(self) -> float:
+        """Seconds of a rank's host for each product of matrices."""
+        kernels, pipeline = self.recipe.kernels, self.mesh.group(0, "pp").ranks
+        if not kernels.piped_host_seconds or nodes_of(pipeline, self.cluster.per_node)[0] == 1 or self.mesh.tp == 1:
+            return kernels.host_seconds
+        return kernels.host_seconds + kernels.piped_host_seconds * self.mesh.tp
 
     def _tokens(self, spec: Spec) -> tuple[int, int]:
         """(sequences, tokens of each) of a value made of pieces of the batch."""

@@ -10,7 +10,7 @@ from shardlab.models import CutModel
 from shardlab.models.kept import AUTOGRAD, SavedActivations, kept_activations, kept_elements
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.models.model import Model
-from shardlab.program import Kind, Sizes
+from shardlab.program import Kind, OpKind, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,11 @@ class Kernels:
             so that the last attends to (2 cp - 1) / cp of the mean.
         host_seconds: of a rank's host for each product of matrices and all that is started beside it: a rank is as slow
             as its host where kernels are shorter.
+        piped_host_seconds: more than `host_seconds`, for each rank along `tp` if there are several, in a pipeline over
+            nodes.
         step_seconds: of each step, whatever its size: data, logs, and what an optimizer does for each parameter.
+        gathered_copy_seconds: of a rank's host, when parameters have been gathered after the optimizer's step, for each
+            parameter and each rank whose slice of it is copied to its place.
     """
 
     attention: Literal["flash1", "flash2", "cudnn"] = "flash2"
@@ -35,7 +39,9 @@ class Kernels:
     update_bytes: float | None = None
     cp_imbalance: float = 0.0
     host_seconds: float = 0.0
+    piped_host_seconds: float = 0.0
     step_seconds: float = 0.0
+    gathered_copy_seconds: float = 0.0
 
     def run(self, kernels: Iterable[Kernel]) -> list[Kernel]:
         """A model's kernels as this framework runs them."""
@@ -139,6 +145,7 @@ class Overlap:
         single_nic: collectives leave a node through one of its NICs only.
         contention: seconds that compute loses in a second in which a communication is in flight beside it.
         bucket_bytes: gradients or parameters that are communicated at once, so that small ones share a start.
+        gathered_bytes: parameters that are gathered at once over the ranks that have other tokens (0: `bucket_bytes`).
         tp_seconds: that each collective along `tp` takes beyond its bytes and hops, until its ranks' hosts have come.
     """
 
@@ -150,7 +157,12 @@ class Overlap:
     single_nic: bool = False
     contention: float = 0.0
     bucket_bytes: float = 0.0
+    gathered_bytes: float = 0.0
     tp_seconds: float = 0.0
+
+    def at_once(self, kind: OpKind) -> float:
+        """Bytes of gradients, or of parameters, that are communicated at once."""
+        return (kind is OpKind.ALL_GATHER and self.gathered_bytes) or self.bucket_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +179,7 @@ class Defaults:
         reduce_at: when gradients are reduced (see `Plan.reduce_at`).
         sharded_reduce_at: `reduce_at` where the optimizer's state is sharded ("": the same).
         zero_stage: the least ZeRO stage that it uses.
+        axes: those of the mesh that it has (empty: all); dp_replicate is replicas of ranks that share something.
         most_zero_stage: the highest ZeRO stage that it has (None: 3).
         schedules: those of a pipeline that it has (empty: all).
         stages: how blocks are dealt to pipeline stages: evenly, or by cost (see `shardlab.predict.staging`).
@@ -183,10 +196,15 @@ class Defaults:
     reduce_at: Literal["layer", "step"] = "layer"
     sharded_reduce_at: Literal["", "layer", "step"] = ""
     zero_stage: int = 0
+    axes: tuple[str, ...] = ()
     most_zero_stage: int | None = None
     schedules: tuple[str, ...] = ()
     stages: Literal["even", "cost"] = "even"
     microbatches_short_of_ranks: int | None = None
+
+    def lacks(self, axis: str) -> bool:
+        """Whether it has no such axis of the mesh."""
+        return bool(self.axes) and axis not in self.axes
 
     def reduction(self, *, sharded: bool) -> Literal["layer", "step"]:
         """When gradients are reduced, with or without a sharded optimizer's state."""

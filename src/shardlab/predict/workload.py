@@ -174,7 +174,20 @@ class Workload:
         self.require()
         with gc_paused():  # from the first op to the last figure
             made = estimate(self.traced, self.prices, self.kept_sizes, self.cut.place)
-        return replace(made, beside=self.recipe.kernels.step_seconds)
+        return replace(made, beside=self.beside)
+
+    @property
+    def beside(self) -> float:
+        """Seconds of the step beside its ops: what the recipe says of any step, and, where parameters are gathered
+        after the optimizer's step, copies of each rank's slice of each parameter of a pipeline's mean rank."""
+        kernels, plan = self.recipe.kernels, self.plan
+        if not isinstance(plan, Plan) or not kernels.gathered_copy_seconds:
+            return kernels.step_seconds
+        sizes = self.mesh.sizes()
+        axes = set(plan.shard_optimizer).difference(plan.shard_parameters)
+        ranks = math.prod(sizes[axis] for axis in axes)
+        copies = ranks * self.model.parameter_tensors / self.mesh.pp if ranks > 1 else 0.0
+        return kernels.step_seconds + kernels.gathered_copy_seconds * copies
 
     def timeline(self, traced: Traced) -> Timeline:
         """The step of a program of this workload, such as a pass has left, in seconds and bytes."""
