@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,18 @@ def test_a_named_cluster_is_another_machine_to_predict_for(tmp_path: Path, capsy
     written(tmp_path)
     assert main(["compare", str(tmp_path), "--cluster", "h100x2", "--json"]) == 0
     assert 0 < json.loads(capsys.readouterr().out)["step"]["predicted"] < 0.1
+
+
+def test_a_plan_that_the_recipe_s_framework_does_not_run_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = replace(JOB, strategy=Plan(Mesh(dp_shard=2), shard_optimizer=("dp_shard",), shard_gradients=("dp_shard",)))
+    write_trace(tmp_path, described(job), checked := job.checked(), records(checked, 3.0, 3.0))
+    assert main(["compare", str(tmp_path), "--cluster", "h100x2", "--recipe", "nanotron"]) == 0
+    sentence = "nanotron has no ZeRO stage above 1, and this plan is ZeRO-2; let data-parallel ranks share"
+    assert f"note: {sentence}" in capsys.readouterr().out
+    assert main(["compare", str(tmp_path), "--cluster", "h100x2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == []
 
 
 def test_without_a_profile_the_measurement_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from shardlab.errors import UserError
 from shardlab.models import Llama
 from shardlab.planner.floors import Floors
+from shardlab.planner.nothing import nothing_to_search
 from shardlab.planner.problem import Limits, Problem
 from shardlab.planner.space import candidates, shapes
 from shardlab.planner.workers import Asked, answer
@@ -95,3 +96,13 @@ def test_what_a_framework_does_not_have_is_not_in_its_space() -> None:
     asked = replace(fixing(pp=2, recompute="none", cp=1), recipe=find_recipe("nanotron"))
     assert {plan.schedule for plan in plans(asked)} == {"1f1b", "gpipe"}
     assert {plan.zero_stage for plan in plans(asked)} == {0, 1}
+    asked = replace(fixing(recompute="none"), recipe=find_recipe("nanotron"))
+    assert {shape.mesh.cp for shape in shapes(asked)} == {plan.mesh.dp_replicate for plan in plans(asked)} == {1}
+
+
+@pytest.mark.parametrize(("fixed", "said"), [({"cp": 2}, "context parallelism"), ({"dp_replicate": 2}, "replicas of")])
+def test_who_asks_for_what_a_framework_does_not_have_is_told_so(fixed: dict[str, int], said: str) -> None:
+    given: dict[str, Any] = {**fixed, **({"shard_optimizer": ("dp_shard",)} if "dp_replicate" in fixed else {})}
+    asked = replace(fixing(recompute="none", tp=1, pp=1, **given), recipe=find_recipe("nanotron"))
+    assert plans(asked) == []
+    assert f"nanotron has no {said}" in nothing_to_search(asked)

@@ -17,7 +17,8 @@ from shardlab.cli.options import Flag
 from shardlab.cli.picture import NO_PICTURES, PictureFlags
 from shardlab.cli.recipe_option import RecipeName
 from shardlab.hardware.profile import default_path
-from shardlab.predict.estimate import Estimate, estimate
+from shardlab.predict.estimate import estimate as estimate_of
+from shardlab.predict.limits import broken_limit
 from shardlab.recorded.compare import Comparison, Pair, compare
 from shardlab.recorded.trace_file import read_trace
 from shardlab.rules.pieces import counted
@@ -25,6 +26,7 @@ from shardlab.timeline.counters import memory_counters
 
 if TYPE_CHECKING:
     from shardlab.check import Checked
+    from shardlab.predict.workload import Workload
     from shardlab.recorded.measured import Measured
     from shardlab.timeline import Timeline
     from shardlab.train.job import Job
@@ -65,7 +67,9 @@ class Compare:
         job = job_of(trace.job)
         checked = job.checked()
         measured = trace.measured(checked)
-        estimate = self._estimate(job, checked)
+        workload = self._workload(job)
+        estimate = estimate_of(checked, workload.prices, workload.kept_sizes) if workload else None
+        limit = broken_limit(workload) if workload else ""
         predicted = estimate.timeline() if estimate else None
         comparison = compare(
             measured, predicted, [max(memory.before) for memory in estimate.memory] if estimate else None
@@ -76,20 +80,19 @@ class Compare:
             shown = {"predicted": (predicted, memory_counters(estimate.traced, estimate.times)), **shown}
         self.pictures.save_trace(shown)
         if self.json:
-            print_json(as_json(trace.job, checked, comparison, measured))
+            print_json(as_json(trace.job, checked, comparison, measured, limit))
         else:
-            print_comparison(comparison, f"{job.title} on {counted(job.ranks, 'rank')}", self.pictures.files)
+            print_comparison(comparison, f"{job.title} on {counted(job.ranks, 'rank')}", self.pictures.files, limit)
         return 0
 
-    def _estimate(self, job: Job, checked: Checked) -> Estimate | None:
-        """The prediction; None if this machine has not been measured and no cluster is named."""
+    def _workload(self, job: Job) -> Workload | None:
+        """What is predicted; None if this machine has not been measured and no cluster is named."""
         if self.cluster is None and not default_path().exists():
             return None
         name = self.cluster or "local"
         cluster = cluster_called(name, other_machine=self.other_machine)
         cluster.require(job.ranks)
-        workload = workload_of(job, cluster, self.recipe)
-        return estimate(checked, workload.prices, workload.kept_sizes)
+        return workload_of(job, cluster, self.recipe)
 
     def _draw(self, predicted: Timeline | None, measured: Measured, job: Job) -> None:
         if self.pictures.svg is None:
@@ -101,8 +104,14 @@ class Compare:
             save_comparison(timelines, self.pictures.svg, f"{job.title}: one optimizer step", self.pictures.color_by)
 
 
-def as_json(job: dict[str, Any], checked: Checked, comparison: Comparison, measured: Measured) -> dict[str, Any]:
-    """Describe all figures for other programs; times in seconds, memory in bytes."""
+def as_json(
+    job: dict[str, Any], checked: Checked, comparison: Comparison, measured: Measured, limit: str = ""
+) -> dict[str, Any]:
+    """Describe all figures for other programs; times in seconds, memory in bytes.
+
+    Args:
+        limit: of the recipe's framework, which does not run the plan ("": it does).
+    """
     return {
         "job": job,
         "fingerprint": checked.program.fingerprint(),
@@ -122,6 +131,7 @@ def as_json(job: dict[str, Any], checked: Checked, comparison: Comparison, measu
             for row in comparison.kinds
         ],
         "missing": comparison.missing,
+        "notes": [limit] if limit else [],
     }
 
 

@@ -25,13 +25,24 @@ NEGLIGIBLE = 1e-3
 
 
 def print_comparison(
-    comparison: Comparison, title: str, written: Sequence[Path] = (), console: Console | None = None
+    comparison: Comparison,
+    title: str,
+    written: Sequence[Path] = (),
+    limit: str = "",
+    console: Console | None = None,
 ) -> None:
-    """Print the step, the ranks and their ops; `written` are the files that were made."""
+    """Print the step, the ranks and their ops.
+
+    Args:
+        written: files that were made.
+        limit: of the recipe's framework, which does not run the plan ("": it does).
+    """
     console = console or stdout_console()
     console.print(Text.assemble((title, "bold cyan")), soft_wrap=True)
     for sentence in comparison.missing:
         console.print(Text(f"incomplete: {sentence}", "yellow"), soft_wrap=True)
+    if limit:
+        console.print(Text(f"note: {limit}", "yellow"), soft_wrap=True)
     if comparison.step.predicted is None:
         _print_how_to_predict(console, max(2, len(comparison.ranks)))
     console.print()

@@ -99,6 +99,7 @@ def price(
     """
     from shardlab.models import GPT, find_model
     from shardlab.models.named import with_fields
+    from shardlab.predict.limits import broken_limit
     from shardlab.predict.memory_advice import require_memory
     from shardlab.predict.workload import Workload
     from shardlab.program.precision import find_precision
@@ -153,6 +154,8 @@ def price(
     estimate = workload.estimate()
     held = require_memory(workload, estimate, whole)
     notes += [*_useless_recompute(workload, estimate), *doubts(workload, estimate, cluster_name)]
+    if limit := broken_limit(workload):
+        notes.insert(0, limit)
     passed = workload.passed if rewritten else []
     return PricedStep(entry, workload, estimate, held, (model_name, cluster_name), not alike, notes, passed)
 

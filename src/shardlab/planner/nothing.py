@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardlab.errors import Refused, UserError
 from shardlab.planner.found import Found
 from shardlab.planner.problem import Candidate, Limits, Problem
-from shardlab.planner.space import meshes
+from shardlab.planner.space import meshes, sharded
 from shardlab.planner.words import short
 from shardlab.predict.forecast import forecast
 from shardlab.predict.limits import broken_limit
@@ -34,7 +34,9 @@ def _reasons(problem: Problem) -> Iterator[str]:
     limits = problem.limits
     for mesh in meshes(problem):
         try:
-            candidate = Candidate(Plan(mesh, **limits.fields), limits.micro_batch_size or 1, problem.precisions[0])
+            plan = Plan(mesh, **limits.fields)
+            plan = next(sharded(problem, plan), plan)
+            candidate = Candidate(plan, limits.micro_batch_size or 1, problem.precisions[0])
         except UserError as error:
             yield str(error)
         else:

@@ -125,6 +125,7 @@ def meshes(problem: Problem) -> Iterator[Mesh]:
     """Every mesh of all devices among whose data-parallel ranks the batch divides, with these all on `dp_shard`."""
     limits, model, devices = problem.limits, problem.model, problem.cluster.size
     data_fixed = {"dp_shard", "dp_replicate"} & set(limits.fixed)
+    lacks_cp = problem.recipe.defaults.lacks("cp")
     for pp in divisors(devices):
         for tp in divisors(devices // pp):
             for cp in divisors(devices // pp // tp):
@@ -137,7 +138,7 @@ def meshes(problem: Problem) -> Iterator[Mesh]:
                         continue
                     if problem.sequences % (mesh.dp_shard * ep) or pp > 2 * model.layers + 1:
                         continue
-                    if cp > 1 and model.seq_len < cp * LEAST_SEQUENCE and "cp" not in limits.fixed:
+                    if cp > 1 and "cp" not in limits.fixed and (lacks_cp or model.seq_len < cp * LEAST_SEQUENCE):
                         continue
                     yield mesh
 
@@ -297,8 +298,10 @@ def sharded(problem: Problem, plan: Plan) -> Iterator[Plan]:
 
 def _splits(problem: Problem, data: int) -> Iterator[tuple[int, int]]:
     """Replicas and shards that make up so many data-parallel ranks."""
-    limits = problem.limits
-    for replicas in limits.tried("dp_replicate", [each for each in divisors(data) if each == 1 or each < data]):
+    limits, lacks = problem.limits, problem.recipe.defaults.lacks("dp_replicate")
+    any_size = not lacks or "dp_shard" in limits.fixed  # then a sentence says what the framework lacks
+    usual = [each for each in divisors(data) if each == 1 or (each < data and any_size)]
+    for replicas in limits.tried("dp_replicate", usual):
         shards, rest = divmod(data, replicas)
         if not rest and shards in limits.tried("dp_shard", (shards,)):
             yield replicas, shards
