@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shardlab.program import Mesh, Rank
 from shardlab.strategies.plan import Plan
-from shardlab.strategies.planned import PlanRunner
+from shardlab.strategies.planned import TracedRunner
 from shardlab.strategies.resolve import resolve
 
 
@@ -28,4 +28,4 @@ async def terms_exchanged(rank: Rank) -> None:
         )
         for number, layer in plan.layers.items()
     }
-    await PlanRunner(rank, replace(plan, layers=layers)).run()
+    await TracedRunner(rank, replace(plan, layers=layers)).run()

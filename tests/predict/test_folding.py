@@ -14,7 +14,7 @@ from shardlab.models.moe import MoE
 from shardlab.predict.estimate import estimate
 from shardlab.predict.folding import FREED_SCALAR, Folded, fold
 from shardlab.predict.rotation import Rotation, cycled
-from shardlab.program import Kind, Mesh, Sizes, UserError, trace
+from shardlab.program import Kind, Mesh, Sizes, UserError, Value, trace
 from shardlab.rules.spec import KEY
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import planned_entry
@@ -186,7 +186,7 @@ def test_what_a_group_makes_takes_memory_for_its_members_not_for_their_square() 
 
 
 def test_a_rule_that_is_broken_is_refused_in_a_folded_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never_reduces(self: GradientReducer, layer: int) -> None:
+    async def never_reduces(self: GradientReducer[Value], layer: int) -> None:
         """In the place of `finish`."""
 
     monkeypatch.setattr(GradientReducer, "finish", never_reduces)

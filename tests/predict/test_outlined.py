@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -15,11 +16,13 @@ from shardlab.hardware.clusters import find_cluster
 from shardlab.hardware.profile import AlphaBeta, Machine, Profile, Rate
 from shardlab.models import GPT, Blocks, Llama, MoE
 from shardlab.predict.forecast import Outlined, outlinable
+from shardlab.predict.outline import Outline
 from shardlab.predict.recipe import recipes
 from shardlab.predict.workload import Workload
-from shardlab.program import Mesh, OpKind, UserError
+from shardlab.program import Mesh, OpKind, Rank, UserError
 from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan_rank import PlanRank
 from shardlab.strategies.schedules import SCHEDULES
 
 MODELS: dict[str, Callable[[int], Blocks]] = {
@@ -156,3 +159,11 @@ def test_ranks_of_one_kind_share_what_was_outlined() -> None:
     outlined(80)
     assert sum(len(kind.known) for kind in outlined.kinds) == steps < 80
     compare(workload)
+
+
+def test_an_outlined_rank_has_every_verb_that_follows_plans() -> None:
+    """Types say so as well: what follows a plan takes a `PlanRank`, and is given either."""
+    verbs = {name for name, each in vars(PlanRank).items() if inspect.isfunction(each) and not name.startswith("_")}
+    assert {"all_gather", "update", "direction"} <= verbs
+    assert verbs <= set(dir(Outline))
+    assert verbs <= set(dir(Rank))

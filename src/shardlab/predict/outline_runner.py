@@ -76,12 +76,12 @@ class _Layers:
         return gradient
 
 
-class OutlineRunner(PlanRunner):
+class OutlineRunner(PlanRunner[OutlineValue]):
     """A plan's order of work; where a stage only computes, and adds to gradients, its passes are taken at once."""
 
     def __init__(self, rank: Outline, rank_plan: RankPlan) -> None:
         self.passes = _Layers(rank, rank_plan)
-        super().__init__(cast(Any, rank), rank_plan, cast(Any, self.passes))
+        super().__init__(rank, rank_plan, self.passes)
         self.outline = rank
         self.chains: dict[tuple[str, int], Pass] = {}
         self.token = Token(None)

@@ -58,7 +58,9 @@ class RankMoment(NamedTuple):
 class RankMoments:
     """RankMoments of one rank."""
 
-    def __init__(self, rank: Outline, weights: ParameterGatherer, gradients: GradientReducer) -> None:
+    def __init__(
+        self, rank: Outline, weights: ParameterGatherer[OutlineValue], gradients: GradientReducer[OutlineValue]
+    ) -> None:
         self._rank, self._weights, self._gradients = rank, weights, gradients
         self._stores = (rank.weights, rank.grad_weights, rank.scalars)
         self._lasting = frozenset(rank.weights)

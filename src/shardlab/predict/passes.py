@@ -18,7 +18,7 @@ from shardlab.rules.layer import GRADIENT_OF
 from shardlab.strategies.computing import LayerRunner
 from shardlab.strategies.model_layers import model_layers
 from shardlab.strategies.plan import Plan
-from shardlab.strategies.planned import PlanRunner
+from shardlab.strategies.planned import TracedRunner
 from shardlab.strategies.rank_plan import Keeps, RankPlan
 from shardlab.strategies.resolve import resolve
 from shardlab.strategies.schedules import Action, Backward, BackwardInput, BackwardWeight, Forward, Schedule
@@ -216,7 +216,7 @@ def _last_in_halves(rank: int, ranks: int, microbatches: int, stages_per_rank: i
         yield BackwardWeight(stage, microbatches - 1)
 
 
-class _MarkedRunner(PlanRunner):
+class _MarkedRunner(TracedRunner):
     """A rank that marks where passes begin and end."""
 
     layers: _MarkedLayers

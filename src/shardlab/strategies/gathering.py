@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple
 
-from shardlab.program import Handle, Rank, Value
 from shardlab.strategies.model_layers import ModelLayers
 from shardlab.strategies.plan import Reshard
+from shardlab.strategies.plan_rank import PlanRank, V
 from shardlab.strategies.rank_plan import RankPlan
 from shardlab.strategies.schedules import Backward, BackwardInput, Forward
 from shardlab.strategies.schedules.sharding import ShardedStep
@@ -84,14 +84,14 @@ GatheringState = frozenset[tuple[int, int]]
 """Weights that are on their way: of which layers, by which handles."""
 
 
-class ParameterGatherer:
+class ParameterGatherer(Generic[V]):
     """Weights of one rank while it follows its steps.
 
     If the steps say when a stage's weights are gathered and freed, so it is; otherwise the plan decides, and the next
     layer is gathered while the present one computes; of half-blocks, the next block while the present one does.
     """
 
-    def __init__(self, rank: Rank, rank_plan: RankPlan) -> None:
+    def __init__(self, rank: PlanRank[V], rank_plan: RankPlan) -> None:
         self._rank = rank
         self._plan = rank_plan
         self._explicit = rank_plan.explicit_gathers
@@ -99,13 +99,13 @@ class ParameterGatherer:
         gathered = set(rank_plan.layers).difference(rank_plan.bare) if rank_plan.gather_axes else ()
         self._whole = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in gathered}  # to their weights
         self._at = 0
-        self._coming: dict[int, Handle[Value]] = {}
+        self._coming: dict[int, Awaitable[V]] = {}
 
-    def state(self, told: Callable[[Handle[Value]], int]) -> GatheringState:
+    def state(self, told: Callable[[Awaitable[V]], int]) -> GatheringState:
         """All that decides how it goes on, but for the uses that are left; handles as they are told."""
         return frozenset([(layer, told(handle)) for layer, handle in self._coming.items()])
 
-    def restore(self, state: GatheringState, handle: Callable[[int], Handle[Value]]) -> None:
+    def restore(self, state: GatheringState, handle: Callable[[int], Awaitable[V]]) -> None:
         """Go on from a state."""
         self._coming = {layer: handle(told) for layer, told in state}
 
@@ -129,7 +129,7 @@ class ParameterGatherer:
             if (layer, "full") in self._rank.weights:
                 del self._rank.weights[layer, "full"]
 
-    async def next(self, layer: int) -> Value:
+    async def next(self, layer: int) -> V:
         """The complete weight for the next use, with which this layer computes."""
         rank, axes = self._rank, self._plan.gather_axes
         whole = self._whole.get(layer)
@@ -154,5 +154,5 @@ class ParameterGatherer:
             at += 1
         return full
 
-    def _gather(self, layer: int) -> Handle[Value]:
+    def _gather(self, layer: int) -> Awaitable[V]:
         return self._rank.all_gather(self._rank.weights[layer], axis=self._plan.gather_axes[0])

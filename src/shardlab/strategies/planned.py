@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Generic
+
 from shardlab.program import Handle, Rank, Strategy, UserError, Value
-from shardlab.program.value import Store
 from shardlab.rules.layer import GRADIENT_OF
 from shardlab.strategies.computing import LayerRunner
 from shardlab.strategies.gathering import ParameterGatherer
 from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan_rank import Border, LayerPasses, PlanRank, V
 from shardlab.strategies.rank_plan import RankPlan
 from shardlab.strategies.reducing import GradientReducer
 from shardlab.strategies.resolve import resolve
@@ -22,22 +24,22 @@ def planned(plan: Plan) -> Strategy:
     async def strategy(rank: Rank) -> None:
         if rank.mesh != plan.mesh:
             raise UserError(f"the plan is for the mesh {plan.mesh}, but the ranks stand on {rank.mesh}")
-        await PlanRunner(rank, resolve(plan, rank.sizes, len(rank.microbatches), rank.index)).run()
+        await TracedRunner(rank, resolve(plan, rank.sizes, len(rank.microbatches), rank.index)).run()
 
     return strategy
 
 
-class PlanRunner:
-    """A rank that follows a plan made out for it.
+class PlanRunner(Generic[V]):
+    """A rank that follows a plan made out for it, and meets no other stage: what takes part in a pipeline is added.
 
     Args:
-        layers: what runs its layers' passes (None: a runner of their own).
+        layers: what runs its layers' passes.
     """
 
-    def __init__(self, rank: Rank, rank_plan: RankPlan, layers: LayerRunner | None = None) -> None:
+    def __init__(self, rank: PlanRank[V], rank_plan: RankPlan, layers: LayerPasses[V]) -> None:
         self.rank = rank
         self.plan = rank_plan
-        self.layers = layers or LayerRunner(rank, rank_plan)
+        self.layers = layers
         self.weights = ParameterGatherer(rank, rank_plan)
         self.gradients = GradientReducer(rank, rank_plan)
         reduced_by_itself = () if rank_plan.explicit_reductions else rank_plan.own_stages
@@ -50,8 +52,6 @@ class PlanRunner:
             for layer in (rank_plan.stages[stage].start, rank_plan.stages[stage].stop)
             for forward in (True, False)
         }
-        self.arriving: dict[tuple[int, bool, int], list[Handle[Value]]] = {}
-        self.leaving: dict[int, list[Handle[None]]] = {}
 
     async def run(self) -> None:
         """Load, follow the schedule, update."""
@@ -64,12 +64,8 @@ class PlanRunner:
         """Take one step of the schedule."""
         microbatches, stages = self.plan.microbatches, self.plan.stages
         match step:  # in a pipeline most steps are messages
-            case Send():
-                for handle in self.leaving.get(step.peer, ()):  # so little is held
-                    await handle
-                self.send(step)
-            case Recv():
-                self.recv(step)
+            case Send() | Recv():
+                await self.meet(step)
             case Forward(stage, i):
                 await self.forward(stage, microbatches[i])
             case Backward(stage, i):
@@ -138,15 +134,45 @@ class PlanRunner:
         else:
             await self.arrive(after, m, forward=False)
 
-    def carried(self, layer: int, *, forward: bool) -> list[Store]:
+    def carried(self, layer: int, *, forward: bool) -> list[Border[V]]:
         """The stores of what travels between the stages that meet before a layer."""
         if layer == len(self.rank.layers):
             return []
         kinds = [port.kind for port in self.plan.model.layers[layer].inputs]
         return [self.rank.store(kind if forward else GRADIENT_OF[kind]) for kind in kinds]
 
+    async def meet(self, step: Send | Recv) -> None:
+        """Send to another stage, or receive from one."""
+        raise NotImplementedError
+
     async def arrive(self, layer: int, m: int, *, forward: bool) -> None:
         """Wait for what comes from another stage, unless this rank has made it itself."""
+        raise NotImplementedError
+
+
+class TracedRunner(PlanRunner[Value]):
+    """A rank of a program that follows a plan, with the messages of its pipeline.
+
+    Args:
+        layers: what runs its layers' passes (None: a runner of their own).
+    """
+
+    rank: Rank
+
+    def __init__(self, rank: Rank, rank_plan: RankPlan, layers: LayerRunner | None = None) -> None:
+        super().__init__(rank, rank_plan, layers or LayerRunner(rank, rank_plan))
+        self.arriving: dict[tuple[int, bool, int], list[Handle[Value]]] = {}
+        self.leaving: dict[int, list[Handle[None]]] = {}
+
+    async def meet(self, step: Send | Recv) -> None:
+        if isinstance(step, Recv):
+            self.recv(step)
+            return
+        for handle in self.leaving.get(step.peer, ()):  # so little is held
+            await handle
+        self.send(step)
+
+    async def arrive(self, layer: int, m: int, *, forward: bool) -> None:
         handles = self.arriving.pop((layer, forward, m), None)
         if handles is not None:
             for store, handle in zip(self.borders[layer, forward], handles, strict=True):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Generic, NamedTuple
 
-from shardlab.program import Handle, Rank, Value
+from shardlab.strategies.plan_rank import PlanRank, V
 from shardlab.strategies.rank_plan import RankPlan
 
 
-class PendingReduction(NamedTuple):
+class PendingReduction(NamedTuple, Generic[V]):
     """A gradient's reduction in flight over one axis.
 
     Attributes:
@@ -20,7 +20,7 @@ class PendingReduction(NamedTuple):
     """
 
     layer: int
-    handle: Handle[Value]
+    handle: Awaitable[V]
     axes: tuple[str, ...]
 
 
@@ -34,7 +34,7 @@ class ReducingState(NamedTuple):
     late: tuple[int, ...]
 
 
-class GradientReducer:
+class GradientReducer(Generic[V]):
     """Gradients of one rank: reduced as the plan says, while the rank goes on; then clipped and applied.
 
     Memory bounds how many reductions are in flight: over each axis, those of gradients as large together as the rank's
@@ -46,7 +46,7 @@ class GradientReducer:
     it sums their gradients before it reduces them.
     """
 
-    def __init__(self, rank: Rank, rank_plan: RankPlan) -> None:
+    def __init__(self, rank: PlanRank[V], rank_plan: RankPlan) -> None:
         self._rank = rank
         self._plan = rank_plan
         weights = rank_plan.weights.values()
@@ -54,14 +54,14 @@ class GradientReducer:
         # Over each axis, oldest first; an axis comes after those whose results are reduced over it.
         reduced_over = (*(w.reduce_every_microbatch for w in weights), *(w.reduce_once for w in weights))
         axes = dict.fromkeys(axis for axes in reduced_over for axis in axes)
-        self._in_flight = {axis: deque[PendingReduction]() for axis in axes}
+        self._in_flight = {axis: deque[PendingReduction[V]]() for axis in axes}
         owners = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in rank_plan.bare}
         self._reduced = {l: (owner, rank_plan.weights[owner].reduce_every_microbatch) for l, owner in owners.items()}
         self._coming = Counter[int]()  # of each layer, gradients that are being reduced
         self._complete: set[int] = set()  # layers whose last gradient is among those
         self._late: list[int] = []  # layers whose gradients are reduced when the step's backward passes are over
 
-    def state(self, told: Callable[[Handle[Value]], int]) -> ReducingState:
+    def state(self, told: Callable[[Awaitable[V]], int]) -> ReducingState:
         """All that decides how it goes on; handles as they are told."""
         in_flight = [
             (axis, tuple([(layer, told(handle), axes) for layer, handle, axes in pending]))
@@ -70,7 +70,7 @@ class GradientReducer:
         uses, coming = frozenset(self._uses.items()), frozenset((+self._coming).items())
         return ReducingState(tuple(in_flight), uses, coming, frozenset(self._complete), tuple(self._late))
 
-    def restore(self, state: ReducingState, handle: Callable[[int], Handle[Value]]) -> None:
+    def restore(self, state: ReducingState, handle: Callable[[int], Awaitable[V]]) -> None:
         """Go on from a state."""
         self._in_flight = {
             axis: deque([PendingReduction(layer, handle(told), axes) for layer, told, axes in pending])
@@ -88,7 +88,7 @@ class GradientReducer:
         for l in self._plan.bare:
             rank.weights[l] = rank.load_weight(l)
 
-    async def add(self, layer: int, gradient: Value, *, last: bool) -> None:
+    async def add(self, layer: int, gradient: V, *, last: bool) -> None:
         """Add a microbatch's gradient of a layer; after the `last` one the sum is finished."""
         if layer not in self._reduced:
             return
@@ -148,11 +148,11 @@ class GradientReducer:
             if "norm" in rank.scalars and len(rank.group(axis).ranks) > 1:
                 rank.scalars["norm"] = await rank.all_reduce(rank.scalars["norm"], axis=axis)
 
-    async def _directions(self) -> AsyncIterator[tuple[int, Value | None]]:
+    async def _directions(self) -> AsyncIterator[tuple[int, V | None]]:
         """Every weight, with the direction of its update where that takes one; the next one is gathered meanwhile."""
         rank, weights = self._rank, self._plan.weights
         left = [l for l, weight in weights.items() if weight.direction_axes]
-        coming: dict[int, Handle[Value]] = {}
+        coming: dict[int, Awaitable[V]] = {}
         for l, weight in weights.items():
             for ahead in left[: 2 - len(coming)]:
                 made = rank.direction(ahead, rank.grad_weights[ahead], rank.opt_states[ahead], rank.scalars["norm"])
@@ -166,7 +166,7 @@ class GradientReducer:
     async def _gather(self, axis: str) -> None:
         """Put updated slices together again; two on their way bound the memory."""
         rank = self._rank
-        arriving: dict[int, Handle[Value]] = {}
+        arriving: dict[int, Awaitable[V]] = {}
         for l in self._plan.weights:
             if len(arriving) == 2:
                 first = next(iter(arriving))
@@ -179,7 +179,7 @@ class GradientReducer:
         if axes := self._plan.weights[layer].reduce_once:
             await self._reduce(layer, self._rank.grad_weights.pop(layer), axes)
 
-    async def _reduce(self, layer: int, gradient: Value, axes: tuple[str, ...]) -> None:
+    async def _reduce(self, layer: int, gradient: V, axes: tuple[str, ...]) -> None:
         """Start to reduce a gradient over the first of some axes, as soon as there is room for it."""
         axis, weights = axes[0], self._plan.weights
         in_flight = self._in_flight[axis]
