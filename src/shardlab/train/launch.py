@@ -23,6 +23,7 @@ from shardlab.train.binding import bind, dealt, usable_cpus
 from shardlab.train.heap import set_heap
 from shardlab.train.interrupt import end_with_starter
 from shardlab.train.launch_environment import LaunchEnvironment, find_launch_environment, may_restart
+from shardlab.train.out_of_memory import is_out_of_memory, out_of_memory
 from shardlab.train.processes import RankFailed, is_lost, run_processes
 
 if TYPE_CHECKING:
@@ -220,7 +221,12 @@ def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Stor
 def _call(rank: int, device: torch.device, function: Callable[..., Result], *arguments: Any) -> Result:
     import torch.distributed as dist
 
-    result = function(rank, device, *arguments)
+    try:
+        result = function(rank, device, *arguments)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(rank, device, error) from None
     dist.destroy_process_group()  # not after a failure: the others would notice before this rank has said why
     return result
 
