@@ -59,7 +59,8 @@ def _needed(checked: Checked, microbatches: int) -> set[Place]:
 
 
 def _without_gradients(checked: Checked, rank: int, op: Op) -> Op:
-    """A loss makes no gradient, and a forward pass keeps nothing."""
+    """A loss makes no gradient, a forward pass keeps nothing, and places were found for other lives of values."""
+    op = op._replace(offset=-1)
     if op.kind is LOSS:
         return op._replace(outputs=())
     return op._replace(outputs=tuple(n for n in op.outputs if checked.specs[rank][n].kind is not Kind.SAVED))

@@ -82,7 +82,7 @@ class Analysis:
         for at, op in enumerate(self.tape):
             if op.kind in _BUFFERED and op.outputs and self.specs[op.outputs[0]].kind is Kind.WEIGHT:
                 number, form = op.outputs[0], self.specs[op.outputs[0]].form
-                if number in self.kept.arrives or form.place:
+                if number in self.kept.arrives or form.place or op.offset >= 0:
                     continue
                 dtype = form.dtype
                 fits = (i for i, free in enumerate(free_from) if free < at and dtypes[i] == dtype)

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from shardlab.execute.communication import Start, places_of, room
+from shardlab.execute.communication import Start, places_of
 from shardlab.execute.communicator import Communicator, Wait
 from shardlab.execute.state import State
 from shardlab.models.tensors.tokens import index_on
@@ -61,7 +61,7 @@ def all_gather(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
     def start() -> Wait:
         piece = torch.cat([values[op.inputs[0]] for op in ops])
         inbox = piece.new_empty((len(group.ranks), len(piece)))
-        wholes = [room(state, op.outputs[0]) for op in ops]
+        wholes = [state.room(op.outputs[0]) for op in ops]
         for op, whole in zip(ops, wholes, strict=True):
             values[op.outputs[0]] = whole
         wait = links.all_gather(inbox.flatten(), piece, group)
@@ -85,10 +85,11 @@ def reduce_scatter(state: State, links: Communicator, ops: Sequence[Op]) -> Star
     values, group = state.values, ops[0].group
     assert group is not None
     lengths = _lengths(state, [op.outputs[0] for op in ops])
+    placed = state.arena.side_by_side.get(ops[0].outputs[0])
 
     def start() -> Wait:
         wholes: list[Tensor] = [values[op.inputs[0]] for op in ops]
-        mine = wholes[0].new_empty(sum(lengths))
+        mine = wholes[0].new_empty(sum(lengths)) if placed is None else placed
         given = torch.cat([whole.view(len(group.ranks), -1) for whole in wholes], 1).flatten()
         wait = links.reduce_scatter(mine, given, group)
         delivered = _delivered(state, ops, torch.split(mine, lengths), wait)
@@ -113,7 +114,7 @@ def _delivered(state: State, ops: Sequence[Op], results: Sequence[Tensor], wait:
         output = op.outputs[0]
         values[output] = result
         if output in analysis.kept.arrives or output in analysis.slot:
-            values[output] = room(state, output)
+            values[output] = state.room(output)
             elsewhere.append((values[output], result))
 
     def finish() -> None:

@@ -34,7 +34,7 @@ def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
     def start() -> Wait:
         tensor: torch.Tensor = values[given]
         if of_weights and op.outputs:
-            tensor = room(state, op.outputs[0]).copy_(tensor)
+            tensor = state.room(op.outputs[0]).copy_(tensor)
         elif of_weights or not in_place or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         for output in op.outputs:
@@ -68,7 +68,7 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     places = places_of(state, op)
 
     def start() -> Wait:
-        whole = values[output] = room(state, output)
+        whole = values[output] = state.room(output)
         if places == sorted(places):
             return gather(whole, values[given].contiguous())
         inbox = torch.empty_like(whole)
@@ -135,15 +135,6 @@ def _pieces(member: Spec, of: int) -> int:
     return member.holds.refined(of).mask
 
 
-def room(state: State, number: int) -> torch.Tensor:
-    """Memory for what arrives: that of a kept weight, a buffer for weights, or new one."""
-    spec = state.specs[number]
-    if number in state.analysis.kept.arrives:
-        return state.kept[spec.layer, spec.holds]
-    slot = state.analysis.slot.get(number)
-    return state.empty(spec) if slot is None else state.fill_buffer(slot, *state.shapes.shape(spec))
-
-
 def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     """This member's slice of the sum; of rows and tokens, in pieces that are first laid one after the other."""
     (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
@@ -156,7 +147,7 @@ def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
         whole: torch.Tensor = values[given]
         if cuts:
             whole = torch.cat([cut(whole) for cut in cuts])
-        values[output] = room(state, output)
+        values[output] = state.room(output)
         return links.reduce_scatter(values[output], whole, group)
 
     return start
@@ -171,7 +162,7 @@ def broadcast(state: State, links: Communicator, at: int, op: Op) -> Start:
         for given in op.inputs:
             return links.broadcast(values[given].contiguous(), group, op.root)
         (output,) = op.outputs
-        values[output] = room(state, output)
+        values[output] = state.room(output)
         return links.broadcast(values[output], group, op.root)
 
     return start
@@ -183,7 +174,7 @@ def scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     assert group is not None
 
     def start() -> Wait:
-        values[output] = room(state, output)
+        values[output] = state.room(output)
         whole = next((values[given].contiguous() for given in op.inputs), None)
         return links.scatter(values[output], whole, group, op.root)
 
@@ -212,7 +203,7 @@ def recv(state: State, links: Communicator, at: int, op: Op) -> Start:
     output, values, source, batch = op.outputs[0], state.values, op.peer, op.batch
 
     def start() -> Wait:
-        values[output] = room(state, output)
+        values[output] = state.room(output)
         return links.recv(values[output], source, batch)
 
     return start
@@ -226,7 +217,7 @@ def copied(state: State, links: Communicator, at: int, op: Op) -> Start:
         if state.specs[given].kind is Kind.OPT_STATE:
             values[output] = values[given]
             return state.put_opt_state(state.specs[output])
-        values[output] = room(state, output)
+        values[output] = state.room(output)
         return copy(values[output], values[given])
 
     return start

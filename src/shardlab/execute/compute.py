@@ -68,8 +68,7 @@ def cast(state: State, at: int, op: Op) -> Instruction:
 
 def zero_gradient(state: State, at: int, op: Op) -> Instruction:
     (output,), values = op.outputs, state.values
-    spec = state.specs[output]
-    return lambda: values.__setitem__(output, state.empty(spec).zero_())
+    return lambda: values.__setitem__(output, state.room(output).zero_())
 
 
 def load_batch(state: State, at: int, op: Op) -> Instruction:

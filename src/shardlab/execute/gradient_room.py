@@ -19,6 +19,8 @@ def gradient_room(state: State, at: int, op: Op) -> Callable[[], Tensor]:
     if number in state.analysis.buckets.first and total is None:
         make = state.room_beside(number)
         return lambda: make().zero_()
+    if total is None and number in state.arena.tensors:
+        return state.arena.tensors[number].zero_
     if total is None:
         shape, dtype, device = state.shapes.shape(spec), state.dtype(spec), state.settings.device
         return lambda: torch.zeros(shape, dtype=dtype, device=device)

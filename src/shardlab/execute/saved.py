@@ -41,9 +41,9 @@ class Saved:
     def pack(self, tensor: Tensor) -> int:
         """Autograd saves a tensor: its number."""
         assert self.flat is not None
-        if tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr():
-            offset = tensor.storage_offset() - self.flat.storage_offset()
-            self._tensors.append(View(tuple(tensor.shape), tensor.stride(), offset))
+        offset = tensor.data_ptr() - self.flat.data_ptr()
+        if 0 <= offset < self.flat.nbytes:
+            self._tensors.append(View(tuple(tensor.shape), tensor.stride(), offset // tensor.itemsize))
         else:
             self._tensors.append(tensor.detach())  # or it would keep the graph, which keeps this, for ever
         return len(self._tensors) - 1

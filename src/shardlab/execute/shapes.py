@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Sequence
 
 from shardlab.check import Checked
+from shardlab.check.rooms import cuts_of
 from shardlab.models import LayerLayout, Model
 from shardlab.program import Holds, Kind, Spec, UserError
 from shardlab.rules.kind import ROW_KINDS
@@ -26,11 +25,7 @@ class Shapes:
 
     def __init__(self, checked: Checked, model: Model, rows: int, flat: list[int] | None = None) -> None:
         """Find the lengths of all layers' flat buffers, unless they are given."""
-        cuts: dict[int, int] = defaultdict(lambda: 1)
-        for specs in checked.specs:
-            for form in {spec.form for spec in specs.values()}:
-                if form.kind not in ROW_KINDS and form.kind is not Kind.SCALAR:
-                    cuts[form.layer] = math.lcm(cuts[form.layer], form.holds.of)
+        cuts = cuts_of(checked.specs)
         self.model = model
         self.rows = rows
         self._sizes = checked.program.sizes

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardlab.check import Checked
 from shardlab.execute.analysis import Analysis
+from shardlab.execute.arena import ArenaTensors
 from shardlab.execute.communicator import Wait
 from shardlab.execute.graph import FlatWeight
 from shardlab.execute.loss_scale import FIRST, LossScale
@@ -89,6 +90,7 @@ class State:
         kept: the weights that this rank keeps from step to step, by (layer, slices).
         opt_states: their optimizer states, or those of smaller slices of them.
         buffers: where gathered weights live, one after the other.
+        arena: tensors of the values that have places.
         step: the optimizer step, from 0.
         microbatches: those that this rank reads the tokens or targets of.
         batch: this step's tokens and targets, by microbatch.
@@ -142,6 +144,7 @@ class State:
                     self.opt_states[key] = self._optimizer(*key)
                     self.put_opt_state(self.specs[op.outputs[0]])()
         self.buffers = self._make_buffers()
+        self.arena = ArenaTensors(checked, rank, self.shapes, self.dtype, settings.device)
         self.step = 0
         readers = (OpKind.LOAD_BATCH, OpKind.LOSS)
         held = [self.specs[(op.inputs or op.outputs)[0]].microbatches for op in self.tape if op.kind in readers]
@@ -303,8 +306,19 @@ class State:
         """What activations are computed in where their own numbers would be too coarse."""
         return torch.promote_types(torch_dtype(self.settings.precision.activations), torch.float32)
 
+    def room(self, number: int) -> Tensor:
+        """Memory that the executor chooses for a value: that of a kept weight, its place in the arena, a buffer for
+        weights, or new one."""
+        spec = self.specs[number]
+        if number in self.analysis.kept.arrives:
+            return self.kept[spec.layer, spec.holds]
+        if number in self.arena.tensors:
+            return self.arena.tensors[number]
+        slot = self.analysis.slot.get(number)
+        return self.empty(spec) if slot is None else self.fill_buffer(slot, *self.shapes.shape(spec))
+
     def empty(self, spec: Spec) -> Tensor:
-        """Room for a value."""
+        """New memory for a value."""
         if place := spec.form.place:
             shape = self.shapes.shape(spec)
             return tensor_at(place, shape, self.dtype(spec), self.settings.device)
@@ -319,9 +333,11 @@ class State:
         place, dtype = numbers.index(number), self.dtype(self.specs[first])
         whole, start, length = sum(lengths), sum(lengths[:place]), lengths[place]
 
+        placed = self.arena.side_by_side.get(first)
+
         def make() -> Tensor:
             if number == first:
-                rooms[first] = torch.empty(whole, dtype=dtype, device=device)
+                rooms[first] = torch.empty(whole, dtype=dtype, device=device) if placed is None else placed
             return rooms[first].narrow(0, start, length)
 
         return make

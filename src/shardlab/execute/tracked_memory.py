@@ -21,7 +21,7 @@ from shardlab.execute.state import State
 from shardlab.program import Kind
 from shardlab.program.record import MemoryRecord
 
-NAMED = ("parameters", "optimizer", "gathered", "gradients")
+NAMED = ("parameters", "optimizer", "arena", "gathered", "gradients")
 """Categories that are told apart by the tensors that they hold; the rest is activations, with what autograd keeps."""
 
 
@@ -128,6 +128,7 @@ def _kept(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
         yield "optimizer", part.exact
         yield "optimizer", part.moments
     yield "gathered", state.buffers
+    yield "arena", [state.arena.whole]
 
 
 def _passing(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:

@@ -49,6 +49,7 @@ PASS_NAMES = {
     "bucket": "buckets at least",
     "defer": "more under way",
     "update-early": "",
+    "place": "",
 }
 """Every pass, in the order in which they are run, and what its setting means ("": it takes none)."""
 

@@ -86,6 +86,8 @@ class Op(NamedTuple):
         factor: by what a SCALE multiplies.
         dtype: what a CAST makes of its value ("": the numbers of its kind).
         place: where an OFFLOAD copies to, and where what LOAD_WEIGHT and LOAD_OPT_STATE load lies ("": the device).
+        offset: the byte of the step's arena at which the first output begins (-1: memory of its own, taken when it is
+            made); see `shardlab.check.rooms`.
     """
 
     kind: OpKind
@@ -103,6 +105,7 @@ class Op(NamedTuple):
     factor: Factor | None = None
     dtype: str = ""
     place: str = ""
+    offset: int = -1
 
     @property
     def about(self) -> About:
@@ -132,7 +135,7 @@ def compute_op(
     kind: OpKind, layer: int, inputs: tuple[int, ...], outputs: tuple[int, ...], holds: Holds | None = None
 ) -> Op:
     """Make an op that computes, without the call that a NamedTuple's own constructor is."""
-    return _new_op(Op, (kind, layer, inputs, outputs, -1, None, -1, holds, None, -1, -1, SUM, None, "", ""))
+    return _new_op(Op, (kind, layer, inputs, outputs, -1, None, -1, holds, None, -1, -1, SUM, None, "", "", -1))
 
 
 def communication_op(
@@ -150,7 +153,7 @@ def communication_op(
 ) -> Op:
     """Make an op that communicates, as `compute_op` does."""
     return _new_op(
-        Op, (kind, layer, inputs, outputs, handle, group, peer, None, expect, batch, root, reduction, None, "", "")
+        Op, (kind, layer, inputs, outputs, handle, group, peer, None, expect, batch, root, reduction, None, "", "", -1)
     )
 
 

@@ -9,6 +9,7 @@ from enum import Enum
 
 from shardlab.check.accumulation import InPlace
 from shardlab.check.buckets import Buckets
+from shardlab.check.rooms import NO_ARENA, Arena, arenas_of
 from shardlab.check.views import roots_of
 from shardlab.program import Kind, Op, OpKind, Sizes, Spec
 from shardlab.rules.place import PLACES
@@ -19,7 +20,8 @@ from shardlab.timeline.traced import Traced
 class Category(Enum):
     """Purposes of memory.
 
-    GATHERED: weights put together for a use. COMMUNICATION: results that are on their way.
+    GATHERED: weights put together for a use. COMMUNICATION: results that are on their way. ARENA: where values have
+    places (see `shardlab.check.rooms`), as long as the step takes.
     """
 
     PARAMETERS = "parameters"
@@ -28,6 +30,7 @@ class Category(Enum):
     ACTIVATIONS = "activations"
     GATHERED = "gathered"
     COMMUNICATION = "communication"
+    ARENA = "arena"
 
 
 CATEGORIES = tuple(Category)
@@ -110,8 +113,9 @@ def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool
         kept: how large values are in memory, if not as traced.
     """
     size = Bytes(kept or traced.program.sizes)
+    arenas = arenas_of(traced.program, traced.specs)
     return [
-        account(tape, traced.specs[row], size, real=True, counters=counters)
+        account(tape, traced.specs[row], size, real=True, counters=counters, arena=arenas[row])
         for row, tape in enumerate(traced.program.tapes)
     ]
 
@@ -124,10 +128,12 @@ def account(
     real: bool = False,
     counters: bool = False,
     memory: str = "",
+    arena: Arena = NO_ARENA,
 ) -> RankMemory:
     """Follow one tape, with every value as large as `size` says.
 
     Args:
+        arena: of the rank; what lies there takes no memory of its own.
         memory: which is followed, of `rules.place.PLACES` ("": the device's); other values take none of it.
         real: whether ALL_REDUCE and ADD write over an input that nobody reads any more, as the executor does; the
             puzzles count both.
@@ -150,8 +156,9 @@ def account(
     owned: dict[int, dict[Kind, int]] = {}  # what autograd keeps for an activation
     views = Views(tape, specs, buckets.first)
     issued: dict[int, tuple[int, ...]] = {}
-    live, peak, peak_op = 0, 0, 0
+    live, peak, peak_op = arena.bytes, 0, 0
     by_category = [0] * len(CATEGORIES)
+    by_category[_PLACE[Category.ARENA]] = arena.bytes
     at_peak = tuple(by_category)
     before: list[int] = []
     during: list[int] = []
@@ -167,8 +174,9 @@ def account(
             for number in op[3]:
                 spec = specs[number]
                 elsewhere = spec[0].place != memory or number in free_of_room or number in views.roots
+                elsewhere = elsewhere or number in arena.values
                 bytes = 0 if elsewhere else size(spec)
-                if number in buckets.rooms:
+                if number in buckets.rooms and number not in arena.values:
                     bytes = sum(size(specs[other]) for other in buckets.rooms[number])
                 room[number] = bytes
                 slot = PLACE_OF_KIND[spec[0].kind]

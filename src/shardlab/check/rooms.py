@@ -1,0 +1,186 @@
+"""Memory that the executor itself takes for values: which share some, how large it is, and from when to when."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from shardlab.check.accumulation import InPlace
+from shardlab.check.buckets import FLAT, Buckets
+from shardlab.check.kept import Kept
+from shardlab.check.views import ends_of, roots_of
+from shardlab.program import Kind, Op, OpKind, Program, Sizes, Spec
+from shardlab.rules.kind import ROW_KINDS
+
+ALIGNMENT = 64
+"""Bytes between the places where a room may begin: one cache line."""
+
+BACKWARDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
+GATHERS = frozenset({OpKind.ALL_GATHER, OpKind.GATHER})
+RECEIVING = frozenset({OpKind.RECV, OpKind.BROADCAST, OpKind.SCATTER, OpKind.REDUCE_SCATTER})
+MAKERS = BACKWARDS | GATHERS | RECEIVING | {OpKind.ZERO_GRADIENT}
+"""Ops whose first output is written into memory that the executor has taken for it; others' is autograd's."""
+
+PLACED = FLAT | {Kind.ACTIVATION, Kind.GRAD_ACTIVATION}
+"""Kinds of values that autograd refers to no longer than the tape."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of one value, or of several side by side, and of all that is later summed or reduced there.
+
+    Attributes:
+        values: numbers of those that fill it, in the order in which they lie.
+        members: all that lie there at some time, views included.
+        begin: index of the op that makes the first.
+        end: index of the op that ends the last (the tape's length: none does).
+    """
+
+    values: tuple[int, ...]
+    members: frozenset[int]
+    begin: int
+    end: int
+
+    def meets(self, other: Room) -> bool:
+        """Whether both are taken at one time."""
+        return self.begin < other.end and other.begin < self.end
+
+
+def rooms_of(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes) -> list[Room]:
+    """Find the rooms of a tape that may have a place in an arena, in the order in which they are taken.
+
+    What outlives the step has none, and nothing that an update is given: new weights lie where the old ones did.
+    """
+    in_place = InPlace(tape)
+    buckets = Buckets(tape, in_place)
+    kept, roots, ends = Kept(tape, specs), roots_of(tape, specs), ends_of(tape)
+    home: dict[int, int] = {}  # number of a value to that of the first in its room
+    members: dict[int, list[int]] = defaultdict(list)
+    begins: dict[int, int] = {}
+    stays: set[int] = set()  # rooms that have no place
+    for at, op in enumerate(tape):
+        for number in op.outputs:
+            older = None if number in buckets.first else _older(at, op, number, in_place, roots)
+            here = buckets.first.get(number, number) if older is None else home[older]
+            home[number] = here
+            members[here].append(number)
+            makes = op.kind in MAKERS and number == op.outputs[0] and _may_move(op, specs[number], sizes)
+            reduces = op.kind is OpKind.ALL_REDUCE and specs[number].kind is Kind.WEIGHT
+            if reduces or number in kept.final or (older is None and here not in begins and not makes):
+                stays.add(here)
+            begins.setdefault(here, at)
+        if op.kind is OpKind.UPDATE:
+            stays.update(home[op.inputs[place]] for place in op.kind.row.ends)
+    last = {here: max(ends.get(number, len(tape)) for number in all) for here, all in members.items()}
+    return [
+        Room(tuple(buckets.rooms.get(here, [here])), frozenset(members[here]), begin, last[here])
+        for here, begin in begins.items()
+        if here not in stays
+    ]
+
+
+def _older(at: int, op: Op, number: int, in_place: InPlace, roots: Mapping[int, int]) -> int | None:
+    """The value in whose memory an output lies; None if it has its own."""
+    if number in roots:
+        return roots[number]
+    if at in in_place.fused:
+        return in_place.fused[at][0]
+    if number == op.outputs[0] and at in in_place.accumulates:
+        return in_place.accumulates[at]
+    return op.inputs[0] if at in in_place.first_input else None
+
+
+def _may_move(op: Op, spec: Spec, sizes: Sizes) -> bool:
+    """Whether the executor can write an op's result where it is told to."""
+    form = spec.form
+    if form.place or form.kind not in (FLAT if op.kind in GATHERS else PLACED):
+        return False
+    tokens = form.kind is Kind.ACTIVATION and not form.layer
+    wider = form.kind in ROW_KINDS and form.layer > 0 and sizes.signatures[form.layer - 1].projects
+    return not tokens and not wider  # both have other numbers than their kind
+
+
+class RoomBytes:
+    """How many bytes values take on a rank: layers' flat buffers are lengthened, so that each slice is as long.
+
+    Attributes:
+        flat: elements of each layer's buffer.
+    """
+
+    def __init__(self, program: Program, specs: Sequence[Mapping[int, Spec]]) -> None:
+        self._sizes = sizes = program.sizes
+        pieces = sizes.cuts(program.mesh)
+        cuts = [math.prod(pieces[index] for index in layer.cut) for layer in sizes.signatures]
+        for layer, of in cuts_of(specs).items():
+            cuts[layer] = math.lcm(cuts[layer], of)
+        self.flat = [-(-weights // (16 * cut)) * 16 * cut for weights, cut in zip(sizes.weights, cuts, strict=True)]
+
+    def __call__(self, spec: Spec) -> int:
+        form = spec.form
+        if form.kind not in FLAT:
+            return self._sizes.bytes(spec)
+        whole, elements = self._sizes.weights[form.layer], self._sizes.elements(spec)
+        length = self.flat[form.layer] // form.holds.of * form.holds.pieces
+        return self._sizes.bytes(spec) // elements * length if whole else 0
+
+    def of(self, room: Room, specs: Mapping[int, Spec]) -> int:
+        """Bytes of a room."""
+        return sum(self(specs[number]) for number in room.values)
+
+
+def cuts_of(specs: Sequence[Mapping[int, Spec]]) -> dict[int, int]:
+    """For each layer the least number of equal slices that every value of its weights is some of."""
+    cuts: dict[int, int] = defaultdict(lambda: 1)
+    for form in {spec.form for each in specs for spec in each.values()}:
+        if form.kind not in ROW_KINDS and form.kind is not Kind.SCALAR:
+            cuts[form.layer] = math.lcm(cuts[form.layer], form.holds.of)
+    return cuts
+
+
+def offsets_in(room: Room, begin: int, size: RoomBytes, specs: Mapping[int, Spec]) -> dict[int, int]:
+    """Where each value of a room lies that begins at a byte."""
+    starts = accumulate((size(specs[number]) for number in room.values), initial=begin)
+    return dict(zip(room.values, starts, strict=False))
+
+
+
+def is_placed(tape: Sequence[Op]) -> bool:
+    """Whether any value of a tape has a place."""
+    return any(op[15] >= 0 for op in tape)
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Memory of one rank that is there for the whole step.
+
+    Attributes:
+        bytes: how large it is.
+        values: numbers of all that lie there at some time.
+        rooms: each with its first byte.
+    """
+
+    bytes: int = 0
+    values: frozenset[int] = frozenset()
+    rooms: tuple[tuple[Room, int], ...] = ()
+
+
+NO_ARENA = Arena()
+
+
+def arenas_of(program: Program, specs: Sequence[Mapping[int, Spec]]) -> list[Arena]:
+    """The arena of each rank, as the places on its tape say."""
+    if not any(map(is_placed, program.tapes)):
+        return [NO_ARENA] * len(program.tapes)
+    size = RoomBytes(program, specs)
+    return [_arena(tape, specs[rank], program.sizes, size) for rank, tape in enumerate(program.tapes)]
+
+
+def _arena(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes, size: RoomBytes) -> Arena:
+    offsets = {op.outputs[0]: op.offset for op in tape if op.offset >= 0}
+    rooms = [room for room in rooms_of(tape, specs, sizes) if room.values[0] in offsets] if offsets else []
+    placed = tuple((room, offsets[room.values[0]]) for room in rooms)
+    top = max((begin + size.of(room, specs) for room, begin in placed), default=0)
+    return Arena(top, frozenset().union(*(room.members for room in rooms)), placed)

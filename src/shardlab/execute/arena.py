@@ -1,0 +1,50 @@
+"""The arena of a step: memory that is taken once, and a tensor in it for each value that has a place there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardlab.check import Checked
+from shardlab.check.rooms import RoomBytes, arenas_of, offsets_in
+from shardlab.execute.shapes import Shapes
+from shardlab.program import Spec
+
+
+class ArenaTensors:
+    """One rank's arena.
+
+    Attributes:
+        whole: (bytes,) uint8.
+        tensors: by number of a value; every step writes them again.
+        side_by_side: number of each value that lies beside others, to one tensor of all of these.
+    """
+
+    def __init__(
+        self, checked: Checked, rank: int, shapes: Shapes, dtype: Callable[[Spec], torch.dtype], device: torch.device
+    ) -> None:
+        specs, arena = checked.specs[rank], arenas_of(checked.program, checked.specs)[rank]
+        size = RoomBytes(checked.program, checked.specs)
+        # In float64 casts are to float64 as well (see `Settings`): what is cast is then wider than on the tape.
+        wider = 1
+        for room, _ in arena.rooms:
+            for spec in (specs[number] for number in room.values):
+                wider = max(wider, -(-math.prod(shapes.shape(spec)) * dtype(spec).itemsize // size(spec)))
+        self.whole = torch.empty(wider * arena.bytes, dtype=torch.uint8, device=device)
+        self.tensors: dict[int, Tensor] = {}
+        self.side_by_side: dict[int, Tensor] = {}
+        for room, begin in arena.rooms:
+            for number, offset in offsets_in(room, begin, size, specs).items():
+                self.tensors[number] = self._at(wider * offset, shapes.shape(specs[number]), dtype(specs[number]))
+            if len(room.values) > 1:
+                length, first = sum(len(self.tensors[number]) for number in room.values), specs[room.values[0]]
+                whole = self._at(wider * begin, (length,), dtype(first))
+                self.side_by_side |= dict.fromkeys(room.values, whole)
+
+    def _at(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor that begins at a byte; no view of `whole`, or autograd would take writing another for its change."""
+        empty = torch.empty(0, dtype=dtype, device=self.whole.device)
+        return empty.set_(self.whole.untyped_storage(), offset // dtype.itemsize, torch.Size(shape))
