@@ -31,7 +31,7 @@ def _check(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], program: Pr
             continue
         begin, at = placed[room.values[0]], made[room.values[0]]
         if placed != offsets_in(room, begin, size, specs) or begin % ALIGNMENT:
-            given = f"has place {begin}, but such rooms begin at multiples of {ALIGNMENT} bytes, side by side if reduced"
+            given = f"has place {begin}, but rooms begin at multiples of {ALIGNMENT} bytes, and fill them side by side"
             raise Refused("no place", tape[at].about, given, "leave places to the pass place").at(rank, at)
         end = begin + size.of(room, specs)
         for other, first, last in taken:
@@ -40,7 +40,9 @@ def _check(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], program: Pr
                     f"bytes {begin}-{end - 1} of the arena are to hold {specs[room.values[0]]}, but "
                     f"{specs[other.values[0]]} lies in {first}-{last - 1} until op {other.end}"
                 )
-                raise Refused("place taken", tape[room.begin].about, given, "give it another place").at(rank, room.begin)
+                raise Refused("place taken", tape[room.begin].about, given, "give it another place").at(
+                    rank, room.begin
+                )
         taken.append((room, begin, end))
     for number in offsets:
         at = next(at for at, op in enumerate(tape) if op.offset >= 0 and (*op.outputs, -1)[0] == number)

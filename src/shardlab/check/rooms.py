@@ -74,7 +74,9 @@ def rooms_of(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes) -> lis
             begins.setdefault(here, at)
         if op.kind is OpKind.UPDATE:
             stays.update(home[op.inputs[place]] for place in op.kind.row.ends)
-    last = {here: max(ends.get(number, len(tape)) for number in all) for here, all in members.items()}
+    over = {tape[at].inputs[0] for at in in_place.first_input if tape[at].outputs}  # written over: nobody reads them
+    over = over.union(*in_place.fused.values()) - buckets.first.keys()
+    last = {here: max(ends.get(number, len(tape)) for number in {*all} - over) for here, all in members.items()}
     return [
         Room(tuple(buckets.rooms.get(here, [here])), frozenset(members[here]), begin, last[here])
         for here, begin in begins.items()
@@ -146,7 +148,6 @@ def offsets_in(room: Room, begin: int, size: RoomBytes, specs: Mapping[int, Spec
     return dict(zip(room.values, starts, strict=False))
 
 
-
 def is_placed(tape: Sequence[Op]) -> bool:
     """Whether any value of a tape has a place."""
     return any(op[15] >= 0 for op in tape)
@@ -183,4 +184,4 @@ def _arena(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes, size: Ro
     rooms = [room for room in rooms_of(tape, specs, sizes) if room.values[0] in offsets] if offsets else []
     placed = tuple((room, offsets[room.values[0]]) for room in rooms)
     top = max((begin + size.of(room, specs) for room, begin in placed), default=0)
-    return Arena(top, frozenset().union(*(room.members for room in rooms)), placed)
+    return Arena(top, frozenset(number for room in rooms for number in room.members), placed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,5 +47,5 @@ class ArenaTensors:
 
     def _at(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor that begins at a byte; no view of `whole`, or autograd would take writing another for its change."""
-        empty = torch.empty(0, dtype=dtype, device=self.whole.device)
-        return empty.set_(self.whole.untyped_storage(), offset // dtype.itemsize, torch.Size(shape))
+        empty: Any = torch.empty(0, dtype=dtype, device=self.whole.device)
+        return empty.set_(self.whole.untyped_storage(), offset // dtype.itemsize, shape)

@@ -14,7 +14,6 @@ import numpy as np
 from shardlab.check import Checked
 from shardlab.check.rooms import ALIGNMENT, Room, RoomBytes, offsets_in, rooms_of
 from shardlab.passes.rewriting import CannotApply, Tapes
-
 from shardlab.timeline.memory import account
 from shardlab.timeline.prices import Bytes
 

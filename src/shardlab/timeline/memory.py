@@ -143,7 +143,8 @@ def account(
     taken_over = {at: older for at, (older, _) in in_place.fused.items()}
     buckets = Buckets(tape if real else (), in_place)
     if real:
-        taken_over |= {at: tape[at].inputs[0] for at in in_place.first_input if at not in taken_over}
+        written = (at for at in in_place.first_input if at not in taken_over and tape[at].outputs)  # some have a root
+        taken_over |= {at: tape[at].inputs[0] for at in written}
         if buckets.batched:
             taken_over = {
                 at: older

@@ -1,0 +1,92 @@
+"""Steps whose buffers have places in one arena: the same numbers, to the bit, and no more memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from shardlab.check import Checked
+from shardlab.execute import Executor, Settings
+from shardlab.execute.tracked_memory import step_with_memory
+from shardlab.measure.side_by_side.contender import DrawnBatches
+from shardlab.measure.side_by_side.memory import LiveStorages
+from shardlab.models import GPT
+from shardlab.passes import run_named
+from shardlab.program.record import MemoryRecord
+from shardlab.timeline.memory import memory_in_bytes
+from shardlab.train.job import Job
+from tests.support.ranks import Ranks
+
+World = Callable[[int], Ranks]
+MODEL = GPT(layers=4, hidden_size=32, heads=2, vocab_size=32, seq_len=8)
+
+
+class Steps(NamedTuple):
+    """What some steps came to: losses, weights, the most bytes of storages, and those of the arena."""
+
+    losses: list[float]
+    weights: torch.Tensor
+    peak: int
+    arena: int
+
+
+def steps_of(rank: int, job: Job, program: Checked) -> Steps:
+    storages = LiveStorages()
+    with storages.tracking():
+        batches = DrawnBatches(job.micro_batch_size, job.microbatches, MODEL.seq_len, MODEL.vocab_size)
+        executor = Executor(program, rank, job.cut, batches, Settings(precision=job.numbers))
+        losses = [float(executor.step()[0]) for _ in range(2)]
+        storages.peak = storages.live
+        losses.append(float(executor.step()[0]))
+    weights = torch.cat([kept.flatten() for kept in executor.state.kept.values()])
+    return Steps(losses, weights, storages.peak, executor.state.arena.whole.nbytes)
+
+
+def with_and_without(rank: int, job: Job, passes: str) -> tuple[Steps, Steps]:
+    before = run_named(job.checked(), passes)[-1].checked
+    after = run_named(before, "place")[-1].checked
+    plain = steps_of(rank, job, before)
+    gc.collect()
+    return plain, steps_of(rank, job, after)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "passes"),
+    [
+        ("zero-2", "fp32", "bucket=2"),
+        ("zero-3", "bf16", "none"),
+        ("fsdp", "fp64", "prefetch=1"),
+        ("1f1b", "bf16", "receive-early=2"),
+        ("tensor-parallel", "fp32", "none"),
+    ],
+)
+def test_places_change_no_bit_and_take_no_more_memory(ranks: World, name: str, precision: str, passes: str) -> None:
+    job = Job(name, 2, 4, MODEL, 2, precision)
+    for plain, placed in ranks(2).call(with_and_without, job, passes):
+        assert plain.losses == placed.losses
+        assert torch.equal(plain.weights, placed.weights)
+        assert placed.arena > plain.arena == 0
+        assert placed.peak <= 1.06 * plain.peak  # within an op tensors come and go that no value stands for
+
+
+def tracked(rank: int, job: Job) -> tuple[list[int], list[int]]:
+    """Bytes at the start of each op: predicted, and as storages are tracked in a step."""
+    program = run_named(job.checked(), "place")[-1].checked
+    batches = DrawnBatches(job.micro_batch_size, job.microbatches, MODEL.seq_len, MODEL.vocab_size)
+    executor = Executor(program, rank, job.cut, batches, Settings())
+    for _ in range(2):
+        executor.step()
+    record = MemoryRecord()
+    step_with_memory(executor, record)
+    assert record.live[len(executor.state.tape) - 1]["arena"] == executor.state.arena.whole.nbytes
+    return memory_in_bytes(program)[rank].before, [sum(live.values()) for _, live in sorted(record.live.items())]
+
+
+@pytest.mark.parametrize("name", ["zero-3", "1f1b"])
+def test_an_arena_is_part_of_the_memory_that_is_predicted(ranks: World, name: str) -> None:
+    for predicted, measured in ranks(2).call(tracked, Job(name, 2, 4, MODEL, 2)):
+        assert max(measured) == pytest.approx(max(predicted), rel=0.02)
