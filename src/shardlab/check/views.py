@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shardlab.program import Op, OpKind, Spec
+from shardlab.program import Kind, Op, OpKind, Spec
 from shardlab.rules.dealing import is_view
 
 
@@ -17,6 +17,34 @@ def roots_of(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
             if is_view(specs[whole], specs[part]):
                 roots[part] = roots.get(whole, whole)
     return roots
+
+
+BACKWARDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
+
+
+def last_reads(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
+    """Map each FORWARD or RECOMPUTE that is the last to read its activation to that, by number.
+
+    A backward pass names the activation, but goes through what autograd kept, which is not always that.
+    """
+    waits = {op[4]: at for at, op in enumerate(tape) if op[0] is OpKind.WAIT}
+    last: dict[int, int] = {}
+    shared: set[int] = set()
+    for at, op in enumerate(tape):
+        kind = op[0]
+        if kind is OpKind.FREE or kind is OpKind.WAIT:
+            continue
+        until = waits[op[4]] if op[4] >= 0 else at
+        for number in op[2][1:] if kind in BACKWARDS else op[2]:
+            last[number] = max(last.get(number, 0), until)
+        if kind is OpKind.SLICE:
+            shared.update((*op[2], *op[3]))
+    keeping = ((at, op) for at, op in enumerate(tape) if op[0].row.keeps is Kind.SAVED)
+    return {
+        at: op[2][0]
+        for at, op in keeping
+        if specs[op[3][-1]].kind is Kind.SAVED and last[op[2][0]] == at and op[2][0] not in shared
+    }
 
 
 def ends_of(tape: Sequence[Op]) -> dict[int, int]:

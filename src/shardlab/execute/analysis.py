@@ -8,7 +8,7 @@ from shardlab.check import Checked
 from shardlab.check.accumulation import InPlace
 from shardlab.check.buckets import Buckets
 from shardlab.check.kept import Kept
-from shardlab.check.views import ends_of, last_ends, roots_of
+from shardlab.check.views import ends_of, last_ends, last_reads, roots_of
 from shardlab.execute.joint_update import followed
 from shardlab.program import Kind, OpKind
 from shardlab.program.ops import COMMUNICATION
@@ -33,6 +33,7 @@ class Analysis:
         carried: indices of updates that are given a copy of a weight which is kept elsewhere.
         slot: number of a gathered or received weight to the buffer that it lives in; `slots` is how many there are.
         followed: indices of updates that another one follows at once.
+        last_reads: index of a FORWARD or RECOMPUTE to the activation that it is the last to read.
         empties: index of the op that ends such a weight, or the last slice of it, to the buffer.
     """
 
@@ -63,6 +64,7 @@ class Analysis:
         self.slots = self._share_buffers()
         self.hooked = self._hooked()
         self.followed = followed(self.tape)
+        self.last_reads = last_reads(self.tape, self.specs)
 
     def _hooked(self) -> set[int]:
         hooked: set[int] = set()

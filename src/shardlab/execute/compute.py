@@ -92,7 +92,8 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     """A layer; with its graph, if the tape saves one."""
     layer, (x, weight, *carried), values = state.layers[op.layer], op.inputs, state.values
     share, hooked = state.share(op), at in state.analysis.hooked
-    saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
+    keeps = state.keeps_input(op.layer)
+    saves, over = state.specs[op.outputs[-1]].kind is Kind.SAVED, at in state.analysis.last_reads
     outputs = op.outputs[: len(op.outputs) - saves]
 
     def inputs() -> list[Tensor]:
@@ -100,12 +101,13 @@ def forward(state: State, at: int, op: Op) -> Instruction:
 
     def run() -> None:
         flat = state.flat_weight(op.layer, weight)
-        graph = Graph(
-            layer, inputs(), flat, state.scaled(share), state.dropout(op), Saved(flat.flat) if hooked else None
-        )
+        saved, settings = Saved(flat.flat) if hooked else None, (state.scaled(share), state.dropout(op))
+        graph = Graph(layer, inputs(), flat, *settings, saved, keeps_input=keeps)
         for number, made in zip(outputs, graph.take_outputs(), strict=True):
             values[number] = made
         values[op.outputs[-1]] = graph
+        if over:
+            values[x] = None  # autograd has what it needs of it
 
     def run_without_saving() -> None:
         with torch.no_grad():
@@ -120,15 +122,18 @@ def forward(state: State, at: int, op: Op) -> Instruction:
 def recompute(state: State, at: int, op: Op) -> Instruction:
     """A layer again, for its graph alone."""
     layer, (x, weight), saved, values = state.layers[op.layer], op.inputs, op.outputs[0], state.values
+    over = at in state.analysis.last_reads
     share, hooked = state.share(op), at in state.analysis.hooked
+    keeps = state.keeps_input(op.layer)
 
     def run() -> None:
         flat = state.flat_weight(op.layer, weight)
-        graph = Graph(
-            layer, [values[x]], flat, state.scaled(share), state.dropout(op), Saved(flat.flat) if hooked else None
-        )
+        kept, settings = Saved(flat.flat) if hooked else None, (state.scaled(share), state.dropout(op))
+        graph = Graph(layer, [values[x]], flat, *settings, kept, keeps_input=keeps)
         graph.take_outputs()
         values[saved] = graph
+        if over:
+            values[x] = None
 
     return run
 

@@ -34,10 +34,13 @@ class Graph:
         share: Share,
         dropout: Dropout | None,
         saved: Saved | None = None,
+        *,
+        keeps_input: bool = True,
     ) -> None:
         """Run the layer on its inputs: the activation, and what is carried beside it.
 
-        `saved` is what autograd saves into: for a weight that may be gathered again, or a backward pass in halves.
+        `saved` is what autograd saves into: for a weight that may be gathered again, or a backward pass in halves. If
+        autograd keeps no activation (not `keeps_input`), neither does the leaf that waits for its gradient.
         """
         self._saved = saved
         self._leaves = [*weight.leaves]
@@ -45,6 +48,8 @@ class Graph:
         self._inputs = [x for x in given if x.requires_grad]
         with nullcontext() if saved is None else saved_tensors_hooks(saved.pack, saved.unpack):
             self._outputs: Sequence[Tensor] = layer.run(weight.leaves, given, share, dropout)
+        if not keeps_input and given[0].requires_grad:
+            given[0].data = given[0].new_empty(1).expand(given[0].shape)
         self._edges: list[GradientEdge] = []
         self._entries: list[Entry] = []
         self._whole: dict[int, Tensor] = {}

@@ -251,6 +251,10 @@ class State:
             op.holds or Holds(spec.pieces("expert"), spec.form.space.count("expert")),
         )
 
+    def keeps_input(self, layer: int) -> bool:
+        """Whether autograd keeps the activation that a layer is given; a compiler may choose to."""
+        return self.settings.compile or self.model.run(layer).keeps_input
+
     def scaled(self, share: Share) -> Share:
         """A share of a layer with this step's scale of losses."""
         return replace(share, loss_scale=self.loss_scale.scale) if self.settings.precision.scaled else share

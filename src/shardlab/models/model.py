@@ -226,6 +226,7 @@ class Model(ABC):
             activations=tuple(self.microbatch_elements(i, rows) for i in range(self.layers + 1)),
             saved=tuple(self.microbatch_saved(layer, rows) for layer in range(self.layers)),
             saved_for_weight=tuple(self.run(layer).saved_for_weight(rows) for layer in range(self.layers)),
+            keeps_input=tuple(run.keeps_input for run in self.runs),
             element_bytes=dict.fromkeys(Kind, element_bytes),
             signatures=self.signatures,
             blocks=self.block_bounds,

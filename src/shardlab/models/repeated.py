@@ -73,6 +73,7 @@ class Repeated:
             activations=_taken(sizes.activations, self.alike),
             saved=_taken(sizes.saved, layers),
             saved_for_weight=_taken(sizes.saved_for_weight, layers),
+            keeps_input=_taken(sizes.keeps_input, layers),
             signatures=_signatures(sizes.signatures, layers),
             blocks=(*starts, *[start + self.more * self.each for start in sizes.blocks]),
         )

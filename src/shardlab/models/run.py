@@ -123,6 +123,12 @@ class Run:
             beside += primitive.keeps_beside(rows)
         return beside + self._elements(kept, rows)
 
+    @cached_property
+    def keeps_input(self) -> bool:
+        """Whether autograd keeps the activation that enters it: not where that is only added to something."""
+        kept = (self._read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps())
+        return Made(self.inputs[0], INPUT) in kept
+
     def saved_for_weight(self, rows: int) -> int:
         """Elements left of that between the halves of a split backward pass, with the gradients that the first half
         leaves for the second, beyond those of the layer's outputs.

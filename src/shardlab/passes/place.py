@@ -37,7 +37,7 @@ def place(checked: Checked, _: int) -> Tapes:
     found: Tapes = []
     for rank, tape in enumerate(plain):
         specs = checked.specs[rank]
-        live = account(tape, specs, bytes_of, real=True).during
+        live = account(tape, specs, bytes_of, real=True, keeps_input=program.sizes.keeps_input).during
         counted = [(room, size.of(room, specs), sum(bytes_of(specs[n]) for n in room.values)) for room in rooms[rank]]
         offsets: dict[int, int] = {}
         for room, begin in best_fit(counted, live):

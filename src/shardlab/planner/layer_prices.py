@@ -76,7 +76,7 @@ class LayerPrices:
         if run.attend is not None:  # attention is a step of its own
             for elements, kind in ((sizes.queries, Kind.QUERIES), (sizes.keys_values, Kind.KEYS_VALUES)):
                 saved += elements * sizes.element_bytes[kind] / shared
-        return self.given(sizes, layer) + saved
+        return self._entered(sizes, layer) + saved
 
     def halved(self, sizes: Sizes, layer: int) -> float:
         """Bytes of one microbatch that stay between the halves of a backward pass: input, output's gradient, and what
@@ -88,7 +88,11 @@ class LayerPrices:
         saved = (sizes.saved_for_weight or sizes.saved)[layer] * sizes.element_bytes[Kind.SAVED_FOR_WEIGHT] / shared
         gathered = GATHER in self.layers[layer].completions.grad_output
         output = 0.0 if run.attend else self._activation(sizes, layer + 1, gathered)  # else it is no activation
-        return self.given(sizes, layer) + saved + output
+        return self._entered(sizes, layer) + saved + output
+
+    def _entered(self, sizes: Sizes, layer: int) -> float:
+        """Bytes of a layer's input that autograd keeps."""
+        return self.given(sizes, layer) if not sizes.keeps_input or sizes.keeps_input[layer] else 0.0
 
     def given(self, sizes: Sizes, activation: int) -> float:
         """Bytes of an activation of one microbatch as it enters its layer; tokens count as nothing."""

@@ -108,7 +108,7 @@ class MemoryUse:
             activations = (*activations[:-1], int(activations[-1] * (each or 0.0) / (2 * width)))
         bytes = dict(sizes.element_bytes)
         bytes[Kind.GRAD_WEIGHT] = self.held_gradient_bytes(bytes[Kind.GRAD_WEIGHT])
-        return replace(sizes, saved=saved, activations=activations, element_bytes=bytes)
+        return replace(sizes, saved=saved, activations=activations, keeps_input=(), element_bytes=bytes)
 
     def held_gradient_bytes(self, bytes: int) -> int:
         """Bytes that are held of a gradient's element whose sum has so many bytes."""

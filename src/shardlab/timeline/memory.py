@@ -10,7 +10,7 @@ from enum import Enum
 from shardlab.check.accumulation import InPlace
 from shardlab.check.buckets import Buckets
 from shardlab.check.rooms import NO_ARENA, Arena, arenas_of
-from shardlab.check.views import roots_of
+from shardlab.check.views import last_reads, roots_of
 from shardlab.program import Kind, Op, OpKind, Sizes, Spec
 from shardlab.rules.place import PLACES
 from shardlab.timeline.prices import Bytes
@@ -115,7 +115,15 @@ def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool
     size = Bytes(kept or traced.program.sizes)
     arenas = arenas_of(traced.program, traced.specs)
     return [
-        account(tape, traced.specs[row], size, real=True, counters=counters, arena=arenas[row])
+        account(
+            tape,
+            traced.specs[row],
+            size,
+            real=True,
+            counters=counters,
+            arena=arenas[row],
+            keeps_input=size.sizes.keeps_input,
+        )
         for row, tape in enumerate(traced.program.tapes)
     ]
 
@@ -129,11 +137,14 @@ def account(
     counters: bool = False,
     memory: str = "",
     arena: Arena = NO_ARENA,
+    keeps_input: Sequence[bool] = (),
 ) -> RankMemory:
     """Follow one tape, with every value as large as `size` says.
 
     Args:
         arena: of the rank; what lies there takes no memory of its own.
+        keeps_input: whether autograd keeps each layer's input; one that it does not keep goes when it was read for the
+            last time, as the executor lets it (empty: it keeps all).
         memory: which is followed, of `rules.place.PLACES` ("": the device's); other values take none of it.
         real: whether ALL_REDUCE and ADD write over an input that nobody reads any more, as the executor does; the
             puzzles count both.
@@ -156,6 +167,8 @@ def account(
     room, place = ([0] * (max(specs, default=-1) + 1) for _ in range(2))  # of each value: its bytes, its category
     owned: dict[int, dict[Kind, int]] = {}  # what autograd keeps for an activation
     views = Views(tape, specs, buckets.first)
+    released = {} if all(keeps_input) else last_reads(tape, specs)
+    released = {at: number for at, number in released.items() if not keeps_input[tape[at].layer]}
     issued: dict[int, tuple[int, ...]] = {}
     live, peak, peak_op = arena.bytes, 0, 0
     by_category = [0] * len(CATEGORIES)
@@ -206,6 +219,11 @@ def account(
             if live > peak:
                 peak, peak_op, at_peak = live, at, tuple(by_category)
         during.append(live)
+        if at in released:
+            number = released[at]
+            live -= room[number]
+            by_category[place[number]] -= room[number]
+            room[number] = 0
         if counters:
             curve.append(tuple(by_category))
         if kind is FREE:  # what most ops are

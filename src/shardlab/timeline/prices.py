@@ -135,10 +135,14 @@ class PriceList:
 
 
 class Bytes:
-    """How many bytes a value has; microbatches' values are alike, so each size is computed once."""
+    """How many bytes a value has; microbatches' values are alike, so each size is computed once.
+
+    Attributes:
+        sizes: which say it.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
-        self._sizes = sizes
+        self.sizes = sizes
         self._known: dict[Hashable, int] = {}
 
     def __call__(self, spec: Spec) -> int:
@@ -146,7 +150,7 @@ class Bytes:
         key = (form, cells.bit_count()) if form.kind in ROW_KINDS else form
         size = self._known.get(key)
         if size is None:
-            size = self._known[key] = self._sizes.bytes(spec)
+            size = self._known[key] = self.sizes.bytes(spec)
         return size
 
 
