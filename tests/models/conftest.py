@@ -64,6 +64,8 @@ def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype
         dropout = Dropout(model.dropout, 0, 0, layer, (0,))
         outputs = layers_of(model)[layer].run(parameters, inputs, share, dropout)
     assert all(output.requires_grad for output in outputs)
+    kept = inputs[0].untyped_storage().data_ptr() in storages
+    assert model.run(layer).keeps_input or not kept, "an input is kept that the executor lets go"
     for given in (flat, *inputs):
         storages.pop(given.untyped_storage().data_ptr(), None)
     return sum(storage.nbytes() for storage in storages.values())

@@ -60,6 +60,7 @@ def test_a_peak_is_put_down_to_the_op_that_reaches_it() -> None:
         "activations": 4 * 4 * ROWS * 4,  # inputs of both layers, the output's gradient, and that of layer 1's input
         "gathered": 0,
         "communication": 0,
+        "arena": 0,
     }
 
 
