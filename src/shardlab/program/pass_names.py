@@ -53,6 +53,9 @@ PASS_NAMES = {
 }
 """Every pass, in the order in which they are run, and what its setting means ("": it takes none)."""
 
+ONLY_NAMED = (OFFLOAD, "place")
+"""Passes that are run only where they are named: no price says what they gain."""
+
 PASSES_FIELD = replace(word(), metavar="all|none|NAME,...")
 """The field of a plan that names passes."""
 
@@ -89,7 +92,7 @@ def named_passes(text: str) -> list[NamedPass]:
     for each in text.split(","):
         name, equals, given = each.strip().partition("=")
         if name == "all" and not equals:
-            others = (other for other in PASS_NAMES if other != OFFLOAD)
+            others = (other for other in PASS_NAMES if other not in ONLY_NAMED)
             found = {other: NamedPass(other, None, by_name=False) for other in others} | found
             continue
         if name not in PASS_NAMES:
