@@ -74,7 +74,8 @@ def rooms_of(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes) -> lis
             begins.setdefault(here, at)
         if op.kind is OpKind.UPDATE:
             stays.update(home[op.inputs[place]] for place in op.kind.row.ends)
-    over = {tape[at].inputs[0] for at in in_place.first_input if tape[at].outputs}  # written over: nobody reads them
+    written = [tape[at] for at in in_place.first_input if tape[at].outputs]
+    over = {op.inputs[0] for op in written if home[op.inputs[0]] == home[op.outputs[0]]}  # nobody reads them later
     over = over.union(*in_place.fused.values()) - buckets.first.keys()
     last = {here: max(ends.get(number, len(tape)) for number in {*all} - over) for here, all in members.items()}
     return [
