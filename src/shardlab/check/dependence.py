@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from shardlab.check.views import roots_of
 from shardlab.program import Kind, Op, OpKind, Spec
 from shardlab.program.matching import channel_of
-from shardlab.program.ops import COMMUNICATION
+from shardlab.program.ops import COMMUNICATION, COPIES
 
 FREE, WAIT, UPDATE = OpKind.FREE, OpKind.WAIT, OpKind.UPDATE
 
@@ -52,6 +52,7 @@ class Dependences:
             self._note(at, op, specs)
             if op.kind in COMMUNICATION:
                 self.before[self.waits[op.handle]].add(at)
+            if op.kind in COMMUNICATION - COPIES:  # a copy meets no other rank
                 channel = channel_of(rank, op)
                 if channel in last_on:
                     before.add(last_on[channel])

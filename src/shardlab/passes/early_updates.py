@@ -22,6 +22,11 @@ def early_updates(checked: Checked, _: int) -> Tapes:
 
 
 def _wish(order: Ordering) -> None:
-    for at, op in enumerate(order.needs.tape):
+    tape, needs = order.needs.tape, order.needs
+    for at, op in enumerate(tape):
         if op.kind is OpKind.UPDATE:
             order.start_at_once(at)
+            for away in (reader for made in op.outputs for reader in needs.readers[made]):
+                if tape[away].kind is OpKind.OFFLOAD:
+                    order.start_at_once(away)
+                    order.start_at_once(needs.over(away))

@@ -11,7 +11,7 @@ from shardlab.program.pass_names import Ahead
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
 LIGHT = frozenset({OpKind.ADD, OpKind.SCALE, OpKind.CAST, OpKind.SLICE, OpKind.CONCATENATE, OpKind.NORM})
-"""Ops that follow what is moved. Others stay where they are, and hold back what they need."""
+"""Ops that follow what is moved, as reloads follow what starts earlier. Others stay, and hold back what they need."""
 
 
 class Ordering:
@@ -30,6 +30,9 @@ class Ordering:
         self.rank = needs.rank
         self._tape = needs.tape
         self._places = _places(self._tape)
+        reloads = [at for at, op in enumerate(self._tape) if op.kind is OpKind.RELOAD]
+        light = (at for at, op in enumerate(self._tape) if op.kind in LIGHT)
+        self._follows = {*light, *reloads, *map(needs.over, reloads)}
         self._raised: dict[int, float] = {}
         self._sunk: dict[int, float] = {}
 
@@ -38,8 +41,8 @@ class Ordering:
         self._raise(at, self._places[max(0, other)] - 0.5)
 
     def start_at_once(self, at: int) -> None:
-        """Have an op start as soon as what it needs is there."""
-        self._raise(at, -1.0)
+        """Have an op start as soon as what it needs is there; what follows it comes with it, and no earlier."""
+        self._raise(at, self._ready(at))
 
     def end_before(self, at: int, other: int) -> None:
         """Have an op go down to just before another (the tape's length: to the end), or to the first that needs it."""
@@ -61,8 +64,13 @@ class Ordering:
         if place < self._raised.get(at, self._places[at]):
             self._raised[at] = place
             for other in self.needs.before[at]:
-                if self._tape[other].kind in LIGHT:
+                if other in self._follows:
                     self._raise(other, place)
+
+    def _ready(self, at: int) -> float:
+        """Where the last of what an op needs is, but for what follows it."""
+        needed = self.needs.before[at]
+        return max((self._ready(each) if each in self._follows else self._place(each) for each in needed), default=-1.0)
 
     def tape(self) -> list[Op]:
         """The tape in its new order."""

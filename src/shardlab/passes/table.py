@@ -55,11 +55,11 @@ PASSES = {
     for each in (
         TapePass("offload", "keeps what is needed later in the host's memory or on the disk", offload, ()),
         TapePass("prefetch", "gathers weights ahead of their use", prefetch, moves=gathers_ahead),
-        TapePass("copy-early", "overlaps copies to the host or the disk, and back", early_copies),
         TapePass("receive-early", "posts receives before they are needed", early_receives, moves=receives_ahead),
         TapePass("bucket", "makes one collective of small ones", bucket, (1, 2, 4, 8, 16, 32)),
         TapePass("defer", "awaits reductions of gradients late", defer),
         TapePass("update-early", "updates a layer as soon as its gradient is final", early_updates, (1,)),
+        TapePass("copy-early", "overlaps copies to the host or the disk, and back", early_copies),
         TapePass("place", "gives buffers places in one arena", place, (1,)),
     )
 }

@@ -44,11 +44,11 @@ Setting = int | Ahead | Homes
 PASS_NAMES = {
     OFFLOAD: "what goes where",
     "prefetch": AHEAD,
-    "copy-early": AHEAD,
     "receive-early": AHEAD,
     "bucket": "buckets at least",
     "defer": "more under way",
     "update-early": "",
+    "copy-early": AHEAD,
     "place": "",
 }
 """Every pass, in the order in which they are run, and what its setting means ("": it takes none)."""
