@@ -1,6 +1,6 @@
 """Whether a model whose state is larger than its ranks may keep in memory trains within that limit, as without one.
 
-python benchmarks/within_limit.py [--ranks 2] [--layers 28] [--hidden-size 512] [--room 128] [--steps 4]
+python benchmarks/within_limit.py [--ranks 2] [--layers 50] [--hidden-size 384] [--room 176] [--steps 4]
 
 A rank may take so many MiB more than it has taken before it trains (setrlimit(RLIMIT_DATA), Linux: private memory that
 can be written, not files). It trains without a limit; within it, with weights and optimizer states on the disk; again
@@ -57,7 +57,7 @@ def losses(out: Path) -> list[float]:
 
 
 def main(
-    ranks: int = 2, layers: int = 28, hidden_size: int = 512, room: int = 128, steps: int = 4, strategy: str = "fsdp"
+    ranks: int = 2, layers: int = 50, hidden_size: int = 384, room: int = 176, steps: int = 4, strategy: str = "fsdp"
 ) -> int:
     """Train with and without a limit.
 

@@ -68,7 +68,8 @@ def held(state: State) -> Iterator[KeptRange]:
 class Snapshot:
     """A copy of the ranges that a rank writes; every range has one writer among the ranks.
 
-    What lies on the disk is copied there, all else into the host's memory. Its room is kept from one checkpoint to the next, since taking that would be most of the copy's time.
+    What lies on the disk is copied there, all else into the host's memory. The copy's room is kept from one checkpoint
+    to the next, since taking it would be most of the time.
     """
 
     def __init__(self, state: State) -> None:

@@ -35,6 +35,7 @@ class Analysis:
         followed: indices of updates that another one follows at once.
         last_reads: index of a FORWARD or RECOMPUTE to the activation that it is the last to read.
         empties: index of the op that ends such a weight, or the last slice of it, to the buffer.
+        leaves_room: index of the FREE of a kept weight, or of its last slice, to the weight, which arrives there again.
     """
 
     def __init__(self, checked: Checked, rank: int) -> None:
@@ -62,9 +63,20 @@ class Analysis:
         self.slot: dict[int, int] = {}
         self.empties: dict[int, int] = {}
         self.slots = self._share_buffers()
+        self.leaves_room = self._leaves_room()
         self.hooked = self._hooked()
         self.followed = followed(self.tape)
         self.last_reads = last_reads(self.tape, self.specs)
+
+    def _leaves_room(self) -> dict[int, int]:
+        kept, ended = self.kept, last_ends(ends_of(self.tape), self.roots)
+        arriving = {kept.final[number] for number in kept.arrives}
+        written = {kept.owner(*key) for key in self.stepped_at}
+        return {
+            ended[number]: number
+            for number, key in kept.loaded.items()
+            if key in arriving - written and not kept.places[key] and self.tape[ended[number]].kind is OpKind.FREE
+        }
 
     def _hooked(self) -> set[int]:
         hooked: set[int] = set()

@@ -265,11 +265,14 @@ def free(state: State, at: int, op: Op) -> Instruction:
     """Drop a value, and with an activation what autograd saved from its forward."""
     number, values = op.inputs[0], state.values
     saved, slot = state.analysis.saved_of[number], state.analysis.empties.get(at)
+    kept = state.analysis.leaves_room.get(at)
 
     def run() -> None:
         values[number] = None
         if slot is not None:
             state.empty_buffer(slot)
+        if kept is not None:
+            state.give_back(kept)
         for each in saved:
             values[each] = None
 

@@ -148,7 +148,7 @@ class Slice:
         """
         gone = [run for run in self.weights if not run.untyped_storage().nbytes()]  # an update is given a copy
         for run in gone:
-            memory, end = run.untyped_storage(), (run.storage_offset() + len(run)) * run.itemsize
+            memory, end = run.untyped_storage(), (int(run.storage_offset()) + len(run)) * run.itemsize
             memory.resize_(max(memory.nbytes(), end))
             run.zero_()
         for part in self._parts:

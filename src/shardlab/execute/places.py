@@ -110,7 +110,7 @@ class Parked:
     """
 
     def __init__(self) -> None:
-        self._rooms: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # by torch's number of the first
+        self._rooms: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
         self._away = False
 
     def offload(self, tensors: Sequence[Tensor], room: Callable[[int], torch.UntypedStorage]) -> Wait:
@@ -118,9 +118,9 @@ class Parked:
         if self._away:
             return _nothing
         for here in (tensor.untyped_storage() for tensor in tensors):
-            if here._cdata not in self._rooms:
-                self._rooms[here._cdata] = here, room(here.nbytes())
-        leaving = [(here, copy(_bytes(there), _bytes(here))) for here, there in self._rooms.values()]
+            if here not in self._rooms:
+                self._rooms[here] = room(here.nbytes())
+        leaving = [(here, copy(_bytes(there), _bytes(here))) for here, there in self._rooms.items()]
         self._away = True
 
         def wait() -> None:
@@ -136,7 +136,7 @@ class Parked:
             return _nothing
         self._away = False
         copies: list[Wait] = []
-        for here, there in self._rooms.values():
+        for here, there in self._rooms.items():
             here.resize_(there.nbytes())
             copies.append(copy(_bytes(here), _bytes(there)))
 
@@ -148,7 +148,7 @@ class Parked:
 
     def lying(self, tensor: Tensor) -> Tensor:
         """A tensor where it lies now: itself, or a view of its copy elsewhere."""
-        if not self._away or tensor.untyped_storage()._cdata not in self._rooms:
+        there = self._rooms.get(tensor.untyped_storage()) if self._away else None
+        if there is None:
             return tensor
-        _, there = self._rooms[tensor.untyped_storage()._cdata]
         return _view_of(there, tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

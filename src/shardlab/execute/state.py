@@ -161,6 +161,7 @@ class State:
         self.reads: dict[int, Set[int]] = {}
         self._weights: dict[tuple[int, int, int], FlatWeight] = {}
         self.stepping: list[Slice] = []
+        self._given_back: dict[tuple[int, Holds], int] = {}  # bytes of kept weights that have no memory now
         self._side_by_side: dict[int, Tensor] = {}
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:
@@ -193,10 +194,7 @@ class State:
                 self.put_opt_state(spec)()
 
     def put_opt_state(self, spec: Spec) -> Wait:
-        """Start to have what an optimizer keeps where a value of it lies: at hand where it is updated, parked elsewhere.
-
-        Gives how to wait until it is there.
-        """
+        """Start to have what an optimizer keeps where a value of it lies: at hand where it is updated, or parked."""
         part, place = self.opt_states[spec.layer, spec.holds], spec.form.place
         if place == self.analysis.stepped_at.get((spec.layer, spec.holds), place):
             return part.reload()
@@ -315,7 +313,7 @@ class State:
         weights, or new one."""
         spec = self.specs[number]
         if number in self.analysis.kept.arrives:
-            return self.kept[spec.layer, spec.holds]
+            return self.room_kept(number)
         if number in self.arena.tensors:
             return self.arena.tensors[number]
         slot = self.analysis.slot.get(number)
@@ -356,6 +354,20 @@ class State:
         buffer.untyped_storage().resize_(length * buffer.itemsize)
         return buffer[:length]
 
+    def give_back(self, number: int) -> None:
+        """Give the memory of a kept weight back until a new one arrives there."""
+        memory = self.kept[self.analysis.kept.loaded[number]].untyped_storage()
+        self._given_back[self.analysis.kept.loaded[number]] = memory.nbytes()
+        memory.resize_(0)
+
+    def room_kept(self, number: int) -> Tensor:
+        """The memory of a kept weight that arrives."""
+        key = self.analysis.kept.final[number]
+        kept = self.kept[key]
+        if size := self._given_back.pop(key, 0):
+            kept.untyped_storage().resize_(size)
+        return kept
+
     def empty_buffer(self, slot: int) -> None:
         """Give a buffer's memory back, although autograd and the leaves still refer to it."""
         self.buffers[slot].untyped_storage().resize_(0)
@@ -364,7 +376,10 @@ class State:
         """The leaves over a weight value's buffer; made once for each buffer and layer, for buffers stay."""
         flat: Tensor = self.values[number]
         slot = self.analysis.slot.get(self.analysis.roots.get(number, number))
-        key = (layer, flat.data_ptr() if slot is None else slot, int(flat.storage_offset()))
+        if slot is None:
+            root = self.analysis.roots.get(number, number)
+            slot = -1 - root if root in self.analysis.leaves_room.values() else flat.data_ptr()
+        key = (layer, slot, int(flat.storage_offset()))
         if key not in self._weights:
             self._weights[key] = FlatWeight(flat, self.shapes.layout_of_weight(layer))
         return self._weights[key]

@@ -40,9 +40,11 @@ class Ordering:
         """Have an op start before another, or as soon afterwards as what it needs is there."""
         self._raise(at, self._places[max(0, other)] - 0.5)
 
-    def start_at_once(self, at: int) -> None:
-        """Have an op start as soon as what it needs is there; what follows it comes with it, and no earlier."""
-        self._raise(at, self._ready(at))
+    def start_at_once(self, *together: int) -> None:
+        """Have ops start as soon as what they need is there; what follows them comes with them, and no earlier."""
+        place = max(map(self._ready, together))
+        for at in together:
+            self._raise(at, place)
 
     def end_before(self, at: int, other: int) -> None:
         """Have an op go down to just before another (the tape's length: to the end), or to the first that needs it."""

@@ -12,6 +12,7 @@ from shardlab.passes.defer import defer
 from shardlab.passes.early_copies import early_copies
 from shardlab.passes.early_receives import early_receives, receives_ahead
 from shardlab.passes.early_updates import early_updates
+from shardlab.passes.fuse_steps import fuse_steps
 from shardlab.passes.offload import offload
 from shardlab.passes.place import place
 from shardlab.passes.prefetch import gathers_ahead, prefetch
@@ -59,6 +60,7 @@ PASSES = {
         TapePass("bucket", "makes one collective of small ones", bucket, (1, 2, 4, 8, 16, 32)),
         TapePass("defer", "awaits reductions of gradients late", defer),
         TapePass("update-early", "updates a layer as soon as its gradient is final", early_updates, (1,)),
+        TapePass("fuse-steps", "makes the next step's first gathers in this step's tail", fuse_steps),
         TapePass("copy-early", "overlaps copies to the host or the disk, and back", early_copies),
         TapePass("place", "gives buffers places in one arena", place, (1,)),
     )

@@ -48,6 +48,7 @@ PASS_NAMES = {
     "bucket": "buckets at least",
     "defer": "more under way",
     "update-early": "",
+    "fuse-steps": "gathers of the next step",
     "copy-early": AHEAD,
     "place": "",
 }
