@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
-from functools import partial
 
 from shardlab.check import Checked
 from shardlab.check.buckets import batches_of
+from shardlab.check.dependence import Dependences
 from shardlab.check.kept import Kept
 from shardlab.passes.ordering import Ordering
-from shardlab.passes.rewriting import CannotApply, Tapes, reordered
+from shardlab.passes.rewriting import CannotApply, Tapes
 from shardlab.program import Kind, Op, OpKind, Spec
 
 WAIT, UPDATE = OpKind.WAIT, OpKind.UPDATE
@@ -33,13 +33,12 @@ def fuse_steps(checked: Checked, count: int) -> Tapes:
     if not chosen:
         raise CannotApply("no step begins with a gather of weights that are kept on the device")
     tapes: Tapes = []
-    specs: list[Mapping[int, Spec]] = []
     for rank, tape in enumerate(checked.program.tapes):
-        own = {at for other, at in chosen if other == rank}
-        fused = _fused(tape, checked.specs[rank], own)
-        tapes.append(fused[0])
-        specs.append(fused[1])
-    return reordered(tapes, specs, partial(_wish, specs, count))
+        fused, specs = _fused(tape, checked.specs[rank], {at for other, at in chosen if other == rank})
+        order = Ordering(Dependences(fused, rank, specs))
+        _wish(specs, count, order)
+        tapes.append(order.tape())
+    return tapes
 
 
 def _chosen(checked: Checked, count: int) -> set[tuple[int, int]]:
@@ -88,15 +87,13 @@ def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], chosen: Set[int]) -> t
     return made + ends, specs
 
 
-def _wish(specs: Sequence[Mapping[int, Spec]], count: int, order: Ordering) -> None:
+def _wish(specs: Mapping[int, Spec], count: int, order: Ordering) -> None:
     """What is gathered for the next step starts as soon as it can, before the last updates of other slices."""
     tape, needs = order.needs.tape, order.needs
     gathers = [
         at
         for at, op in enumerate(tape)
-        if op.kind is ALL_GATHER
-        and specs[order.rank][op.outputs[0]].kind is Kind.WEIGHT
-        and not needs.readers[op.outputs[0]]
+        if op.kind is ALL_GATHER and specs[op.outputs[0]].kind is Kind.WEIGHT and not needs.readers[op.outputs[0]]
     ]
     sources = {tape[at].inputs[0] for at in gathers}
     updates = [at for at, op in enumerate(tape) if op.kind is UPDATE]

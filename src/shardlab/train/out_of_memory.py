@@ -12,8 +12,8 @@ from shardlab.train.heap import memory_limit
 if TYPE_CHECKING:
     import torch
 
-_ASKED = re.compile(r"[Tt]ried to allocate (\d+ bytes|[\d.]+ [KMG]iB)")
-"""In torch's words for it, on a CPU and on a GPU."""
+_ASKED = re.compile(r"(?:[Tt]ried to allocate|unable to mmap) (\d+ bytes|[\d.]+ [KMG]iB)")
+"""In torch's words for it."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -26,7 +28,9 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class TensorFiles:
-    """Tensors by name; a file is opened when the first of its tensors is asked for, and only what is asked for is read.
+    """Tensors by name, of which only what is asked for is read.
+
+    Files are mapped to be read only: what a process maps to write counts as memory that it has taken.
 
     Args:
         files: the file that has each tensor (None: all that are in `paths`).
@@ -36,6 +40,7 @@ class TensorFiles:
     def __init__(self, paths: list[Path]) -> None:
         self._opened = {path: _open(path) for path in paths}
         self._file = {name: file for file in self._opened.values() for name in cast(list[str], file.keys())}
+        self._bytes = {name: each for path in paths for name, each in _tensors(path)}
 
     @property
     def names(self) -> set[str]:
@@ -59,15 +64,27 @@ class TensorFiles:
 
     def read(self, name: str, *where: slice | int) -> Tensor:
         """Part of a tensor, or with no `where` all of it."""
-        part = self._file[name].get_slice(name)
-        return cast(Tensor, part[where] if where else part[:])
+        dtype = self.dtype(name)
+        whole = self._bytes[name].view(f"u{dtype.itemsize}").reshape(self.shape(name))
+        return torch.from_numpy(np.array(whole[where] if where else whole)).view(dtype)
 
 
 def _open(path: Path) -> Any:
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(path, framework="numpy")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read as safetensors ({reason(error)})") from None
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, np.dtype[np.uint8]]]]:
+    """The names and bytes of a file's tensors."""
+    mapped = np.memmap(path, np.uint8, "r")
+    start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
+    header: dict[str, dict[str, Any]] = json.loads(mapped[8:start].tobytes())
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            yield name, mapped[start + begin : start + end]
 
 
 def files_of(single: Path) -> list[Path]:
