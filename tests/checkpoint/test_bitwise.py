@@ -45,6 +45,7 @@ SAME: dict[str, tuple[str | Plan, int, dict[str, Any], dict[str, Any]]] = {
     "weights and states in the host's memory": (f"{AWAY}:offloaded", 2, {}, {}),
     "states on the disk": (f"{AWAY}:state_away", 2, {}, {}),
     "weights on the disk": (f"{AWAY}:weights_away", 2, {}, {}),
+    "gathered weights": ("fsdp", 2, {"passes": "fuse-steps=2"}, {}),
     "sgd": ("fsdp", 2, {}, {"optimizer": "sgd"}),
     "lion": ("tp", 2, {}, {"optimizer": "lion"}),
     "muon": ("ddp", 2, {}, {"optimizer": "muon"}),

@@ -64,6 +64,7 @@ NOTHING_TO_DO = [
     ("prefetch", ddp, 2, "no weights are gathered"),
     ("receive-early", ddp, 2, "no rank receives a message"),
     ("copy-early", ddp, 2, "nothing is kept on the host or the disk"),
+    ("fuse-steps", ddp, 2, "no step begins with a gather of weights"),
     ("defer", pipeline, 2, "no gradient of weights is reduced"),
     ("bucket", pipeline, 2, "no two collectives of weights or gradients"),
 ]

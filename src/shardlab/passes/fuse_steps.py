@@ -17,7 +17,7 @@ from shardlab.check.dependence import Dependences
 from shardlab.check.kept import Kept
 from shardlab.passes.ordering import Ordering
 from shardlab.passes.rewriting import CannotApply, Tapes
-from shardlab.program import Kind, Op, OpKind, Spec
+from shardlab.program import Op, OpKind, Spec
 
 WAIT, UPDATE = OpKind.WAIT, OpKind.UPDATE
 LOAD_WEIGHT, ALL_GATHER = OpKind.LOAD_WEIGHT, OpKind.ALL_GATHER
@@ -34,9 +34,10 @@ def fuse_steps(checked: Checked, count: int) -> Tapes:
         raise CannotApply("no step begins with a gather of weights that are kept on the device")
     tapes: Tapes = []
     for rank, tape in enumerate(checked.program.tapes):
-        fused, specs = _fused(tape, checked.specs[rank], {at for other, at in chosen if other == rank})
+        own = {at for other, at in chosen if other == rank}
+        fused, specs = _fused(tape, checked.specs[rank], own)
         order = Ordering(Dependences(fused, rank, specs))
-        _wish(specs, count, order)
+        _wish({tape[at].handle for at in own}, count, order)
         tapes.append(order.tape())
     return tapes
 
@@ -87,22 +88,18 @@ def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], chosen: Set[int]) -> t
     return made + ends, specs
 
 
-def _wish(specs: Mapping[int, Spec], count: int, order: Ordering) -> None:
-    """What is gathered for the next step starts as soon as it can, before the last updates of other slices."""
-    tape, needs = order.needs.tape, order.needs
-    gathers = [
-        at
-        for at, op in enumerate(tape)
-        if op.kind is ALL_GATHER and specs[op.outputs[0]].kind is Kind.WEIGHT and not needs.readers[op.outputs[0]]
-    ]
+def _wish(handles: Set[int], count: int, order: Ordering) -> None:
+    """The gathers with these handles start as soon as they can, before the last updates of other slices."""
+    tape, needs, batches = order.needs.tape, order.needs, batches_of(order.needs.tape)
+    gathers = [at for at, op in enumerate(tape) if op.kind is ALL_GATHER and op.handle in handles]
     sources = {tape[at].inputs[0] for at in gathers}
-    updates = [at for at, op in enumerate(tape) if op.kind is UPDATE]
-    others = [at for at in updates if not sources & {*tape[at].outputs}]
-    for at in updates:
-        if at not in others:
+    others: list[int] = []
+    for at, op in enumerate(tape):
+        if op.kind is UPDATE and not sources & {*op.outputs}:
+            others.append(at)
+        elif op.kind is UPDATE:
             order.start_at_once(at)
-    batches = batches_of(tape)
     for at in gathers:
         order.start_at_once(*batches.get(tape[at].batch, [at]))
-    for at in others[-count:]:
-        order.end_before(at, len(tape))
+    for at in others[-count:] if gathers else ():
+        order.end_before(at, min(map(needs.over, gathers)))

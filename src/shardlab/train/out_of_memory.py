@@ -15,10 +15,15 @@ if TYPE_CHECKING:
 _ASKED = re.compile(r"(?:[Tt]ried to allocate|unable to mmap) (\d+ bytes|[\d.]+ [KMG]iB)")
 """In torch's words for it."""
 
+_THREAD = "can't start new thread"  # for which there is no stack
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory was asked for that is not there."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_ASKED.search(str(error))))
+    said = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and bool(_ASKED.search(said) or _THREAD in said)
+    )
 
 
 def out_of_memory(rank: int, device: torch.device, error: BaseException) -> UserError:
