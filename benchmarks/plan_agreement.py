@@ -3,10 +3,11 @@
     python benchmarks/plan_agreement.py
 
 First `shardlab bench` measures the machine's collectives and layers; that profile is all that the planner knows. Then
-each model and batch is planned, and every plan of its space is trained on two processes: in rounds, in which each plan
-takes a step to warm up and one that counts, so that what else the machine does slows all of them alike. A plan's time
-is the median over the rounds; after the first ones those go on that may still be the fastest. Regret is how much longer
-the chosen plan's step takes than the shortest one. Nothing else may run meanwhile.
+each model and batch is planned, and every plan of its space is trained on two processes, the same for all cases: in
+rounds, in which each plan takes a step to warm up and one that counts, so that what else the machine does slows all of
+them alike. A plan's time is the median over the rounds; after the first ones those go on that may still be the fastest,
+until the case's seconds are over. The loss is how much longer the chosen plan's step takes than the shortest one. Each
+case is told as it ends. Nothing else may run meanwhile; all of it takes about six minutes.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -52,20 +53,17 @@ from shardlab.train.launch import backend_of, run_ranks
 
 RANKS = 2
 
-FIRST = 5
-"""Rounds in which every plan is run."""
-
-FAR = 1.25
-"""A plan whose step takes so many times the shortest one after the first rounds is not run again."""
+FAR = {3: 1.25, 8: 1.1}
+"""After so many rounds, a plan whose step takes so many times the shortest one is not run again."""
 
 CASES: list[tuple[Blocks, int, int]] = [  # model, sequences of the global batch, and at most of a microbatch
-    (GPT(layers=4, hidden_size=192, heads=4, seq_len=96, vocab_size=256), 8, 2),
+    (GPT(layers=4, hidden_size=192, heads=4, seq_len=96, vocab_size=256), 4, 1),
     (GPT(layers=4, hidden_size=256, heads=4, seq_len=64, vocab_size=256), 2, 1),
-    (GPT(layers=8, hidden_size=128, heads=2, seq_len=64, vocab_size=256), 16, 2),
+    (GPT(layers=8, hidden_size=128, heads=2, seq_len=64, vocab_size=256), 8, 1),
     (GPT(layers=2, hidden_size=320, heads=5, seq_len=128, vocab_size=256), 4, 2),
     (GPT(layers=4, hidden_size=128, heads=4, seq_len=128, vocab_size=4096), 4, 1),
     (GPT(layers=6, hidden_size=64, heads=2, seq_len=64, vocab_size=256), 8, 2),
-    (Llama(layers=4, hidden_size=192, heads=4, kv_heads=2, seq_len=128, vocab_size=256), 8, 2),
+    (Llama(layers=4, hidden_size=192, heads=4, kv_heads=2, seq_len=128, vocab_size=256), 4, 1),
 ]
 """Small models, of which some compute much and communicate little, and some the other way round."""
 
@@ -82,8 +80,11 @@ class Options:
     other_machine: bool = False
     """Take a profile from another machine."""
 
-    rounds: int = 25
-    """How often each plan is run that may be the fastest."""
+    rounds: int = 40
+    """How often each plan is run at most that may be the fastest."""
+
+    seconds: float = 30.0
+    """Seconds of a case's steps at most, after the first rounds."""
 
     cases: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...", help_behavior_hint="(default: all)")] = ()
     """Numbers of the cases to run, from 1."""
@@ -131,11 +132,53 @@ class CaseResult:
         return {**asdict(self), "best": asdict(self.best), "regret": self.regret}
 
 
-def time_plans(rank: int, device: torch.device, jobs: Sequence[Job], rounds: int) -> list[float]:
+@dataclass(frozen=True)
+class PlannedCase:
+    """A model and batch, its space, and the plan that the planner chose, by its place there."""
+
+    model: str
+    sequences: int
+    chosen: int
+    jobs: list[Job]
+    plans: list[PlanTimes]
+
+    def with_times(self, measured: Sequence[float]) -> CaseResult:
+        """The case, measured."""
+        plans = [replace(each, measured=seconds) for each, seconds in zip(self.plans, measured, strict=True)]
+        return CaseResult(self.model, self.sequences, plans[self.chosen], plans)
+
+
+def plan_case(model: Blocks, sequences: int, most: int, cluster: Cluster) -> PlannedCase:
+    """Plan it, and forecast every plan of its space."""
+    limits = Limits(fixed={"recompute": "none"}, most={"micro_batch_size": most})
+    problem = Problem(model, cluster, sequences, (PRECISIONS["fp32"],), limits=limits)
+    with workers(problem, 1) as ask:
+        best = Search(problem, ask).run().best
+    assert best is not None, "small models fit"
+    space = [each for shape in shapes(problem) for each in candidates(problem, shape)]
+    forecasts = {each: found.forecast for each in space if (found := answer(problem, Asked(each))) is not None}
+    plans = [PlanTimes(family(each.plan), words(each), made.seconds, 0.0) for each, made in forecasts.items()]
+    name = f"{type(model).__name__} {model.layers} x {model.hidden_size}, {model.seq_len} tokens"
+    name += f", vocabulary {model.vocab_size}" if model.vocab_size != 256 else ""
+    jobs = [_job(problem, each) for each in forecasts]
+    return PlannedCase(name, sequences, list(forecasts).index(best.candidate), jobs, plans)
+
+
+def time_cases(rank: int, device: torch.device, cases: Sequence[PlannedCase], options: Options) -> list[CaseResult]:
+    """Run every plan of every case; the first rank tells each case as it ends."""
+    results: list[CaseResult] = []
+    for number, case in enumerate(cases, 1):
+        results.append(case.with_times(time_plans(rank, device, case, options)))
+        if rank == 0:
+            tell(f"{number}/{len(cases)}", results[-1])
+    return results
+
+
+def time_plans(rank: int, device: torch.device, case: PlannedCase, options: Options) -> list[float]:
     """Seconds of a step of every job, the median over rounds of its slowest rank; all ranks know the same."""
     groups: Groups = {}
     executors: list[Executor] = []
-    for job in jobs:
+    for job in case.jobs:
         corpus = Corpus.open((), job.model.seq_len)
         batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
         settings = Settings(job.seed, job.numbers, device)
@@ -143,41 +186,47 @@ def time_plans(rank: int, device: torch.device, jobs: Sequence[Job], rounds: int
             Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device.type), groups=groups)
         )
         executors[-1].step()  # memory is first taken, and connections are made
-    times: list[list[float]] = [[] for _ in jobs]
-    running = list(range(len(jobs)))
-    for number in range(rounds):
-        if number == FIRST:
+    times: list[list[float]] = [[] for _ in case.jobs]
+    running = list(range(len(case.jobs)))
+    began = time.perf_counter()
+    for number in range(options.rounds):
+        if far := FAR.get(number):
             least = min(median(each) for each in times)
-            running = [at for at in running if median(times[at]) < FAR * least]
+            running = [at for at in running if at == case.chosen or median(times[at]) < far * least]
         for at in running[:: 1 if number % 2 else -1]:
             executors[at].step()
             dist.barrier()
-            began = time.perf_counter()
+            start = time.perf_counter()
             executors[at].step()
-            took = torch.tensor([time.perf_counter() - began])
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            times[at].append(float(took))
+            times[at].append(longest(time.perf_counter() - start))
+        if number + 1 >= min(FAR) and longest(time.perf_counter() - began) > options.seconds:
+            break
     return [median(each) for each in times]
 
 
-def run_case(model: Blocks, sequences: int, most: int, cluster: Cluster, rounds: int) -> CaseResult:
-    """Plan it, and run every plan."""
-    limits = Limits(fixed={"recompute": "none"}, most={"micro_batch_size": most})
-    problem = Problem(model, cluster, sequences, (PRECISIONS["fp32"],), limits=limits)
-    with workers(problem, 1) as ask:
-        best = Search(problem, ask).run().best
-    assert best is not None, "small models fit"
-    space = [each for shape in shapes(problem) for each in candidates(problem, shape)]
-    forecasts = [(each, found.forecast) for each in space if (found := answer(problem, Asked(each))) is not None]
-    jobs = [_job(problem, each) for each, _ in forecasts]
-    measured = run_ranks(RANKS, time_plans, jobs, rounds)
-    rows = {
-        each: PlanTimes(family(each.plan), words(each), forecast.seconds, seconds)
-        for (each, forecast), seconds in zip(forecasts, measured, strict=True)
-    }
-    name = f"{type(model).__name__} {model.layers} x {model.hidden_size}, {model.seq_len} tokens"
-    name += f", vocabulary {model.vocab_size}" if model.vocab_size != 256 else ""
-    return CaseResult(name, sequences, rows[best.candidate], list(rows.values()))
+def longest(seconds: float) -> float:
+    """The most of any rank."""
+    took = torch.tensor([seconds])
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
+def tell(place: str, case: CaseResult) -> None:
+    """Print a case in two lines: what was chosen, and where the prediction erred."""
+    families: dict[str, list[float]] = {}
+    for each in case.plans:
+        families.setdefault(each.family, []).append(each.error)
+    erred = ", ".join(f"{name} {mean(errors):+.0%}" for name, errors in families.items())
+    worst = max(case.plans, key=lambda each: abs(each.error))
+    chosen, best = case.chosen, case.best
+    print(
+        f"{place} {case.model}, {case.sequences} sequences, {len(case.plans)} plans: loss {case.regret:.1%}\n"
+        f"    chosen {chosen.plan}: {1000 * chosen.measured:.1f} ms ({chosen.error:+.0%} predicted); "
+        f"best {best.plan}: {1000 * best.measured:.1f} ms ({best.error:+.0%})\n"
+        f"    predictions: {erred}; worst {worst.plan} {worst.error:+.0%}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _job(problem: Problem, candidate: Candidate) -> Job:
@@ -207,7 +256,7 @@ def show(results: Sequence[CaseResult], options: Options) -> None:
                 )
             console.print(table, soft_wrap=True)
             console.print()
-    table = Table("model", "batch", "plans", "chosen", "ms", "best", "ms", "regret", box=None)
+    table = Table("model", "batch", "plans", "chosen", "ms", "best", "ms", "loss", box=None)
     for result in results:
         table.add_row(
             result.model,
@@ -222,7 +271,7 @@ def show(results: Sequence[CaseResult], options: Options) -> None:
     console.print(table)
     errors = [abs(each.error) for result in results for each in result.plans]
     console.print(f"predictions of {len(errors)} plans: mean error {mean(errors):.1%}, worst {max(errors):.1%}")
-    console.print(f"regret: mean {mean(r.regret for r in results):.1%}, worst {max(r.regret for r in results):.1%}")
+    console.print(f"loss: mean {mean(r.regret for r in results):.1%}, worst {max(r.regret for r in results):.1%}")
 
 
 def main(options: Options) -> None:
@@ -234,12 +283,10 @@ def main(options: Options) -> None:
         profile = (
             Profile.read(options.profile, here=here, other_machine=other) if options.profile else bench(Path(place))
         )
-    results: list[CaseResult] = []
-    for number, (model, sequences, most) in enumerate(CASES, 1):
-        if options.cases and number not in options.cases:
-            continue
-        results.append(run_case(model, sequences, most, Cluster.of_profile(profile), options.rounds))
-        print(f"{number}/{len(CASES)} regret {results[-1].regret:.1%}", file=sys.stderr)
+    print(f"measured the machine in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    wanted = [case for number, case in enumerate(CASES, 1) if not options.cases or number in options.cases]
+    planned = [plan_case(*case, Cluster.of_profile(profile)) for case in wanted]
+    results = run_ranks(RANKS, time_cases, planned, options)
     if options.json:
         data = {"machine": asdict(profile.machine), "load": load, "cases": [each.as_dict() for each in results]}
         print(json.dumps(data, indent=2))
