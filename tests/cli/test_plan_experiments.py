@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shardlab.cli import main
+from shardlab.cli.measured_runs import OUT_OF_MEMORY
 from shardlab.measure.saving import this_machine
 from tests.cli.test_cluster import profile_of
 
@@ -84,6 +85,30 @@ def test_what_measure_prints_is_taken_in_with_the_seconds_filled_in(capsys: pyte
     assert "after 1 measured step" in shown
     assert "after measuring" in shown
     assert "--measured results.json runs/measure-1" in shown.splitlines()[-1]
+
+
+def test_a_run_that_ended_out_of_memory_is_a_result(capsys: pytest.CaptureFixture[str]) -> None:
+    todo = planned(capsys, *H100, "--measure", "1")
+    (first,) = todo["experiments"]
+    first["measured_seconds"] = "out of memory"
+    Path("results.json").write_text(json.dumps(todo))
+    assert planned(capsys, *H100, "--measured", "results.json")["chosen"]["plan"] != first["plan"]
+    assert main(["plan", *H100, "--measured", "results.json"]) == 0
+    assert "it ran out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "rank 0 failed RuntimeError: [enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 99 bytes. Error code 12 (Cannot allocate memory)",
+        "rank 1 was killed (SIGKILL; out of memory?)",
+        "rank 0 failed torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+    ],
+)
+def test_why_a_run_ended_tells_that_it_ran_out_of_memory(why: str) -> None:
+    assert OUT_OF_MEMORY.search(why)
+    assert not OUT_OF_MEMORY.search("rank 0 failed ConnectionResetError: Connection reset by peer")
 
 
 def test_a_cluster_of_several_nodes_gets_jobs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,17 @@ def test_a_plan_that_was_measured_slow_loses_and_the_next_one_is_chosen() -> Non
     assert next(each.seconds for each in after.found.fitting if each.candidate == before.candidate) == step.seconds
 
 
+def test_a_plan_that_ran_out_of_memory_does_not_fit_whatever_was_predicted() -> None:
+    before = chosen(PROBLEM, None)
+    first, second = before.found.fitting[:2]
+    after = chosen(PROBLEM, [MeasuredStep(first.candidate, None, "here")])
+    assert after.best.candidate == second.candidate
+    (out,) = [each for each in after.found.outcomes if each.candidate == first.candidate]
+    assert out.ran_out
+    assert not out.fits
+    assert first.candidate not in {each.candidate for each in after.beliefs.plans} if after.beliefs else True
+
+
 def test_of_several_measurements_the_median_counts() -> None:
     best = chosen(PROBLEM, None).best.candidate
     made = chosen(PROBLEM, [MeasuredStep(best, seconds, "here") for seconds in (9.0, 1e-3, 2e-3)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from shardlab.planner.problem import Problem
 
 SECONDS = "measured_seconds"
-"""The field that whoever ran an experiment adds to its JSON."""
+"""The field that whoever ran an experiment adds to its JSON: a number, or "out of memory"."""
+
+OUT_OF_MEMORY = re.compile("out of memory|[Cc]an(no|')t allocate memory|MemoryError")
+"""Why a run ended that ran out of memory: as torch says it of a GPU or a CPU, Python, or who saw a rank killed."""
 
 
 def read_measured(paths: Sequence[Path], problem: Problem, model: str, cluster: str) -> list[MeasuredStep]:
@@ -78,13 +82,16 @@ def _of_run(folder: Path, record: dict[str, Any], problem: Problem, model: str, 
     with suppress(OSError, ValueError, KeyError):  # the last line may be torn
         for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
             times.append(float(json.loads(line)["dt"]))
+    plan = replace(job.strategy, passes=None)  # the planner's plans are as they were written
+    candidate = Candidate(plan, job.micro_batch_size, job.numbers)
+    if OUT_OF_MEMORY.search(dict(record.get("ended") or {}).get("why", "")):
+        return MeasuredStep(candidate, None, str(folder))
     if len(times) <= WARM_UP:
         raise UserError(
             f"{folder} has {len(times)} steps on record, of which the first {WARM_UP} do not count; run it again with "
             f"more --steps, or leave it out"
         )
-    plan = replace(job.strategy, passes=None)  # the planner's plans are as they were written
-    return MeasuredStep(Candidate(plan, job.micro_batch_size, job.numbers), median(times[WARM_UP:]), str(folder))
+    return MeasuredStep(candidate, median(times[WARM_UP:]), str(folder))
 
 
 def _is_device(name: str, problem: Problem) -> bool:
@@ -136,8 +143,11 @@ def _of_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterator
         values = cast(dict[str, Any], row)
         if (seconds := values.get(SECONDS)) is None:
             continue
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
-            raise UserError(f"{source}: {SECONDS} is {seconds!r}; give the seconds of a step, a number above 0")
+        number_given = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds != "out of memory" and not (number_given and 0 < seconds < float("inf")):
+            raise UserError(
+                f'{source}: {SECONDS} is {seconds!r}; give the seconds of a step, a number above 0, or "out of memory"'
+            )
         size, plan = values.get("micro_batch_size"), values.get("plan")
         if type(size) is not int or size < 1 or not isinstance(plan, dict):
             raise UserError(f"{source} does not say which plan; give it plan and micro_batch_size as they were printed")
@@ -146,6 +156,6 @@ def _of_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterator
         except UserError as error:
             raise UserError(f"{source}: {error}") from None
         ran += 1
-        yield MeasuredStep(Candidate(read, size, precision), float(seconds), source)
+        yield MeasuredStep(Candidate(read, size, precision), float(seconds) if number_given else None, source)
     if not ran:
         raise UserError(f"no experiment in {path} has {SECONDS}; run one, and give it the seconds of its step")

@@ -136,7 +136,13 @@ class PlanCommand:
             print_grades(self.grade, None if self.recipe is None else recipe_called(self.recipe), json=self.json)
             return 0
         from shardlab.cli.measured_runs import read_measured
-        from shardlab.cli.plan_experiments import commands, experiments_as_json, print_experiments, print_measured
+        from shardlab.cli.plan_experiments import (
+            commands,
+            experiments_as_json,
+            print_experiments,
+            print_measured,
+            print_ran_out,
+        )
         from shardlab.planner.chosen import choose
         from shardlab.planner.experiments import experiments
         from shardlab.planner.workers import cores, workers
@@ -171,6 +177,7 @@ class PlanCommand:
                 print_measured(choice.beliefs, self.top, stdout_console())
         else:
             print_choice(*shown, self.top, stdout_console())
+        print_ran_out(choice.found, stdout_console())
         if self.measure:
             print_experiments(asked, run, choice, self._again(problem), stdout_console())
         return 0

@@ -20,6 +20,7 @@ from shardlab.timeline.units import seconds_text
 
 if TYPE_CHECKING:
     from shardlab.planner.chosen import PlanChoice
+    from shardlab.planner.found import Found
     from shardlab.planner.measured import Beliefs
     from shardlab.planner.problem import Candidate, Problem
 
@@ -141,6 +142,12 @@ def print_measured(beliefs: Beliefs, top: int, console: Console) -> None:
     factors = ", ".join(f"{name} {factor:.2f}" for name, factor in beliefs.factors.items())
     console.print()
     print_fact(console, "corrected by", f"{factors} times as long as predicted, and what alike plans took")
+
+
+def print_ran_out(found: Found, console: Console) -> None:
+    """Print the plans that were run, and ran out of memory."""
+    for each in (each for each in found.outcomes if each.ran_out):
+        print_fact(console, "does not fit", f"{each.family}, {short(each.candidate)}: it ran out of memory")
 
 
 def how_sure(choice: PlanChoice) -> str:

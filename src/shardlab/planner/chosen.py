@@ -10,7 +10,7 @@ from shardlab.errors import UserError
 from shardlab.planner.families import by_order
 from shardlab.planner.found import Found, PlanOutcome
 from shardlab.planner.in_time import InTime
-from shardlab.planner.measured import Beliefs, MeasuredStep, corrected, measured_outcomes, slack
+from shardlab.planner.measured import Beliefs, MeasuredStep, corrected, measured_outcomes, ran_out, slack
 from shardlab.planner.nothing import nothing_found, nothing_to_search
 from shardlab.planner.problem import Problem
 from shardlab.planner.reasons import Alternative, explained, nearest
@@ -120,7 +120,9 @@ def choose(
         raise UserError(nothing_to_search(problem))
     error, ran = sure_of(problem).mean, measured_outcomes(problem, measured or (), ask)
     within = EQUAL if measured is None else -slack(ran, error)
-    found = Search(problem, ask, deadline=SEARCHED * seconds, ahead=ahead, told=told, within=within).run()
+    unfit = ran_out(measured or ())
+    searched = SEARCHED * seconds
+    found = Search(problem, ask, deadline=searched, ahead=ahead, told=told, within=within, ran_out=unfit).run()
     beliefs = None if measured is None or not (found.best or ran) else corrected(found, ran, error, ask)
     best = found.best
     if best is None:

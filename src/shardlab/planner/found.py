@@ -17,11 +17,13 @@ class PlanOutcome:
         candidate: which.
         forecast: its time and memory.
         corrected: seconds of a step by what was measured, of it or of others (None: nothing was).
+        ran_out: whether it was run, and ran out of memory.
     """
 
     candidate: Candidate
     forecast: Forecast
     corrected: float | None = None
+    ran_out: bool = False
 
     @property
     def family(self) -> str:
@@ -30,7 +32,8 @@ class PlanOutcome:
     @property
     def fits(self) -> bool:
         """Whether there is room, and as much beside it as the recipe wants of a plan that is chosen, or it ran."""
-        return self.corrected is not None or (self.forecast.memory.fits and self.forecast.memory.safe)
+        fits = self.corrected is not None or (self.forecast.memory.fits and self.forecast.memory.safe)
+        return fits and not self.ran_out
 
     @property
     def seconds(self) -> float:

@@ -56,12 +56,12 @@ class MeasuredStep:
 
     Attributes:
         candidate: which.
-        seconds: of a step.
+        seconds: of a step (None: it ran out of memory).
         source: the file or folder that says so.
     """
 
     candidate: Candidate
-    seconds: float
+    seconds: float | None
     source: str
 
 
@@ -193,21 +193,27 @@ MeasuredOutcome = tuple[PlanOutcome, float]
 """A plan as predicted, and the seconds of a step that were measured."""
 
 
+def ran_out(measured: Sequence[MeasuredStep]) -> frozenset[Candidate]:
+    """Plans that have run out of memory, whatever they took where they had not."""
+    return frozenset(each.candidate for each in measured if each.seconds is None)
+
+
 def measured_outcomes(problem: Problem, measured: Sequence[MeasuredStep], ask: Ask) -> list[MeasuredOutcome]:
-    """Forecasts of plans that were measured, and the seconds of a step; of several measurements the median.
+    """Forecasts of plans that were measured and fit, and the seconds of a step; of several measurements the median.
 
     Raises:
         UserError: when a plan is not one that the problem has.
     """
-    coming = {each.candidate: ask(Asked(each.candidate)) for each in measured if _is_of(problem, each)}
+    candidates = [each.candidate for each in measured if _is_of(problem, each)]
+    coming = {each: ask(Asked(each)) for each in candidates if each not in ran_out(measured)}
     found: list[MeasuredOutcome] = []
     for candidate, future in coming.items():
-        own = [each for each in measured if each.candidate == candidate]
+        own = [(each.seconds, each.source) for each in measured if each.candidate == candidate and each.seconds]
         if (answer := future.result()) is None:
             raise UserError(
-                f"{own[0].source}: this plan is none that {problem.recipe.name} runs on {problem.cluster}; leave it out"
+                f"{own[0][1]}: this plan is none that {problem.recipe.name} runs on {problem.cluster}; leave it out"
             )
-        found.append((PlanOutcome(candidate, answer.forecast), median(each.seconds for each in own)))
+        found.append((PlanOutcome(candidate, answer.forecast), median(seconds for seconds, _ in own)))
     return found
 
 

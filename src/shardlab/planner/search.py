@@ -81,6 +81,7 @@ class Search:
         best: seconds of a plan that is known; only faster ones are looked for.
         within: the search ends when nothing is left that could be faster by more than this share; below 0, when nothing
             is left that could be slower by less.
+        ran_out: plans that were run, and ran out of memory.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Search:
         change: Change = "",
         best: float = inf,
         within: float = 0.0,
+        ran_out: frozenset[Candidate] = frozenset(),
     ) -> None:
         self.problem = problem
         self._change: Change = change
@@ -113,7 +115,7 @@ class Search:
         self._shapes = shapes(problem)
         self._full: set[PlanShape] = set()  # of which a larger microbatch does not fit either
         self._tie = count()
-        self._best, self._within = best, within
+        self._best, self._within, self._ran_out = best, within, ran_out
         self._forecasts: dict[str, int] = {}
         self._floor_of: dict[Candidate, float] = {}
         self._made: dict[str, int] = {}
@@ -289,7 +291,7 @@ class Search:
         if answer is None:
             self.found.refused.append(candidate)
             return
-        outcome = PlanOutcome(candidate, answer.forecast)
+        outcome = PlanOutcome(candidate, answer.forecast, ran_out=candidate in self._ran_out)
         self.found.outcomes.append(outcome)
         if outcome.fits:
             self._best = min(self._best, outcome.seconds)
