@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardlab.program.duration import TICK
+
 SAMPLE = 16 << 20
 """Bytes that are written to learn how fast the disk is."""
 
@@ -131,6 +133,6 @@ def _write_speed() -> tuple[float | None, str | None]:
             file.write(bytes(SAMPLE))
             file.flush()
             os.fsync(file.fileno())
-            return SAMPLE / (time.monotonic() - began), None
+            return SAMPLE / max(TICK, time.monotonic() - began), None
     except OSError as error:
         return None, error.strerror or str(error)

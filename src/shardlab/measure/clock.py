@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from shardlab.program.duration import TICK
+
 
 class Clock:
     """Marks moments of a device's current stream, and says what lies between them.
@@ -36,12 +38,12 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def gaps(self) -> list[float]:
-        """Seconds from each mark to the next; waits until the device has come to the last, and forgets them."""
+        """Seconds from each mark to the next, above 0; waits until the device is at the last, and forgets them."""
         marks, self._marks = self._marks, []
         if self._cuda:
             torch.cuda.synchronize()
-            return [first.elapsed_time(second) / 1000 for first, second in pairwise(marks)]
-        return [second - first for first, second in pairwise(marks)]
+            return [max(TICK, first.elapsed_time(second) / 1000) for first, second in pairwise(marks)]
+        return [max(TICK, second - first) for first, second in pairwise(marks)]
 
     def seconds(self, run: Callable[[], Any], iterations: int) -> float:
         """Seconds of one call, as the mean over so many, one after the other."""
@@ -54,7 +56,7 @@ class Clock:
 
 def iterations_for(seconds: float, budget: float, at_least: int = 5, at_most: int = 2000) -> int:
     """How many calls of so many seconds fill a budget of seconds."""
-    return max(at_least, min(at_most, int(budget / max(seconds, 1e-9))))
+    return max(at_least, min(at_most, int(budget / max(seconds, TICK))))
 
 
 def batches(iterations: int, count: int) -> Sequence[int]:

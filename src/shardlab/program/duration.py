@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 import re
 
+TICK = 1e-9
+"""Seconds that anything measured takes at least: clocks are coarse, and a virtual machine's that is being moved can
+stand still."""
+
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 A_TIME = "a time, such as 90s, 10m, 2h or 1:30:00"

@@ -9,7 +9,7 @@ from shardlab.rules.layer import GRADIENT_OF
 from shardlab.strategies.computing import LayerRunner
 from shardlab.strategies.gathering import ParameterGatherer
 from shardlab.strategies.plan import Plan
-from shardlab.strategies.plan_rank import Border, LayerPasses, PlanRank, V
+from shardlab.strategies.plan_rank import BorderStore, LayerPasses, PlanRank, V
 from shardlab.strategies.rank_plan import RankPlan
 from shardlab.strategies.reducing import GradientReducer
 from shardlab.strategies.resolve import resolve
@@ -134,7 +134,7 @@ class PlanRunner(Generic[V]):
         else:
             await self.arrive(after, m, forward=False)
 
-    def carried(self, layer: int, *, forward: bool) -> list[Border[V]]:
+    def carried(self, layer: int, *, forward: bool) -> list[BorderStore[V]]:
         """The stores of what travels between the stages that meet before a layer."""
         if layer == len(self.rank.layers):
             return []

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pkgutil import resolve_name
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shardlab.execute.gpus import gpu_count
@@ -24,6 +23,7 @@ from shardlab.train.heap import set_heap
 from shardlab.train.interrupt import end_with_starter
 from shardlab.train.launch_environment import LaunchEnvironment, find_launch_environment, may_restart
 from shardlab.train.out_of_memory import is_out_of_memory, out_of_memory
+from shardlab.train.meeting import meeting_file
 from shardlab.train.processes import RankFailed, is_lost, run_processes
 
 if TYPE_CHECKING:
@@ -174,8 +174,8 @@ def _start_local(
 ) -> Result:
     module = getattr(function, "module", function.__module__)
     preload = (module, "torch._dynamo")  # the second is what torch's optimizers import at their first use
-    with NamedTemporaryFile(prefix="ranks-") as store:  # it outlives every rank
-        meeting = ranks, store.name, joining
+    with meeting_file() as store:  # it outlives every rank
+        meeting = ranks, str(store), joining
         return run_processes(ranks, preload, _started, *meeting, function, *arguments, watching=watching)
 
 

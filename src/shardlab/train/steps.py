@@ -19,6 +19,7 @@ from shardlab.execute.compute_clock import ComputeClock
 from shardlab.execute.state import State
 from shardlab.models.tensors.tokens import sent_to
 from shardlab.program import UserError
+from shardlab.program.duration import TICK
 from shardlab.rules.pieces import listed
 from shardlab.train.figures import SPREAD, bits_per_byte, memory_of, speeds, spreads
 from shardlab.train.interrupt import GRACE, WARNED_GRACE, StopRequest
@@ -26,9 +27,6 @@ from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import TrainingRun
 from shardlab.train.saved import saved_in
 from shardlab.train.saving import Saver
-
-TICK = 1e-9
-"""Seconds that a step takes at least: the clock of a virtual machine that is being moved can stand still."""
 
 
 class Stepping(Protocol):

@@ -18,6 +18,7 @@ from shardlab.measure.side_by_side.memory import made_and_measured
 from shardlab.measure.side_by_side.pairs import Size, StrategyPair
 from shardlab.measure.side_by_side.results import Compared, Side
 from shardlab.measure.side_by_side.sides import SIDES, Make, makers
+from shardlab.program.duration import TICK
 
 WARM_UP = 3
 """First steps of each side: memory is taken for the first time, connections are made. Memory is of the last."""
@@ -91,7 +92,7 @@ def _timed(contender: Contender, device: torch.device) -> tuple[Tensor, float, f
     loss = contender.step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return loss, time.perf_counter() - began, time.thread_time() - had
+    return loss, max(TICK, time.perf_counter() - began), time.thread_time() - had
 
 
 def _means(losses: Sequence[Tensor]) -> list[float]:
