@@ -54,7 +54,7 @@ class Case:
         layers: of the model.
         microbatches: of the step.
         dropout: the model's.
-        passes: what rewrites the program, by name: as train has it, all that helps.
+        passes: what rewrites the program, by name (None: what the plan says, or else nothing).
     """
 
     row: str
@@ -64,7 +64,7 @@ class Case:
     layers: int
     microbatches: int
     dropout: float = 0.0
-    passes: str = "all"
+    passes: str | None = None
 
     def __str__(self) -> str:
         return f"{self.row}, {self.column}, {self.microbatches} microbatches"
