@@ -15,7 +15,7 @@ from shardlab.planner.nothing import nothing_found, nothing_to_search
 from shardlab.planner.problem import Problem
 from shardlab.planner.reasons import Alternative, explained, nearest
 from shardlab.planner.search import Search, Told
-from shardlab.planner.shares import UNTRACED, path_of
+from shardlab.planner.shares import UNTRACED, path_of, trace_seconds
 from shardlab.planner.space import candidates, shapes
 from shardlab.planner.sure import ON_PROFILES, RunErrors, errors_of
 from shardlab.planner.workers import Answer, Ask, Asked, Change, changed, traced
@@ -127,7 +127,7 @@ def choose(
     best = found.best
     if best is None:
         raise UserError(nothing_found(problem, found))
-    timed = InTime(ask, began + seconds)
+    timed = InTime(problem, ask, began + seconds)
     own = timed.ask(Asked(best.candidate, best.forecast, shares=True))
     doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
     more = [timed.ask(Asked(best.candidate, change=change)) for change in doubled]
@@ -146,7 +146,9 @@ def choose(
     coming = [timed.ask(Asked(each.candidate, each.forecast, shares=True)) for each in others]
     reasons = explained(near, timed)
     answer = timed.answer(own, "what the step's time goes to") or Answer(best.forecast, None)
-    path = (traced(lambda: path_of(problem.workload(best.candidate))) or {}) if timed.left else {}
+    workload, path = problem.workload(best.candidate), dict[str, float]()
+    if timed.left > trace_seconds(workload):
+        path = traced(lambda: path_of(workload)) or {}
     studied = {each.family: timed.answer(future, LIMITS) for each, future in zip(others, coming, strict=True)}
     helps: dict[Change, float] = {}
     for change, future in zip(doubled, more, strict=True):

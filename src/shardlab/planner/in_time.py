@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from concurrent.futures import Future
 
+from shardlab.planner.problem import Problem
+from shardlab.planner.shares import trace_seconds
 from shardlab.planner.workers import Answer, Ask, Asked
 
 
@@ -14,6 +16,7 @@ class InTime:
     """Asks, and waits for answers, until a time.
 
     Args:
+        problem: that is planned.
         ask: what answers.
         until: seconds of `time.monotonic`; later nothing is asked, and no answer waited for.
 
@@ -21,7 +24,8 @@ class InTime:
         missed: how many answers were left out, by what they were about.
     """
 
-    def __init__(self, ask: Ask, until: float = math.inf) -> None:
+    def __init__(self, problem: Problem, ask: Ask, until: float = math.inf) -> None:
+        self.problem = problem
         self._ask, self._until = ask, until
         self.missed = Counter[str]()
 
@@ -31,8 +35,9 @@ class InTime:
         return max(0.0, self._until - time.monotonic())
 
     def ask(self, asked: Asked) -> Future[Answer | None] | None:
-        """Ask, if there is time (None: there is none)."""
-        return self._ask(asked) if self.left else None
+        """Ask, if there is time (None: there is too little)."""
+        takes = trace_seconds(self.problem.workload(asked.candidate)) if asked.shares else 0.0
+        return self._ask(asked) if self.left > takes else None
 
     def answer(self, coming: Future[Answer | None] | None, about: str) -> Answer | None:
         """Wait for an answer (None: the code that runs plans does not accept the candidate, or time was up).

@@ -36,6 +36,9 @@ SCOUTED = 48
 ROOMY = 0.9
 """Share of the room that the floor of bytes of every second scout may take: what comes closer often does not fit."""
 
+AHEAD = 0.85
+"""By how much what was worked out further comes earlier than its guess: a shape, its pipelines, their candidates."""
+
 LATE = 24
 """Forecasts after the deadline at most, as long as none is of a plan that fits; the lowest floors of bytes first."""
 
@@ -44,9 +47,10 @@ class Waiting(NamedTuple):
     """What waits, first by its key: a shape, a shape's pipeline, or a candidate.
 
     Attributes:
-        key: a guess of its seconds, or its floor of bytes when only these count.
+        key: what comes first has the least.
         tie: its number.
         seconds, bytes: its floors.
+        guess: seconds, if nothing ran beside passes.
         sharing: seconds of communication among data-parallel ranks, at least.
         shape: whose it is.
         plan: the pipeline or the candidate (None: the shape itself).
@@ -56,6 +60,7 @@ class Waiting(NamedTuple):
     tie: int
     seconds: float
     bytes: float
+    guess: float
     sharing: float
     shape: PlanShape
     plan: Candidate | Plan | None
@@ -134,7 +139,7 @@ class Search:
             if self._best == inf and (self._heap or not self._generated):
                 self._phase, self._looked = "late", self._answers()
                 self._fill(wholly=True)
-                self._heap = [each._replace(key=each.bytes) for each in self._heap]
+                self._heap = [self._keyed(each) for each in self._heap]
                 heapq.heapify(self._heap)
                 self._forecast_all()
             self.found.left = self._left()
@@ -198,9 +203,14 @@ class Search:
         self, passes: float, sharing: float, bytes: float, shape: PlanShape, plan: Candidate | Plan | None
     ) -> None:
         """Let something wait, of which these are floors."""
-        key = bytes if self._phase == "late" else passes + sharing
-        waiting = Waiting(key, next(self._tie), max(passes, sharing), bytes, sharing, shape, plan)
-        heapq.heappush(self._heap, waiting)
+        waiting = Waiting(0.0, next(self._tie), max(passes, sharing), bytes, passes + sharing, sharing, shape, plan)
+        heapq.heappush(self._heap, self._keyed(waiting))
+
+    def _keyed(self, waiting: Waiting) -> Waiting:
+        """What waits, with its key; what is worked out further comes earlier, so that plans are soon forecast."""
+        depth = 0 if waiting.plan is None else 1 if isinstance(waiting.plan, Plan) else 2
+        late = self._phase == "late"
+        return waiting._replace(key=waiting.bytes - depth * self._room if late else waiting.guess * AHEAD**depth)
 
     def _note_too_large(self, candidate: Candidate, bytes: float) -> None:
         candidate = as_fixed(self.problem, candidate)

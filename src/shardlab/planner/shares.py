@@ -18,6 +18,10 @@ UNTRACED = "the step has more ops than are traced"
 """Why there are no shares of a step that has a forecast."""
 
 
+PASSES_A_SECOND = 1000
+"""Layers' passes that a slow core traces and times in a second."""
+
+
 @dataclass(frozen=True)
 class StepShares:
     """Shares of a step's time, the mean over ranks; together they make 1.
@@ -61,6 +65,16 @@ def path_of(workload: Workload) -> dict[str, float]:
         return path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
 
     return _extended(workload, parts)
+
+
+def trace_seconds(workload: Workload) -> float:
+    """About how long it takes to find out what a step's time goes to."""
+    plan = workload.plan
+    assert isinstance(plan, Plan), "programs of their own are not planned"
+    each = workload.microbatches // plan.data_ranks
+    few, more = enough(plan, each)
+    layers = 2 * workload.model.layers + 2
+    return 2 * layers * (few if few == each else 2 * few + more) / PASSES_A_SECOND
 
 
 def _extended(workload: Workload, parts: Callable[[Estimate], dict[str, float]]) -> dict[str, float]:

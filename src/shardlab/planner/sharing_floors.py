@@ -18,7 +18,7 @@ from shardlab.planner.layer_floors import ShapeLayers
 from shardlab.planner.memory_floors import SURE, MemoryFloors, shards
 from shardlab.planner.problem import Candidate
 from shardlab.planner.space import SHARDED, PlanShape, sharded
-from shardlab.planner.traffic import StepTraffic, gathered, gathered_after, reduced
+from shardlab.planner.traffic import Collective, StepTraffic, gathered, gathered_after, reduced
 from shardlab.program import AXES, OpKind
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules.steps import Steps
@@ -69,27 +69,38 @@ class SharingFloors:
         key = shape.mesh, shape.precision.name, shape.recompute == "selective"
         if key not in self._known:
             plans = {words(plan): plan for plan in sharded(self.problem, shape.candidate.plan)}
-            columns = [self._column(shape, plan) for plan in plans.values()]
+            known: dict[Hashable, float] = {}
+            columns = [self._column(shape, plan, known) for plan in plans.values()]
             state, whole, gradients, after, *axes = np.array(columns or np.empty((0, 4 + 2 * len(AXES)))).T
             once, often = np.array(axes).reshape(2, len(AXES), -1)
             self._known[key] = SharingTable(list(plans), state, whole, gradients, once, often, after)
         return self._known[key]
 
-    def _column(self, shape: PlanShape, plan: Plan) -> list[float]:
-        """One way: bytes, seconds after all else, and seconds over each axis, once and often."""
+    def _column(self, shape: PlanShape, plan: Plan, known: dict[Hashable, float]) -> list[float]:
+        """One way: bytes, seconds after all else, and seconds over each axis, once and often.
+
+        Args:
+            known: seconds of collectives, by themselves and the number of replicas.
+        """
         candidate, floors = Candidate(plan, 1, shape.precision), self._layers.floors(shape)
+
+        def took(on: Collective) -> float:
+            key = on, plan.mesh.dp_replicate
+            if key not in known:
+                known[key] = self._traffic.sums(shape, candidate, floors, on)[-1] / pp
+            return known[key]
+
         pp, weights = shape.mesh.pp, floors.weights[-1] / shape.mesh.pp
         seconds = {(axis, often): 0.0 for often in (False, True) for axis in AXES}
         late, after = plan.reduce_at == "step", 0.0
         collectives = [(False, on) for on in gathered(candidate)]
         collectives += [(often, on) for often in (False, True) for on in reduced(candidate, often=often)]
         for often, on in collectives:
-            took = self._traffic.sums(shape, candidate, floors, on)[-1] / pp
             if late and not often and on.kind is not OpKind.ALL_GATHER:
-                after = max(after, took)
+                after = max(after, took(on))
             else:
-                seconds[on.axis, often] += took
-        after += sum(self._traffic.sums(shape, candidate, floors, on)[-1] / pp for on in gathered_after(candidate))
+                seconds[on.axis, often] += took(on)
+        after += sum(took(on) for on in gathered_after(candidate))
         parameters, optimizer = shards(plan, plan.shard_parameters), shards(plan, plan.shard_optimizer)
         after += self._layers.prices(candidate).update_seconds(weights / optimizer)
         numbers = self._memory.bytes_of(shape)
