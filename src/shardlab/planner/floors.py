@@ -71,6 +71,10 @@ class Floors:
         """Seconds and bytes of the shape's layers, if so much is computed again."""
         return self._layers.floors(shape, recompute)
 
+    def each(self, shape: PlanShape) -> int:
+        """Microbatches of each data-parallel rank."""
+        return self._pipelines.each(shape)
+
     def of_shape(self, shape: PlanShape) -> ShapeFloor:
         """What no candidate of a shape goes below, however the model is shared."""
         table, passes = self.sharing.of(shape), self._shape_passes(shape)

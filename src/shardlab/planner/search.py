@@ -39,6 +39,9 @@ ROOMY = 0.9
 AHEAD = 0.85
 """By how much what was worked out further comes earlier than its guess: a shape, its pipelines, their candidates."""
 
+MANY = 2**15
+"""Microbatches' passes through a pipeline's ranks for which a plan comes as late as one of twice the time."""
+
 LATE = 24
 """Forecasts after the deadline at most, as long as none is of a plan that fits; the lowest floors of bytes first."""
 
@@ -207,10 +210,12 @@ class Search:
         heapq.heappush(self._heap, self._keyed(waiting))
 
     def _keyed(self, waiting: Waiting) -> Waiting:
-        """What waits, with its key; what is worked out further comes earlier, so that plans are soon forecast."""
+        """What waits, with its key: soon comes what is worked out further, and what takes few passes to forecast."""
         depth = 0 if waiting.plan is None else 1 if isinstance(waiting.plan, Plan) else 2
-        late = self._phase == "late"
-        return waiting._replace(key=waiting.bytes - depth * self._room if late else waiting.guess * AHEAD**depth)
+        if self._phase == "late":
+            return waiting._replace(key=waiting.bytes - depth * self._room)
+        passes = waiting.shape.mesh.pp * self._floors.each(waiting.shape)
+        return waiting._replace(key=waiting.guess * AHEAD**depth * (1 + passes / MANY))
 
     def _note_too_large(self, candidate: Candidate, bytes: float) -> None:
         candidate = as_fixed(self.problem, candidate)
