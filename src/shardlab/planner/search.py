@@ -137,13 +137,12 @@ class Search:
             self._fill(wholly=False)
             if not self._change:
                 self._forecast_all()
-            self._phase = "all"
+            self._begin("all")
             self._forecast_all()
             if self._best == inf and (self._heap or not self._generated):
-                self._phase, self._looked = "late", self._answers()
+                self._looked = self._answers()
                 self._fill(wholly=True)
-                self._heap = [self._keyed(each) for each in self._heap]
-                heapq.heapify(self._heap)
+                self._begin("late")
                 self._forecast_all()
             self.found.left = self._left()
         except KeyboardInterrupt:
@@ -158,6 +157,12 @@ class Search:
         self.found.open |= {model_kinds(each.shape.mesh) for each in (*self._heap, *self._kept)}
         self.found.seconds = time.monotonic() - self._began
         return self.found
+
+    def _begin(self, phase: Phase) -> None:
+        """Go on to a phase, in which other things come first."""
+        self._phase = phase
+        self._heap = [self._keyed(each) for each in self._heap]
+        heapq.heapify(self._heap)
 
     def _enough(self) -> float:
         """The floor above which nothing is worth a forecast."""
@@ -210,8 +215,13 @@ class Search:
         heapq.heappush(self._heap, self._keyed(waiting))
 
     def _keyed(self, waiting: Waiting) -> Waiting:
-        """What waits, with its key: soon comes what is worked out further, and what takes few passes to forecast."""
+        """What waits, with its key: what is worked out further, and what takes few passes to forecast, comes soon.
+
+        Scouts take the lowest floors, so that they tell the best of each family.
+        """
         depth = 0 if waiting.plan is None else 1 if isinstance(waiting.plan, Plan) else 2
+        if self._phase == "scouts":
+            return waiting._replace(key=waiting.seconds)
         if self._phase == "late":
             return waiting._replace(key=waiting.bytes - depth * self._room)
         passes = waiting.shape.mesh.pp * self._floors.each(waiting.shape)
