@@ -1,5 +1,8 @@
 """A model whose state is larger than the memory that its ranks may take is trained within it, from files."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 import json

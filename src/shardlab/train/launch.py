@@ -22,8 +22,8 @@ from shardlab.train.binding import bind, dealt, usable_cpus
 from shardlab.train.heap import set_heap
 from shardlab.train.interrupt import end_with_starter
 from shardlab.train.launch_environment import LaunchEnvironment, find_launch_environment, may_restart
-from shardlab.train.out_of_memory import is_out_of_memory, out_of_memory
 from shardlab.train.meeting import meeting_file
+from shardlab.train.out_of_memory import is_out_of_memory, out_of_memory
 from shardlab.train.processes import RankFailed, is_lost, run_processes
 
 if TYPE_CHECKING:
