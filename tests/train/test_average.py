@@ -18,7 +18,7 @@ from shardlab.exchange import converted, open_source
 from shardlab.execute import OptimizerConfig
 from shardlab.execute.average import averaged
 from shardlab.execute.executor import Executor
-from shardlab.execute.state import Settings
+from shardlab.execute.settings import Settings
 from shardlab.models import GPT, MoE
 from shardlab.program import Holds, Mesh
 from shardlab.strategies.plan import Plan

@@ -6,7 +6,7 @@ from shardlab.optimizers import OptimizerConfig
 
 if TYPE_CHECKING:
     from shardlab.execute.executor import Executor
-    from shardlab.execute.state import Sampler, Settings
+    from shardlab.execute.settings import Sampler, Settings
 
 __all__ = ["Executor", "OptimizerConfig", "Sampler", "Settings"]
 
@@ -16,4 +16,4 @@ def __getattr__(name: str) -> object:
 
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{'executor' if name == 'Executor' else 'state'}"), name)
+    return getattr(import_module(f"{__name__}.{'executor' if name == 'Executor' else 'settings'}"), name)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.state import State, torch_dtype
+from shardlab.execute.settings import torch_dtype
+from shardlab.execute.state import State
 from shardlab.program import Holds, OpKind, Program
 from shardlab.rules.pieces import bits
 

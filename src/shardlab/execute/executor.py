@@ -20,7 +20,8 @@ from shardlab.execute.compute import COMPUTE, Instruction
 from shardlab.execute.gradient_room import takes_own
 from shardlab.execute.loss_scale import want_norm
 from shardlab.execute.progress import begin_tape
-from shardlab.execute.state import GradientObserver, Sampler, Settings, State
+from shardlab.execute.settings import GradientObserver, Sampler, Settings
+from shardlab.execute.state import State
 from shardlab.models import Model
 from shardlab.program import Op, OpKind
 from shardlab.program.ops import COLLECTIVES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,70 +16,24 @@ from shardlab.execute.analysis import Analysis
 from shardlab.execute.arena import ArenaTensors
 from shardlab.execute.communicator import Wait
 from shardlab.execute.graph import FlatWeight
-from shardlab.execute.loss_scale import FIRST, LossScale
+from shardlab.execute.loss_scale import LossScale
 from shardlab.execute.optimizer import Slice
 from shardlab.execute.places import storage_at, tensor_at
+from shardlab.execute.settings import GradientObserver, Settings, torch_dtype
 from shardlab.execute.shapes import Shapes
 from shardlab.models import CutModel, Model
 from shardlab.models.matrices import matrices_of
 from shardlab.models.tensors import (
     Dropout,
-    Initial,
     Share,
     compiled_layers_of,
     initial_weights,
     layers_of,
     lengthened,
 )
-from shardlab.optimizers import OptimizerConfig
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
-from shardlab.program.precision import FP32, FP64, Precision
+from shardlab.program.precision import FP64
 from shardlab.rules.pieces import bits
-
-
-class Sampler(Protocol):
-    """Where the batches come from; every rank can ask for every microbatch."""
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Sequences of a microbatch."""
-        ...
-
-    def microbatch(self, step: int, microbatch: int, /) -> tuple[Tensor, Tensor]:
-        """Tokens and targets (micro_batch_size, seq_len), int64; a target of -1 does not count."""
-        ...
-
-    def counted(self, step: int, microbatches: int, /) -> int:
-        """Targets that count in a step of so many microbatches: what its loss is the mean over."""
-        ...
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a program is run.
-
-    Attributes:
-        seed: of the first weights and of dropout.
-        precision: of weights, gradients, activations and optimizer states; in float64 casts are to float64 as well, so
-            that the program is compared with one device and not its rounding.
-        device: where they are.
-        optimizer: its settings.
-        initial: reads the first weights (None: they are drawn from the seed).
-        loss_scale: the first, in float16.
-        compile: whether layers are compiled, each kind once.
-    """
-
-    seed: int = 0
-    precision: Precision = FP32
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    initial: Initial | None = None
-    loss_scale: float = FIRST
-    compile: bool = False
-
-
-GradientObserver = Callable[[int, Holds, Tensor], None]
-"""Called before every update with (layer, slices held, gradient of these slices)."""
 
 
 class State:
@@ -393,11 +347,6 @@ class State:
         for buffer in buffers:
             buffer.untyped_storage().resize_(0)
         return buffers
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that torch calls so."""
-    return getattr(torch, name)
 
 
 def _loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:

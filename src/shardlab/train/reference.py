@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardlab.execute import OptimizerConfig, Sampler
 from shardlab.execute.optimizer import torch_optimizers
-from shardlab.execute.state import torch_dtype
+from shardlab.execute.settings import torch_dtype
 from shardlab.models import Model
 from shardlab.models.layout import Parameter
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, views, with_borrowed

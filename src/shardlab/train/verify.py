@@ -18,7 +18,8 @@ from shardlab.data import Corpus
 from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.average import averaged
 from shardlab.execute.communicator import Groups
-from shardlab.execute.state import State, torch_dtype
+from shardlab.execute.settings import torch_dtype
+from shardlab.execute.state import State
 from shardlab.models import CutModel, Model
 from shardlab.models.tensors import lengthened, to_blocks, to_layers
 from shardlab.program import Holds

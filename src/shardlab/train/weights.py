@@ -22,7 +22,8 @@ from shardlab.checkpoint import Disk, bytes_of, header_of
 from shardlab.errors import UserError
 from shardlab.execute.average import averaged
 from shardlab.execute.collect import collect
-from shardlab.execute.state import State, torch_dtype
+from shardlab.execute.settings import torch_dtype
+from shardlab.execute.state import State
 from shardlab.models.tensors import whole_parameters
 from shardlab.models.weight_files import ENDING, SHARD_BYTES, index_of, index_text, shards_of
 from shardlab.program.files import PART
