@@ -39,6 +39,9 @@ ROOMY = 0.9
 AHEAD = 0.85
 """By how much what was worked out further comes earlier than its guess: a shape, its pipelines, their candidates."""
 
+TIGHT = 0.8
+"""Share of the room above which a floor of bytes lets a plan come later."""
+
 MANY = 2**15
 """Microbatches' passes through a pipeline's ranks for which a plan comes as late as one of twice the time."""
 
@@ -159,9 +162,14 @@ class Search:
         return self.found
 
     def _begin(self, phase: Phase) -> None:
-        """Go on to a phase, in which other things come first."""
+        """Go on to a phase, in which other things come first: late, the smallest shapes."""
         self._phase = phase
-        self._heap = [self._keyed(each) for each in self._heap]
+        self._heap = [
+            each._replace(key=each.bytes + (each.plan is not None) * self._room)
+            if phase == "late"
+            else self._keyed(each)
+            for each in self._heap
+        ]
         heapq.heapify(self._heap)
 
     def _enough(self) -> float:
@@ -215,7 +223,7 @@ class Search:
         heapq.heappush(self._heap, self._keyed(waiting))
 
     def _keyed(self, waiting: Waiting) -> Waiting:
-        """What waits, with its key: what is worked out further, and what takes few passes to forecast, comes soon.
+        """What waits, with its key: soon comes what is worked out further, takes few passes, or leaves room.
 
         Scouts take the lowest floors, so that they tell the best of each family.
         """
@@ -225,7 +233,8 @@ class Search:
         if self._phase == "late":
             return waiting._replace(key=waiting.bytes - depth * self._room)
         passes = waiting.shape.mesh.pp * self._floors.each(waiting.shape)
-        return waiting._replace(key=waiting.guess * AHEAD**depth * (1 + passes / MANY))
+        tight = max(0.0, waiting.bytes / self._room - TIGHT)
+        return waiting._replace(key=waiting.guess * AHEAD**depth * (1 + passes / MANY) * (1 + tight))
 
     def _note_too_large(self, candidate: Candidate, bytes: float) -> None:
         candidate = as_fixed(self.problem, candidate)
