@@ -13,6 +13,7 @@ from shardlab.execute.joint_update import followed
 from shardlab.program import Kind, OpKind
 from shardlab.program.ops import COMMUNICATION
 from shardlab.rules.kind import AUTOGRAD_KINDS
+from shardlab.rules.pieces import bits
 
 _BUFFERED = COMMUNICATION | {OpKind.CONCATENATE, OpKind.CAST}
 """Ops that make weights of which the memory is taken and given back again and again."""
@@ -111,3 +112,14 @@ class Analysis:
                 self.slot[number] = slot
                 self.empties[free_from[slot]] = slot
         return len(free_from)
+
+
+def loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
+    """(rank, op) of the LOSS that counts for each piece of the batch: of several, the first."""
+    owners: dict[int, tuple[int, int]] = {}
+    for rank, tape in enumerate(checked.program.tapes):
+        for at, op in enumerate(tape):
+            if op.kind is OpKind.LOSS:
+                for piece in bits(checked.specs[rank][op.inputs[0]].cells):
+                    owners.setdefault(piece, (rank, at))
+    return owners

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlab.check import Checked
-from shardlab.execute.analysis import Analysis
+from shardlab.execute.analysis import Analysis, loss_owners
 from shardlab.execute.arena import ArenaTensors
 from shardlab.execute.communicator import Wait
 from shardlab.execute.graph import FlatWeight
@@ -82,7 +82,7 @@ class State:
         self.layers = compiled_layers_of(model) if settings.compile else layers_of(model)
         self.signatures = checked.program.sizes.signatures
         self.shapes = Shapes(checked, model, rows, None if of is None else of.shapes.flat)
-        self.loss_owners = _loss_owners(checked)
+        self.loss_owners = loss_owners(checked)
         self.analysis = Analysis(checked, rank)
         self.values: list[Any] = [None] * (max(self.specs, default=-1) + 1)
         loaded = self.analysis.kept.loaded.values()
@@ -310,17 +310,17 @@ class State:
 
     def give_back(self, number: int) -> None:
         """Give the memory of a kept weight back until a new one arrives there."""
-        memory = self.kept[self.analysis.kept.loaded[number]].untyped_storage()
-        self._given_back[self.analysis.kept.loaded[number]] = memory.nbytes()
+        key = self.analysis.kept.loaded[number]
+        memory = self.kept[key].untyped_storage()
+        self._given_back[key] = memory.nbytes()
         memory.resize_(0)
 
     def room_kept(self, number: int) -> Tensor:
-        """The memory of a kept weight that arrives."""
+        """Memory for a kept weight that arrives."""
         key = self.analysis.kept.final[number]
-        kept = self.kept[key]
         if size := self._given_back.pop(key, 0):
-            kept.untyped_storage().resize_(size)
-        return kept
+            self.kept[key].untyped_storage().resize_(size)
+        return self.kept[key]
 
     def empty_buffer(self, slot: int) -> None:
         """Give a buffer's memory back, although autograd and the leaves still refer to it."""
@@ -347,14 +347,3 @@ class State:
         for buffer in buffers:
             buffer.untyped_storage().resize_(0)
         return buffers
-
-
-def _loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
-    """A program may compute the loss of a piece of the batch more than once; the first one counts."""
-    owners: dict[int, tuple[int, int]] = {}
-    for rank, tape in enumerate(checked.program.tapes):
-        for at, op in enumerate(tape):
-            if op.kind is OpKind.LOSS:
-                for piece in bits(checked.specs[rank][op.inputs[0]].cells):
-                    owners.setdefault(piece, (rank, at))
-    return owners
