@@ -65,6 +65,7 @@ CHANGES: dict[str, Any] = {
     "reduction": Reduction.MAX,
     "dtype": "bfloat16",
     "place": "host",
+    "offset": 77,
     "factor": st.sampled_from([None, factor_of(1), factor_of(2), factor_of(1, ((1, 1),))]),
 }
 

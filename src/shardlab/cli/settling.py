@@ -97,6 +97,7 @@ def passed_here(entry: StrategyEntry, job: Job, names: str, *, lenient: bool = F
         Refused: when the program is wrong.
         UserError: when sizes do not fit it, or a pass that is named has nothing to do.
     """
+    entry.require_ops(job.ranks, job.model.layers, job.microbatches)
     written = checked(entry, job.ranks, job.sizes, job.microbatches)
     timed = replace(job, precision=_timed(job.precision))
 

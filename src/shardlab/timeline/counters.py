@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from shardlab.program import Op, OpKind
 from shardlab.timeline.clocks import Times
-from shardlab.timeline.memory import CATEGORIES, memory_in_bytes
+from shardlab.timeline.memory import CATEGORIES, Category, memory_in_bytes
 from shardlab.timeline.timeline import Timeline
 from shardlab.timeline.traced import Traced
 
@@ -15,11 +15,17 @@ Counter = list[tuple[float, dict[str, int]]]
 
 
 def memory_counters(traced: Traced, times: Times) -> list[Counter]:
-    """The counter of each row of a replay."""
+    """The counter of each row of a replay; one without an arena has no word of it."""
     counters: list[Counter] = []
     for row, memory in enumerate(memory_in_bytes(traced, counters=True)):
         tape = traced.program.tapes[row]
-        named = (dict(zip((category.value for category in CATEGORIES), live, strict=True)) for live in memory.counters)
+        arena = any(live[CATEGORIES.index(Category.ARENA)] for live in memory.counters[:1])
+        names = {
+            place: category.value
+            for place, category in enumerate(CATEGORIES)
+            if arena or category is not Category.ARENA
+        }
+        named = ({name: live[place] for place, name in names.items()} for live in memory.counters)
         counters.append(counter_of(zip(moments(tape, times.starts[row], times.ends[row]), named, strict=True)))
     return counters
 

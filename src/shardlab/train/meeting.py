@@ -17,7 +17,7 @@ PREFIX = "shardlab-ranks-"
 HELD = "held"
 """The file of such a folder that its process has locked, as long as it lives."""
 
-ROOM = 1 << 16
+ROOM = 1 << 15
 """Bytes that ranks write there at most, while they meet."""
 
 
