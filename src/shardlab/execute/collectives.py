@@ -29,6 +29,9 @@ _rooms: dict[tuple[torch.dtype, int, int], list[list[Tensor]]] = defaultdict(lis
 does, and is in no account of a step."""
 
 
+_CPU = torch.device("cpu")
+
+
 class Messages:
     """Messages that have started, as one work of torch.distributed.
 
@@ -64,15 +67,15 @@ def all_reduce(tensor: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessG
     Returns:
         The work: the result is there when its `wait` has ended, and until then nothing may touch the tensor.
     """
-    mine, size = dist.get_rank(group), dist.get_world_size(group)
+    mine, size = group.rank(), group.size()
     is_small = 0 < (size - 1) * tensor.nbytes <= SMALL
     if by != dist.ReduceOp.SUM or not is_small or not _by_messages(group):
         return _all_reduce(tensor, by, group, async_op=True)
     free = _rooms[tensor.dtype, size, tensor.numel()]
     total, came = tensor.view(-1), free.pop() if free else [*tensor.new_empty((size - 1, tensor.numel()))]
     others = [member for member in range(size) if member != mine]
-    works = [dist.irecv(room, group=group, tag=TAG, group_src=at) for at, room in zip(others, came, strict=True)]
-    works += [dist.isend(total, group=group, tag=TAG, group_dst=member) for member in others]
+    works = [group.recv([room], at, TAG) for at, room in zip(others, came, strict=True)]
+    works += [group.send([total], member, TAG) for member in others]
 
     def add_up() -> None:
         before, after = came[:mine], came[mine:]
@@ -93,11 +96,11 @@ def all_gather(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Any:
     """
     if not _by_messages(group):
         return _all_gather_single(output, piece, group=group, async_op=True)
-    mine, size = dist.get_rank(group), dist.get_world_size(group)
+    mine, size = group.rank(), group.size()
     pieces, piece = output.view(size, -1), piece.view(-1)
     others = [member for member in range(size) if member != mine]
-    works = [dist.irecv(pieces[member], group=group, tag=TAG, group_src=member) for member in others]
-    works += [dist.isend(piece, group=group, tag=TAG, group_dst=member) for member in others]
+    works = [group.recv([pieces[member]], member, TAG) for member in others]
+    works += [group.send([piece], member, TAG) for member in others]
     pieces[mine].copy_(piece)
     return Messages(works)
 
@@ -113,12 +116,12 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> A
     """
     if not _by_messages(group):
         return _reduce_scatter_single(output, whole, group=group, async_op=True)
-    mine, size = dist.get_rank(group), dist.get_world_size(group)
+    mine, size = group.rank(), group.size()
     pieces, total = whole.view(size, -1), output.view(-1)
     others = [member for member in range(size) if member != mine]
     came = [total, *pieces.new_empty((max(0, size - 2), len(total)))]  # the first is added to where it arrives
-    works = [dist.irecv(room, group=group, tag=TAG, group_src=at) for at, room in zip(others, came, strict=False)]
-    works += [dist.isend(pieces[member], group=group, tag=TAG, group_dst=member) for member in others]
+    works = [group.recv([room], at, TAG) for at, room in zip(others, came, strict=False)]
+    works += [group.send([pieces[member]], member, TAG) for member in others]
 
     def add_up() -> None:
         if not others:
@@ -133,7 +136,8 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> A
 
 
 def _by_messages(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) == dist.Backend.GLOO
+    backend: Any = group._get_backend(_CPU)
+    return isinstance(backend, dist.ProcessGroupGloo)
 
 
 def _first(*names: str) -> Callable[..., Any]:
