@@ -28,13 +28,13 @@ NARROW = GPT(layers=24, hidden_size=32, heads=4, vocab_size=256, seq_len=16)
 
 
 def settled_on(
-    entry: StrategyEntry, cluster: Cluster | None, model: GPT = MODEL, ranks: int = 2, *, again: bool = False
+    entry: StrategyEntry, cluster: Cluster | None, model: GPT = MODEL, ranks: int = 2, *, lenient: bool = False
 ) -> str:
     """The passes that an entry gets on a machine (None: one that nobody has measured)."""
     job = Job(entry.for_job(ranks), ranks, 4, model, 2, passes=entry.passes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settling, "cluster_here", dict.fromkeys((1, 2), cluster).get)
-        return settled_here(entry, job, again=again).passes_on(ranks, "unsaid")
+        return settled_here(entry, job, lenient=lenient).passes_on(ranks, "unsaid")
 
 
 def test_what_is_fastest_on_the_machine_gets_a_setting() -> None:
@@ -76,9 +76,9 @@ def test_a_wrong_program_and_a_pass_at_fault_are_refused_as_everywhere() -> None
 
 def test_a_run_that_goes_on_leaves_out_what_its_ranks_have_no_use_for() -> None:
     entry = load("zero-3").rewritten(2, "prefetch=2,defer=1")
-    assert settled_on(entry, None, again=True) == "prefetch=2,defer=1"
+    assert settled_on(entry, None, lenient=True) == "prefetch=2,defer=1"
     alone = load("zero-3").rewritten(1, "prefetch=2,defer=1")
-    assert settled_on(alone, None, ranks=1, again=True) == "none"
+    assert settled_on(alone, None, ranks=1, lenient=True) == "none"
 
 
 def test_a_launchers_ranks_take_what_the_first_of_them_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,3 +113,22 @@ def test_what_was_chosen_stands_in_the_configuration_of_a_run() -> None:
     assert sources[-1] == ConfigSource("chosen", {"plan": {"passes": "bucket=1"}})
     with pytest.raises(UserError):
         replace(run, config=replace(config, plan=StrategyConfig("ddp", 2, "ddp", "bucke"))).job.checked()
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "left"),
+    [
+        ("runs/zero-3-1/config.toml", {"mesh": {}, "passes": "prefetch=2,defer=1"}, "none"),
+        ("flags", {"mesh": {}, "passes": "prefetch=2,defer=1"}, "prefetch=2,defer=1"),
+        ("flags", {"plan": "page.toml"}, "prefetch=2,defer=1"),
+    ],
+)
+def test_passes_of_a_runs_own_file_may_have_nothing_to_do_on_other_ranks(
+    name: str, plan: dict[str, object], left: str
+) -> None:
+    """Nobody has named them now; those that a flag or a page names stay, so that the ranks say what is wrong."""
+    entry = load("zero-3").rewritten(1, "prefetch=2,defer=1")
+    sources = [ConfigSource("default", {"plan": {"strategy": "ddp"}}), ConfigSource(name, {"plan": plan})]
+    config = TrainingConfig(plan=StrategyConfig(entry.for_job(1), 1, "zero-3"), model=MODEL)
+    _, run = settled_run(entry, TrainingRun(config, out=None), sources)  # pyright: ignore[reportArgumentType]
+    assert run.config.plan.as_dict()["passes"] == left

@@ -32,7 +32,7 @@ MOST_TRIED = 400_000
 setting is made in any case."""
 
 
-def settled_here(entry: StrategyEntry, job: Job, *, again: bool = False) -> StrategyEntry:
+def settled_here(entry: StrategyEntry, job: Job, *, lenient: bool = False) -> StrategyEntry:
     """The strategy with the setting of each of its passes, so that all ranks and a repeated run rewrite it alike.
 
     Where nobody says which, all passes are run that help. What helps follows from the profile that `shardlab bench` has
@@ -41,13 +41,13 @@ def settled_here(entry: StrategyEntry, job: Job, *, again: bool = False) -> Stra
 
     Args:
         job: what is run, with the strategy's passes or without.
-        again: whether they were settled for an earlier start: those with nothing to do any more are left out.
+        lenient: leave passes out that are named and have nothing to do, as where an earlier start has settled them.
 
     Raises:
         Refused: when the program is wrong.
         UserError: when sizes do not fit it.
     """
-    choose = partial(_choice, entry, job, again)
+    choose = partial(_choice, entry, job, lenient)
     world = find_launch_environment(os.environ)
     if world is None or world.world == 1:
         return entry.rewritten(job.ranks, choose())
@@ -61,10 +61,14 @@ def settled_here(entry: StrategyEntry, job: Job, *, again: bool = False) -> Stra
 def settled_run(
     entry: StrategyEntry, run: TrainingRun, sources: list[ConfigSource]
 ) -> tuple[StrategyEntry, TrainingRun]:
-    """The strategy and the run with the settings of their passes; what was chosen is added to the sources."""
+    """The strategy and the run with the settings of their passes; what was chosen is added to the sources.
+
+    Passes that a run's own configuration brings along may have been settled for other ranks: those with nothing to do
+    here are left out. Those that a flag or a plan's page names must have something to do.
+    """
     plan = run.config.plan
-    again = run.resume is not None and origin(sources, "plan", "passes") != "flags"
-    entry = settled_here(entry, run.job, again=again)
+    named_now = origin(sources, "plan", "passes") == "flags" or "plan" in merged(sources, "plan")
+    entry = settled_here(entry, run.job, lenient=not named_now)
     passes = entry.passes_on(plan.ranks)
     if passes != (merged(sources, "plan").get("passes") or "none"):
         sources.append(ConfigSource("chosen", {"plan": {"passes": passes}}))
@@ -72,14 +76,14 @@ def settled_run(
     return entry, replace(run, config=replace(run.config, plan=plan))
 
 
-def _choice(entry: StrategyEntry, job: Job, again: bool) -> str:
+def _choice(entry: StrategyEntry, job: Job, lenient: bool) -> str:
     """The passes with their settings."""
     names = entry.passes_on(job.ranks, "all")
     settings = [each.setting for each in named_passes(names)]
-    if not settings or (all(settings) and not again):
+    if not settings or (all(settings) and not lenient):
         return names
     try:
-        found, _ = passed_here(entry, job, names, lenient=again)
+        found, _ = passed_here(entry, job, names, lenient=lenient)
     except UserError:
         return names  # ranks run into the reason
     if useless := useless_offload(found):
