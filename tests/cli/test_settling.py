@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import settling
+from shardlab.cli.ranks import checked_to_run
 from shardlab.cli.settling import settled_here, settled_run
 from shardlab.errors import UserError
 from shardlab.hardware import Cluster, find_cluster
 from shardlab.models import GPT
+from shardlab.optimizers import OptimizerConfig
 from shardlab.program import Mesh, Refused
 from shardlab.strategies.entry import StrategyEntry, planned_entry
 from shardlab.strategies.load import load
@@ -68,10 +70,13 @@ def test_ranks_that_share_places_and_numbers_without_a_price_are_settled_all_the
     assert settled_on(load("ddp"), unpriced, NARROW) == "bucket=1"
 
 
-def test_a_wrong_program_and_a_pass_at_fault_are_refused_as_everywhere() -> None:
+def test_a_wrong_program_and_a_pass_at_fault_are_left_to_the_check_of_every_rank() -> None:
+    """A launcher's first rank chooses for all: were it to end here, the others would wait for it."""
+    entry = load(f"{EXAMPLES}/mistake.py:my_ddp")
+    assert settled_on(entry, None) == "all"
     with pytest.raises(Refused, match=r"examples/mistake\.py:15"):
-        settled_on(load(f"{EXAMPLES}/mistake.py:my_ddp"), None)
-    assert settled_on(load("ddp", "prefetch"), None) == "prefetch", "which ranks run into"
+        checked_to_run(entry, Job(entry.for_job(2), 2, 4, MODEL, 2), OptimizerConfig())
+    assert settled_on(load("ddp", "prefetch"), None) == "prefetch"
 
 
 def test_a_run_that_goes_on_leaves_out_what_its_ranks_have_no_use_for() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardlab.cli.expected import cluster_here, workload_of
 from shardlab.cli.passes_report import useless_offload
 from shardlab.cli.strategy import checked
-from shardlab.errors import UserError
+from shardlab.errors import Refused, UserError
 from shardlab.passes import settled
 from shardlab.program.pass_names import named_passes
 from shardlab.strategies.entry import StrategyEntry
@@ -43,9 +43,10 @@ def settled_here(entry: StrategyEntry, job: Job, *, lenient: bool = False) -> St
         job: what is run, with the strategy's passes or without.
         lenient: leave passes out that are named and have nothing to do, as where an earlier start has settled them.
 
+    A wrong program, or sizes that do not fit it, are left to the check of what is run, which every rank makes.
+
     Raises:
-        Refused: when the program is wrong.
-        UserError: when sizes do not fit it.
+        UserError: when a launcher's ranks do not meet.
     """
     choose = partial(_choice, entry, job, lenient)
     world = find_launch_environment(os.environ)
@@ -84,8 +85,8 @@ def _choice(entry: StrategyEntry, job: Job, lenient: bool) -> str:
         return names
     try:
         found, _ = passed_here(entry, job, names, lenient=lenient)
-    except UserError:
-        return names  # ranks run into the reason
+    except (UserError, Refused):
+        return names  # every rank runs into the reason, where this one alone would leave the others waiting
     if useless := useless_offload(found):
         print(f"shardlab: {useless}", file=sys.stderr)
     return settled(found)
