@@ -91,7 +91,7 @@ def trained(rank: int, job: Job, alone: bool) -> tuple[list[Tensor], list[Tensor
     batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(0, FP32, CPU, OptimizerConfig()))
     if alone:
-        executor.instructions = executor.one_by_one()
+        executor.instructions = executor.alone
     losses = [executor.step() for _ in range(2)]
     account = TrackedStorages(executor.state)
     with account.tracking():

@@ -17,6 +17,7 @@ from shardlab.train.job import Job
 from shardlab.train.loop import train_rank
 from shardlab.train.report import write_report
 from shardlab.train.run import Summary, TrainingRun
+from shardlab.train.traced_steps import Tracing
 from tests.support.ranks import Ranks
 from tests.train.runs import run_of
 
@@ -46,11 +47,13 @@ def test_a_report_tells_cost_and_prediction_and_shows_its_plots(ranks: World, tm
     assert "| predicted step | nobody has measured |" in (run.out / "report.md").read_text()
 
 
-def test_profiled_steps_have_the_tapes_names_and_change_no_number(ranks: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trace", [False, True])
+def test_profiled_steps_have_the_tapes_names_and_change_no_number(ranks: World, trace: bool, tmp_path: Path) -> None:
     losses: list[list[float]] = []
     for steps in (None, (2, 4)):
-        run = run_of(JOB, OptimizerConfig(schedule_steps=5, warmup_steps=1), tmp_path / str(steps))
-        logging = LoggingConfig(profile_steps=steps, memory_snapshot=steps is not None)
+        optimizer = OptimizerConfig(schedule_steps=5, warmup_steps=1)
+        run = run_of(JOB, optimizer, tmp_path / str(steps), tracing=Tracing(warm_up=1, timed=2, measured=1))
+        logging = LoggingConfig(profile_steps=steps, memory_snapshot=steps is not None, trace=trace)
         run = replace(run, config=replace(run.config, logging=logging))
         ranks(2).call(quietly, run)
         losses.append([json.loads(line)["loss"] for line in (run.out / "metrics.jsonl").read_text().splitlines()])

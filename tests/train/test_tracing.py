@@ -92,6 +92,15 @@ def test_every_op_of_every_tape_has_its_event(traced: Traced, strategy: str) -> 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_recorded_step_has_its_seconds_forward_and_backward(traced: Traced, strategy: str) -> None:
+    """Also where layers compute together in steps that nobody records: in 1f1b."""
+    *_, out = traced(strategy)
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) > TRACING.steps
+    assert all(step["dtf"] > 0 and step["dtb"] > 0 for step in metrics)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_computes_one_op_after_the_other_in_tape_order(traced: Traced, strategy: str) -> None:
     _, measured, _ = traced(strategy)
     for events in measured.timeline.events:
@@ -212,7 +221,7 @@ def crashed(rank: int, job: Job, folder: Path, step: int, at: int) -> None:
     def fail() -> None:
         raise ValueError("the batch is a fish")
 
-    executor.instructions[at] = fail
+    executor.alone[at] = fail
     recorder = tracer._recorder  # pyright: ignore[reportPrivateUsage]
     recorder._timed[at] = recorder._around(at, executor.state.tape[at], fail)  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(ValueError, match="fish"):

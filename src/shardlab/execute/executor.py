@@ -45,7 +45,8 @@ class Executor:
         state: the rank's tensors.
         batches: what is trained on.
         links: the rank's communication.
-        instructions: one call for each op of the tape; layers of a chain compute together (see `chains`).
+        alone: one call for each op of the tape, every layer by itself: for those who look at each op.
+        instructions: the same, but layers of a chain compute together (see `chains`).
 
     Raises:
         Refused: when the program cannot run on this backend.
@@ -80,9 +81,9 @@ class Executor:
         self._microbatches = checked.program.microbatches
         self.links = Communicator(checked.program, rank, groups)
         self._waits: dict[int, Wait] = {}
-        alone = self.one_by_one()
+        self.alone = [self._prepare(at, op) for at, op in enumerate(self.state.tape)]
         together = chained(self.state, self._chains())
-        self.instructions = [together.get(at, instruction) for at, instruction in enumerate(alone)]
+        self.instructions = [together.get(at, instruction) for at, instruction in enumerate(self.alone)]
 
     def step(self) -> Tensor:
         """Run one optimizer step.
@@ -124,10 +125,6 @@ class Executor:
             words[0] = at
             instruction()
         words[0] = base + len(instructions)
-
-    def one_by_one(self) -> list[Instruction]:
-        """Instructions as `instructions`, but every layer by itself: for those who look at each op."""
-        return [self._prepare(at, op) for at, op in enumerate(self.state.tape)]
 
     def _chains(self) -> list[Chain]:
         state, analysis = self.state, self.state.analysis

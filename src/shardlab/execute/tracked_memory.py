@@ -95,7 +95,7 @@ def step_with_memory(executor: Executor, record: MemoryRecord) -> Tensor:
         return run
 
     plain = executor.instructions
-    executor.instructions = [around(at, instruction) for at, instruction in enumerate(executor.one_by_one())]
+    executor.instructions = [around(at, instruction) for at, instruction in enumerate(executor.alone)]
     try:
         with account.tracking():
             return executor.step()

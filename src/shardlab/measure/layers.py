@@ -152,7 +152,7 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
     batches = RandomBatches(subject.rows, model.seq_len, model.vocab_size)
     settings = Settings(precision=precision_in(subject.dtype), device=device)
     executor = Executor(subject.checked(), 0, model, batches, settings)
-    executor.instructions = [clock.mark, *(_marked(run, clock) for run in executor.one_by_one())]
+    executor.instructions = [clock.mark, *(_marked(run, clock) for run in executor.alone)]
     tape, shapes = executor.state.tape, executor.state.shapes
 
     def step() -> list[float]:
