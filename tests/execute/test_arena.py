@@ -11,12 +11,15 @@ import torch
 
 from shardlab.check import Checked
 from shardlab.execute import Executor, Settings
+from shardlab.execute.state import State
 from shardlab.execute.tracked_memory import step_with_memory
 from shardlab.measure.side_by_side.contender import DrawnBatches
 from shardlab.measure.side_by_side.memory import LiveStorages
-from shardlab.models import GPT
+from shardlab.models import GPT, MoE
 from shardlab.passes import run_named
+from shardlab.program import Mesh
 from shardlab.program.record import MemoryRecord
+from shardlab.strategies.plan import Plan
 from shardlab.timeline.memory import memory_in_bytes
 from shardlab.train.job import Job
 from tests.support.ranks import Ranks
@@ -52,6 +55,20 @@ def with_and_without(rank: int, job: Job, passes: str) -> tuple[Steps, Steps]:
     plain = steps_of(rank, job, before)
     gc.collect()
     return plain, steps_of(rank, job, after)
+
+
+@pytest.mark.parametrize("axis", ["cp", "tp"])
+def test_layers_without_parameters_take_no_place(axis: str) -> None:
+    """Such as sums of experts; a place of no bytes says nothing."""
+    model = MoE(layers=2, hidden_size=16, heads=2, seq_len=8, vocab_size=32)
+    job = Job(Plan(Mesh(**{"ep": 2, axis: 2})), 4, 4, model, 2, passes="place")
+    checked, empty = job.checked(), {l for l, weights in enumerate(job.sizes.weights) if not weights}
+    for rank, specs in enumerate(checked.specs):
+        arena = State(checked, rank, job.cut, 2, Settings(), None).arena
+        layers = {specs[number].layer for number in arena.tensors}
+        assert layers
+        assert empty
+        assert not layers & empty
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ def _may_move(op: Op, spec: Spec, sizes: Sizes) -> bool:
     form = spec.form
     if form.place or form.kind not in (FLAT if op.kind in GATHERS else PLACED):
         return False
+    if form.kind in FLAT and not sizes.weights[form.layer]:
+        return False  # there is nothing to place
     if form.kind is Kind.ACTIVATION and sizes.keeps_input and not (*sizes.keeps_input, True)[form.layer]:
         return False  # it goes before it ends on the tape
     tokens = form.kind is Kind.ACTIVATION and not form.layer
