@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,13 +30,19 @@ NARROW = GPT(layers=24, hidden_size=32, heads=4, vocab_size=256, seq_len=16)
 
 
 def settled_on(
-    entry: StrategyEntry, cluster: Cluster | None, model: GPT = MODEL, ranks: int = 2, *, lenient: bool = False
+    entry: StrategyEntry,
+    cluster: Cluster | None,
+    model: GPT = MODEL,
+    ranks: int = 2,
+    *,
+    counts: Sequence[int] = (),
+    lenient: bool = False,
 ) -> str:
     """The passes that an entry gets on a machine (None: one that nobody has measured)."""
     job = Job(entry.for_job(ranks), ranks, 4, model, 2, passes=entry.passes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settling, "cluster_here", dict.fromkeys((1, 2), cluster).get)
-        return settled_here(entry, job, lenient=lenient).passes_on(ranks, "unsaid")
+        return settled_here(entry, job, counts=counts, lenient=lenient).passes_on(ranks, "unsaid")
 
 
 def test_what_is_fastest_on_the_machine_gets_a_setting() -> None:
@@ -137,3 +143,25 @@ def test_passes_of_a_runs_own_file_may_have_nothing_to_do_on_other_ranks(
     config = TrainingConfig(plan=StrategyConfig(entry.for_job(1), 1, "zero-3"), model=MODEL)
     _, run = settled_run(entry, TrainingRun(config, out=None), sources)  # pyright: ignore[reportArgumentType]
     assert run.config.plan.as_dict()["passes"] == left
+
+
+def test_steps_of_other_numbers_of_microbatches_take_the_passes_that_all_can() -> None:
+    """What is carried from step to step may differ between numbers, and the next step would not find it."""
+    entry = load("zero-3")
+    assert "fuse-steps" in settled_on(entry, None)
+    assert "fuse-steps" not in settled_on(entry, None, counts=(2, 4))
+    named = entry.rewritten(2, "fuse-steps")
+    assert settled_on(named, None, counts=(2, 4)).startswith("fuse-steps=")
+
+
+def test_a_pass_without_work_at_one_of_the_numbers_is_left_out(tmp_path: Path) -> None:
+    """Nobody has named it, so nobody is to be told to leave it out."""
+    (tmp_path / "either.py").write_text(
+        "from shardlab.strategies.ddp import ddp\n"
+        "from shardlab.strategies.fsdp import fsdp\n\n\n"
+        "async def either(rank):\n"
+        "    await (ddp if len(rank.microbatches) == 2 else fsdp)(rank)\n"
+    )
+    entry, cluster = load(f"{tmp_path}/either.py:either"), find_cluster("h100x2")
+    assert settled_on(entry, cluster) == "prefetch=1,update-early"
+    assert settled_on(entry, cluster, counts=(2, 4)) == "update-early"

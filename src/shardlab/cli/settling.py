@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -32,23 +32,25 @@ MOST_TRIED = 400_000
 setting is made in any case."""
 
 
-def settled_here(entry: StrategyEntry, job: Job, *, lenient: bool = False) -> StrategyEntry:
+def settled_here(
+    entry: StrategyEntry, job: Job, *, counts: Collection[int] = (), lenient: bool = False
+) -> StrategyEntry:
     """The strategy with the setting of each of its passes, so that all ranks and a repeated run rewrite it alike.
 
     Where nobody says which, all passes are run that help. What helps follows from the profile that `shardlab bench` has
     saved, or from that of cores that nobody has measured. Ranks that a launcher has started meet, and take what the
-    first of them finds.
+    first of them finds. A wrong program, or sizes that do not fit it, are left to the check of what is run, which every
+    rank makes.
 
     Args:
         job: what is run, with the strategy's passes or without.
+        counts: other numbers of microbatches that steps have as well, which take the same passes.
         lenient: leave passes out that are named and have nothing to do, as where an earlier start has settled them.
-
-    A wrong program, or sizes that do not fit it, are left to the check of what is run, which every rank makes.
 
     Raises:
         UserError: when a launcher's ranks do not meet.
     """
-    choose = partial(_choice, entry, job, lenient)
+    choose = partial(_choice, entry, job, [each for each in counts if each != job.microbatches], lenient)
     world = find_launch_environment(os.environ)
     if world is None or world.world == 1:
         return entry.rewritten(job.ranks, choose())
@@ -69,7 +71,7 @@ def settled_run(
     """
     plan = run.config.plan
     named_now = origin(sources, "plan", "passes") == "flags" or "plan" in merged(sources, "plan")
-    entry = settled_here(entry, run.job, lenient=not named_now)
+    entry = settled_here(entry, run.job, counts=run.config.train.ramp.counts, lenient=not named_now)
     passes = entry.passes_on(plan.ranks)
     if passes != (merged(sources, "plan").get("passes") or "none"):
         sources.append(ConfigSource("chosen", {"plan": {"passes": passes}}))
@@ -77,14 +79,24 @@ def settled_run(
     return entry, replace(run, config=replace(run.config, plan=plan))
 
 
-def _choice(entry: StrategyEntry, job: Job, lenient: bool) -> str:
-    """The passes with their settings."""
+def _choice(entry: StrategyEntry, job: Job, others: Sequence[int], lenient: bool) -> str:
+    """The passes with their settings; where other numbers of microbatches take them too, those that all of these can.
+
+    Which layers `fuse-steps` carries may depend on the number, and all must find the weights that one has left.
+    """
     names = entry.passes_on(job.ranks, "all")
-    settings = [each.setting for each in named_passes(names)]
-    if not settings or (all(settings) and not lenient):
+    asked = named_passes(names)
+    if not asked or (all(each.setting for each in asked) and not lenient):
         return names
     try:
         found, _ = passed_here(entry, job, names, lenient=lenient)
+        kept = {each.name for each in asked if each.by_name and not lenient}
+        if others:
+            found = [each for each in found if each.name != "fuse-steps" or each.name in kept]
+        for count in others:
+            there, _ = passed_here(entry, replace(job, microbatches=count), settled(found), lenient=True)
+            idle = {each.name for each in there if not each.applies} - kept
+            found = [each for each in found if each.name not in idle]
     except (UserError, Refused):
         return names  # every rank runs into the reason, where this one alone would leave the others waiting
     if useless := useless_offload(found):
