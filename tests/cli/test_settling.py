@@ -68,6 +68,17 @@ def test_on_a_machine_that_was_not_measured_many_small_sums_become_one(strategy:
     assert settled_on(load(strategy), None, NARROW) == "bucket=1"
 
 
+def test_on_gpus_without_a_price_no_pass_runs_that_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What helps cores, on which a collective starts in a millisecond, need not help them."""
+    monkeypatch.setattr("shardlab.train.launch.device_type", {2: "cuda"}.get)
+    unpriced = replace(h100 := find_cluster("h100x2"), device=replace(h100.device, flops={}))
+    for cluster in (None, unpriced):
+        assert settled_on(load("ddp"), cluster, NARROW) == settled_on(load("ddp", "all"), cluster, NARROW) == "none"
+        assert settled_on(load("ddp", "bucket"), cluster, NARROW) == "bucket=1"
+        assert settled_on(load("ddp", "defer=2,all"), cluster, NARROW) == "defer=2"
+    assert settled_on(load("fsdp"), h100).startswith("prefetch=")
+
+
 def test_ranks_that_share_places_and_numbers_without_a_price_are_settled_all_the_same() -> None:
     """More ranks than devices; and a device that does not compute in float32."""
     assert settled_on(load("fsdp"), find_cluster("h100x1")).startswith("prefetch=")

@@ -107,6 +107,8 @@ def _choice(entry: StrategyEntry, job: Job, others: Sequence[int], lenient: bool
 def passed_here(entry: StrategyEntry, job: Job, names: str, *, lenient: bool = False) -> tuple[list[Passed], Cluster]:
     """A job's program as it is written, and as each pass leaves it, by the prices of the machine that is also given.
 
+    On GPUs without a price only passes that are named themselves are run: what helps cores need not help them.
+
     Args:
         lenient: leave passes out that are named and have nothing to do.
 
@@ -114,6 +116,8 @@ def passed_here(entry: StrategyEntry, job: Job, names: str, *, lenient: bool = F
         Refused: when the program is wrong.
         UserError: when sizes do not fit it, or a pass that is named has nothing to do.
     """
+    from shardlab.train.launch import device_type
+
     entry.require_ops(job.ranks, job.model.layers, job.microbatches)
     written = checked(entry, job.ranks, job.sizes, job.microbatches)
     timed = replace(job, precision=_timed(job.precision))
@@ -121,14 +125,19 @@ def passed_here(entry: StrategyEntry, job: Job, names: str, *, lenient: bool = F
     def trace(*_: object) -> Checked:
         return written
 
-    def on(cluster: Cluster) -> list[Passed]:
+    def on(cluster: Cluster, names: str) -> list[Passed]:
         return replace(workload_of(timed, cluster), trace=trace).rewritten(names, MOST_TRIED, lenient=lenient)
 
     *measured, assumed = _clusters(job.ranks)
     for cluster in measured:
         with suppress(UserError):
-            return on(cluster), cluster
-    return on(assumed), assumed
+            return on(cluster, names), cluster
+    return on(assumed, names if device_type(job.ranks) == "cpu" else _only_named(names)), assumed
+
+
+def _only_named(names: str) -> str:
+    """Without those that `all` stands for."""
+    return ",".join(each for each in names.split(",") if each.strip() != "all") or "none"
 
 
 def _timed(precision: str) -> str:
