@@ -15,7 +15,7 @@ from shardlab.execute.state import State
 from shardlab.models import GPT
 from shardlab.passes import PASSES, find_passes, run_passes
 from shardlab.program import Op, UserError
-from shardlab.strategies import Plan
+from shardlab.strategies import Plan, ddp
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Mesh
 from shardlab.train import job as jobs
@@ -116,6 +116,18 @@ def test_an_op_that_a_pass_has_moved_is_still_of_the_line_that_wrote_it() -> Non
     assert list(before) != list(after)
     assert before == after
     assert all(str(LATE) in line for line in before.values())
+
+
+@pytest.mark.parametrize("passes", ["bucket=2", "place", "bucket=2,place"])
+def test_an_op_of_a_bucket_or_with_a_place_is_still_of_the_line_that_wrote_it(passes: str) -> None:
+    file = Path(ddp.__file__)  # as if it were a user's
+    lines = file.read_text().splitlines()
+    job = Job(f"{file}:ddp", 2, 4, GPT(layers=4, hidden_size=64, heads=2, vocab_size=32, seq_len=4), 2, passes=passes)
+    changed = [(op, line) for op, line in lines_by_op(job) if op.batch >= 0 or op.offset >= 0]
+    assert changed
+    for op, line in changed:
+        number = int(line.removeprefix(f" ({file}:").removesuffix(")"))
+        assert f"rank.{op.kind.value}(" in lines[number - 1]
 
 
 def lines_by_op(job: Job) -> Iterator[tuple[Op, str]]:

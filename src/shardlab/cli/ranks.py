@@ -69,23 +69,30 @@ def require_audit(proof: Checked, name: str) -> None:
 def lines_of(entry: StrategyEntry, job: Job) -> LineOf:
     """Find the line of a user's file that wrote an op of a rank; a built-in strategy has none of the user's.
 
-    Passes may have put the op elsewhere than where it was written; what they have made themselves has no line.
+    Passes may have put the op elsewhere than where it was written, into a bucket, or its result into an arena; what
+    they have made themselves has no line.
     """
     path, _ = file_and_name(entry.name)
     if path is None:
         return lambda rank, op: ""
 
     @cache
-    def traced() -> tuple[Retrace, list[list[Op]]]:
+    def traced() -> tuple[Retrace, list[dict[Op, int]], list[list[Op]]]:
         retrace = Retrace(entry.program, str(path), World(entry.grid(job.ranks), job.sizes, job.microbatches))
-        return retrace, job.checked().program.tapes
+        numbers = [{_by_itself(op): number for number, op in enumerate(ops)} for ops in retrace.written]
+        return retrace, numbers, job.checked().program.tapes
 
     def line(rank: int, at: int) -> str:
-        retrace, tapes = traced()
-        op, written = tapes[rank][at], retrace.written[rank]
-        return f" ({path}:{retrace.line(rank, written.index(op))})" if op in written else ""
+        retrace, numbers, tapes = traced()
+        number = numbers[rank].get(_by_itself(tapes[rank][at]))
+        return "" if number is None else f" ({path}:{retrace.line(rank, number)})"
 
     return line
+
+
+def _by_itself(op: Op) -> Op:
+    """An op without what passes put into it."""
+    return op._replace(batch=-1, offset=-1)
 
 
 def refuse_restart(count: int, out: Path | None, save_every: int | str | None) -> None:
