@@ -44,8 +44,9 @@ class Stopwatch(Protocol):
 class HostStopwatch:
     """The host's monotonic clock, which all processes of a host share (time.perf_counter, CLOCK_MONOTONIC on Linux).
 
-    Most of gloo's works have a future, which says at once when the work is over. Messages and reduce_scatter have none,
-    and a second `wait` for a message would never return: a thread waits for each of them, and the rank for that thread.
+    Collectives of torch's own on gloo have a future, which says at once when the work is over. Messages have none, nor
+    have the collectives that are made of messages (see `collectives`), and a second `wait` for a message would never
+    return: a thread waits for each of them, and the rank for that thread.
     """
 
     def __init__(self) -> None:
