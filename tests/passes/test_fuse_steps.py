@@ -43,9 +43,10 @@ def test_every_program_that_can_be_fused_is_right(seed: int) -> None:
     program = check(random_program(random_shape(seed)) if seed % 2 else random_plan(seed, ranks=4).program)
     try:
         after = fused(program, Random(seed).randrange(1, 9))
-        is_right(after)
-    except (CannotApply, Refused):  # such as a batch that is torn apart
+    except CannotApply:
         assume(False)
+        return
+    is_right(after)
 
 
 @pytest.mark.parametrize("count", [1, 3])
