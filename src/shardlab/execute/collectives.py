@@ -10,7 +10,7 @@ goes around twice, which for a small tensor is two latencies. `benchmarks/messag
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TAG = 1
-"""Of these messages: others between the same ranks have torch's default, 0."""
-
+"""What tells these messages from others between the same ranks, which have torch's default, 0."""
 
 SMALL = 2 * 2**20
 """Bytes that a member may receive for a sum by messages; more is summed around a ring."""
@@ -27,7 +26,6 @@ SMALL = 2 * 2**20
 _rooms: dict[tuple[torch.dtype, int, int], list[list[Tensor]]] = defaultdict(list)
 """By (dtype, members, elements), what small sums received into and use no more: it stays, as a communicator's memory
 does, and is in no account of a step."""
-
 
 _CPU = torch.device("cpu")
 
@@ -73,9 +71,7 @@ def all_reduce(tensor: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessG
         return _all_reduce(tensor, by, group, async_op=True)
     free = _rooms[tensor.dtype, size, tensor.numel()]
     total, came = tensor.view(-1), free.pop() if free else [*tensor.new_empty((size - 1, tensor.numel()))]
-    others = [member for member in range(size) if member != mine]
-    works = [group.recv([room], at, TAG) for at, room in zip(others, came, strict=True)]
-    works += [group.send([total], member, TAG) for member in others]
+    works = _exchanged(group, came, [total] * size)
 
     def add_up() -> None:
         before, after = came[:mine], came[mine:]
@@ -98,9 +94,7 @@ def all_gather(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Any:
         return _all_gather_single(output, piece, group=group, async_op=True)
     mine, size = group.rank(), group.size()
     pieces, piece = output.view(size, -1), piece.view(-1)
-    others = [member for member in range(size) if member != mine]
-    works = [group.recv([pieces[member]], member, TAG) for member in others]
-    works += [group.send([piece], member, TAG) for member in others]
+    works = _exchanged(group, [*pieces[:mine], *pieces[mine + 1 :]], [piece] * size)
     pieces[mine].copy_(piece)
     return Messages(works)
 
@@ -118,13 +112,11 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> A
         return _reduce_scatter_single(output, whole, group=group, async_op=True)
     mine, size = group.rank(), group.size()
     pieces, total = whole.view(size, -1), output.view(-1)
-    others = [member for member in range(size) if member != mine]
     came = [total, *pieces.new_empty((max(0, size - 2), len(total)))]  # the first is added to where it arrives
-    works = [group.recv([room], at, TAG) for at, room in zip(others, came, strict=False)]
-    works += [group.send([pieces[member]], member, TAG) for member in others]
+    works = _exchanged(group, came[: size - 1], pieces)
 
     def add_up() -> None:
-        if not others:
+        if size == 1:
             total.copy_(pieces[mine])
             return
         terms = came[1:]
@@ -135,13 +127,20 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> A
     return Messages(works, add_up)
 
 
+def _exchanged(group: dist.ProcessGroup, rooms: Sequence[Tensor], given: Sequence[Tensor] | Tensor) -> list[Any]:
+    """Start a message from and to every other member: into its room, in group order, and of what each is given."""
+    others = [member for member in range(group.size()) if member != group.rank()]
+    receives = [group.recv([room], member, TAG) for member, room in zip(others, rooms, strict=True)]
+    return receives + [group.send([given[member]], member, TAG) for member in others]
+
+
 def _by_messages(group: dist.ProcessGroup) -> bool:
     backend: Any = group._get_backend(_CPU)
     return isinstance(backend, dist.ProcessGroupGloo)
 
 
 def _first(*names: str) -> Callable[..., Any]:
-    """Of these functions the first that this torch has: 2.13 renamed two of them, and warns at the old names."""
+    """Find the first of these functions that this torch has: 2.13 renamed two of them, and warns at the old names."""
     return next(getattr(dist, name) for name in names if hasattr(dist, name))
 
 

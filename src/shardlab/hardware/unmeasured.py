@@ -15,7 +15,7 @@ DEVICE = "unmeasured cores"
 """What such a machine's device is called."""
 
 SPEEDS = {"float64": 0.5, "float32": 1.0, "bfloat16": 1.0, "float16": 1.0}
-"""Of float32's FLOP/s, by dtype."""
+"""By dtype, a core's FLOP/s as a share of those in float32."""
 
 
 def unmeasured(ranks: int, memory: float) -> Cluster:

@@ -30,7 +30,7 @@ class Ahead:
     but: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
-        """As a pass is given it.
+        """The setting as it stands after a pass's name.
 
         >>> str(Ahead(2)), str(Ahead(2, frozenset({7, 3})))
         ('2', '2~3~7')
