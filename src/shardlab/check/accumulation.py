@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from shardlab.program import Op, OpKind
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
+WEIGHT_BACKWARDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
+"""Ops whose first output is a weight's gradient."""
 WRITING = frozenset(kind for kind in OpKind if kind.row.in_place)
 """Ops that may write over what they read."""
 
@@ -75,7 +77,7 @@ class InPlace:
             older, newer = newer, older
         backward = self._made[newer]
         if (
-            self._tape[backward].kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)
+            self._tape[backward].kind in WEIGHT_BACKWARDS
             and self._readers[newer] == [at]
             and self._made[older] < backward
             and self._last_read(older, at, before=backward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from shardlab.check.accumulation import InPlace
+from shardlab.check.accumulation import WEIGHT_BACKWARDS, InPlace
 from shardlab.errors import Refused
 from shardlab.program import Kind, Op, OpKind, Program, Spec
 from shardlab.program.matching import Communication
@@ -119,5 +119,5 @@ def _chain(tape: Sequence[Op], in_place: InPlace, made: Mapping[int, int], numbe
             chain.append(tape[at].inputs[0])
         else:
             return []
-    fresh = tape[at].kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT) and at not in in_place.accumulates
+    fresh = tape[at].kind in WEIGHT_BACKWARDS and at not in in_place.accumulates
     return chain if fresh else []

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from shardlab.check.accumulation import InPlace
+from shardlab.check.accumulation import WEIGHT_BACKWARDS, InPlace
 from shardlab.check.buckets import FLAT, Buckets
 from shardlab.check.kept import Kept
 from shardlab.check.views import ends_of, roots_of
@@ -18,10 +18,9 @@ from shardlab.rules.kind import ROW_KINDS
 ALIGNMENT = 64
 """Bytes between the places where a room may begin: one cache line."""
 
-BACKWARDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
 GATHERS = frozenset({OpKind.ALL_GATHER, OpKind.GATHER})
 RECEIVING = frozenset({OpKind.RECV, OpKind.BROADCAST, OpKind.SCATTER, OpKind.REDUCE_SCATTER})
-MAKERS = BACKWARDS | GATHERS | RECEIVING | {OpKind.ZERO_GRADIENT}
+MAKERS = WEIGHT_BACKWARDS | GATHERS | RECEIVING | {OpKind.ZERO_GRADIENT}
 """Ops whose first output is written into memory that the executor has taken for it; others' is autograd's."""
 
 PLACED = FLAT | {Kind.ACTIVATION, Kind.GRAD_ACTIVATION}
