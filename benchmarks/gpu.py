@@ -6,7 +6,8 @@
 
 The model is GPT-2 small on sequences of 1,024 tokens, without dropout and biases. Four loops train it from the same
 weights on the same batches: a plain one in the manner of nanoGPT (autocast to bfloat16, fused AdamW, clipping) and
-Shardlab's plan on one rank in `--precision bf16`, each with and without torch.compile. Their losses must agree in every
+Shardlab's plan on one rank in `--precision bf16`, each with and without torch.compile; on a GPU a fifth and a sixth
+are Shardlab's steps as CUDA graphs. Their losses must agree in every
 step before a time counts. With several GPUs data parallelism and ZeRO-3 on all of them follow. In the end a step is
 recorded and compared with its prediction (`shardlab compare`). With `--cpu` a tiny model shows that all of it runs.
 """
@@ -216,9 +217,11 @@ def plain_rank(rank: int, device: torch.device, model: GPT, compile: bool, optio
     return timed(step, device, options)
 
 
-def our_rank(rank: int, device: torch.device, job: Job, compile: bool, options: Options) -> Took | None:
+def our_rank(
+    rank: int, device: torch.device, job: Job, compile: bool, options: Options, cuda_graph: bool = False
+) -> Took | None:
     """Run one rank's part of a job; rank 0 tells."""
-    settings = Settings(job.seed, job.numbers, device, config_of(options), compile=compile)
+    settings = Settings(job.seed, job.numbers, device, config_of(options), compile=compile, cuda_graph=cuda_graph)
     batches = RandomBatches(job.micro_batch_size, cast(GPT, job.model))
     executor = Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device.type))
 
@@ -271,11 +274,11 @@ def loops(model: GPT, options: Options) -> list[Row]:
         want_compilable(job.checked(), device_of(0, 1).type)
     expected: list[float] = []
     for compile in compiles:
-        for name in ("plain", "shardlab"):
+        for name in ("plain", "shardlab", *(["shardlab, CUDA graph"] if not options.cpu else [])):
             took = (
                 run_ranks(1, plain_rank, model, compile, options)
                 if name == "plain"
-                else run_ranks(1, our_rank, job, compile, options)
+                else run_ranks(1, our_rank, job, compile, options, name != "shardlab")
             )
             assert took is not None
             expected = expected or took.losses

@@ -42,7 +42,7 @@ def test_flags_prevail_over_the_file_and_the_file_over_the_preset(elsewhere: Pat
     assert found["train"] == {
         "steps": 2000, "microbatches": 2, "micro_batch_size": 6, "seed": 0, "init": None, "non_finite": "stop",
         "batch_ramp": None,
-        "compile": False,
+        "compile": False, "cuda_graph": False,
         "timeout": 600.0, "audit_every": None,
     }  # fmt: skip
 
@@ -61,7 +61,7 @@ def test_without_words_it_is_as_ever(capsys: Captured) -> None:
     assert found["train"] == {
         "steps": 200, "microbatches": 4, "micro_batch_size": 4, "seed": 0, "init": None, "non_finite": "stop",
         "batch_ramp": None,
-        "compile": False,
+        "compile": False, "cuda_graph": False,
         "timeout": 600.0, "audit_every": None,
     }  # fmt: skip
     assert found["optimizer"] == {

@@ -15,6 +15,7 @@ from shardlab.cli import main
 from shardlab.execute import Executor, Settings
 from shardlab.execute.compute_clock import ComputeClock
 from shardlab.execute.recording import OpTimer
+from shardlab.execute.step_graph import FIRST_STEPS
 from shardlab.execute.tracked_memory import step_with_memory
 from shardlab.models import GPT
 from shardlab.program.record import MemoryRecord
@@ -44,10 +45,11 @@ def gpus() -> int:
     return found
 
 
-def executor(steps_of: str = "single") -> Executor:
+def executor(steps_of: str = "single", *, compile: bool = False, cuda_graph: bool = False) -> Executor:
     job = Job(steps_of, 1, 2, GPT(layers=2, hidden_size=64, heads=2, seq_len=32), 2)
     batches = Batches(Corpus.split(bytes(range(256)) * 8, 32), 32, 2, 2, 0)
-    return Executor(job.checked(), 0, job.cut, batches, Settings(device=torch.device("cuda", 0)))
+    settings = Settings(device=torch.device("cuda", 0), compile=compile, cuda_graph=cuda_graph)
+    return Executor(job.checked(), 0, job.cut, batches, settings)
 
 
 @pytest.mark.parametrize("options", ["", "--compile", "--recompute full", "--model llama", "--model moe"])
@@ -62,6 +64,21 @@ def test_ranks_on_nccl_have_the_numbers_of_one_device(words: str, ranks: int, pr
     if gpus < ranks:
         pytest.skip(f"{words} needs {ranks} GPUs, and this machine has {gpus}")
     assert main(["verify", *words.split(), "--precision", precision]) == 0
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("steps_of", ["single", "zero-3"])
+def test_replayed_steps_have_the_numbers_of_issued_ones(steps_of: str, compile: bool) -> None:
+    issued, captured = (executor(steps_of, compile=compile, cuda_graph=graph) for graph in (False, True))
+    clock = ComputeClock(captured)
+    for _ in range(FIRST_STEPS + 4):
+        expected, found = issued.step(), captured.step()
+        forward, backward = clock.read()
+        assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-4)
+        assert forward > 0
+        assert backward > 0
+    assert captured.graph is not None
+    assert captured.graph.replays == 4
 
 
 def test_seconds_forward_and_backward_are_a_part_of_the_step() -> None:

@@ -10,5 +10,5 @@ from shardlab.execute.optimizer import Slice
 
 def stepped(kept: Slice, gradient: Tensor, step: int, squared_norm: float | None = None) -> None:
     """Step a slice by a gradient, unless that is dropped."""
-    if kept.take(gradient, step, squared_norm):
+    if kept.take(gradient, kept.config.rate(step), squared_norm):
         step_together([kept])

@@ -238,6 +238,7 @@ class Train:
             tell_interrupted,
         )
         from shardlab.execute.compiling import want_compilable
+        from shardlab.execute.step_graph import want_step_graph
         from shardlab.faults import Watching
         from shardlab.train.history import WARNED, note_end, record_in
         from shardlab.train.launch import Joining, Named, device_type, limit_of, run_ranks
@@ -274,6 +275,9 @@ class Train:
         proof = self._checked(chosen, run)
         if config.train.compile:
             want_compilable(proof, device_type(config.plan.ranks), traced=config.logging.trace)
+        if config.train.cuda_graph:
+            needs = run.job.cut, run.job.numbers, config.optimizer, device_type(config.plan.ranks)
+            want_step_graph(proof, *needs, traced=config.logging.trace)
         if config.train.non_finite == "skip" and not proof.clips:
             raise UserError(
                 f"--non-finite skip leaves out a step by the gradient's norm, which {chosen.name} does not compute; "

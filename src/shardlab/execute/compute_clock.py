@@ -24,13 +24,17 @@ class ComputeClock:
     """Times the forward and the backward ops of an executor's steps, from then on.
 
     Two readings of a clock go around each run of such ops that follow one another: of the host's clock, or on a GPU two
-    events, which are read when the step is over. So it is for layers by themselves as for those of chains.
+    events, which are read when the step is over. So it is for layers by themselves as for those of chains. Of steps
+    that are replayed as a CUDA graph the last one counts for all since the reading before: its events are the graph's.
     """
 
     def __init__(self, executor: Executor) -> None:
         self._device = executor.state.settings.device
         self._seconds = [0.0, 0.0]
         self._events: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._captured: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._graph = executor.graph
+        self._replays = 0
         around = self._by_events if self._device.type == "cuda" else self._by_host
         directions = [_direction(op.kind) for op in executor.state.tape]
         for direction, places in groupby(range(len(directions)), directions.__getitem__):
@@ -46,6 +50,11 @@ class ComputeClock:
             for direction, began, ended in self._events:
                 self._seconds[direction] += began.elapsed_time(ended) / 1000
             self._events.clear()
+        if self._graph is not None and (replays := self._graph.replays - self._replays):
+            torch.cuda.synchronize(self._device)
+            self._replays += replays
+            for direction, began, ended in self._captured:
+                self._seconds[direction] += replays * began.elapsed_time(ended) / 1000
         forward, backward = self._seconds
         self._seconds[:] = 0.0, 0.0
         return forward, backward
@@ -64,12 +73,13 @@ class ComputeClock:
 
     def _by_events(self, instructions: list[Instruction], first: int, last: int, direction: int) -> None:
         def begin() -> None:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append((direction, event, torch.cuda.Event(enable_timing=True)))
+            captures = torch.cuda.is_current_stream_capturing()
+            began, ended = (torch.cuda.Event(enable_timing=True, external=captures) for _ in range(2))
+            began.record()
+            (self._captured if captures else self._events).append((direction, began, ended))
 
         def end() -> None:
-            self._events[-1][2].record()
+            (self._captured if torch.cuda.is_current_stream_capturing() else self._events)[-1][2].record()
 
         _put_around(instructions, first, last, begin, end)
 

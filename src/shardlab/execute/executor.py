@@ -22,6 +22,7 @@ from shardlab.execute.loss_scale import want_norm
 from shardlab.execute.progress import begin_tape
 from shardlab.execute.settings import GradientObserver, Sampler, Settings
 from shardlab.execute.state import State
+from shardlab.execute.step_graph import StepGraph, want_step_graph
 from shardlab.models import Model
 from shardlab.program import Op, OpKind
 from shardlab.program.ops import COLLECTIVES
@@ -47,10 +48,12 @@ class Executor:
         links: the rank's communication.
         alone: one call for each op of the tape, every layer by itself: for those who look at each op.
         instructions: the same, but layers of a chain compute together (see `chains`).
+        graph: what captures and replays steps, if that is asked for.
 
     Raises:
         Refused: when the program cannot run on this backend.
-        UserError: in float16, when the program computes no norm; when layers are to be compiled, and cannot be.
+        UserError: in float16, when the program computes no norm; when layers are to be compiled, or steps captured, and
+            cannot be.
     """
 
     def __init__(
@@ -76,6 +79,8 @@ class Executor:
             )
         if settings.compile:
             want_compilable(checked, settings.device.type)
+        if settings.cuda_graph:
+            want_step_graph(checked, model, settings.precision, settings.optimizer, settings.device.type)
         self.state = State(checked, rank, model, batches.micro_batch_size, settings, observer, of)
         self.batches = batches
         self._microbatches = checked.program.microbatches
@@ -84,6 +89,7 @@ class Executor:
         self.alone = [self._prepare(at, op) for at, op in enumerate(self.state.tape)]
         together = chained(self.state, self._chains())
         self.instructions = [together.get(at, instruction) for at, instruction in enumerate(self.alone)]
+        self.graph = StepGraph(self.state) if settings.cuda_graph else None
 
     def step(self) -> Tensor:
         """Run one optimizer step.
@@ -93,8 +99,7 @@ class Executor:
             number; each token of the step is reported by one rank.
         """
         state = self.state
-        self._run(self.batches, self.instructions)
-        state.keep()
+        self._run(self.batches, self.instructions, self.graph)
         if state.settings.precision.scaled:
             state.loss_scale.after(state.finite)
         state.step += 1
@@ -115,15 +120,22 @@ class Executor:
             state.rehearses = False
             state.loss, state.finite, state.not_finite = before
 
-    def _run(self, batches: Sampler, instructions: Sequence[Instruction]) -> None:
+    def _run(self, batches: Sampler, instructions: Sequence[Instruction], graph: StepGraph | None = None) -> None:
         state = self.state
         words, base = begin_tape(state.step, len(instructions), evaluates=not state.checked.trains)
         state.batch = {m: batches.microbatch(state.step, m) for m in state.microbatches}
         state.tokens = batches.counted(state.step, self._microbatches)
-        state.begin()
-        for at, instruction in enumerate(instructions, base):
-            words[0] = at
-            instruction()
+        state.rate = state.settings.optimizer.rate(state.step)
+
+        def run() -> None:
+            state.begin()
+            for at, instruction in enumerate(instructions, base):
+                words[0] = at
+                instruction()
+            if not state.rehearses:
+                state.keep()
+
+        run() if graph is None else graph.run(run)
         words[0] = base + len(instructions)
 
     def _chains(self) -> list[Chain]:

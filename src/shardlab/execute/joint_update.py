@@ -37,10 +37,12 @@ def step_together(slices: Sequence[Slice]) -> None:
     leaves that decay and that do not."""
     calls: dict[float, list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
     settings: dict[str, Any] = {}
+    dropped = next((each.dropped for each in slices if each.dropped is not None), None)  # by the norm of all of them
     alone: list[torch.optim.Optimizer] = []
     for each in slices:
         for optimizer in each.optimizers:
-            if isinstance(optimizer, torch.optim.AdamW) and optimizer.state and len(slices) > 1:
+            together = len(slices) > 1 or dropped is not None
+            if isinstance(optimizer, torch.optim.AdamW) and optimizer.state and together:
                 for group in optimizer.param_groups:
                     settings = group
                     calls[group["weight_decay"]] += [(leaf, optimizer.state[leaf]) for leaf in group["params"]]
@@ -57,6 +59,7 @@ def step_together(slices: Sequence[Slice]) -> None:
                 [],
                 [state["step"] for _, state in leaves],
                 fused=True,
+                found_inf=dropped,
                 amsgrad=False,
                 beta1=beta1,
                 beta2=beta2,

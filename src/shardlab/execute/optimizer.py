@@ -90,7 +90,7 @@ class Slice:
         """
         self.weights = weights
         self.exact: Sequence[Tensor] = () if exact is None else torch.split(exact, [len(run) for run in weights])
-        self._config = config
+        self.config = config
         self._parked = Parked()
         self._ranges = [(start, start + len(run)) for run, start in zip(weights, starts, strict=True)]
         runs = [(start, start + m.size, m, piece) for m in matrices for piece, start in enumerate(m.starts)]
@@ -117,6 +117,7 @@ class Slice:
             at += len(run)
         self.optimizers = torch_optimizers(config, *roles)
         self._muon = next((each for each in self.optimizers if isinstance(each, Muon)), None)
+        self.dropped: Tensor | None = None  # (), 1 where the gradient that was taken is not finite; None: it is
         self.copied = 0  # bytes that hold a gradient which was taken, beside the gradient itself
 
     def carry(self, weights: list[Tensor]) -> None:
@@ -186,19 +187,19 @@ class Slice:
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         return [moment for state in states for moment in state.values() if isinstance(moment, Tensor)]
 
-    def direction(self, gradient: Tensor, squared_norm: float | None = None, *, scale: float = 1.0) -> Tensor:
+    def direction(self, gradient: Tensor, squared_norm: float | Tensor | None = None, *, scale: float = 1.0) -> Tensor:
         """The way in which Muon's momentum would go with a gradient of the same length; zero where it steps nothing.
 
         Args:
-            squared_norm, scale: as for `update`.
+            squared_norm, scale: as for `take`.
         """
         return self._direction(self._clipped(gradient, squared_norm, scale))
 
     def take(
         self,
         gradient: Tensor,
-        step: int,
-        squared_norm: float | None = None,
+        rate: float | Tensor,
+        squared_norm: float | Tensor | None = None,
         *,
         scale: float = 1.0,
         direction: Direction | None = None,
@@ -206,12 +207,17 @@ class Slice:
         """Take a gradient of the same length for a step (see `step_together`); false for one that is dropped.
 
         Args:
+            rate: the learning rate; in a step that is captured float32 on the device, ().
             squared_norm: of the whole model's gradient. The gradient is clipped by it (Pascanu et al. 2013, arXiv
-                1211.5063, algorithm 1, as torch.nn.utils.clip_grad_norm_), and dropped if it is not finite.
+                1211.5063, algorithm 1, as torch.nn.utils.clip_grad_norm_), and dropped if it is not finite: by the
+                host, or by the update where the norm is on the device, ().
             scale: by what the gradient was multiplied on its way; the norm was not.
             direction: of all matrices that the slice has parts of (None: it has them whole).
         """
-        if squared_norm is not None and not math.isfinite(squared_norm):
+        self.dropped = None
+        if isinstance(squared_norm, Tensor):
+            self.dropped = squared_norm.isfinite().logical_not().float()
+        elif squared_norm is not None and not math.isfinite(squared_norm):
             return False
         given, gradient = gradient, self._clipped(gradient, squared_norm, scale)
         self.copied = 0 if gradient is given else gradient.nbytes
@@ -220,7 +226,6 @@ class Slice:
             self._muon.ways = self._ways(whole)
         for part in self._parts:
             part.leaf.grad = gradient[part.begin : part.end]
-        rate = self._config.rate(step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -239,12 +244,12 @@ class Slice:
             for run, exact in zip(self.weights, self.exact, strict=True):
                 run.copy_(exact)
 
-    def _clipped(self, gradient: Tensor, squared_norm: float | None, scale: float) -> Tensor:
+    def _clipped(self, gradient: Tensor, squared_norm: float | Tensor | None, scale: float) -> Tensor:
         gradient = gradient.to(self._parts[0].leaf.dtype)
         if scale != 1.0:
             gradient = gradient / scale
-        if squared_norm is not None and self._config.clip is not None:
-            gradient = gradient * min(1.0, self._config.clip / (math.sqrt(squared_norm) + 1e-6))
+        if squared_norm is not None and self.config.clip is not None:
+            gradient = gradient * _factor(self.config.clip, squared_norm)
         return gradient
 
     def _direction(self, gradient: Tensor) -> Tensor:
@@ -265,6 +270,13 @@ class Slice:
                 flat = pieces[part.piece].reshape(-1)
                 ways[part.leaf] = flat[part.start : part.start + part.end - part.begin], length(matrix.shape)
         return ways
+
+
+def _factor(clip: float, squared_norm: float | Tensor) -> float | Tensor:
+    """By what a gradient is multiplied for its norm to be at most `clip`."""
+    if isinstance(squared_norm, Tensor):
+        return (clip / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0)
+    return min(1.0, clip / (math.sqrt(squared_norm) + 1e-6))
 
 
 class Direction(NamedTuple):

@@ -46,6 +46,7 @@ class Settings:
         initial: reads the first weights (None: they are drawn from the seed).
         loss_scale: the first, in float16.
         compile: whether layers are compiled, each kind once.
+        cuda_graph: whether a step is captured as one CUDA graph, and replayed from then on.
     """
 
     seed: int = 0
@@ -55,6 +56,7 @@ class Settings:
     initial: Initial | None = None
     loss_scale: float = FIRST
     compile: bool = False
+    cuda_graph: bool = False
 
 
 GradientObserver = Callable[[int, Holds, Tensor], None]

@@ -49,6 +49,8 @@ class State:
         microbatches: those that this rank reads the tokens or targets of.
         batch: this step's tokens and targets, by microbatch.
         tokens: this step's targets that count, of all microbatches.
+        rate: this step's learning rate.
+        captured: whether the step is being captured (see `step_graph`): then its numbers are tensors of the device, ().
         loss_owners: piece of the batch to (rank, op) of the first LOSS on it, which reports it for all.
         stepping: slices that have taken their gradients, and are stepped with the next.
         reads: layer to the numbers of the saved tensors that its BACKWARD_WEIGHT reads, once that is known.
@@ -61,6 +63,7 @@ class State:
     """
 
     rehearses = False
+    captured = False
 
     def __init__(
         self,
@@ -105,11 +108,12 @@ class State:
         held += [mask for op in self.tape if op.factor is not None for mask, _ in op.factor.tokens]
         self.microbatches = sorted({m for mask in held for m in bits(mask)})
         self.batch: dict[int, tuple[Tensor, Tensor]] = {}
-        self.tokens = 0
+        self.tokens: int | Tensor = 0
+        self.rate: float | Tensor = 0.0
         self.loss_scale = LossScale(settings.loss_scale if settings.precision.scaled else 1.0)
         if shared is not None:
             self.loss_scale = shared.loss_scale
-        self.squared_norm = math.nan
+        self.squared_norm: float | Tensor = math.nan
         self._numbers: dict[int, float] = {}
         self.begin()
         self.reads: dict[int, Set[int]] = {}
@@ -230,8 +234,10 @@ class State:
         self.not_finite: int | None = None
         self._numbers.clear()
 
-    def number(self, scalar: int) -> float:
-        """A scalar on the host; the device, which it waits for, is asked once a step."""
+    def number(self, scalar: int) -> float | Tensor:
+        """A scalar on the host; the device, which it waits for, is asked once a step. While one is captured, ()."""
+        if self.captured:
+            return self.values[scalar].reshape(())
         if scalar not in self._numbers:
             self._numbers[scalar] = float(self.values[scalar])
         return self._numbers[scalar]

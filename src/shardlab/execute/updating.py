@@ -80,12 +80,12 @@ def update(state: State, at: int, op: Op) -> Instruction:
         squared = [state.number(each) / scale**2 for each in norms]
         for norm in squared:
             state.squared_norm = norm
-        if not all(map(math.isfinite, squared)):
+        if not all(isinstance(norm, Tensor) or math.isfinite(norm) for norm in squared):
             state.finite = False
             if state.not_finite is None and not given.isfinite().all():
                 state.not_finite = op.layer
         directions = [Direction(values[number], where) for number, where in zip(whole, ranges, strict=True)]
-        if kept.take(given, state.step, *squared, scale=scale, direction=next(iter(directions), None)):
+        if kept.take(given, state.rate, *squared, scale=scale, direction=next(iter(directions), None)):
             state.stepping.append(kept)
 
     def run() -> None:

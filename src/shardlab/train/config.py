@@ -78,6 +78,10 @@ class LoopConfig:
     compile: Annotated[bool, SWITCH] = False
     """Compile layers by torch.compile, each kind of layer once; the first step then takes long."""
 
+    cuda_graph: Annotated[bool, SWITCH] = False
+    """Capture a step as a CUDA graph, which the GPU repeats by itself: for small layers, whose kernels are shorter than
+    the host takes to start them."""
+
     timeout: Annotated[float, DURATION] = 600.0
     """Time in which every rank gets on; if one does not, all end, and a report says who waits for whom. It is longer
     than any step, evaluation, sample or save: seconds, or 90s, 10m, 2h, 1:30:00."""

@@ -66,8 +66,15 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     world = RunningWorld.gathered(rank, device, checked.program.mesh)
     checkpoint = None if run.resume is None else Checkpoint.open(run.resume)
     initial = blank if checkpoint else run.config.train.init and initial_from(run.config.train.init, job.cut)
-    compiles = run.config.train.compile
-    settings = Settings(job.seed, job.numbers, device, run.config.optimizer, initial, compile=compiles)
+    settings = Settings(
+        job.seed,
+        job.numbers,
+        device,
+        run.config.optimizer,
+        initial,
+        compile=run.config.train.compile,
+        cuda_graph=run.config.train.cuda_graph,
+    )
     groups: Groups = {}
     needed = rank, job.cut, batches, settings, backend_of(device.type)
     executor = Executor(checked, *needed, groups=groups)

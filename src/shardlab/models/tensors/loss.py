@@ -48,7 +48,7 @@ def combined_loss(stats: Tensor, targets: Tensor) -> Tensor:
     return losses.masked_fill(targets == -1, 0).sum()
 
 
-def loss_gradient(logits: Tensor, stats: Tensor, targets: Tensor, first: int, weight: float = 1.0) -> Tensor:
+def loss_gradient(logits: Tensor, stats: Tensor, targets: Tensor, first: int, weight: float | Tensor = 1.0) -> Tensor:
     """The gradient of `combined_loss` with respect to one slice's logits: softmax less 1 at the target.
 
     Args:

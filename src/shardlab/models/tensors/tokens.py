@@ -33,5 +33,8 @@ def index_on(device: torch.device, numbers: range | tuple[int, ...]) -> Tensor:
 
 
 def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """A tensor of the host on a device. The host goes on at once: a GPU copies what is pinned by itself."""
+    """A tensor of the host on a device; one that is there is given back. The host goes on at once: a GPU copies what is
+    pinned by itself."""
+    if tensor.device == device:
+        return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
