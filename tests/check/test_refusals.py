@@ -139,17 +139,17 @@ SENTENCES = {
         "rank 0, op 59 backward_weight(layer 6): value 0 is not what the first half of this activation's backward"
         " left for it; read what that left, once."
     ),
-    "no place, no room": (
-        "rank 0, op 3 forward(layer 0): has a place in the arena, but the executor does not choose where its result "
-        "is; leave it out."
+    "wrong offset, no room": (
+        "rank 0, op 3 forward(layer 0): has an offset in the arena, but the executor does not choose where its result "
+        "lies; leave it out."
     ),
-    "no place, no beginning": (
-        "rank 0, op 6 backward(layer 0): has place 1, but rooms begin at multiples of 64 bytes, and fill them side by "
-        "side; leave places to the pass place."
+    "wrong offset, no beginning": (
+        "rank 0, op 6 backward(layer 0): has offset 1, but rooms begin at multiples of 64 bytes, and fill them side by "
+        "side; leave offsets to the pass arena."
     ),
-    "place taken": (
+    "room taken": (
         "rank 0, op 12 backward(layer 0): bytes 0-1048575 of the arena are to hold grad_weights[0] (microbatch 1), "
-        "but grad_weights[0] (microbatch 0) lies in 0-1048575 until op 24; give it another place."
+        "but grad_weights[0] (microbatch 0) lies in 0-1048575 until op 24; give it another offset."
     ),
 }
 """Of a tape, by its rule and what is special, the whole sentence."""

@@ -26,7 +26,7 @@ from shardlab.checkpoint import (
     write_shard,
 )
 from shardlab.checkpoint.held import EXACT, WEIGHTS, KeptRange, held, optimizer_of, stepped
-from shardlab.checkpoint.places import written_places
+from shardlab.checkpoint.parameter_pieces import written_pieces
 from shardlab.execute import Settings
 from shardlab.execute.state import State
 from shardlab.models import Parameter
@@ -103,7 +103,7 @@ def saved(states: list[State], run: Path, disk: Disk | None = None) -> Checkpoin
     words = {
         "step": first.step,
         "loss_scale": [first.loss_scale.scale, first.loss_scale.calm],
-        "layers": written_places(first.model, first.shapes),
+        "layers": written_pieces(first.model, first.shapes),
     }
     commit(disk, folder, len(states), {STATE: json.dumps(words), CONFIG: ""}, keep=2)
     return Checkpoint.open(folder).verify()

@@ -1,4 +1,4 @@
-"""Steps whose buffers have places in one arena: the same numbers, to the bit, and no more memory."""
+"""Steps whose buffers lie in one arena: the same numbers, to the bit, and no more memory."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def steps_of(rank: int, job: Job, program: Checked) -> Steps:
 
 def with_and_without(rank: int, job: Job, passes: str) -> tuple[Steps, Steps]:
     before = run_named(job.checked(), passes)[-1].checked
-    after = run_named(before, "place")[-1].checked
+    after = run_named(before, "arena")[-1].checked
     plain = steps_of(rank, job, before)
     gc.collect()
     return plain, steps_of(rank, job, after)
 
 
 @pytest.mark.parametrize("axis", ["cp", "tp"])
-def test_layers_without_parameters_take_no_place(axis: str) -> None:
-    """Such as sums of experts; a place of no bytes says nothing."""
+def test_layers_without_parameters_are_not_in_the_arena(axis: str) -> None:
+    """Such as sums of experts; an offset of no bytes says nothing."""
     model = MoE(layers=2, hidden_size=16, heads=2, seq_len=8, vocab_size=32)
-    job = Job(Plan(Mesh(**{"ep": 2, axis: 2})), 4, 4, model, 2, passes="place")
+    job = Job(Plan(Mesh(**{"ep": 2, axis: 2})), 4, 4, model, 2, passes="arena")
     checked, empty = job.checked(), {l for l, weights in enumerate(job.sizes.weights) if not weights}
     for rank, specs in enumerate(checked.specs):
         arena = State(checked, rank, job.cut, 2, Settings(), None).arena
@@ -81,18 +81,18 @@ def test_layers_without_parameters_take_no_place(axis: str) -> None:
         ("tensor-parallel", "fp32", "none"),
     ],
 )
-def test_places_change_no_bit_and_take_no_more_memory(ranks: World, name: str, precision: str, passes: str) -> None:
+def test_an_arena_changes_no_bit_and_takes_no_more_memory(ranks: World, name: str, precision: str, passes: str) -> None:
     job = Job(name, 2, 4, MODEL, 2, precision)
-    for plain, placed in ranks(2).call(with_and_without, job, passes):
-        assert plain.losses == placed.losses
-        assert torch.equal(plain.weights, placed.weights)
-        assert placed.arena > plain.arena == 0
-        assert placed.peak <= 1.06 * plain.peak  # within an op tensors come and go that no value stands for
+    for plain, after in ranks(2).call(with_and_without, job, passes):
+        assert plain.losses == after.losses
+        assert torch.equal(plain.weights, after.weights)
+        assert after.arena > plain.arena == 0
+        assert after.peak <= 1.06 * plain.peak  # within an op tensors come and go that no value stands for
 
 
 def tracked(rank: int, job: Job) -> tuple[list[int], list[int]]:
     """Bytes at the start of each op: predicted, and as storages are tracked in a step."""
-    program = run_named(job.checked(), "place")[-1].checked
+    program = run_named(job.checked(), "arena")[-1].checked
     batches = DrawnBatches(job.micro_batch_size, job.microbatches, MODEL.seq_len, MODEL.vocab_size)
     executor = Executor(program, rank, job.cut, batches, Settings())
     for _ in range(2):

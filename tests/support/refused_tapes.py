@@ -114,7 +114,7 @@ def by_the_whole_weight(op: Op) -> list[Op]:
     ]
 
 
-def in_one_place() -> object:
+def in_one_room() -> object:
     """Two gradients, which a rank has at once."""
     program = trace(reduces_twice, 2, 1, 4)
     program.tapes[0] = [op._replace(offset=0) if op.kind is OpKind.BACKWARD else op for op in program.tapes[0]]
@@ -140,9 +140,9 @@ TAPES: Calls = {
     "number in use, of a handle": fields(OpKind.ALL_REDUCE, reducing, 2, handle=-1),
     "nothing to wait for": fields(OpKind.WAIT, reducing, 2, handle=9),
     "not kept": tape(OpKind.UPDATE, lambda op: [op, Op(OpKind.FREE, -1, op.outputs[:1])]),
-    "no place, no room": fields(OpKind.FORWARD, offset=0),
-    "no place, no beginning": fields(OpKind.BACKWARD, offset=1),
-    "place taken": in_one_place,
+    "wrong offset, no room": fields(OpKind.FORWARD, offset=0),
+    "wrong offset, no beginning": fields(OpKind.BACKWARD, offset=1),
+    "room taken": in_one_room,
     "no forward, on a tape": tape(OpKind.BACKWARD, lambda op: [op._replace(inputs=(*op.inputs[:3], 0))]),
     "unknown layer, on a tape": fields(OpKind.FORWARD, layer=5),
     "unknown microbatch, on a tape": fields(OpKind.LOAD_BATCH, holds=None),

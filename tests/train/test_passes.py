@@ -118,8 +118,8 @@ def test_an_op_that_a_pass_has_moved_is_still_of_the_line_that_wrote_it() -> Non
     assert all(str(LATE) in line for line in before.values())
 
 
-@pytest.mark.parametrize("passes", ["bucket=2", "place", "bucket=2,place"])
-def test_an_op_of_a_bucket_or_with_a_place_is_still_of_the_line_that_wrote_it(passes: str) -> None:
+@pytest.mark.parametrize("passes", ["bucket=2", "arena", "bucket=2,arena"])
+def test_an_op_of_a_bucket_or_in_an_arena_is_still_of_the_line_that_wrote_it(passes: str) -> None:
     file = Path(ddp.__file__)  # as if it were a user's
     lines = file.read_text().splitlines()
     job = Job(f"{file}:ddp", 2, 4, GPT(layers=4, hidden_size=64, heads=2, vocab_size=32, seq_len=4), 2, passes=passes)

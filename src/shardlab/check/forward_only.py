@@ -59,7 +59,7 @@ def _needed(checked: Checked, microbatches: int) -> set[Place]:
 
 
 def _without_gradients(checked: Checked, rank: int, op: Op) -> Op:
-    """A loss makes no gradient, a forward pass keeps nothing, and places were found for other lives of values."""
+    """A loss makes no gradient, a forward pass keeps nothing, and offsets were found for other lives of values."""
     op = op._replace(offset=-1)
     if op.kind is LOSS:
         return op._replace(outputs=())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from shardlab.check.arena import check_arena
 from shardlab.check.buckets import check_batches
 from shardlab.check.channels import decide_models
 from shardlab.check.checked import Checked
 from shardlab.check.dataflow import Dataflow
 from shardlab.check.kept import check_kept
-from shardlab.check.places import check_places
-from shardlab.check.rooms import is_placed
+from shardlab.check.rooms import has_arena
 from shardlab.check.runnable import why_not_runnable
 from shardlab.program import Program
 from shardlab.program.world import gc_paused
@@ -59,8 +59,8 @@ def _checked(program: Program, *, judged: int) -> Checked:
         communications, communication_of = found.communications, found.communication_of
         if found.batches:
             check_batches(program, communications, communication_of)
-        if any(map(is_placed, program.tapes)):
-            check_places(program, [state.specs for state in dataflow.states])
+        if any(map(has_arena, program.tapes)):
+            check_arena(program, [state.specs for state in dataflow.states])
         models = decide_models(program, communications, communication_of, found.half_batched)
     specs = [state.specs for state in dataflow.states]
     untrained = bits(~dataflow.trained & ((1 << program.layers) - 1))

@@ -16,14 +16,14 @@ from shardlab.program import Kind, Op, OpKind, Program, Sizes, Spec
 from shardlab.rules.kind import ROW_KINDS
 
 ALIGNMENT = 64
-"""Bytes between the places where a room may begin: one cache line."""
+"""Bytes between the offsets at which a room may begin: one cache line."""
 
 GATHERS = frozenset({OpKind.ALL_GATHER, OpKind.GATHER})
 RECEIVING = frozenset({OpKind.RECV, OpKind.BROADCAST, OpKind.SCATTER, OpKind.REDUCE_SCATTER})
 MAKERS = WEIGHT_BACKWARDS | GATHERS | RECEIVING | {OpKind.ZERO_GRADIENT}
 """Ops whose first output is written into memory that the executor has taken for it; others' is autograd's."""
 
-PLACED = FLAT | {Kind.ACTIVATION, Kind.GRAD_ACTIVATION}
+IN_ARENA = FLAT | {Kind.ACTIVATION, Kind.GRAD_ACTIVATION}
 """Kinds of values that autograd refers to no longer than the tape."""
 
 
@@ -49,9 +49,10 @@ class Room:
 
 
 def rooms_of(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes) -> list[Room]:
-    """Find the rooms of a tape that may have a place in an arena, in the order in which they are taken.
+    """Find the rooms of a tape that may lie in an arena, in the order in which they are taken.
 
-    What outlives the step has none, and nothing that an update is given: new weights lie where the old ones did.
+    Nothing that outlives the step lies there, and nothing that an update is given, since new weights lie where the old
+    ones did.
     """
     in_place = InPlace(tape)
     buckets = Buckets(tape, in_place)
@@ -59,7 +60,7 @@ def rooms_of(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes) -> lis
     home: dict[int, int] = {}  # number of a value to that of the first in its room
     members: dict[int, list[int]] = defaultdict(list)
     begins: dict[int, int] = {}
-    stays: set[int] = set()  # rooms that have no place
+    stays: set[int] = set()  # rooms that are not in the arena
     for at, op in enumerate(tape):
         for number in op.outputs:
             older = None if number in buckets.first else _older(at, op, number, in_place, roots)
@@ -72,7 +73,7 @@ def rooms_of(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes) -> lis
                 stays.add(here)
             begins.setdefault(here, at)
         if op.kind is OpKind.UPDATE:
-            stays.update(home[op.inputs[place]] for place in op.kind.row.ends)
+            stays.update(home[op.inputs[operand]] for operand in op.kind.row.ends)
     written = [tape[at] for at in in_place.first_input if tape[at].outputs]
     over = {op.inputs[0] for op in written if home[op.inputs[0]] == home[op.outputs[0]]}  # nobody reads them later
     over = over.union(*in_place.fused.values()) - buckets.first.keys()
@@ -98,10 +99,10 @@ def _older(at: int, op: Op, number: int, in_place: InPlace, roots: Mapping[int, 
 def _may_move(op: Op, spec: Spec, sizes: Sizes) -> bool:
     """Whether the executor can write an op's result where it is told to."""
     form = spec.form
-    if form.place or form.kind not in (FLAT if op.kind in GATHERS else PLACED):
+    if form.place or form.kind not in (FLAT if op.kind in GATHERS else IN_ARENA):
         return False
     if form.kind in FLAT and not sizes.weights[form.layer]:
-        return False  # there is nothing to place
+        return False  # it takes no bytes
     if form.kind is Kind.ACTIVATION and sizes.keeps_input and not (*sizes.keeps_input, True)[form.layer]:
         return False  # it goes before it ends on the tape
     tokens = form.kind is Kind.ACTIVATION and not form.layer
@@ -152,8 +153,8 @@ def offsets_in(room: Room, begin: int, size: RoomBytes, specs: Mapping[int, Spec
     return dict(zip(room.values, starts, strict=False))
 
 
-def is_placed(tape: Sequence[Op]) -> bool:
-    """Whether any value of a tape has a place."""
+def has_arena(tape: Sequence[Op]) -> bool:
+    """Whether any value of a tape lies in an arena."""
     return any(op[15] >= 0 for op in tape)
 
 
@@ -176,8 +177,8 @@ NO_ARENA = Arena()
 
 
 def arenas_of(program: Program, specs: Sequence[Mapping[int, Spec]]) -> list[Arena]:
-    """The arena of each rank, as the places on its tape say."""
-    if not any(map(is_placed, program.tapes)):
+    """The arena of each rank, as the offsets on its tape say."""
+    if not any(map(has_arena, program.tapes)):
         return [NO_ARENA] * len(program.tapes)
     size = RoomBytes(program, specs)
     return [_arena(tape, specs[rank], program.sizes, size) for rank, tape in enumerate(program.tapes)]
@@ -186,6 +187,6 @@ def arenas_of(program: Program, specs: Sequence[Mapping[int, Spec]]) -> list[Are
 def _arena(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes, size: RoomBytes) -> Arena:
     offsets = {op.outputs[0]: op.offset for op in tape if op.offset >= 0}
     rooms = [room for room in rooms_of(tape, specs, sizes) if room.values[0] in offsets] if offsets else []
-    placed = tuple((room, offsets[room.values[0]]) for room in rooms)
-    top = max((begin + size.of(room, specs) for room, begin in placed), default=0)
-    return Arena(top, frozenset(number for room in rooms for number in room.members), placed)
+    at_offsets = tuple((room, offsets[room.values[0]]) for room in rooms)
+    top = max((begin + size.of(room, specs) for room, begin in at_offsets), default=0)
+    return Arena(top, frozenset(number for room in rooms for number in room.members), at_offsets)

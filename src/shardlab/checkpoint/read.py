@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardlab.checkpoint.commit import MANIFEST, VERSION, checksum_of
 from shardlab.checkpoint.held import EXACT, WEIGHTS, held, optimizer_of, stepped
-from shardlab.checkpoint.places import ParameterPiece, read_places
+from shardlab.checkpoint.parameter_pieces import ParameterPiece, read_pieces
 from shardlab.errors import UserError
 from shardlab.execute.state import State
 from shardlab.models import Parameter
@@ -131,7 +131,7 @@ class Checkpoint:
     @cached_property
     def pieces(self) -> dict[tuple[int, str], list[ParameterPiece]]:
         """Where each parameter lies."""
-        return read_places(self.state["layers"])
+        return read_pieces(self.state["layers"])
 
     def tensors(self, kind: str) -> CheckpointTensors:
         """Its tensors of one kind, as parameters of the whole model."""

@@ -1,4 +1,4 @@
-"""The arena of a step: memory that is taken once, and a tensor in it for each value that has a place there."""
+"""The arena of a step: memory that is taken once, and a tensor in it for each value that lies there."""
 
 from __future__ import annotations
 

@@ -85,11 +85,11 @@ def reduce_scatter(state: State, links: Communicator, ops: Sequence[Op]) -> Star
     values, group = state.values, ops[0].group
     assert group is not None
     lengths = _lengths(state, [op.outputs[0] for op in ops])
-    placed = state.arena.side_by_side.get(ops[0].outputs[0])
+    in_arena = state.arena.side_by_side.get(ops[0].outputs[0])
 
     def start() -> Wait:
         wholes: list[Tensor] = [values[op.inputs[0]] for op in ops]
-        mine = wholes[0].new_empty(sum(lengths)) if placed is None else placed
+        mine = wholes[0].new_empty(sum(lengths)) if in_arena is None else in_arena
         given = torch.cat([whole.view(len(group.ranks), -1) for whole in wholes], 1).flatten()
         wait = links.reduce_scatter(mine, given, group)
         delivered = _delivered(state, ops, torch.split(mine, lengths), wait)

@@ -44,7 +44,7 @@ class State:
         kept: the weights that this rank keeps from step to step, by (layer, slices).
         opt_states: their optimizer states, or those of smaller slices of them.
         buffers: where gathered weights live, one after the other.
-        arena: tensors of the values that have places.
+        arena: tensors of the values that lie in the arena.
         step: the optimizer step, from 0.
         microbatches: those that this rank reads the tokens or targets of.
         batch: this step's tokens and targets, by microbatch.
@@ -269,7 +269,7 @@ class State:
         return torch.promote_types(torch_dtype(self.settings.precision.activations), torch.float32)
 
     def room(self, number: int) -> Tensor:
-        """Memory that the executor chooses for a value: that of a kept weight, its place in the arena, a buffer for
+        """Memory that the executor chooses for a value: that of a kept weight, its part of the arena, a buffer for
         weights, or new one."""
         spec = self.specs[number]
         if number in self.analysis.kept.arrives:
@@ -292,14 +292,14 @@ class State:
         first = buckets.first[number]
         numbers = buckets.rooms[first]
         lengths = [self.shapes.shape(self.specs[other])[0] for other in numbers]
-        place, dtype = numbers.index(number), self.dtype(self.specs[first])
-        whole, start, length = sum(lengths), sum(lengths[:place]), lengths[place]
+        index, dtype = numbers.index(number), self.dtype(self.specs[first])
+        whole, start, length = sum(lengths), sum(lengths[:index]), lengths[index]
 
-        placed = self.arena.side_by_side.get(first)
+        in_arena = self.arena.side_by_side.get(first)
 
         def make() -> Tensor:
             if number == first:
-                rooms[first] = torch.empty(whole, dtype=dtype, device=device) if placed is None else placed
+                rooms[first] = torch.empty(whole, dtype=dtype, device=device) if in_arena is None else in_arena
             return rooms[first].narrow(0, start, length)
 
         return make

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardlab.check import Checked
+from shardlab.passes.arena import arena
 from shardlab.passes.bucket import bucket
 from shardlab.passes.defer import defer
 from shardlab.passes.early_copies import early_copies
@@ -14,7 +15,6 @@ from shardlab.passes.early_receives import early_receives, receives_ahead
 from shardlab.passes.early_updates import early_updates
 from shardlab.passes.fuse_steps import fuse_steps
 from shardlab.passes.offload import offload
-from shardlab.passes.place import place
 from shardlab.passes.prefetch import gathers_ahead, prefetch
 from shardlab.passes.rewriting import Tapes
 from shardlab.program import Op, Spec
@@ -62,7 +62,7 @@ PASSES = {
         TapePass("update-early", "updates a layer as soon as its gradient is final", early_updates, (1,)),
         TapePass("fuse-steps", "makes the next step's first gathers in this step's tail", fuse_steps),
         TapePass("copy-early", "overlaps copies to the host or the disk, and back", early_copies),
-        TapePass("place", "gives buffers places in one arena", place, (1,)),
+        TapePass("arena", "puts buffers in one memory, taken once", arena, (1,)),
     )
 }
 """By name, in the order in which they are run: that of `shardlab.program.pass_names`."""

@@ -11,7 +11,7 @@ from shardlab.predict.workload import Workload
 from shardlab.program import Group, Holds, Kind, OpKind, Spec
 from shardlab.program.tape import compute_op
 from shardlab.rules.spec import Space, form_of
-from shardlab.timeline.memory import PLACE_OF_KIND
+from shardlab.timeline.memory import CATEGORY_OF_KIND
 from shardlab.timeline.prices import Bytes
 
 NO_SPACE = Space(0)
@@ -87,7 +87,7 @@ class PricedSample:
         return known
 
     def measured(self, spec: Spec) -> SizedPart:
-        return SizedPart(spec, self._wire(spec), self._room(spec), PLACE_OF_KIND[spec.kind])
+        return SizedPart(spec, self._wire(spec), self._room(spec), CATEGORY_OF_KIND[spec.kind])
 
     def compute(self, kind: OpKind, part: SizedPart) -> float:
         """Seconds of an op on parameters, their gradient or a scalar."""

@@ -23,7 +23,7 @@ class Ahead:
 
     Attributes:
         number: uses ahead.
-        but: those that stay where they are, by their place among all, from 0.
+        but: those that stay where they are, numbered among all, from 0.
     """
 
     number: int
@@ -50,11 +50,11 @@ PASS_NAMES = {
     "update-early": "",
     "fuse-steps": "gathers of the next step",
     "copy-early": AHEAD,
-    "place": "",
+    "arena": "",
 }
 """Every pass, in the order in which they are run, and what its setting means ("": it takes none)."""
 
-ONLY_NAMED = (OFFLOAD, "place")
+ONLY_NAMED = (OFFLOAD, "arena")
 """Passes that are run only where they are named: no price says what they gain."""
 
 PASSES_FIELD = replace(word(), metavar="all|none|NAME,...")

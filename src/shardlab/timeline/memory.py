@@ -20,8 +20,8 @@ from shardlab.timeline.traced import Traced
 class Category(Enum):
     """Purposes of memory.
 
-    GATHERED: weights put together for a use. COMMUNICATION: results that are on their way. ARENA: where values have
-    places (see `shardlab.check.rooms`), as long as the step takes.
+    GATHERED: weights put together for a use. COMMUNICATION: results that are on their way. ARENA: where buffers lie
+    (see `shardlab.check.rooms`), as long as the step takes.
     """
 
     PARAMETERS = "parameters"
@@ -36,15 +36,15 @@ class Category(Enum):
 CATEGORIES = tuple(Category)
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
-_PLACE = {category: place for place, category in enumerate(CATEGORIES)}
+_INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 _PARAMETERS, _GATHERED, _COMMUNICATION = (
-    _PLACE[category] for category in (Category.PARAMETERS, Category.GATHERED, Category.COMMUNICATION)
+    _INDEX[category] for category in (Category.PARAMETERS, Category.GATHERED, Category.COMMUNICATION)
 )
-PLACE_OF_KIND = dict.fromkeys(Kind, _PLACE[Category.ACTIVATIONS]) | {
+CATEGORY_OF_KIND = dict.fromkeys(Kind, _INDEX[Category.ACTIVATIONS]) | {
     Kind.WEIGHT: _PARAMETERS,
-    Kind.OPT_STATE: _PLACE[Category.OPTIMIZER],
-    Kind.GRAD_WEIGHT: _PLACE[Category.GRADIENTS],
-    Kind.DIRECTION: _PLACE[Category.GRADIENTS],
+    Kind.OPT_STATE: _INDEX[Category.OPTIMIZER],
+    Kind.GRAD_WEIGHT: _INDEX[Category.GRADIENTS],
+    Kind.DIRECTION: _INDEX[Category.GRADIENTS],
 }
 
 
@@ -164,7 +164,7 @@ def account(
             }
     buffers: dict[int, tuple[list[int], int]] = {}  # handle to those of its batch, and to the bytes of their buffer
     free_of_room = {newer for _, newer in in_place.fused.values()}
-    room, place = ([0] * (max(specs, default=-1) + 1) for _ in range(2))  # of each value: its bytes, its category
+    room, category_of = ([0] * (max(specs, default=-1) + 1) for _ in range(2))  # of each value: its bytes, its category
     owned: dict[int, dict[Kind, int]] = {}  # what autograd keeps for an activation
     views = Views(tape, specs, buckets.first)
     released = {} if all(keeps_input) else last_reads(tape, specs)
@@ -172,7 +172,7 @@ def account(
     issued: dict[int, tuple[int, ...]] = {}
     live, peak, peak_op = arena.bytes, 0, 0
     by_category = [0] * len(CATEGORIES)
-    by_category[_PLACE[Category.ARENA]] = arena.bytes
+    by_category[_INDEX[Category.ARENA]] = arena.bytes
     at_peak = tuple(by_category)
     before: list[int] = []
     during: list[int] = []
@@ -193,12 +193,12 @@ def account(
                 if number in buckets.rooms and number not in arena.values:
                     bytes = sum(size(specs[other]) for other in buckets.rooms[number])
                 room[number] = bytes
-                slot = PLACE_OF_KIND[spec[0].kind]
+                slot = CATEGORY_OF_KIND[spec[0].kind]
                 if handle >= 0:
                     gathers = kind is OpKind.ALL_GATHER and slot == _PARAMETERS and spec[0].step == 0
                     slot = _GATHERED if gathers else _COMMUNICATION
                     issued[handle] = op[3]
-                place[number] = slot
+                category_of[number] = slot
                 by_category[slot] += bytes
                 live += bytes
             if at in buckets.buffers:
@@ -210,19 +210,19 @@ def account(
             if at in taken_over:  # the result is that value's buffer, and from now on that is all that counts
                 older = taken_over[at]
                 live -= room[older]
-                by_category[place[older]] -= room[older]
+                by_category[category_of[older]] -= room[older]
                 room[older] = 0
             ended = views.ended(tuple([inputs[at_input] for at_input in row.ends])) if row.ends else ()
             for number in ended:  # in place: what is made is what was given
                 live -= room[number]
-                by_category[place[number]] -= room[number]
+                by_category[category_of[number]] -= room[number]
             if live > peak:
                 peak, peak_op, at_peak = live, at, tuple(by_category)
         during.append(live)
         if at in released:
             number = released[at]
             live -= room[number]
-            by_category[place[number]] -= room[number]
+            by_category[category_of[number]] -= room[number]
             room[number] = 0
         if counters:
             curve.append(tuple(by_category))
@@ -245,14 +245,14 @@ def account(
                     by_category[_COMMUNICATION] -= bytes
                     live -= bytes
                 for number in issued.pop(handle, ()):
-                    if place[number] == _COMMUNICATION:  # it has arrived
+                    if category_of[number] == _COMMUNICATION:  # it has arrived
                         by_category[_COMMUNICATION] -= room[number]
-                        place[number] = PLACE_OF_KIND[specs[number].kind]
-                        by_category[place[number]] += room[number]
+                        category_of[number] = CATEGORY_OF_KIND[specs[number].kind]
+                        by_category[category_of[number]] += room[number]
             continue
         for number in gone:
             live -= room[number]
-            by_category[place[number]] -= room[number]
+            by_category[category_of[number]] -= room[number]
     return RankMemory(before, during, peak, peak_op, at_peak, curve, starts)
 
 

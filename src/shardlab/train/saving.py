@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from shardlab.checkpoint import CONFIG, STATE, Disk, Snapshot, chunks_of, commit, folder_of, updates_of, write_shard
 from shardlab.checkpoint.commit import part_of
-from shardlab.checkpoint.places import written_places
+from shardlab.checkpoint.parameter_pieces import written_pieces
 from shardlab.execute import Executor
 from shardlab.execute.state import State
 from shardlab.program import Program
@@ -216,6 +216,6 @@ class Saver:
         return {
             "plan": self._run.job.title,
             "model": described(self._run.job)["model"],
-            "layers": written_places(self._state.model, self._state.shapes),
+            "layers": written_pieces(self._state.model, self._state.shapes),
             "versions": versions(),
         }

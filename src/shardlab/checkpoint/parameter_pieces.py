@@ -22,7 +22,7 @@ from shardlab.models.layout import Cut
 from shardlab.models.tensors.recutting import cuts_of, places_of
 
 
-def written_places(model: Model, shapes: Shapes) -> list[dict[str, Any]]:
+def written_pieces(model: Model, shapes: Shapes) -> list[dict[str, Any]]:
     """Describe the layers of a model, whole or cut, for a JSON file: how long each is, and the pieces in it."""
     return [
         {"length": shapes.flat[layer], "pieces": list(_pieces(model, layer, shapes.flat[layer]))}
@@ -68,7 +68,7 @@ class ParameterPiece(NamedTuple):
     numbers: tuple[Tensor, Tensor, Tensor]
 
 
-def read_places(layers: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], list[ParameterPiece]]:
+def read_pieces(layers: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], list[ParameterPiece]]:
     """The pieces of each parameter, by block and name."""
     found: dict[tuple[int, str], list[ParameterPiece]] = defaultdict(list)
     for layer, written in enumerate(layers):

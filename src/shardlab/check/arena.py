@@ -1,23 +1,23 @@
-"""Places in the arena of a step: of two rooms that are taken at one time, none has a byte of the other's."""
+"""The arena of a step: of two rooms that are taken at one time, none has a byte of the other's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shardlab.check.rooms import ALIGNMENT, Room, RoomBytes, is_placed, offsets_in, rooms_of
+from shardlab.check.rooms import ALIGNMENT, Room, RoomBytes, has_arena, offsets_in, rooms_of
 from shardlab.errors import Refused
 from shardlab.program import Op, Program, Spec
 
 
-def check_places(program: Program, specs: Sequence[Mapping[int, Spec]]) -> None:
-    """Want every place to be of a value that the executor has room made for, and nobody else's meanwhile.
+def check_arena(program: Program, specs: Sequence[Mapping[int, Spec]]) -> None:
+    """Want every offset to be of a value that the executor makes room for, and no byte there to be another's meanwhile.
 
     Raises:
-        Refused: at the first op whose place is none, or is taken.
+        Refused: at the first op whose offset is none of a room, or whose bytes are taken.
     """
     size = RoomBytes(program, specs)
     for rank, tape in enumerate(program.tapes):
-        if is_placed(tape):
+        if has_arena(tape):
             _check(rank, tape, specs[rank], program, size)
 
 
@@ -26,13 +26,13 @@ def _check(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], program: Pr
     made = {number: at for at, op in enumerate(tape) for number in op.outputs[:1]}
     taken: list[tuple[Room, int, int]] = []
     for room in rooms_of(tape, specs, program.sizes):
-        placed = {number: offsets.pop(number, -1) for number in room.values}
-        if set(placed.values()) == {-1}:
+        given_offsets = {number: offsets.pop(number, -1) for number in room.values}
+        if set(given_offsets.values()) == {-1}:
             continue
-        begin, at = placed[room.values[0]], made[room.values[0]]
-        if placed != offsets_in(room, begin, size, specs) or begin % ALIGNMENT:
-            given = f"has place {begin}, but rooms begin at multiples of {ALIGNMENT} bytes, and fill them side by side"
-            raise Refused("no place", tape[at].about, given, "leave places to the pass place").at(rank, at)
+        begin, at = given_offsets[room.values[0]], made[room.values[0]]
+        if given_offsets != offsets_in(room, begin, size, specs) or begin % ALIGNMENT:
+            given = f"has offset {begin}, but rooms begin at multiples of {ALIGNMENT} bytes, and fill them side by side"
+            raise Refused("wrong offset", tape[at].about, given, "leave offsets to the pass arena").at(rank, at)
         end = begin + size.of(room, specs)
         for other, first, last in taken:
             if begin < last and first < end and room.meets(other):
@@ -40,11 +40,11 @@ def _check(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], program: Pr
                     f"bytes {begin}-{end - 1} of the arena are to hold {specs[room.values[0]]}, but "
                     f"{specs[other.values[0]]} lies in {first}-{last - 1} until op {other.end}"
                 )
-                raise Refused("place taken", tape[room.begin].about, given, "give it another place").at(
+                raise Refused("room taken", tape[room.begin].about, given, "give it another offset").at(
                     rank, room.begin
                 )
         taken.append((room, begin, end))
     for number in offsets:
         at = next(at for at, op in enumerate(tape) if op.offset >= 0 and (*op.outputs, -1)[0] == number)
-        given = "has a place in the arena, but the executor does not choose where its result is"
-        raise Refused("no place", tape[at].about, given, "leave it out").at(rank, at)
+        given = "has an offset in the arena, but the executor does not choose where its result lies"
+        raise Refused("wrong offset", tape[at].about, given, "leave it out").at(rank, at)

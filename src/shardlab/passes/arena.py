@@ -1,6 +1,6 @@
-"""A place in one arena for every buffer of a step, found beforehand, since it is known when each begins and ends.
+"""An offset in one arena for every buffer of a step, found beforehand, since it is known when each begins and ends.
 
-The largest is placed first, each into the smallest gap that holds it while it lives ("greedy by size", Pisarchyk and
+The largest comes first, each goes into the smallest gap that holds it while it lives ("greedy by size", Pisarchyk and
 Lee 2020, arXiv 2001.03288, section 5.2; best fit is among the oldest rules for dynamic storage allocation, Wilson et
 al. 1995). What autograd keeps stays torch's.
 """
@@ -18,11 +18,10 @@ from shardlab.timeline.memory import account
 from shardlab.timeline.prices import Bytes
 
 
-def place(checked: Checked, _: int) -> Tapes:
-    """Give a place to all that the executor makes room for, as long as the fullest moment of the step gets no fuller.
+def arena(checked: Checked, _: int) -> Tapes:
+    """Put all that the executor makes room for in an arena, as long as the fullest moment of the step gets no fuller.
 
-    An arena is there for the whole step, so what would be placed beside activations that are gone by then stays where
-    it is.
+    An arena is there for the whole step, so what would lie beside activations that are gone by then stays where it is.
 
     Raises:
         CannotApply: when the executor makes room for nothing.
@@ -32,7 +31,7 @@ def place(checked: Checked, _: int) -> Tapes:
     size = RoomBytes(program, checked.specs)
     rooms = [rooms_of(tape, checked.specs[rank], program.sizes) for rank, tape in enumerate(plain)]
     if not any(rooms):
-        raise CannotApply("nothing is received, gathered or summed, so there is nothing to place")
+        raise CannotApply("nothing is received, gathered or summed, so no buffer can lie in an arena")
     bytes_of = Bytes(program.sizes)
     found: Tapes = []
     for rank, tape in enumerate(plain):
@@ -42,13 +41,13 @@ def place(checked: Checked, _: int) -> Tapes:
         offsets: dict[int, int] = {}
         for room, begin in best_fit(counted, live):
             offsets |= offsets_in(room, begin, size, specs)
-        placed = ((op, offsets.get(op.outputs[0], -1) if op.outputs else -1) for op in tape)
-        found.append([op if offset < 0 else op._replace(offset=offset) for op, offset in placed])
+        at_offsets = ((op, offsets.get(op.outputs[0], -1) if op.outputs else -1) for op in tape)
+        found.append([op if offset < 0 else op._replace(offset=offset) for op, offset in at_offsets])
     return found
 
 
 def best_fit(rooms: Sequence[tuple[Room, int, int]], live: Sequence[int]) -> list[tuple[Room, int]]:
-    """Places for rooms, each with its first byte; those with which the step would need more have none.
+    """Find the first byte of each room in the arena; rooms with which the step would need more are left out.
 
     Args:
         rooms: each with its bytes, and with those that it counts for in `live`.

@@ -1,4 +1,4 @@
-"""Places: no two values have a byte in common while both are needed, and the step needs no more memory than before."""
+"""Arenas: no two values have a byte in common while both are needed, and the step needs no more memory than before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardlab.check.rooms import ALIGNMENT, Arena, RoomBytes, arenas_of, rooms_o
 from shardlab.errors import Refused
 from shardlab.models import GPT
 from shardlab.passes import run_named
-from shardlab.passes.place import place
+from shardlab.passes.arena import arena
 from shardlab.passes.rewriting import CannotApply
 from shardlab.program import Op, OpKind, Program, trace
 from shardlab.program.ops import COMMUNICATION
@@ -36,9 +36,9 @@ MODEL = GPT(layers=4, hidden_size=64, heads=2, vocab_size=32, seq_len=4)
 LONG = replace(MODEL, seq_len=64)
 
 
-def placed(before: Checked) -> Checked:
-    """A program with places; it passes the check."""
-    return check(replace(before.program, tapes=place(before, 1)))
+def with_arena(before: Checked) -> Checked:
+    """A program whose buffers lie in an arena; it passes the check."""
+    return check(replace(before.program, tapes=arena(before, 1)))
 
 
 def of_model(name: str, model: GPT = MODEL) -> Checked:
@@ -53,10 +53,10 @@ def random_subject(seed: int) -> Program:
 
 @settings(max_examples=6)
 @given(st.integers(0, 10**6))
-def test_no_place_is_written_over_before_it_is_read_for_the_last_time(seed: int) -> None:
+def test_nothing_in_an_arena_is_written_over_before_it_is_read_for_the_last_time(seed: int) -> None:
     before = check(random_subject(seed))
     try:
-        after = placed(before)
+        after = with_arena(before)
     except CannotApply:
         assume(False)
         return
@@ -70,9 +70,9 @@ def test_no_place_is_written_over_before_it_is_read_for_the_last_time(seed: int)
 
 
 def reads(tape: list[Op], bytes_of: dict[int, int]) -> Iterator[tuple[int, int]]:
-    """For each placed value that an op reads: its number, and that of the last one that was written to its bytes."""
+    """For each value of the arena that an op reads: its number, and that of the last one written to its bytes."""
     in_place, waits = InPlace(tape), {op.handle: at for at, op in enumerate(tape) if op.kind is OpKind.WAIT}
-    origin: dict[int, int] = {}  # number of a value to that of the one in whose place it lies
+    origin: dict[int, int] = {}  # number of a value to that of the one where it lies
     spans: dict[int, range] = {}
     written: dict[int, int] = {}  # every 16th byte to the value there
     later: dict[int, list[int]] = {}  # a WAIT's index to what its communication reads until then
@@ -97,47 +97,47 @@ def reads(tape: list[Op], bytes_of: dict[int, int]) -> Iterator[tuple[int, int]]
 def test_an_arena_is_as_large_as_what_lies_there_at_its_fullest(name: str) -> None:
     """Within 5 %: best fit is no proof of the least, but the least is what it finds."""
     before = check(built_in(name))
-    after = placed(before)
+    after = with_arena(before)
     size = RoomBytes(after.program, after.specs)
-    for rank, arena in enumerate(arenas_of(after.program, after.specs)):
-        live = most_at_once(arena, size, after, rank)
-        assert live <= arena.bytes <= 1.05 * live
+    for rank, found in enumerate(arenas_of(after.program, after.specs)):
+        live = most_at_once(found, size, after, rank)
+        assert live <= found.bytes <= 1.05 * live
     for old, new in zip(memory_in_bytes(before), memory_in_bytes(after), strict=True):
         assert new.peak <= old.peak
 
 
-def most_at_once(arena: Arena, size: RoomBytes, of: Checked, rank: int) -> int:
+def most_at_once(found: Arena, size: RoomBytes, of: Checked, rank: int) -> int:
     live = [0] * (len(of.program.tapes[rank]) + 1)
-    for room, _ in arena.rooms:
+    for room, _ in found.rooms:
         for at in range(room.begin, room.end):
             live[at] += size.of(room, of.specs[rank])
     return max(live)
 
 
-def test_all_that_takes_turns_lies_in_one_place() -> None:
+def test_all_that_takes_turns_lies_at_one_offset() -> None:
     """Weights that are gathered for one layer after the other."""
-    after = placed(of_model("fsdp", LONG))
+    after = with_arena(of_model("fsdp", LONG))
     gathers = [op.offset for op in after.program.tapes[0] if op.kind is OpKind.ALL_GATHER]
     assert sum(offset >= 0 for offset in gathers) > 4
     assert {offset for offset in gathers if offset >= 0} == {0}
     memory, _ = memory_in_bytes(after)
-    arena, _ = arenas_of(after.program, after.specs)
-    assert dict(zip(CATEGORIES, memory.by_category, strict=True))[Category.ARENA] == arena.bytes > 0
-    assert min(memory.during) >= arena.bytes
+    found, _ = arenas_of(after.program, after.specs)
+    assert dict(zip(CATEGORIES, memory.by_category, strict=True))[Category.ARENA] == found.bytes > 0
+    assert min(memory.during) >= found.bytes
 
 
-def test_what_would_lie_beside_activations_that_are_gone_by_then_has_no_place() -> None:
+def test_what_would_lie_beside_activations_that_are_gone_by_then_stays_where_it_is() -> None:
     """Data parallelism has its gradients when activations are gone: an arena of both would hold both all the time."""
     before = of_model("ddp", LONG)
     rooms = rooms_of(before.program.tapes[0], before.specs[0], before.program.sizes)
-    (arena, _) = arenas_of(placed(before).program, before.specs)
-    assert len(arena.rooms) < len(rooms) == MODEL.layers
+    (found, _) = arenas_of(with_arena(before).program, before.specs)
+    assert len(found.rooms) < len(rooms) == MODEL.layers
 
 
 def test_gradients_that_are_reduced_together_lie_side_by_side() -> None:
-    after = run_named(of_model("ddp"), "bucket=1,place")[-1].checked
-    (arena, _) = arenas_of(after.program, after.specs)
-    (room,) = [room for room, _ in arena.rooms]
+    after = run_named(of_model("ddp"), "bucket=1,arena")[-1].checked
+    (found, _) = arenas_of(after.program, after.specs)
+    (room,) = [room for room, _ in found.rooms]
     assert len(room.values) == MODEL.layers
     offsets = {op.outputs[0]: op.offset for op in after.program.tapes[0] if op.offset >= 0}
     size = RoomBytes(after.program, after.specs)
@@ -146,7 +146,7 @@ def test_gradients_that_are_reduced_together_lie_side_by_side() -> None:
 
 
 def overlapping(tape: list[Op], random: Random) -> Iterator[list[Op]]:
-    """Each place moved to another one's."""
+    """Each value moved to another one's offset."""
     at = [at for at, op in enumerate(tape) if op.offset >= 0]
     for one in at:
         for other in random.sample(at, min(4, len(at))):
@@ -154,7 +154,7 @@ def overlapping(tape: list[Op], random: Random) -> Iterator[list[Op]]:
 
 
 def freed_later(tape: list[Op], _: Random) -> Iterator[list[Op]]:
-    """Each end of a placed value at the end of the step: its place is then taken by others while it lives."""
+    """Each end of a value at the end of the step: its room is then taken by others while it lives."""
     for number in [op.outputs[0] for op in tape if op.offset >= 0]:
         free = next((at for at, op in enumerate(tape) if op.kind is OpKind.FREE and op.inputs[0] == number), None)
         if free is not None:
@@ -162,11 +162,11 @@ def freed_later(tape: list[Op], _: Random) -> Iterator[list[Op]]:
 
 
 @pytest.mark.parametrize("mutants", [overlapping, freed_later])
-def test_places_that_overlap_are_refused(mutants: Callable[[list[Op], Random], Iterator[list[Op]]]) -> None:
+def test_rooms_that_overlap_are_refused(mutants: Callable[[list[Op], Random], Iterator[list[Op]]]) -> None:
     """And only these: what is let pass is written over nowhere."""
     refused = 0
     for name in ("fsdp", "zero-3", "1f1b", "zb-h1"):
-        after = placed(of_model(name))
+        after = with_arena(of_model(name))
         tape = after.program.tapes[0]
         size = RoomBytes(after.program, after.specs)
         bytes_of = {op.outputs[0]: size(after.specs[0][op.outputs[0]]) for op in tape if op.offset >= 0}
@@ -175,7 +175,7 @@ def test_places_that_overlap_are_refused(mutants: Callable[[list[Op], Random], I
             if refusal is None:
                 assert all(number == writer for number, writer in reads(mutant, bytes_of))
             else:
-                assert refusal.rule == "place taken"
+                assert refusal.rule == "room taken"
                 assert "of the arena are to hold" in str(refusal)
                 refused += 1
     assert refused > 1
@@ -193,12 +193,12 @@ def refused_as(program: Program) -> Refused | None:
     ("kind", "offset", "says"),
     [
         (OpKind.RECV, ALIGNMENT // 2, "rooms begin at multiples of 64 bytes"),
-        (OpKind.FORWARD, 0, "the executor does not choose where its result is"),
-        (OpKind.SEND, 0, "the executor does not choose where its result is"),
-        (OpKind.UPDATE, 0, "the executor does not choose where its result is"),
+        (OpKind.FORWARD, 0, "the executor does not choose where its result lies"),
+        (OpKind.SEND, 0, "the executor does not choose where its result lies"),
+        (OpKind.UPDATE, 0, "the executor does not choose where its result lies"),
     ],
 )
-def test_a_place_that_is_none_is_refused(kind: OpKind, offset: int, says: str) -> None:
+def test_an_offset_that_is_none_of_a_room_is_refused(kind: OpKind, offset: int, says: str) -> None:
     plain = checked(pipeline, 2)
     rank, at = next(
         (r, i) for r, tape in enumerate(plain.program.tapes) for i, op in enumerate(tape) if op.kind is kind
@@ -207,9 +207,9 @@ def test_a_place_that_is_none_is_refused(kind: OpKind, offset: int, says: str) -
     tapes[rank][at] = tapes[rank][at]._replace(offset=offset)
     with pytest.raises(Refused, match=says) as refusal:
         check(replace(plain.program, tapes=tapes))
-    assert refusal.value.rule == "no place"
+    assert refusal.value.rule == "wrong offset"
 
 
-def test_places_are_found_anew_where_a_tape_has_some() -> None:
-    once = placed(of_model("zero-3"))
-    assert placed(once).program == once.program
+def test_offsets_are_found_anew_where_a_tape_has_some() -> None:
+    once = with_arena(of_model("zero-3"))
+    assert with_arena(once).program == once.program
