@@ -21,11 +21,17 @@ from shardlab.measure.progress import Progress
 from shardlab.measure.shapes import MEASURED, MICROBATCHES, Shape, Subject, subjects
 from shardlab.measure.world import MeasuringRanks
 from shardlab.models.tensors import generator_of
-from shardlab.program import OpKind
+from shardlab.program import Op, OpKind
 from shardlab.program.precision import precision_in
 
 PEAK_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 """Rows and columns of the matrices whose fastest product is called the peak."""
+
+
+Measured = tuple[OpKind, int]
+"""A kind of op, and its layer; of an optimizer's step none."""
+
+UPDATES: Measured = (OpKind.UPDATE, -1)
 
 
 @dataclass(frozen=True)
@@ -166,16 +172,21 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
 
     step()
     steps = iterations_for(crowd.mean(sum(step())), budget, at_least=3, at_most=50)
-    calls: dict[tuple[OpKind, int], list[list[float]]] = defaultdict(list)
+    calls: dict[Measured, list[list[float]]] = defaultdict(list)
     for _ in range(steps):
-        found: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
+        found: dict[Measured, list[float]] = defaultdict(list)
         for op, took in zip(tape, step(), strict=True):
-            found[op.kind, op.layer].append(took)
+            found[_measured(op)].append(took)
+        found[UPDATES] = [sum(found[UPDATES])]
         for key, each in found.items():
             calls[key].append(each)
-    ops = {(op.kind, op.layer): op for op in tape if op.kind in MEASURED}
-    for key, op in ops.items():
-        elements = 0 if op.kind in (OpKind.LOSS, OpKind.LOAD_BATCH) else shapes.flat[op.layer]
+    ops: dict[Measured, dict[int, Op]] = defaultdict(dict)
+    for op in tape:
+        if op.kind in MEASURED:
+            ops[_measured(op)][op.layer] = op
+    for key, by_layer in ops.items():
+        (op, *_), has_weights = by_layer.values(), key[0] not in (OpKind.LOSS, OpKind.LOAD_BATCH)
+        elements = {layer: shapes.flat[layer] if has_weights else 0 for layer in by_layer}
         each_call = list(zip(*calls[key], strict=True))
         yield LayerPoint(
             layer=subject.layer_name(op),
@@ -183,13 +194,18 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
             width=model.hidden_size,
             rows=subject.rows,
             tokens=model.seq_len,
-            elements=elements,
+            elements=sum(elements.values()),
             dtype=subject.dtype,
             processes=crowd.processes,
             seconds=crowd.mean(fmean(map(median, each_call))),
             fastest=crowd.mean(fmean(map(min, each_call))),
-            kernels=subject.work(op, elements),
+            kernels=tuple(kernel for layer, op in by_layer.items() for kernel in subject.work(op, elements[layer])),
         )
+
+
+def _measured(op: Op) -> Measured:
+    """What an op is timed as: the updates of all layers as one, which the last of them makes for all."""
+    return UPDATES if op.kind is OpKind.UPDATE else (op.kind, op.layer)
 
 
 def _marked(run: Callable[[], None], clock: Clock) -> Callable[[], None]:

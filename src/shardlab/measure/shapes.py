@@ -80,9 +80,12 @@ class Subject:
         return check(trace(load(plan).program, Mesh(), sizes, MICROBATCHES))
 
     def layer_name(self, op: Op) -> str:
-        """Name the layer that an op computes on, as "norm", "attention", "first block" or "loss"."""
+        """Name the layer that an op computes on, as "norm", "attention", "first block" or "loss"; of an update "model",
+        for all layers are updated at once."""
         if op.kind is OpKind.LOSS:
             return "loss"
+        if op.kind is OpKind.UPDATE:
+            return "model"
         if op.kind is OpKind.LOAD_BATCH:
             return "batch"
         model, last = self.model, self.model.layers - 1
