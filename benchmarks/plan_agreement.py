@@ -7,7 +7,8 @@ each model and batch is planned, and every plan of its space is trained on two p
 rounds, in which each plan takes a step to warm up and one that counts, so that what else the machine does slows all of
 them alike. A plan's time is the median over the rounds; after the first ones those go on that may still be the fastest,
 until the case's seconds are over. The loss is how much longer the chosen plan's step takes than the shortest one. Each
-case is told as it ends. Nothing else may run meanwhile; all of it takes about six minutes.
+case is told as it ends, and after Ctrl-C those that have. Nothing else may run meanwhile; all of it takes about six
+minutes.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -47,6 +48,8 @@ from shardlab.planner.words import chosen_fields
 from shardlab.planner.workers import Asked, answer, workers
 from shardlab.program.field_types import as_flags
 from shardlab.program.precision import PRECISIONS
+from shardlab.rules.pieces import counted
+from shardlab.starting import INTERRUPTED
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
 from shardlab.train.launch import backend_of, run_ranks
@@ -131,6 +134,12 @@ class CaseResult:
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "best": asdict(self.best), "regret": self.regret}
 
+    @classmethod
+    def of_dict(cls, found: dict[str, Any]) -> CaseResult:
+        """The case of which `as_dict` has told."""
+        plans = [PlanTimes(**each) for each in found["plans"]]
+        return cls(found["model"], found["sequences"], PlanTimes(**found["chosen"]), plans)
+
 
 @dataclass(frozen=True)
 class PlannedCase:
@@ -164,14 +173,20 @@ def plan_case(model: Blocks, sequences: int, most: int, cluster: Cluster) -> Pla
     return PlannedCase(name, sequences, list(forecasts).index(best.candidate), jobs, plans)
 
 
-def time_cases(rank: int, device: torch.device, cases: Sequence[PlannedCase], options: Options) -> list[CaseResult]:
-    """Run every plan of every case; the first rank tells each case as it ends."""
-    results: list[CaseResult] = []
+def time_cases(rank: int, device: torch.device, cases: Sequence[PlannedCase], options: Options, results: Path) -> None:
+    """Run every plan of every case; the first rank tells each case as it ends, and adds it to a file of results."""
     for number, case in enumerate(cases, 1):
-        results.append(case.with_times(time_plans(rank, device, case, options)))
+        result = case.with_times(time_plans(rank, device, case, options))
         if rank == 0:
-            tell(f"{number}/{len(cases)}", results[-1])
-    return results
+            tell(f"{number}/{len(cases)}", result)
+            with results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result.as_dict()) + "\n")
+
+
+def read_results(file: Path) -> list[CaseResult]:
+    """Read what `time_cases` has written; none if there is no file."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [CaseResult.of_dict(json.loads(line)) for line in lines]
 
 
 def time_plans(rank: int, device: torch.device, case: PlannedCase, options: Options) -> list[float]:
@@ -274,26 +289,39 @@ def show(results: Sequence[CaseResult], options: Options) -> None:
     console.print(f"loss: mean {mean(r.regret for r in results):.1%}, worst {max(r.regret for r in results):.1%}")
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
+    """Measure, plan and run; after Ctrl-C tell the cases that were run."""
     load, began = os.getloadavg()[0], time.perf_counter()
     if load > 0.5:
         print(f"plan_agreement: the machine is busy (load {load:.1f}); its timings tell little", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="shardlab-") as place:
-        here, other = this_machine(), options.other_machine
-        profile = (
-            Profile.read(options.profile, here=here, other_machine=other) if options.profile else bench(Path(place))
-        )
-    print(f"measured the machine in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     wanted = [case for number, case in enumerate(CASES, 1) if not options.cases or number in options.cases]
-    planned = [plan_case(*case, Cluster.of_profile(profile)) for case in wanted]
-    results = run_ranks(RANKS, time_cases, planned, options)
+    interrupted = False
+    with tempfile.TemporaryDirectory(prefix="shardlab-") as folder:
+        file = Path(folder, "results.jsonl")
+        try:
+            profile = read_profile(options.profile, options.other_machine) if options.profile else bench(Path(folder))
+            print(f"measured the machine in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+            planned = [plan_case(*case, Cluster.of_profile(profile)) for case in wanted]
+            run_ranks(RANKS, time_cases, planned, options, file)
+        except KeyboardInterrupt:
+            interrupted = True
+        results = read_results(file)
     if options.json:
-        data = {"machine": asdict(profile.machine), "load": load, "cases": [each.as_dict() for each in results]}
+        data = {"machine": asdict(this_machine()), "load": load, "cases": [each.as_dict() for each in results]}
         print(json.dumps(data, indent=2))
-    else:
+    elif results:
         show(results, options)
-        print(f"{profile.machine.processor}, {profile.machine.places} cores; {time.perf_counter() - began:.0f} s")
+        machine = this_machine()
+        print(f"{machine.processor}, {machine.places} cores; {time.perf_counter() - began:.0f} s")
+    if interrupted:
+        print(f"plan_agreement: interrupted after {len(results)} of {counted(len(wanted), 'case')}", file=sys.stderr)
+    return INTERRUPTED if interrupted else 0
+
+
+def read_profile(file: Path, other_machine: bool) -> Profile:
+    """Read the profile that was named, of this machine unless another one's may be taken."""
+    return Profile.read(file, here=this_machine(), other_machine=other_machine)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    sys.exit(main(tyro.cli(Options)))
