@@ -43,7 +43,7 @@ def stopped(scene: Scene, rank: int, *, torchrun: bool = False) -> list[str]:
 
 
 def both_killed(scene: Scene) -> list[str]:
-    """Both ranks at once."""
+    """Two ranks are killed at once."""
     out = scene.new()
     training = scene.start(out)
     halfway(training)

@@ -28,7 +28,7 @@ def traced(strategy: Strategy, mesh: Mesh, sizes: Sizes) -> Program:
 
 
 def everywhere(program: Program, change: Change) -> None:
-    """The same mistake on every rank."""
+    """Make one mistake on every rank."""
     for tape in program.tapes:
         tape[:] = [change(op) for op in tape]
 

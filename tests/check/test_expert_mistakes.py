@@ -83,7 +83,7 @@ def swapped(program: Program, rank: int, op: Op) -> Op:
 
 
 def all_on_one(program: Program, rank: int, op: Op) -> Op:
-    """Both ranks read the same microbatches."""
+    """Two ranks read the same microbatches."""
     return op._replace(holds=Holds(0b0011, 4)) if op.kind is OpKind.LOAD_BATCH else op
 
 

@@ -19,7 +19,7 @@ def load(rank: Rank, shard: int = 0, of: int = 1) -> None:
 
 
 def ahead(rank: Rank, microbatches: list[int]) -> None:
-    """Both layers forward, and the loss."""
+    """Run all layers forward, and the loss."""
     rank.activations[0] = rank.load_batch(microbatches)
     for l in rank.layers:
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])

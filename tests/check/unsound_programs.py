@@ -31,7 +31,7 @@ async def stepped_after_it_arrived(rank: Rank) -> None:
 
 
 async def stepped_while_it_arrived_apart(rank: Rank) -> None:
-    """The same, but the old weight is still there when the new one comes, which has room of its own: it is right."""
+    """Rank 1 tells rank 0 the new weight while the old one is still there, and it has room of its own: it is right."""
     await _told(rank, lets_go=False)
 
 

@@ -1,4 +1,4 @@
-"""Both timelines of a comparison stand in one picture, on one axis."""
+"""A comparison: its two timelines stand in one picture, on one axis."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_every_track_has_a_name_and_ranks_their_true_numbers(tmp_path: Path) -> 
 
 
 def arrows_of(events: list[dict[str, Any]], name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Both ends of each."""
+    """The two ends of each arrow of a name."""
     ends = {(event["id"], event["ph"]): event for event in events if event["ph"] in "sf" and event["name"] == name}
     return [(ends[flow, "s"], ends[flow, "f"]) for flow, phase in ends if phase == "s"]
 

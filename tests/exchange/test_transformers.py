@@ -1,4 +1,4 @@
-"""The same logits as Hugging Face's transformers, both ways, for every family."""
+"""Logits are those of Hugging Face's transformers, both ways, for every family."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # torch and safetensors leave some of their annotations out.

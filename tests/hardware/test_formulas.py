@@ -43,7 +43,7 @@ def test_cs336s_all_reduces_print_what_its_formula_says(milliseconds: float, pri
 
 @pytest.mark.parametrize(("milliseconds", "printed"), [(3.92, 75), (4.03, 73), (4.06, 72)])
 def test_cs336s_reduce_scatters_print_what_its_formula_says(milliseconds: float, printed: int) -> None:
-    """The same file."""
+    """From the file that the test of all-reduces names."""
     assert formulas.cs336_bandwidth("reduce_scatter", 4 * 4 * ELEMENTS, 4, milliseconds / 1e3) == pytest.approx(
         printed, rel=0.007
     )

@@ -18,7 +18,7 @@ async def sends_all_forward(rank: Rank) -> None:
 
 
 async def sends_and_goes_on(rank: Rank) -> None:
-    """The same, without awaiting."""
+    """Two ranks; the first starts to send each microbatch as soon as it is through, and awaits none."""
     await _two_stages(rank, awaits=False)
 
 

@@ -46,7 +46,7 @@ def test_the_published_plan_fits_where_gathered_sequences_are_gathered_again() -
 
 
 def test_it_does_not_fit_where_they_are_kept() -> None:
-    """Both of a block's gathered inputs are whole on each rank: 448 MiB more."""
+    """Each rank has a block's two gathered inputs whole: 448 MiB more."""
     made = step("shardlab")
     assert not made.memory.fits
     whole = SLICED + 2 * (TP - 1) * HIDDEN

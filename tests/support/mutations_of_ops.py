@@ -23,7 +23,7 @@ def duplicated_op(program: Program) -> Iterator[Program]:
 
 @mutation
 def duplicated_op_with_new_numbers(program: Program) -> Iterator[Program]:
-    """The same thing done again, and its result used in place of the first one."""
+    """An op done again, and its result used in place of the first one."""
     for rank, at, op in places(program):
         tape = program.tapes[rank]
         fresh = fresh_number(tape)

@@ -43,7 +43,7 @@ def random_shape(seed: int) -> Shape:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    """The same, from small ones on."""
+    """Shapes as `random_shape` makes them, from small ones on."""
     pp, replicate, shard = draw(st.sampled_from(GRIDS))
     layers = draw(st.integers(pp, 4))
     microbatches = draw(st.integers(replicate * shard, 6))

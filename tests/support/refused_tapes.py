@@ -31,12 +31,12 @@ def put(
 def tape(
     kind: OpKind, change: Callable[[Op], list[Op]], strategy: Strategy = single, ranks: int = 1
 ) -> Callable[[], object]:
-    """The same of a strategy on one layer and two microbatches."""
+    """A strategy's program on one layer and two microbatches in which the first op of a kind is changed."""
     return put(lambda: trace(strategy, ranks, 1, 2), kind, change)
 
 
 def fields(kind: OpKind, strategy: Strategy = single, ranks: int = 1, **changes: object) -> Callable[[], object]:
-    """The same with some fields of that op changed."""
+    """A strategy's program on one layer and two microbatches in which the first op of a kind has other fields."""
     return tape(kind, lambda op: [op._replace(**changes)], strategy, ranks)  # pyright: ignore[reportArgumentType]
 
 

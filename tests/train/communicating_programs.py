@@ -20,7 +20,7 @@ def update(rank: Rank) -> None:
 
 
 async def losses_computed_twice(rank: Rank) -> None:
-    """Both ranks compute microbatch 0, and one of them its loss twice; only rank 0's gradient of it is used."""
+    """Two ranks compute microbatch 0, and one of them its loss twice; only rank 0's gradient of it is used."""
     last = len(rank.layers)
     load(rank)
     for m in [0, 1] if rank.index == 0 else [2, 0]:

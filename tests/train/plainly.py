@@ -30,7 +30,7 @@ def train_by_ticks(rank: int, run: TrainingRun) -> Summary | None:
 
 
 def train_plainly(rank: int, run: TrainingRun) -> Summary | None:
-    """The same without pictures, and without the sample at the end."""
+    """What every rank does, without pictures, and without the sample at the end; rank 0 gives the summary."""
     with ticking() as patch:
         patch.setattr("shardlab.train.loop.continued", Mock(return_value=""))
         patch.setattr("shardlab.train.output.save_timeline", Mock())

@@ -64,7 +64,7 @@ def test_the_numbers_are_those_of_one_device(ranks: World, tmp_path: Path, case:
 
 
 def through_a_file(case: Verified, form: Form, file: Path) -> Verified:
-    """The same, with its plan's schedule written and read."""
+    """Have a case take its plan's schedule from a file, to which it was written."""
     plan = case.strategy
     assert isinstance(plan, Plan)
     assert isinstance(plan.schedule, str)
@@ -157,7 +157,7 @@ def test_before_adamw_divides_a_small_gradient_by_its_size_only_rounding_is_left
 
 
 def without_clipping(rank: int, job: Job) -> Verdict | None:
-    """The same, but what updates do with the norm is left out."""
+    """Verify a job on one rank, whose updates do nothing with the norm."""
 
     def take(self: Slice, gradient: torch.Tensor, step: int, squared_norm: float | None = None, **others: Any) -> bool:
         return plain(self, gradient, step, **others)
@@ -178,7 +178,7 @@ def test_clipping_left_out_is_noticed(ranks: World) -> None:
 
 
 def wrong_on_one_replica(rank: int, job: Job) -> Verdict | None:
-    """The same, but one rank's weights move by themselves before they are compared."""
+    """Verify a job on one rank; one rank's weights move by themselves before they are compared."""
 
     class Disturbed(Executor):
         def step(self) -> torch.Tensor:

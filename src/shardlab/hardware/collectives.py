@@ -85,7 +85,7 @@ def _ring(span: GroupSpan, bytes: float) -> float:
 
 
 def _hierarchy(span: GroupSpan, bytes: float) -> float:
-    """The same inside every node, and between nodes with every member at once."""
+    """All_gather or reduce_scatter inside every node, and between nodes with every member at once."""
     if span.nodes == 1 or span.members == 1:
         return _ring(span, bytes)
     between = (span.nodes - 1) * span.hop_inter_node + bytes / span.members * (1 - 1 / span.nodes) / span.inter_node

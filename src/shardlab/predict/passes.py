@@ -175,7 +175,7 @@ def _measured(sample: Workload, prices: Prices, kept: Sizes) -> PassTable:
 
 
 def _on_one_rank(workload: Workload, done: Collection[type], cuts: Cuts) -> Workload:
-    """The same on one pipeline rank, without data parallelism."""
+    """Put a sample of a workload on one pipeline rank, without data parallelism."""
     plan = workload.plan
     assert isinstance(plan, Plan)
     split, both = BackwardInput in done, {Backward, BackwardInput} <= set(done)

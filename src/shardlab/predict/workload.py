@@ -146,7 +146,7 @@ class Workload:
 
     @cached_property
     def sample(self) -> Workload:
-        """The same with few of the model's blocks, which are all alike."""
+        """Take few of the model's blocks, which are all alike."""
         return replace(self, model=sampled(self.model))
 
     @cached_property

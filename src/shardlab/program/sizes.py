@@ -101,7 +101,7 @@ class Sizes:
 
     @classmethod
     def mixture(cls, blocks: int) -> Sizes:
-        """The same layer with experts, for expert parallelism: in each block a matrix, and one of all experts."""
+        """The puzzles' layer with experts, for expert parallelism: in each block a matrix, and one of all experts."""
         return _alike(toy_layers.mixture(blocks), vectors=False)
 
     @classmethod

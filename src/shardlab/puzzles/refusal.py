@@ -22,7 +22,7 @@ class PuzzleRefused(Refused, AssertionError):
 
     @classmethod
     def of(cls, refusal: Refused) -> Self:
-        """The same refusal, as the face's own."""
+        """Turn a refusal of the check into the puzzles' own, with all that it says."""
         mine = cls(*refusal.args)
         vars(mine).update(vars(refusal))
         return mine

@@ -102,7 +102,7 @@ class StrategyEntry:
         return unsaid if said is None else said
 
     def rewritten(self, ranks: int, passes: str) -> StrategyEntry:
-        """The same with these passes, and with no others."""
+        """Name the passes that rewrite the program, in place of all others."""
         if self.plan is None:
             return replace(self, passes=passes)
         return planned_entry(replace(self.plan(ranks), passes=passes), self.name)

@@ -25,7 +25,7 @@ GRACE = 7
 """Seconds from being asked to the end, whatever is not done by then: less than the 10 that `docker stop` gives."""
 
 WARNED_GRACE = 100
-"""The same after a scheduler's warning, which comes earlier (see `job_script.WARNING`)."""
+"""Seconds from a scheduler's warning to the end; it warns earlier than others ask (see `job_script.WARNING`)."""
 
 
 def grace_of(number: int) -> int:

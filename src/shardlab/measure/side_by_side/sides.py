@@ -1,4 +1,4 @@
-"""Both sides of a pair, and its floor, on one rank."""
+"""What takes turns on one rank: PyTorch's side of a pair, ours, and the floor below both."""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
