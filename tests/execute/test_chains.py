@@ -85,6 +85,39 @@ def test_a_chain_ends_where_somebody_else_reads_what_is_handed_on(forward: bool,
     assert [len(chain.forwards) for chain in chains] == expected
 
 
+async def adds_late(rank: Rank) -> None:
+    """One device, three microbatches; layer 1's gradient of the second is added while the third runs backwards."""
+    last, held = len(rank.layers), None
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    for m in rank.microbatches:
+        x, gradients = rank.activations, rank.grad_activations
+        x[0] = rank.load_batch([m])
+        for l in rank.layers:
+            x[l + 1] = rank.forward(l, x[l], rank.weights[l])
+        gradients[last] = rank.loss(x.pop(last))
+        for l in reversed(rank.layers):
+            grad_weight, gradients[l] = rank.backward(l, x.pop(l), gradients.pop(l + 1), rank.weights[l])
+            if (l, m) == (1, 1):
+                held = grad_weight
+            else:
+                rank.accumulate(grad_weight)
+            if (l, m) == (3, 2) and held is not None:
+                rank.accumulate(held)
+    for l in rank.layers:
+        gradient = rank.grad_weights.pop(l)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, gradient, rank.weights[l], rank.opt_states[l])
+
+
+def test_a_chain_ends_before_a_gradient_that_has_no_memory_yet_when_it_runs_backwards() -> None:
+    found = Analysis(check(trace(adds_late, 1, 6, 3)), 0)
+    chains = chains_of(found.tape, found.in_place, found.buckets, found.hooked)
+    layers = [[found.tape[at].layer for at in chain.forwards] for chain in chains]
+    assert layers == [[*range(6)], [2, 3, 4, 5], [0, 1]]
+    for chain in chains:
+        assert [found.tape[at].layer for at in chain.backwards] == [found.tape[at].layer for at in chain.forwards[::-1]]
+
+
 def trained(rank: int, job: Job, alone: bool) -> tuple[list[Tensor], list[Tensor], int]:
     """Losses of some steps, weights after them, and the most bytes that were live in the last."""
     gc.collect()

@@ -8,7 +8,7 @@ bucket has all gradients.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -77,19 +77,29 @@ def chains_of(tape: Sequence[Op], in_place: InPlace, buckets: Buckets, alone: se
             return False
         if any(not {*readers[number]} <= {other, before} for number in first.outputs[:-1]):
             return False
-        return all(readers[number] == [back] for number in gradients) and has_room(back, before)
+        return all(readers[number] == [back] for number in gradients)
+
+    def with_room(layers: Sequence[int]) -> Iterator[list[int]]:
+        """Layers, the last first, as often as not all of their gradients have memory when the first runs backwards."""
+        part: list[int] = []
+        for at in layers:
+            if part and not has_room(backward_of(at), backward_of(part[0])):
+                yield part
+                part = []
+            part.append(at)
+        yield part
 
     chains: list[Chain] = []
     chain: list[int] = []
     for at in acting:
         goes_on = tape[at].kind is OpKind.FORWARD and at not in alone
         if chain and not (goes_on and linked(chain[-1], at)):
-            if len(chain) > 1:
-                chains.append(Chain(tuple(chain), tuple(backward_of(each) for each in reversed(chain))))
+            parts = [part for part in with_room(chain[::-1]) if len(part) > 1]
+            chains += [Chain(tuple(part[::-1]), tuple(map(backward_of, part))) for part in parts]
             chain = []
         if goes_on:
             chain.append(at)
-    return [each for each in chains if all(has_room(at, each.backwards[0]) for at in each.backwards[1:])]
+    return chains
 
 
 def _idle(at: int, op: Op, in_place: InPlace, buckets: Buckets) -> bool:
