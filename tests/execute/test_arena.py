@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from shardlab.check import Checked
+from shardlab.check import Checked, check
 from shardlab.execute import Executor, Settings
+from shardlab.execute.arena import ArenaTensors
 from shardlab.execute.state import State
 from shardlab.execute.tracked_memory import step_with_memory
 from shardlab.measure.side_by_side.contender import DrawnBatches
 from shardlab.measure.side_by_side.memory import LiveStorages
 from shardlab.models import GPT, MoE
 from shardlab.passes import run_named
-from shardlab.program import Mesh
+from shardlab.program import Mesh, Sizes, Spec, trace
 from shardlab.program.record import MemoryRecord
+from shardlab.strategies.ddp import ddp
 from shardlab.strategies.plan import Plan
 from shardlab.timeline.memory import memory_in_bytes
 from shardlab.train.job import Job
@@ -69,6 +73,22 @@ def test_layers_without_parameters_are_not_in_the_arena(axis: str) -> None:
         assert layers
         assert empty
         assert not layers & empty
+
+
+def test_a_layer_without_parameters_takes_no_bytes_in_a_bucket_of_others() -> None:
+    sizes = Sizes.puzzle(3)
+    sizes = replace(sizes, weights=(0, *sizes.weights[1:]))
+    program = run_named(check(trace(ddp, 2, sizes, 2)), "bucket=1,arena")[-1].checked
+
+    def shape(spec: Spec) -> tuple[int]:
+        return (sizes.weights[spec.layer],)
+
+    shapes = Mock(shape=shape)
+    arena = ArenaTensors(program, 0, shapes, lambda _: torch.float32, torch.device("cpu"), None)
+    assert arena.whole.nbytes == 4 * sum(sizes.weights)
+    lengths = {program.specs[0][number].layer: len(tensor) for number, tensor in arena.tensors.items()}
+    assert lengths == dict(enumerate(sizes.weights))
+    assert {len(whole) for whole in arena.side_by_side.values()} == {sum(sizes.weights)}
 
 
 @pytest.mark.parametrize(

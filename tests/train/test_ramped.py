@@ -41,6 +41,7 @@ PLANS = {
     "tp": SHARDINGS["tp"],
     "1f1b": Plan(Mesh(pp=2), "1f1b"),
     "zb-v": Plan(Mesh(pp=2), "zb-v"),
+    "zb-v in an arena": Plan(Mesh(pp=2), "zb-v", passes="arena"),
 }
 
 
@@ -63,6 +64,8 @@ def ramped(rank: int, job: Job) -> tuple[list[list[float]], list[torch.Tensor]]:
         count: first if count == job.microbatches else Executor(proof, rank, job.cut, batches, settings, of=first.state)
         for count, proof in proofs.items()
     }
+    (arena,) = {each.state.arena.whole for each in executors.values()}  # one for all
+    assert bool(arena.nbytes) == ("arena" in str(job.entry.passes_on(job.ranks)))
     executor = RampedExecutor(executors, run_with(job, Path("nowhere")))
     losses = [[float(figure) for figure in executor.step()] for _ in range(STEPS)]
     assert executor.state.step == STEPS

@@ -18,6 +18,10 @@ from shardlab.program import Spec
 class ArenaTensors:
     """One rank's arena.
 
+    Args:
+        of: the arena of another program, whose memory this one takes, since they never run at one time; it grows if
+            need be.
+
     Attributes:
         whole: (bytes,) uint8.
         tensors: by number of a value; every step writes them again.
@@ -25,7 +29,13 @@ class ArenaTensors:
     """
 
     def __init__(
-        self, checked: Checked, rank: int, shapes: Shapes, dtype: Callable[[Spec], torch.dtype], device: torch.device
+        self,
+        checked: Checked,
+        rank: int,
+        shapes: Shapes,
+        dtype: Callable[[Spec], torch.dtype],
+        device: torch.device,
+        of: ArenaTensors | None,
     ) -> None:
         specs, arena = checked.specs[rank], arenas_of(checked.program, checked.specs)[rank]
         size = RoomBytes(checked.program, checked.specs)
@@ -33,8 +43,12 @@ class ArenaTensors:
         wider = 1
         for room, _ in arena.rooms:
             for spec in (specs[number] for number in room.values):
-                wider = max(wider, -(-math.prod(shapes.shape(spec)) * dtype(spec).itemsize // size(spec)))
-        self.whole = torch.empty(wider * arena.bytes, dtype=torch.uint8, device=device)
+                if size(spec):  # a bucket may have layers without parameters among others
+                    wider = max(wider, -(-math.prod(shapes.shape(spec)) * dtype(spec).itemsize // size(spec)))
+        bytes = wider * arena.bytes
+        self.whole = torch.empty(bytes, dtype=torch.uint8, device=device) if of is None else of.whole
+        if self.whole.nbytes < bytes:
+            self.whole.resize_(bytes)  # the other program's tensors are where this memory goes
         self.tensors: dict[int, Tensor] = {}
         self.side_by_side: dict[int, Tensor] = {}
         for room, begin in arena.rooms:

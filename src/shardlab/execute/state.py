@@ -101,7 +101,8 @@ class State:
                     self.opt_states[key] = self._optimizer(*key)
                     self.put_opt_state(self.specs[op.outputs[0]])()
         self.buffers = self._make_buffers()
-        self.arena = ArenaTensors(checked, rank, self.shapes, self.dtype, settings.device)
+        arena = None if of is None else of.arena
+        self.arena = ArenaTensors(checked, rank, self.shapes, self.dtype, settings.device, arena)
         self.step = 0
         readers = (OpKind.LOAD_BATCH, OpKind.LOSS)
         held = [self.specs[(op.inputs or op.outputs)[0]].microbatches for op in self.tape if op.kind in readers]
