@@ -52,7 +52,7 @@ def forward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> No
     for number, piece in zip(op.outputs, made, strict=False):
         rank.write(number, piece)
     for number in op.outputs[len(made) :]:
-        rank.keep(rank.saved, number, op.inputs[0], kept, op.layer)
+        rank.keep(rank.saved, number, op.inputs[0], kept, op.layer, read[1].where)
 
 
 def _place(op: Op) -> int:
@@ -96,7 +96,7 @@ def backward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> N
         made = [layer.backward_weight(read[0], read[1], half), *made]
     else:
         *numbers, last = op.outputs
-        rank.keep(rank.halves, last, activation, half, op.layer)
+        rank.keep(rank.halves, last, activation, half, op.layer, read[2].where)
     for number, piece in zip(numbers, made, strict=True):
         rank.write(number, piece)
 

@@ -9,7 +9,7 @@ from shardlab.program import Op, OpKind
 from tests.support.judged_memory import KeptWeights
 from tests.support.pieces import Array, BrokenTape, Piece
 
-Kept = dict[int, tuple[int, Any, int]]
+Kept = dict[int, tuple[int, Any, int, tuple[int, ...]]]
 
 
 class JudgedRank:
@@ -17,7 +17,8 @@ class JudgedRank:
 
     Attributes:
         memory: the values that live, by number.
-        saved: number to (the activation that owns it, what a forward pass has kept, and the layer).
+        saved: number to (the activation that owns it, what a forward pass has kept, the layer, and the elements of its
+            weight that it is about).
         halves: the same, between the halves of a backward pass.
         weights: the memory that its loaded weights are views of.
         in_flight: handle to (value read, value made, index of the op).
@@ -57,13 +58,14 @@ class JudgedRank:
         self.drop(self.halves, number)
 
     def drop(self, kept: Kept, activation: int) -> None:
-        for number in [n for n, (owner, _, _) in kept.items() if owner == activation]:
+        for number in [n for n, (owner, *_) in kept.items() if owner == activation]:
             del kept[number]
 
-    def keep(self, kept: Kept, number: int, activation: int, data: Any, layer: int) -> None:
+    def keep(self, kept: Kept, number: int, activation: int, data: Any, layer: int, where: tuple[int, ...]) -> None:
         self.is_new(number)
-        self.drop(kept, activation)
-        kept[number] = activation, data, layer
+        for older in [n for n, (owner, _, _, about) in kept.items() if (owner, about) == (activation, where)]:
+            del kept[older]
+        kept[number] = activation, data, layer, where
 
     def take(self, kept: Kept, number: int, activation: int, layer: int) -> Any:
         if number not in kept or kept[number][0] != activation:

@@ -14,9 +14,12 @@ from shardlab.rules import update as steps
 from shardlab.rules.layer import BackwardResult
 from shardlab.rules.pieces import counted
 from shardlab.rules.place import want_place
-from shardlab.rules.spec import form_of
+from shardlab.rules.spec import Form, form_of
 
 Rule = Callable[[RankState, Op], None]
+
+NONE: dict[Form, int] = {}
+"""Of an activation of which autograd keeps nothing."""
 
 
 def forward(state: RankState, op: Op) -> None:
@@ -45,9 +48,9 @@ def recompute(state: RankState, op: Op) -> None:
 
 
 def _save(state: RankState, number: int, activation: int, spec: Spec) -> None:
-    """Autograd's part: owned by the activation, it goes with that, with its backward, or for a newer one."""
+    """Autograd's part: owned by the activation, it goes with that, with its backward, or for a newer one like it."""
     state.note(number, spec)
-    state.saved_of[activation] = number
+    state.saved_of.setdefault(activation, {})[spec[0]] = number
 
 
 def backward(state: RankState, op: Op) -> None:
@@ -60,7 +63,7 @@ def backward_input(state: RankState, op: Op) -> None:
     made, follows = _backward(state, op)
     state.make_all(outputs, made[1:])
     state.note(half, Spec(follows.half, state.live[activation].cells))
-    state.half_of[activation] = half
+    state.half_of.setdefault(activation, {})[follows.half] = half
 
 
 def _backward(state: RankState, op: Op) -> tuple[list[Spec], BackwardResult]:
@@ -71,19 +74,20 @@ def _backward(state: RankState, op: Op) -> tuple[list[Spec], BackwardResult]:
     if len(inputs) > 4:
         gradients += [live[number] for number in inputs[4:]]
     made, follows = state.layer(op).backward(live[activation], gradients, live[weight])
-    if state.saved_of.pop(activation, None) != saved:
+    known = state.saved_of.get(activation, NONE)
+    if known.pop(follows.saved, None) != saved:
+        if saved in known.values():
+            given = "the forward pass was by other slices of the layer than the weight and the gradient"
+            state.refuse("other forward", given, "give the slices of the forward pass")
         given = f"value {saved} is not what autograd saved from this activation's forward"
         state.refuse("no forward", given, "read what that saved, once")
-    if state.specs[saved][0] is not follows.saved:
-        given = "the forward pass was by other slices of the layer than the weight and the gradient"
-        state.refuse("other forward", given, "give the slices of the forward pass")
     return made, follows
 
 
 def backward_weight(state: RankState, op: Op) -> None:
     (activation, gradient, half), (grad_weight,) = op[2], op[3]
     spec, given = state.live[activation], state.live[gradient]
-    if state.half_of.pop(activation, None) != half:
+    if half not in state.specs or state.half_of.get(activation, NONE).pop(state.specs[half][0], None) != half:
         given = f"value {half} is not what the first half of this activation's backward left for it"
         state.refuse("no forward", given, "read what that left, once")
     state.make(grad_weight, state.layer(op).backward_weight(spec, [given], state.specs[half]))

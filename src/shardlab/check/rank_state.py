@@ -10,6 +10,7 @@ from shardlab.program import Group, Holds, Kind, Op, Program, Spec
 from shardlab.rules.kind import AUTOGRAD_KINDS
 from shardlab.rules.layer import LayerRules
 from shardlab.rules.pieces import counted
+from shardlab.rules.spec import Form
 
 
 class RankState:
@@ -22,8 +23,9 @@ class RankState:
         at: index of the op at hand.
         specs: the spec of every value made so far, by number.
         live: those that ops may use now.
-        saved_of: live activation to what autograd saved from its forward.
-        half_of: live activation to what the first half of its backward left for the second.
+        saved_of: live activation to what autograd saved from its forward passes, by form: of each slice of the layer's
+            parameters the latest.
+        half_of: live activation to what first halves of its backward left for the second ones, by form.
         reading: value to how many communications in flight read it, if any.
         flying: handle to the index of the op that issued it.
         arrived: handle to what it delivers (None: nothing).
@@ -46,8 +48,8 @@ class RankState:
         self.at = 0
         self.specs: dict[int, Spec] = {}
         self.live = Live(self)
-        self.saved_of: dict[int, int] = {}
-        self.half_of: dict[int, int] = {}
+        self.saved_of: dict[int, dict[Form, int]] = {}
+        self.half_of: dict[int, dict[Form, int]] = {}
         self.reading: dict[int, int] = {}
         self.flying: dict[int, int] = {}
         self.arrived: dict[int, Spec | None] = {}

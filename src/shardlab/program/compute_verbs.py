@@ -49,7 +49,7 @@ class ComputeVerbs(LoadingVerbs):
     ) -> Value | Values:
         """Compute a layer's outputs: of activation l, activation l + 1.
 
-        What autograd needs for the backward pass is kept with the first input.
+        What autograd needs for the backward pass is kept with the first input, by each slice of the weight of its own.
 
         Args:
             inputs: the layer's input; a tuple if it has several.
@@ -78,7 +78,9 @@ class ComputeVerbs(LoadingVerbs):
         first, start = read[0], len(self._values)
         outputs = self._make_all(made)
         if save:
-            first.saved, first.saved_form = len(self._values), saved[0]
+            if first.saved is None:
+                first.saved = {}
+            first.saved[saved[0]] = len(self._values)
             self._values.append(saved)
         given = (first.number, weight.number)
         if len(read) > 1:
@@ -220,7 +222,11 @@ class ComputeVerbs(LoadingVerbs):
         if given[0] is gradients and len(made) > 2:
             given = f"this layer read {len(made) - 1} values"
             self.refuse("wrong number", of_layer(op, layer), given, "give the gradients as a tuple")
-        saved = activation.saved
+        known = activation.saved or {}
+        saved = known.pop(follows.saved, -1)
+        if known and saved < 0:
+            given = f"the forward pass was by other slices of the layer than {weight.spec} and its gradient"
+            self.refuse("other forward", of_layer(op, layer), given, "give the slices of the forward pass")
         if saved < 0:
             if not rules.layer.recomputed:
                 given = f"no forward has come before it for {spec}, and a layer of several values is not recomputed"
@@ -228,10 +234,6 @@ class ComputeVerbs(LoadingVerbs):
             saved = len(self._values)
             self._values.append(Spec(follows.saved, spec.cells))
             self.ops.append(compute_op(RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
-        elif activation.saved_form is not follows.saved:
-            given = f"the forward pass was by other slices of the layer than {weight.spec} and its gradient"
-            self.refuse("other forward", of_layer(op, layer), given, "give the slices of the forward pass")
-        activation.saved = -1
         numbers = (activation.number, given[0].number, weight.number, saved)
         if len(given) > 1:
             numbers += tuple([value.number for value in given[1:]])

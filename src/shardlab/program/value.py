@@ -26,14 +26,13 @@ class Value:
         alive: whether ops may use it.
         was_stored: whether a key has named it.
         replaced: whether an update ended it.
-        saved: number of what autograd keeps from this activation's forward (-1: nothing).
-        saved_form: the form of that: it tells with which slices of the layer's parameters it was made.
+        saved: numbers of what autograd keeps from this activation's forward passes (None: of none yet), by form, which
+            tells with which slices of the layer's parameters each was made.
         saved_for_weight: number of what `backward_input` leaves for `backward_weight` (-1: nothing).
     """
 
     __slots__ = (
-        "alive", "keys", "number", "rank", "reading", "replaced", "saved", "saved_for_weight", "saved_form", "spec",
-        "was_stored",
+        "alive", "keys", "number", "rank", "reading", "replaced", "saved", "saved_for_weight", "spec", "was_stored",
     )  # fmt: skip
 
     rank: Rank
@@ -44,9 +43,8 @@ class Value:
     alive: bool
     was_stored: bool
     replaced: bool
-    saved: int
+    saved: dict[Form, int] | None
     saved_for_weight: int
-    saved_form: Form | None
 
     @property
     def elements(self) -> int:
@@ -76,8 +74,7 @@ def new_value(rank: Rank, number: int, spec: Spec) -> Value:
     value.rank, value.number, value.spec = rank, number, spec
     value.keys, value.reading, value.alive = 0, (), True
     value.was_stored = value.replaced = False
-    value.saved = value.saved_for_weight = -1
-    value.saved_form = None
+    value.saved, value.saved_for_weight = None, -1
     return value
 
 

@@ -13,6 +13,7 @@ from shardlab.check.rooms import NO_ARENA, Arena, arenas_of
 from shardlab.check.views import last_reads, roots_of
 from shardlab.program import Kind, Op, OpKind, Sizes, Spec
 from shardlab.rules.place import PLACES
+from shardlab.rules.spec import Form
 from shardlab.timeline.prices import Bytes
 from shardlab.timeline.traced import Traced
 
@@ -165,7 +166,7 @@ def account(
     buffers: dict[int, tuple[list[int], int]] = {}  # handle to those of its batch, and to the bytes of their buffer
     free_of_room = {newer for _, newer in in_place.fused.values()}
     room, category_of = ([0] * (max(specs, default=-1) + 1) for _ in range(2))  # of each value: its bytes, its category
-    owned: dict[int, dict[Kind, int]] = {}  # what autograd keeps for an activation
+    owned: dict[int, dict[Form, int]] = {}  # what autograd keeps for an activation
     views = Views(tape, specs, buckets.first)
     released = {} if all(keeps_input) else last_reads(tape, specs)
     released = {at: number for at, number in released.items() if not keeps_input[tape[at].layer]}
@@ -231,9 +232,8 @@ def account(
             gone = views.ended(gone)
         elif row.saved >= 0 or row.keeps:
             kept = owned.setdefault(inputs[0], {})
-            gone = (kept.pop(specs[inputs[row.saved]].kind),) if row.saved >= 0 else ()
-            made = row.keeps
-            if made and specs[op[3][-1]].kind is made:
+            gone = (kept.pop(specs[inputs[row.saved]][0]),) if row.saved >= 0 else ()
+            if row.keeps and (made := specs[op[3][-1]][0]).kind is row.keeps:
                 gone = (*gone, kept[made]) if made in kept else gone
                 kept[made] = op[3][-1]
         else:
