@@ -57,7 +57,7 @@ def test_a_time_has_a_unit_or_is_in_seconds(elsewhere: Path, capsys: Captured) -
 
 def test_without_words_it_is_as_ever(capsys: Captured) -> None:
     found = config_of(capsys, "")
-    assert found["plan"] == {"strategy": "fsdp", "ranks": 4}
+    assert found["plan"] == {"strategy": "fsdp", "ranks": 4, "passes": "all"}
     assert found["train"] == {
         "steps": 200, "microbatches": 4, "micro_batch_size": 4, "seed": 0, "init": None, "non_finite": "stop",
         "batch_ramp": None,
@@ -91,7 +91,7 @@ def test_wordplay_has_the_parameters_of_its_model(capsys: Captured) -> None:
 def test_a_model_or_a_strategy_that_is_named_takes_nothing_from_earlier_ones(capsys: Captured) -> None:
     found = config_of(capsys, "--preset shakespeare-cpu --model llama --strategy ddp")
     assert (found["model"]["hidden_size"], found["model"]["vocab_size"]) == (64, 256)
-    assert found["plan"] == {"strategy": "ddp", "ranks": 4}
+    assert found["plan"] == {"strategy": "ddp", "ranks": 4, "passes": "all"}
     assert config_of(capsys, "--preset shakespeare-cpu --tp 2")["plan"]["mesh"] == {"tp": 2}
 
 
@@ -202,13 +202,13 @@ def test_a_strategy_in_a_file_is_changed_by_fields_beside_it(elsewhere: Path, ca
 CONFIGS = [
     TrainingConfig(
         model=MoE(layers=2, hidden_size=32, heads=2, capacity_factor=None),
-        plan=StrategyConfig("expert-parallel", 2, "expert-parallel"),
+        plan=StrategyConfig("expert-parallel", 2, "expert-parallel", passes="prefetch=2"),
         train=LoopConfig(steps=7, seed=-3),
         optimizer=OptimizerConfig(learning_rate_schedule="constant", schedule_steps=7, warmup_steps=1, clip=0.5),
     ),
     TrainingConfig(
         model=GPT(layers=4, tied=True, bias=False),
-        plan=StrategyConfig(Plan(), 1, "plan"),
+        plan=StrategyConfig(Plan(passes="none"), 1, "plan"),
         optimizer=OptimizerConfig(warmup_steps=3, decay_steps=5, schedule_steps=100),
         logging=LoggingConfig(prompt='a "quoted"\n\ttext \x7f ü \U0001f600', trace=True),
     ),
@@ -300,6 +300,9 @@ def test_passes_stand_in_the_plan_whether_it_is_one_or_a_program(elsewhere: Path
         assert (found.get("strategy") == "fsdp") == (words in ("--strategy fsdp", ""))
         assert main(["train", *words.split(), "--passes", "all", "--print-config"]) == 0
         assert " ".join(capsys.readouterr().out.split()).count("passes all flags") == 1
+    for words in ("--strategy fsdp", "--strategy zero-3", "--pp 2", ""):  # where nobody says which
+        assert main(["train", *words.split(), "--print-config"]) == 0
+        assert " ".join(capsys.readouterr().out.split()).count("passes all rule") == 1
     for strategy in ("fsdp", "zero-3"):
         (elsewhere / "mine.toml").write_text(f'[plan]\nstrategy = "{strategy}"\nranks = 2\npasses = "all"\n')
         assert config_of(capsys, "--config mine.toml")["plan"]["passes"] == "all"

@@ -28,7 +28,7 @@ def print_config(console: Console, config: TrainingConfig, sources: Sequence[Con
             source = origin(sources, section, name)
             if value is None or (not all and source in (None, sources[0].name)):
                 continue
-            found = source or UNNAMED.get(section, "rule")
+            found = source or ("rule" if name == "passes" else UNNAMED.get(section, "rule"))
             table.add_row(shown, name, Text(as_words(value), "bold"), Text(found, "dim"))
             shown = ""
     if table.row_count:

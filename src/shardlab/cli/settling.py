@@ -15,7 +15,7 @@ from shardlab.cli.passes_report import useless_offload
 from shardlab.cli.strategy import checked
 from shardlab.errors import Refused, UserError
 from shardlab.passes import settled
-from shardlab.program.pass_names import named_passes
+from shardlab.program.pass_names import UNSAID, named_passes
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.train.config_sources import ConfigSource, merged, origin
 from shardlab.train.launch_environment import find_launch_environment
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardlab.check import Checked
     from shardlab.hardware import Cluster
     from shardlab.passes import Passed
+    from shardlab.train.config import TrainingConfig
     from shardlab.train.job import Job
     from shardlab.train.run import TrainingRun
 
@@ -61,6 +62,13 @@ def settled_here(
     return entry.rewritten(job.ranks, together.exchange(found)[0])
 
 
+def unsettled_run(entry: StrategyEntry, config: TrainingConfig) -> TrainingConfig:
+    """The configuration with the passes from which a run chooses, also where nobody says which."""
+    plan = config.plan
+    entry = entry.rewritten(plan.ranks, entry.passes_on(plan.ranks, UNSAID))
+    return replace(config, plan=replace(plan, strategy=entry.for_job(plan.ranks), passes=entry.passes))
+
+
 def settled_run(
     entry: StrategyEntry, run: TrainingRun, sources: list[ConfigSource]
 ) -> tuple[StrategyEntry, TrainingRun]:
@@ -84,7 +92,7 @@ def _choice(entry: StrategyEntry, job: Job, others: Sequence[int], lenient: bool
 
     Which layers `fuse-steps` carries may depend on the number, and all must find the weights that one has left.
     """
-    names = entry.passes_on(job.ranks, "all")
+    names = entry.passes_on(job.ranks, UNSAID)
     asked = named_passes(names)
     if not asked or (all(each.setting for each in asked) and not lenient):
         return names

@@ -22,7 +22,7 @@ from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Flag, MaxOps, MaxSeconds, Name, OptionalCount, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.setting_options import NO_SETTINGS, Settings
-from shardlab.cli.settling import settled_run
+from shardlab.cli.settling import settled_run, unsettled_run
 from shardlab.cli.train_looks import want_looks
 from shardlab.cli.train_summary import print_summary
 from shardlab.data import sources_of
@@ -139,7 +139,7 @@ class Train:
                 return 0
         if self.print_config:
             if first:
-                self._print_config(config, sources)
+                self._print_config(unsettled_run(chosen, config), sources)
             return 0
         sources_of(config.data.data)  # what is wrong with them is said before torch is imported
         with Heartbeat("start", until=lambda: not first) as heartbeat:

@@ -54,6 +54,9 @@ PASS_NAMES = {
 }
 """Every pass, in the order in which they are run, and what its setting means ("": it takes none)."""
 
+UNSAID = "all"
+"""What rewrites the program of a run where nobody says which passes do."""
+
 ONLY_NAMED = (OFFLOAD, "arena")
 """Passes that are run only where they are named: no price says what they gain."""
 
