@@ -106,3 +106,10 @@ def test_a_strategy_that_cuts_or_offloads_weights_by_the_number_of_microbatches_
     whole, different = (Job(strategy, 2, 4, MODEL, 2).checked() for strategy in ("ddp", other))
     with pytest.raises(UserError, match="with 4 microbatches the strategy keeps other slices of weights than with 2"):
         want_same_slices({2: whole, 4: different}, MODEL)
+
+
+def test_a_strategy_that_carries_other_weights_by_the_number_of_microbatches_is_refused() -> None:
+    """As `fuse-steps` makes of a program whose first gathers differ."""
+    one, two = (Job("fsdp", 2, 4, MODEL, 2, passes=f"fuse-steps={count}").checked() for count in (1, 2))
+    with pytest.raises(UserError, match=r"with 4 microbatches other weights are carried .* than with 2, .*fuse-steps"):
+        want_same_slices({2: one, 4: two}, MODEL)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from shardlab.check import Checked
+from shardlab.check.kept import Kept
 from shardlab.execute import Executor
 from shardlab.execute.compute_clock import ComputeClock
 from shardlab.execute.shapes import Shapes
@@ -82,24 +83,34 @@ def want_same_slices(proofs: Mapping[int, Checked], model: Model) -> None:
     """
     first, *others = proofs
     for count in others:
-        if _kept(proofs[count], model) != _kept(proofs[first], model):
+        if _kept(proofs[count], model) == _kept(proofs[first], model):
+            continue
+        if _kept(proofs[count], model, carried=False) == _kept(proofs[first], model, carried=False):
             raise UserError(
-                f"with {count} microbatches the strategy keeps other slices of weights than with {first}, or keeps "
-                "them elsewhere, so they cannot follow one another in --batch-ramp; let it cut and offload weights "
-                "alike, whatever their number"
+                f"with {count} microbatches other weights are carried from step to step, gathered already, than with "
+                f"{first}, so they cannot follow one another in --batch-ramp; leave out the pass fuse-steps, or gather "
+                "the same layers first, whatever their number"
             )
+        raise UserError(
+            f"with {count} microbatches the strategy keeps other slices of weights than with {first}, or keeps them "
+            "elsewhere, so they cannot follow one another in --batch-ramp; let it cut and offload weights alike, "
+            "whatever their number"
+        )
 
 
-def _kept(checked: Checked, model: Model) -> tuple[list[int], list[set[tuple[OpKind, int, Holds, str]]]]:
-    """How long the layers' buffers are, and what each rank keeps of them, and where."""
-    each = zip(checked.program.tapes, checked.specs, strict=True)
-    kept = [
-        {
-            (op.kind, form.layer, form.holds, form.place)
-            for op in tape
-            if op.kind in KEPT
-            for form in [specs[op.outputs[KEPT[op.kind]]].form]
-        }
-        for tape, specs in each
-    ]
+def _kept(
+    checked: Checked, model: Model, *, carried: bool = True
+) -> tuple[list[int], list[set[tuple[OpKind, int, Holds, str]]]]:
+    """How long the layers' buffers are, and what each rank keeps of them, and where.
+
+    Args:
+        carried: with the weights that a step leaves gathered.
+    """
+    kept: list[set[tuple[OpKind, int, Holds, str]]] = []
+    for tape, specs in zip(checked.program.tapes, checked.specs, strict=True):
+        gathers = () if carried else {op.outputs[0] for op in tape if op.kind is OpKind.ALL_GATHER}
+        gathered = {key for number, key in Kept(tape, specs).final.items() if number in gathers}
+        forms = [(op.kind, specs[op.outputs[KEPT[op.kind]]].form) for op in tape if op.kind in KEPT]
+        alone = [(kind, form) for kind, form in forms if (form.layer, form.holds) not in gathered]
+        kept.append({(kind, form.layer, form.holds, form.place) for kind, form in alone})
     return Shapes(checked, model, 1).flat, kept
