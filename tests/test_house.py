@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "train": CORE
     | {"data", "strategies", "check", "timeline", "passes", "recorded", "draw", "models", "optimizers", "execute"}
     | {"exchange", "checkpoint", "faults"},
-    "measure": CORE | {"strategies", "check", "draw", "models", "hardware", "optimizers", "execute", "train"},
+    "measure": CORE | {"data", "strategies", "check", "draw", "models", "hardware", "optimizers", "execute", "train"},
     "doctor": CORE | {"strategies", "models", "execute", "measure", "train"},
     "puzzles": CORE | {"check", "timeline", "draw"},
     "published": CORE | {"strategies", "timeline", "predict", "models", "hardware"},

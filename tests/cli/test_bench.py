@@ -94,7 +94,7 @@ def test_layers_are_told_in_tables_and_nothing_is_kept_unasked(tmp_path: Path, c
 
 POINTS: list[Point] = [
     CollectivePoint("all_reduce", 2, 1024, 1e-3, 20, 3),
-    OverlapPoint("all_reduce", 2, 1024, 1e-3, 1e-3, 1.5e-3),
+    OverlapPoint("all_reduce", 2, 1024, 1e-3, 1e-3, 1e-3, 1.5e-3),
     PeakPoint("float32", 1, 1024, 5e10),
 ]
 
@@ -153,7 +153,7 @@ def collectives(ranks: int = 2) -> list[Point]:
     for kind in KINDS:
         for size in [0] if kind == "barrier" else [1024 * 4**power for power in range(6)]:
             points.append(CollectivePoint(kind, ranks, size, 1e-2 + 1e-9 * size, 20, 0))
-            points.append(OverlapPoint(kind, ranks, size, 1e-3, 1e-2 + 1e-9 * size, 1.05e-2))
+            points.append(OverlapPoint(kind, ranks, size, 1e-3, 1e-3, 1e-2 + 1e-9 * size, 1.05e-2))
     return points
 
 

@@ -11,6 +11,7 @@ import pytest
 from shardlab.hardware import AlphaBeta, Cluster, Machine, Profile, Rate, find_cluster
 from shardlab.models.kernels import FusedAttention, Matmul, Pointwise
 from shardlab.program import UserError
+from shardlab.program.lag import NO_LAG, Lag
 
 MACHINE = Machine("a CPU", places=2, torch="2.9", backend="gloo")
 PROFILE = Profile(
@@ -27,6 +28,7 @@ PROFILE = Profile(
     layers=[{"name": "block", "seconds": 0.1}],
     alone={("op:backward", "float32"): Rate(9e-5, 0, 0)},
     contention=0.75,
+    lag=Lag(0.5, 2e-3),
 )
 
 
@@ -43,6 +45,7 @@ def test_one_rank_alone_has_the_memory_to_itself() -> None:
 
 def test_communication_slows_compute_as_was_measured() -> None:
     assert (Cluster.of_profile(PROFILE).contention, find_cluster("h100x8").contention) == (0.75, 0)
+    assert (Cluster.of_profile(PROFILE).lag, find_cluster("h100x8").lag) == (Lag(0.5, 2e-3), NO_LAG)
 
 
 def test_it_lies_in_the_cache_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +65,7 @@ def test_a_profile_from_another_machine_is_refused_unless_forced(tmp_path: Path)
     assert Profile.read(path, here=here, other_machine=True) == PROFILE
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2}', '{"version": 2, "machine": {"x": 1}}', '"text"'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 3}', '{"version": 3, "machine": {"x": 1}}', '"text"'])
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
@@ -92,7 +95,7 @@ def test_a_profile_with_figures_that_cannot_be_is_refused(tmp_path: Path, figure
 def test_a_profile_of_another_version_is_refused(tmp_path: Path) -> None:
     path = PROFILE.write(tmp_path / "profile.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 1}))
-    with pytest.raises(UserError, match="version 1, not 2; run shardlab bench again"):
+    with pytest.raises(UserError, match="version 1, not 3; run shardlab bench again"):
         Profile.read(path)
 
 

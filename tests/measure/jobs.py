@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from shardlab.measure.cases import CASES, exchange, make_case
+from shardlab.measure.cases import CASES, make_case
 from shardlab.measure.collectives import CollectiveBench, measure_collectives
 from shardlab.measure.layers import ComputeBench, measure_compute
 from shardlab.measure.world import MeasuringRanks
@@ -36,11 +36,6 @@ def wrong_elements(rank: int, size: int) -> dict[str, tuple[int, int]]:
             case.expected[-1] += 1
         found[kind] = right, case.wrong()
     return found
-
-
-def wrongly_exchanged(rank: int, size: int) -> int:
-    """Elements that are wrong after an exchange of messages."""
-    return exchange(size, MeasuringRanks(rank, torch.device("cpu")).team(2)).wrong()
 
 
 def teams(rank: int) -> list[tuple[int, ...]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardlab.measure.collectives import CollectiveBench, group_sizes
+from shardlab.measure.collectives import USUAL, CollectiveBench, group_sizes
 from shardlab.measure.points import KINDS, CollectivePoint, OverlapPoint, read_points
 from tests.measure import jobs
 from tests.support.ranks import Ranks
@@ -43,19 +43,15 @@ def test_every_kind_is_measured_at_every_size(ranks: MeasuringRanks, tmp_path: P
     assert [(point.kind, point.bytes) for point in measured] == sizes
     assert all(point.seconds > 0 and point.iterations >= 5 and not point.wrong for point in measured)
     beside = [point for point in points if isinstance(point, OverlapPoint)]
-    assert [(point.kind, point.bytes) for point in beside] == sizes
-    assert all(min(point.compute, point.communication, point.together) > 0 for point in beside)
-    alone = [point.seconds for point in measured]
-    assert all(point.communication >= seconds for point, seconds in zip(beside, alone, strict=True))
+    alone = {(point.kind, point.bytes): point.seconds for point in measured if point.kind != "send_recv"}
+    assert [(point.kind, point.bytes) for point in beside] == [size for size in alone for _ in USUAL]
+    assert all(min(point.compute, point.together) > 0 for point in beside)
+    assert all(point.communication >= point.alone == alone[point.kind, point.bytes] for point in beside)
 
 
 def test_a_point_takes_the_seconds_that_were_asked_for_in_all() -> None:
-    assert CollectiveBench(KINDS, (64,), (2,), seconds=0.2).each == pytest.approx(0.05)
+    assert CollectiveBench(KINDS, (64,), (2,), seconds=0.7).each == pytest.approx(0.1)
     assert CollectiveBench(KINDS, (64,), (2,), seconds=0.2, overlap=False).each == pytest.approx(0.2)
-
-
-def test_what_is_exchanged_arrives(ranks: MeasuringRanks) -> None:
-    assert ranks(2).call(jobs.wrongly_exchanged, 96) == [0, 0]
 
 
 def test_messages_are_measured_between_two_and_the_rest_in_every_group(ranks: MeasuringRanks, tmp_path: Path) -> None:

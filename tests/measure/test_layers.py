@@ -39,14 +39,14 @@ def test_every_pass_of_every_layer_is_measured_alone_and_together(ranks: Measuri
             ("model", "update"),
         }
         expected |= {(layer, "norm") for layer in HALVES | WHOLE}
-        assert found == expected | {(layer, op) for layer in WHOLE for op in ("forward", "backward")}
+        assert found == expected | {(layer, op) for layer in WHOLE for op in PASSES}
         assert all(point.seconds >= point.fastest > 0 for point in mine)
         assert errors_of(mine, fit_kernels(mine)).points == len(mine)
 
 
 def test_a_layers_arithmetic_is_counted_in_both_directions() -> None:
     """Twice as many products backward as forward (arXiv 2104.04473, appendix), and one half each if it is split."""
-    whole, halves, split, _ = subjects(Shape(64, 2, 32), "float32", 256)
+    whole, halves, _, split, _ = subjects(Shape(64, 2, 32), "float32", 256)
     assert isinstance(whole.model, GPT)
     flops: dict[tuple[int, str, str], float] = {}
     for number, subject in enumerate((whole, halves, split)):

@@ -13,7 +13,7 @@ LAYER = LayerPoint(
 )
 POINTS: list[Point] = [
     CollectivePoint("all_reduce", 4, 1 << 20, 1e-3, 20, 0),
-    OverlapPoint("all_reduce", 4, 1 << 20, compute=1e-3, communication=2e-3, together=2.25e-3),
+    OverlapPoint("all_reduce", 4, 1 << 20, alone=2e-3, compute=1e-3, communication=2e-3, together=2.25e-3),
     LAYER,
     PeakPoint("float32", 2, 1024, 5e10),
 ]
@@ -50,10 +50,10 @@ def test_a_message_has_the_bandwidth_of_its_link() -> None:
 
 
 def test_what_is_hidden_is_a_share_of_the_shorter() -> None:
-    assert OverlapPoint("all_reduce", 2, 8, 1.0, 2.0, together=2.0).overlap == 1
-    assert OverlapPoint("all_reduce", 2, 8, 1.0, 2.0, together=3.0).overlap == 0
-    assert OverlapPoint("all_reduce", 2, 8, 1.0, 2.0, together=2.25).overlap == 0.75
-    assert OverlapPoint("all_reduce", 2, 8, 1.0, 2.0, together=4.0).overlap == -1
+    assert OverlapPoint("all_reduce", 2, 8, 2.0, 1.0, 2.0, together=2.0).overlap == 1
+    assert OverlapPoint("all_reduce", 2, 8, 2.0, 1.0, 2.0, together=3.0).overlap == 0
+    assert OverlapPoint("all_reduce", 2, 8, 2.0, 1.0, 2.0, together=2.25).overlap == 0.75
+    assert OverlapPoint("all_reduce", 2, 8, 2.0, 1.0, 2.0, together=4.0).overlap == -1
 
 
 def test_a_layers_flops_are_its_kernels() -> None:

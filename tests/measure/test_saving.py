@@ -27,14 +27,6 @@ def test_a_saved_fit_is_read_back_and_prices_collectives(tmp_path: Path) -> None
     assert cluster.message_seconds(1e6, 0, 1) == pytest.approx(2.05e-3)
 
 
-def test_a_collective_has_the_time_that_it_adds_to_a_step_where_that_was_measured() -> None:
-    alone = line("all_reduce", 1e-4, 1e-9)
-    in_step = [OverlapPoint("all_reduce", 2, size, 1.0, 3e-4 + 2e-9 * size, 1.0) for size in SIZES]
-    found = updated_profile([*alone, *in_step, *line("all_gather", 2e-4, 1e-9)]).collectives
-    assert found["all_reduce", 2].seconds(1e6) == pytest.approx(2.3e-3)
-    assert found["all_gather", 2].seconds(1e6) == pytest.approx(1.2e-3)
-
-
 def test_one_bench_leaves_what_the_other_measured(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     save(line("all_reduce", 1e-4, 1e-9), path)
@@ -52,10 +44,22 @@ def test_kernels_are_those_of_a_busy_machine_and_apart_those_of_one_process() ->
     assert sum(rate.launch for rate in profile.alone.values()) < sum(rate.launch for rate in profile.kernels.values())
 
 
+def in_rounds(alone: float, compute: float, contention: float, lag: float) -> OverlapPoint:
+    """What is measured where this much is lost."""
+    together = max(alone, compute) + contention * min(alone, compute)
+    return OverlapPoint("all_reduce", 2, 1024, alone, compute, alone + lag, together)
+
+
 def test_the_usual_loss_beside_compute_is_kept() -> None:
-    """Of what could be hidden, 0 %, 25 % and all was."""
-    points = [OverlapPoint("all_reduce", 2, 1024, 2.0, 1.0, together) for together in (3.0, 2.75, 2.0)]
-    assert updated_profile(points).contention == 0.75
+    """Of what could be hidden, 0 %, 25 % and all was; what is short tells nothing."""
+    points = [in_rounds(1.0, 2.0, share, 0.5) for share in (1.0, 0.75, 0.0)]
+    assert updated_profile([*points, *[in_rounds(0.01, 2.0, 50.0, 0.5)] * 6]).contention == pytest.approx(0.75)
+
+
+def test_the_lag_grows_with_what_is_computed_and_no_further_than_it_was_seen_to() -> None:
+    points = [in_rounds(1e-4, seconds, 0.0, min(0.5 * seconds, 2e-3)) for seconds in (5e-4, 6e-4, 9e-3, 8e-3)]
+    lag = updated_profile(points).lag
+    assert [lag.seconds(computed) for computed in (0.0, 1e-3, 1.0)] == pytest.approx([0.0, 5e-4, 2e-3])
 
 
 def test_a_profile_without_messages_says_so(tmp_path: Path) -> None:

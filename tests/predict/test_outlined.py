@@ -20,6 +20,7 @@ from shardlab.predict.outline import Outline
 from shardlab.predict.recipe import recipes
 from shardlab.predict.workload import Workload
 from shardlab.program import Mesh, OpKind, Rank, UserError
+from shardlab.program.lag import NO_LAG, Lag
 from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.plan_rank import PlanRank
@@ -46,7 +47,7 @@ SHARDS = [
 ]
 
 
-def measured(contention: float) -> Cluster:
+def measured(contention: float, lag: Lag = NO_LAG) -> Cluster:
     """A machine on which every op takes some time beside its kernels, each another."""
     machine = Machine("a CPU", 64, "2.0", "gloo")
     verbs = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -55,13 +56,14 @@ def measured(contention: float) -> Cluster:
     kernels = {(family, "float32"): Rate(1e-5, 1e12, 1e10) for family in families}
     beside = {(f"op:{kind.value}", "float32"): Rate(n * 1e-6, 0.0, 0.0) for n, kind in enumerate(OpKind)}
     message, rates = AlphaBeta(2e-5, 1e-10), kernels | beside
-    return Cluster.of_profile(Profile(machine, collectives, message, rates, 1e12, contention=contention))
+    return Cluster.of_profile(Profile(machine, collectives, message, rates, 1e12, contention=contention, lag=lag))
 
 
 CLUSTERS = {
     "data sheets": (find_cluster("h100x64"), "bf16"),
     "measured": (measured(0.0), "fp32"),
     "contending": (measured(0.5), "fp32"),
+    "lagging": (measured(0.5, Lag(0.5, 2e-4)), "fp32"),
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec
+from shardlab.program.lag import NO_LAG, Lag
 from shardlab.timeline.prices import Messages
 
 
@@ -20,6 +21,7 @@ class FakePrices:
     messages: Messages = "rendezvous"
     blocking_p2p: float = 0.0
     contention: float = 0.0
+    lag: Lag = NO_LAG
     adds_in_backward: bool = False
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
@@ -58,6 +60,7 @@ class FakeCluster:
 
     device: FakeDevice = FakeDevice()
     contention: float = 0.0
+    lag: Lag = NO_LAG
 
     def collective_seconds(self, kind: str, bytes: float, ranks: Sequence[int]) -> float:
         return bytes * len(ranks)

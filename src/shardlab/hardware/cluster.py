@@ -14,6 +14,7 @@ from shardlab.hardware.links import Link, find_link
 from shardlab.hardware.measured import device_of_profile, measured_seconds
 from shardlab.hardware.profile import Profile
 from shardlab.models.kernels import Pointwise
+from shardlab.program.lag import NO_LAG, Lag
 from shardlab.rules.pieces import counted
 from shardlab.rules.place import HOST
 
@@ -63,6 +64,11 @@ class Cluster:
     def contention(self) -> float:
         """Seconds that a second of communication takes from the compute of its rank; of data sheets none."""
         return self.profile.contention if self.profile is not None else 0.0
+
+    @property
+    def lag(self) -> Lag:
+        """What a rank loses where it waits for a collective, beside the collective; of data sheets nothing."""
+        return self.profile.lag if self.profile is not None else NO_LAG
 
     @property
     def size(self) -> int:

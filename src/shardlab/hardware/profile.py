@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 
 from shardlab.program import UserError
 from shardlab.program.files import write_whole
+from shardlab.program.lag import NO_LAG, Lag
 from shardlab.program.nesting import parsed
 
-VERSION = 2
+VERSION = 3
 
-Measured = TypeVar("Measured", "AlphaBeta", "Rate")
+Measured = TypeVar("Measured", "AlphaBeta", "Rate", "Lag")
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,19 @@ class Profile:
 
     Attributes:
         machine: on what.
-        collectives: by the collective's name and the number of ranks, what one adds to a step that computes; bytes are
-            those of the whole value.
+        collectives: by the collective's name and the number of ranks, from when all have come; bytes are those of the
+            whole value.
         messages: from one rank to another; None if they were not measured.
         kernels: by family and dtype, while all places are busy. Families are "matmul", "attention", "update",
             "pointwise", "pointwise:NAME" for one pointwise kernel of its own speed, all but the update's also with
-            "_backward" at the end; and "op:NAME", whose launch is what each op of that name takes beside its kernels.
+            "_backward" at the end; "op:NAME", whose launch is what each op of that name takes beside its kernels; and
+            "op:NAME:entry", of half a backward pass, for each entry of parameters (see `shardlab.models.kernels`).
         memory: bytes that all ranks have together, or each device.
         layers: the raw points that the kernels were fitted to, as measured.
         alone: `kernels` while one place is busy and has the memory to itself.
         contention: seconds that compute loses for each second in which a collective is in flight: 0 if they do not
             meet, 1 if they take turns.
+        lag: what a rank loses beside that where it waits for a collective.
     """
 
     machine: Machine
@@ -91,6 +94,7 @@ class Profile:
     layers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     alone: Mapping[tuple[str, str], Rate] = field(default_factory=dict[tuple[str, str], Rate])
     contention: float = 0.0
+    lag: Lag = NO_LAG
 
     def write(self, path: Path | None = None) -> Path:
         """Write it as JSON, by default where `read` looks; returns where."""
@@ -100,6 +104,7 @@ class Profile:
             "machine": asdict(self.machine),
             "memory": self.memory,
             "contention": self.contention,
+            "lag": asdict(self.lag),
             "messages": asdict(self.messages) if self.messages else None,
             "collectives": [
                 {"kind": kind, "ranks": ranks, **asdict(line)}
@@ -164,7 +169,8 @@ def profile_of(data: dict[str, Any]) -> Profile:
         memory=memory,
         layers=data["layers"],
         alone=_rates(data["alone"]),
-        contention=number(data.get("contention", 0.0)),
+        contention=number(data["contention"]),
+        lag=_figures(Lag, data["lag"]),
     )
 
 

@@ -84,25 +84,6 @@ def make_case(kind: str, size: int, team: Team) -> CollectiveCase:
     return CASES[kind](elements, team)
 
 
-def exchange(size: int, team: Team) -> CollectiveCase:
-    """A message of about `size` bytes each way at once, as neighbouring stages of a pipeline exchange them."""
-    assert team.size == 2, "a message has two ends"
-    elements, other = max(1, size // 4), team.ranks[1 - team.index]
-    mine, theirs = team.values(team.index, elements), torch.empty(elements, device=team.device)
-
-    def start() -> Wait:
-        verbs = dist.P2POp(dist.isend, mine, other, team.group), dist.P2POp(dist.irecv, theirs, other, team.group)
-        works = dist.batch_isend_irecv(list(verbs))
-
-        def wait() -> None:
-            for work in works:
-                work.wait()
-
-        return wait
-
-    return CollectiveCase(4 * elements, start, theirs, team.values(1 - team.index, elements))
-
-
 def _pattern(elements: int, device: torch.device) -> Tensor:
     return torch.arange(elements, device=device).remainder_(7).add_(1).to(torch.float32)
 

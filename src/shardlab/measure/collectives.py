@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 import torch
 
-from shardlab.measure.cases import CollectiveCase, Team, exchange, make_case
+from shardlab.measure.cases import CollectiveCase, Team, make_case
 from shardlab.measure.clock import Clock, batches, iterations_for
 from shardlab.measure.points import CollectivePoint, OverlapPoint, append
 from shardlab.measure.progress import Progress
@@ -34,7 +34,7 @@ class CollectiveBench:
         sizes: bytes of the whole value, ascending.
         groups: ranks of the groups that meet; each number divides that of all ranks.
         seconds: time for each point in all, about.
-        overlap: whether each is timed between and beside computations, too, for three quarters of that time.
+        overlap: whether each but messages is timed between and beside computations, too, for most of that time.
     """
 
     kinds: tuple[str, ...]
@@ -45,8 +45,9 @@ class CollectiveBench:
 
     @property
     def each(self) -> float:
-        """Seconds of each way in which a point is timed: called alone, and in three kinds of round (see `overlap`)."""
-        return self.seconds / 4 if self.overlap else self.seconds
+        """Seconds of each way in which a point is timed: called alone, and in three kinds of round, short and long (see
+        `overlap`)."""
+        return self.seconds / (1 + 3 * len(USUAL)) if self.overlap else self.seconds
 
     def plan(self) -> Iterator[tuple[int, str, int]]:
         """(group, kind, size) of every point: all sizes of a kind together."""
@@ -84,9 +85,8 @@ def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench,
         point = time_case(world, team, kind, case, bench)
         if rank == 0:
             append(file, point)
-        if bench.overlap:
-            case = exchange(size, team) if kind == "send_recv" else case
-            in_step = overlap(world, team, kind, case, point.seconds, bench.each)
+        for usual in USUAL if bench.overlap and kind != "send_recv" else ():
+            in_step = overlap(world, team, kind, case, point.seconds, usual, bench.each)
             if rank == 0:
                 append(file, in_step)
         progress.step()
@@ -116,15 +116,19 @@ def time_case(
     return CollectivePoint(kind, team.size, case.bytes, median(times) / calls, iterations, int(wrong))
 
 
-WIDTH = {"cpu": 384, "cuda": 4096}
-"""Rows and columns of the product that is computed: about a millisecond."""
+WIDTH = {"cpu": 128, "cuda": 1024}
+"""Rows and columns of the product that is computed: it takes a small part of a round."""
 
 LENGTHS = (1, 5, 2, 8, 3)
-"""How many products (or times as many) come between two collectives: as those of layers, they are not all alike."""
+"""How the computations of rounds go on: as those of layers, they are not all as long."""
+
+USUAL = (0.5e-3, 5e-3)
+"""Seconds of the computations between two collectives, of short rounds and of long ones: between the halves of a small
+block under tensor parallelism, and between the blocks of a model."""
 
 
 def overlap(
-    world: MeasuringRanks, team: Team, kind: str, case: CollectiveCase, alone: float, seconds: float
+    world: MeasuringRanks, team: Team, kind: str, case: CollectiveCase, alone: float, usual: float, seconds: float
 ) -> OverlapPoint:
     """Measure rounds of products of matrices alone, of products and then a collective that is waited for at once, and
     of products between its start and the wait, as an executor does both.
@@ -133,11 +137,12 @@ def overlap(
     between two of them, and a rank that has what it waited for computes at once, on a core that the other one's
     communication may still need: the system's scheduler decides who waits, often for milliseconds.
 
-    On a GPU the collective has a stream of its own. Products take about as long as the collective, or longer: there has
-    to be something to hide it behind.
+    On a GPU the collective has a stream of its own. Products take as long as the collective, or longer: there has to be
+    something to hide it behind.
 
     Args:
         alone: seconds of the collective, called again and again; between computations it takes no less.
+        usual: seconds of the products of a round, if they are no less than that.
         seconds: how long each of the three is measured for, about.
     """
     clock = Clock(world.device)
@@ -167,10 +172,10 @@ def overlap(
         return world.mean(clock.gaps()[0]) / (len(counts) * cycles)
 
     compute(2)
-    product = world.most(clock.seconds(lambda: compute(1), 5))
-    usual = fmean(LENGTHS) * product
-    counts = [length * max(1, round(alone / usual)) for length in LENGTHS]
-    cycles = iterations_for(sum(counts) * product + len(counts) * alone, seconds, at_least=1)
+    product = world.most(clock.seconds(lambda: compute(10), 5)) / 10
+    usual = max(usual, alone)
+    counts = [max(1, round(length / fmean(LENGTHS) * usual / product)) for length in LENGTHS]
+    cycles = iterations_for(len(counts) * (usual + alone), seconds, at_least=1)
     found = [[of_round(what, each) for what in (compute, between, beside)] for each in batches(cycles, BATCHES)]
     computing, waiting, together = (median(times) for times in zip(*found, strict=True))
-    return OverlapPoint(kind, team.size, case.bytes, computing, max(alone, waiting - computing), together)
+    return OverlapPoint(kind, team.size, case.bytes, alone, computing, max(alone, waiting - computing), together)

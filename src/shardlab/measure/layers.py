@@ -14,15 +14,16 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
+from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
 from shardlab.measure.clock import Clock, iterations_for
 from shardlab.measure.points import LayerPoint, PeakPoint, append
 from shardlab.measure.progress import Progress
 from shardlab.measure.shapes import MEASURED, MICROBATCHES, Shape, Subject, subjects
 from shardlab.measure.world import MeasuringRanks
-from shardlab.models.tensors import generator_of
 from shardlab.program import Op, OpKind
 from shardlab.program.precision import precision_in
+from shardlab.train.data import Batches
 
 PEAK_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 """Rows and columns of the matrices whose fastest product is called the peak."""
@@ -100,20 +101,22 @@ class Crowd:
 
 
 @dataclass(frozen=True)
-class RandomBatches:
-    """Microbatches of any tokens."""
+class KnownTokens:
+    """Microbatches of the default text, drawn as those of a run, for a model that may not know all of its tokens."""
 
-    micro_batch_size: int
-    tokens: int
+    batches: Batches
     vocab_size: int
 
+    @property
+    def micro_batch_size(self) -> int:
+        return self.batches.micro_batch_size
+
     def microbatch(self, step: int, microbatch: int, /) -> tuple[Tensor, Tensor]:
-        shape = (2, self.micro_batch_size, self.tokens)
-        x, targets = torch.randint(self.vocab_size, shape, generator=generator_of("bench", step, microbatch))
-        return x, targets
+        x, targets = self.batches.microbatch(step, microbatch)
+        return x.remainder_(self.vocab_size), targets.remainder_(self.vocab_size)
 
     def counted(self, step: int, microbatches: int, /) -> int:
-        return microbatches * self.micro_batch_size * self.tokens
+        return self.batches.counted(step, microbatches)
 
 
 def _peak(crowd: Crowd, dtype: str) -> PeakPoint:
@@ -155,7 +158,8 @@ def _addition(crowd: Crowd, shape: Shape, dtype: str) -> LayerPoint:
 def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoint]:
     """Run steps, with a mark between any two ops."""
     model, device, clock = subject.model, crowd.world.device, Clock(crowd.world.device)
-    batches = RandomBatches(subject.rows, model.seq_len, model.vocab_size)
+    drawn = Batches(Corpus.open((), model.seq_len), model.seq_len, subject.rows, MICROBATCHES, seed=0)
+    batches = KnownTokens(drawn, model.vocab_size)
     settings = Settings(precision=precision_in(subject.dtype), device=device)
     executor = Executor(subject.checked(), 0, model, batches, settings)
     executor.instructions = [clock.mark, *(_marked(run, clock) for run in executor.alone)]

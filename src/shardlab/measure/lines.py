@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from shardlab.hardware import AlphaBeta
-from shardlab.measure.points import CollectivePoint, OverlapPoint, Point
+from shardlab.measure.points import CollectivePoint, Point
 from shardlab.measure.regression import FitErrors, alpha_beta
 
 TOLERATED = 1 / 3
@@ -31,14 +31,11 @@ class FittedLine:
 
 
 def collective_seconds(points: Sequence[Point]) -> dict[tuple[str, int], dict[int, float]]:
-    """Seconds that a collective adds to a step, by (kind, ranks) and then by bytes: between computations if that was
-    measured, or else alone."""
+    """Seconds of a collective, by (kind, ranks) and then by bytes."""
     found: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     for point in points:
         if isinstance(point, CollectivePoint):
-            found[point.kind, point.ranks].setdefault(point.bytes, point.seconds)
-        elif isinstance(point, OverlapPoint):
-            found[point.kind, point.ranks][point.bytes] = point.communication
+            found[point.kind, point.ranks][point.bytes] = point.seconds
     return found
 
 

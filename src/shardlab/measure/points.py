@@ -56,15 +56,17 @@ class OverlapPoint:
     """A collective in steps that compute: products of matrices, which take about as long as it does, or longer.
 
     Attributes:
-        kind, ranks, bytes: as of `CollectivePoint`; "send_recv" is a message each way at once.
+        kind, ranks, bytes: as of `CollectivePoint`.
+        alone: seconds of the collective, called again and again.
         compute: seconds of the products of a step.
-        communication: what the collective adds where it is waited for between products.
+        communication: what the collective adds where it is waited for between products; no less than `alone`.
         together: seconds of a step that starts it, computes the products, and then waits for it.
     """
 
     kind: str
     ranks: int
     bytes: int
+    alone: float
     compute: float
     communication: float
     together: float
@@ -77,9 +79,16 @@ class OverlapPoint:
         return (self.compute + self.communication - self.together) / min(self.compute, self.communication)
 
     @property
+    def lag(self) -> float:
+        """Seconds that ranks which computed before lose where they meet, beside the collective itself."""
+        return self.communication - self.alone
+
+    @property
     def contention(self) -> float:
-        """Seconds lost for each one in which both went on: 0 if neither slows the other down, 1 if they take turns."""
-        return max(0.0, 1.0 - self.overlap)
+        """Seconds lost for each one in which both went on: 0 if neither slows the other down, 1 if they take turns, and
+        more if the cores have more to do then than for each by itself."""
+        lost = self.together - max(self.compute, self.alone)
+        return max(0.0, lost / min(self.compute, self.alone))
 
 
 KernelWork = tuple[str, float, float]

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 
 from shardlab.execute.gpus import gpu_count
 from shardlab.hardware import Machine, Profile
@@ -19,6 +18,7 @@ from shardlab.hardware.cores import cores
 from shardlab.hardware.profile import differences
 from shardlab.measure.kernel_fit import fit_kernels
 from shardlab.measure.lines import fit_lines
+from shardlab.measure.overlap import fit_contention, fit_lag
 from shardlab.measure.points import LayerPoint, OverlapPoint, Point
 from shardlab.program import UserError
 
@@ -41,9 +41,9 @@ def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Prof
     lines = {key: fitted.line for key, fitted in fit_lines(points).items()}
     messages = lines.pop(("send_recv", 2), profile.messages)
     profile = replace(profile, collectives={**profile.collectives, **lines}, messages=messages)
-    beside = [point.contention for point in points if isinstance(point, OverlapPoint)]
+    beside = [point for point in points if isinstance(point, OverlapPoint)]
     if beside:
-        profile = replace(profile, contention=median(beside))
+        profile = replace(profile, contention=fit_contention(beside), lag=fit_lag(beside))
     layers = [point for point in points if isinstance(point, LayerPoint)]
     if not layers:
         return profile

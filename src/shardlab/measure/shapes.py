@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardlab.check import Checked, check
-from shardlab.hardware.measured import families
+from shardlab.hardware.measured import at_entry, families
 from shardlab.measure.points import KernelWork
 from shardlab.models import GPT, CutModel, Llama, Model, cut
-from shardlab.models.kernels import Kernel
+from shardlab.models.kernels import Kernel, entries
 from shardlab.program import Mesh, Op, OpKind, UserError, trace
 from shardlab.rules.dtype import bytes_of
 from shardlab.strategies.load import load
@@ -117,7 +117,9 @@ class Subject:
             kernels += [made for kernel in forward for made in kernel.backward_input()]
         if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
             kernels += [made for kernel in forward for made in kernel.backward_weight()]
-        return tuple((families(kernel)[0], kernel.flops, kernel.elements * bytes) for kernel in kernels)
+        cuts = entries(forward) if op.kind in (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT) else 0
+        moved = ((families(kernel)[0], kernel.flops, kernel.elements * bytes) for kernel in kernels)
+        return (*moved, *[(f"op:{at_entry(op.kind)}", 0.0, 0.0)] * cuts)
 
 
 UPDATE_MOVES = 7
@@ -125,15 +127,14 @@ UPDATE_MOVES = 7
 
 
 def subjects(shape: Shape, dtype: str, vocab_size: int) -> list[Subject]:
-    """Models that are measured for a shape: GPT's whole blocks (first, middle, last), halves of blocks, and these with
-    a split backward; of Llama, whose kernels are others but whose ops are the same, halves."""
+    """Models that are measured for a shape: GPT's whole blocks (first, middle, last) and halves of blocks, both also
+    with a split backward; of Llama, whose kernels are others but whose ops are the same, halves."""
     heads = heads_of(shape.width)
     gpt = GPT(layers=1, hidden_size=shape.width, heads=heads, seq_len=shape.tokens, vocab_size=vocab_size)
     llama = Llama(layers=1, hidden_size=shape.width, heads=heads, seq_len=shape.tokens, vocab_size=vocab_size)
+    blocks = replace(gpt, layers=3)
     return [
-        Subject(replace(gpt, layers=3), shape.rows, False, dtype),
-        Subject(cut(gpt), shape.rows, False, dtype),
-        Subject(cut(gpt), shape.rows, True, dtype),
+        *(Subject(model, shape.rows, split, dtype) for split in (False, True) for model in (blocks, cut(gpt))),
         Subject(cut(llama), shape.rows, False, dtype),
     ]
 

@@ -5,6 +5,7 @@ A device says how long a kernel takes (`shardlab.hardware`). What is counted her
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -125,3 +126,18 @@ class Pointwise(NamedTuple):
 
 Kernel = Matmul | FusedAttention | Pointwise
 """One thing that a device runs."""
+
+NORMS = ("layer_norm", "rms_norm")
+
+
+def entries(kernels: Iterable[Kernel]) -> int:
+    """How often parameters enter the graph of a layer that runs these kernels: in each norm, and in each product with
+    one. A backward pass in two halves is cut at every one of them.
+
+    >>> entries([Pointwise("rms_norm", 8.0, 12.0), Matmul(4, 4, 4), Matmul(4, 4, 4, learned=False)])
+    2
+    """
+    return sum(
+        kernel.learned if isinstance(kernel, Matmul) else isinstance(kernel, Pointwise) and kernel.name in NORMS
+        for kernel in kernels
+    )

@@ -76,7 +76,7 @@ def outlinable(workload: Workload) -> bool:
     hides = plan.context == "ring" and plan.mesh.cp > plan.ulysses
     if workload.pass_names != "none":
         return False
-    return (alike or cluster.profile is not None) and not (hides and workload.sample.prices.contention)
+    return (alike or cluster.profile is not None) and not (hides and workload.sample.prices.slows)
 
 
 class Outlined:
@@ -109,7 +109,7 @@ class Outlined:
         ]
         ranks = [self._outlines.of(plan, index) for plan, index in zip(plans, self._first, strict=True)]
         rows = [self._outlines.row(rank, index) for rank, index in zip(ranks, self._first, strict=True)]
-        seconds = step_seconds(rows, self._figures.prices.contention)
+        seconds = step_seconds(rows, self._figures.prices.contention, self._figures.prices.lag)
         peaks = [self._outlines.peak(*rank) for rank in zip(ranks, plans, self._first, strict=True)]
         return seconds + self._beside, peaks
 

@@ -11,7 +11,8 @@ from collections.abc import Hashable, Sequence
 from itertools import count
 
 from shardlab.predict.outline_entries import Await, Compute, Entry, Issue, Join, OutlinedMessage, Take
-from shardlab.timeline.clocks import Idle, computing
+from shardlab.program.lag import NO_LAG, Lag
+from shardlab.timeline.clocks import Idle, waited_until
 
 Meeting = tuple[Hashable, int]
 """A communication between rows: its channel, and its number on it."""
@@ -21,13 +22,13 @@ Row = tuple[Sequence[Entry], Sequence[Join]]
 """What a rank does, and its part in a message on each of its ways."""
 
 
-def step_seconds(rows: Sequence[Row], contention: float = 0.0) -> float:
+def step_seconds(rows: Sequence[Row], contention: float = 0.0, lag: Lag = NO_LAG) -> float:
     """Find how long it takes until the last row has ended.
 
     Args:
-        contention: see `Prices.contention`.
+        contention, lag: see `Prices`.
     """
-    return _OutlineClocks(rows, contention).run()
+    return _OutlineClocks(rows, contention, lag).run()
 
 
 NOT_YET = -1.0
@@ -61,9 +62,9 @@ class _OutlinedRow:
 
 
 class _OutlineClocks:
-    def __init__(self, rows: Sequence[Row], contention: float) -> None:
+    def __init__(self, rows: Sequence[Row], contention: float, lag: Lag) -> None:
         self._rows = [_OutlinedRow(row) for row in rows]
-        self._contention = contention
+        self._contention, self._lag = contention, lag
         self._free: dict[Hashable, float] = defaultdict(float)  # streams across rows
         self._joined: dict[Meeting, list[tuple[int, Join, Times]]] = defaultdict(list)  # rows, and their parts
         self._tie = count()
@@ -115,10 +116,11 @@ class _OutlineClocks:
                     break
                 if isinstance(entry, Take):
                     alike.pop(place)
-                if self._contention:
-                    both = computing(row.idle, start, min(clock, end))
-                    end = max(clock, end) + self._contention * both
-                    row.idle.append(Idle(-1, clock, end))
+                if self._contention or self._lag.most:
+                    lag = self._lag if alike is collectives else NO_LAG
+                    end = waited_until(row.idle, clock, start, end, self._contention, lag)
+                    if end > clock:
+                        row.idle.append(Idle(-1, clock, end))
                 if end > clock:
                     clock = end
             elif clock > now:

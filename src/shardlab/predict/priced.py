@@ -8,11 +8,13 @@ from functools import cached_property
 
 from shardlab.hardware import Cluster
 from shardlab.hardware.collectives import nodes_of
+from shardlab.hardware.measured import at_entry
 from shardlab.models import Model
-from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
+from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise, entries
 from shardlab.models.matrices import matrices_of
 from shardlab.predict.recipe import OWN, Recipe
 from shardlab.program import Group, Holds, Kind, Mesh, Op, OpKind, Sizes, Spec
+from shardlab.program.lag import Lag
 from shardlab.program.ops import Price
 from shardlab.program.precision import Precision
 from shardlab.rules import attention
@@ -50,6 +52,15 @@ class ClusterPrices(Prices):
     def contention(self) -> float:
         """Slowdown of what runs at once: as measured on the machine, or as the recipe says of GPUs."""
         return self.cluster.contention or self.recipe.overlap.contention
+
+    @property
+    def lag(self) -> Lag:
+        return self.cluster.lag
+
+    @property
+    def slows(self) -> bool:
+        """Whether communication takes any time from compute."""
+        return self.contention > 0 or self.lag.most > 0
 
     @property
     def adds_in_backward(self) -> bool:
@@ -97,7 +108,7 @@ class ClusterPrices(Prices):
         if kind is OpKind.ATTEND_BACKWARD:
             fused = any(isinstance(kernel, FusedAttention) for kernel in kernels)  # it computes scores again itself
             return self.seconds_of([*(() if fused else kernels), *backward_input(kernels)])
-        both = kind is OpKind.BACKWARD
+        both, entering = kind is OpKind.BACKWARD, self.cluster.device.overhead(at_entry(kind), self.precision.compute)
         inputs = backward_input(kernels) if both or kind is OpKind.BACKWARD_INPUT else []
         weights = [back for kernel in kernels for back in kernel.backward_weight()]
         recomputed = 0.0
@@ -105,7 +116,9 @@ class ClusterPrices(Prices):
             recomputed = sum(
                 share * self.seconds_of([kernel]) for kernel, share in self.recipe.memory.recomputed(kernels)
             )
-        return recomputed + self.seconds_of([*inputs, *(weights if both or kind is OpKind.BACKWARD_WEIGHT else [])])
+        cut = entering * entries(kernels) if entering else 0.0
+        needed = weights if both or kind is OpKind.BACKWARD_WEIGHT else []
+        return cut + recomputed + self.seconds_of([*inputs, *needed])
 
     def update_seconds(self, elements: float) -> float:
         """The optimizer's step on so many elements on a device, but for Muon's products."""

@@ -59,7 +59,7 @@ class PricedSample:
     @cached_property
     def merges(self) -> bool:
         """Whether communication that is awaited at once takes as long as compute does."""
-        return not self.prices.contention
+        return not self.prices.slows
 
     def passes(self, cuts: Cuts = None) -> PassTable:
         """Passes of blocks that are computed again and are cut so by stages (None: of others)."""

@@ -4,7 +4,7 @@ Compute goes on in tape order and stops only at a WAIT. A communication starts w
 and the streams of its members are free; those that are ready take a stream in the order in which they became ready.
 Messages on links that have latency only take no stream: each arrives so long after it was issued.
 
-Where communication takes time from compute (`Prices.contention`), a rank pays for it at the WAIT.
+Where communication takes time from compute (`Prices.contention`, `Prices.lag`), a rank pays for it at the WAIT.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from shardlab.check.accumulation import InPlace
 from shardlab.program import OpKind, UserError
+from shardlab.program.lag import NO_LAG, Lag
 from shardlab.program.matching import Communication, Participant, stream_of
-from shardlab.program.ops import Stream
+from shardlab.program.ops import COLLECTIVES, Stream
 from shardlab.timeline.prices import PriceList, Prices
 from shardlab.timeline.traced import Traced
 
@@ -72,7 +73,7 @@ class Clocks:
         self._prices = prices
         self._price = PriceList(traced, prices)
         self._messages, self._one_stream = prices.messages, prices.one_stream
-        self._contention = prices.contention
+        self._contention, self._lag = prices.contention, prices.lag
         self._costless = [InPlace(tape).fused if prices.adds_in_backward else {} for tape in tapes]
         self._clock = [0.0] * len(tapes)
         self._at = [0] * len(tapes)
@@ -137,10 +138,10 @@ class Clocks:
                     self._parked[rank, handle] = clock
                     self._at[rank], self._clock[rank] = at, clock
                     return
-                if self._contention:
+                if self._contention or self._lag.most:
                     issued = handle_op[handle]
-                    both = computing(idle, starts[issued], min(clock, end))
-                    end = max(clock, end) + self._contention * both
+                    start, lag = starts[issued], self._lag if ops[issued][0] in COLLECTIVES else NO_LAG
+                    end = waited_until(idle, clock, start, end, self._contention, lag)
                 if end > clock:
                     idle.append(Idle(handle_op[handle], clock, end))
                     clock = end
@@ -238,6 +239,25 @@ def together_of(traced: Traced) -> dict[int, tuple[int, ...]]:
             if (batch := tapes[rank][at].batch) >= 0:
                 batches[rank, batch].append(number)
     return {number: tuple(together) for together in batches.values() for number in together}
+
+
+def waited_until(
+    idle: Sequence[Idle], clock: float, start: float, end: float, contention: float, lag: Lag = NO_LAG
+) -> float:
+    """Find when a rank computes again that waits for a communication where that takes time from compute.
+
+    Args:
+        idle: when the rank stood still before.
+        clock: when it comes to the WAIT.
+        start, end: of the communication.
+        contention, lag: see `Prices`; the lag is none where ranks do not meet, as for messages.
+    """
+    if end <= start:
+        return max(clock, end)
+    lost = contention * computing(idle, start, min(clock, end))
+    if end > clock:
+        lost += lag.seconds(clock - (idle[-1].until if idle else 0.0))
+    return max(clock, end) + lost
 
 
 def computing(idle: Sequence[Idle], since: float, until: float) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import Literal, Protocol
 
 from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec
+from shardlab.program.lag import NO_LAG, Lag
 from shardlab.program.matching import Communication
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.timeline.traced import Traced, rank_of
@@ -25,6 +26,7 @@ class Prices(Protocol):
         blocking_p2p: the share of a message's time for which its sender computes nothing.
         contention: how much longer compute takes for each second in which a communication of its rank is in flight:
             0 where they do not meet, about 1 where they take turns on one core.
+        lag: what a rank loses beside that where it waits for a collective.
         adds_in_backward: whether the time of a BACKWARD has in it that its gradient is added to an older one, so that
             the ADD which the tape shows for it costs nothing (see `shardlab.check.accumulation`).
     """
@@ -44,6 +46,10 @@ class Prices(Protocol):
     @property
     def contention(self) -> float:
         return 0.0
+
+    @property
+    def lag(self) -> Lag:
+        return NO_LAG
 
     @property
     def adds_in_backward(self) -> bool:

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shardlab.measure.layers import RandomBatches
 from shardlab.measure.side_by_side.module import loss_of
+from shardlab.models.tensors import generator_of
 
 DRAWN = 8
 """Steps whose tokens are drawn beforehand; then they come again."""
@@ -36,8 +36,14 @@ class DrawnBatches:
 
     def __init__(self, micro_batch_size: int, microbatches: int, tokens: int, vocab_size: int) -> None:
         self.micro_batch_size = micro_batch_size
-        self._source = RandomBatches(micro_batch_size, tokens, vocab_size)
-        self._drawn = [[self._source.microbatch(step, m) for m in range(microbatches)] for step in range(DRAWN)]
+        self._tokens = tokens
+
+        def draw(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+            shape = (2, micro_batch_size, tokens)
+            x, targets = torch.randint(vocab_size, shape, generator=generator_of("bench", step, microbatch))
+            return x, targets
+
+        self._drawn = [[draw(step, m) for m in range(microbatches)] for step in range(DRAWN)]
 
     def microbatch(self, step: int, microbatch: int, /) -> tuple[Tensor, Tensor]:
         """Tokens and targets, (micro_batch_size, tokens), int64."""
@@ -45,7 +51,7 @@ class DrawnBatches:
 
     def counted(self, step: int, microbatches: int, /) -> int:
         """Targets of a step."""
-        return self._source.counted(step, microbatches)
+        return microbatches * self.micro_batch_size * self._tokens
 
     def whole(self, step: int) -> tuple[Tensor, Tensor]:
         """All microbatches of a step, one after the other."""
