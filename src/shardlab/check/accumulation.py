@@ -78,6 +78,7 @@ class InPlace:
         backward = self._made[newer]
         if (
             self._tape[backward].kind in WEIGHT_BACKWARDS
+            and self._tape[backward].outputs[0] == newer
             and self._readers[newer] == [at]
             and self._made[older] < backward
             and self._last_read(older, at, before=backward)
