@@ -116,13 +116,15 @@ READERS: list[Callable[[str], object]] = [
     ("text", "sentence"),
     [
         ("prefech", "there is no pass 'prefech'; did you mean prefetch"),
-        ("", "there is no pass ''; there are all, none, offload, prefetch"),
-        ("defer,none", "there is no pass 'none'; there are all, offload, prefetch"),
+        ("", "there is no pass ''; there are all, none, tile, offload"),
+        ("defer,none", "there is no pass 'none'; there are all, tile, offload"),
         ("defer=0", r"the pass defer was given '0'; it takes a whole number, 1 or more \(more under way\)"),
         ("defer=", "the pass defer was given ''"),
         ("prefetch=2~x", "the pass prefetch was given '2~x'; it takes a whole number, 1 or more"),
         ("defer=2~1", "the pass defer was given '2~1'"),
         ("update-early=1", "the pass update-early was given '1'; it takes no number"),
+        ("tile", r"the pass tile was given ''; it takes a whole number, 2 or more \(tiles of each layer\)"),
+        ("tile=1", "the pass tile was given '1'; it takes a whole number, 2 or more"),
     ],
 )
 def test_a_name_or_a_number_that_there_is_not_is_one_sentence(text: str, sentence: str) -> None:

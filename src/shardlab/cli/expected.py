@@ -83,6 +83,7 @@ def workload_of(job: Job, cluster: Cluster, recipe: str | None = None) -> Worklo
         optimizer=job.optimizer,
         ema=job.ema is not None,
         passes="none",  # those of the job have been run
+        tiles=entry.tiles_on(job.ranks),
     )
 
 

@@ -123,10 +123,7 @@ def price(
         model = replace(model, tied=False)
 
     def trace(_: Mesh, sizes: Sizes, microbatches: int) -> Checked:
-        proof = checked(entry, ranks, sizes, microbatches)
-        if (why := proof.why_not("nccl")) is not None:
-            raise UserError(f"{entry.name} cannot be timed on {cluster_name}: {why}")
-        return proof
+        return _runs(entry, checked(entry, ranks, sizes, microbatches), cluster_name)
 
     plan = mesh if entry.plan is None else entry.plan(ranks)
     microbatches, micro_batch_size = batch.cut(cluster.size, plan.data_ranks if isinstance(plan, Plan) else None)
@@ -143,13 +140,16 @@ def price(
         optimizer=optimizer,
         ema=ema,
         passes=entry.passes,
+        tiles=entry.tiles_on(ranks),
     )
     if entry.plan is None:
         entry.require_ops(1, model.layers, batch.microbatches or 1)
     _require_few_ranks(entry, workload, cluster_name)
     rewritten = workload.pass_names != "none"
     alike = entry.plan is not None and not rewritten and _ops_on_all_ranks(workload) > MOST_CHECKED
-    if entry.plan is not None and not alike:
+    if rewritten:
+        _runs(entry, workload.passed[-1].checked, cluster_name)
+    elif entry.plan is not None and not alike:
         trace(mesh, workload.traced.program.sizes, microbatches)
     estimate = workload.estimate()
     held = require_memory(workload, estimate, whole)
@@ -158,6 +158,13 @@ def price(
         notes.insert(0, limit)
     passed = workload.passed if rewritten else []
     return PricedStep(entry, workload, estimate, held, (model_name, cluster_name), not alike, notes, passed)
+
+
+def _runs(entry: StrategyEntry, proof: Checked, cluster: str) -> Checked:
+    """See that a program runs on a cluster's devices."""
+    if (why := proof.why_not("nccl")) is not None:
+        raise UserError(f"{entry.name} cannot be timed on {cluster}: {why}")
+    return proof
 
 
 def _require_few_ranks(entry: StrategyEntry, workload: Workload, cluster: str) -> None:

@@ -20,6 +20,8 @@ from shardlab.models.primitives import Linear, Lookup, Norm
 from shardlab.models.run import Run, runs
 from shardlab.models.sound import closes, cut_indices, opens, want_carried, want_cuttable
 from shardlab.program.mesh import Mesh
+from shardlab.program.pass_names import want_half_blocks
+from shardlab.program.sizes import Sizes
 
 Matrix = Projection | Linear | Lookup | ExpertLinear
 """Primitives with parameters that may be cut."""
@@ -35,19 +37,22 @@ class CutModel(Model):
     Attributes:
         whole: the model that is cut; `layers` counts the finer layers, all other fields are its own.
         has_blocks: whether whole blocks are layers, between the embedding and the head (see `cut_at_tie`).
+        tiles: slices of each tensor-parallel rank's part of a layer.
     """
 
     whole: Blocks
     layer_runs: tuple[Run, ...] = field(repr=False)
     has_blocks: bool = False
+    tiles: int = 1
 
-    def __init__(self, whole: Blocks, layer_runs: Sequence[Run], *, has_blocks: bool = False) -> None:
+    def __init__(self, whole: Blocks, layer_runs: Sequence[Run], *, has_blocks: bool = False, tiles: int = 1) -> None:
         common: dict[str, Any] = {field.name: getattr(whole, field.name) for field in fields(Model)}
         common["layers"] = len(layer_runs)
         super().__init__(**common)
         object.__setattr__(self, "whole", whole)
         object.__setattr__(self, "layer_runs", tuple(layer_runs))
         object.__setattr__(self, "has_blocks", has_blocks)
+        object.__setattr__(self, "tiles", tiles)
 
     @cached_property
     def runs(self) -> Sequence[Run]:
@@ -94,12 +99,17 @@ class CutModel(Model):
         """Into how many slices the vocabulary is cut."""
         return self.run(self.layers - 1).pieces.get("vocab", 1)
 
+    def sizes(self, rows: int, element_bytes: int) -> Sizes:
+        """Elements of every value, as `Model.sizes` gives them, of layers that are cut into tiles."""
+        return replace(super().sizes(rows, element_bytes), tiles=self.tiles)
+
 
 def cut(
     model: Blocks,
     *,
     tp: int = 1,
     ep: int = 1,
+    tiles: int = 1,
     attention_apart: bool = False,
     columns: bool = False,
     halves: bool = True,
@@ -120,6 +130,7 @@ def cut(
     Args:
         tp: slices of every body.
         ep: slices of a mixture's experts: the ranks of `ep` and `cp` together have as many.
+        tiles: slices of each of the bodies' slices.
         attention_apart: whether attention lies between two layers, as an op of its own: then every layer computes any
             tokens alone.
         columns: whether every matrix is a layer of its own, cut along what it makes.
@@ -130,6 +141,11 @@ def cut(
     """
     if min(tp, ep) < 1:
         raise UserError(f"a model was to be cut into {tp} x {ep} slices (tp x ep); give at least 1 of each")
+    if tiles > 1 and (columns or attention_apart or isinstance(model, MoE)):
+        raise UserError(
+            f"layers were to be computed in {tiles} tiles, but none are made of experts, of layers around an attention "
+            "that is a step of its own, or of columns; leave the pass tile out"
+        )
     if columns:
         if not isinstance(model, MLP):
             raise UserError(
@@ -139,7 +155,7 @@ def cut(
         ends = [step.primitive for step in model.steps]
         breaks = sorted({*_bodies(model.steps), *(n for n, each in enumerate(ends) if isinstance(each, Linear))})
         return _sliced(model, runs(model.steps, breaks), dict.fromkeys(("ffn", "width", "vocab"), tp), columns=True)
-    steps, pieces = model.steps, {"vocab": tp, "head": tp, "ffn": tp}
+    steps, pieces = model.steps, {"vocab": tp * tiles, "head": tp * tiles, "ffn": tp * tiles}
     if isinstance(model, MoE):
         steps, pieces = _placed_again(steps), {"expert": ep} | pieces
         if tp == 1 and not attention_apart and not (model.tied and halves):  # attention is in layers before experts
@@ -150,7 +166,7 @@ def cut(
     if attention_apart:
         attends = [number for number, step in enumerate(steps) if isinstance(step.primitive, Attend)]
         breaks |= {*attends, *(number + 1 for number in attends)}
-    return _sliced(model, runs(steps, sorted(breaks)), pieces)
+    return _sliced(model, runs(steps, sorted(breaks)), pieces, tiles=tiles)
 
 
 def cut_at_tie(model: Blocks) -> CutModel:
@@ -208,7 +224,9 @@ def _placed_again(steps: Sequence[Step]) -> list[Step]:
     return again
 
 
-def _sliced(model: Blocks, layers: Sequence[Run], pieces: Mapping[str, int], *, columns: bool = False) -> CutModel:
+def _sliced(
+    model: Blocks, layers: Sequence[Run], pieces: Mapping[str, int], *, columns: bool = False, tiles: int = 1
+) -> CutModel:
     """These layers, each cut along those indices that its parameters have; by columns, along what it makes."""
     found: list[Run] = []
     want_carried(layers)
@@ -225,13 +243,14 @@ def _sliced(model: Blocks, layers: Sequence[Run], pieces: Mapping[str, int], *, 
                     how = (
                         "column-parallel" if columns else "expert-parallel" if index == "expert" else "tensor-parallel"
                     )
+                    slices = f"{own[index]} {how} slices" if tiles == 1 else f"{own[index]} slices, tiles of a rank,"
                     raise UserError(
-                        f"{count} {name} do not divide into {own[index]} {how} slices (remainder {rest}); choose "
-                        f"{name} that are a multiple of the slices, or fewer slices"
+                        f"{count} {name} do not divide into {slices} (remainder {rest}); choose {name} that are a "
+                        "multiple of the slices, or fewer slices"
                     )
         before = found[-1] if found else None
         found.append(replace(run, cut=tuple(own), pieces=own, name=_name(run, before, bool(own))))
-    return CutModel(model, found)
+    return CutModel(model, found, tiles=tiles)
 
 
 def _taking_own(step: Step) -> Step:
@@ -276,6 +295,7 @@ def cut_for(
     attention_apart: bool = False,
     ulysses: int = 1,
     columns: bool = False,
+    tiles: int = 1,
 ) -> Model:
     """The model as a program's layers are: cut finer where the mesh slices layers, or the plan or a tie says so.
 
@@ -284,10 +304,12 @@ def cut_for(
         attention_apart: whether that plan wants attention to be a step of its own.
         ulysses: how many neighbours of `cp` exchange slices of sequences for heads in that plan.
         columns: whether the program wants every matrix cut by columns.
+        tiles: in how many tiles each rank computes a layer that can be cut.
 
     Raises:
-        UserError: when the model does not divide.
+        UserError: when the model does not divide, or the program is not written for the layers that this makes.
     """
+    want_half_blocks(tiles, planned=planned or mesh.tp > 1)
     if mesh.ep > 1 and not isinstance(model, MoE):
         raise UserError(
             f"the mesh has ep {mesh.ep}, which cuts mixtures of experts, but {type(model).__name__} has none; "
@@ -297,7 +319,7 @@ def cut_for(
     apart = mesh.cp > 1 or attention_apart
     if ulysses > 1:
         _want_heads(model, mesh.tp, ulysses)
-    if mesh.ep > 1 or mesh.tp > 1 or apart or (tied and planned) or columns:
+    if mesh.ep > 1 or mesh.tp > 1 or apart or (tied and planned) or columns or tiles > 1:
         ep = mesh.ep * mesh.cp
-        return cut(model, tp=mesh.tp, ep=ep, attention_apart=apart, columns=columns, halves=planned)
+        return cut(model, tp=mesh.tp, ep=ep, tiles=tiles, attention_apart=apart, columns=columns, halves=planned)
     return cut_at_tie(model) if tied and mesh.pp == 1 else model

@@ -17,6 +17,7 @@ from shardlab.passes.fuse_steps import fuse_steps
 from shardlab.passes.offload import offload
 from shardlab.passes.prefetch import gathers_ahead, prefetch
 from shardlab.passes.rewriting import Tapes
+from shardlab.passes.tile import tile
 from shardlab.program import Op, Spec
 from shardlab.program.pass_names import PASS_NAMES, Setting, named_passes
 
@@ -54,6 +55,7 @@ class TapePass:
 PASSES = {
     each.name: each
     for each in (
+        TapePass("tile", "computes large layers in tiles, one after the other", tile, ()),
         TapePass("offload", "keeps what is needed later in the host's memory or on the disk", offload, ()),
         TapePass("prefetch", "gathers weights ahead of their use", prefetch, moves=gathers_ahead),
         TapePass("receive-early", "posts receives before they are needed", early_receives, moves=receives_ahead),

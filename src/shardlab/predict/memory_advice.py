@@ -42,7 +42,7 @@ def require_memory(workload: Workload, estimate: Estimate, whole: Blocks | None 
 
 def advice(workload: Workload, held: HeldMemory, whole: Blocks | None = None) -> str:
     """The first change of those tried that fits, or the one that leaves least; as they are without passes."""
-    workload = replace(workload, passes="none")
+    workload = replace(workload, passes="none", tiles=1)
     least: tuple[float, Change] | None = None
     for change in changes(workload, whole):
         try:

@@ -47,6 +47,7 @@ class Workload:
         optimizer: what makes a step of a gradient, which says how large its state is.
         ema: whether an average of the weights is part of that.
         passes: what rewrites the program, by name (None: what the plan says, or else nothing); see `Plan.passes`.
+        tiles: in how many tiles each rank may compute a layer, as the pass `tile` wants it cut.
     """
 
     plan: Plan | Mesh
@@ -61,6 +62,7 @@ class Workload:
     optimizer: Optimizer = "adamw"
     ema: bool = False
     passes: str | None = None
+    tiles: int = 1
 
     @property
     def mesh(self) -> Mesh:
@@ -70,13 +72,14 @@ class Workload:
     def cut(self) -> Model:
         """The model in the program's layers."""
         if isinstance(self.plan, Mesh):
-            return cut_for(self.model, self.plan, columns=self.columns)
+            return cut_for(self.model, self.plan, columns=self.columns, tiles=self.tiles)
         return cut_for(
             self.model,
             self.mesh,
             planned=True,
             attention_apart=self.plan.attention_apart,
             ulysses=self.plan.ulysses,
+            tiles=self.tiles,
         )
 
     @cached_property

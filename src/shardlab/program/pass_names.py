@@ -10,8 +10,11 @@ from shardlab.errors import UserError, unknown
 from shardlab.program.field_types import word
 from shardlab.program.homes import Homes
 
+TILE = "tile"
+"""The pass whose number says how layers are cut, before the program is traced; it is run first."""
+
 OFFLOAD = "offload"
-"""The pass whose setting are words, what goes where; it is run first, and only where it is asked for."""
+"""The pass whose setting are words, what goes where; it is run only where it is asked for."""
 
 AHEAD = "uses ahead"
 """What a pass's number means that starts ops early, each of which may be left where it is."""
@@ -42,6 +45,7 @@ Setting = int | Ahead | Homes
 """How a pass is to go about it: by a number, or by words."""
 
 PASS_NAMES = {
+    TILE: "tiles of each layer",
     OFFLOAD: "what goes where",
     "prefetch": AHEAD,
     "receive-early": AHEAD,
@@ -57,7 +61,7 @@ PASS_NAMES = {
 UNSAID = "all"
 """What rewrites the program of a run where nobody says which passes do."""
 
-ONLY_NAMED = (OFFLOAD, "arena")
+ONLY_NAMED = (TILE, OFFLOAD, "arena")
 """Passes that are run only where they are named: no price says what they gain."""
 
 PASSES_FIELD = replace(word(), metavar="all|none|NAME,...")
@@ -105,6 +109,8 @@ def named_passes(text: str) -> list[NamedPass]:
         if name == OFFLOAD:
             found[name] = NamedPass(name, Homes.of(given.replace(":", "=").split("+")))
             continue
+        if name == TILE and not (given.isdecimal() and int(given) > 1):
+            raise UserError(f"the pass {name} was given {given!r}; it takes a whole number, 2 or more ({means})")
         number, *but = given.split("~") if means == AHEAD else [given]
         if equals and not (means and number.isdecimal() and int(number) and all(map(str.isdecimal, but))):
             takes = f"a whole number, 1 or more ({means})" if means else "no number"
@@ -112,6 +118,32 @@ def named_passes(text: str) -> list[NamedPass]:
         setting = Ahead(int(number), frozenset(map(int, but))) if but else int(number) if equals else None
         found[name] = NamedPass(name, setting if means else 1)
     return [found[name] for name in PASS_NAMES if name in found]
+
+
+def tiles_of(passes: str) -> int:
+    """Into how many tiles the passes that a text stands for cut each layer (1: none does).
+
+    >>> tiles_of("prefetch,tile=4"), tiles_of("all")
+    (4, 1)
+    """
+    settings = [each.setting for each in named_passes(passes) if each.name == TILE]
+    return next((setting for setting in settings if isinstance(setting, int)), 1)
+
+
+def want_half_blocks(tiles: int, *, planned: bool) -> None:
+    """Refuse tiles of layers in a program that is not written for the half-blocks which can be cut.
+
+    Args:
+        planned: whether the program follows a plan, or has layers cut over tensor-parallel ranks.
+
+    Raises:
+        UserError: if so.
+    """
+    if tiles > 1 and not planned:
+        raise UserError(
+            "the pass tile cuts blocks into half-blocks, for which this program is not written; take a plan, such as "
+            "zero-3, or leave the pass out"
+        )
 
 
 def with_offload(passes: str | None, words: Iterable[str]) -> str:

@@ -41,6 +41,8 @@ class Sizes:
         stats: elements that the loss needs of one slice of the logits, for one microbatch.
         queries, keys_values: elements of a PROJECT layer's results, for one microbatch.
         slices_per_rank: into how many slices the mesh cuts every sequence for each context-parallel rank.
+        tiles: into how many slices each tensor-parallel rank's part of a layer is cut, which it may compute one after
+            the other (see `shardlab.passes.tile`).
     """
 
     weights: tuple[int, ...]
@@ -58,6 +60,7 @@ class Sizes:
     keys_values: int = 0
     tied: bool = False
     slices_per_rank: int = 2
+    tiles: int = 1
     matrices: tuple[int, ...] = ()
     whole_matrices: bool = False
     keeps_input: tuple[bool, ...] = ()
@@ -138,9 +141,9 @@ class Sizes:
         return Space(microbatches, slices, tuple(pieces.items()), 2 if self.tied else 1)
 
     def cuts(self, mesh: Mesh) -> dict[str, int]:
-        """Into how many slices a mesh cuts parameters, for each index along which this model's are cut."""
+        """Into how many slices parameters are cut on a mesh, for each index along which this model's are."""
         indices = sorted({index for layer in self.signatures for index in layer.cut})
-        return {index: mesh.ep * mesh.cp if index == "expert" else mesh.tp for index in indices}
+        return {index: mesh.ep * mesh.cp if index == "expert" else mesh.tp * self.tiles for index in indices}
 
     @cached_property
     def scores_index(self) -> str:

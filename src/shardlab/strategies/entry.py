@@ -8,7 +8,7 @@ from typing import cast
 
 from shardlab.program import Mesh, Rank, Sizes, Strategy, UserError
 from shardlab.program.bounds import require_ops
-from shardlab.program.pass_names import named_passes
+from shardlab.program.pass_names import named_passes, tiles_of, want_half_blocks
 from shardlab.rules.pieces import counted
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
@@ -101,6 +101,10 @@ class StrategyEntry:
         said = self.plan(ranks).passes if self.plan and self.passes is None else self.passes
         return unsaid if said is None else said
 
+    def tiles_on(self, ranks: int) -> int:
+        """In how many tiles its passes compute layers that can be cut (1: they leave layers as they are)."""
+        return tiles_of(self.passes_on(ranks))
+
     def rewritten(self, ranks: int, passes: str) -> StrategyEntry:
         """Name the passes that rewrite the program, in place of all others."""
         if self.plan is None:
@@ -127,12 +131,15 @@ class StrategyEntry:
     def puzzle(self, ranks: int, layers: int | None = None) -> Sizes:
         """The puzzles' model with so many layers (None: `default_layers`), cut as this strategy needs it."""
         layers = self.default_layers(ranks) if layers is None else layers
+        plan, mesh, tiles = self.plan and self.plan(ranks), self.grid(ranks), self.tiles_on(ranks)
+        want_half_blocks(tiles, planned=plan is not None or mesh.tp > 1)
         if self.columns:
             return Sizes.columns(layers)
-        plan = self.plan and self.plan(ranks)
         if plan is not None and plan.attention_apart:
             return plan.counted(Sizes.expert_blocks(layers) if plan.mesh.ep > 1 else Sizes.context_blocks(layers))
-        return Sizes.of_puzzle(layers, self.grid(ranks))
+        if tiles > 1 and mesh.ep == 1:
+            return replace(Sizes.half_blocks(layers), tiles=tiles)
+        return Sizes.of_puzzle(layers, mesh)
 
     def require_ops(self, ranks: int, layers: int, microbatches: int) -> None:
         """Refuse sizes with which a step is sure to have more ops than are traced.

@@ -76,16 +76,18 @@ class Job:
 
     @property
     def cut(self) -> Model:
-        """The model as the program's layers are: cut finer where the mesh slices layers, or the plan or a tie says so.
+        """The model as the program's layers are: cut finer where the mesh, the plan, a tie or the pass `tile` says so.
 
         Raises:
             UserError: when the model does not divide.
         """
         entry = self.entry
         mesh, plan = entry.grid(self.ranks), entry.plan and entry.plan(self.ranks)
+        tiles = entry.tiles_on(self.ranks)
         if plan is None:
-            return cut_for(self.model, mesh, columns=entry.columns)
-        return cut_for(self.model, mesh, planned=True, attention_apart=plan.attention_apart, ulysses=plan.ulysses)
+            return cut_for(self.model, mesh, columns=entry.columns, tiles=tiles)
+        apart, ulysses = plan.attention_apart, plan.ulysses
+        return cut_for(self.model, mesh, planned=True, attention_apart=apart, ulysses=ulysses, tiles=tiles)
 
     @property
     def sizes(self) -> Sizes:
