@@ -16,7 +16,7 @@ from shardlab.execute.saved import Saved
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, Model, MoE, cut
 from shardlab.models.attention import Projection
 from shardlab.models.primitives import Embed, Linear, Norm, Scores
-from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
+from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, products, views
 from tests.models.conftest import inputs_of, piece_of
 
 MODELS: list[Model] = [
@@ -36,6 +36,14 @@ MODELS: list[Model] = [
     Mixtral(layers=2, hidden_size=16, heads=2, seq_len=8, kv_heads=1, ffn_hidden_size=24, top_k=3),
 ]
 ROWS = 3
+
+
+@pytest.fixture(params=[0, products.LARGE], ids=["all-products", "large-products"], autouse=True)
+def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products, or only those that are given their input again: here none is large."""
+    monkeypatch.setattr(products, "LARGE", request.param)
+
+
 CASES = [(model, layer) for model in MODELS for layer in range(model.layers)]
 every_layer = pytest.mark.parametrize(("model", "layer"), CASES, ids=str)
 
@@ -140,6 +148,8 @@ def kept_between_the_halves(model: Model, layer: int, reads: set[int] | None, nu
     graph.backward_input(gradients, flat, reads)
     assert not graph._whole, "all gradients are put off"
     caught = [tensor for entry in graph._entries for tensor in entry.caught.values()]
+    waiting = graph._products.waiting or []
+    caught += [each for product in waiting for each in (product.input, product.gradient) if isinstance(each, Tensor)]
     others = storages([flat, *gradients, *inputs])
     sizes = {place: size for place, size in storages([*saved.stays(), *caught]).items() if place not in others}
     return sum(sizes.values()) // 8
@@ -179,11 +189,14 @@ def test_from_the_second_pass_on_what_models_declare_is_kept_between_the_halves(
 def test_in_the_first_pass_all_that_was_saved_is_kept_and_the_gradients_that_meet_parameters(
     model: Blocks, layer: int
 ) -> None:
-    """Each norm's and each linear map's output's. Without dropout the last one's is that of the layer's output."""
+    """Each norm's and each linear map's output's. Without dropout the last one's is that of the layer's output.
+
+    What products have read was made again for them.
+    """
     primitives = [step.primitive for step in model.run(layer).steps]
     features = [each.outputs for each in primitives if isinstance(each, Projection | Linear)]
     features += [each.hidden_size for each in primitives if isinstance(each, Norm | Embed)]
     features += [-model.hidden_size] if not model.dropout and layer < model.layers - 1 else []
     features += [-each.outputs for each in primitives if isinstance(each, Scores)]  # those of the logits are given
     caught = ROWS * model.seq_len * sum(features)
-    assert kept_between_the_halves(model, layer, None) == model.run(layer).saved(ROWS) + caught
+    assert kept_between_the_halves(model, layer, None) == model.run(layer).saved(ROWS, made_again=False) + caught

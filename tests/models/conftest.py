@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from shardlab.models import Model
 from shardlab.models.mixture import Routing
-from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
+from shardlab.models.tensors import Dropout, Products, Share, initial_weights, layers_of, views
+from shardlab.models.tensors.products import AddGradients, Again
 from shardlab.models.tensors.share import ALL
 from shardlab.program import Kind
 
@@ -48,6 +50,24 @@ def inputs_of(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Sh
     return tuple(given)
 
 
+class Watched(Products):
+    """Products, and the tensors that they keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def watch(
+        self, made: Tensor, read: Tensor, again: Again | None, parameters: Sequence[Tensor], add: AddGradients
+    ) -> None:
+        super().watch(made, read, again, parameters, add)
+        if again is None:
+            self.kept.append(read)
+        else:
+            assert isinstance(again, partial)
+            self.kept += again.args[1].tensors.values()
+
+
 def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = ALL) -> int:
     """Bytes of all storages kept between forward and backward, but those of the parameters and the inputs."""
     owner = 0 if model.borrowed(layer) else layer  # a tied head has none of its own
@@ -60,9 +80,12 @@ def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
+    products = Watched()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         dropout = Dropout(model.dropout, 0, 0, layer, (0,))
-        outputs = layers_of(model)[layer].run(parameters, inputs, share, dropout)
+        outputs = layers_of(model)[layer].run(parameters, inputs, share, dropout, products=products)
+    for tensor in products.kept:
+        pack(tensor)
     assert all(output.requires_grad for output in outputs)
     kept = inputs[0].untyped_storage().data_ptr() in storages
     assert model.run(layer).keeps_input or not kept, "an input is kept that the executor lets go"

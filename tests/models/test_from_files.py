@@ -104,6 +104,9 @@ class Flat(Odd):
     def parameters(self):
         return (Parameter("mlp.flat.weight", (64,), False, ()),)
 
+class Again(Flat):
+    made_again = True
+
 class Squash(Odd):
     def keeps(self):
         return ("x",)
@@ -121,7 +124,7 @@ def with_(kind):
     return With
 
 Reads, Differs, Names, Keeping, Unsaid, Short = map(with_, (Elsewhere, Other, Unknown, Keeps, Shapeless, Flat))
-Alone, Squashed = map(with_, (Odd, Squash))
+Alone, Squashed, Remade = map(with_, (Odd, Squash, Again))
 
 @dataclass(frozen=True, kw_only=True)
 class Gated(GPT):
@@ -205,6 +208,7 @@ def test_a_toml_file_says_fields_of_their_types_whether_annotations_are_text_or_
         ("Names", "Unknown has the einsum 'x({inner}) -> x(width)', which cannot be read: KeyError('inner')"),
         ("Keeping", "Keeps keeps z, which it neither reads nor makes; it has x, x"),
         ("Unsaid", "Shapeless makes x, but does not say how many features it has; define features(tensor)"),
+        ("Remade", "Again says made_again, but has parameters or makes several tensors; leave it out"),
         ("Short", "mlp.flat.weight has the shape (64,) and the indices (); give an index for each dim"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from shardlab.models import GPT, CutModel, Llama, Model, cut_for
-from shardlab.models.kept import AUTOGRAD, kept_activations, kept_elements
+from shardlab.models.kept import AUTOGRAD, EXECUTOR, kept_activations, kept_elements
 from shardlab.models.kept import SavedActivations as Kept
 from shardlab.models.primitives import Norm
 from shardlab.models.run import Run
@@ -37,8 +37,9 @@ def saved(model: Model, kept: Kept, element: int = 2) -> list[int]:
 @pytest.mark.parametrize(
     "model", [GPT3, LLAMA, halves_of(GPT3), halves_of(LLAMA)], ids=lambda model: type(model).__name__
 )
-def test_without_a_choice_all_is_kept_that_autograd_keeps(model: Model) -> None:
-    assert saved(model, AUTOGRAD) == [model.microbatch_saved(layer, ROWS) for layer in range(model.layers)]
+def test_without_a_choice_all_is_kept_that_autograd_keeps_and_by_our_executor_less(model: Model) -> None:
+    assert saved(model, EXECUTOR) == [model.microbatch_saved(layer, ROWS) for layer in range(model.layers)]
+    assert saved(model, AUTOGRAD) == [model.run(layer).saved(ROWS, made_again=False) for layer in range(model.layers)]
     whole = tuple(model.microbatch_elements(index, ROWS) for index in range(model.layers + 1))
     assert kept_activations(model, ROWS, AUTOGRAD, 2) == whole
 
@@ -97,6 +98,12 @@ def test_of_every_second_product_a_block_keeps_attention_and_the_odd_products() 
     assert all(not size for run, size in inner if not is_norm(run))
 
 
+@pytest.mark.parametrize("model", [GPT3, LLAMA, halves_of(GPT3), halves_of(LLAMA)], ids=str)
+def test_what_an_activation_function_made_is_made_again(model: Model) -> None:
+    less = sum(saved(model, AUTOGRAD)) - sum(saved(model, EXECUTOR))
+    assert less == 3 * ROWS * S * (384 if model in (LLAMA, halves_of(LLAMA)) else 4 * H)
+
+
 def test_a_product_that_nobody_reads_is_the_feed_forwards_last() -> None:
     for model in (LLAMA, halves_of(LLAMA)):
         more = sum(saved(model, Kept(per_op=True, unread=True))) - sum(saved(model, Kept(per_op=True)))
@@ -109,5 +116,5 @@ def test_keys_and_values_that_are_copied_stay_twice(model: Model) -> None:
 
 
 def test_every_choice_is_tried() -> None:
-    tried = {"mask", "branch", "gathered", "activated", "per_op", "unread", "copied"}
+    tried = {"mask", "branch", "gathered", "activated", "per_op", "unread", "copied", "made_again"}
     assert {field.name for field in fields(Kept)} == tried

@@ -34,10 +34,13 @@ class Entry:
         self.caught = {output: gradient for output, gradient in enumerate(gradients) if gradient is not None}
 
 
-def entries(outputs: Sequence[GradientEdge], start: GradientEdge, leaves: Sequence[Tensor]) -> list[Entry]:
+def entries(
+    outputs: Sequence[GradientEdge], start: GradientEdge, leaves: Sequence[Tensor]
+) -> tuple[list[Entry], list[int]]:
     """The nodes where parameters meet the path from where the layer starts to its outputs, with those of each.
 
-    A parameter that meets it at several nodes (a tied embedding) is not among them.
+    Parameters that meet it at several nodes are not among them; their places come beside. Those of products meet it at
+    none (`shardlab.models.tensors.products`).
     """
     parameters = {get_gradient_edge(leaf).node: place for place, leaf in enumerate(leaves)}
     on_path = {start.node}
@@ -54,7 +57,7 @@ def entries(outputs: Sequence[GradientEdge], start: GradientEdge, leaves: Sequen
     times = Counter(place for entry in found for place in entry.leaves)
     for entry in found:
         entry.leaves = [place for place in entry.leaves if times[place] == 1]
-    return [entry for entry in found if entry.leaves]
+    return [entry for entry in found if entry.leaves], [place for place, met in times.items() if met > 1]
 
 
 def deepest(outputs: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> GradientEdge:

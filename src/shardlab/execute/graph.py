@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from shardlab.execute.entries import Entry, deepest, entries
 from shardlab.execute.saved import Saved
 from shardlab.models import LayerLayout
-from shardlab.models.tensors import Dropout, Share, TensorLayer, views
+from shardlab.models.tensors import Dropout, Products, Share, TensorLayer, views
 
 
 class FlatWeight:
@@ -46,8 +46,10 @@ class Graph:
         self._leaves = [*weight.leaves]
         given = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
         self._inputs = [x for x in given if x.requires_grad]
+        self._products = Products()
         with nullcontext() if saved is None else saved_tensors_hooks(saved.pack, saved.unpack):
-            self._outputs: Sequence[Tensor] = layer.run(weight.leaves, given, share, dropout)
+            made = layer.run(weight.leaves, given, share, dropout, products=self._products)
+        self._outputs: Sequence[Tensor] = made
         if not keeps_input and given[0].requires_grad:
             given[0].data = given[0].new_empty(1).expand(given[0].shape)
         self._edges: list[GradientEdge] = []
@@ -58,7 +60,7 @@ class Graph:
         """Run the next layer on what the last one made; the graph is that of both from now on."""
         assert self._saved is None, "of several layers autograd keeps what it wants"
         self._leaves += weight.leaves
-        self._outputs = layer.run(weight.leaves, self._outputs, share, dropout)
+        self._outputs = layer.run(weight.leaves, self._outputs, share, dropout, products=self._products)
 
     def take_outputs(self) -> list[Tensor]:
         """What the last layer made, to be taken once: the graph must not keep it alive."""
@@ -73,13 +75,15 @@ class Graph:
         """
         if self._saved is not None:
             self._saved.flat = flat
+        self._products.add_to(self._leaves, into)
         with _gradients_into(self._leaves, into):
             torch.autograd.backward(self._edges, gradients)  # leaves are all that it reaches, so it need not search
         made = [x.grad for x in self._inputs]
         return [gradient for gradient in made if gradient is not None]
 
     def backward_input(self, gradients: Sequence[Tensor], flat: Tensor, reads: Set[int] | None = None) -> list[Tensor]:
-        """The inputs' gradients alone; keeps the gradients that arrive where the parameters enter the graph.
+        """The inputs' gradients alone; keeps the gradients that arrive where the parameters enter the graph, and what
+        products have read.
 
         Tokens have no gradient; in their place stands the first thing that is made of them. The gradient of a parameter
         that enters at several nodes (a tied embedding) is not put off. If it is known which saved tensors
@@ -88,9 +92,8 @@ class Graph:
         assert self._saved is not None, "a backward pass in halves is announced"
         self._saved.flat = flat
         starts = [get_gradient_edge(x) for x in self._inputs] or [deepest(self._edges, self._leaves)]
-        self._entries = entries(self._edges, starts[0], self._leaves)
-        entered = {place for entry in self._entries for place in entry.leaves}
-        rest = [place for place in range(len(self._leaves)) if place not in entered]
+        self._entries, rest = entries(self._edges, starts[0], self._leaves)
+        self._products.waiting = []
         hooks = [entry.node.register_prehook(entry.catch) for entry in self._entries]
         wanted = [*starts, *(get_gradient_edge(self._leaves[place]) for place in rest)]
         made: tuple[Tensor, ...] = torch.autograd.grad(self._edges, wanted, gradients, retain_graph=True)
@@ -111,6 +114,8 @@ class Graph:
         assert self._saved is not None, "a backward pass in halves is announced"
         self._saved.flat = None
         self._saved.read.clear()
+        self._products.add_to(self._leaves, into)
+        self._products.finish()
         for place, gradient in self._whole.items():
             into[place].add_(gradient)
         for entry in self._entries:

@@ -50,6 +50,7 @@ class Projection(GroupedHeads):
     """
 
     einsum: ClassVar[str] = "x(width) -> q(head) kv(head)"
+    product: ClassVar[bool] = True
 
     bias: bool
     rope_theta: float | None

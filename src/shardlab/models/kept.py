@@ -1,6 +1,7 @@
-"""What a GPU's kernels keep for the backward pass, where it is not what autograd keeps on a CPU.
+"""What a framework keeps for the backward pass, where it is not what our own executor keeps on a CPU.
 
-Autograd's own count (`Model.saved_elements`) is measured on a CPU. On a GPU a dropout mask is one byte an element
+Our own count (`Model.saved_elements`) is measured on a CPU. Autograd, by which other frameworks run, keeps the outputs
+of activation functions as well. On a GPU a dropout mask is one byte an element
 (Korthikanti et al. 2022, arXiv 2205.05198, eq. 1: 34 sbh + 5 a s^2 b bytes a layer in half precision, masks of a byte
 included), and a framework may hold a value once that our programs hold twice, or compute some of it again.
 """
@@ -32,6 +33,7 @@ class SavedActivations:
         unread: whether of these products also those stay that no backward pass reads (the feed-forward's last), as
             they do where no compiler sees that.
         copied: whether keys and values are copied beside each other, and stay in both places.
+        made_again: whether what only products read is not kept, and made again, as our own executor does.
     """
 
     mask: float = 0.0
@@ -41,10 +43,14 @@ class SavedActivations:
     per_op: bool = False
     unread: bool = False
     copied: bool = False
+    made_again: bool = False
 
 
 AUTOGRAD = SavedActivations()
-"""What autograd saves, as measured on a CPU."""
+"""What autograd saves of a model by itself, on a CPU."""
+
+EXECUTOR = SavedActivations(made_again=True)
+"""What our own executor keeps, as measured on a CPU (see `shardlab.models.tensors.products`)."""
 
 
 def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, element: int) -> int:
@@ -53,7 +59,8 @@ def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, e
     primitives = [step.primitive for step in run.steps]
     if kept.per_op:
         return sum(_every_second(each, kept, rows) for each in primitives) + _residuals(run, rows)
-    return max(0, run.saved(rows) - int(sum(_dropped(each, kept, element, rows) for each in primitives)))
+    dropped = sum(_dropped(each, kept, element, rows) for each in primitives)
+    return max(0, run.saved(rows, kept.made_again) - int(dropped))
 
 
 def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import ClassVar
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.models.layout import Parameter
 from shardlab.models.primitive import Pieces, Primitive, piece
-from shardlab.models.primitives import Activate, Activation, Linear, activation_kernel, features_of, kept_of
+from shardlab.models.primitives import Activate, Activation, Linear, activation_kernel, features_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +136,7 @@ class ExpertLinear(Routing):
     """A linear map for each expert, of its buffer `x` (experts, capacity, features)."""
 
     einsum: ClassVar[str] = "x(expert {in_index}) -> x(expert {out_index})"
+    product: ClassVar[bool] = True
 
     name: str
     outputs: int
@@ -178,6 +179,7 @@ class ExpertActivate(Routing):
     """An activation function on the experts' buffers `x`."""
 
     einsum: ClassVar[str] = "x(expert ffn) -> x(expert ffn)"
+    made_again: ClassVar[bool] = True
 
     activation: Activation
     hidden: int
@@ -186,10 +188,7 @@ class ExpertActivate(Routing):
         return (self.router.experts, self.router.capacity(rows * self.tokens), self.hidden)
 
     def keeps(self) -> tuple[str, ...]:
-        return kept_of(self.activation)
-
-    def keeps_beside(self, rows: int) -> int:
-        return 0 if self.keeps() else math.prod(self.shape("x", rows))
+        return ("x",)
 
     def divides(self) -> tuple[tuple[str, str, int], ...]:
         return (("ffn", "hidden features", self.hidden),)

@@ -88,7 +88,7 @@ class Model(ABC):
         return before is not None and before.attend is None and "expert" in before.indices(before.outputs[0])
 
     def saved_elements(self, layer: int) -> int:
-        """Elements that autograd keeps between the layer's forward and backward, for one sequence in training.
+        """Elements that are kept between the layer's forward and backward, for one sequence in training.
 
         Beyond the layer's inputs and its parameters; exactly what is measured on a CPU. All are of the
         compute dtype, but for attention's log-sum-exp (without dropout): it is float32 in half precision, so that

@@ -60,6 +60,11 @@ class Primitive(ABC):
     atomic: ClassVar[bool] = False
     """Whether its backward pass may add with atomics on a GPU, in no fixed order."""
 
+    product: ClassVar[bool] = False
+    """Whether it multiplies by a weight, and what it reads is kept for that weight's gradient alone."""
+    made_again: ClassVar[bool] = False
+    """Whether its one result, made without parameters, is cheap to make again: so a product need not keep it."""
+
     tokens: int
     takes_own: bool = False
 
@@ -91,7 +96,7 @@ class Primitive(ABC):
         return ()
 
     def keeps(self) -> tuple[str, ...]:
-        """The tensors, read or made, that autograd keeps for its backward pass."""
+        """The tensors, read or made, that autograd keeps for its backward pass; not all stay (`Run.made_again`)."""
         return ()
 
     def keeps_beside(self, rows: int) -> int:

@@ -149,6 +149,7 @@ class Linear(Primitive):
     """
 
     einsum: ClassVar[str] = "{read}({in_index}) -> {made}({out_index})"
+    product: ClassVar[bool] = True
 
     name: str
     outputs: int
@@ -216,6 +217,7 @@ class Activate(Primitive):
     """
 
     einsum: ClassVar[str] = "{tensor}({index}) -> {tensor}({index})"
+    made_again: ClassVar[bool] = True
 
     activation: Activation
     hidden: int
@@ -226,10 +228,7 @@ class Activate(Primitive):
         return self.hidden
 
     def keeps(self) -> tuple[str, ...]:
-        return kept_of(self.activation, self.tensor)
-
-    def keeps_beside(self, rows: int) -> int:
-        return 0 if self.keeps() else rows * self.tokens * self.hidden
+        return (self.tensor,)
 
     def divides(self) -> tuple[tuple[str, str, int], ...]:
         return ((self.index, "hidden features", self.hidden),)
@@ -242,11 +241,6 @@ def activation_kernel(activation: Activation, rows: int, hidden: int) -> Pointwi
     """The activation function on rows of what a linear map made for it."""
     before, after = rows * features_of(activation, hidden), rows * hidden
     return Pointwise(activation, before + after, 2 * before + after)
-
-
-def kept_of(activation: Activation, tensor: str = "x") -> tuple[str, ...]:
-    """The tensors that autograd keeps of an activation function; of a squared ReLU, what is squared instead."""
-    return () if activation == "squared_relu" else (tensor,)
 
 
 def features_of(activation: Activation, hidden: int) -> int:

@@ -114,14 +114,27 @@ class Run:
             slice, numbers[index] = divmod(slice, self.pieces[index])
         return numbers
 
-    def saved(self, rows: int) -> int:
-        """Elements that autograd keeps beyond the layer's inputs and parameters, for `rows` sequences."""
-        kept: set[Made] = set()
-        beside = 0
+    def saved(self, rows: int, made_again: bool = True) -> int:
+        """Elements that are kept beyond the layer's inputs and parameters, for `rows` sequences.
+
+        Args:
+            rows: sequences.
+            made_again: what products can be given again is not kept for them, as autograd would keep it.
+        """
+        kept = {self._read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
+        if made_again:
+            kept -= self.made_again
+            kept |= {self._read(name, each.step) for each in self.made_again for name in self._at(each.step).reads}
+        return sum(each.keeps_beside(rows) for _, each in self._primitives()) + self._elements(kept, rows)
+
+    @cached_property
+    def made_again(self) -> frozenset[Made]:
+        """The tensors that are kept for products alone, and made again for these instead."""
+        found = {Made(name, n) for n, each in self._primitives() if each.made_again for name in each.makes}
         for number, primitive in self._primitives():
-            kept |= {self._read_or_made(name, number) for name in primitive.keeps()}
-            beside += primitive.keeps_beside(rows)
-        return beside + self._elements(kept, rows)
+            if not primitive.product:
+                found -= {self._read_or_made(name, number) for name in primitive.keeps()}
+        return frozenset(found - {self._last(name) for name in self.outputs})
 
     @cached_property
     def keeps_input(self) -> bool:
@@ -143,6 +156,9 @@ class Run:
         given = {self._last(name) for name in self.outputs}
         mine = {each for each in gradients if each not in given or self._readers(each)}
         return beside + self._elements(kept, rows) + self._elements(mine, rows)
+
+    def _at(self, number: int) -> Primitive:
+        return self.steps[number].primitive
 
     def _primitives(self) -> Iterator[tuple[int, Primitive]]:
         return ((number, step.primitive) for number, step in enumerate(self.steps))

@@ -55,6 +55,10 @@ def _want_said(where: str, primitive: Primitive) -> None:
     for tensor in (*primitive.keeps(), *primitive.keeps_for_weight(), *primitive.gradients_for_weight()):
         if tensor not in tensors:
             raise UserError(f"{where} keeps {tensor}, which it neither reads nor makes; it has {', '.join(tensors)}")
+    if primitive.made_again and (primitive.parameters() or len(primitive.makes) > 1):
+        raise UserError(
+            f"{where} says made_again, but has parameters or makes several tensors; leave it out"
+        )
     for tensor in primitive.makes:
         try:
             primitive.shape(tensor, 1)

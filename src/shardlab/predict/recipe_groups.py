@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardlab.models import CutModel
-from shardlab.models.kept import AUTOGRAD, SavedActivations, kept_activations, kept_elements
+from shardlab.models.kept import AUTOGRAD, EXECUTOR, SavedActivations, kept_activations, kept_elements
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.models.model import Model
 from shardlab.program import Kind, OpKind, Sizes
@@ -97,10 +97,13 @@ class MemoryUse:
         Args:
             slices: into how many sequence parallelism cuts a sequence.
         """
-        if self.saved == AUTOGRAD and self.logit_bytes is None and not self.half_gradients:
+        plain = self.logit_bytes is None and not self.half_gradients
+        if plain and self.saved == EXECUTOR:
             return sizes
         width = sizes.element_bytes[Kind.SAVED]
         saved = tuple(kept_elements(model, layer, micro_batch_size, self.saved, width) for layer in range(model.layers))
+        if plain and self.saved == AUTOGRAD:
+            return replace(sizes, saved=saved)
         activations = kept_activations(model, micro_batch_size, self.saved, slices)
         if self.logit_bytes is not None:  # of logits and their gradient, which are counted alike
             sliced = isinstance(model, CutModel) and model.vocab_slices > 1 and self.sliced_logit_bytes is not None

@@ -6,6 +6,7 @@ from shardlab.models.tensors.flat import lengthened, named_views, views, with_bo
 from shardlab.models.tensors.generate import Choice, Writer
 from shardlab.models.tensors.layers import TensorLayer, layers_of
 from shardlab.models.tensors.loss import combined_loss, loss_gradient, loss_of, loss_stats
+from shardlab.models.tensors.products import Products
 from shardlab.models.tensors.recutting import to_blocks, to_layers, whole_parameters
 from shardlab.models.tensors.seeding import generator_of
 from shardlab.models.tensors.share import Share
@@ -15,6 +16,7 @@ __all__ = [
     "Choice",
     "Dropout",
     "Initial",
+    "Products",
     "Share",
     "TensorLayer",
     "Writer",

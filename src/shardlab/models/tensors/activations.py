@@ -21,8 +21,22 @@ def activated(activation: Activation, x: Tensor) -> Tensor:
     if activation == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
     if activation == "squared_relu":
-        return F.relu(x).square()
+        return cast(Tensor, _SquaredReLU.apply(x))
     return cast(Tensor, _SwiGLU.apply(x))
+
+
+class _SquaredReLU(torch.autograd.Function):
+    """max(x, 0)^2; keeps its input, of which it can be made again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.relu(x).square_()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gradient,), (x,) = gradients, ctx.saved_tensors
+        return F.relu(x).mul_(gradient).mul_(2)
 
 
 class _SwiGLU(torch.autograd.Function):

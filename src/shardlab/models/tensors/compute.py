@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import singledispatch
 
 import torch
@@ -20,6 +20,7 @@ from shardlab.models.tensors.activations import activated
 from shardlab.models.tensors.attention_with_dropout import attention_with_dropout
 from shardlab.models.tensors.cache import KeysValues
 from shardlab.models.tensors.lookup import look_up
+from shardlab.models.tensors.products import Again, Products, linear
 from shardlab.models.tensors.rms_norm import rms_norm
 from shardlab.models.tensors.rotary import rotated
 from shardlab.models.tensors.share import Share
@@ -36,6 +37,8 @@ class Given:
         share: which slice, or which tokens, these are.
         factor: what it multiplies by beside its parameters (see `factors`).
         cache: of the text's earlier tokens (None: all tokens are given).
+        products: what makes the gradients of products' weights (None: autograd does).
+        again: what makes tensors again that are not kept for those, by name.
     """
 
     parameters: Mapping[str, Tensor]
@@ -43,11 +46,19 @@ class Given:
     share: Share
     factor: Tensor | None = None
     cache: KeysValues | None = None
+    products: Products | None = None
+    again: Mapping[str, Again] = field(default_factory=dict[str, Again])
 
     @property
     def x(self) -> Tensor:
         """The tensor that most primitives read."""
         return self.tensors["x"]
+
+    def linear(self, read: str, weight: str, bias: str = "") -> Tensor:
+        """A linear map of a tensor by parameters of these names; empty for no bias."""
+        parameters = self.parameters
+        given = parameters[bias] if bias else None
+        return linear(self.tensors[read], parameters[weight], given, self.products, self.again.get(read))
 
 
 @singledispatch
@@ -88,19 +99,20 @@ def _(primitive: Norm, given: Given) -> tuple[Tensor, ...]:
 
 @compute.register
 def _(primitive: Linear, given: Given) -> tuple[Tensor, ...]:
-    x, weight = given.tensors[primitive.read], given.parameters[f"{primitive.name}.weight"]
+    read, name = primitive.read, primitive.name
+    x, weight = given.tensors[read], given.parameters[f"{name}.weight"]
     if x.shape[-1] > weight.shape[1]:  # what attention has mixed, as an op of its own, comes with its log-sum-exp
-        x = x[..., : weight.shape[1]].to(weight.dtype)
-    return (F.linear(x, weight, given.parameters[f"{primitive.name}.bias"] if primitive.bias else None),)
+        given = replace(given, tensors={read: x[..., : weight.shape[1]].to(weight.dtype)})
+    return (given.linear(read, f"{name}.weight", f"{name}.bias" if primitive.bias else ""),)
 
 
 @compute.register
 def _(primitive: Scores, given: Given) -> tuple[Tensor, ...]:
     """-inf for tokens beyond the vocabulary."""
-    weight = given.parameters["wte.weight" if primitive.tied else "lm_head.weight"]
-    logits = F.linear(given.x, weight)
-    real = max(0, primitive.outputs - given.share.piece("vocab")[0] * len(weight))
-    if real < len(weight):
+    logits = given.linear("x", "wte.weight" if primitive.tied else "lm_head.weight")
+    each = logits.shape[-1]
+    real = max(0, primitive.outputs - given.share.piece("vocab")[0] * each)
+    if real < each:
         logits[..., real:].fill_(float("-inf"))
     return (logits,)
 
@@ -121,8 +133,8 @@ def _(primitive: Add, given: Given) -> tuple[Tensor, ...]:
 @compute.register
 def _(primitive: Projection, given: Given) -> tuple[Tensor, ...]:
     """Queries, and keys and values, are views of one tensor."""
-    x, (_, of) = given.x, given.share.piece("head")
-    features = F.linear(x, given.parameters["attn.c_attn.weight"], given.parameters.get("attn.c_attn.bias"))
+    of = given.share.piece("head")[1]
+    features = given.linear("x", "attn.c_attn.weight", "attn.c_attn.bias" if primitive.bias else "")
     if given.factor is not None:
         features = rotated(features, given.factor, (primitive.heads + primitive.kv_heads) // of)
     queries, keys_values = torch.split(features, [primitive.hidden_size // of, 2 * primitive.kv_width // of], -1)
@@ -172,7 +184,7 @@ def _(primitive: ExpertLinear, given: Given) -> tuple[Tensor, ...]:
     number, of = given.share.piece("ffn")
     if bias is not None and of > 1 and primitive.in_index == "ffn":  # each slice adds its part of the sum's bias
         bias = F.pad(bias, (number * bias.shape[1], (of - 1 - number) * bias.shape[1]))
-    return (mixture.expert_linear(given.x, weight, bias),)
+    return (mixture.expert_linear(given.x, weight, bias, given.products, given.again.get("x")),)
 
 
 @compute.register

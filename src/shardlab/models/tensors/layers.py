@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,26 @@ from shardlab.models.tensors.cache import KeysValues
 from shardlab.models.tensors.compute import Given, compute
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.factors import Surroundings, factor
+from shardlab.models.tensors.products import Again, Products
 from shardlab.models.tensors.share import ALL, Share
+
+
+class _Prepared(NamedTuple):
+    """What is known of a step beforehand.
+
+    Attributes:
+        primitive: what is computed.
+        function: what computes it.
+        makes: names of what it makes.
+        dropped: names of the tensors that it is the last to read.
+        made_again: whether what it makes is not kept, and made again.
+    """
+
+    primitive: Primitive
+    function: Callable[..., tuple[Tensor, ...]]
+    makes: tuple[str, ...]
+    dropped: set[str]
+    made_again: bool
 
 
 @dataclass(frozen=True)
@@ -38,6 +58,7 @@ class TensorLayer:
         share: Share = ALL,
         dropout: Dropout | None = None,
         cache: KeysValues | None = None,
+        products: Products | None = None,
     ) -> tuple[Tensor, ...]:
         """The layer's outputs, rows first like its inputs; the activation comes first, each is memory of its own.
 
@@ -49,8 +70,10 @@ class TensorLayer:
             share: which slice or which tokens are computed.
             dropout: the step's and the microbatches'; the layer's masks are those of the blocks that it is made of.
             cache: keys and values of earlier tokens; the share's tokens are those that follow.
+            products: what makes the gradients of products' weights (None: autograd does).
         """
-        return self.compute(parameters, inputs, self.factors(parameters, inputs, share, dropout), share, cache)
+        factors = self.factors(parameters, inputs, share, dropout)
+        return self.compute(parameters, inputs, factors, share, cache, products)
 
     def factors(
         self, parameters: Sequence[Tensor], inputs: Sequence[Tensor], share: Share, dropout: Dropout | None
@@ -74,15 +97,21 @@ class TensorLayer:
         factors: Iterable[Tensor | None],
         share: Share,
         cache: KeysValues | None = None,
+        products: Products | None = None,
     ) -> tuple[Tensor, ...]:
         """`run`, given what the steps multiply by: a function of tensors alone."""
         by_name = dict(zip(self.names, parameters, strict=True))
-        tensors = self._unpacked(inputs)
-        for (primitive, function, makes, dropped), its in zip(self._steps, factors, strict=True):
-            made = function(primitive, Given(by_name, tensors, share, its, cache))
-            for name, each in zip(makes, made, strict=True):
+        tensors, again = self._unpacked(inputs), dict[str, Again]()
+        for step, its in zip(self._steps, factors, strict=True):
+            given = Given(by_name, tensors, share, its, cache, products, again)
+            made = step.function(step.primitive, given)
+            made_again = _again(step, given) if products is not None and step.made_again else None
+            for name, each in zip(step.makes, made, strict=True):
                 tensors[name] = each
-            for name in dropped:
+                again.pop(name, None)
+            if made_again is not None:
+                again[step.makes[0]] = made_again
+            for name in step.dropped:
                 del tensors[name]
         return self._packed(tensors)
 
@@ -94,12 +123,12 @@ class TensorLayer:
         return y
 
     @cached_property
-    def _steps(self) -> list[tuple[Primitive, Callable[..., tuple[Tensor, ...]], tuple[str, ...], set[str]]]:
-        """Each step's primitive, what computes it, what it makes and what it is the last to read: looked up once."""
-        primitives = [step.primitive for step in self.layer.steps]
+    def _steps(self) -> list[_Prepared]:
+        """What each step wants, looked up once."""
+        primitives, again = [step.primitive for step in self.layer.steps], {made.step for made in self.layer.made_again}
         return [
-            (primitive, compute.dispatch(type(primitive)), tuple(primitive.makes), dropped)
-            for primitive, dropped in zip(primitives, self._dropped, strict=True)
+            _Prepared(primitive, compute.dispatch(type(primitive)), tuple(primitive.makes), dropped, number in again)
+            for number, (primitive, dropped) in enumerate(zip(primitives, self._dropped, strict=True))
         ]
 
     @cached_property
@@ -132,6 +161,12 @@ class TensorLayer:
             return first.clone(), *(tensors[name].clone() for name in self.layer.outputs[1:])
         carried = [[tensors[name] for name in names] for names in self.layer.carried_outputs.values()]
         return first, *(each[0] if len(each) == 1 else _side_by_side(each, first.dtype) for each in carried)
+
+
+def _again(step: _Prepared, given: Given) -> Again:
+    """What makes the result of a step again, of the tensors that it has read."""
+    tensors = {name: given.tensors[name].detach() for name in step.primitive.reads}
+    return partial(step.function, step.primitive, Given(given.parameters, tensors, given.share, given.factor))
 
 
 def _side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

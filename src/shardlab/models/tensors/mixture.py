@@ -10,7 +10,7 @@ algorithm 1). Every strategy thus drops the same tokens. The steps are autograd 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlab.models.mixture import Router
+from shardlab.models.tensors.products import Again, Products, add_product
 from shardlab.models.tensors.share import Share
 from shardlab.rules.pieces import bits
 
@@ -166,9 +167,27 @@ def _gathered(buffers: Tensor, slots: Tensor) -> Tensor:
     return found.masked_fill_((slots < 0)[..., None], 0)
 
 
-def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Buffers (microbatches * experts, capacity, inputs) through each expert's linear map; see `_ExpertLinear`."""
-    return cast(Tensor, _ExpertLinear.apply(x, weight, bias))
+def expert_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, products: Products | None = None, again: Again | None = None
+) -> Tensor:
+    """Buffers (microbatches * experts, capacity, inputs) through each expert's linear map; see `_ExpertLinear`.
+
+    Args:
+        weight: (experts, outputs, inputs).
+        bias: (experts, outputs); of a slice of the outputs, with zeros for the others.
+        products, again: as for `linear`.
+    """
+    apply = cast("Callable[..., Tensor]", _ExpertLinear.apply)
+    if products is None or not products.wants(weight, again):
+        return apply(x, weight, bias)
+    made = apply(x, weight.detach(), bias)
+    products.watch(made, x, again, (weight,), _add_of_experts)
+    return made
+
+
+def _add_of_experts(gradient: Tensor, x: Tensor, rooms: Sequence[Tensor]) -> None:
+    for part, its in zip(torch.split(gradient, len(rooms[0])), torch.split(x, len(rooms[0])), strict=True):
+        add_product(rooms[0], part.transpose(1, 2), its)
 
 
 class _ExpertLinear(torch.autograd.Function):
@@ -179,7 +198,7 @@ class _ExpertLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         outputs = [torch.bmm(part, weight.transpose(1, 2)) for part in torch.split(x, len(weight))]
         made = torch.cat(outputs)
         if bias is not None:

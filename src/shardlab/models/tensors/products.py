@@ -1,0 +1,148 @@
+"""Products with weights, whose gradients are made beside autograd.
+
+Autograd goes through a product to its input alone. When the gradient of what the product made arrives, the gradients of
+its parameters are added right where they are wanted: autograd would make each in memory of its own first. And the
+input, which only the weight's gradient reads, is not kept where it can be made again of what is kept anyway: the
+output of an activation function, which is the largest tensor of a block.
+"""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Again = Callable[[], tuple[Tensor, ...]]
+"""Makes a tensor again, bit for bit, as the first of what a primitive makes."""
+
+AddGradients = Callable[[Tensor, Tensor, Sequence[Tensor]], None]
+"""Adds the gradients of a product's parameters, given that of its output, its input, and where each is added."""
+
+
+LARGE = 2**14
+"""Elements of a weight from which on it takes less time to add its gradient in place than to call Python for it."""
+
+
+class Product:
+    """One product of a graph.
+
+    Attributes:
+        parameters: the leaves that it multiplies with or adds.
+        input: what it read, until that is no longer wanted; or what makes it again.
+        gradient: of its output, between the halves of a backward pass.
+    """
+
+    __slots__ = ("_add", "_all", "_output", "gradient", "input", "parameters")
+
+    def __init__(self, all: Products, output: int, parameters: Sequence[Tensor], add: AddGradients) -> None:
+        self._all, self._output, self._add = all, output, add
+        self.parameters = parameters
+        self.input: Tensor | Again | None = None
+        self.gradient: Tensor | None = None
+
+    def arrive(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """A pre-hook of the node of its output: add its parameters' gradients, or get ready to do so later."""
+        given, gradient = self.input, gradients[self._output]
+        if gradient is None or given is None:
+            return
+        self.input, self.gradient = given if isinstance(given, Tensor) else given()[0], gradient
+        if self._all.waiting is None:
+            self.finish()
+        else:
+            self._all.waiting.append(self)
+
+    def finish(self) -> None:
+        """Add its parameters' gradients, and keep nothing."""
+        given, gradient, rooms = self.input, self.gradient, self._all.rooms
+        assert isinstance(given, Tensor), "its output's gradient has come"
+        assert gradient is not None
+        self.input = self.gradient = None
+        self._add(gradient, given, [rooms[id(parameter)] for parameter in self.parameters])
+
+
+class Products:
+    """The products of a graph.
+
+    Attributes:
+        rooms: where gradients are added, by the id of the parameter.
+        waiting: products whose gradients have come and whose parameters' gradients are made later; None while these are
+            made at once.
+    """
+
+    def __init__(self) -> None:
+        self.rooms: dict[int, Tensor] = {}
+        self.waiting: list[Product] | None = None
+
+    def add_to(self, leaves: Sequence[Tensor], rooms: Sequence[Tensor]) -> None:
+        """From now on gradients of these leaves are added to these tensors."""
+        self.rooms = dict(zip(map(id, leaves), rooms, strict=True))
+
+    def watch(
+        self, made: Tensor, read: Tensor, again: Again | None, parameters: Sequence[Tensor], add: AddGradients
+    ) -> None:
+        """Make the gradients of some parameters when that of `made` arrives.
+
+        Args:
+            made: what was made of them.
+            read: what they were multiplied by.
+            again: makes that again (None: it is kept).
+            parameters: the leaves.
+            add: adds their gradients.
+        """
+        node = made.grad_fn
+        assert node is not None, "its input has a gradient"
+        product = Product(self, made.output_nr, parameters, add)
+        product.input = read.detach() if again is None else again
+        node.register_prehook(product.arrive)
+
+    def wants(self, weight: Tensor, again: Again | None) -> bool:
+        """Whether a product's gradients are made here: not where it is small, and autograd does it faster than we.
+
+        Args:
+            weight: what it multiplies by.
+            again: makes what it reads again (None: that is kept).
+        """
+        return again is not None or weight.numel() >= LARGE
+
+    def finish(self) -> None:
+        """Make the parameters' gradients that wait."""
+        waiting, self.waiting = self.waiting or [], None
+        with torch.no_grad():
+            for product in waiting:
+                product.finish()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: Products | None, again: Again | None) -> Tensor:
+    """A linear map of `x` (..., inputs), to (..., outputs).
+
+    Args:
+        products: those of the graph (None: autograd makes all gradients).
+        again: makes `x` again (None: it is kept).
+    """
+    if products is None or not products.wants(weight, again):
+        return F.linear(x, weight, bias)
+    made = F.linear(x, weight.detach(), None if bias is None else bias.detach())
+    products.watch(made, x, again, (weight,) if bias is None else (weight, bias), _add_linear)
+    return made
+
+
+def _add_linear(gradient: Tensor, x: Tensor, rooms: Sequence[Tensor]) -> None:
+    gradient = gradient.flatten(0, -2)
+    add_product(rooms[0], gradient.T, x.flatten(0, -2))
+    for room in rooms[1:]:
+        room.add_(gradient.sum(0))
+
+
+def add_product(room: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the product of two matrices, or of two lots of matrices, to a tensor, which may be of other numbers."""
+    if room.dtype != a.dtype:
+        room.add_(a @ b)
+    elif room.dim() == 2:
+        room.addmm_(a, b)
+    else:
+        room.baddbmm_(a, b)
