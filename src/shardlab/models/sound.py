@@ -56,9 +56,7 @@ def _want_said(where: str, primitive: Primitive) -> None:
         if tensor not in tensors:
             raise UserError(f"{where} keeps {tensor}, which it neither reads nor makes; it has {', '.join(tensors)}")
     if primitive.made_again and (primitive.parameters() or len(primitive.makes) > 1):
-        raise UserError(
-            f"{where} says made_again, but has parameters or makes several tensors; leave it out"
-        )
+        raise UserError(f"{where} says made_again, but has parameters or makes several tensors; leave it out")
     for tensor in primitive.makes:
         try:
             primitive.shape(tensor, 1)
