@@ -46,6 +46,7 @@ SAME: dict[str, tuple[str | Plan, int, dict[str, Any], dict[str, Any]]] = {
     "states on the disk": (f"{AWAY}:state_away", 2, {}, {}),
     "weights on the disk": (f"{AWAY}:weights_away", 2, {}, {}),
     "gathered weights": ("fsdp", 2, {"passes": "fuse-steps=2"}, {}),
+    "tiles": ("zero-3", 2, {"passes": "tile=2"}, {}),
     "sgd": ("fsdp", 2, {}, {"optimizer": "sgd"}),
     "lion": ("tp", 2, {}, {"optimizer": "lion"}),
     "muon": ("ddp", 2, {}, {"optimizer": "muon"}),

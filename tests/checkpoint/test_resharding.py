@@ -36,6 +36,8 @@ PLANS: dict[str, tuple[str | Plan, int]] = {
     "tp": (Plan(Mesh(tp=2)), 2),
     "tp of 4, sequence-parallel": (Plan(Mesh(tp=4), sequence_parallel=True), 4),
     "tp, sharded": (Plan(Mesh(dp_shard=2, tp=2), **SHARDED), 4),
+    "zero-3 in tiles": (Plan(Mesh(dp_shard=2), **SHARDED, passes="tile=4"), 2),
+    "tp in tiles": (Plan(Mesh(dp_shard=2, tp=2), **SHARDED, passes="tile=2"), 4),
     "cp and tp": (Plan(Mesh(cp=2, tp=2), context="ulysses"), 4),
     "3d": ("3d", 8),
 }
