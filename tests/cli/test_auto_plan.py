@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardlab.cli import main
+from shardlab.cli.auto_plan import planned_here
+from shardlab.cli.plan_options import NO_FLAGS
 from shardlab.measure.saving import this_machine
+from shardlab.train.config_sources import preset
 from tests.cli.test_cluster import profile_of
 
 
@@ -30,7 +34,38 @@ def test_the_batch_stays_and_its_microbatches_are_chosen(capsys: pytest.CaptureF
     train = config["train"]
     assert train["microbatches"] * train["micro_batch_size"] == 16
     assert math.prod(config["plan"]["mesh"].values()) == 2
-    assert configured(capsys) == config  # as every rank of a launched world finds
+    assert configured(capsys) == config
+
+
+def test_a_launchers_ranks_take_the_plan_that_the_first_of_them_has_chosen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host of another rank was not measured, or would choose another plan."""
+    told: list[str] = []
+
+    class Meeting:
+        rank = 0
+
+        def __init__(self, world: object) -> None: ...
+
+        def all(self, act: Callable[[], str]) -> str:
+            return act()
+
+        def exchange(self, word: str) -> list[str]:
+            told.append(word)
+            return [told[0], ""]
+
+    monkeypatch.setattr("shardlab.train.stores.Together", Meeting)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    profile_of(this_machine()).write()
+    first = configured(capsys, "--tp", "2")
+    monkeypatch.setattr(Meeting, "rank", 1)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
+    _, config = planned_here(NO_FLAGS, [preset("default")], 2, tell=False)
+    assert told[-1] == "", "only the first chooses"
+    assert config.plan.as_dict()["mesh"] == first["plan"]["mesh"] == {"tp": 2}
 
 
 def test_flags_of_a_plan_are_not_left_open(capsys: pytest.CaptureFixture[str]) -> None:

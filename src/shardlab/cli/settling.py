@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardlab.cli.expected import cluster_here, workload_of
+from shardlab.cli.first_rank import of_first_rank
 from shardlab.cli.passes_report import useless_offload
 from shardlab.cli.strategy import checked
 from shardlab.errors import Refused, UserError
@@ -18,7 +18,6 @@ from shardlab.passes import settled
 from shardlab.program.pass_names import UNSAID, named_passes
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.train.config_sources import ConfigSource, merged, origin
-from shardlab.train.launch_environment import find_launch_environment
 
 if TYPE_CHECKING:
     from shardlab.check import Checked
@@ -52,14 +51,7 @@ def settled_here(
         UserError: when a launcher's ranks do not meet.
     """
     choose = partial(_choice, entry, job, [each for each in counts if each != job.microbatches], lenient)
-    world = find_launch_environment(os.environ)
-    if world is None or world.world == 1:
-        return entry.rewritten(job.ranks, choose())
-    from shardlab.train.stores import Together
-
-    together = Together(world)
-    found = together.all(choose if together.rank == 0 else str)
-    return entry.rewritten(job.ranks, together.exchange(found)[0])
+    return entry.rewritten(job.ranks, of_first_rank(choose))
 
 
 def unsettled_run(entry: StrategyEntry, config: TrainingConfig) -> TrainingConfig:
