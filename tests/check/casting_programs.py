@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from shardlab.program import Rank
+from tests.support.passes import gradients
 
 
 async def gradients_in_half(rank: Rank) -> None:
     """Data parallelism whose gradients travel in bfloat16 (PyTorch's communication hook `bf16_compress_hook`)."""
-    for l in rank.layers:
-        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
-    rank.activations[0] = rank.load_batch(rank.share())
-    for l in rank.layers:
-        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
-    grad = rank.loss(rank.activations.pop(len(rank.layers)))
-    for l in reversed(rank.layers):
-        made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+    for l, made in gradients(rank):
         rank.grad_weights[l] = await rank.all_reduce(rank.cast(made, "bfloat16"))
     for l in rank.layers:
         squares = rank.norm(l, rank.grad_weights[l])

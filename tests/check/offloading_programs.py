@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardlab.program import Rank
+from tests.support.passes import gradients
 
 
 async def offloaded(rank: Rank) -> None:
@@ -10,12 +11,8 @@ async def offloaded(rank: Rank) -> None:
     for l in rank.layers:
         rank.weights[l, "host"], rank.opt_states[l] = rank.load_weights(l, place="host")
         rank.weights[l] = await rank.reload(rank.weights[l, "host"])
-    rank.activations[0] = rank.load_batch(rank.share())
-    for l in rank.layers:
-        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
-    grad = rank.loss(rank.activations.pop(len(rank.layers)))
-    for l in reversed(rank.layers):
-        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights.pop(l))
+    for l, grad_weight in gradients(rank):
+        del rank.weights[l]
         total = await rank.offload(await rank.all_reduce(grad_weight))
         rank.weights[l, "host"], rank.opt_states[l] = rank.update(l, total, rank.weights[l, "host"], rank.opt_states[l])
 
@@ -25,12 +22,7 @@ async def state_away(rank: Rank) -> None:
     for l in rank.layers:
         rank.weights[l] = rank.load_weight(l)
         rank.opt_states[l] = rank.load_opt_state(l, place="disk")
-    rank.activations[0] = rank.load_batch(rank.share())
-    for l in rank.layers:
-        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
-    grad = rank.loss(rank.activations.pop(len(rank.layers)))
-    for l in reversed(rank.layers):
-        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+    for l, grad_weight in gradients(rank):
         total = await rank.all_reduce(grad_weight)
         state = await rank.reload(rank.opt_states.pop(l))
         rank.weights[l], state = rank.update(l, total, rank.weights[l], state)
@@ -109,12 +101,7 @@ async def clipped_here(rank: Rank) -> None:
     for l in rank.layers:
         weight = rank.load_weight(l, place="host")
         rank.weights[l], rank.opt_states[l] = await rank.reload(weight), rank.load_opt_state(l)
-    rank.activations[0] = rank.load_batch(rank.share())
-    for l in rank.layers:
-        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
-    grad = rank.loss(rank.activations.pop(len(rank.layers)))
-    for l in reversed(rank.layers):
-        made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+    for l, made in gradients(rank):
         rank.grad_weights[l] = await rank.all_reduce(made)
         squares = rank.norm(l, rank.grad_weights[l])
         rank.scalars["norm"] = rank.scalars["norm"] + squares if "norm" in rank.scalars else squares

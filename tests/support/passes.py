@@ -8,9 +8,13 @@ from shardlab.program import Rank, Value
 
 
 def gradients(rank: Rank, microbatches: Iterable[int] | None = None) -> Iterator[tuple[int, Value]]:
-    """Each layer and its weight's gradient, of some microbatches (None: the rank's share), the last layer first."""
+    """Each layer and its weight's gradient, of some microbatches (None: the rank's share), the last layer first.
+
+    Weights and states that a program has not loaded are loaded whole.
+    """
     for l in rank.layers:
-        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+        if l not in rank.weights:
+            rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
     rank.activations[0] = rank.load_batch(rank.share() if microbatches is None else microbatches)
     for l in rank.layers:
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardlab.program import Rank, Value
+from tests.support.passes import gradients
 
 
 async def apart(rank: Rank) -> None:
@@ -12,12 +13,7 @@ async def apart(rank: Rank) -> None:
         rank.weights[l] = rank.load_weight(l)
         parts = [rank.load_opt_state(l, rank.index + n * i, 2 * n) for i in range(2)]
         rank.opt_states[l] = rank.concatenate(parts)
-    rank.activations[0] = rank.load_batch(rank.share())
-    for l in rank.layers:
-        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
-    grad = rank.loss(rank.activations.pop(len(rank.layers)))
-    for l in reversed(rank.layers):
-        made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+    for l, made in gradients(rank):
         rank.grad_weights[l] = await rank.all_reduce(made)
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.update(
