@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from shardlab.program.attention_verbs import AttentionVerbs
-from shardlab.program.communication_verbs import CommunicationVerbs
+from shardlab.program.collective_verbs import CollectiveVerbs
 from shardlab.program.copying_verbs import CopyingVerbs
 from shardlab.program.scaling_verbs import ScalingVerbs
 from shardlab.program.slicing_verbs import SlicingVerbs
 
 
-class Rank(AttentionVerbs, CommunicationVerbs, CopyingVerbs, ScalingVerbs, SlicingVerbs):
+class Rank(AttentionVerbs, CollectiveVerbs, CopyingVerbs, ScalingVerbs, SlicingVerbs):
     """One rank of a strategy program: its place and stores, the verbs that compute and those that communicate."""
