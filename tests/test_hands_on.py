@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from tests.test_readme import OF_SESSIONS, ROOT, TEXTS, elsewhere, squeezed
+from tests.test_readme import OF_SESSIONS, ROOT, TEXTS, elsewhere, shortened, squeezed
 
 __all__ = ["elsewhere"]
 
@@ -30,12 +29,6 @@ shakespeare.SHA256 = sys.argv[1]
 for line in sys.stdin:
     print(main(shlex.split(line)[1:]), end="\\n{END}", flush=True)
 """
-
-
-def shortened(line: str) -> str:
-    """A command with fewer steps; --trace needs 15."""
-    most = 16 if "--trace" in line else 4
-    return re.sub(r"--steps (\d+)", lambda m: f"--steps {min(int(m[1]), most)}", line)
 
 
 def flat(text: str) -> str:

@@ -30,7 +30,7 @@ from tests.support.random_programs import Shape, random_program
 from tests.support.refusing import Told, refusal, says, tells, told
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
-SAMPLE, SAMPLE_OF_PLANS = 6, 2
+SAMPLE, SAMPLE_OF_PLANS = 4, 2
 """Mutants of one kind and program that are tried; there may be thousands, which `tests.support.long_run` tries."""
 
 RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two have states finer than their weights
@@ -124,8 +124,9 @@ def mutants(kind: str, name: str) -> list[Program]:
     random = Random(f"{kind} {name}")
     kept: list[Program] = []
     for count, mutant in enumerate(MUTATIONS[kind](subjects()[name])):  # each is kept with the same chance
-        place = count if count < sample else random.randrange(count + 1)
-        kept[place : place + 1] = [mutant] if place < sample else []
+        place = count if count < sample else int(random.random() * (count + 1))
+        if place < sample:
+            kept[place : place + 1] = [mutant]
     return kept
 
 

@@ -20,7 +20,7 @@ from shardlab.train.job import Job
 from tests.checkpoint.filled import fill, known, saved, states_of
 
 SIZES: dict[str, Any] = {"hidden_size": 24, "heads": 4, "vocab_size": 41, "seq_len": 8}
-MODEL = GPT(layers=4, **SIZES)
+MODEL = GPT(layers=2, **SIZES)
 SHARD = ("dp_shard",)
 SHARDED: dict[str, Any] = {"shard_parameters": SHARD, "shard_gradients": SHARD, "shard_optimizer": SHARD}
 

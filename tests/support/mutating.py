@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from shardlab.program import Op, OpKind, Program
 
@@ -17,7 +16,9 @@ def mutation(function: Mutation) -> Mutation:
 
 
 def with_tape(program: Program, rank: int, ops: list[Op]) -> Program:
-    return replace(program, tapes=[ops if r == rank else tape for r, tape in enumerate(program.tapes)])
+    tapes = [*program.tapes]
+    tapes[rank] = ops
+    return Program(program.mesh, program.microbatches, program.sizes, tapes)
 
 
 def places(program: Program, *kinds: OpKind) -> Iterator[tuple[int, int, Op]]:
@@ -53,13 +54,14 @@ def renamed(ops: list[Op], old: int, new: int) -> list[Op]:
 
 def fresh_number(tape: list[Op]) -> int:
     """A number that no value of a tape has."""
-    return 1 + max(n for op in tape for n in (*op.inputs, *op.outputs))
+    return 1 + max(max(op[2] + op[3]) for op in tape if op[2] or op[3])
 
 
 def living_on(tape: list[Op], number: int) -> list[Op]:
     """The tape with a value that is freed only when the step ends."""
-    kept = (op for op in tape if op.kind is not OpKind.FREE or op.inputs != (number,))
-    return [*kept, Op(OpKind.FREE, -1, (number,))]
+    free = Op(OpKind.FREE, -1, (number,))
+    at = tape.index(free) if free in tape else len(tape)
+    return [*tape[:at], *tape[at + 1 :], free]
 
 
 def without_summand(tape: list[Op], number: int) -> list[Op] | None:
