@@ -178,7 +178,9 @@ def sentence(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
     sign = "+" if more >= 0 else "-"
     least = min(2**26, 0.01 * chosen.forecast.memory.total)
     size = f"{sign}{bytes_text(abs(more), 1)}" if abs(more) >= least else "as much memory"
-    full = "" if memory.safe else f"leaves less than the margin of {bytes_text(margin, 0)}: "
+    kept = f"leaves less than the {bytes_text(margin, 0)} that the recipe keeps free: "
+    reused = "fits only if the allocator gives back what it holds in reserve: "
+    full = "" if memory.safe else reused if memory.wanted > room else kept
     return f"{full}{size}, step {step:+.1%}{_why(answer, chosen)}"
 
 
