@@ -37,6 +37,34 @@ def refused(capsys: Captured, *words: str) -> str:
     return line
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("fsdp",), "the pass tile cuts blocks into half-blocks, for which this program is not written; take a plan"),
+        (("zero-1",), "the pass tile has nothing to do: no layer that can be cut is gathered for its use"),
+        (("zero-3", "--recompute", "selective"), "no tiles are made of experts, of layers around attention between"),
+        (("zero-3", "--model", "gpt2-xl", "--cluster", "h100x4"), "25 heads do not divide into 2 slices, tiles of a"),
+        (("zero-3", "--model", "mixtral-8x7b", "--cluster", "h100x64"), "in 2 tiles, but none are made of experts"),
+        (("fsdp", "--model", "gpt2", "--cluster", "h100x4"), "the pass tile cuts blocks into half-blocks"),
+    ],
+)
+def test_a_layer_that_cannot_be_computed_in_tiles_is_one_sentence(
+    capsys: Captured, words: tuple[str, ...], sentence: str
+) -> None:
+    assert sentence in refused(capsys, "simulate", *words, "--passes", "tile=2")
+
+
+def test_a_step_in_tiles_takes_less_memory_and_more_time(capsys: Captured) -> None:
+    """With prices too, where gathers ahead win some of the time back."""
+    (unit,) = json_of(capsys, "zero-3", "--passes", "tile=4")["passes"]
+    tiled, ahead = json_of(capsys, "zero-3", *GPT2, "--passes", "tile=4,prefetch")["passes"]
+    for each in (unit, tiled):
+        assert (each["pass"], each["number"]) == ("tile", 4)
+        assert each["peak_bytes"] < each["peak_bytes_before"]
+        assert each["end"] > each["end_before"]
+    assert ahead["end"] < tiled["end"]
+
+
 def test_a_row_for_each_pass_and_then_the_step_that_they_make(capsys: Captured, tmp_path: Path) -> None:
     shown = said(capsys, "fsdp", "--passes", "all", "--svg", str(tmp_path / "fsdp.svg"))
     assert "as written 13.6 7.00 MiB prefetch=1 12.4 7.00 MiB gathers weights ahead of their use" in shown

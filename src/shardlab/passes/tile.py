@@ -33,14 +33,14 @@ def tile(checked: Checked, tiles: int) -> Tapes:
     """Compute each layer that can be cut in so many tiles.
 
     Raises:
-        CannotApply: when the program's sizes do not cut layers so, or no rank gathers a layer for its use.
+        CannotApply: when layers cannot be cut so, the program's sizes do not, or no rank gathers a layer for its use.
     """
     program = checked.program
     cut = [layer for layer in program.sizes.signatures if layer.cut]
-    if not cut or program.sizes.tiles != tiles:
-        raise CannotApply(f"the program was not traced for layers in {tiles} tiles")
     if not all(map(_makes_terms, cut)):
         raise CannotApply("no tiles are made of experts, of layers around attention between slices, or of columns")
+    if not cut or program.sizes.tiles != tiles:
+        raise CannotApply(f"the program was not traced for layers in {tiles} tiles")
     made = [TiledTape(tape, checked.specs[rank], program) for rank, tape in enumerate(program.tapes)]
     if not any(each.gathers for each in made):
         raise CannotApply("no layer that can be cut is gathered for its use, so ranks keep these layers whole")
