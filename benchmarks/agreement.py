@@ -69,7 +69,7 @@ CASES = [  # strategy, ranks, microbatches, model, sequences of a microbatch, na
 ]
 
 BENCH = (
-    "collectives --ranks 2 --min 2KB --max 8MB --seconds 1.6 --kinds all_reduce all_gather reduce_scatter send_recv",
+    "collectives --ranks 2 --min 2KB --max 32MB --seconds 1.6 --kinds all_reduce all_gather reduce_scatter send_recv",
     "compute --ranks 2 --batches 1x64 4x64 2x256 --seconds 0.3",
 )
 """What is measured of the machine."""

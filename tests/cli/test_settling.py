@@ -65,7 +65,7 @@ def test_where_nobody_says_which_all_passes_run_that_help() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero-1"])
 def test_on_a_machine_that_was_not_measured_many_small_sums_become_one(strategy: str) -> None:
     """Each has a latency, which unit costs do not tell."""
-    assert settled_on(load(strategy), None, NARROW) == "bucket=1"
+    assert "bucket=1" in settled_on(load(strategy), None, NARROW).split(",")
 
 
 def test_on_gpus_without_a_price_no_pass_runs_that_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.collectives import SMALL, Messages, all_gather, all_reduce, reduce_scatter
+from shardlab.execute.collectives import Messages, all_gather, all_reduce, reduce_scatter
+from shardlab.program.ways import BY_MESSAGES
 from tests.support.ranks import Ranks
 
 World = Callable[[int], Ranks]
@@ -45,7 +46,7 @@ def exchanged(rank: int, size: int) -> tuple[Tensor, Tensor]:
 def summed(rank: int, size: int) -> list[Tensor]:
     """Two small sums that are under way at once, and one that is too large for messages."""
     group: Any = dist.new_group(list(range(size)))
-    large = torch.full((SMALL // 4 + 1,), float(rank))
+    large = torch.full((BY_MESSAGES // 4 + 1,), float(rank))
     given = [_given(rank, size)[0], 2 * _given(rank, size)[0], large, torch.empty(0)]
     works = [all_reduce(each, dist.ReduceOp.SUM, group) for each in given]
     for work in works:

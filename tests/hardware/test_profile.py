@@ -28,7 +28,7 @@ PROFILE = Profile(
     layers=[{"name": "block", "seconds": 0.1}],
     alone={("op:backward", "float32"): Rate(9e-5, 0, 0)},
     contention=0.75,
-    lag=Lag(0.5, 2e-3),
+    lag=Lag(0.5, 2e-3, 0.4),
 )
 
 
@@ -45,7 +45,16 @@ def test_one_rank_alone_has_the_memory_to_itself() -> None:
 
 def test_communication_slows_compute_as_was_measured() -> None:
     assert (Cluster.of_profile(PROFILE).contention, find_cluster("h100x8").contention) == (0.75, 0)
-    assert (Cluster.of_profile(PROFILE).lag, find_cluster("h100x8").lag) == (Lag(0.5, 2e-3), NO_LAG)
+    assert (Cluster.of_profile(PROFILE).lag, find_cluster("h100x8").lag) == (PROFILE.lag, NO_LAG)
+
+
+def test_sums_that_go_around_a_ring_have_a_line_of_their_own() -> None:
+    large = {**PROFILE.collectives, ("large_all_reduce", 2): AlphaBeta(0.0, 2e-9)}
+    cluster = Cluster.of_profile(replace(PROFILE, collectives=large))
+    seconds = [cluster.collective_seconds("all_reduce", bytes, [0, 1]) for bytes in (2**20, 2**22)]
+    assert seconds == pytest.approx([1e-4 + 1e-9 * 2**20, 2e-9 * 2**22])
+    without = Cluster.of_profile(PROFILE).collective_seconds("all_reduce", 2**22, [0, 1])
+    assert without == pytest.approx(1e-4 + 1e-9 * 2**22)
 
 
 def test_it_lies_in_the_cache_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,10 +44,10 @@ def test_kernels_are_those_of_a_busy_machine_and_apart_those_of_one_process() ->
     assert sum(rate.launch for rate in profile.alone.values()) < sum(rate.launch for rate in profile.kernels.values())
 
 
-def in_rounds(alone: float, compute: float, contention: float, lag: float) -> OverlapPoint:
+def in_rounds(alone: float, compute: float, contention: float, lag: float, hidden: float = 0.0) -> OverlapPoint:
     """What is measured where this much is lost."""
-    together = max(alone, compute) + contention * min(alone, compute)
-    return OverlapPoint("all_reduce", 2, 1024, alone, compute, alone + lag, together)
+    together = max(alone, compute) + contention * min(alone, compute) + hidden
+    return OverlapPoint("all_reduce", 2, round(1e6 * alone), alone, compute, alone + lag, together)
 
 
 def test_the_usual_loss_beside_compute_is_kept() -> None:
@@ -57,9 +57,12 @@ def test_the_usual_loss_beside_compute_is_kept() -> None:
 
 
 def test_the_lag_grows_with_what_is_computed_and_no_further_than_it_was_seen_to() -> None:
-    points = [in_rounds(1e-4, seconds, 0.0, min(0.5 * seconds, 2e-3)) for seconds in (5e-4, 6e-4, 9e-3, 8e-3)]
-    lag = updated_profile(points).lag
+    lags = {seconds: min(0.5 * seconds, 2e-3) for seconds in (5e-4, 6e-4, 9e-3, 8e-3)}
+    large = [in_rounds(1.0, 2.0, 0.8, 2e-3, hidden=1e-3)] * 2
+    points = [in_rounds(1e-4, seconds, 0.8, lag, hidden=0.5 * lag) for seconds, lag in lags.items()]
+    lag = updated_profile([*points, *large]).lag
     assert [lag.seconds(computed) for computed in (0.0, 1e-3, 1.0)] == pytest.approx([0.0, 5e-4, 2e-3])
+    assert lag.hidden == pytest.approx(0.5, rel=0.01)
 
 
 def test_a_profile_without_messages_says_so(tmp_path: Path) -> None:

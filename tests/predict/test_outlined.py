@@ -63,7 +63,7 @@ CLUSTERS = {
     "data sheets": (find_cluster("h100x64"), "bf16"),
     "measured": (measured(0.0), "fp32"),
     "contending": (measured(0.5), "fp32"),
-    "lagging": (measured(0.5, Lag(0.5, 2e-4)), "fp32"),
+    "lagging": (measured(0.5, Lag(0.5, 2e-4, 0.4)), "fp32"),
 }
 
 

@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.program.ways import BY_MESSAGES
+
 TAG = 1
 """What tells these messages from others between the same ranks, which have torch's default, 0."""
-
-SMALL = 2 * 2**20
-"""Bytes that a member may receive for a sum by messages; more is summed around a ring."""
 
 _rooms: dict[tuple[torch.dtype, int, int], list[list[Tensor]]] = defaultdict(list)
 """By (dtype, members, elements), what small sums received into and use no more: it stays, as a communicator's memory
@@ -66,7 +65,7 @@ def all_reduce(tensor: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessG
         The work: the result is there when its `wait` has ended, and until then nothing may touch the tensor.
     """
     mine, size = group.rank(), group.size()
-    is_small = 0 < (size - 1) * tensor.nbytes <= SMALL
+    is_small = 0 < (size - 1) * tensor.nbytes <= BY_MESSAGES
     if by != dist.ReduceOp.SUM or not is_small or not _by_messages(group):
         return _all_reduce(tensor, by, group, async_op=True)
     free = _rooms[tensor.dtype, size, tensor.numel()]

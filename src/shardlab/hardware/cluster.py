@@ -67,7 +67,7 @@ class Cluster:
 
     @property
     def lag(self) -> Lag:
-        """What a rank loses where it waits for a collective, beside the collective; of data sheets nothing."""
+        """What a rank loses beside that where it waits for others; of data sheets nothing."""
         return self.profile.lag if self.profile is not None else NO_LAG
 
     @property

@@ -8,7 +8,11 @@ from shardlab.hardware.device import Device, Efficiency
 from shardlab.hardware.profile import AlphaBeta, Profile, Rate
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.program import OpKind, UserError
+from shardlab.program.ways import BY_MESSAGES
 from shardlab.rules.dtype import bytes_of
+
+LARGE_SUMS = "large_all_reduce"
+"""All-reduces that go around a ring, in a profile."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +80,12 @@ def device_of_profile(profile: Profile) -> MeasuredDevice:
     return MeasuredDevice(name, flops, profile.memory, bandwidth, 1, reached, "shardlab bench", profile=profile)
 
 
+def way_of(kind: str, bytes: float, ranks: int) -> str:
+    """What a profile calls a collective of this size: sums of more than a member receives by messages go another way
+    (see `shardlab.execute.collectives`), and have a line of their own."""
+    return LARGE_SUMS if kind == "all_reduce" and (ranks - 1) * bytes > BY_MESSAGES else kind
+
+
 def measured_seconds(profile: Profile, kind: str, bytes: float, ranks: int) -> float:
     """How long a collective takes: between two measured group sizes on the straight line, outside them as the nearest.
 
@@ -84,7 +94,10 @@ def measured_seconds(profile: Profile, kind: str, bytes: float, ranks: int) -> f
     """
     if ranks == 1:
         return 0.0
-    lines: dict[int, AlphaBeta] = {size: line for (name, size), line in profile.collectives.items() if name == kind}
+    name = way_of(kind, bytes, ranks)
+    if not any(name == measured for measured, _ in profile.collectives):
+        name = kind  # no sum so large was measured
+    lines: dict[int, AlphaBeta] = {size: line for (found, size), line in profile.collectives.items() if found == name}
     if not lines:
         raise UserError(f"the profile has no {kind}; measure it: shardlab bench collectives")
     below = max((size for size in lines if size <= ranks), default=min(lines))

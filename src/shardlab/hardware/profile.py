@@ -72,7 +72,7 @@ class Profile:
     Attributes:
         machine: on what.
         collectives: by the collective's name and the number of ranks, from when all have come; bytes are those of the
-            whole value.
+            whole value; of large sums apart (see `shardlab.hardware.measured.way_of`).
         messages: from one rank to another; None if they were not measured.
         kernels: by family and dtype, while all places are busy. Families are "matmul", "attention", "update",
             "pointwise", "pointwise:NAME" for one pointwise kernel of its own speed, all but the update's also with
@@ -83,7 +83,7 @@ class Profile:
         alone: `kernels` while one place is busy and has the memory to itself.
         contention: seconds that compute loses for each second in which a collective is in flight: 0 if they do not
             meet, 1 if they take turns.
-        lag: what a rank loses beside that where it waits for a collective.
+        lag: what a rank loses beside that where it waits for a collective or a message; measured of collectives.
     """
 
     machine: Machine

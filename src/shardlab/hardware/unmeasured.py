@@ -7,6 +7,7 @@ from shardlab.hardware.collectives import COSTS
 from shardlab.hardware.figure import Figure
 from shardlab.hardware.profile import AlphaBeta, Machine, Profile, Rate
 from shardlab.program.files import packaged
+from shardlab.program.lag import Lag
 
 FIGURES = {name: Figure(**row) for name, row in packaged("hardware/unmeasured.toml")["figure"].items()}
 """Every figure, with where it is from."""
@@ -26,7 +27,7 @@ def unmeasured(ranks: int, memory: float) -> Cluster:
         "matmul": (0.0, value["flops"], 0.0),
         "attention": (value["launch"], value["flops"] / 2, 0.0),
         "pointwise": (value["launch"], 0.0, value["memory"]),
-        "update": (value["update"], 0.0, value["memory"]),
+        "update": (value["update"], 0.0, value["update_memory"]),
         "op:forward": (value["op"], 0.0, 0.0),
         "op:backward": (value["op"], 0.0, 0.0),
     }
@@ -37,4 +38,5 @@ def unmeasured(ranks: int, memory: float) -> Cluster:
     }
     machine = Machine(DEVICE, ranks, "", "gloo")
     lines = {(kind, 2): line for kind in COSTS}
-    return Cluster.of_profile(Profile(machine, lines, line, kernels, memory, contention=value["contention"]))
+    lag = Lag(value["lag_share"], value["lag_most"], value["lag_hidden"])
+    return Cluster.of_profile(Profile(machine, lines, line, kernels, memory, contention=value["contention"], lag=lag))

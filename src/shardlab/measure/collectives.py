@@ -116,8 +116,9 @@ def time_case(
     return CollectivePoint(kind, team.size, case.bytes, median(times) / calls, iterations, int(wrong))
 
 
-WIDTH = {"cpu": 128, "cuda": 1024}
-"""Rows and columns of the product that is computed: it takes a small part of a round."""
+PRODUCT = {"cpu": (16, 512), "cuda": (1024, 1024)}
+"""Rows and columns of what is multiplied by a square matrix: a small part of a round, and on a core as much memory for
+its arithmetic as a layer of few tokens moves."""
 
 LENGTHS = (1, 5, 2, 8, 3)
 """How the computations of rounds go on: as those of layers, they are not all as long."""
@@ -146,13 +147,13 @@ def overlap(
         seconds: how long each of the three is measured for, about.
     """
     clock = Clock(world.device)
-    width = WIDTH[world.device.type]
-    a = torch.ones(width, width, device=world.device)
+    rows, columns = PRODUCT[world.device.type]
+    a, square = (torch.ones(each, columns, device=world.device) for each in (rows, columns))
     into = torch.empty_like(a)
 
     def compute(count: int) -> None:
         for _ in range(count):
-            torch.mm(a, a, out=into)
+            torch.mm(a, square, out=into)
 
     def between(count: int) -> None:
         compute(count)

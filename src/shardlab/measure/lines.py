@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from shardlab.hardware import AlphaBeta
+from shardlab.hardware.measured import way_of
 from shardlab.measure.points import CollectivePoint, Point
 from shardlab.measure.regression import FitErrors, alpha_beta
 
@@ -31,11 +32,11 @@ class FittedLine:
 
 
 def collective_seconds(points: Sequence[Point]) -> dict[tuple[str, int], dict[int, float]]:
-    """Seconds of a collective, by (kind, ranks) and then by bytes."""
+    """Seconds of a collective, by (its name in a profile, ranks) and then by bytes."""
     found: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     for point in points:
         if isinstance(point, CollectivePoint):
-            found[point.kind, point.ranks][point.bytes] = point.seconds
+            found[way_of(point.kind, point.bytes, point.ranks), point.ranks][point.bytes] = point.seconds
     return found
 
 

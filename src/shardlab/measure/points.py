@@ -84,11 +84,15 @@ class OverlapPoint:
         return self.communication - self.alone
 
     @property
+    def lost(self) -> float:
+        """Seconds by which both together take longer than the longer one."""
+        return max(0.0, self.together - max(self.compute, self.alone))
+
+    @property
     def contention(self) -> float:
         """Seconds lost for each one in which both went on: 0 if neither slows the other down, 1 if they take turns, and
         more if the cores have more to do then than for each by itself."""
-        lost = self.together - max(self.compute, self.alone)
-        return max(0.0, lost / min(self.compute, self.alone))
+        return self.lost / min(self.compute, self.alone)
 
 
 KernelWork = tuple[str, float, float]

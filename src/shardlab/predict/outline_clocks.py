@@ -117,8 +117,7 @@ class _OutlineClocks:
                 if isinstance(entry, Take):
                     alike.pop(place)
                 if self._contention or self._lag.most:
-                    lag = self._lag if alike is collectives else NO_LAG
-                    end = waited_until(row.idle, clock, start, end, self._contention, lag)
+                    end = waited_until(row.idle, clock, start, end, self._contention, self._lag)
                     if end > clock:
                         row.idle.append(Idle(-1, clock, end))
                 if end > clock:

@@ -20,7 +20,7 @@ from shardlab.check.accumulation import InPlace
 from shardlab.program import OpKind, UserError
 from shardlab.program.lag import NO_LAG, Lag
 from shardlab.program.matching import Communication, Participant, stream_of
-from shardlab.program.ops import COLLECTIVES, Stream
+from shardlab.program.ops import Stream
 from shardlab.timeline.prices import PriceList, Prices
 from shardlab.timeline.traced import Traced
 
@@ -140,8 +140,8 @@ class Clocks:
                     return
                 if self._contention or self._lag.most:
                     issued = handle_op[handle]
-                    start, lag = starts[issued], self._lag if ops[issued][0] in COLLECTIVES else NO_LAG
-                    end = waited_until(idle, clock, start, end, self._contention, lag)
+                    lag = NO_LAG if communications[communication_of[handle]].stream is COPY else self._lag
+                    end = waited_until(idle, clock, starts[issued], end, self._contention, lag)
                 if end > clock:
                     idle.append(Idle(handle_op[handle], clock, end))
                     clock = end
@@ -250,14 +250,13 @@ def waited_until(
         idle: when the rank stood still before.
         clock: when it comes to the WAIT.
         start, end: of the communication.
-        contention, lag: see `Prices`; the lag is none where ranks do not meet, as for messages.
+        contention, lag: see `Prices`; the lag is none where ranks do not meet, as for copies.
     """
     if end <= start:
         return max(clock, end)
     lost = contention * computing(idle, start, min(clock, end))
-    if end > clock:
-        lost += lag.seconds(clock - (idle[-1].until if idle else 0.0))
-    return max(clock, end) + lost
+    computed = clock - (idle[-1].until if idle else 0.0)
+    return max(clock, end) + lost + lag.seconds(computed, hidden=end <= clock)
 
 
 def computing(idle: Sequence[Idle], since: float, until: float) -> float:

@@ -26,7 +26,7 @@ class Prices(Protocol):
         blocking_p2p: the share of a message's time for which its sender computes nothing.
         contention: how much longer compute takes for each second in which a communication of its rank is in flight:
             0 where they do not meet, about 1 where they take turns on one core.
-        lag: what a rank loses beside that where it waits for a collective.
+        lag: what a rank loses beside that where it waits for a collective or a message.
         adds_in_backward: whether the time of a BACKWARD has in it that its gradient is added to an older one, so that
             the ADD which the tape shows for it costs nothing (see `shardlab.check.accumulation`).
     """
