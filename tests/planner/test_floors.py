@@ -55,19 +55,22 @@ def test_a_floor_never_exceeds_the_forecast(recipe: str) -> None:
         seconds, bytes, bare = found.forecast.seconds, found.forecast.memory.wanted, _bare(shape, candidate.plan)
         assert floors.seconds(shape, candidate) <= seconds, candidate
         assert floors.pipeline_seconds(shape, bare) <= seconds, candidate
-        least = floors.of_shape(shape)
-        assert max(least.passes, least.sharing, least_of_way(floors, shape, candidate)[0]) <= seconds, candidate
+        assert floors.steps.of_pipeline(shape, bare) <= seconds, candidate
+        least, way = floors.of_shape(shape), least_of_way(floors, shape, candidate)
+        assert max(least.passes, least.sharing, least.seconds, way[0]) <= seconds, candidate
         assert floors.memory.of(shape, candidate) <= bytes, candidate
         assert floors.memory.of_pipeline(shape, bare) <= bytes, candidate
-        assert least.bytes <= least_of_way(floors, shape, candidate)[1] <= bytes, candidate
+        assert least.bytes <= way[1] <= bytes, candidate
     assert seen > 2
 
 
 def least_of_way(floors: Floors, shape: PlanShape, candidate: Candidate) -> tuple[float, float]:
     """Seconds and bytes below which no candidate of a shape is that shares the model as this one does."""
-    table, way = floors.sharing.of(shape), words(candidate.plan)
+    table, passes = floors.sharing.of(shape), floors.passes_of(shape)
     bytes = floors.memory.reserved(table.bytes(floors.memory.kept_of_shape(shape)))
-    return floors.sharing_seconds(shape)[way], bytes[list(table.words).index(way)]
+    place = list(table.ways).index(words(candidate.plan))
+    way = floors.ways(shape)[place]
+    return max(way.sharing, passes + way.after), bytes[place]
 
 
 def _bare(shape: PlanShape, plan: Plan) -> Plan:
@@ -125,3 +128,26 @@ def test_floors_count_what_context_parallel_ranks_wait_for(context: Context, deg
     assert found is not None
     seconds = found.forecast.seconds
     assert 0.8 * seconds <= Floors(asked).seconds(shape, candidate) <= seconds
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("shared", ["nothing", "state", "gathered once"])
+def test_floors_follow_the_order_of_a_pipeline(schedule: str, shared: str) -> None:
+    """Its bubble, its messages, what is gathered before its first passes and reduced after its last."""
+    wide = replace(LLAMA, layers=32, hidden_size=4096, ffn_hidden_size=16384, heads=32, kv_heads=8)
+    asked = replace(problem(devices=64, sequences=128), model=wide)
+    shape = PlanShape(Mesh(pp=8, dp_shard=8), 1, find_precision("bf16"))
+    shard = ("dp_shard",)
+    plan = replace(
+        shape.candidate.plan,
+        schedule=schedule,
+        stages_per_rank=2 if schedule in ("interleaved-1f1b", "breadth-first") else None,
+        shard_parameters=shard if shared == "gathered once" else (),
+        shard_optimizer=() if shared == "nothing" else shard,
+        reshard_after="step" if shared == "gathered once" else "layer",
+    )
+    candidate = Candidate(plan, 1, shape.precision)
+    found = answer(asked, Asked(candidate))
+    assert found is not None
+    seconds = found.forecast.seconds
+    assert 0.93 * seconds <= Floors(asked).seconds(shape, candidate) <= seconds

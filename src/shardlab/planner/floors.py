@@ -3,12 +3,12 @@
 A floor leaves things out, and puts nothing in. In time, the kernels of a rank's passes follow one another, what a
 layer's slices exchange is waited for at once, the messages of a ring follow one another, and before a pipeline's rank
 has its first microbatch, and after it has handed back its last, the stages before it work. What the ranks of an axis
-exchange takes turns. Left out is all else that may run beside that. `MemoryFloors` says what is counted of memory.
+exchange takes turns. Left out is all else that may run beside that. `StepFloors` counts more of a step's time, and
+`MemoryFloors` says what is counted of memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from math import inf
 from typing import NamedTuple
 
@@ -18,8 +18,9 @@ from shardlab.planner.layer_floors import LayerFloors, ShapeLayers
 from shardlab.planner.memory_floors import SURE, MemoryFloors
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.rank_orders import Pipelines
-from shardlab.planner.sharing_floors import Array, SharingFloors
+from shardlab.planner.sharing_floors import SharingFloors
 from shardlab.planner.space import PlanShape
+from shardlab.planner.step_floors import StepFloors
 from shardlab.planner.traffic import StepTraffic
 from shardlab.strategies.plan import Plan
 
@@ -27,33 +28,32 @@ UNSPLIT = ("gpipe", "1f1b", "interleaved-1f1b", "breadth-first")
 """Schedules whose backward passes hand back a gradient last of all."""
 
 
-class RankPasses(NamedTuple):
-    """What pipeline ranks have to do, in seconds: (ranks,).
-
-    Attributes:
-        first: at least until a rank has its first microbatch.
-        until: at least until it has done its last pass.
-        after: of what other ranks do after that.
-        backward: of its backward passes of one microbatch.
-    """
-
-    first: Array
-    until: Array
-    after: Array
-    backward: Array
-
-
 class ShapeFloor(NamedTuple):
     """Floors of all candidates of a shape.
 
     Attributes:
         passes, sharing: seconds of passes, and of communication among data-parallel ranks.
+        seconds: of the step: of these the longer one, and what follows the passes.
         bytes: of the fullest device (inf: there is no way to share the model).
     """
 
     passes: float
     sharing: float
+    seconds: float
     bytes: float
+
+
+class Way(NamedTuple):
+    """A way to share the model.
+
+    Attributes:
+        plan: a plan that shares it so.
+        sharing, after: seconds of communication, and of that and the update after all passes, at least.
+    """
+
+    plan: Plan
+    sharing: float
+    after: float
 
 
 class Floors:
@@ -63,9 +63,9 @@ class Floors:
         self.problem = problem
         self._layers, self._pipelines = ShapeLayers(problem), Pipelines(problem)
         self.memory = MemoryFloors(self._layers, self._pipelines)
-        self._traffic = StepTraffic(self._layers, self._pipelines)
-        self.sharing = SharingFloors(self._layers, self.memory, self._traffic)
-        self._passes: dict[Hashable, list[tuple[float, ...]]] = {}
+        traffic = StepTraffic(self._layers)
+        self.sharing = SharingFloors(self._layers, self.memory, traffic)
+        self.steps = StepFloors(self._layers, self._pipelines, traffic)
 
     def passes(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> LayerFloors:
         """Seconds and bytes of the shape's layers, if so much is computed again."""
@@ -77,17 +77,20 @@ class Floors:
 
     def of_shape(self, shape: PlanShape) -> ShapeFloor:
         """What no candidate of a shape goes below, however the model is shared."""
-        table, passes = self.sharing.of(shape), self._shape_passes(shape)
+        table, passes = self.sharing.of(shape), self.passes_of(shape)
         bytes = self.memory.reserved(table.bytes(self.memory.kept_of_shape(shape)))
-        seconds = table.seconds(self._pipelines.each(shape))[bytes <= self.problem.room]
-        return ShapeFloor(passes, float(seconds.min(initial=inf)), float(bytes.min(initial=inf)))
+        fits = bytes <= self.problem.room
+        sharing = table.seconds(self._pipelines.each(shape))[fits]
+        seconds = np.maximum(sharing, passes + SURE * table.after[fits])
+        return ShapeFloor(passes, *(float(each.min(initial=inf)) for each in (sharing, seconds, bytes)))
 
-    def sharing_seconds(self, shape: PlanShape) -> dict[Hashable, float]:
-        """Seconds of communication of each way to share the model, by its `words`."""
+    def ways(self, shape: PlanShape) -> list[Way]:
+        """Every way to share the model on a shape's mesh."""
         table = self.sharing.of(shape)
-        return dict(zip(table.words, table.seconds(self._pipelines.each(shape)).tolist(), strict=True))
+        sharing, after = table.seconds(self._pipelines.each(shape)), SURE * table.after
+        return [Way(*each) for each in zip(table.ways.values(), sharing.tolist(), after.tolist(), strict=True)]
 
-    def _shape_passes(self, shape: PlanShape) -> float:
+    def passes_of(self, shape: PlanShape) -> float:
         """The mean over pipeline ranks of the seconds of their passes, at least."""
         word = shape.recompute
         passes = self.passes(shape, word if word == "selective" else "none")
@@ -98,24 +101,8 @@ class Floors:
         return SURE * self._pipelines.each(shape) * seconds / shape.mesh.pp
 
     def pipeline_seconds(self, shape: PlanShape, plan: Plan) -> float:
-        """Seconds below which no candidate with this pipeline is, whatever is sharded."""
-        ranks = self._ranks(shape, plan)
-        return SURE * float((ranks.until + ranks.after).max())
-
-    def seconds(self, shape: PlanShape, candidate: Candidate) -> float:
-        """Seconds below which a candidate is not."""
-        plan, floor = candidate.plan, 0.0
-        key = shape, plan.schedule, plan.stages_per_rank, plan.layers_per_stage, plan.recompute
-        if key not in self._passes:
-            self._passes[key] = list(zip(*(each.tolist() for each in self._ranks(shape, plan)), strict=True))
-        for traffic in self._traffic.of_ranks(shape, candidate):
-            first, until, after, backward = self._passes[key][traffic.rank]
-            done = max(until + traffic.beside, first + traffic.busiest, until - backward + traffic.last)
-            floor = max(floor, until + traffic.beside + after, done + traffic.update)
-        return SURE * floor
-
-    def _ranks(self, shape: PlanShape, plan: Plan) -> RankPasses:
-        """What every pipeline rank has to do."""
+        """Seconds below which no candidate with this pipeline is, whatever is sharded; what its order says is left
+        out."""
         passes, each = self.passes(shape, plan.recompute), self._pipelines.each(shape)
         split = not isinstance(plan.schedule, str) or plan.schedule not in UNSPLIT
         stages = self._pipelines.placed(shape, plan)
@@ -123,6 +110,9 @@ class Floors:
         there, back = np.zeros(plan.mesh.pp), np.zeros(plan.mesh.pp)
         for sums, all in ((forward, there), (backward, back)):
             np.add.at(all, stages.rank, sums[stages.stop] - sums[stages.start])
-        first = forward[stages.first]
-        after = np.zeros_like(first) if split else backward[stages.first]
-        return RankPasses(first, first + each * (there + back), after, back)
+        after = 0.0 if split else backward[stages.first]
+        return SURE * float((forward[stages.first] + each * (there + back) + after).max())
+
+    def seconds(self, shape: PlanShape, candidate: Candidate) -> float:
+        """Seconds below which a candidate is not."""
+        return self.steps.of(shape, candidate)

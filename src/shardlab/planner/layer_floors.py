@@ -26,6 +26,7 @@ class LayerFloors:
 
     Attributes:
         forward, backward: seconds, with what is waited for; a share of blocks is computed again.
+        inputs, halves: seconds of the halves of backward passes, which make gradients of inputs and of weights.
         kept: bytes from the forward pass to the backward pass.
         whole: bytes that would be kept if nothing were computed again.
         halved: bytes that stay between the halves of a backward pass.
@@ -38,6 +39,8 @@ class LayerFloors:
 
     forward: list[float]
     backward: list[float]
+    inputs: list[float]
+    halves: list[float]
     kept: list[float]
     whole: list[float]
     halved: list[float]
@@ -93,14 +96,19 @@ class ShapeLayers:
         model, none, full = blocks_of(self.problem, shape), self.floors(shape), self.floors(shape, "full")
         blocks = tuple(model.layers.recomputable[block] for block in recompute)
         again = {layer for block in blocks for layer in block}
-        backward, kept = (
+        backward, inputs, kept = (
             [
                 between(full_of if layer in again else none_of, range(layer, layer + 1))
                 for layer in range(len(model.layers.layers))
             ]
-            for none_of, full_of in ((none.backward, full.backward), (none.kept, full.kept))
+            for none_of, full_of in (
+                (none.backward, full.backward),
+                (none.inputs, full.inputs),
+                (none.kept, full.kept),
+            )
         )
-        return replace(none, backward=_sums(backward), kept=_sums(kept), again=blocks, least_again=full.least_again)
+        backward, inputs, kept = _sums(backward), _sums(inputs), _sums(kept)
+        return replace(none, backward=backward, inputs=inputs, kept=kept, again=blocks, least_again=full.least_again)
 
     def _of_layers(self, shape: PlanShape, recompute: str) -> LayerFloors:
         """What resolving a plan of one pipeline stage says of each layer, priced."""
@@ -117,13 +125,15 @@ class ShapeLayers:
         forward = [pricing.forward(layer) for layer in range(model.layers)]
         outputs = [pricing.waits(layers[layer].completions.output, layer + 1) for layer in range(model.layers)]
         backward: list[float] = []
+        inputs: list[float] = []
         for layer in range(model.layers):
             completions = layers[layer].completions
-            seconds = pricing.backward(layer)
-            seconds += pricing.waits(completions.grad_output, layer + 1) + pricing.waits(completions.grad_input, layer)
+            beside = pricing.waits(completions.grad_output, layer + 1) + pricing.waits(completions.grad_input, layer)
             if layers[layer].keeps != "all":  # what a stage hands on is not made again, wherever stages end
-                seconds += forward[layer] + (outputs[layer] if layer + 1 not in cuts else 0.0)
-            backward.append(seconds)
+                beside += forward[layer] + (outputs[layer] if layer + 1 not in cuts else 0.0)
+            backward.append(pricing.backward(layer) + beside)
+            inputs.append(pricing.backward_input(layer) + beside)
+        halves = [pricing.backward_weight(layer) for layer in range(model.layers)]
         kept = [pricing.kept(kept_sizes, layer, layers[layer].keeps) for layer in range(model.layers)]
         whole = _sums(blocks.all([pricing.kept(kept_sizes, layer, "all") for layer in range(model.layers)]))
         halved = [pricing.halved(kept_sizes, layer) for layer in range(model.layers)]
@@ -132,7 +142,7 @@ class ShapeLayers:
         given = [pricing.given(kept_sizes, layer) for layer in range(model.layers + 1)]
         again = tuple(blocks.layers.recomputable) if recompute == "full" else ()
         return LayerFloors(
-            *(_sums(blocks.all(each)) for each in (seconds, backward, kept)),
+            *(_sums(blocks.all(each)) for each in (seconds, backward, inputs, halves, kept)),
             whole=whole,
             halved=_sums(blocks.all(halved)),
             weights=_sums(blocks.all(weights)),

@@ -14,6 +14,9 @@ from shardlab.program import Group, Kind, OpKind, Sizes
 from shardlab.program.mesh import group_of
 from shardlab.strategies.rank_plan import Completion, Keeps, LayerPlan
 
+PASSES = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
+"""A layer's passes on a microbatch."""
+
 GATHER = Completion("all_gather", "tp")
 """What makes a sequence whole that tensor-parallel ranks have slices of."""
 
@@ -47,6 +50,14 @@ class LayerPrices:
     def backward(self, layer: int) -> float:
         """Seconds of its backward pass; of the last layer's, with the loss."""
         return self._times(layer)[1]
+
+    def backward_input(self, layer: int) -> float:
+        """Seconds of the half of it that makes the gradient of the input; of the last layer's, with the loss."""
+        return self._times(layer)[2]
+
+    def backward_weight(self, layer: int) -> float:
+        """Seconds of the half of it that makes the gradient of the weights."""
+        return self._times(layer)[3]
 
     def waits(self, completions: tuple[Completion, ...], activation: int) -> float:
         """Collectives over tp that complete an activation, which are waited for."""
@@ -106,33 +117,34 @@ class LayerPrices:
         bytes = sizes.activations[activation] * sizes.element_bytes[Kind.ACTIVATION] if activation else 0.0
         return bytes / (self.mesh.tp if sliced else 1) / self.mesh.cp
 
-    def _times(self, layer: int) -> tuple[float, float]:
-        """Forward and backward, with the loss on the last layer."""
+    def _times(self, layer: int) -> tuple[float, float, float, float]:
+        """Forward, backward, and the halves of that; with the loss on the last layer."""
         run, last = self.model.run(layer), layer == self.model.layers - 1
         mesh, shape = self.mesh, self.shape
-        key = (run.name, run.cut, run.layout.numel, run.attend is None, last, mesh.tp, mesh.cp, mesh.ep)
+        key = (run.name, run.cut, run.layout.numel, run.attend is None, len(run.steps), last, mesh.tp, mesh.cp, mesh.ep)
         key = (*key, shape.micro_batch_size, shape.sequence_parallel, shape.precision.name, layer == 0)
         key = (*key, shape.context, shape.ulysses_degree) if run.attend is not None else key
         if key not in self.known:
             self.known[key] = self._priced(layer)
         return self.known[key]
 
-    def _priced(self, layer: int) -> tuple[float, float]:
+    def _priced(self, layer: int) -> tuple[float, float, float, float]:
         run, size, recipe = self.model.run(layer), self.shape.micro_batch_size, self.prices.recipe
         if "expert" in run.cut:  # whose tokens depend on the routing: its products alone, at the peak
             peak = self.prices.cluster.device.peak(self.prices.precision.compute)
             forward = size * run.flops() / (self.mesh.tp * self.mesh.cp) / peak
-            return forward, 2 * forward
+            return forward, 2 * forward, forward, forward
         tokens = self.tokens // (self.mesh.tp if self.shape.sequence_parallel and not run.cut else 1)
         kernels = recipe.kernels.run(self.model.kernels(layer, size, tokens, run.slices))
-        forward, backward = (self.prices.layer_seconds(kind, kernels) for kind in (OpKind.FORWARD, OpKind.BACKWARD))
+        forward, backward, inputs, weights = (self.prices.layer_seconds(kind, kernels) for kind in PASSES)
+        back = 0.0
         if run.attend is not None:
             there, back = self._attention(layer, run.slices)
-            forward, backward = forward + there, backward + back
+            forward += there
         if layer == self.model.layers - 1:
             loss = recipe.kernels.run(self.model.loss_kernels(size, self.tokens, run.slices))
-            backward += self.prices.seconds_of([*loss, *backward_input(loss)])
-        return forward, backward
+            back += self.prices.seconds_of([*loss, *backward_input(loss)])
+        return forward, backward + back, inputs + back, weights
 
     def _attention(self, layer: int, slices: int) -> tuple[float, float]:
         """Forward and backward, of as many pieces as keys and values come in, with what is waited for."""

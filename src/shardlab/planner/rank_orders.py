@@ -1,4 +1,4 @@
-"""What the order of a pipeline rank's work says of its memory and its gathers, whatever its layers are."""
+"""What the order of a pipeline rank's work says of its memory, whatever its layers are."""
 
 from __future__ import annotations
 
@@ -46,24 +46,6 @@ class Moment(NamedTuple):
     ended: frozenset[int] = frozenset()
 
 
-@dataclass
-class StageVisits:
-    """How often a stage's weights are used in a step.
-
-    Attributes:
-        visits: how often the rank turns to it from another stage.
-        passes: forward and backward passes.
-        forth, back: forward passes that a backward pass follows at once, and the other way round.
-        repeated: passes that one of the same kind follows at once.
-    """
-
-    visits: int = 0
-    passes: int = 0
-    forth: int = 0
-    back: int = 0
-    repeated: int = 0
-
-
 @dataclass(frozen=True)
 class RankOrder:
     """A pipeline rank's order of work.
@@ -72,13 +54,11 @@ class RankOrder:
         rank: its place.
         stages: its stages, by number.
         moments: when it keeps most, before and after all of its stages have gradients.
-        visits: of each of its stages.
     """
 
     rank: int
     stages: list[int]
     moments: list[Moment]
-    visits: list[StageVisits]
 
 
 class PlacedStages(NamedTuple):
@@ -150,7 +130,7 @@ def _rank_order(rank: int, stages: list[int], order: Sequence[ShardedStep]) -> R
     place = {stage: number for number, stage in enumerate(stages)}
     work = [step for step in order if isinstance(step, Work)]
     left = Counter(place[step.stage] for step in work if isinstance(step, Backward | BackwardWeight))
-    visits, most = [StageVisits() for _ in stages], _MostKept()
+    most = _MostKept()
     flight, halves = [0] * len(stages), [0] * len(stages)
     summed, ended = frozenset[int](), frozenset[int]()
     before: Work | None = None
@@ -158,7 +138,6 @@ def _rank_order(rank: int, stages: list[int], order: Sequence[ShardedStep]) -> R
         at, forward = place[step.stage], isinstance(step, Forward)
         resumed = before is not None and before.stage == step.stage
         if not isinstance(step, BackwardWeight):  # which needs no weight
-            _visit(visits[at], forward, isinstance(before, Forward) if resumed else None)
             before = step
         if forward:
             flight[at] += 1
@@ -171,7 +150,7 @@ def _rank_order(rank: int, stages: list[int], order: Sequence[ShardedStep]) -> R
         if part != "input":
             left[at] -= 1
             summed, ended = (summed - {at}, ended | {at}) if ends else (summed | {at}, ended)
-    return RankOrder(rank, stages, most.moments, visits)
+    return RankOrder(rank, stages, most.moments)
 
 
 PARTS: dict[type, Part] = {Backward: "whole", BackwardInput: "input", BackwardWeight: "weight"}
@@ -202,16 +181,3 @@ class _MostKept:
     @property
     def moments(self) -> list[Moment]:
         return list(dict.fromkeys(moment for found in self._found.values() for moment in found.values()))
-
-
-def _visit(visits: StageVisits, forward: bool, was_forward: bool | None) -> None:
-    """Count a pass; `was_forward`: what the pass before it was, if it was on the same stage."""
-    visits.passes += 1
-    if was_forward is None:
-        visits.visits += 1
-    elif was_forward == forward:
-        visits.repeated += 1
-    elif forward:
-        visits.back += 1
-    else:
-        visits.forth += 1

@@ -15,12 +15,13 @@ from itertools import count
 from math import inf
 from typing import Literal, NamedTuple
 
+from shardlab.errors import UserError
 from shardlab.planner.families import family, model_kinds
 from shardlab.planner.floors import Floors
 from shardlab.planner.found import Found, PlanOutcome
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.sharing_floors import words
-from shardlab.planner.space import PlanShape, as_fixed, follows, legal, pipelined, shapes, sharded
+from shardlab.planner.sharing_floors import shared_as
+from shardlab.planner.space import PlanShape, as_fixed, follows, legal, pipelined, shapes
 from shardlab.planner.workers import Answer, Ask, Asked, Change
 from shardlab.strategies.plan import Plan
 
@@ -57,9 +58,9 @@ class Waiting(NamedTuple):
         tie: its number.
         seconds, bytes: its floors.
         guess: seconds, if nothing ran beside passes.
-        sharing: seconds of communication among data-parallel ranks, at least.
         shape: whose it is.
         plan: the pipeline or the candidate (None: the shape itself).
+        timed: whether its order of work is in its floor.
     """
 
     key: float
@@ -67,9 +68,9 @@ class Waiting(NamedTuple):
     seconds: float
     bytes: float
     guess: float
-    sharing: float
     shape: PlanShape
     plan: Candidate | Plan | None
+    timed: bool = False
 
 
 Phase = Literal["scouts", "all", "late"]
@@ -210,16 +211,16 @@ class Search:
                 self._note_too_large(shape.candidate, floor.bytes)
                 self._full.add(smallest)
             elif floor.bytes < inf:
-                self._push(floor.passes, floor.sharing, floor.bytes, shape, None)
+                self._push(floor.seconds, floor.passes + floor.sharing, floor.bytes, shape, None)
             if self._late() and self._heap and not wholly:
                 return
         self._generated = True
 
     def _push(
-        self, passes: float, sharing: float, bytes: float, shape: PlanShape, plan: Candidate | Plan | None
+        self, seconds: float, guess: float, bytes: float, shape: PlanShape, plan: Candidate | Plan | None
     ) -> None:
-        """Let something wait, of which these are floors."""
-        waiting = Waiting(0.0, next(self._tie), max(passes, sharing), bytes, passes + sharing, sharing, shape, plan)
+        """Let something wait."""
+        waiting = Waiting(0.0, next(self._tie), seconds, bytes, guess, shape, plan)
         heapq.heappush(self._heap, self._keyed(waiting))
 
     def _keyed(self, waiting: Waiting) -> Waiting:
@@ -256,7 +257,9 @@ class Search:
                 elif first.plan is None:
                     self._expand(first)
                 elif isinstance(first.plan, Plan):
-                    self._deal(first.shape, first.plan)
+                    self._deal(first, first.plan)
+                elif not first.timed and self._phase != "late":
+                    self._time(first, first.plan)
                 else:
                     name = family(first.plan.plan)
                     self._forecasts[name] = self._forecasts.get(name, 0) + 1
@@ -279,6 +282,11 @@ class Search:
         self._kept = []
         heapq.heapify(self._heap)
 
+    def _time(self, waiting: Waiting, candidate: Candidate) -> None:
+        """Let a candidate wait with the floor of its whole step."""
+        seconds = max(waiting.seconds, self._floors.seconds(waiting.shape, candidate))
+        heapq.heappush(self._heap, self._keyed(waiting._replace(seconds=seconds, guess=seconds, timed=True)))
+
     def _wants(self, waiting: Waiting) -> bool:
         """Whether scouts look at this: more is to be known of its family, and half of them need no luck to fit."""
         name = family(waiting.plan.plan) if isinstance(waiting.plan, Candidate) else model_kinds(waiting.shape.mesh)
@@ -295,31 +303,40 @@ class Search:
         alike = replace(shape, micro_batch_size=1, precision=self.problem.precisions[0])
         if alike not in self._pipelined:
             self._pipelined[alike] = list(pipelined(self.problem, shape))
+        passes, ways = self._floors.passes_of(shape), self._floors.ways(shape)
+        after, sharing = min(way.after for way in ways), waiting.guess - passes
         for plan in self._pipelined[alike]:
             seconds = self._floors.pipeline_seconds(shape, plan)
-            if seconds <= max(self._best, self._enough()) or self._phase == "scouts":
-                self._push(seconds, waiting.sharing, waiting.bytes, shape, plan)
+            if seconds + after <= max(self._best, self._enough()) or self._phase == "scouts":
+                self._push(max(waiting.seconds, seconds + after), seconds + sharing, waiting.bytes, shape, plan)
 
-    def _deal(self, shape: PlanShape, plan: Plan) -> None:
+    def _deal(self, waiting: Waiting, plan: Plan) -> None:
         """Every candidate with a pipeline that may fit, with its floors."""
-        name = model_kinds(shape.mesh)
+        shape, name = waiting.shape, model_kinds(waiting.shape.mesh)
         self._made[name] = self._made.get(name, 0) + 1
         if not follows(self.problem, shape, plan):
             return
         if (bytes := self._floors.memory.of_pipeline(shape, plan)) > self._room:
             self._note_too_large(Candidate(plan, shape.micro_batch_size, shape.precision), bytes)
             return
-        least = self._enough() if self._phase == "all" else inf
-        sharing = self._floors.sharing_seconds(shape)
-        for each in sharded(self.problem, plan):
-            shared = sharing[words(each)]
-            if shared > least or (candidate := legal(self.problem, shape, each)) is None:
+        least, passes = inf, self._floors.pipeline_seconds(shape, plan)
+        if self._phase == "all":
+            least, passes = self._enough(), max(passes, self._floors.steps.of_pipeline(shape, plan))
+        for way in self._floors.ways(shape):
+            if (seconds := max(way.sharing, passes + way.after)) > least:
+                self.found.open.add(name)
+                continue
+            try:
+                candidate = legal(self.problem, shape, shared_as(plan, way.plan))
+            except UserError:
+                continue
+            if candidate is None:
                 continue
             self.found.space["candidates"] += 1
             if (bytes := self._floors.memory.of(shape, candidate)) > self._room:
                 self._note_too_large(candidate, bytes)
             else:
-                self._push(self._floors.seconds(shape, candidate), shared, bytes, shape, candidate)
+                self._push(seconds, passes + way.sharing, bytes, shape, candidate)
 
     def _note(self, candidate: Candidate, answer: Answer | None) -> None:
         if answer is None:

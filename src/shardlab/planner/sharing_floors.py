@@ -8,8 +8,8 @@ gathered once at least, and collectives over an axis take turns.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ class SharingTable:
     """The ways to share a model on a mesh; seconds and bytes of the mean pipeline rank.
 
     Attributes:
-        words: of each way, in the order of the arrays.
+        ways: each way by its words, in the order of the arrays.
         state: bytes of slices of weights and of the optimizer's state: (ways,).
         whole: bytes of weights that are gathered at a time: (ways,).
         gradients: bytes of gradients when the last backward pass has ended: (ways,).
@@ -39,7 +39,7 @@ class SharingTable:
         after: seconds of what follows these: (ways,).
     """
 
-    words: Sequence[Hashable]
+    ways: Mapping[Hashable, Plan]
     state: Array
     whole: Array
     gradients: Array
@@ -73,7 +73,7 @@ class SharingFloors:
             columns = [self._column(shape, plan, known) for plan in plans.values()]
             state, whole, gradients, after, *axes = np.array(columns or np.empty((0, 4 + 2 * len(AXES)))).T
             once, often = np.array(axes).reshape(2, len(AXES), -1)
-            self._known[key] = SharingTable(list(plans), state, whole, gradients, once, often, after)
+            self._known[key] = SharingTable(plans, state, whole, gradients, once, often, after)
         return self._known[key]
 
     def _column(self, shape: PlanShape, plan: Plan, known: dict[Hashable, float]) -> list[float]:
@@ -111,6 +111,16 @@ class SharingFloors:
             weights * numbers.gradient / (shards(plan, plan.shard_gradients) if late else optimizer),
         ]
         return [*held, after, *seconds.values()]
+
+
+def shared_as(plan: Plan, way: Plan) -> Plan:
+    """A plan whose data-parallel ranks share the model as those of another one do.
+
+    Raises:
+        UserError: its pipeline does not go together with that.
+    """
+    shared = {name: getattr(way, name) for name in (*SHARDED, "reshard_after", "reduce_at")}
+    return replace(plan, mesh=way.mesh, **shared)
 
 
 def words(plan: Plan) -> Hashable:

@@ -1,0 +1,325 @@
+"""Floors of a whole step: its passes in their order, what they wait for, and what comes after them.
+
+A pass waits for what others make, for the message that brings it, and for the weights that are gathered while it runs.
+When the last gradient of a stage is made, it is reduced, and so are those of the stages after it, over one axis in
+turn. Ranks of a pipeline meet when all of that is done, for the norm of the gradient. Then each takes its optimizer's
+step. What is left out: messages that wait for those before them, streams that are not free, and what runs beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardlab.planner.layer_floors import LayerFloors, ShapeLayers
+from shardlab.planner.memory_floors import SURE, shards
+from shardlab.planner.order_times import Array, LaidOrder, PassTimes, Places
+from shardlab.planner.problem import Candidate
+from shardlab.planner.rank_orders import Pipelines
+from shardlab.planner.space import PlanShape, blocks_of, few_of
+from shardlab.planner.traffic import Collective, StepTraffic, gathered, gathered_after, reduced
+from shardlab.predict.forecast import enough
+from shardlab.program import Kind
+from shardlab.rules.layer import GRADIENT_OF
+from shardlab.strategies.plan import Plan
+
+EXTENDED = 0.999
+"""Share of the time of a step of many microbatches that its forecast has at least; see `enough`."""
+
+
+class StageEnds(NamedTuple):
+    """Where a pipeline's stages begin and end, in layers: (stages,) each.
+
+    Attributes:
+        start, stop: of the stage.
+        rank: where it is.
+        first, last: its first and last layer that has weights.
+        head, tail: the end of the block of the first one, the beginning of the block of the last one.
+    """
+
+    start: Places
+    stop: Places
+    rank: Places
+    first: Places
+    last: Places
+    head: Places
+    tail: Places
+
+    def all(self, sums: Array) -> Array:
+        """What a stage's layers add to a sum."""
+        return sums[self.stop] - sums[self.start]
+
+    def but_head(self, sums: Array) -> Array:
+        """What those after the first block add."""
+        return sums[self.stop] - sums[self.head]
+
+    def but_tail(self, sums: Array) -> Array:
+        """What those before the last block add."""
+        return sums[self.tail] - sums[self.start]
+
+
+class Timed(NamedTuple):
+    """A pipeline's passes, timed with so many microbatches as a forecast replays.
+
+    Attributes:
+        order: what was timed.
+        seconds: of each kind of pass on each stage: (kinds, stages).
+        adds: to add a stage's gradients to older ones: (stages,).
+        messages: see `LaidOrder.times`.
+        more: microbatches that are not timed.
+        times: of all microbatches, whose gradients are added nowhere.
+    """
+
+    order: LaidOrder
+    seconds: Array
+    adds: Array
+    messages: Array
+    more: int
+    times: PassTimes
+
+
+class Followed(NamedTuple):
+    """A candidate's passes, timed.
+
+    Attributes:
+        times: of all microbatches.
+        gathers: seconds of gathers over each axis, at least: (ranks,) each.
+    """
+
+    times: PassTimes
+    gathers: dict[str, Array]
+
+
+class StepFloors:
+    """Floors of steps of a problem's candidates."""
+
+    def __init__(self, layers: ShapeLayers, pipelines: Pipelines, traffic: StepTraffic) -> None:
+        self.problem = layers.problem
+        self._layers, self._pipelines, self._traffic = layers, pipelines, traffic
+        self._ends: dict[Hashable, StageEnds] = {}
+        self._orders: dict[Hashable, tuple[LaidOrder, int]] = {}
+        self._timed: dict[Hashable, Timed] = {}
+        self._followed: dict[Hashable, Followed] = {}
+
+    def of_pipeline(self, shape: PlanShape, plan: Plan) -> float:
+        """Seconds below which no candidate with this pipeline is."""
+        timed = self._of(shape, plan)
+        return _sure(plan, timed) * float(timed.times.done.max())
+
+    def of(self, shape: PlanShape, candidate: Candidate) -> float:
+        """Seconds below which a candidate is not."""
+        plan, prices = candidate.plan, self._layers.prices(candidate)
+        floors = self._layers.floors(shape, plan.recompute)
+        timed, stages = self._of(shape, plan), self._stages(shape, plan)
+        weights = np.array(floors.weights)
+        ranks = np.bincount(stages.rank, stages.all(weights), plan.mesh.pp)
+
+        def sums(collectives: Sequence[Collective]) -> list[Array]:
+            return [np.array(self._traffic.sums(shape, candidate, floors, on)) for on in collectives]
+
+        times, gathers = self._followed_by(shape, candidate)
+        often, once = (list(reduced(candidate, often=each)) for each in (True, False))
+        ready = times.done.copy()
+        if plan.reduce_at == "step":
+            ready = np.maximum(ready, self._reduced(sums(often), times, stages, floors))
+            ready += _in_turn(sums(once), stages, weights, plan.mesh.pp)
+        else:
+            ready = np.maximum(ready, self._reduced(sums([*often, *once]), times, stages, floors))
+        each, late = self._pipelines.each(shape), plan.reduce_at == "step"
+        busy = gathers
+        for on, uses in [*((on, each) for on in often), *((on, 1) for on in once if not late)]:
+            found = np.array(self._traffic.sums(shape, candidate, floors, on))
+            seconds = uses * np.bincount(stages.rank, stages.all(found), plan.mesh.pp)
+            ready = np.maximum(ready, times.first + seconds)
+            busy = {**busy, on.axis: busy.get(on.axis, 0.0) + seconds}
+        for seconds in busy.values():
+            ready = np.maximum(ready, seconds)
+        after = np.array([prices.update_seconds(elements / shards(plan, plan.shard_optimizer)) for elements in ranks])
+        for found in sums(list(gathered_after(candidate))):
+            after += np.bincount(stages.rank, stages.all(found), plan.mesh.pp)
+        return _sure(plan, timed) * float(ready.max() + after.max())
+
+    def _stages(self, shape: PlanShape, plan: Plan) -> StageEnds:
+        """Where the stages of a pipeline are."""
+        placed = self._pipelines.placed(shape, plan)
+        key = id(placed), shape.mesh.tp, shape.mesh.ep
+        if key not in self._ends:
+            model = blocks_of(self.problem, shape).layers
+            weights = self._layers.floors(shape).weights
+            block = [model.gathered_with(layer) for layer in range(len(weights) - 1)]
+            ends: list[list[int]] = []
+            for start, stop in zip(placed.start.tolist(), placed.stop.tolist(), strict=True):
+                layers = [layer for layer in range(start, stop) if weights[layer + 1] > weights[layer]] or [start]
+                first, last = layers[0], layers[-1]
+                head = next((layer for layer in layers if block[layer] != block[first]), stop)
+                tail = next((layer + 1 for layer in reversed(layers) if block[layer] != block[last]), start)
+                ends.append([first, last, head, tail])
+            self._ends[key] = StageEnds(placed.start, placed.stop, placed.rank, *np.array(ends, np.intp).T)
+        return self._ends[key]
+
+    def _of(self, shape: PlanShape, plan: Plan) -> Timed:
+        """Time a pipeline's passes."""
+        key = shape, plan.schedule, plan.stages_per_rank, plan.layers_per_stage, plan.recompute
+        if key not in self._timed:
+            floors, stages = self._layers.floors(shape, plan.recompute), self._stages(shape, plan)
+            order, more = self._laid(shape, plan)
+            passes = floors.forward, floors.backward, floors.inputs, floors.halves
+            seconds = np.array([stages.all(np.array(sums)) for sums in passes])
+            messages = self._messages(shape, floors, stages)
+            prices = self._layers.prices(shape.candidate)
+            adds = np.zeros(len(stages.rank))
+            if not prices.adds_in_backward:
+                weights: list[float] = stages.all(np.array(floors.weights)).tolist()
+                adds = np.array([prices.add_seconds(int(elements)) for elements in weights])
+            times = _extended(
+                order.times(seconds[order.kind, order.stage], messages, prices.blocking_p2p), more, seconds, stages
+            )
+            self._timed[key] = Timed(order, seconds, adds, messages, more, times)
+        return self._timed[key]
+
+    def _laid(self, shape: PlanShape, plan: Plan) -> tuple[LaidOrder, int]:
+        """The order of a pipeline's ranks, on so many microbatches that it then repeats itself; how many are left."""
+        each = self._pipelines.each(shape)
+        few = min(enough(plan, each)[0], few_of(each, plan.mesh.pp) if isinstance(plan.schedule, str) else each)
+        key = plan.mesh.pp, plan.schedule, len(self._pipelines.stages(shape, plan)), few
+        if key not in self._orders:
+            units = blocks_of(self.problem, shape).layers.pipeline_units
+            self._orders[key] = LaidOrder(plan.steps(units, few * plan.data_ranks)), each - few
+        return self._orders[key][0], each - few
+
+    def _messages(self, shape: PlanShape, floors: LayerFloors, stages: StageEnds) -> Array:
+        """Seconds of messages from each stage: of activations to the next one, of gradients to the one before."""
+        prices, apart = self._layers.prices(shape.candidate), shape.mesh.world // shape.mesh.pp
+        found = np.zeros((2, len(stages.rank)))
+        model, least = blocks_of(self.problem, shape).layers, min(each for each in floors.given if each)
+        known: dict[Hashable, float] = {}
+        ranks: list[int] = stages.rank.tolist()
+        starts: list[int] = stages.start.tolist()
+        for stage in range(1, len(ranks)):
+            ends = ranks[stage - 1] * apart, ranks[stage] * apart
+            if ends[0] == ends[1]:
+                continue
+            for port in model.layers[starts[stage]].inputs:
+                bytes = floors.given[starts[stage]] if port.kind is Kind.ACTIVATION else least
+                for back, kind in enumerate((port.kind, GRADIENT_OF[port.kind])):
+                    key = kind, bytes, ends, back
+                    if key not in known:
+                        known[key] = prices.message_times(kind, bytes, *(ends[::-1] if back else ends))[0]
+                    found[back, stage - 1 + back] += known[key]  # they take turns
+        return found
+
+    def _followed_by(self, shape: PlanShape, candidate: Candidate) -> Followed:
+        """Time the passes of a candidate, with the gathers of weights and the sums of gradients in them."""
+        plan, timed = candidate.plan, self._of(shape, candidate.plan)
+        collectives = tuple(gathered(candidate))
+        adds = bool(timed.adds.any()) and not any(reduced(candidate, often=True))  # what is reduced is added later
+        key = id(timed), plan.mesh, plan.reshard_after, collectives, adds
+        if not collectives and not adds:
+            return Followed(timed.times, {})
+        if key not in self._followed:
+            order, stages, floors = timed.order, self._stages(shape, plan), self._layers.floors(shape, plan.recompute)
+            seconds, work = timed.seconds[order.kind, order.stage], timed.seconds
+            gathers: dict[str, Array] = {}
+            if collectives:
+                sums = [np.array(self._traffic.sums(shape, candidate, floors, on)) for on in collectives]
+                seconds, work = _gathering(plan, timed, stages, floors, sums)
+                gathers = {
+                    on.axis: _gathered(plan, timed, stages, of) for on, of in zip(collectives, sums, strict=True)
+                }
+            if adds:
+                seconds = seconds + np.where(order.sums, timed.adds[order.stage], 0.0)
+                work = work + timed.adds * np.array([[0], [1], [0], [1]])
+            blocks = self._layers.prices(candidate).blocking_p2p
+            times = order.times(seconds, timed.messages, blocks)
+            self._followed[key] = Followed(_extended(times, timed.more, work, stages), gathers)
+        return self._followed[key]
+
+    def _reduced(self, axes: Sequence[Array], times: PassTimes, stages: StageEnds, floors: LayerFloors) -> Array:
+        """When every rank's last gradients are reduced, over one axis after the other: (ranks,)."""
+        ready = np.zeros(len(times.done))
+        if not axes:
+            return ready
+        weights = np.array(floors.weights)
+        made = times.last + np.minimum(np.diff(floors.backward), np.diff(floors.halves))[stages.last]
+        order = np.argsort(-times.last, kind="stable")  # the latest first
+        for place, sums in enumerate(axes):
+            beside = _least(axes[:place], weights) + _least(axes[place + 1 :], weights)
+            taken, busy = stages.all(sums), np.zeros(len(ready))
+            for stage in order.tolist():
+                rank = stages.rank[stage]
+                busy[rank] += taken[stage]
+                ready[rank] = max(ready[rank], made[stage] + beside + busy[rank])
+        return ready
+
+
+def _sure(plan: Plan, timed: Timed) -> float:
+    """The share of what was timed that no forecast goes below: one pipeline rank does the same again and again."""
+    return EXTENDED if timed.more and plan.mesh.pp > 1 else SURE
+
+
+def _gathering(
+    plan: Plan, timed: Timed, stages: StageEnds, floors: LayerFloors, gathers: Sequence[Array]
+) -> tuple[Array, Array]:
+    """Seconds of each pass when weights are gathered, and of each kind of pass on each stage that always gathers them.
+
+    Over the first axis a block is gathered while the one before it computes, over others when it is wanted. The block
+    with which a pass begins may be there already.
+    """
+    order, plain = timed.order, timed.seconds
+    ahead, awaited = gathers[0], np.sum(gathers[1:], axis=0) if gathers[1:] else np.zeros(len(gathers[0]))
+    forward, backward, inputs = (np.diff(sums) for sums in (floors.forward, floors.backward, floors.inputs))
+    again, opening = plain.copy(), plain.copy()
+    for kind, layer in ((0, forward[stages.last]), (1, backward[stages.first]), (2, inputs[stages.first])):
+        rest = stages.but_tail if kind else stages.but_head
+        again[kind] = np.maximum(plain[kind] + rest(awaited), rest(ahead) + layer)
+        opening[kind] = np.maximum(plain[kind] + stages.all(awaited), rest(ahead) + layer)
+    begins = np.maximum(opening[0], stages.all(ahead) + forward[stages.last])
+    seconds = plain[order.kind, order.stage]
+    if plan.reshard_after != "step":
+        these = order.visits if plan.reshard_after == "stage" else np.ones(len(seconds), bool)
+        seconds = np.where(these, again[order.kind, order.stage], seconds)
+    seconds = np.where(order.opens, np.maximum(seconds, opening[order.kind, order.stage]), seconds)
+    seconds = np.where(order.begins, np.maximum(seconds, begins[order.stage]), seconds)
+    return seconds, again if plan.reshard_after == "layer" else plain
+
+
+def _gathered(plan: Plan, timed: Timed, stages: StageEnds, sums: Array) -> Array:
+    """Seconds of each rank's gathers over an axis, but for blocks that may be there already."""
+    order = timed.order
+    again = np.where(order.kind == 0, stages.but_head(sums)[order.stage], stages.but_tail(sums)[order.stage])
+    again[order.kind == 3] = 0.0
+    if plan.reshard_after == "step":
+        again[:] = 0.0
+    elif plan.reshard_after == "stage":
+        again[~order.visits] = 0.0
+    taken = np.where(order.opens, stages.all(sums)[order.stage], again)
+    found = np.zeros(plan.mesh.pp)
+    found += np.bincount(stages.rank[order.stage], taken, plan.mesh.pp)
+    if plan.reshard_after == "layer":
+        found += timed.more * np.bincount(stages.rank, stages.but_head(sums) + stages.but_tail(sums), plan.mesh.pp)
+    return found
+
+
+def _extended(times: PassTimes, more: int, seconds: Array, stages: StageEnds) -> PassTimes:
+    """Passes of more microbatches: each rank has its work on them to do, before its last one."""
+    if not more:
+        return times
+    each = seconds[0] + np.minimum(seconds[1], seconds[2] + seconds[3])
+    work = more * np.bincount(stages.rank, each, len(times.done))
+    return times._replace(done=times.done + work, last=times.last + work[stages.rank])
+
+
+def _least(axes: Sequence[Array], weights: Array) -> float:
+    """Seconds of the collectives over some axes, one after the other, of the layer for which these are fewest."""
+    return float(np.diff(np.sum(axes, axis=0))[np.diff(weights) > 0].min()) if axes else 0.0
+
+
+def _in_turn(axes: Sequence[Array], stages: StageEnds, weights: Array, ranks: int) -> Array:
+    """Seconds of collectives on all weights, over one axis after the other, when nothing runs beside: (ranks,)."""
+    found = np.zeros(ranks)
+    for place, sums in enumerate(axes):
+        beside = _least(axes[:place], weights) + _least(axes[place + 1 :], weights)
+        found = np.maximum(found, beside + np.bincount(stages.rank, stages.all(sums), ranks))
+    return found
