@@ -31,7 +31,7 @@ TILED = [
     ("a tied head, and gathers ahead", "zero-3", gpt(tied=True), "tile=4,prefetch=2,defer=2"),
     ("replicas of shards", "hsdp", gpt(), "tile=2"),
     ("a backward pass in halves", SPLIT, gpt(), "tile=4"),
-    ("recomputation", AGAIN, gpt(dropout=0.1), "tile=2,place"),
+    ("recomputation", AGAIN, gpt(dropout=0.1), "tile=2,arena"),
     ("tiles of tensor-parallel slices", SLICED, gpt(vocab_size=50), "tile=2"),
     ("a pipeline", "pipeline-fsdp", gpt(), "tile=2"),
     ("weights on the disk", "zero-3", gpt(), "tile=2,offload=parameters:disk+optimizer:disk"),
