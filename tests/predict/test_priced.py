@@ -178,3 +178,14 @@ def test_a_recipe_s_collectives_along_tp_wait_for_their_hosts() -> None:
     assert prices.collective_time(OpKind.ALL_GATHER, 100, group_of("tp", (0, 1))) == 205
     assert prices.collective_time(OpKind.ALL_GATHER, 100, group_of("dp_shard", (0, 1))) == 200
     assert prices.collective_time(OpKind.ALL_GATHER, 100, group_of("tp", (0,))) == 0
+
+
+def test_a_ring_over_nodes_goes_at_the_pace_of_its_slowest_link() -> None:
+    """Whichever of its ranks is looked at; of a pipeline each message has its own link."""
+    ring, piped = (
+        ClusterPrices(cast(Model, FakeModel()), 1, find_cluster("h100x16"), BF16, mesh=mesh)
+        for mesh in (Mesh(cp=4, tp=4), Mesh(pp=4, tp=4))
+    )
+    within, across = ((0, 4), (4, 8))
+    assert ring.message_times(Kind.KEYS_VALUES, 2**24, *within) == ring.message_times(Kind.KEYS_VALUES, 2**24, *across)
+    assert piped.message_times(Kind.ACTIVATION, 2**24, *within) < piped.message_times(Kind.ACTIVATION, 2**24, *across)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 from shardlab.hardware import Cluster
 from shardlab.hardware.collectives import nodes_of
@@ -164,7 +164,8 @@ class ClusterPrices(Prices):
         if self.recipe.overlap.scatter_gather_p2p and slices > 1:
             gathered = self.cluster.collective_seconds("all_gather", bytes, self.mesh.group(0, "tp").ranks)
             bytes /= slices
-        seconds = self.cluster.message_seconds(bytes, source, target) + gathered
+        links = _ring(self.mesh, source, target)
+        seconds = max(self.cluster.message_seconds(bytes, *link) for link in links) + gathered
         return seconds, seconds
 
     def add_seconds(self, elements: int) -> float:
@@ -223,6 +224,19 @@ def _of_width(spec: Spec) -> int:
     """Into how many slices like this value's the parameters are cut (1: it has all)."""
     share = share_of(spec.form)
     return share.denominator // share.numerator
+
+
+@cache
+def _ring(mesh: Mesh, source: int, target: int) -> tuple[tuple[int, int], ...]:
+    """The links that a message waits for: its own; in a ring of context-parallel ranks, those of all of its members.
+
+    Each of them hands on what it was handed, so all go at the pace of the slowest link, whichever rank is looked at.
+    """
+    ranks = mesh.group(source, "cp").ranks if max(source, target) < mesh.world else ()
+    if source == target or target not in ranks:
+        return ((source, target),)
+    apart = ranks.index(target) - ranks.index(source)
+    return tuple([(rank, ranks[(place + apart) % len(ranks)]) for place, rank in enumerate(ranks)])
 
 
 def backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:
