@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import pytest
 
@@ -12,7 +13,7 @@ from shardlab.models import GPT
 from shardlab.planner.chosen import PlanChoice, choose
 from shardlab.planner.measured import MeasuredStep
 from shardlab.planner.problem import Candidate, Limits, Problem
-from shardlab.planner.workers import workers
+from shardlab.planner.workers import Answer, Asked, workers
 from shardlab.program import Mesh
 from shardlab.program.precision import PRECISIONS
 from shardlab.strategies.plan import Plan
@@ -106,3 +107,20 @@ def test_what_is_no_plan_of_the_problem_is_refused(candidate: Candidate, told: s
     with pytest.raises(UserError, match=r"^runs/x") as refused:
         chosen(PROBLEM, [MeasuredStep(candidate, 1.0, "runs/x")])
     assert told in str(refused.value)
+
+
+def test_what_is_to_be_measured_is_told_in_the_time_that_there_is() -> None:
+    """When it is up, it is not known what plans' time goes to; that is said, and plans are told all the same."""
+    asked: list[Asked] = []
+    with workers(PROBLEM, 1) as ask:
+
+        def noting(question: Asked) -> Future[Answer | None]:
+            asked.append(question)
+            return ask(question)
+
+        choice = choose(PROBLEM, noting, seconds=1e-9, measured=())
+    assert asked
+    assert not any(question.shares for question in asked)
+    assert choice.beliefs is not None
+    assert choice.beliefs.plans
+    assert "what a plan's time goes to" in choice.missed

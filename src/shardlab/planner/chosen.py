@@ -123,11 +123,11 @@ def choose(
     unfit = ran_out(measured or ())
     searched = SEARCHED * seconds
     found = Search(problem, ask, deadline=searched, ahead=ahead, told=told, within=within, ran_out=unfit).run()
-    beliefs = None if measured is None or not (found.best or ran) else corrected(found, ran, error, ask)
+    timed = InTime(problem, ask, began + seconds)
+    beliefs = None if measured is None or not (found.best or ran) else corrected(found, ran, error, timed)
     best = found.best
     if best is None:
         raise UserError(nothing_found(problem, found))
-    timed = InTime(problem, ask, began + seconds)
     own = timed.ask(Asked(best.candidate, best.forecast, shares=True))
     doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
     more = [timed.ask(Asked(best.candidate, change=change)) for change in doubled]

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from shardlab.errors import UserError
 from shardlab.planner.found import Found, PlanOutcome
+from shardlab.planner.in_time import InTime
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.reasons import TELLING
 from shardlab.planner.shares import BUBBLE, COMPUTE, StepShares
@@ -42,6 +43,9 @@ compute by was the same had covariances of 0.1, 0.25 and 0.63 of the variance.""
 
 NOISE = 0.01
 """Standard deviation of a median over ten steps, as a share of it, on a machine that does nothing else."""
+
+LOOKED_FOR = "what a plan's time goes to"
+"""What is left out of a correction when time is up."""
 
 LOOKED_AT = 24
 """How many plans, the fastest ones, are asked what their time goes to."""
@@ -251,12 +255,13 @@ def slack(measured: Sequence[MeasuredOutcome], error: float) -> float:
     return max(error, max(times, default=1.0) / min(times, default=1.0) - 1)
 
 
-def corrected(found: Found, measured: Sequence[MeasuredOutcome], error: float, ask: Ask) -> Beliefs:
+def corrected(found: Found, measured: Sequence[MeasuredOutcome], error: float, timed: InTime) -> Beliefs:
     """Rank again what was found, by what was measured: outcomes then have corrected seconds.
 
     Args:
         measured: plans that fit, since they ran; they are added to those that were found.
         error: mean size of a prediction's.
+        timed: tells what steps' time goes to, as long as there is time; of other plans it is not known.
     """
     ran = [outcome for outcome, _ in measured]
     others = [each for each in found.outcomes if each.candidate not in {one.candidate for one in ran}]
@@ -268,8 +273,8 @@ def corrected(found: Found, measured: Sequence[MeasuredOutcome], error: float, a
         fastest = sorted(range(len(plans)), key=lambda at: beliefs.seconds[at])[:LOOKED_AT]
         if not (unknown := {*places, *fastest} - known.keys()):
             break
-        coming = {at: ask(Asked(plans[at].candidate, plans[at].forecast, shares=True)) for at in unknown}
-        answers = {at: future.result() for at, future in coming.items()}
+        coming = {at: timed.ask(Asked(plans[at].candidate, plans[at].forecast, shares=True)) for at in unknown}
+        answers = {at: timed.answer(future, LOOKED_FOR) for at, future in coming.items()}
         known |= {at: answer and answer.shares for at, answer in answers.items()}
     if measured:
         again = [replace(each, corrected=seconds) for each, seconds in zip(plans, beliefs.seconds, strict=True)]
