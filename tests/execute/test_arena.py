@@ -29,7 +29,7 @@ from shardlab.train.job import Job
 from tests.support.ranks import Ranks
 
 World = Callable[[int], Ranks]
-MODEL = GPT(layers=4, hidden_size=32, heads=2, vocab_size=32, seq_len=8)
+MODEL = GPT(layers=4, hidden_size=32, heads=2, vocab_size=32, seq_len=16)
 
 
 class Steps(NamedTuple):
