@@ -123,6 +123,16 @@ def test_where_nothing_is_gathered_or_nothing_can_be_cut_it_is_said() -> None:
         run_named(around, "tile=2")
 
 
+def test_activations_of_layers_in_tiles_stay() -> None:
+    with pytest.raises(UserError, match="an activation that is read by several tiles cannot leave"):
+        run_named(cut(SHARDED, 2), "tile=2,offload=activations:host")
+
+
+def test_so_many_tiles_that_ops_are_too_many_are_refused_at_once() -> None:
+    with pytest.raises(UserError, match=r"4 layers .* in 1,000,000 tiles come to .* ops or more"):
+        load("zero-3", "tile=1000000").require_ops(4, 4, 4)
+
+
 def test_a_pass_that_is_not_asked_for_cuts_nothing() -> None:
     assert tiles_of("all") == tiles_of("none") == 1
     assert tiles_of("defer=3,tile=4") == 4

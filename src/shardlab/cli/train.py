@@ -237,8 +237,8 @@ class Train:
             require_audit,
             tell_interrupted,
         )
+        from shardlab.execute.capturing import want_step_graph
         from shardlab.execute.compiling import want_compilable
-        from shardlab.execute.step_graph import want_step_graph
         from shardlab.faults import Watching
         from shardlab.train.history import WARNED, note_end, record_in
         from shardlab.train.launch import Joining, Named, device_type, limit_of, run_ranks

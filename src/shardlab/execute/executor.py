@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardlab.check import Checked
 from shardlab.execute.bucket import START_TOGETHER, once
+from shardlab.execute.capturing import want_step_graph
 from shardlab.execute.chains import Chain, chained, chains_of
 from shardlab.execute.communication import START
 from shardlab.execute.communicator import Communicator, Groups, Wait
@@ -22,7 +23,7 @@ from shardlab.execute.loss_scale import want_norm
 from shardlab.execute.progress import begin_tape
 from shardlab.execute.settings import GradientObserver, Sampler, Settings
 from shardlab.execute.state import State
-from shardlab.execute.step_graph import StepGraph, want_step_graph
+from shardlab.execute.step_graph import StepGraph
 from shardlab.models import Model
 from shardlab.program import Op, OpKind
 from shardlab.program.ops import COLLECTIVES

@@ -12,18 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardlab.check import Checked
-from shardlab.errors import UserError
 from shardlab.execute.state import State
-from shardlab.models import Model
-from shardlab.models.mixture import Routing
 from shardlab.models.tensors.tokens import sent_to
-from shardlab.optimizers import OptimizerConfig
-from shardlab.program import OpKind
-from shardlab.program.precision import Precision
 
 FIRST_STEPS = 3
-"""Steps that run op by op: they make connections, optimizer states, and what is made once and kept on the device."""
+"""Steps with an update that run op by op: they make connections, optimizer states, and what the device keeps from then
+on."""
 
 
 class DeviceGraph(Protocol):
@@ -108,8 +102,8 @@ class StepGraph:
         """Run a step, or have the device repeat it; the state has the step's batch."""
         state = self._state
         if self._left:
-            self._left -= 1
             ops()
+            self._left -= state.finite  # an update makes the optimizer's state, unless it is left out
             return
         if self._inputs is None:
             self._inputs = StepInputs(state)
@@ -136,50 +130,3 @@ class StepGraph:
             state.batch, state.tokens, state.rate = before
         self._loss, self._squared_norm = state.loss, state.squared_norm
         return graph
-
-
-def want_step_graph(
-    checked: Checked,
-    model: Model,
-    precision: Precision,
-    optimizer: OptimizerConfig,
-    device: str,
-    *,
-    traced: bool = False,
-) -> None:
-    """Refuse to capture a step of which the host has a part.
-
-    Args:
-        device: the type of that on which layers are computed, cuda or cpu.
-        traced: whether the ops of steps are to be timed.
-
-    Raises:
-        UserError: with that part, and what to do.
-    """
-    why = _part_of_the_host(checked, model, precision, optimizer, device)
-    if not why and traced:
-        why = "--trace has the host look at each op; leave out one of them"
-    if why:
-        raise UserError(f"--cuda-graph has the GPU do a step by itself, but {why}")
-
-
-def _part_of_the_host(
-    checked: Checked, model: Model, precision: Precision, optimizer: OptimizerConfig, device: str
-) -> str:
-    """What the host does within a step, and the way round it; nothing if it does nothing."""
-    ops = [op for tape in checked.program.tapes for op in tape]
-    if device not in GRAPHS:
-        return "ranks compute on the CPU here; leave it out, or take a machine with a GPU for each rank"
-    if model.dropout:
-        return "masks of dropout are drawn on the host; take --dropout 0"
-    if precision.scaled:
-        return f"the scale of losses in {precision.name} is the host's; take --precision bf16"
-    if optimizer.optimizer != "adamw" or optimizer.ema is not None:
-        return "updates other than AdamW's have numbers of the host; take --optimizer adamw without --ema"
-    if any(isinstance(step.primitive, Routing) for run in model.runs for step in run.steps):
-        return "a mixture's tokens go to experts by lists that the host makes; take a model without experts"
-    if any(op.factor is not None and op.factor.tokens for op in ops):
-        return "the program scales gradients by tokens that the host counts; scale by microbatches"
-    if any(op.kind in (OpKind.OFFLOAD, OpKind.RELOAD) for op in ops):
-        return "values are copied to the host and back; take no --offload"
-    return ""

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from shardlab.check import Checked
-from shardlab.passes.rewriting import Tapes
+from shardlab.passes.rewriting import CannotApply, Tapes
 from shardlab.program import Kind, Op, OpKind, Spec
 from shardlab.program.homes import Homes, Place
 from shardlab.program.ops import COMMUNICATION
@@ -28,7 +28,12 @@ def offload(checked: Checked, homes: Homes) -> Tapes:
     """Every rank's tape with what `homes` names kept there. Each copy is awaited at once (see `early_copies`).
 
     What a program keeps elsewhere by itself stays where it is.
+
+    Raises:
+        CannotApply: for activations of layers in tiles.
     """
+    if homes.activations and checked.program.sizes.tiles > 1:
+        raise CannotApply("an activation that is read by several tiles cannot leave; offload something else")
     return [OffloadedTape(tape, checked.specs[rank], homes).tape for rank, tape in enumerate(checked.program.tapes)]
 
 

@@ -43,7 +43,7 @@ class ShapeFloor(NamedTuple):
     bytes: float
 
 
-class Way(NamedTuple):
+class WayToShare(NamedTuple):
     """A way to share the model.
 
     Attributes:
@@ -84,11 +84,11 @@ class Floors:
         seconds = np.maximum(sharing, passes + SURE * table.after[fits])
         return ShapeFloor(passes, *(float(each.min(initial=inf)) for each in (sharing, seconds, bytes)))
 
-    def ways(self, shape: PlanShape) -> list[Way]:
+    def ways(self, shape: PlanShape) -> list[WayToShare]:
         """Every way to share the model on a shape's mesh."""
         table = self.sharing.of(shape)
         sharing, after = table.seconds(self._pipelines.each(shape)), SURE * table.after
-        return [Way(*each) for each in zip(table.ways.values(), sharing.tolist(), after.tolist(), strict=True)]
+        return [WayToShare(*each) for each in zip(table.ways.values(), sharing.tolist(), after.tolist(), strict=True)]
 
     def passes_of(self, shape: PlanShape) -> float:
         """The mean over pipeline ranks of the seconds of their passes, at least."""

@@ -148,7 +148,7 @@ class StrategyEntry:
             UserError: with how many there would be at least.
         """
         if self.plan is not None:
-            self.plan(ranks).require_ops(layers, microbatches)
+            self.plan(ranks).require_ops(layers, microbatches, tiles=self.tiles_on(ranks))
             return
         require_ops(ranks, f"the ops of {counted(ranks, 'rank')}")
         require_ops(4 * layers, f"loading, two passes and an update of {counted(layers, 'layer')}")

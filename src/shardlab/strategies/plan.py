@@ -281,19 +281,21 @@ class Plan:
             )
         return [stage * units // stages for stage in range(stages + 1)]
 
-    def require_ops(self, layers: int, microbatches: int, *, folded: bool = False) -> None:
+    def require_ops(self, layers: int, microbatches: int, *, tiles: int = 1, folded: bool = False) -> None:
         """Refuse sizes with which a step is sure to have more ops than are traced.
 
         Args:
             layers, microbatches: the model's, and the global batch's.
+            tiles: into how many each layer is cut.
             folded: whether only one rank of each pipeline stage is traced.
 
         Raises:
             UserError: with how many there would be at least.
         """
         mesh, alike = self.mesh, self.mesh.world // self.mesh.pp
-        passes = 2 * layers * -(-microbatches // self.data_ranks) * (1 if folded else alike)
+        passes = 2 * layers * tiles * -(-microbatches // self.data_ranks) * (1 if folded else alike)
         sizes = f"{counted(layers, 'layer')} and {counted(microbatches, 'microbatch')} on {counted(mesh.world, 'rank')}"
+        sizes += f" in {counted(tiles, 'tile')}" if tiles > 1 else ""
         least = passes + 2 * layers * (1 if folded else alike) + mesh.pp
         require_ops(least, sizes, MAX_FOLDED if folded else MAX_OPS)
 
