@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -34,6 +35,13 @@ PROFILE = Profile(
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Profile.read(PROFILE.write(tmp_path / "new" / "profile.json"), here=MACHINE) == PROFILE
+
+
+def test_where_no_product_is_held_up_by_arithmetic_no_peak_is_known() -> None:
+    kernels = {("matmul", "float32"): Rate(1e-5, 0, 1e10)}
+    device = Cluster.of_profile(replace(PROFILE, kernels=kernels)).device
+    assert device.peak("float32") == math.inf
+    assert device.seconds(Matmul(8, 8, 8), "float32") > 1e-5
 
 
 def test_one_rank_alone_has_the_memory_to_itself() -> None:

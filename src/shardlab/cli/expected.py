@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,8 @@ def peak_flops(config: TrainingConfig, compute: str) -> float | None:
     if cluster is None or compute not in cluster.device.flops:
         return None
     at_work = min(ranks, cluster.size)
-    return cluster.at_work(at_work).device.peak(compute) * at_work
+    peak = cluster.at_work(at_work).device.peak(compute) * at_work
+    return peak if math.isfinite(peak) else None
 
 
 def workload_of(job: Job, cluster: Cluster, recipe: str | None = None) -> Workload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from shardlab.hardware.device import Device, Efficiency
@@ -62,10 +63,12 @@ def families(kernel: Kernel) -> tuple[str, ...]:
 
 
 def device_of_profile(profile: Profile) -> MeasuredDevice:
-    """The device that the profile was measured on; its peaks are the best that a kernel reached."""
+    """The device that the profile was measured on; its peaks are the best that a kernel reached, or without a limit
+    where small layers alone were measured, which memory holds up."""
     flops: dict[str, float] = {}
     for (_, dtype), rate in profile.kernels.items():
         flops[dtype] = max(flops.get(dtype, 0.0), rate.flops)
+    flops = {dtype: best or math.inf for dtype, best in flops.items()}
     bandwidth = max((rate.bytes for rate in profile.kernels.values()), default=0.0)
     reached = Efficiency(
         dict.fromkeys(flops, 1.0),
