@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,13 @@ def least_of_way(floors: Floors, shape: PlanShape, candidate: Candidate) -> tupl
     return max(way.sharing, passes + way.after), bytes[place]
 
 
+def _sharing(shape: PlanShape, schedule: str, **shared: Any) -> Candidate:
+    """A candidate with a schedule, whose data-parallel ranks share the model so."""
+    stages = 2 if schedule in ("interleaved-1f1b", "breadth-first") else None
+    plan = replace(shape.candidate.plan, schedule=schedule, stages_per_rank=stages, **shared)
+    return Candidate(plan, 1, shape.precision)
+
+
 def _bare(shape: PlanShape, plan: Plan) -> Plan:
     """A candidate's pipeline, before it is said how the model is shared."""
     nobody: dict[str, tuple[str, ...]] = dict.fromkeys(("shard_parameters", "shard_gradients", "shard_optimizer"), ())
@@ -87,16 +95,14 @@ def test_floors_count_gathered_weights_and_gradients_on_their_way(schedule: str,
     asked = replace(problem(devices=32, sequences=64), model=wide)
     shape = PlanShape(Mesh(pp=2, dp_shard=16), 1, find_precision("bf16"))
     shard = ("dp_shard",)
-    plan = replace(
-        shape.candidate.plan,
-        schedule=schedule,
-        stages_per_rank=2 if schedule in ("interleaved-1f1b", "breadth-first") else None,
+    candidate = _sharing(
+        shape,
+        schedule,
         shard_parameters=shard,
         shard_gradients=shard,
         shard_optimizer=shard,
         reshard_after=reshard_after,
     )
-    candidate = Candidate(plan, 1, shape.precision)
     found = answer(asked, Asked(candidate))
     assert found is not None
     held = found.forecast.memory.wanted
@@ -138,15 +144,13 @@ def test_floors_follow_the_order_of_a_pipeline(schedule: str, shared: str) -> No
     asked = replace(problem(devices=64, sequences=128), model=wide)
     shape = PlanShape(Mesh(pp=8, dp_shard=8), 1, find_precision("bf16"))
     shard = ("dp_shard",)
-    plan = replace(
-        shape.candidate.plan,
-        schedule=schedule,
-        stages_per_rank=2 if schedule in ("interleaved-1f1b", "breadth-first") else None,
+    candidate = _sharing(
+        shape,
+        schedule,
         shard_parameters=shard if shared == "gathered once" else (),
         shard_optimizer=() if shared == "nothing" else shard,
         reshard_after="step" if shared == "gathered once" else "layer",
     )
-    candidate = Candidate(plan, 1, shape.precision)
     found = answer(asked, Asked(candidate))
     assert found is not None
     seconds = found.forecast.seconds

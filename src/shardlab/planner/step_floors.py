@@ -121,16 +121,14 @@ class StepFloors:
 
         times, gathers = self._followed_by(shape, candidate)
         often, once = (list(reduced(candidate, often=each)) for each in (True, False))
-        ready = times.done.copy()
-        if plan.reduce_at == "step":
-            ready = np.maximum(ready, self._reduced(sums(often), times, stages, floors))
+        late, each = plan.reduce_at == "step", self._pipelines.each(shape)
+        in_passes = [*((on, each) for on in often), *((on, 1) for on in once if not late)]
+        of_layers = sums([on for on, _ in in_passes])
+        ready = np.maximum(times.done, self._reduced(of_layers, times, stages, floors))
+        if late:
             ready += _in_turn(sums(once), stages, weights, plan.mesh.pp)
-        else:
-            ready = np.maximum(ready, self._reduced(sums([*often, *once]), times, stages, floors))
-        each, late = self._pipelines.each(shape), plan.reduce_at == "step"
         busy = gathers
-        for on, uses in [*((on, each) for on in often), *((on, 1) for on in once if not late)]:
-            found = np.array(self._traffic.sums(shape, candidate, floors, on))
+        for (on, uses), found in zip(in_passes, of_layers, strict=True):
             seconds = uses * np.bincount(stages.rank, stages.all(found), plan.mesh.pp)
             ready = np.maximum(ready, times.first + seconds)
             busy = {**busy, on.axis: busy.get(on.axis, 0.0) + seconds}

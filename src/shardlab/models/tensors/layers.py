@@ -22,7 +22,7 @@ from shardlab.models.tensors.share import ALL, Share
 
 
 class _Prepared(NamedTuple):
-    """What is known of a step beforehand.
+    """A step of a layer, with all that is looked up once.
 
     Attributes:
         primitive: what is computed.
