@@ -16,33 +16,26 @@ from shardlab.execute.saved import Saved
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, Model, MoE, cut
 from shardlab.models.attention import Projection
 from shardlab.models.primitives import Embed, Linear, Norm, Scores
-from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, products, views
+from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
 from tests.models.conftest import inputs_of, piece_of
 
-MODELS: list[Model] = [
-    GPT(layers=3, hidden_size=16, heads=2, seq_len=8),
+MODELS: list[Model] = [  # of width 64, feed-forwards' products are large
+    GPT(layers=3, hidden_size=64, heads=2, seq_len=8),
     GPT(layers=3, hidden_size=16, heads=2, seq_len=8, bias=False),
     GPT(layers=2, hidden_size=16, heads=2, seq_len=8, dropout=0.2),
     GPT(layers=2, hidden_size=12, heads=3, seq_len=7, vocab_size=30, bias=False, dropout=0.2),
     GPT(layers=1, hidden_size=16, heads=2, seq_len=8),
     GPT(layers=1, hidden_size=16, heads=2, seq_len=8, tied=True),
-    GPT(layers=1, hidden_size=16, heads=2, seq_len=8, tied=True, bias=False, dropout=0.2),
+    GPT(layers=1, hidden_size=64, heads=2, seq_len=8, tied=True, bias=False, dropout=0.2),
     MLP(layers=3, hidden_size=16, seq_len=8),
-    MLP(layers=1, hidden_size=16, seq_len=8, bias=False, dropout=0.2),
-    Llama(layers=2, hidden_size=16, heads=2, seq_len=8, kv_heads=1, ffn_hidden_size=24),
+    MLP(layers=1, hidden_size=64, seq_len=8, bias=False, dropout=0.2),
+    Llama(layers=2, hidden_size=64, heads=2, seq_len=8, kv_heads=1, ffn_hidden_size=256),
     GPT(layers=1, hidden_size=16, heads=2, seq_len=8, activation="squared_relu", norm="rms", rope_theta=1e4),
-    MoE(layers=2, hidden_size=16, heads=2, seq_len=8, vocab_size=30, top_k=1),
+    MoE(layers=2, hidden_size=64, heads=2, seq_len=8, vocab_size=30, top_k=1),
     MoE(layers=1, hidden_size=16, heads=2, seq_len=8, vocab_size=30, dropout=0.2, capacity_factor=None),
-    Mixtral(layers=2, hidden_size=16, heads=2, seq_len=8, kv_heads=1, ffn_hidden_size=24, top_k=3),
+    Mixtral(layers=2, hidden_size=64, heads=2, seq_len=8, kv_heads=1, ffn_hidden_size=256, top_k=3),
 ]
 ROWS = 3
-
-
-@pytest.fixture(params=[0, products.LARGE], ids=["all-products", "large-products"], autouse=True)
-def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All products, or only those that are given their input again: here none is large."""
-    monkeypatch.setattr(products, "LARGE", request.param)
-
 
 CASES = [(model, layer) for model in MODELS for layer in range(model.layers)]
 every_layer = pytest.mark.parametrize(("model", "layer"), CASES, ids=str)

@@ -32,6 +32,10 @@ Pieces = Mapping[str, int]
 """Into how many pieces each index is cut (1 where it is not named)."""
 
 
+LARGE = 2**14
+"""Elements of a weight from which on it takes less time to add its gradient in place, and to make again what it is
+multiplied by, than to call Python for that."""
+
 INTEGERS = ("choices", "slots")
 """Tensors of integers."""
 

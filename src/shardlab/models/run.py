@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shardlab.models.kernels import Kernel
 from shardlab.models.layout import LayerLayout, Parameter
-from shardlab.models.primitive import Primitive, Step
+from shardlab.models.primitive import LARGE, Primitive, Step
 from shardlab.models.primitives import Add, Linear
 from shardlab.rules.compose import carried_of, crossing, is_attention
 from shardlab.rules.kind import Kind
@@ -129,10 +129,10 @@ class Run:
 
     @cached_property
     def made_again(self) -> frozenset[Made]:
-        """The tensors that are kept for products alone, and made again for these instead."""
+        """The tensors that are kept for large products alone, and made again for these instead."""
         found = {Made(name, n) for n, each in self._primitives() if each.made_again for name in each.makes}
         for number, primitive in self._primitives():
-            if not primitive.product:
+            if not (primitive.product and self._large(primitive)):
                 found -= {self._read_or_made(name, number) for name in primitive.keeps()}
         return frozenset(found - {self._last(name) for name in self.outputs})
 
@@ -156,6 +156,10 @@ class Run:
         given = {self._last(name) for name in self.outputs}
         mine = {each for each in gradients if each not in given or self._readers(each)}
         return beside + self._elements(kept, rows) + self._elements(mine, rows)
+
+    def _large(self, product: Primitive) -> bool:
+        """Whether calls of Python for a slice's product are worth their time."""
+        return any(each.sliced(self.own_pieces).numel >= LARGE for each in product.parameters())
 
     def _at(self, number: int) -> Primitive:
         return self.steps[number].primitive

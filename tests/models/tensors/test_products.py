@@ -17,34 +17,33 @@ from torch import Tensor
 from shardlab.models import GPT, MLP, Llama, Mixtral, Model, MoE, cut
 from shardlab.models.mixture import ExpertActivate
 from shardlab.models.primitives import Activate
-from shardlab.models.tensors import Dropout, Products, initial_weights, layers_of, products, views
+from shardlab.models.tensors import Dropout, Products, initial_weights, layers_of, views
 from shardlab.models.tensors.products import AddGradients, Again
 from tests.models.conftest import inputs_of, piece_of
 from tests.models.small import WithHeads
 from tests.models.tensors.comparing import error
 
-SIZES: WithHeads = {"layers": 2, "hidden_size": 16, "heads": 4, "vocab_size": 30, "seq_len": 8}
-MODELS: list[Model] = [
+SIZES: WithHeads = {"layers": 2, "hidden_size": 96, "heads": 4, "vocab_size": 30, "seq_len": 8}
+"""Of a model whose feed-forward's products are large, in two slices too, and whose attention's last one is not."""
+SMALL: list[Model] = [
+    GPT(layers=2, hidden_size=16, heads=4, vocab_size=30, seq_len=8),
+    MoE(layers=1, hidden_size=16, heads=4, vocab_size=30, seq_len=8),
+]
+LARGE: list[Model] = [
     GPT(**SIZES),
     GPT(**SIZES, dropout=0.2, bias=False, activation="gelu_tanh"),
     GPT(**SIZES, activation="squared_relu", norm="rms"),
-    GPT(layers=1, hidden_size=16, heads=4, seq_len=8, tied=True),
+    GPT(layers=1, hidden_size=96, heads=4, seq_len=8, tied=True),
     Llama(**SIZES, kv_heads=2),
     MoE(**SIZES),
     Mixtral(**SIZES, shared_experts=1),
     cut(GPT(**SIZES), tp=2),
-    cut(Llama(**SIZES), tp=2, attention_apart=True),
+    cut(Llama(**SIZES, ffn_hidden_size=384), tp=2, attention_apart=True),
     cut(MoE(**SIZES), tp=2, ep=2),
-    cut(MLP(layers=2, hidden_size=16, vocab_size=30, seq_len=8), tp=2, columns=True),
+    cut(MLP(layers=2, hidden_size=96, vocab_size=30, seq_len=8), tp=2, columns=True),
 ]
 ACTIVATIONS = Activate, ExpertActivate
-EVERY = [(model, layer) for model in MODELS for layer in range(model.layers)]
-
-
-@pytest.fixture(params=[0, products.LARGE], ids=["all", "large"], autouse=True)
-def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All products, or only those that are given their input again: here none is large."""
-    monkeypatch.setattr(products, "LARGE", request.param)
+EVERY = [(model, layer) for model in (*SMALL, *LARGE) for layer in range(model.layers)]
 
 
 every_layer = pytest.mark.parametrize(("model", "layer"), EVERY, ids=str)
@@ -80,7 +79,7 @@ def test_gradients_are_those_that_autograd_makes(model: Model, layer: int) -> No
 
 
 def test_gradients_may_be_summed_in_wider_numbers_than_they_are_made_in() -> None:
-    model = MODELS[0]
+    model = LARGE[0]
     plain, mine = (gradients_of(model, 1, its, torch.float32, torch.bfloat16) for its in (None, Products()))
     for a, b in zip((*plain[0], *plain[1]), (*mine[0], *mine[1]), strict=True):
         assert a.dtype == b.dtype
@@ -116,8 +115,9 @@ def test_what_is_made_again_is_the_same_to_the_bit_and_was_let_go(model: Model, 
     assert len(watched.pairs) == len(model.run(layer).made_again)
 
 
-def test_every_activation_function_is_made_again_that_a_product_reads() -> None:
-    for model in MODELS:
+def test_every_activation_function_is_made_again_that_a_large_product_reads() -> None:
+    assert not any(run.made_again for model in SMALL for run in model.runs)
+    for model in LARGE:
         for run in model.runs:
             followed = [n for n, step in enumerate(run.steps[:-1]) if isinstance(step.primitive, ACTIVATIONS)]
             assert {made.step for made in run.made_again} == set(followed)

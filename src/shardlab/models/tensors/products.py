@@ -17,15 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlab.models.primitive import LARGE
+
 Again = Callable[[], tuple[Tensor, ...]]
 """Makes a tensor again, bit for bit, as the first of what a primitive makes."""
 
 AddGradients = Callable[[Tensor, Tensor, Sequence[Tensor]], None]
 """Adds the gradients of a product's parameters, given that of its output, its input, and where each is added."""
-
-
-LARGE = 2**14
-"""Elements of a weight from which on it takes less time to add its gradient in place than to call Python for it."""
 
 
 class Product:
@@ -100,15 +98,6 @@ class Products:
         product.input = read.detach() if again is None else again
         node.register_prehook(product.arrive)
 
-    def wants(self, weight: Tensor, again: Again | None) -> bool:
-        """Whether a product's gradients are made here: not where it is small, and autograd does it faster than we.
-
-        Args:
-            weight: what it multiplies by.
-            again: makes what it reads again (None: that is kept).
-        """
-        return again is not None or weight.numel() >= LARGE
-
     def finish(self) -> None:
         """Make the parameters' gradients that wait."""
         waiting, self.waiting = self.waiting or [], None
@@ -124,7 +113,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: Products | 
         products: those of the graph (None: autograd makes all gradients).
         again: makes `x` again (None: it is kept).
     """
-    if products is None or not products.wants(weight, again):
+    if products is None or weight.numel() < LARGE:
         return F.linear(x, weight, bias)
     made = F.linear(x, weight.detach(), None if bias is None else bias.detach())
     products.watch(made, x, again, (weight,) if bias is None else (weight, bias), _add_linear)
