@@ -6,9 +6,10 @@ First `shardlab bench` measures the machine's collectives and layers; that profi
 each model and batch is planned, and every plan of its space is trained on two processes, the same for all cases: in
 rounds, in which each plan takes a step to warm up and one that counts, so that what else the machine does slows all of
 them alike. A plan's time is the median over the rounds; after the first ones those go on that may still be the fastest,
-until the case's seconds are over. The loss is how much longer the chosen plan's step takes than the shortest one. Each
-case is told as it ends, and after Ctrl-C those that have. Nothing else may run meanwhile; all of it takes about six
-minutes.
+until the case's seconds are over. The loss is how much longer the chosen plan's step takes than the shortest one: that
+of the plan which is predicted fastest, and that of the one which `shardlab train --plan auto` takes after it and those
+that may be faster have taken turns. Each case is told as it ends, and after Ctrl-C those that have. Nothing else may
+run meanwhile; all of it takes about six minutes.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -23,26 +24,26 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import tyro
 from agreement import bench
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.data import Corpus
-from shardlab.execute import Executor, Settings
-from shardlab.execute.communicator import Groups
 from shardlab.hardware import Cluster, Profile
+from shardlab.measure.race import Race
+from shardlab.measure.race_rank import race_rank
 from shardlab.measure.saving import this_machine
 from shardlab.models import GPT, Blocks, Llama
+from shardlab.planner.chosen import choose
+from shardlab.planner.contenders import contenders
 from shardlab.planner.families import family
 from shardlab.planner.problem import Candidate, Limits, Problem
-from shardlab.planner.search import Search
 from shardlab.planner.space import candidates, shapes
 from shardlab.planner.words import chosen_fields
 from shardlab.planner.workers import Asked, answer, workers
@@ -50,14 +51,10 @@ from shardlab.program.field_types import as_flags
 from shardlab.program.precision import PRECISIONS
 from shardlab.rules.pieces import counted
 from shardlab.starting import INTERRUPTED
-from shardlab.train.data import Batches
 from shardlab.train.job import Job
-from shardlab.train.launch import backend_of, run_ranks
+from shardlab.train.launch import run_ranks
 
 RANKS = 2
-
-FAR = {3: 1.25, 8: 1.1}
-"""After so many rounds, a plan whose step takes so many times the shortest one is not run again."""
 
 CASES: list[tuple[Blocks, int, int]] = [  # model, sequences of the global batch, and at most of a microbatch
     (GPT(layers=4, hidden_size=192, heads=4, seq_len=96, vocab_size=256), 4, 1),
@@ -116,11 +113,13 @@ class PlanTimes:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One model and batch: the plan that the planner chose, and all of its space."""
+    """One model and batch: the plan that is predicted fastest, the fastest of those that took turns with it, and the
+    whole space."""
 
     model: str
     sequences: int
     chosen: PlanTimes
+    raced: PlanTimes
     plans: list[PlanTimes]
 
     @property
@@ -131,30 +130,38 @@ class CaseResult:
     def regret(self) -> float:
         return self.chosen.measured / self.best.measured - 1
 
+    @property
+    def regret_raced(self) -> float:
+        return self.raced.measured / self.best.measured - 1
+
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "best": asdict(self.best), "regret": self.regret}
+        losses = {"regret": self.regret, "regret_raced": self.regret_raced}
+        return {**asdict(self), "best": asdict(self.best), **losses}
 
     @classmethod
     def of_dict(cls, found: dict[str, Any]) -> CaseResult:
         """The case of which `as_dict` has told."""
         plans = [PlanTimes(**each) for each in found["plans"]]
-        return cls(found["model"], found["sequences"], PlanTimes(**found["chosen"]), plans)
+        chosen, raced = (PlanTimes(**found[name]) for name in ("chosen", "raced"))
+        return cls(found["model"], found["sequences"], chosen, raced, plans)
 
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """A model and batch, its space, and the plan that the planner chose, by its place there."""
+    """A model and batch, its space, and the places there of the plan that is predicted fastest and of those that take
+    turns, of which it is the first."""
 
     model: str
     sequences: int
-    chosen: int
+    turns: list[int]
     jobs: list[Job]
     plans: list[PlanTimes]
 
     def with_times(self, measured: Sequence[float]) -> CaseResult:
         """The case, measured."""
         plans = [replace(each, measured=seconds) for each, seconds in zip(self.plans, measured, strict=True)]
-        return CaseResult(self.model, self.sequences, plans[self.chosen], plans)
+        raced = min((plans[at] for at in self.turns), key=lambda each: each.measured)
+        return CaseResult(self.model, self.sequences, plans[self.turns[0]], raced, plans)
 
 
 def plan_case(model: Blocks, sequences: int, most: int, cluster: Cluster) -> PlannedCase:
@@ -162,21 +169,22 @@ def plan_case(model: Blocks, sequences: int, most: int, cluster: Cluster) -> Pla
     limits = Limits(fixed={"recompute": "none"}, most={"micro_batch_size": most})
     problem = Problem(model, cluster, sequences, (PRECISIONS["fp32"],), limits=limits)
     with workers(problem, 1) as ask:
-        best = Search(problem, ask).run().best
-    assert best is not None, "small models fit"
+        taking_turns = contenders(choose(problem, ask, measured=()), inf)
     space = [each for shape in shapes(problem) for each in candidates(problem, shape)]
     forecasts = {each: found.forecast for each in space if (found := answer(problem, Asked(each))) is not None}
     plans = [PlanTimes(family(each.plan), words(each), made.seconds, 0.0) for each, made in forecasts.items()]
     name = f"{type(model).__name__} {model.layers} x {model.hidden_size}, {model.seq_len} tokens"
     name += f", vocabulary {model.vocab_size}" if model.vocab_size != 256 else ""
     jobs = [_job(problem, each) for each in forecasts]
-    return PlannedCase(name, sequences, list(forecasts).index(best.candidate), jobs, plans)
+    turns = [list(forecasts).index(each.candidate) for each in taking_turns]
+    return PlannedCase(name, sequences, turns, jobs, plans)
 
 
 def time_cases(rank: int, device: torch.device, cases: Sequence[PlannedCase], options: Options, results: Path) -> None:
     """Run every plan of every case; the first rank tells each case as it ends, and adds it to a file of results."""
     for number, case in enumerate(cases, 1):
-        result = case.with_times(time_plans(rank, device, case, options))
+        turns = Race(options.rounds, options.seconds, always=case.turns)
+        result = case.with_times(race_rank(rank, device, case.jobs, turns))
         if rank == 0:
             tell(f"{number}/{len(cases)}", result)
             with results.open("a", encoding="utf-8") as file:
@@ -189,43 +197,6 @@ def read_results(file: Path) -> list[CaseResult]:
     return [CaseResult.of_dict(json.loads(line)) for line in lines]
 
 
-def time_plans(rank: int, device: torch.device, case: PlannedCase, options: Options) -> list[float]:
-    """Seconds of a step of every job, the median over rounds of its slowest rank; all ranks know the same."""
-    groups: Groups = {}
-    executors: list[Executor] = []
-    for job in case.jobs:
-        corpus = Corpus.open((), job.model.seq_len)
-        batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
-        settings = Settings(job.seed, job.numbers, device)
-        executors.append(
-            Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device.type), groups=groups)
-        )
-        executors[-1].step()  # memory is first taken, and connections are made
-    times: list[list[float]] = [[] for _ in case.jobs]
-    running = list(range(len(case.jobs)))
-    began = time.perf_counter()
-    for number in range(options.rounds):
-        if far := FAR.get(number):
-            least = min(median(each) for each in times)
-            running = [at for at in running if at == case.chosen or median(times[at]) < far * least]
-        for at in running[:: 1 if number % 2 else -1]:
-            executors[at].step()
-            dist.barrier()
-            start = time.perf_counter()
-            executors[at].step()
-            times[at].append(longest(time.perf_counter() - start))
-        if number + 1 >= min(FAR) and longest(time.perf_counter() - began) > options.seconds:
-            break
-    return [median(each) for each in times]
-
-
-def longest(seconds: float) -> float:
-    """The most of any rank."""
-    took = torch.tensor([seconds])
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took)
-
-
 def tell(place: str, case: CaseResult) -> None:
     """Print a case in two lines: what was chosen, and where the prediction erred."""
     families: dict[str, list[float]] = {}
@@ -234,8 +205,9 @@ def tell(place: str, case: CaseResult) -> None:
     erred = ", ".join(f"{name} {mean(errors):+.0%}" for name, errors in families.items())
     worst = max(case.plans, key=lambda each: abs(each.error))
     chosen, best = case.chosen, case.best
+    losses = f"loss {case.regret:.1%}, after turns {case.regret_raced:.1%}"
     print(
-        f"{place} {case.model}, {case.sequences} sequences, {len(case.plans)} plans: loss {case.regret:.1%}\n"
+        f"{place} {case.model}, {case.sequences} sequences, {len(case.plans)} plans: {losses}\n"
         f"    chosen {chosen.plan}: {1000 * chosen.measured:.1f} ms ({chosen.error:+.0%} predicted); "
         f"best {best.plan}: {1000 * best.measured:.1f} ms ({best.error:+.0%})\n"
         f"    predictions: {erred}; worst {worst.plan} {worst.error:+.0%}",
@@ -271,7 +243,7 @@ def show(results: Sequence[CaseResult], options: Options) -> None:
                 )
             console.print(table, soft_wrap=True)
             console.print()
-    table = Table("model", "batch", "plans", "chosen", "ms", "best", "ms", "loss", box=None)
+    table = Table("model", "batch", "plans", "chosen", "ms", "best", "ms", "loss", "after turns", box=None)
     for result in results:
         table.add_row(
             result.model,
@@ -282,11 +254,16 @@ def show(results: Sequence[CaseResult], options: Options) -> None:
             result.best.plan,
             milliseconds(result.best.measured),
             f"{result.regret:.1%}",
+            f"{result.regret_raced:.1%}",
         )
     console.print(table)
     errors = [abs(each.error) for result in results for each in result.plans]
     console.print(f"predictions of {len(errors)} plans: mean error {mean(errors):.1%}, worst {max(errors):.1%}")
-    console.print(f"loss: mean {mean(r.regret for r in results):.1%}, worst {max(r.regret for r in results):.1%}")
+    for what, losses in {
+        "loss": [each.regret for each in results],
+        "loss after turns": [each.regret_raced for each in results],
+    }.items():
+        console.print(f"{what}: mean {mean(losses):.1%}, worst {max(losses):.1%}")
 
 
 def main(options: Options) -> int:

@@ -156,3 +156,5 @@ def test_every_plan_of_a_space_is_run_and_the_chosen_one_is_among_them(run: Run,
     assert case["chosen"]["predicted"] == min(each["predicted"] for each in case["plans"])
     assert case["best"]["measured"] == min(each["measured"] for each in case["plans"])
     assert case["regret"] == pytest.approx(case["chosen"]["measured"] / case["best"]["measured"] - 1)
+    assert case["best"]["measured"] <= case["raced"]["measured"] <= case["chosen"]["measured"]
+    assert case["regret_raced"] == pytest.approx(case["raced"]["measured"] / case["best"]["measured"] - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import pytest
 from shardlab.cli import main
 from shardlab.cli.auto_plan import planned_here
 from shardlab.cli.plan_options import NO_FLAGS
+from shardlab.measure.race import Race
 from shardlab.measure.saving import this_machine
-from shardlab.train.config_sources import preset
+from shardlab.strategies.plan import Plan
+from shardlab.train.config_sources import ConfigSource, preset
+from shardlab.train.job import Job
 from tests.cli.test_cluster import profile_of
 
 
@@ -63,9 +67,38 @@ def test_a_launchers_ranks_take_the_plan_that_the_first_of_them_has_chosen(
     monkeypatch.setattr(Meeting, "rank", 1)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    _, config = planned_here(NO_FLAGS, [preset("default")], 2, tell=False)
+    _, config = planned_here(NO_FLAGS, [preset("default")], 2, measure=True, tell=False)
     assert told[-1] == "", "only the first chooses"
     assert config.plan.as_dict()["mesh"] == first["plan"]["mesh"] == {"tp": 2}
+
+
+def test_of_plans_that_may_be_the_fastest_the_one_is_taken_whose_steps_are_shortest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes turns as it is trained, after its passes; a run too short for that takes the predicted one."""
+    raced: list[list[Job]] = []
+
+    def run_ranks(ranks: int, function: object, jobs: list[Job], race: Race) -> list[float]:
+        raced.append(jobs)
+        return [2.0, 1.0, *(3.0 for _ in jobs[2:])]
+
+    monkeypatch.setattr("shardlab.train.launch.run_ranks", run_ranks)
+    profile_of(this_machine()).write()
+    long, short = [preset("default")], [preset("default"), ConfigSource("flags", {"train": {"steps": 1}})]
+    _, config = planned_here(NO_FLAGS, long, 2, measure=True, tell=True)
+    (jobs,) = raced
+    first, second = (job.strategy for job in jobs[:2])
+    assert isinstance(first, Plan)
+    assert isinstance(second, Plan)
+    assert first.passes is not None
+    assert second.passes is not None
+    assert config.plan.strategy == replace(second, passes=None) != replace(first, passes=None)
+    told = capsys.readouterr().err
+    assert f"{len(jobs)} plans that may be the fastest take turns" in told
+    assert ": 1.00 s; " in told
+    _, config = planned_here(NO_FLAGS, short, 2, measure=True, tell=False)
+    assert len(raced) == 1
+    assert config.plan.strategy == replace(first, passes=None)
 
 
 def test_flags_of_a_plan_are_not_left_open(capsys: pytest.CaptureFixture[str]) -> None:

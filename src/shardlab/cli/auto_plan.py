@@ -7,11 +7,13 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from shardlab.cli.cluster import cluster_called
 from shardlab.cli.expected import cluster_here
 from shardlab.cli.first_rank import of_first_rank
 from shardlab.cli.plan_options import PlanOptions
+from shardlab.cli.taking_turns import PlannedRun, fastest
 from shardlab.hardware import Cluster
 from shardlab.program import AXES, Mesh, UserError
 from shardlab.program.field_types import field_types
@@ -25,18 +27,26 @@ from shardlab.train.config_sources import ConfigSource, resolved
 AUTO = Path("auto")
 """In the place of a plan's file."""
 
+SHARE = 0.1
+"""Share of the time that a run is predicted to take in which plans may take turns before it."""
+
+START = 10.0
+"""Seconds of these until their passes are chosen and their ranks have begun, about."""
+
 
 def planned_here(
-    layout: PlanOptions, sources: list[ConfigSource], ranks: int | None, *, tell: bool
+    layout: PlanOptions, sources: list[ConfigSource], ranks: int | None, *, measure: bool, tell: bool
 ) -> tuple[StrategyEntry, TrainingConfig]:
     """Plan for the machine at hand, with the batch that the sources say; flags of a plan stay as they are given.
 
-    Passes rewrite the plan that is chosen. Ranks that a launcher has started meet, and take what the first of them
-    chooses: each host would plan by its own profile.
+    Where a run is long enough, plans that may be as fast as the one that is predicted fastest take turns with it on the
+    run's ranks, and the one whose steps are shortest is taken. Passes rewrite the plan that is chosen. Ranks that a
+    launcher has started meet, and take what the first of them chooses: each host would plan by its own profile.
 
     Args:
         sources: settings; how the batch is cut into microbatches is added to them.
         ranks: how many there are to be (None: as many as the machine has devices or cores).
+        measure: whether plans may take turns.
         tell: whether to say what was chosen.
 
     Raises:
@@ -47,17 +57,26 @@ def planned_here(
     config = resolved(sources, planned_entry(Plan(Mesh(dp_shard=ranks), passes=passes), "auto"), ranks)
     if config.train.batch_ramp is not None:
         raise UserError("--plan auto chooses the microbatches of one batch, and a batch ramp has several; give a plan")
-    words = json.loads(of_first_rank(partial(_choice, layout, config, ranks, tell=tell)))
-    sources.append(ConfigSource("the planner", {"train": words["train"]}))
-    entry = planned_entry(replace(Plan.from_dict(words["plan"]), passes=passes), "auto")
-    return entry, resolved(sources, entry, ranks)
+    choose = partial(_choice, layout, config, ranks, measure=measure, tell=tell)
+    told = json.loads(of_first_rank(choose))
+    found: list[PlannedRun] = []
+    for words in told["plans"]:
+        entry = planned_entry(replace(Plan.from_dict(words["plan"]), passes=passes), "auto")
+        its = [*sources, ConfigSource("the planner", {"train": words["train"]})]
+        found.append(PlannedRun(entry, resolved(its, entry, ranks), its[-1], words["words"]))
+    chosen = found[0] if len(found) == 1 else fastest(found, told["seconds"], tell=tell)
+    sources.append(chosen.cut)
+    return chosen.entry, chosen.config
 
 
-def _choice(layout: PlanOptions, config: TrainingConfig, ranks: int, *, tell: bool) -> str:
-    """The plan that is best on this machine, and how the batch is cut: as JSON."""
+def _choice(layout: PlanOptions, config: TrainingConfig, ranks: int, *, measure: bool, tell: bool) -> str:
+    """The plan that is predicted fastest on this machine, then those that are to take turns with it, each with how the
+    batch is cut, and for how many seconds: as JSON."""
     from shardlab.planner.chosen import choose
-    from shardlab.planner.problem import Limits, Problem
-    from shardlab.planner.words import described
+    from shardlab.planner.contenders import contenders
+    from shardlab.planner.families import family
+    from shardlab.planner.problem import Candidate, Limits, Problem
+    from shardlab.planner.words import described, short
     from shardlab.planner.workers import workers
 
     cluster = _cluster(ranks)
@@ -76,17 +95,21 @@ def _choice(layout: PlanOptions, config: TrainingConfig, ranks: int, *, tell: bo
         limits=Limits(fixed),
     )
     with workers(problem, 1) as ask:
-        choice = choose(problem, ask)
-    chosen = choice.best.candidate
+        choice = choose(problem, ask, measured=() if measure else None)
+    seconds = SHARE * config.train.steps * choice.best.seconds - START
+    found = contenders(choice, seconds) if measure else [choice.best]
     if tell:
-        words = "; ".join(described(problem, chosen))
+        words = "; ".join(described(problem, choice.best.candidate))
         step = seconds_text(choice.best.seconds)
         print(f"shardlab: --plan auto chose {words}; predicted {step} a step", file=sys.stderr)
-    cut = {
-        "microbatches": problem.sequences // chosen.micro_batch_size,
-        "micro_batch_size": chosen.micro_batch_size,
-    }
-    return json.dumps({"plan": chosen.plan.as_dict(), "train": cut})
+
+    def words_of(candidate: Candidate) -> dict[str, Any]:
+        size = candidate.micro_batch_size
+        cut = {"microbatches": problem.sequences // size, "micro_batch_size": size}
+        name = f"{family(candidate.plan)}, {short(candidate)}"
+        return {"words": name, "plan": candidate.plan.as_dict(), "train": cut}
+
+    return json.dumps({"plans": [words_of(each.candidate) for each in found], "seconds": seconds})
 
 
 def _cluster(ranks: int | None) -> Cluster:

@@ -127,7 +127,8 @@ class Train:
         first, launched = world is None or world.rank == 0, world and world.world
         resumed = self._resumed(world)
         sources = self._sources() if resumed is None else self._sources_again(resumed, launched)
-        chosen, config = self._resolved(sources, launched, tell=first and not self.json)
+        measure = resumed is None and not self.print_config
+        chosen, config = self._resolved(sources, launched, measure=measure, tell=first and not self.json)
         if resumed is not None:
             config = resumed.config(config)
             if resumed.has_ended(config.train.steps):
@@ -204,11 +205,14 @@ class Train:
         return sources if self.depth is None else [*sources, of_depth(self.depth, sources, flags.sections)]
 
     def _resolved(
-        self, sources: list[ConfigSource], launched: int | None, *, tell: bool
+        self, sources: list[ConfigSource], launched: int | None, *, measure: bool, tell: bool
     ) -> tuple[StrategyEntry, TrainingConfig]:
-        """The strategy and the configuration that sources make together; `launched` ranks are there, if any."""
+        """The strategy and the configuration that sources make together; `launched` ranks are there, if any.
+
+        Where a plan is to be chosen, steps of several may be measured first.
+        """
         if self.layout.plan == AUTO:
-            return planned_here(self.layout, sources, self.ranks or launched, tell=tell)
+            return planned_here(self.layout, sources, self.ranks or launched, measure=measure, tell=tell)
         name, ranks, base, passes = self.strategy, self.ranks, None, None
         if name is None and self.layout.plan is None:
             below = [source for source in sources if source.name != "flags"]
