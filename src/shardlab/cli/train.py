@@ -127,8 +127,8 @@ class Train:
         first, launched = world is None or world.rank == 0, world and world.world
         resumed = self._resumed(world)
         sources = self._sources() if resumed is None else self._sources_again(resumed, launched)
-        measure = resumed is None and not self.print_config
-        chosen, config = self._resolved(sources, launched, measure=measure, tell=first and not self.json)
+        goes_on, tell = resumed is not None, first and not self.json
+        chosen, config = self._resolved(sources, launched, goes_on=goes_on, tell=tell)
         if resumed is not None:
             config = resumed.config(config)
             if resumed.has_ended(config.train.steps):
@@ -205,23 +205,26 @@ class Train:
         return sources if self.depth is None else [*sources, of_depth(self.depth, sources, flags.sections)]
 
     def _resolved(
-        self, sources: list[ConfigSource], launched: int | None, *, measure: bool, tell: bool
+        self, sources: list[ConfigSource], launched: int | None, *, goes_on: bool, tell: bool
     ) -> tuple[StrategyEntry, TrainingConfig]:
         """The strategy and the configuration that sources make together; `launched` ranks are there, if any.
 
-        Where a plan is to be chosen, steps of several may be measured first.
+        A run that goes on keeps the plan that was chosen for it, on as many ranks.
         """
-        if self.layout.plan == AUTO:
-            return planned_here(self.layout, sources, self.ranks or launched, measure=measure, tell=tell)
-        name, ranks, base, passes = self.strategy, self.ranks, None, None
-        if name is None and self.layout.plan is None:
-            below = [source for source in sources if source.name != "flags"]
+        name, ranks, base, passes, layout = self.strategy, self.ranks, None, None, self.layout
+        below = [source for source in sources if source.name != "flags"]
+        if layout.plan == AUTO:
+            if not goes_on or (ranks or launched or _ranks_of(below)) != _ranks_of(below):
+                measure = not goes_on and not self.print_config
+                return planned_here(layout, sources, ranks or launched, measure=measure, tell=tell)
+            layout = replace(layout, plan=None)
+        if name is None and layout.plan is None:
             name, of_file, base, passes = plan_below(below)
             ranks = ranks or of_file
-            if self.layout.names_plan and origin(below, "plan", "strategy") == "default":
+            if layout.names_plan and origin(below, "plan", "strategy") == "default":
                 name = None  # flags alone are a plan
-        follows = self.resume is not None and (self.ranks is None or not self.layout.names_mesh)
-        chosen, ranks = self.layout.entry(name, ranks or launched, base, passes=passes, follows=follows)
+        follows = self.resume is not None and (self.ranks is None or not layout.names_mesh)
+        chosen, ranks = layout.entry(name, ranks or launched, base, passes=passes, follows=follows)
         return chosen, resolved(sources, chosen, ranks)
 
     def _run(
@@ -339,3 +342,9 @@ class Train:
         print_config(console, config, sources, all=True)
         console.print()
         print_counts(console, counts)
+
+
+def _ranks_of(sources: list[ConfigSource]) -> int | None:
+    """How many ranks sources say that there are."""
+    _, ranks, plan, _ = plan_below(sources)
+    return ranks if plan is None else plan.mesh.world
