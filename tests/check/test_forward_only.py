@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -10,7 +12,7 @@ from shardlab.check import Checked, check, check_forward, forward_only
 from shardlab.models import GPT
 from shardlab.program import Mesh, OpKind, Refused
 from shardlab.strategies import Plan
-from shardlab.train.cases import CASES, Case
+from shardlab.train.cases import ALONE, CASES, PIPELINES, SHARDINGS, Case
 from shardlab.train.job import Job
 
 KINDS = {
@@ -20,7 +22,29 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def by_turns() -> Iterator[Case]:
+    """Every strategy, and every sharding on every pipeline: with two, three and four microbatches a rank by turns."""
+    yield from (case for case in CASES if case.column == ALONE)
+    pairs = [case for case in CASES if case.column != ALONE]
+    for at, some in enumerate(zip(pairs[::3], pairs[1::3], pairs[2::3], strict=True)):
+        yield some[(at + at // len(PIPELINES)) % 3]
+
+
+def test_every_pair_is_there_and_each_of_both_meets_every_number_of_microbatches() -> None:
+    once = list(by_turns())
+    pairs = {(case.row, case.column) for case in CASES}
+    assert {(case.row, case.column) for case in once} == pairs
+    assert len(once) == len(pairs)
+    met = {
+        (name, case.microbatches // case.strategy.data_ranks)
+        for case in once
+        for name in (case.row, case.column)
+        if isinstance(case.strategy, Plan)
+    }
+    assert met == set(product((*PIPELINES, *SHARDINGS), (2, 3, 4)))
+
+
+@pytest.mark.parametrize("case", [*by_turns()], ids=str)
 def test_the_forward_half_of_every_strategy_computes_every_loss_and_runs_where_all_of_it_does(case: Case) -> None:
     whole = case.job().checked()
     half = check_forward(forward_only(whole))
