@@ -23,7 +23,7 @@ from shardlab.execute.state import State
 from shardlab.models import CutModel, Model
 from shardlab.models.tensors import lengthened, to_blocks, to_layers
 from shardlab.program import Holds
-from shardlab.program.precision import FP64
+from shardlab.program.precision import FP64, Precision
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
 from shardlab.train.launch import backend_of, run_ranks
@@ -163,9 +163,16 @@ def verify_rank(
 
     model = job.cut
     executor = Executor(checked, rank, model, batches, settings, backend_of(device.type), observe, groups)
-    unfrozen = _unfrozen(job, checked)
-    task = job.model, batches, [job.microbatches] * steps, job.seed
-    alone = train_reference(*task, job.numbers, settings.optimizer, unfrozen)
+
+    def one_device(numbers: Precision) -> Reference:
+        """What rank 0 alone computes, so that the others' cores are free; every rank calls this."""
+        task = job.model, batches, [job.microbatches] * steps, job.seed, numbers, settings.optimizer
+        found = [train_reference(*task, _unfrozen(job, checked)) if rank == 0 else None]
+        dist.broadcast_object_list(found, device=device)
+        assert found[0] is not None
+        return found[0]
+
+    alone = one_device(job.numbers)
     losses: list[float] = []
     gradients: list[Slices] = []
     for _ in range(steps):
@@ -196,7 +203,7 @@ def verify_rank(
 
     if job.numbers is FP64:
         return Verdict(**asdict(errors(alone)))
-    exact = train_reference(*task, FP64, settings.optimizer, unfrozen)
+    exact = one_device(FP64)
     rounding = torch.finfo(torch_dtype(job.numbers.compute)).eps
     return Verdict(**asdict(errors(alone)), exact=errors(exact), one_device=errors(exact, alone), rounding=rounding)
 
