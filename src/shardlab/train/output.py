@@ -128,9 +128,9 @@ class OutputFolder:
 
     def write_plot(self, before: float, after: Mapping[str, float]) -> None:
         """The training loss over the steps, with the validation losses at both ends; what is not finite is left out."""
-        figure = Figure(figsize=(7, 4), layout="constrained")
+        figure = Figure(figsize=(7, 4))
         FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
+        axes = figure.add_axes((0.1, 0.12, 0.88, 0.85))  # a layout by what is drawn would draw it twice
         steps = [metrics["step"] for metrics in self._history]
         losses = [math.nan if metrics["loss"] is None else metrics["loss"] for metrics in self._history]
         axes.plot(steps, losses, linewidth=1.2, label="training")
