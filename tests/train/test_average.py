@@ -46,11 +46,14 @@ def job_of(plan: Plan, precision: str = "fp64") -> Job:
     return Job(plan, plan.mesh.world, 2 * plan.data_ranks, model, 2, precision, ema=0.7)
 
 
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
-@pytest.mark.parametrize("name", [*PLANS, *PIPED])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, "fp64") for name in (*PLANS, *PIPED)), *((name, "bf16") for name in ("ddp", "fsdp", "tp", "1f1b"))],
+)
 def test_averages_are_one_device_s_under_every_sharding(ranks: World, name: str, precision: str) -> None:
+    """In lower precision where they are cut by nobody, by data axes, by `tp` and by stages."""
     job = job_of((PLANS | PIPED)[name], precision)
-    verdict = ranks(job.ranks).call(verify_rank, CPU, job, 4)[0]
+    verdict = ranks(job.ranks).call(verify_rank, CPU, job, 3)[0]
     assert verdict.ok, verdict
 
 
