@@ -88,7 +88,7 @@ def memory(rank: int, job: Job) -> tuple[int, int]:
     executor = Executor(checked, rank, job.cut, batches, Settings(0, job.numbers, CPU, OptimizerConfig()))
     executor.step()
     live: list[int] = []
-    for _ in range(5):
+    for _ in range(3):
         record = MemoryRecord()
         step_with_memory(executor, record)
         live.append(max(sum(each.values()) for each in record.live.values()))
