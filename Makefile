@@ -3,6 +3,9 @@
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
 
+# Without bytecode each worker, and each process that tests start, would compile all again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: chaos help train test gpu verify-all clean
 
 help:
