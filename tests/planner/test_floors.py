@@ -62,6 +62,8 @@ def test_a_floor_never_exceeds_the_forecast(recipe: str) -> None:
         assert floors.memory.of(shape, candidate) <= bytes, candidate
         assert floors.memory.of_pipeline(shape, bare) <= bytes, candidate
         assert least.bytes <= way[1] <= bytes, candidate
+        of_ways = dict(zip(floors.sharing.of(shape).ways, floors.bytes_of_ways(shape, bare), strict=True))
+        assert of_ways[words(candidate.plan)] <= bytes, candidate
     assert seen > 2
 
 
@@ -70,8 +72,7 @@ def least_of_way(floors: Floors, shape: PlanShape, candidate: Candidate) -> tupl
     table, passes = floors.sharing.of(shape), floors.passes_of(shape)
     bytes = floors.memory.reserved(table.bytes(floors.memory.kept_of_shape(shape)))
     place = list(table.ways).index(words(candidate.plan))
-    way = floors.ways(shape)[place]
-    return max(way.sharing, passes + way.after), bytes[place]
+    return floors.ways(shape).seconds(passes)[place], bytes[place]
 
 
 def _sharing(shape: PlanShape, schedule: str, **shared: Any) -> Candidate:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardlab.planner.layer_floors import LayerFloors, ShapeLayers
+from shardlab.planner.layer_floors import Array, LayerFloors, ShapeLayers
 from shardlab.planner.memory_floors import SURE, MemoryFloors
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.rank_orders import Pipelines
@@ -43,17 +43,21 @@ class ShapeFloor(NamedTuple):
     bytes: float
 
 
-class WayToShare(NamedTuple):
-    """A way to share the model.
+class WaysToShare(NamedTuple):
+    """The ways to share the model.
 
     Attributes:
-        plan: a plan that shares it so.
-        sharing, after: seconds of communication, and of that and the update after all passes, at least.
+        plans: one that shares it so, of each way.
+        sharing, after: seconds of communication, and of that and the update after all passes, at least: (ways,) each.
     """
 
-    plan: Plan
-    sharing: float
-    after: float
+    plans: list[Plan]
+    sharing: Array
+    after: Array
+
+    def seconds(self, passes: float) -> Array:
+        """Seconds of a step of each way at least, if its passes take so many."""
+        return np.maximum(self.sharing, passes + self.after)
 
 
 class Floors:
@@ -79,16 +83,28 @@ class Floors:
         """What no candidate of a shape goes below, however the model is shared."""
         table, passes = self.sharing.of(shape), self.passes_of(shape)
         bytes = self.memory.reserved(table.bytes(self.memory.kept_of_shape(shape)))
-        fits = bytes <= self.problem.room
-        sharing = table.seconds(self._pipelines.each(shape))[fits]
-        seconds = np.maximum(sharing, passes + SURE * table.after[fits])
+        ways, fits = self.ways(shape), bytes <= self.problem.room
+        sharing, seconds = ways.sharing[fits], ways.seconds(passes)[fits]
         return ShapeFloor(passes, *(float(each.min(initial=inf)) for each in (sharing, seconds, bytes)))
 
-    def ways(self, shape: PlanShape) -> list[WayToShare]:
+    def ways(self, shape: PlanShape) -> WaysToShare:
         """Every way to share the model on a shape's mesh."""
         table = self.sharing.of(shape)
-        sharing, after = table.seconds(self._pipelines.each(shape)), SURE * table.after
-        return [WayToShare(*each) for each in zip(table.ways.values(), sharing.tolist(), after.tolist(), strict=True)]
+        return WaysToShare(list(table.ways.values()), table.seconds(self._pipelines.each(shape)), SURE * table.after)
+
+    def fitting(self, shape: PlanShape) -> WaysToShare:
+        """The ways in which the model may fit, whatever its pipeline's order is."""
+        table, ways = self.sharing.of(shape), self.ways(shape)
+        fits = self.memory.reserved(table.bytes(self.memory.kept_of_shape(shape))) <= self.problem.room
+        plans = [plan for plan, fit in zip(ways.plans, fits.tolist(), strict=True) if fit]
+        return WaysToShare(plans, ways.sharing[fits], ways.after[fits])
+
+    def bytes_of_ways(self, shape: PlanShape, plan: Plan) -> Array:
+        """Bytes below which no candidate with this pipeline is that shares the model in a way, in the order of `ways`;
+        nothing is counted of a pass itself, of what is gathered, and of gradients before the last one."""
+        mean = self.passes(shape).weights[-1] / shape.mesh.pp
+        ranks = [(kept, weights / mean) for kept, weights in self.memory.kept_of_ranks(shape, plan)]
+        return self.memory.reserved(self.sharing.of(shape).bytes_of_ranks(ranks))
 
     def passes_of(self, shape: PlanShape) -> float:
         """The mean over pipeline ranks of the seconds of their passes, at least."""
@@ -106,7 +122,7 @@ class Floors:
         passes, each = self.passes(shape, plan.recompute), self._pipelines.each(shape)
         split = not isinstance(plan.schedule, str) or plan.schedule not in UNSPLIT
         stages = self._pipelines.placed(shape, plan)
-        forward, backward = np.array(passes.forward), np.array(passes.backward)
+        forward, backward = passes.arrays[:2]
         there, back = np.zeros(plan.mesh.pp), np.zeros(plan.mesh.pp)
         for sums, all in ((forward, there), (backward, back)):
             np.add.at(all, stages.rank, sums[stages.stop] - sums[stages.start])

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardlab.models import CutModel, MoE
 from shardlab.planner.alike import alike_blocks
@@ -18,6 +22,20 @@ from shardlab.strategies.model_layers import model_layers
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.rank_plan import LayerPlan
 from shardlab.strategies.resolve import resolve
+
+Array = NDArray[np.float64]
+
+
+class SumArrays(NamedTuple):
+    """Sums of `LayerFloors`: (layers + 1,) each."""
+
+    forward: Array
+    backward: Array
+    inputs: Array
+    halves: Array
+    weights: Array
+    kept: Array
+    halved: Array
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,11 @@ class LayerFloors:
     given: list[float]
     again: tuple[range, ...] = ()
     least_again: float = 0.0
+
+    @cached_property
+    def arrays(self) -> SumArrays:
+        """The sums to reckon with."""
+        return SumArrays(*(np.array(getattr(self, name)) for name in SumArrays._fields))
 
     @property
     def logits(self) -> float:
@@ -95,19 +118,16 @@ class ShapeLayers:
         """Floors of the shape's layers, if the blocks with these numbers are computed again."""
         model, none, full = blocks_of(self.problem, shape), self.floors(shape), self.floors(shape, "full")
         blocks = tuple(model.layers.recomputable[block] for block in recompute)
-        again = {layer for block in blocks for layer in block}
+        again = np.zeros(len(model.layers.layers), bool)
+        again[[layer for block in blocks for layer in block]] = True
         backward, inputs, kept = (
-            [
-                between(full_of if layer in again else none_of, range(layer, layer + 1))
-                for layer in range(len(model.layers.layers))
-            ]
+            _sums(np.where(again, np.diff(full_of), np.diff(none_of)).tolist())
             for none_of, full_of in (
                 (none.backward, full.backward),
                 (none.inputs, full.inputs),
                 (none.kept, full.kept),
             )
         )
-        backward, inputs, kept = _sums(backward), _sums(inputs), _sums(kept)
         return replace(none, backward=backward, inputs=inputs, kept=kept, again=blocks, least_again=full.least_again)
 
     def _of_layers(self, shape: PlanShape, recompute: str) -> LayerFloors:

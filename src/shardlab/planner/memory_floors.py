@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import inf, prod
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -84,8 +84,26 @@ class MemoryFloors:
         floors = self._layers.floors(shape, word if word in ("none", "selective") else "full")
         return (floors.kept[-1] + (floors.logits if shape.mesh.pp == 1 else 0.0)) / shape.mesh.pp
 
-    def of_pipeline(self, shape: PlanShape, plan: Plan) -> float:
-        """Bytes below which no candidate with this pipeline is, however the model is shared."""
+    def kept_of_ranks(self, shape: PlanShape, plan: Plan) -> list[tuple[float, float]]:
+        """Bytes of activations that pipeline ranks keep of microbatches, and elements of their weights."""
+        floors, placed = self._layers.floors(shape, plan.recompute), self._pipelines.placed(shape, plan)
+        kept, halved, weights = (
+            sums[placed.stop] - sums[placed.start]
+            for sums in (floors.arrays.kept, floors.arrays.halved, floors.arrays.weights)
+        )
+        found: list[tuple[float, float]] = []
+        for order in self._pipelines.orders(shape, plan):
+            flights, halves = order.flights
+            most = (flights @ kept[order.stages] + halves @ halved[order.stages]).max(initial=0.0)
+            found.append((float(most), float(weights[order.stages].sum())))
+        return found
+
+    def of_pipeline(self, shape: PlanShape, plan: Plan, room: float = 0.0) -> float:
+        """Bytes below which no candidate with this pipeline is, however the model is shared.
+
+        Args:
+            room: fewer bytes need not be told exactly, since there is room for them.
+        """
         sizes = plan.mesh.sizes()
         every = prod(sizes[axis] for axis in CUT_AXES)
         ways = [Sharing(1, 1, 1, 1, passing="new")]
@@ -97,7 +115,12 @@ class MemoryFloors:
                 for parameters, reshard in ((1, ""), (every, "layer"))
                 for gradients in (1, every)
             ]
-        return self.reserved(min(max(bytes for bytes, _ in self._of_ranks(shape, plan, sharing)) for sharing in ways))
+        least = inf
+        for sharing in ways:
+            least = min(least, self.reserved(max(bytes for bytes, _ in self._of_ranks(shape, plan, sharing))))
+            if least <= room:
+                break
+        return least
 
     def of(self, shape: PlanShape, candidate: Candidate) -> float:
         """Bytes below which a candidate's fullest device is not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -59,6 +60,13 @@ class RankOrder:
     rank: int
     stages: list[int]
     moments: list[Moment]
+
+    @cached_property
+    def flights(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Microbatches of which each stage keeps activations, and halves of them: (moments, stages) each."""
+        shape = len(self.moments), len(self.stages)
+        flights, halves = ([getattr(each, name) for each in self.moments] for name in ("flight", "halves"))
+        return np.array(flights, np.int64).reshape(shape), np.array(halves, np.int64).reshape(shape)
 
 
 class PlacedStages(NamedTuple):

@@ -15,6 +15,8 @@ from itertools import count
 from math import inf
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from shardlab.errors import UserError
 from shardlab.planner.families import family, model_kinds
 from shardlab.planner.floors import Floors
@@ -237,6 +239,11 @@ class Search:
         tight = max(0.0, waiting.bytes / self._room - TIGHT)
         return waiting._replace(key=waiting.guess * AHEAD**depth * (1 + passes / MANY) * (1 + tight))
 
+    def _nearer(self, plan: Plan, bytes: float) -> bool:
+        """Whether so many bytes are less than those of all of a plan's family that do not fit."""
+        known = self.found.too_large.get(family(plan))
+        return known is None or bytes < known[0]
+
     def _note_too_large(self, candidate: Candidate, bytes: float) -> None:
         candidate = as_fixed(self.problem, candidate)
         name = family(candidate.plan)
@@ -303,12 +310,12 @@ class Search:
         alike = replace(shape, micro_batch_size=1, precision=self.problem.precisions[0])
         if alike not in self._pipelined:
             self._pipelined[alike] = list(pipelined(self.problem, shape))
-        passes, ways = self._floors.passes_of(shape), self._floors.ways(shape)
-        after, sharing = min(way.after for way in ways), waiting.guess - passes
+        sharing, ways = waiting.guess - self._floors.passes_of(shape), self._floors.fitting(shape)
         for plan in self._pipelined[alike]:
-            seconds = self._floors.pipeline_seconds(shape, plan)
-            if seconds + after <= max(self._best, self._enough()) or self._phase == "scouts":
-                self._push(max(waiting.seconds, seconds + after), seconds + sharing, waiting.bytes, shape, plan)
+            passes = self._floors.pipeline_seconds(shape, plan)
+            seconds = float(ways.seconds(passes).min())
+            if seconds <= max(self._best, self._enough()) or self._phase == "scouts":
+                self._push(max(waiting.seconds, seconds), passes + sharing, waiting.bytes, shape, plan)
 
     def _deal(self, waiting: Waiting, plan: Plan) -> None:
         """Every candidate with a pipeline that may fit, with its floors."""
@@ -316,27 +323,37 @@ class Search:
         self._made[name] = self._made.get(name, 0) + 1
         if not follows(self.problem, shape, plan):
             return
-        if (bytes := self._floors.memory.of_pipeline(shape, plan)) > self._room:
-            self._note_too_large(Candidate(plan, shape.micro_batch_size, shape.precision), bytes)
+        ways, passes = self._floors.ways(shape), self._floors.pipeline_seconds(shape, plan)
+        bytes = self._floors.bytes_of_ways(shape, plan)
+        fits, seconds = bytes <= self._room, ways.seconds(passes)
+        least = self._enough() if self._phase == "all" else inf
+        if (fits & (seconds <= least)).any():
+            if (wanted := self._floors.memory.of_pipeline(shape, plan, self._room)) > self._room:
+                self._note_too_large(Candidate(plan, shape.micro_batch_size, shape.precision), wanted)
+                return
+            if self._phase == "all":
+                passes = max(passes, self._floors.steps.of_pipeline(shape, plan))
+                seconds = ways.seconds(passes)
+        if (seconds[fits] > least).any():
+            self.found.open.add(name)
+        for place in np.flatnonzero(seconds <= least).tolist():
+            way = ways.plans[place]
+            if fits[place] or self._nearer(way, bytes[place]):
+                self._offer(shape, plan, way, float(seconds[place]), passes + float(ways.sharing[place]))
+
+    def _offer(self, shape: PlanShape, plan: Plan, way: Plan, seconds: float, guess: float) -> None:
+        """Let the candidate wait that shares the model in a way, if it may fit."""
+        try:
+            candidate = legal(self.problem, shape, shared_as(plan, way))
+        except UserError:
             return
-        least, passes = inf, self._floors.pipeline_seconds(shape, plan)
-        if self._phase == "all":
-            least, passes = self._enough(), max(passes, self._floors.steps.of_pipeline(shape, plan))
-        for way in self._floors.ways(shape):
-            if (seconds := max(way.sharing, passes + way.after)) > least:
-                self.found.open.add(name)
-                continue
-            try:
-                candidate = legal(self.problem, shape, shared_as(plan, way.plan))
-            except UserError:
-                continue
-            if candidate is None:
-                continue
-            self.found.space["candidates"] += 1
-            if (bytes := self._floors.memory.of(shape, candidate)) > self._room:
-                self._note_too_large(candidate, bytes)
-            else:
-                self._push(seconds, passes + way.sharing, bytes, shape, candidate)
+        if candidate is None:
+            return
+        self.found.space["candidates"] += 1
+        if (bytes := self._floors.memory.of(shape, candidate)) > self._room:
+            self._note_too_large(candidate, bytes)
+        else:
+            self._push(seconds, guess, bytes, shape, candidate)
 
     def _note(self, candidate: Candidate, answer: Answer | None) -> None:
         if answer is None:

@@ -8,22 +8,19 @@ gathered once at least, and collectives over an axis take turns.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardlab.planner.layer_floors import ShapeLayers
 from shardlab.planner.memory_floors import SURE, MemoryFloors, shards
 from shardlab.planner.problem import Candidate
 from shardlab.planner.space import SHARDED, PlanShape, sharded
-from shardlab.planner.traffic import Collective, StepTraffic, gathered, gathered_after, reduced
+from shardlab.planner.traffic import Array, Collective, StepTraffic, gathered, gathered_after, reduced
 from shardlab.program import AXES, OpKind
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules.steps import Steps
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,15 @@ class SharingTable:
     def bytes(self, kept: float) -> Array:
         """Bytes of tensors of each way, if so many are kept of a microbatch."""
         return SURE * (self.state + np.maximum(kept + self.whole, self.gradients))
+
+    def bytes_of_ranks(self, ranks: Sequence[tuple[float, float]]) -> Array:
+        """Bytes of tensors of each way on the fullest of some ranks.
+
+        Args:
+            ranks: what each keeps of microbatches, in bytes, and its weights as a multiple of the mean rank's.
+        """
+        kept, weights = np.array(ranks).T[:, :, None]
+        return SURE * (weights * self.state + np.maximum(kept, weights * self.gradients)).max(axis=0)
 
     def seconds(self, each: int) -> Array:
         """Seconds of communication of each way with so many microbatches, and of what follows."""
@@ -87,7 +93,7 @@ class SharingFloors:
         def took(on: Collective) -> float:
             key = on, plan.mesh.dp_replicate
             if key not in known:
-                known[key] = self._traffic.sums(shape, candidate, floors, on)[-1] / pp
+                known[key] = float(self._traffic.sums(shape, candidate, floors, on)[-1]) / pp
             return known[key]
 
         pp, weights = shape.mesh.pp, floors.weights[-1] / shape.mesh.pp

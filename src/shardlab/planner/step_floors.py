@@ -113,11 +113,11 @@ class StepFloors:
         plan, prices = candidate.plan, self._layers.prices(candidate)
         floors = self._layers.floors(shape, plan.recompute)
         timed, stages = self._of(shape, plan), self._stages(shape, plan)
-        weights = np.array(floors.weights)
+        weights = floors.arrays.weights
         ranks = np.bincount(stages.rank, stages.all(weights), plan.mesh.pp)
 
         def sums(collectives: Sequence[Collective]) -> list[Array]:
-            return [np.array(self._traffic.sums(shape, candidate, floors, on)) for on in collectives]
+            return [self._traffic.sums(shape, candidate, floors, on) for on in collectives]
 
         times, gathers = self._followed_by(shape, candidate)
         often, once = (list(reduced(candidate, often=each)) for each in (True, False))
@@ -134,7 +134,9 @@ class StepFloors:
             busy = {**busy, on.axis: busy.get(on.axis, 0.0) + seconds}
         for seconds in busy.values():
             ready = np.maximum(ready, seconds)
-        after = np.array([prices.update_seconds(elements / shards(plan, plan.shard_optimizer)) for elements in ranks])
+        cut = shards(plan, plan.shard_optimizer)
+        updates = {elements: prices.update_seconds(elements / cut) for elements in dict.fromkeys(ranks.tolist())}
+        after = np.array([updates[elements] for elements in ranks.tolist()])
         for found in sums(list(gathered_after(candidate))):
             after += np.bincount(stages.rank, stages.all(found), plan.mesh.pp)
         return _sure(plan, timed) * float(ready.max() + after.max())
@@ -163,13 +165,12 @@ class StepFloors:
         if key not in self._timed:
             floors, stages = self._layers.floors(shape, plan.recompute), self._stages(shape, plan)
             order, more = self._laid(shape, plan)
-            passes = floors.forward, floors.backward, floors.inputs, floors.halves
-            seconds = np.array([stages.all(np.array(sums)) for sums in passes])
+            seconds = np.array([stages.all(sums) for sums in floors.arrays[:4]])
             messages = self._messages(shape, floors, stages)
             prices = self._layers.prices(shape.candidate)
             adds = np.zeros(len(stages.rank))
             if not prices.adds_in_backward:
-                weights: list[float] = stages.all(np.array(floors.weights)).tolist()
+                weights: list[float] = stages.all(floors.arrays.weights).tolist()
                 adds = np.array([prices.add_seconds(int(elements)) for elements in weights])
             times = _extended(
                 order.times(seconds[order.kind, order.stage], messages, prices.blocking_p2p), more, seconds, stages
@@ -221,7 +222,7 @@ class StepFloors:
             seconds, work = timed.seconds[order.kind, order.stage], timed.seconds
             gathers: dict[str, Array] = {}
             if collectives:
-                sums = [np.array(self._traffic.sums(shape, candidate, floors, on)) for on in collectives]
+                sums = [self._traffic.sums(shape, candidate, floors, on) for on in collectives]
                 seconds, work = _gathering(plan, timed, stages, floors, sums)
                 gathers = {
                     on.axis: _gathered(plan, timed, stages, of) for on, of in zip(collectives, sums, strict=True)
@@ -236,20 +237,21 @@ class StepFloors:
 
     def _reduced(self, axes: Sequence[Array], times: PassTimes, stages: StageEnds, floors: LayerFloors) -> Array:
         """When every rank's last gradients are reduced, over one axis after the other: (ranks,)."""
-        ready = np.zeros(len(times.done))
-        if not axes:
-            return ready
-        weights = np.array(floors.weights)
-        made = times.last + np.minimum(np.diff(floors.backward), np.diff(floors.halves))[stages.last]
-        order = np.argsort(-times.last, kind="stable")  # the latest first
+        ready = [0.0] * len(times.done)
+        weights = floors.arrays.weights
+        last = np.minimum(np.diff(floors.arrays.backward), np.diff(floors.arrays.halves))[stages.last]
+        made: list[float] = (times.last + last).tolist()
+        ranks: list[int] = stages.rank.tolist()
+        order: list[int] = np.argsort(-times.last, kind="stable").tolist()  # the latest first
         for place, sums in enumerate(axes):
             beside = _least(axes[:place], weights) + _least(axes[place + 1 :], weights)
-            taken, busy = stages.all(sums), np.zeros(len(ready))
-            for stage in order.tolist():
-                rank = stages.rank[stage]
+            taken: list[float] = stages.all(sums).tolist()
+            busy = [beside] * len(ready)
+            for stage in order:
+                rank = ranks[stage]
                 busy[rank] += taken[stage]
-                ready[rank] = max(ready[rank], made[stage] + beside + busy[rank])
-        return ready
+                ready[rank] = max(ready[rank], made[stage] + busy[rank])
+        return np.array(ready)
 
 
 def _sure(plan: Plan, timed: Timed) -> float:
@@ -263,11 +265,11 @@ def _gathering(
     """Seconds of each pass when weights are gathered, and of each kind of pass on each stage that always gathers them.
 
     Over the first axis a block is gathered while the one before it computes, over others when it is wanted. The block
-    with which a pass begins may be there already.
+    with which a pass begins may be there already, if the pass before was on the same stage.
     """
     order, plain = timed.order, timed.seconds
     ahead, awaited = gathers[0], np.sum(gathers[1:], axis=0) if gathers[1:] else np.zeros(len(gathers[0]))
-    forward, backward, inputs = (np.diff(sums) for sums in (floors.forward, floors.backward, floors.inputs))
+    forward, backward, inputs = (np.diff(sums) for sums in floors.arrays[:3])
     again, opening = plain.copy(), plain.copy()
     for kind, layer in ((0, forward[stages.last]), (1, backward[stages.first]), (2, inputs[stages.first])):
         rest = stages.but_tail if kind else stages.but_head
@@ -276,8 +278,9 @@ def _gathering(
     begins = np.maximum(opening[0], stages.all(ahead) + forward[stages.last])
     seconds = plain[order.kind, order.stage]
     if plan.reshard_after != "step":
-        these = order.visits if plan.reshard_after == "stage" else np.ones(len(seconds), bool)
-        seconds = np.where(these, again[order.kind, order.stage], seconds)
+        if plan.reshard_after == "layer":
+            seconds = again[order.kind, order.stage]
+        seconds = np.where(order.visits, opening[order.kind, order.stage], seconds)
     seconds = np.where(order.opens, np.maximum(seconds, opening[order.kind, order.stage]), seconds)
     seconds = np.where(order.begins, np.maximum(seconds, begins[order.stage]), seconds)
     return seconds, again if plan.reshard_after == "layer" else plain
@@ -286,13 +289,12 @@ def _gathering(
 def _gathered(plan: Plan, timed: Timed, stages: StageEnds, sums: Array) -> Array:
     """Seconds of each rank's gathers over an axis, but for blocks that may be there already."""
     order = timed.order
-    again = np.where(order.kind == 0, stages.but_head(sums)[order.stage], stages.but_tail(sums)[order.stage])
-    again[order.kind == 3] = 0.0
-    if plan.reshard_after == "step":
-        again[:] = 0.0
-    elif plan.reshard_after == "stage":
-        again[~order.visits] = 0.0
-    taken = np.where(order.opens, stages.all(sums)[order.stage], again)
+    again = np.zeros(len(order.kind))
+    if plan.reshard_after == "layer":
+        again = np.where(order.kind == 0, stages.but_head(sums)[order.stage], stages.but_tail(sums)[order.stage])
+        again[order.kind == 3] = 0.0
+    all = order.opens if plan.reshard_after == "step" else order.visits
+    taken = np.where(all, stages.all(sums)[order.stage], again)
     found = np.zeros(plan.mesh.pp)
     found += np.bincount(stages.rank[order.stage], taken, plan.mesh.pp)
     if plan.reshard_after == "layer":

@@ -9,6 +9,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardlab.planner.layer_floors import LayerFloors, ShapeLayers, between
 from shardlab.planner.memory_floors import shards
 from shardlab.planner.problem import Candidate
@@ -16,6 +19,8 @@ from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.program import Kind, OpKind
 from shardlab.strategies.plan import CUT_AXES, Plan
 from shardlab.strategies.schedules.steps import Steps
+
+Array = NDArray[np.float64]
 
 
 class Collective(NamedTuple):
@@ -37,9 +42,9 @@ class StepTraffic:
     def __init__(self, layers: ShapeLayers) -> None:
         self.problem = layers.problem
         self._layers = layers
-        self._known: dict[Hashable, list[float]] = {}
+        self._known: dict[Hashable, Array] = {}
 
-    def sums(self, shape: PlanShape, candidate: Candidate, floors: LayerFloors, on: Collective) -> list[float]:
+    def sums(self, shape: PlanShape, candidate: Candidate, floors: LayerFloors, on: Collective) -> Array:
         """Seconds of a collective on each layer's weight, as sums up to each layer."""
         mesh = candidate.plan.mesh
         key = id(floors.weights), on, mesh
@@ -54,7 +59,7 @@ class StepTraffic:
                 bytes = on.bytes * between(floors.weights, range(layer, layer + 1))
                 apart = not bytes or on.axis in model.cut_axes(layer)  # experts are not on all of the axis's ranks
                 seconds[layer] = 0.0 if apart else prices.collective_time(on.kind, bytes, group)
-            self._known[key] = [0.0, *accumulate(seconds[layer] for layer in floors.like)]
+            self._known[key] = np.array([0.0, *accumulate(seconds[layer] for layer in floors.like)])
         return self._known[key]
 
 
