@@ -54,7 +54,8 @@ def fastest(runs: Sequence[PlannedRun], seconds: float, *, tell: bool) -> Planne
     )
     jobs = [_settled(each) for each in runs]
     if tell:
-        print(f"shardlab: {counted(len(jobs), 'plan')} that may be the fastest take turns", file=sys.stderr)
+        words = f"{counted(len(jobs), 'plan')} that may be the fastest take turns, for about {race.seconds:.0f} s"
+        print(f"shardlab: {words}", file=sys.stderr)
     race_rank = Named[list[float]]("shardlab.measure.race_rank", "race_rank")
     took = run_ranks(jobs[0].ranks, race_rank, jobs, race)
     at = min(range(len(jobs)), key=lambda place: took[place])
