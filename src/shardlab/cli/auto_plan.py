@@ -30,8 +30,11 @@ AUTO = Path("auto")
 SHARE = 0.1
 """Share of the time that a run is predicted to take in which plans may take turns before it."""
 
+ENOUGH = 30.0
+"""Seconds after which turns end, unless their least steps take longer."""
+
 START = 10.0
-"""Seconds of these until their passes are chosen and their ranks have begun, about."""
+"""Seconds until their passes are chosen and their ranks have begun, about."""
 
 
 def planned_here(
@@ -73,7 +76,7 @@ def _choice(layout: PlanOptions, config: TrainingConfig, ranks: int, *, measure:
     """The plan that is predicted fastest on this machine, then those that are to take turns with it, each with how the
     batch is cut, and for how many seconds: as JSON."""
     from shardlab.planner.chosen import choose
-    from shardlab.planner.contenders import contenders
+    from shardlab.planner.contenders import contenders, least_seconds
     from shardlab.planner.families import family
     from shardlab.planner.problem import Candidate, Limits, Problem
     from shardlab.planner.words import described, short
@@ -109,7 +112,8 @@ def _choice(layout: PlanOptions, config: TrainingConfig, ranks: int, *, measure:
         name = f"{family(candidate.plan)}, {short(candidate)}"
         return {"words": name, "plan": candidate.plan.as_dict(), "train": cut}
 
-    return json.dumps({"plans": [words_of(each.candidate) for each in found], "seconds": seconds})
+    plans = [words_of(each.candidate) for each in found]
+    return json.dumps({"plans": plans, "seconds": min(seconds, max(ENOUGH, least_seconds(found)))})
 
 
 def _cluster(ranks: int | None) -> Cluster:

@@ -39,7 +39,7 @@ def fastest(runs: Sequence[PlannedRun], seconds: float, *, tell: bool) -> Planne
     """Find the run whose steps are shortest, where all take turns on its ranks, each after the passes that help it.
 
     Args:
-        seconds: that their steps may take, and some more for the first ones; never more than half a minute.
+        seconds: that their steps may take, about.
         tell: whether to say what is run, and what it took.
 
     Raises:
@@ -49,12 +49,10 @@ def fastest(runs: Sequence[PlannedRun], seconds: float, *, tell: bool) -> Planne
     from shardlab.train.launch import Named, run_ranks
 
     config = runs[0].config
-    race = Race(
-        seconds=min(seconds, Race.seconds), optimizer=config.optimizer, data=tuple(sources_of(config.data.data))
-    )
+    race = Race(seconds=seconds, optimizer=config.optimizer, data=tuple(sources_of(config.data.data)))
     jobs = [_settled(each) for each in runs]
     if tell:
-        words = f"{counted(len(jobs), 'plan')} that may be the fastest take turns, for about {race.seconds:.0f} s"
+        words = f"{counted(len(jobs), 'plan')} that may be the fastest take turns, for about {seconds:.0f} s"
         print(f"shardlab: {words}", file=sys.stderr)
     race_rank = Named[list[float]]("shardlab.measure.race_rank", "race_rank")
     took = run_ranks(jobs[0].ranks, race_rank, jobs, race)

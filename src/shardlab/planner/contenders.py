@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardlab.planner.chosen import PlanChoice
 from shardlab.planner.experiments import experiments
 from shardlab.planner.found import PlanOutcome
@@ -23,8 +25,12 @@ def contenders(choice: PlanChoice, seconds: float) -> list[PlanOutcome]:
     assert choice.beliefs is not None, "it was asked what may be measured"
     found = [each.outcome for each in experiments(choice.beliefs, MOST)]
     while len(found) > 1 and not (
-        STEPS * sum(each.seconds for each in found) <= seconds
-        and sum(each.forecast.memory.total for each in found) <= choice.problem.room
+        least_seconds(found) <= seconds and sum(each.forecast.memory.total for each in found) <= choice.problem.room
     ):
         found.pop()
     return found
+
+
+def least_seconds(found: Sequence[PlanOutcome]) -> float:
+    """Seconds of the least steps that contenders take, as predicted."""
+    return STEPS * sum(each.seconds for each in found)
