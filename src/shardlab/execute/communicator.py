@@ -24,6 +24,9 @@ def wait_of(work: Any) -> Wait:
     return work.wait
 
 
+def _nothing() -> None: ...
+
+
 _REDUCE_OP = {
     Reduction.SUM: dist.ReduceOp.SUM,
     Reduction.MEAN: dist.ReduceOp.AVG,
@@ -50,8 +53,7 @@ class Communicator:
         for op in program.tapes[rank]:
             if op.batch >= 0:
                 self._batches[op.batch] = self._batches.get(op.batch, 0) + 1
-        self._pending: dict[int, list[dist.P2POp]] = {}
-        self._issued: dict[int, list[Wait]] = {}
+        self._pending: dict[int, tuple[list[dist.P2POp], list[Wait]]] = {}
         self.wait_of: Callable[[Any], Wait] = wait_of
 
     def all_reduce(self, tensor: Tensor, group: Group, by: Reduction = Reduction.SUM) -> Wait:
@@ -103,13 +105,20 @@ class Communicator:
     def _point_to_point(self, verb: Callable[..., Any], tensor: Tensor, peer: int, batch: int) -> Wait:
         if batch < 0:
             return self._wait(verb(tensor, peer))
-        operations = self._pending.setdefault(batch, [])
+        operations, waits = self._pending.setdefault(batch, ([], []))
         operations.append(dist.P2POp(verb, tensor, peer))
         place = len(operations) - 1
         if len(operations) == self._batches[batch]:
             del self._pending[batch]
-            self._issued[batch] = [self.wait_of(work) for work in dist.batch_isend_irecv(operations)]
-        return lambda: self._issued[batch][min(place, len(self._issued[batch]) - 1)]()
+            waits += [self.wait_of(work) for work in dist.batch_isend_irecv(operations)]
+
+        def wait() -> None:
+            mine = min(place, len(waits) - 1)
+            waits[mine]()
+            if len(waits) > 1:
+                waits[mine] = _nothing  # or what came would live for as long as the others are waited for
+
+        return wait
 
     def start(self, verb: Callable[..., Any], *tensors: Tensor, group: Group, **settings: Any) -> Wait:
         """Any verb of torch.distributed that takes a group."""
