@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardlab.execute.collectives import rooms
 from shardlab.execute.compute import Instruction
 from shardlab.execute.executor import Executor
 from shardlab.execute.state import State
@@ -42,7 +43,9 @@ class Account(Protocol):
 
 
 class TrackedStorages:
-    """Every storage that torch makes while this tracks, and those that the rank had before."""
+    """Every storage that torch makes while this tracks, and those that the rank had before, but for small sums' rooms:
+    those stay, and the tracker sees them in one step and not in another.
+    """
 
     def __init__(self, state: State) -> None:
         from torch.distributed._tools.mem_tracker import MemTracker  # a second, with torch's compiler
@@ -51,6 +54,8 @@ class TrackedStorages:
         self._device = state.settings.device
         for _, tensors in _kept(state):
             self._tracker.track_external(*tensors)
+        self._tracker.track_external(*(beside := rooms()))
+        self._beside = sum(tensor.nbytes for tensor in beside)
 
     def tracking(self) -> AbstractContextManager[object]:
         return self._tracker
@@ -62,7 +67,8 @@ class TrackedStorages:
         return self._total("peak")
 
     def _total(self, moment: str) -> int:
-        return self._tracker.get_tracker_snapshot(moment).get(self._device, {}).get("Total", 0)
+        total = self._tracker.get_tracker_snapshot(moment).get(self._device, {}).get("Total", 0)
+        return total - self._beside
 
 
 class Allocator:
