@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from shardlab.program import Kind, Op, OpKind, Spec
 from shardlab.rules.dealing import is_view
+from shardlab.rules.kind import ROW_KINDS
+
+_COPYING = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL})
 
 
 def roots_of(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
@@ -44,6 +48,28 @@ def last_reads(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
         at: op[2][0]
         for at, op in keeping
         if specs[op[3][-1]].kind is Kind.SAVED and last[op[2][0]] == at and op[2][0] not in shared
+    }
+
+
+def last_copies(tape: Sequence[Op], specs: Mapping[int, Spec]) -> set[int]:
+    """Find the REDUCE_SCATTERs and ALL_TO_ALLs of rows that are the last to read these: they send a copy of them."""
+    readers: dict[int, list[int]] = defaultdict(list)
+    shared: set[int] = set()
+    for at, op in enumerate(tape):
+        if op[0] is not OpKind.FREE:
+            for number in op[2]:
+                readers[number].append(at)
+        if op[0] is OpKind.SLICE:
+            shared.update((*op[2], *op[3]))
+    waits = {op[4]: at for at, op in enumerate(tape) if op[0] is OpKind.WAIT}
+
+    def is_last(at: int, number: int) -> bool:
+        return all(max(other, waits.get(tape[other][4], 0)) < at for other in readers[number] if other != at)
+
+    return {
+        at
+        for at, op in enumerate(tape)
+        if op[0] in _COPYING and specs[op[2][0]].kind in ROW_KINDS and op[2][0] not in shared and is_last(at, op[2][0])
     }
 
 

@@ -8,7 +8,7 @@ from shardlab.check import Checked
 from shardlab.check.accumulation import InPlace
 from shardlab.check.buckets import Buckets
 from shardlab.check.kept import Kept
-from shardlab.check.views import ends_of, last_ends, last_reads, roots_of
+from shardlab.check.views import ends_of, last_copies, last_ends, last_reads, roots_of
 from shardlab.execute.joint_update import followed
 from shardlab.program import Kind, OpKind
 from shardlab.program.ops import COMMUNICATION
@@ -35,6 +35,7 @@ class Analysis:
         slot: number of a gathered or received weight to the buffer that it lives in; `slots` is how many there are.
         followed: indices of updates that another one follows at once.
         last_reads: index of a FORWARD or RECOMPUTE to the activation that it is the last to read.
+        last_copies: indices of collectives that send a copy of rows which nobody else reads any more.
         empties: index of the op that ends such a weight, or the last slice of it, to the buffer.
         leaves_room: index of the FREE of a kept weight, or of its last slice, to the weight, which arrives there again.
     """
@@ -68,6 +69,7 @@ class Analysis:
         self.hooked = self._hooked()
         self.followed = followed(self.tape)
         self.last_reads = last_reads(self.tape, self.specs)
+        self.last_copies = last_copies(self.tape, self.specs)
 
     def _leaves_room(self) -> dict[int, int]:
         kept, ended = self.kept, last_ends(ends_of(self.tape), self.roots)

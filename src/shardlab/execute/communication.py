@@ -142,11 +142,14 @@ def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     spec = state.specs[given]
     parts = _received(state, op) if spec.kind in ROW_KINDS else []
     cuts = [cut_of(state.shapes, spec, part) for part in parts]
+    over = at in state.analysis.last_copies
 
     def start() -> Wait:
         whole: torch.Tensor = values[given]
         if cuts:
             whole = torch.cat([cut(whole) for cut in cuts])
+            if over:
+                values[given] = None
         values[output] = state.room(output)
         return links.reduce_scatter(values[output], whole, group)
 
@@ -189,7 +192,7 @@ def barrier(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Experts' buffers, into new room."""
-    return exchange.all_to_all(state, links, op, _given(state, op), _received(state, op))
+    return exchange.all_to_all(state, links, at, op, _given(state, op), _received(state, op))
 
 
 def send(state: State, links: Communicator, at: int, op: Op) -> Start:

@@ -18,7 +18,7 @@ Places = tuple[Tensor, ...]
 
 
 def all_to_all(
-    state: State, links: Communicator, op: Op, members: Sequence[Spec], received: Sequence[Spec]
+    state: State, links: Communicator, at: int, op: Op, members: Sequence[Spec], received: Sequence[Spec]
 ) -> Callable[[], Wait]:
     """Start the exchange; `members` are the specs that the group's ranks give, `received` those that they receive.
 
@@ -29,17 +29,19 @@ def all_to_all(
     mine, result = state.specs[given], state.specs[output]
     sent = [_places(state, mine, _common(mine, theirs)) for theirs in received]
     came = [_places(state, result, _common(theirs, result)) for theirs in members]
-    shape = state.shapes.shape(result)
+    shape, over = state.shapes.shape(result), at in state.analysis.last_copies
 
     def start() -> Wait:
         tensor: Tensor = values[given]
         parts = torch.stack([tensor[places] for places in sent])
+        if over:
+            values[given] = None
         inbox = torch.empty_like(parts)
         wait = links.all_to_all(inbox, parts, group)
 
         def sort() -> None:
             wait()
-            whole = values[output] = tensor.new_empty(shape)
+            whole = values[output] = inbox.new_empty(shape)
             for places, part in zip(came, inbox, strict=True):
                 whole[places] = part
 
