@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 from collections.abc import Generator
 from contextlib import suppress
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 STEPS = 20
 TRAIN = ["train", "--steps", str(STEPS), "--hidden-size", "16", "--seq-len", "16", "--log-every", "1"]
-SOON = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1"
-"""How soon torchrun misses a host, and goes on without it."""
+SOON = "keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=1"
+"""How soon torchrun misses a host, and goes on without it: after 6 s, in which a busy machine lets each agent speak."""
 
 
 class Agents:
@@ -36,19 +37,27 @@ class Agents:
         self.agents: list[WarmProcess] = []
 
     def start(self, *words: str, count: int = 2, restarts: int = 3) -> None:
-        environment = {**os.environ, "HELD_AT": "step-000005", "HELD_UNTIL": str(self.folder / "lost")}
+        environment = {**os.environ, "HELD_AT": "step-", "HELD_UNTIL": str(self.folder / "lost")}
         options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", str(restarts)]
         options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.store.port}"]
         options += ["--rdzv-conf", f"is_host=0,{SOON}", "--local-addr", "127.0.0.1"]
         for _ in range(count):
             with (self.folder / f"agent-{len(self.agents)}.log").open("wb") as log:
                 command = ["-m", "torch.distributed.run", *options, "-m", "tests.train.held", *words]
-                agent = self.warm.start(command, env=environment, stderr=log, stdout=log, start_new_session=True)
+                held = {**environment, "HELD_PID": str(self.pid_file(len(self.agents)))}
+                agent = self.warm.start(command, env=held, stderr=log, stdout=log, start_new_session=True)
             self.agents.append(agent)
 
+    def pid_file(self, number: int) -> Path:
+        """Where the rank of an agent leaves its id."""
+        return self.folder / f"pid-{number}"
+
     def lose(self, number: int) -> None:
-        """Kill one, whose rank ends with it; the run has waited for that."""
+        """Kill one, whose rank ends soon after it; the run waits for that."""
+        rank = os.pidfd_open(int(self.pid_file(number).read_text()))
         self.agents[number].kill()
+        assert select.select([rank], [], [], PATIENCE)[0], "the rank of an agent that was killed goes on"
+        os.close(rank)
         (self.folder / "lost").touch()
 
     @property
@@ -98,7 +107,7 @@ def test_a_run_that_loses_a_host_goes_on_with_the_ranks_that_are_left(
 ) -> None:
     run = tmp_path / "run"
     agents.start(*TRAIN, *plan, "--save-every", "5", "--out", str(run))
-    until(lambda: list(run.glob("checkpoints/step-??????")), lambda: agents.said)
+    until(lambda: ranks_of(run) == 2 and list(run.glob("checkpoints/step-??????")), lambda: agents.said)
     agents.lose(1)
     assert agents.agents[0].wait(PATIENCE) == 0, agents.said
     assert "resumed after step" in agents.said
