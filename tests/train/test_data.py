@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.data import Corpus
@@ -75,6 +75,7 @@ def test_microbatches_are_a_function_of_seed_step_and_number() -> None:
     assert not any(torch.equal(first, tokens) for tokens, _ in others)
 
 
+@settings(max_examples=40)
 @given(
     sequences=st.integers(1, 60),
     micro_batch_size=st.integers(1, 7),
@@ -99,6 +100,7 @@ RAMPS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, ma
 """Stages of some steps and microbatches each."""
 
 
+@settings(max_examples=40)
 @given(ramp=RAMPS, sequences=st.integers(1, 40), micro_batch_size=st.integers(1, 3))
 def test_each_sequence_comes_once_an_epoch_while_the_batch_grows(
     ramp: BatchRamp, sequences: int, micro_batch_size: int
