@@ -101,10 +101,10 @@ class Floors:
 
     def bytes_of_ways(self, shape: PlanShape, plan: Plan) -> Array:
         """Bytes below which no candidate with this pipeline is that shares the model in a way, in the order of `ways`;
-        nothing is counted of a pass itself, of what is gathered, and of gradients before the last one."""
+        what is gathered is left out, and the gradients of a pass itself."""
         mean = self.passes(shape).weights[-1] / shape.mesh.pp
-        ranks = [(kept, weights / mean) for kept, weights in self.memory.kept_of_ranks(shape, plan)]
-        return self.memory.reserved(self.sharing.of(shape).bytes_of_ranks(ranks))
+        ranks = self.memory.kept_of_ranks(shape, plan)
+        return self.memory.reserved(self.sharing.of(shape).bytes_of_ranks(ranks, mean))
 
     def passes_of(self, shape: PlanShape) -> float:
         """The mean over pipeline ranks of the seconds of their passes, at least."""
@@ -123,11 +123,10 @@ class Floors:
         split = not isinstance(plan.schedule, str) or plan.schedule not in UNSPLIT
         stages = self._pipelines.placed(shape, plan)
         forward, backward = passes.arrays[:2]
-        there, back = np.zeros(plan.mesh.pp), np.zeros(plan.mesh.pp)
-        for sums, all in ((forward, there), (backward, back)):
-            np.add.at(all, stages.rank, sums[stages.stop] - sums[stages.start])
+        both = forward + backward
+        work = np.bincount(stages.rank, both[stages.stop] - both[stages.start], plan.mesh.pp)
         after = 0.0 if split else backward[stages.first]
-        return SURE * float((forward[stages.first] + each * (there + back) + after).max())
+        return SURE * float((forward[stages.first] + each * work + after).max())
 
     def seconds(self, shape: PlanShape, candidate: Candidate) -> float:
         """Seconds below which a candidate is not."""

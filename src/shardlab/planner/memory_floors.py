@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlab.planner.layer_floors import LayerFloors, ShapeLayers, between
+from shardlab.planner.layer_floors import Array, LayerFloors, ShapeLayers, between
 from shardlab.planner.pass_memory import Gradients, LayerHolds, PassHolds, pass_holds
 from shardlab.planner.problem import Candidate
 from shardlab.planner.rank_orders import Moment, Pipelines, RankOrder
@@ -67,6 +67,21 @@ class ElementBytes(NamedTuple):
     optimizer: int
 
 
+class KeptOfRank(NamedTuple):
+    """What a pipeline rank keeps of microbatches when backward passes begin.
+
+    Attributes:
+        bytes: of activations: (moments,).
+        summed, ended: elements of gradients of some microbatches, and of all: (moments,) each.
+        weights: elements of the rank's weights.
+    """
+
+    bytes: Array
+    summed: Array
+    ended: Array
+    weights: float
+
+
 class MemoryFloors:
     """Floors of memory of a problem's shapes, pipelines and candidates; in bytes, with all that the recipe adds."""
 
@@ -84,18 +99,16 @@ class MemoryFloors:
         floors = self._layers.floors(shape, word if word in ("none", "selective") else "full")
         return (floors.kept[-1] + (floors.logits if shape.mesh.pp == 1 else 0.0)) / shape.mesh.pp
 
-    def kept_of_ranks(self, shape: PlanShape, plan: Plan) -> list[tuple[float, float]]:
-        """Bytes of activations that pipeline ranks keep of microbatches, and elements of their weights."""
+    def kept_of_ranks(self, shape: PlanShape, plan: Plan) -> list[KeptOfRank]:
+        """What pipeline ranks keep of microbatches."""
         floors, placed = self._layers.floors(shape, plan.recompute), self._pipelines.placed(shape, plan)
-        kept, halved, weights = (
-            sums[placed.stop] - sums[placed.start]
-            for sums in (floors.arrays.kept, floors.arrays.halved, floors.arrays.weights)
-        )
-        found: list[tuple[float, float]] = []
+        sums = floors.arrays.kept, floors.arrays.halved, floors.arrays.weights
+        kept, halved, weights = (each[placed.stop] - each[placed.start] for each in sums)
+        found: list[KeptOfRank] = []
         for order in self._pipelines.orders(shape, plan):
-            flights, halves = order.flights
-            most = (flights @ kept[order.stages] + halves @ halved[order.stages]).max(initial=0.0)
-            found.append((float(most), float(weights[order.stages].sum())))
+            counts, own = order.kept, weights[order.stages]
+            bytes = counts.flights @ kept[order.stages] + counts.halves @ halved[order.stages]
+            found.append(KeptOfRank(bytes, counts.summed @ own, counts.ended @ own, float(own.sum())))
         return found
 
     def of_pipeline(self, shape: PlanShape, plan: Plan, room: float = 0.0) -> float:

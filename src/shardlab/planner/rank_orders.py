@@ -47,6 +47,23 @@ class Moment(NamedTuple):
     ended: frozenset[int] = frozenset()
 
 
+Counts = NDArray[np.int64]
+
+
+class KeptCounts(NamedTuple):
+    """What a rank keeps of its stages: (moments, stages) each.
+
+    Attributes:
+        flights, halves: so many microbatches' activations, and halves of them.
+        summed, ended: whether it keeps gradients of some microbatches, or of all.
+    """
+
+    flights: Counts
+    halves: Counts
+    summed: Counts
+    ended: Counts
+
+
 @dataclass(frozen=True)
 class RankOrder:
     """A pipeline rank's order of work.
@@ -62,11 +79,21 @@ class RankOrder:
     moments: list[Moment]
 
     @cached_property
-    def flights(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Microbatches of which each stage keeps activations, and halves of them: (moments, stages) each."""
-        shape = len(self.moments), len(self.stages)
-        flights, halves = ([getattr(each, name) for each in self.moments] for name in ("flight", "halves"))
-        return np.array(flights, np.int64).reshape(shape), np.array(halves, np.int64).reshape(shape)
+    def kept(self) -> KeptCounts:
+        """What is kept at each moment."""
+
+        def table(rows: list[list[int]]) -> Counts:
+            return np.array(rows, np.int64).reshape(len(self.moments), len(self.stages))
+
+        stages = range(len(self.stages))
+        return KeptCounts(
+            table([list(each.flight) for each in self.moments]),
+            table([list(each.halves) for each in self.moments]),
+            table(
+                [[s in each.summed and not (each.ends and s == each.stage) for s in stages] for each in self.moments]
+            ),
+            table([[s in each.ended for s in stages] for each in self.moments]),
+        )
 
 
 class PlacedStages(NamedTuple):
@@ -99,20 +126,21 @@ class Pipelines:
 
     def stages(self, shape: PlanShape, plan: Plan) -> list[range]:
         """The layers of each stage."""
-        mesh, layers = shape.mesh, blocks_of(self.problem, shape).layers
+        mesh = shape.mesh
         key = (mesh.pp, mesh.tp, mesh.cp, mesh.ep, plan.schedule, plan.stages_per_rank, plan.layers_per_stage)
         key = (*key, shape.recompute == "selective")
         if key not in self._stages:
+            layers = blocks_of(self.problem, shape).layers
             bounds = plan.bounds(layers.pipeline_units)
             self._stages[key] = [range(*cuts) for cuts in pairwise(layers.pipeline_cuts[unit] for unit in bounds)]
         return self._stages[key]
 
     def placed(self, shape: PlanShape, plan: Plan) -> PlacedStages:
         """Where the stages are."""
-        stages, order, pp = self.stages(shape, plan), plan.order, plan.mesh.pp
+        stages, pp = self.stages(shape, plan), plan.mesh.pp
         key = id(stages), plan.schedule
         if key not in self._placed:
-            numbers = range(len(stages))
+            order, numbers = plan.order, range(len(stages))
             ranks = order.ranks_of_stages if isinstance(order, Steps) else [order.placement(s, pp) for s in numbers]
             first = [stages[next(s for s in numbers if ranks[s] == rank)].start for rank in range(pp)]
             self._placed[key] = PlacedStages(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardlab.planner.layer_floors import ShapeLayers
-from shardlab.planner.memory_floors import SURE, MemoryFloors, shards
+from shardlab.planner.memory_floors import SURE, KeptOfRank, MemoryFloors, shards
 from shardlab.planner.problem import Candidate
 from shardlab.planner.space import SHARDED, PlanShape, sharded
 from shardlab.planner.traffic import Array, Collective, StepTraffic, gathered, gathered_after, reduced
@@ -32,6 +32,7 @@ class SharingTable:
         state: bytes of slices of weights and of the optimizer's state: (ways,).
         whole: bytes of weights that are gathered at a time: (ways,).
         gradients: bytes of gradients when the last backward pass has ended: (ways,).
+        summed: bytes of gradients of some microbatches: (ways,).
         once, often: seconds of collectives that a step has once, and at every microbatch, by their axis: (axes, ways).
         after: seconds of what follows these: (ways,).
     """
@@ -40,6 +41,7 @@ class SharingTable:
     state: Array
     whole: Array
     gradients: Array
+    summed: Array
     once: Array
     often: Array
     after: Array
@@ -48,14 +50,20 @@ class SharingTable:
         """Bytes of tensors of each way, if so many are kept of a microbatch."""
         return SURE * (self.state + np.maximum(kept + self.whole, self.gradients))
 
-    def bytes_of_ranks(self, ranks: Sequence[tuple[float, float]]) -> Array:
+    def bytes_of_ranks(self, ranks: Sequence[KeptOfRank], mean: float) -> Array:
         """Bytes of tensors of each way on the fullest of some ranks.
 
         Args:
-            ranks: what each keeps of microbatches, in bytes, and its weights as a multiple of the mean rank's.
+            ranks: what each keeps of microbatches.
+            mean: elements of the mean rank's weights.
         """
-        kept, weights = np.array(ranks).T[:, :, None]
-        return SURE * (weights * self.state + np.maximum(kept, weights * self.gradients)).max(axis=0)
+        most = np.zeros(len(self.state))
+        for rank in ranks:
+            summed, ended = rank.summed[:, None] / mean * self.summed, rank.ended[:, None] / mean * self.gradients
+            kept = (rank.bytes[:, None] + summed + ended).max(axis=0, initial=0.0)
+            weights = rank.weights / mean
+            most = np.maximum(most, weights * self.state + np.maximum(kept, weights * self.gradients))
+        return SURE * most
 
     def seconds(self, each: int) -> Array:
         """Seconds of communication of each way with so many microbatches, and of what follows."""
@@ -77,9 +85,9 @@ class SharingFloors:
             plans = {words(plan): plan for plan in sharded(self.problem, shape.candidate.plan)}
             known: dict[Hashable, float] = {}
             columns = [self._column(shape, plan, known) for plan in plans.values()]
-            state, whole, gradients, after, *axes = np.array(columns or np.empty((0, 4 + 2 * len(AXES)))).T
+            state, whole, gradients, summed, after, *axes = np.array(columns or np.empty((0, 5 + 2 * len(AXES)))).T
             once, often = np.array(axes).reshape(2, len(AXES), -1)
-            self._known[key] = SharingTable(plans, state, whole, gradients, once, often, after)
+            self._known[key] = SharingTable(plans, state, whole, gradients, summed, once, often, after)
         return self._known[key]
 
     def _column(self, shape: PlanShape, plan: Plan, known: dict[Hashable, float]) -> list[float]:
@@ -115,6 +123,7 @@ class SharingFloors:
             weights * (numbers.weight / parameters + numbers.optimizer / optimizer),
             weights * numbers.weight if kept else 0.0,
             weights * numbers.gradient / (shards(plan, plan.shard_gradients) if late else optimizer),
+            weights * numbers.gradient / shards(plan, plan.shard_gradients),
         ]
         return [*held, after, *seconds.values()]
 
