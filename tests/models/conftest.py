@@ -87,8 +87,9 @@ def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype
     for tensor in products.kept:
         pack(tensor)
     assert all(output.requires_grad for output in outputs)
-    kept = inputs[0].untyped_storage().data_ptr() in storages
-    assert model.run(layer).keeps_input or not kept, "an input is kept that the executor lets go"
+    for given, keeps in zip(inputs, model.run(layer).keeps_inputs, strict=True):
+        kept = given.untyped_storage().data_ptr() in storages
+        assert keeps or not kept, "an input is kept that the executor lets go"
     for given in (flat, *inputs):
         storages.pop(given.untyped_storage().data_ptr(), None)
     return sum(storage.nbytes() for storage in storages.values())

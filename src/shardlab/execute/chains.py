@@ -128,13 +128,13 @@ def _forward(state: State, before: int | None, at: int, *, last: bool) -> Instru
     """A layer, in the graph that the one before has begun; the last one's outputs are the chain's."""
     op, values = state.tape[at], state.values
     layer, (x, weight, *carried), (*outputs, saved) = state.layers[op.layer], op.inputs, op.outputs
-    over, keeps = at in state.analysis.last_reads, state.keeps_input(op.layer)
+    over, keeps = at in state.analysis.last_reads, state.keeps_inputs(op.layer)
     share, inner = state.share(op), None if before is None else state.tape[before].outputs[-1]
 
     def run() -> None:
         settings = state.flat_weight(op.layer, weight), state.scaled(share), state.dropout(op)
         if inner is None:
-            graph = Graph(layer, [values[number] for number in (x, *carried)], *settings, keeps_input=keeps)
+            graph = Graph(layer, [values[number] for number in (x, *carried)], *settings, keeps_inputs=keeps)
             if over:
                 values[x] = None  # autograd has what it needs of it
         else:

@@ -92,7 +92,7 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     """A layer; with its graph, if the tape saves one."""
     layer, (x, weight, *carried), values = state.layers[op.layer], op.inputs, state.values
     share, hooked = state.share(op), at in state.analysis.hooked
-    keeps = state.keeps_input(op.layer)
+    keeps = state.keeps_inputs(op.layer)
     saves, over = state.specs[op.outputs[-1]].kind is Kind.SAVED, at in state.analysis.last_reads
     outputs = op.outputs[: len(op.outputs) - saves]
 
@@ -102,7 +102,7 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     def run() -> None:
         flat = state.flat_weight(op.layer, weight)
         saved, settings = Saved(flat.flat) if hooked else None, (state.scaled(share), state.dropout(op))
-        graph = Graph(layer, inputs(), flat, *settings, saved, keeps_input=keeps)
+        graph = Graph(layer, inputs(), flat, *settings, saved, keeps_inputs=keeps)
         for number, made in zip(outputs, graph.take_outputs(), strict=True):
             values[number] = made
         values[op.outputs[-1]] = graph
@@ -124,12 +124,12 @@ def recompute(state: State, at: int, op: Op) -> Instruction:
     layer, (x, weight), saved, values = state.layers[op.layer], op.inputs, op.outputs[0], state.values
     over = at in state.analysis.last_reads
     share, hooked = state.share(op), at in state.analysis.hooked
-    keeps = state.keeps_input(op.layer)
+    keeps = state.keeps_inputs(op.layer)
 
     def run() -> None:
         flat = state.flat_weight(op.layer, weight)
         kept, settings = Saved(flat.flat) if hooked else None, (state.scaled(share), state.dropout(op))
-        graph = Graph(layer, [values[x]], flat, *settings, kept, keeps_input=keeps)
+        graph = Graph(layer, [values[x]], flat, *settings, kept, keeps_inputs=keeps)
         graph.take_outputs()
         values[saved] = graph
         if over:

@@ -35,12 +35,13 @@ class Graph:
         dropout: Dropout | None,
         saved: Saved | None = None,
         *,
-        keeps_input: bool = True,
+        keeps_inputs: Sequence[bool] | None = None,
     ) -> None:
         """Run the layer on its inputs: the activation, and what is carried beside it.
 
-        `saved` is what autograd saves into: for a weight that may be gathered again, or a backward pass in halves. If
-        autograd keeps no activation (not `keeps_input`), neither does the leaf that waits for its gradient.
+        `saved` is what autograd saves into: for a weight that may be gathered again, or a backward pass in halves. An
+        input that autograd does not keep (`keeps_inputs`; None: it keeps all) is not kept either by the leaf that waits
+        for its gradient.
         """
         self._saved = saved
         self._leaves = [*weight.leaves]
@@ -50,8 +51,9 @@ class Graph:
         with nullcontext() if saved is None else saved_tensors_hooks(saved.pack, saved.unpack):
             made = layer.run(weight.leaves, given, share, dropout, products=self._products)
         self._outputs: Sequence[Tensor] = made
-        if not keeps_input and given[0].requires_grad:
-            given[0].data = given[0].new_empty(1).expand(given[0].shape)
+        for x, keeps in zip(given, keeps_inputs or (), strict=False):
+            if not keeps and x.requires_grad:
+                x.data = x.new_empty(1).expand(x.shape)
         self._edges: list[GradientEdge] = []
         self._entries: list[Entry] = []
         self._whole: dict[int, Tensor] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -208,9 +208,9 @@ class State:
             op.holds or Holds(spec.pieces("expert"), spec.form.space.count("expert")),
         )
 
-    def keeps_input(self, layer: int) -> bool:
-        """Whether autograd keeps the activation that a layer is given; a compiler may choose to."""
-        return self.settings.compile or self.model.run(layer).keeps_input
+    def keeps_inputs(self, layer: int) -> Sequence[bool] | None:
+        """Whether autograd keeps each value that a layer is given; a compiler may choose to keep all (None)."""
+        return None if self.settings.compile else self.model.run(layer).keeps_inputs
 
     def scaled(self, share: Share) -> Share:
         """A share of a layer with this step's scale of losses."""

@@ -136,11 +136,17 @@ class Run:
                 found -= {self._read_or_made(name, number) for name in primitive.keeps()}
         return frozenset(found - {self._last(name) for name in self.outputs})
 
-    @cached_property
+    @property
     def keeps_input(self) -> bool:
         """Whether autograd keeps the activation that enters it: not where that is only added to something."""
-        kept = (self._read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps())
-        return Made(self.inputs[0], INPUT) in kept
+        return self.keeps_inputs[0]
+
+    @cached_property
+    def keeps_inputs(self) -> tuple[bool, ...]:
+        """Whether autograd keeps the activation, and each value that is carried beside it, as they enter."""
+        kept = {self._read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
+        values = (self.inputs[:1], *self.carried_inputs.values())
+        return tuple(any(Made(name, INPUT) in kept for name in names) for names in values)
 
     def saved_for_weight(self, rows: int) -> int:
         """Elements left of that between the halves of a split backward pass, with the gradients that the first half

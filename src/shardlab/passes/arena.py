@@ -36,7 +36,7 @@ def arena(checked: Checked, _: int) -> Tapes:
     found: Tapes = []
     for rank, tape in enumerate(plain):
         specs = checked.specs[rank]
-        live = account(tape, specs, bytes_of, real=True, keeps_input=program.sizes.keeps_input).during
+        live = account(tape, specs, bytes_of, real=True, sizes=program.sizes).during
         counted = [(room, size.of(room, specs), sum(bytes_of(specs[n]) for n in room.values)) for room in rooms[rank]]
         offsets: dict[int, int] = {}
         for room, begin in best_fit(counted, live):

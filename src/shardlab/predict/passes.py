@@ -294,8 +294,7 @@ class _Measuring:
 
     def __init__(self, traced: Folded, prices: Prices, size: Bytes) -> None:
         self.tape, self.times = traced.program.tapes[0], Clocks(traced, prices).run()
-        kept = size.sizes.keeps_input
-        self.memory = account(self.tape, traced.specs[0], size, real=True, counters=True, keeps_input=kept)
+        self.memory = account(self.tape, traced.specs[0], size, real=True, counters=True, sizes=size.sizes)
         self.moments = self._moments(prices.blocking_p2p)
 
     def _moments(self, blocking: float) -> list[float]:

@@ -123,7 +123,7 @@ def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool
             real=True,
             counters=counters,
             arena=arenas[row],
-            keeps_input=size.sizes.keeps_input,
+            sizes=size.sizes,
         )
         for row, tape in enumerate(traced.program.tapes)
     ]
@@ -138,14 +138,15 @@ def account(
     counters: bool = False,
     memory: str = "",
     arena: Arena = NO_ARENA,
-    keeps_input: Sequence[bool] = (),
+    sizes: Sizes | None = None,
 ) -> RankMemory:
     """Follow one tape, with every value as large as `size` says.
 
     Args:
         arena: of the rank; what lies there takes no memory of its own.
-        keeps_input: whether autograd keeps each layer's input; one that it does not keep goes when it was read for the
-            last time, as the executor lets it (empty: it keeps all).
+        sizes: say which inputs of its layers autograd keeps. An input goes with the last of its layer's
+            backward passes, or, if it is not kept, when it was read for the last time, as the executor lets it (None:
+            when it is freed).
         memory: which is followed, of `rules.place.PLACES` ("": the device's); other values take none of it.
         real: whether ALL_REDUCE and ADD write over an input that nobody reads any more, as the executor does; the
             puzzles count both.
@@ -168,8 +169,9 @@ def account(
     room, category_of = ([0] * (max(specs, default=-1) + 1) for _ in range(2))  # of each value: its bytes, its category
     owned: dict[int, dict[Form, int]] = {}  # what autograd keeps for an activation
     views = Views(tape, specs, buckets.first)
-    released = {} if all(keeps_input) else last_reads(tape, specs)
-    released = {at: number for at, number in released.items() if not keeps_input[tape[at].layer]}
+    keeps_input = sizes.keeps_input if sizes else ()
+    read_last = last_reads(tape, specs) if keeps_input else {}
+    left: set[int] = set()  # activations that autograd alone keeps
     issued: dict[int, tuple[int, ...]] = {}
     live, peak, peak_op = arena.bytes, 0, 0
     by_category = [0] * len(CATEGORIES)
@@ -220,11 +222,14 @@ def account(
             if live > peak:
                 peak, peak_op, at_peak = live, at, tuple(by_category)
         during.append(live)
-        if at in released:
-            number = released[at]
-            live -= room[number]
-            by_category[category_of[number]] -= room[number]
-            room[number] = 0
+        if at in read_last:
+            number = read_last[at]
+            if keeps_input[op.layer]:
+                left.add(number)
+            else:
+                live -= room[number]
+                by_category[category_of[number]] -= room[number]
+                room[number] = 0
         if counters:
             curve.append(tuple(by_category))
         if kind is FREE:  # what most ops are
@@ -236,6 +241,8 @@ def account(
             if row.keeps and (made := specs[op[3][-1]][0]).kind is row.keeps:
                 gone = (*gone, kept[made]) if made in kept else gone
                 kept[made] = op[3][-1]
+            if not kept and inputs[0] in left:
+                gone = (*gone, inputs[0])
         else:
             if kind is WAIT:
                 if handle in buffers:
@@ -253,6 +260,7 @@ def account(
         for number in gone:
             live -= room[number]
             by_category[category_of[number]] -= room[number]
+            room[number] = 0
     return RankMemory(before, during, peak, peak_op, at_peak, curve, starts)
 
 
