@@ -19,6 +19,7 @@ from shardlab.measure.saving import this_machine
 from shardlab.strategies.plan import Plan
 from shardlab.train.config_sources import ConfigSource, preset
 from shardlab.train.job import Job
+from shardlab.train.processes import RankFailed
 from tests.cli.test_cluster import profile_of
 
 
@@ -99,6 +100,20 @@ def test_of_plans_that_may_be_the_fastest_the_one_is_taken_whose_steps_are_short
     _, config = planned_here(NO_FLAGS, short, 2, measure=True, tell=False)
     assert len(raced) == 1
     assert config.plan.strategy == replace(first, passes=None)
+
+
+def test_where_plans_fail_to_take_turns_the_one_that_is_predicted_fastest_is_taken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_ranks(*_: object) -> list[float]:
+        raise RankFailed("rank 1 failed\nTraceback ...\nMemoryError")
+
+    monkeypatch.setattr("shardlab.train.launch.run_ranks", run_ranks)
+    profile_of(this_machine()).write()
+    _, predicted = planned_here(NO_FLAGS, [preset("default")], 2, measure=False, tell=False)
+    _, config = planned_here(NO_FLAGS, [preset("default")], 2, measure=True, tell=True)
+    assert config == predicted
+    assert "no turns were taken (rank 1 failed; MemoryError); --plan auto takes " in capsys.readouterr().err
 
 
 def test_flags_of_a_plan_are_not_left_open(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from shardlab.cli.settling import settled_here
 from shardlab.data import sources_of
+from shardlab.errors import UserError
 from shardlab.measure.race import Race
 from shardlab.rules.pieces import counted
 from shardlab.strategies.entry import StrategyEntry
@@ -16,6 +18,7 @@ from shardlab.timeline.units import seconds_text
 from shardlab.train.config import TrainingConfig
 from shardlab.train.config_sources import ConfigSource
 from shardlab.train.job import Job
+from shardlab.train.launch_environment import find_launch_environment
 
 
 @dataclass(frozen=True)
@@ -38,15 +41,18 @@ class PlannedRun:
 def fastest(runs: Sequence[PlannedRun], seconds: float, *, tell: bool) -> PlannedRun:
     """Find the run whose steps are shortest, where all take turns on its ranks, each after the passes that help it.
 
+    Where ranks that are started here fail, for want of memory or by one of the plans, the first run is taken.
+
     Args:
+        runs: the one that is predicted fastest comes first.
         seconds: that their steps may take, about.
         tell: whether to say what is run, and what it took.
 
     Raises:
         UserError: when the data cannot be read, or a launcher's ranks do not meet.
-        RankFailed: when a rank fails.
     """
     from shardlab.train.launch import Named, run_ranks
+    from shardlab.train.processes import RankFailed
 
     config = runs[0].config
     race = Race(seconds=seconds, optimizer=config.optimizer, data=tuple(sources_of(config.data.data)))
@@ -55,7 +61,14 @@ def fastest(runs: Sequence[PlannedRun], seconds: float, *, tell: bool) -> Planne
         words = f"{counted(len(jobs), 'plan')} that may be the fastest take turns, for about {seconds:.0f} s"
         print(f"shardlab: {words}", file=sys.stderr)
     race_rank = Named[list[float]]("shardlab.measure.race_rank", "race_rank")
-    took = run_ranks(jobs[0].ranks, race_rank, jobs, race)
+    try:
+        took = run_ranks(jobs[0].ranks, race_rank, jobs, race)
+    except (RankFailed, UserError) as error:
+        if find_launch_environment(os.environ) is not None:  # the others wait for this rank
+            raise
+        why = "; ".join(dict.fromkeys((str(error).splitlines()[0], str(error).splitlines()[-1])))
+        print(f"shardlab: no turns were taken ({why}); --plan auto takes {runs[0].name}", file=sys.stderr)
+        return runs[0]
     at = min(range(len(jobs)), key=lambda place: took[place])
     if tell:
         times = "; ".join(f"{each.name}: {seconds_text(its)}" for each, its in zip(runs, took, strict=True))
