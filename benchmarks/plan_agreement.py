@@ -83,8 +83,8 @@ class Options:
     rounds: int = 40
     """How often each plan is run at most that may be the fastest."""
 
-    seconds: float = 30.0
-    """Seconds of a case's steps at most, after the first rounds."""
+    seconds: float = 40.0
+    """Seconds of a case after which no other round begins."""
 
     cases: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...", help_behavior_hint="(default: all)")] = ()
     """Numbers of the cases to run, from 1."""

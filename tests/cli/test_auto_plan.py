@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,17 @@ import pytest
 from shardlab.cli import main
 from shardlab.cli.auto_plan import planned_here
 from shardlab.cli.plan_options import NO_FLAGS
+from shardlab.cli.taking_turns import PlannedRun, PlannedRuns, fastest
+from shardlab.errors import UserError
 from shardlab.measure.race import Race
 from shardlab.measure.saving import this_machine
+from shardlab.strategies.entry import StrategyEntry
 from shardlab.strategies.plan import Plan
 from shardlab.train.config_sources import ConfigSource, preset
 from shardlab.train.job import Job
+from shardlab.train.launch import JOINING, Joining
 from shardlab.train.processes import RankFailed
+from shardlab.train.run import TrainingRun
 from tests.cli.test_cluster import profile_of
 
 
@@ -68,52 +75,95 @@ def test_a_launchers_ranks_take_the_plan_that_the_first_of_them_has_chosen(
     monkeypatch.setattr(Meeting, "rank", 1)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    _, config = planned_here(NO_FLAGS, [preset("default")], 2, measure=True, tell=False)
+    planned = planned_here(NO_FLAGS, [preset("default")], 2, measure=True, tell=False)
     assert told[-1] == "", "only the first chooses"
-    assert config.plan.as_dict()["mesh"] == first["plan"]["mesh"] == {"tp": 2}
+    assert planned.runs[0].config.plan.as_dict()["mesh"] == first["plan"]["mesh"] == {"tp": 2}
+
+
+def planned(measure: bool = True, steps: int = 200) -> PlannedRuns:
+    """The default model on two ranks of a machine whose steps take minutes."""
+    profile_of(this_machine()).write()
+    sources = [preset("default"), ConfigSource("flags", {"train": {"steps": steps}})]
+    return planned_here(NO_FLAGS, sources, 2, measure=measure, tell=False)
+
+
+def winner(runs: PlannedRuns, prove: Callable[[StrategyEntry, TrainingRun], object] = print) -> PlannedRun:
+    return fastest(runs, TrainingRun(runs.runs[0].config, Path()), prove, JOINING, tell=True)
+
+
+def test_only_where_a_run_is_long_do_plans_take_turns() -> None:
+    found = planned()
+    assert len(found.runs) > 1
+    for alone in planned(steps=1), planned(measure=False):
+        assert [each.config.plan for each in alone.runs] == [found.runs[0].config.plan]
 
 
 def test_of_plans_that_may_be_the_fastest_the_one_is_taken_whose_steps_are_shortest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each takes turns as it is trained, after its passes; a run too short for that takes the predicted one."""
-    raced: list[list[Job]] = []
+    """Each takes turns as it is trained, after its passes; one that cannot be run has none."""
+    raced: list[Job] = []
 
-    def run_ranks(ranks: int, function: object, jobs: list[Job], race: Race) -> list[float]:
-        raced.append(jobs)
-        return [2.0, 1.0, *(3.0 for _ in jobs[2:])]
+    def run_ranks(ranks: int, function: object, jobs: list[Job], race: Race, joining: Joining) -> list[float]:
+        raced[:] = jobs
+        return [3.0 - at for at in range(len(jobs))]
 
     monkeypatch.setattr("shardlab.train.launch.run_ranks", run_ranks)
-    profile_of(this_machine()).write()
-    long, short = [preset("default")], [preset("default"), ConfigSource("flags", {"train": {"steps": 1}})]
-    _, config = planned_here(NO_FLAGS, long, 2, measure=True, tell=True)
-    (jobs,) = raced
-    first, second = (job.strategy for job in jobs[:2])
-    assert isinstance(first, Plan)
-    assert isinstance(second, Plan)
-    assert first.passes is not None
-    assert second.passes is not None
-    assert config.plan.strategy == replace(second, passes=None) != replace(first, passes=None)
+    found = planned()
+    assert winner(found) is found.runs[-1]
+    assert len(raced) == len(found.runs)
+    for job, run in zip(raced, found.runs, strict=True):
+        assert isinstance(job.strategy, Plan)
+        assert job.strategy.passes is not None
+        assert replace(job.strategy, passes=None) == run.config.plan.strategy
     told = capsys.readouterr().err
-    assert f"{len(jobs)} plans that may be the fastest take turns" in told
-    assert ": 1.00 s; " in told
-    _, config = planned_here(NO_FLAGS, short, 2, measure=True, tell=False)
-    assert len(raced) == 1
-    assert config.plan.strategy == replace(first, passes=None)
+    assert f"{len(raced)} plans that may be the fastest take turns" in told
+    assert f"--plan auto takes {found.runs[-1].name}" in told
+
+    def prove(entry: StrategyEntry, run: TrainingRun) -> None:
+        if run.config.plan.as_dict()["schedule"] == found.runs[0].config.plan.as_dict()["schedule"]:
+            raise UserError("this plan cannot be run")
+
+    raced.clear()
+    assert winner(found, prove) is found.runs[1]
+    assert not raced, "one alone has no turns"
 
 
 def test_where_plans_fail_to_take_turns_the_one_that_is_predicted_fastest_is_taken(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_ranks(*_: object) -> list[float]:
+    def run_ranks(*_: object, **__: object) -> list[float]:
         raise RankFailed("rank 1 failed\nTraceback ...\nMemoryError")
 
     monkeypatch.setattr("shardlab.train.launch.run_ranks", run_ranks)
-    profile_of(this_machine()).write()
-    _, predicted = planned_here(NO_FLAGS, [preset("default")], 2, measure=False, tell=False)
-    _, config = planned_here(NO_FLAGS, [preset("default")], 2, measure=True, tell=True)
-    assert config == predicted
+    found = planned()
+    assert winner(found) is found.runs[0]
     assert "no turns were taken (rank 1 failed; MemoryError); --plan auto takes " in capsys.readouterr().err
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_run_whose_plans_took_turns_is_trained_and_goes_on_with_its_plan_and_microbatches(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Here it may take turns for ten times as long as it is trained, but does so for two rounds."""
+    monkeypatch.setattr("shardlab.cli.auto_plan.SHARE", 10)
+    monkeypatch.setattr("shardlab.cli.taking_turns.Race", partial(Race, rounds=2))
+    profile_of(this_machine()).write()
+    model = "--layers 4 --hidden-size 16 --heads 2 --seq-len 8 --microbatches 16 --micro-batch-size 1"
+    words = ["train", "--plan", "auto", "--ranks", "2", *model.split(), "--save-every", "2"]
+    words += ["--out", str(tmp_path / "run")]
+    assert main([*words, "--steps", "2"]) == 0
+    told = capsys.readouterr()
+    assert "--plan auto predicts to be the fastest" in told.err
+    assert "measured a step" in told.err
+    ran = tomllib.loads((tmp_path / "run" / "config.toml").read_text(encoding="utf-8"))
+    assert ran["train"]["microbatches"] < 16, "it is cheaper to take sequences together"
+    assert main([*words, "--pp", "2", "--resume", "auto", "--steps", "4", "--print-config", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    for name in ("microbatches", "micro_batch_size"):
+        assert again["train"][name] == ran["train"][name]
+    assert again["plan"]["schedule"] == ran["plan"]["schedule"]
+    assert again["plan"]["passes"] == ran["plan"]["passes"]
 
 
 def test_flags_of_a_plan_are_not_left_open(capsys: pytest.CaptureFixture[str]) -> None:

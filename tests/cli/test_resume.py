@@ -87,19 +87,6 @@ def test_a_harmed_checkpoint_is_named_and_the_one_before_offered(
     assert len(said.splitlines()) == 1
 
 
-def test_a_run_that_goes_on_keeps_its_plan_and_on_other_ranks_it_is_planned_again(
-    run: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    words = ["train", "--resume", str(run), "--steps", "9", "--print-config", "--json"]
-    assert main(words) == 0
-    kept = json.loads(capsys.readouterr().out)["plan"]
-    assert main([*words, "--plan", "auto"]) == 0
-    assert json.loads(capsys.readouterr().out)["plan"] == kept
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing was measured"))
-    assert main([*words, "--plan", "auto", "--ranks", "1"]) == 2
-    assert "shardlab bench" in capsys.readouterr().err
-
-
 def test_a_harmed_manifest_is_named(run: Path, capsys: Captured) -> None:
     path = run / "checkpoints" / "step-000005" / "manifest.json"
     cut_off(path)

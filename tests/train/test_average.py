@@ -36,7 +36,7 @@ from tests.train.verify_cases import ROOTED
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
-MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
+MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8, ffn_hidden_size=2048)
 PLANS = {name: SHARDINGS[name] for name in ("ddp", "zero-1", "fsdp", "partial", "tp", "tp+sp+zero-1", "cp", "ep")}
 PIPED = {"1f1b": Plan(Mesh(pp=2)), "1f1b of zero-1": replace(SHARDINGS["zero-1"], mesh=Mesh(dp_shard=2, pp=2))}
 

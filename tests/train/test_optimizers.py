@@ -23,7 +23,7 @@ from tests.support.stepped import stepped
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
-MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8, bias=False)
+MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8, bias=False, ffn_hidden_size=2048)
 """A key's bias has a gradient of nothing but rounding, and Lion steps by its sign."""
 
 PIPELINE = Plan(Mesh(pp=2))

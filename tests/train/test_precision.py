@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 ALONE = {case.row: case for case in alone()}
-MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
+MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8, ffn_hidden_size=2048)
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -123,6 +123,17 @@ def test_the_table_has_every_family_of_models_and_what_they_can_do() -> None:
     assert {model.top_k for model in mixtures} >= {1, 2}
 
 
+def test_the_table_has_large_products_under_every_schedule_and_sharding() -> None:
+    """Those whose gradients are made beside autograd, and whose activations are made again."""
+    made_again = {
+        case.shows.partition(" microbatches")[0].rpartition(", ")[0]
+        for case in TABLE
+        if any(run.made_again for run in case.job().cut.runs)
+    }
+    assert {f"{case.column} on {case.row}" for case in sharded_pipelines() if case.row != "none"} <= made_again
+    assert "tp on none" in made_again
+
+
 def test_every_case_shows_something_of_its_own() -> None:
     assert len({case.shows for case in TABLE}) == len(TABLE)
     assert len({str(replace(case, shows="")) for case in TABLE}) == len(TABLE)

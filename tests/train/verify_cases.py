@@ -283,6 +283,7 @@ EXPERTS = [
 ]
 
 REWRITTEN = [
+    Verified("large products after all passes", replace(FSDP, passes="all"), small(layers=4, ffn_hidden_size=1024), 4),
     Verified("shards of four ranks in buckets", replace(SHARDINGS["partial"], passes="bucket=2,defer=2"), USERS, 4),
     Verified("all passes on stages of shards", everywhere(Plan(Mesh(pp=2, dp_shard=2), passes="all"), SHARD), USERS, 4),
     Verified("a tied weight gathered ahead in buckets", replace(FSDP, passes="prefetch=2,bucket=1"), TIED, 6),

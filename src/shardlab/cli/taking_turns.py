@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardlab.cli.settling import settled_here
 from shardlab.data import sources_of
-from shardlab.errors import UserError
+from shardlab.errors import Refused, UserError
 from shardlab.measure.race import Race
 from shardlab.rules.pieces import counted
 from shardlab.strategies.entry import StrategyEntry
@@ -19,6 +20,10 @@ from shardlab.train.config import TrainingConfig
 from shardlab.train.config_sources import ConfigSource
 from shardlab.train.job import Job
 from shardlab.train.launch_environment import find_launch_environment
+
+if TYPE_CHECKING:
+    from shardlab.train.launch import Joining
+    from shardlab.train.run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -38,46 +43,69 @@ class PlannedRun:
     name: str
 
 
-def fastest(runs: Sequence[PlannedRun], seconds: float, *, tell: bool) -> PlannedRun:
-    """Find the run whose steps are shortest, where all take turns on its ranks, each after the passes that help it.
+@dataclass(frozen=True)
+class PlannedRuns:
+    """A run with each of the plans that may be its fastest.
 
-    Where ranks that are started here fail, for want of memory or by one of the plans, the first run is taken.
+    Attributes:
+        runs: the one with the plan that is predicted fastest comes first.
+        seconds: for which they may take turns, about.
+    """
+
+    runs: Sequence[PlannedRun]
+    seconds: float = 0.0
+
+
+Prove = Callable[[StrategyEntry, "TrainingRun"], object]
+"""Sees that a run can be run under a strategy, or raises a UserError or Refused."""
+
+
+def fastest(planned: PlannedRuns, run: TrainingRun, prove: Prove, joining: Joining, *, tell: bool) -> PlannedRun:
+    """Find the plan whose steps are shortest, where all that the run can take have turns on its ranks, each after the
+    passes that help it.
+
+    Where ranks that are started here fail, for want of memory or by one of the plans, the one that is predicted fastest
+    is taken.
 
     Args:
-        runs: the one that is predicted fastest comes first.
-        seconds: that their steps may take, about.
+        run: what is trained, whatever its plan.
+        prove: a plan that it refuses has no turn.
+        joining: how the ranks meet.
         tell: whether to say what is run, and what it took.
 
     Raises:
-        UserError: when the data cannot be read, or a launcher's ranks do not meet.
+        UserError: when a launcher's ranks do not meet.
     """
     from shardlab.train.launch import Named, run_ranks
     from shardlab.train.processes import RankFailed
 
-    config = runs[0].config
-    race = Race(seconds=seconds, optimizer=config.optimizer, data=tuple(sources_of(config.data.data)))
-    jobs = [_settled(each) for each in runs]
+    jobs: list[Job] = []
+    running: list[PlannedRun] = []
+    for each in planned.runs:
+        entry = settled_here(each.entry, replace(run, config=each.config).job)
+        plan = replace(each.config.plan, strategy=entry.for_job(each.config.plan.ranks), passes=entry.passes)
+        its = replace(run, config=replace(each.config, plan=plan))
+        with suppress(UserError, Refused):
+            prove(entry, its)
+            running.append(each)
+            jobs.append(its.job)
+    if len(jobs) < 2:
+        return (*running, *planned.runs)[0]
     if tell:
-        words = f"{counted(len(jobs), 'plan')} that may be the fastest take turns, for about {seconds:.0f} s"
+        words = f"{counted(len(jobs), 'plan')} that may be the fastest take turns, for about {planned.seconds:.0f} s"
         print(f"shardlab: {words}", file=sys.stderr)
+    race = Race(seconds=planned.seconds, optimizer=run.config.optimizer, data=tuple(sources_of(run.config.data.data)))
     race_rank = Named[list[float]]("shardlab.measure.race_rank", "race_rank")
     try:
-        took = run_ranks(jobs[0].ranks, race_rank, jobs, race)
+        took = run_ranks(jobs[0].ranks, race_rank, jobs, race, joining=joining)
     except (RankFailed, UserError) as error:
         if find_launch_environment(os.environ) is not None:  # the others wait for this rank
             raise
         why = "; ".join(dict.fromkeys((str(error).splitlines()[0], str(error).splitlines()[-1])))
-        print(f"shardlab: no turns were taken ({why}); --plan auto takes {runs[0].name}", file=sys.stderr)
-        return runs[0]
+        print(f"shardlab: no turns were taken ({why}); --plan auto takes {running[0].name}", file=sys.stderr)
+        return running[0]
     at = min(range(len(jobs)), key=lambda place: took[place])
     if tell:
-        times = "; ".join(f"{each.name}: {seconds_text(its)}" for each, its in zip(runs, took, strict=True))
-        print(f"shardlab: measured a step: {times}; --plan auto takes {runs[at].name}", file=sys.stderr)
-    return runs[at]
-
-
-def _settled(run: PlannedRun) -> Job:
-    from shardlab.train.run import TrainingRun
-
-    job = TrainingRun(run.config, Path()).job
-    return replace(job, strategy=settled_here(run.entry, job).for_job(job.ranks))
+        times = "; ".join(f"{each.name}: {seconds_text(its)}" for each, its in zip(running, took, strict=True))
+        print(f"shardlab: measured a step: {times}; --plan auto takes {running[at].name}", file=sys.stderr)
+    return running[at]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from shardlab.cli.auto_plan import AUTO, planned_here
+from shardlab.cli.auto_plan import AUTO, planned_before, planned_here
 from shardlab.cli.config_table import print_config, print_counts
 from shardlab.cli.console import print_json, stdout_console
 from shardlab.cli.expected import peak_flops, predicted_seconds
@@ -23,6 +23,7 @@ from shardlab.cli.options import Flag, MaxOps, MaxSeconds, Name, OptionalCount, 
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.setting_options import NO_SETTINGS, Settings
 from shardlab.cli.settling import settled_run, unsettled_run
+from shardlab.cli.taking_turns import PlannedRuns, fastest
 from shardlab.cli.train_looks import want_looks
 from shardlab.cli.train_summary import print_summary
 from shardlab.data import sources_of
@@ -128,7 +129,7 @@ class Train:
         resumed = self._resumed(world)
         sources = self._sources() if resumed is None else self._sources_again(resumed, launched)
         goes_on, tell = resumed is not None, first and not self.json
-        chosen, config = self._resolved(sources, launched, goes_on=goes_on, tell=tell)
+        chosen, config, planned = self._resolved(sources, launched, goes_on=goes_on, tell=tell)
         if resumed is not None:
             config = resumed.config(config)
             if resumed.has_ended(config.train.steps):
@@ -144,7 +145,7 @@ class Train:
             return 0
         sources_of(config.data.data)  # what is wrong with them is said before torch is imported
         with Heartbeat("start", until=lambda: not first) as heartbeat:
-            return self._run(heartbeat, first, chosen, config, sources, resumed, restart)
+            return self._run(heartbeat, first, chosen, config, planned, sources, resumed, restart)
 
     def _resumed(self, world: LaunchEnvironment | None) -> Resumed | None:
         """The run that is to go on, if one is; the ranks of a launcher's world look at it together.
@@ -206,26 +207,30 @@ class Train:
 
     def _resolved(
         self, sources: list[ConfigSource], launched: int | None, *, goes_on: bool, tell: bool
-    ) -> tuple[StrategyEntry, TrainingConfig]:
+    ) -> tuple[StrategyEntry, TrainingConfig, PlannedRuns | None]:
         """The strategy and the configuration that sources make together; `launched` ranks are there, if any.
 
-        A run that goes on keeps the plan that was chosen for it, on as many ranks.
+        Where it is planned for the machine, the plans that may take turns come as well. A run that goes on keeps the
+        plan that was chosen for it, if that is still what flags ask for.
         """
-        name, ranks, base, passes, layout = self.strategy, self.ranks, None, None, self.layout
-        below = [source for source in sources if source.name != "flags"]
-        if layout.plan == AUTO:
-            if not goes_on or (ranks or launched or _ranks_of(below)) != _ranks_of(below):
+        name, ranks, base, passes = self.strategy, self.ranks, None, None
+        if self.layout.plan == AUTO:
+            planned = planned_before(self.layout, sources, ranks or launched) if goes_on else None
+            if planned is None:
                 measure = not goes_on and not self.print_config
-                return planned_here(layout, sources, ranks or launched, measure=measure, tell=tell)
-            layout = replace(layout, plan=None)
-        if name is None and layout.plan is None:
+                planned = planned_here(self.layout, sources, ranks or launched, measure=measure, tell=tell)
+            first = planned.runs[0]
+            sources.append(first.cut)
+            return first.entry, first.config, planned
+        if name is None and self.layout.plan is None:
+            below = [source for source in sources if source.name != "flags"]
             name, of_file, base, passes = plan_below(below)
             ranks = ranks or of_file
-            if layout.names_plan and origin(below, "plan", "strategy") == "default":
+            if self.layout.names_plan and origin(below, "plan", "strategy") == "default":
                 name = None  # flags alone are a plan
-        follows = self.resume is not None and (self.ranks is None or not layout.names_mesh)
-        chosen, ranks = layout.entry(name, ranks or launched, base, passes=passes, follows=follows)
-        return chosen, resolved(sources, chosen, ranks)
+        follows = self.resume is not None and (self.ranks is None or not self.layout.names_mesh)
+        chosen, ranks = self.layout.entry(name, ranks or launched, base, passes=passes, follows=follows)
+        return chosen, resolved(sources, chosen, ranks), None
 
     def _run(
         self,
@@ -233,22 +238,15 @@ class Train:
         first: bool,
         chosen: StrategyEntry,
         config: TrainingConfig,
+        planned: PlannedRuns | None,
         sources: list[ConfigSource],
         resumed: Resumed | None,
         restart: int,
     ) -> int:
-        from shardlab.cli.ranks import (
-            failures_as_exit,
-            lines_of,
-            refuse_restart,
-            require_audit,
-            tell_interrupted,
-        )
-        from shardlab.execute.capturing import want_step_graph
-        from shardlab.execute.compiling import want_compilable
+        from shardlab.cli.ranks import failures_as_exit, lines_of, refuse_restart, tell_interrupted
         from shardlab.faults import Watching
         from shardlab.train.history import WARNED, note_end, record_in
-        from shardlab.train.launch import Joining, Named, device_type, limit_of, run_ranks
+        from shardlab.train.launch import Joining, Named, limit_of, run_ranks
         from shardlab.train.loggers import require_loggers
         from shardlab.train.report import write_report
         from shardlab.train.run import Summary, TrainingRun
@@ -275,23 +273,16 @@ class Train:
             resumed.want_same_data(corpus.identity)
         if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
             raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
+        joining = Joining(self.bind, limit_of(config.train.timeout))
+        if planned is not None and len(planned.runs) > 1:
+            heartbeat.doing = "plans in turns"
+            fast = fastest(planned, run, self._proved, joining, tell=first and not self.json)
+            sources[-1], chosen, run = fast.cut, fast.entry, replace(run, config=fast.config)
         heartbeat.doing = "choice of passes"
         chosen, run = settled_run(chosen, run, sources)
         config = run.config
         heartbeat.doing = "check of the program"
-        proof = self._checked(chosen, run)
-        if config.train.compile:
-            want_compilable(proof, device_type(config.plan.ranks), traced=config.logging.trace)
-        if config.train.cuda_graph:
-            needs = run.job.cut, run.job.numbers, config.optimizer, device_type(config.plan.ranks)
-            want_step_graph(proof, *needs, traced=config.logging.trace)
-        if config.train.non_finite == "skip" and not proof.clips:
-            raise UserError(
-                f"--non-finite skip leaves out a step by the gradient's norm, which {chosen.name} does not compute; "
-                "take a plan, such as zero-3, or --non-finite stop"
-            )
-        if config.train.audit_every is not None:
-            require_audit(proof, chosen.name)
+        proof = self._proved(chosen, run)
         if first and not self.json:
             print_config(stdout_console(), config, sources if resumed is None else sources[1:], all=False)
             sys.stdout.flush()
@@ -300,7 +291,6 @@ class Train:
         before = record_in(out)
         with failures_as_exit(out):
             watching = Watching(config.train.timeout, proof, lines_of(chosen, run.job), partial(saved_in, out))
-            joining = Joining(self.bind, limit_of(config.train.timeout))
             train_rank = Named[Summary | None]("shardlab.train.loop", "train_rank")
             summary = run_ranks(config.plan.ranks, train_rank, run, joining=joining, watching=watching)
         if summary is None:  # a rank of an existing world, but not the one that reports
@@ -320,6 +310,28 @@ class Train:
             tell_interrupted(out)
             return 0 if summary.saved == summary.steps else INTERRUPTED
         return 1 if summary.unwritten else 0
+
+    def _proved(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:
+        """The program of the last steps, which can do what the run asks of it."""
+        from shardlab.cli.ranks import require_audit
+        from shardlab.execute.capturing import want_step_graph
+        from shardlab.execute.compiling import want_compilable
+        from shardlab.train.launch import device_type
+
+        proof, config = self._checked(chosen, run), run.config
+        if config.train.compile:
+            want_compilable(proof, device_type(config.plan.ranks), traced=config.logging.trace)
+        if config.train.cuda_graph:
+            needs = run.job.cut, run.job.numbers, config.optimizer, device_type(config.plan.ranks)
+            want_step_graph(proof, *needs, traced=config.logging.trace)
+        if config.train.non_finite == "skip" and not proof.clips:
+            raise UserError(
+                f"--non-finite skip leaves out a step by the gradient's norm, which {chosen.name} does not compute; "
+                "take a plan, such as zero-3, or --non-finite stop"
+            )
+        if config.train.audit_every is not None:
+            require_audit(proof, chosen.name)
+        return proof
 
     def _checked(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:
         """The program of the last steps; those of other numbers of microbatches are checked as well."""
@@ -342,9 +354,3 @@ class Train:
         print_config(console, config, sources, all=True)
         console.print()
         print_counts(console, counts)
-
-
-def _ranks_of(sources: list[ConfigSource]) -> int | None:
-    """How many ranks sources say that there are."""
-    _, ranks, plan, _ = plan_below(sources)
-    return ranks if plan is None else plan.mesh.world

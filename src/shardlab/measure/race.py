@@ -9,10 +9,7 @@ from statistics import median
 from shardlab.data import DataSource
 from shardlab.optimizers import OptimizerConfig
 
-FIRST_ROUNDS = 3
-"""Rounds in which every job runs."""
-
-FAR = {FIRST_ROUNDS: 1.25, 8: 1.1}
+FAR = {3: 1.25, 8: 1.1}
 """After so many rounds, a job whose step takes so many times the shortest one is not run again."""
 
 
@@ -22,7 +19,7 @@ class Race:
 
     Attributes:
         rounds: how often each runs at most.
-        seconds: of their steps at most, after the first rounds.
+        seconds: after which no other round begins.
         always: places of jobs that go on however slow they are.
         optimizer: its settings.
         data: where the tokens come from (nothing: the default text).

@@ -14,7 +14,7 @@ import torch
 from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
 from shardlab.execute.communicator import Groups
-from shardlab.measure.race import FIRST_ROUNDS, Race
+from shardlab.measure.race import Race
 from shardlab.measure.world import MeasuringRanks
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
@@ -29,12 +29,12 @@ def race_rank(rank: int, device: torch.device, jobs: Sequence[Job], turns: Race)
     """
     world = MeasuringRanks(rank, device)
     groups: Groups = {}
-    executors = [_executor(job, world, groups, turns) for job in jobs]
-    for executor in executors:
-        executor.step()  # memory is first taken, and connections are made
-    times: list[list[float]] = [[] for _ in jobs]
-    running = list(range(len(jobs)))
     began = time.perf_counter()
+    executors = [_executor(job, world, groups, turns) for job in jobs]
+    running = list(range(len(jobs)))
+    for at in running:
+        executors[at].step()  # memory is first taken, and connections are made
+    times: list[list[float]] = [[] for _ in jobs]
     for number in range(turns.rounds):
         for at in running[:: 1 if number % 2 else -1]:
             executors[at].step()
@@ -45,8 +45,12 @@ def race_rank(rank: int, device: torch.device, jobs: Sequence[Job], turns: Race)
                 torch.cuda.synchronize(device)
             times[at].append(world.most(time.perf_counter() - start))
         running = turns.going_on(running, times)
-        if number + 1 >= FIRST_ROUNDS and world.most(time.perf_counter() - began) > turns.seconds:
+        if world.most(time.perf_counter() - began) > turns.seconds:
             break
+    if device.type == "cuda":  # what follows in this process counts its memory anew
+        executors.clear()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     return [median(each) for each in times]
 
 

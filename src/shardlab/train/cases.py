@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from shardlab.models import GPT, MLP, MoE
+from shardlab.models import GPT, MLP, Blocks, MoE
 from shardlab.program import Mesh
 from shardlab.strategies import STRATEGIES, find
 from shardlab.strategies.plan import Plan
@@ -35,6 +35,9 @@ SHARDINGS = {
 }
 """The columns: each is put on every pipeline. A new one is one line here."""
 
+WIDE = 2048
+"""Hidden features with which both products of a feed-forward are large, also in two slices."""
+
 NO_PIPELINE = "none"
 PIPELINES = (NO_PIPELINE, *SCHEDULES)
 """The rows."""
@@ -55,6 +58,7 @@ class Case:
         microbatches: of the step.
         dropout: the model's.
         passes: what rewrites the program, by name (None: what the plan says, or else nothing).
+        ffn_hidden_size: the model's (None: its usual one, whose products are small; see `LARGE`).
     """
 
     row: str
@@ -65,17 +69,20 @@ class Case:
     microbatches: int
     dropout: float = 0.0
     passes: str | None = None
+    ffn_hidden_size: int | None = None
 
     def __str__(self) -> str:
         return f"{self.row}, {self.column}, {self.microbatches} microbatches"
 
     def job(self) -> Job:
+        model: Blocks
         if isinstance(self.strategy, str) and find(self.strategy).columns:
             model = MLP(layers=self.layers, hidden_size=16, seq_len=8, dropout=self.dropout)
         else:
             experts = self.column.startswith("ep") or self.strategy == "expert-parallel"
             kind = MoE if experts else GPT
             model = kind(layers=self.layers, hidden_size=16, heads=2, seq_len=8, dropout=self.dropout)
+        model = replace(model, ffn_hidden_size=self.ffn_hidden_size)
         return Job(self.strategy, self.ranks, self.microbatches, model, 2, "fp64", name=str(self), passes=self.passes)
 
 
@@ -83,14 +90,14 @@ def alone() -> Iterator[Case]:
     """Every strategy by name on its usual number of ranks."""
     for entry in STRATEGIES.values():
         layers = entry.default_layers(entry.ranks)
-        yield Case(entry.name, ALONE, entry.name, entry.ranks, layers, 4)
+        yield Case(entry.name, ALONE, entry.name, entry.ranks, layers, 4, ffn_hidden_size=WIDE)
 
 
 def pairs() -> Iterator[Case]:
     """Every sharding with every pipeline of two ranks, at 2 to 4 microbatches on each data-parallel rank.
 
-    With 3 microbatches the stages are uneven, weights are kept for a whole visit of a stage, and there is dropout; with
-    4 layers keep only their input for the backward pass.
+    With 3 microbatches the stages are uneven, weights are kept for a whole visit of a stage, there is dropout, and
+    feed-forwards are wide; with 4 layers keep only their input for the backward pass.
     """
     for column, sharding in SHARDINGS.items():
         for row in PIPELINES:
@@ -102,8 +109,9 @@ def pairs() -> Iterator[Case]:
                 recompute = "full" if each == 4 else sharding.recompute
                 plan = replace(plan, reshard_after="stage" if uneven else "layer", recompute=recompute)
                 layers = max(plan.natural_layers(), 2) + uneven
-                dropout = 0.1 if uneven else 0.0
-                yield Case(row, column, plan, plan.mesh.world, layers, each * plan.data_ranks, dropout)
+                dropout, wide = (0.1, WIDE) if uneven else (0.0, None)
+                ranks, microbatches = plan.mesh.world, each * plan.data_ranks
+                yield Case(row, column, plan, ranks, layers, microbatches, dropout, ffn_hidden_size=wide)
 
 
 CASES = [*alone(), *pairs()]
