@@ -33,10 +33,12 @@ from pathlib import Path
 
 from shardlab.strategies.ddp import ddp
 
-if current_process().name.startswith("rank-"):
-    Path(__file__).with_name(current_process().name).write_text(str(os.getpid()))
-elif "RANK" in os.environ:
-    Path(__file__).with_name("rank-" + os.environ["RANK"]).write_text(str(os.getpid()))
+name = current_process().name
+name = "rank-" + os.environ["RANK"] if "RANK" in os.environ else name
+if name.startswith("rank-"):
+    written = Path(__file__).with_name(f"{os.getpid()}.tmp")
+    written.write_text(str(os.getpid()))
+    written.replace(Path(__file__).with_name(name))
 """
 """A strategy whose processes leave their ids beside it."""
 
@@ -64,7 +66,10 @@ class Training:
         until(lambda: metrics.exists() and metrics.stat().st_size)
 
     def kill(self, rank: int, number: int) -> None:
-        os.kill(int((self.folder / f"rank-{rank}").read_text()), number)
+        """Send a rank a signal, once it has left its id."""
+        place = self.folder / f"rank-{rank}"
+        until(lambda: place.exists() and Path("/proc", place.read_text()).exists())
+        os.kill(int(place.read_text()), number)
 
     def said(self) -> str:
         """What all its processes had said when the last of them ended, and nobody held the pipe."""

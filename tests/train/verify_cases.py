@@ -58,6 +58,8 @@ class Verified:
 
 
 small = partial(GPT, hidden_size=16, heads=2, seq_len=8)
+wide = partial(small, ffn_hidden_size=1024)
+"""Its feed-forwards' products are large."""
 grouped = partial(GPT, layers=2, hidden_size=16, heads=4, kv_heads=2, seq_len=16, vocab_size=39)
 llama = partial(Llama, layers=2, hidden_size=16, heads=4, kv_heads=2, seq_len=16, vocab_size=40)
 moe = partial(MoE, layers=3, hidden_size=16, heads=2, seq_len=8, auxiliary=0.1)
@@ -89,15 +91,15 @@ def everywhere(plan: Plan, axes: tuple[str, ...]) -> Plan:
 
 BY_NAME = [
     Verified("an odd number of owners broadcast", "wsdp", small(layers=3), 3, 3),
-    Verified("a flat weight is padded to three slices", "fsdp", small(layers=2, dropout=0.2), 6, 3),
-    Verified("a rank's own microbatches have their own masks", "ddp", small(layers=2, dropout=0.2), 8, 4),
+    Verified("a flat weight is padded to three slices", "fsdp", wide(layers=2, dropout=0.2), 6, 3),
+    Verified("a rank's own microbatches have their own masks", "ddp", wide(layers=2, dropout=0.2), 8, 4),
     Verified("whole matrices of an MLP are gathered", "fsdp", MLP(layers=4, hidden_size=16, seq_len=8), 4, 2),
     Verified("one microbatch passes four stages", "pipeline", small(layers=4), 1, 4),
     Verified("stages of two layers", "gpipe", small(layers=8, dropout=0.2), 4, 4),
-    Verified("fewer microbatches than stages, and an uneven last stage", "1f1b", small(layers=5), 3, 4),
+    Verified("fewer microbatches than stages, and an uneven last stage", "1f1b", wide(layers=5), 3, 4),
     Verified("microbatches that do not divide by ranks", "interleaved-1f1b", small(layers=4), 5, 2),
     Verified("chunks that are uneven", "breadth-first", small(layers=5), 2, 2),
-    Verified("less work than fills the pipeline", "zb-h2", small(layers=4), 2, 4),
+    Verified("less work than fills the pipeline", "zb-h2", wide(layers=4), 2, 4),
     Verified("two directions at once with uneven chunks", "dualpipe-v", small(layers=6), 3, 2),
     Verified("masks of stages that are sharded", "pipeline-fsdp", small(layers=4, dropout=0.2), 4, 4),
     Verified("columns of four ranks", "column-parallel", MATRICES, 2, 4),
@@ -124,8 +126,8 @@ PROGRAMS = [
     Verified("a weight's half outlives the gathered weight", f"{BY_HAND}:split_fsdp", USERS, 3, 3),
     Verified("a weight's half of what was recomputed", f"{BY_HAND}:split_fsdp_recomputed", USERS, 2, 2),
     Verified("halves on stages, and a norm that goes round", f"{BY_HAND}:split_pipeline", USERS, 2, 3),
-    Verified("halves of embedding and head in one layer", f"{BY_HAND}:split_fsdp", small(layers=1, tied=True), 2, 2),
-    Verified("halves without biases", f"{BY_HAND}:split_fsdp", small(layers=2, bias=False), 2, 2),
+    Verified("halves of embedding and head in one layer", f"{BY_HAND}:split_fsdp", wide(layers=1, tied=True), 2, 2),
+    Verified("halves without biases", f"{BY_HAND}:split_fsdp", wide(layers=2, bias=False), 2, 2),
     Verified("halves of an MLP", f"{BY_HAND}:split_fsdp", MLP(layers=2, hidden_size=16, seq_len=8), 2, 2),
     Verified("a server reduces and broadcasts", f"{EXAMPLES}/parameter_server.py:parameter_server", USERS, 3, 3),
     Verified("a server alone", f"{EXAMPLES}/parameter_server.py:parameter_server", USERS, 2, 1),
@@ -283,7 +285,7 @@ EXPERTS = [
 ]
 
 REWRITTEN = [
-    Verified("large products after all passes", replace(FSDP, passes="all"), small(layers=4, ffn_hidden_size=1024), 4),
+    Verified("large products after all passes", replace(FSDP, passes="all"), wide(layers=4), 4),
     Verified("shards of four ranks in buckets", replace(SHARDINGS["partial"], passes="bucket=2,defer=2"), USERS, 4),
     Verified("all passes on stages of shards", everywhere(Plan(Mesh(pp=2, dp_shard=2), passes="all"), SHARD), USERS, 4),
     Verified("a tied weight gathered ahead in buckets", replace(FSDP, passes="prefetch=2,bucket=1"), TIED, 6),

@@ -90,7 +90,7 @@ def alone() -> Iterator[Case]:
     """Every strategy by name on its usual number of ranks."""
     for entry in STRATEGIES.values():
         layers = entry.default_layers(entry.ranks)
-        yield Case(entry.name, ALONE, entry.name, entry.ranks, layers, 4, ffn_hidden_size=WIDE)
+        yield Case(entry.name, ALONE, entry.name, entry.ranks, layers, 4)
 
 
 def pairs() -> Iterator[Case]:
