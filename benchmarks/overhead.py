@@ -44,7 +44,7 @@ from shardlab.strategies.load import load
 from shardlab.train.job import Job
 from shardlab.train.launch import run_ranks
 
-CASES = {"ddp": 2, "zero-1": 2, "zero-3": 2, "tensor-parallel": 1, "1f1b": 8}
+CASES = {"ddp": 2, "zero-1": 2, "zero-3": 2, "tensor-parallel": 1, "1f1b": 8, "zb-v": 8}
 """Microbatches of a step, by strategy; on two ranks."""
 
 MODEL = GPT(layers=8, hidden_size=8, heads=2, vocab_size=16, seq_len=4)
@@ -71,7 +71,7 @@ class Options:
     """Steps that are timed, of each kind."""
 
     only: tuple[str, ...] = ()
-    """Strategies that are timed: ddp, zero-1, zero-3, tensor-parallel, 1f1b; all without it."""
+    """Strategies that are timed: ddp, zero-1, zero-3, tensor-parallel, 1f1b, zb-v; all without it."""
 
     functions: int = 8
     """Functions that are listed for each strategy."""

@@ -31,7 +31,7 @@ MODEL = GPT(layers=6, hidden_size=16, heads=2, seq_len=8)
 def lengths(job: Job, rank: int = 0) -> list[int]:
     """Layers of each chain of a rank's tape."""
     found = Analysis(job.checked(), rank)
-    return [len(chain.forwards) for chain in chains_of(found.tape, found.in_place, found.buckets, found.hooked)]
+    return [len(chain.forwards) for chain in chains_of(found.tape, found.in_place, found.buckets, found.moved)]
 
 
 def test_a_stage_is_a_chain_once_its_gradients_are_there() -> None:
@@ -81,7 +81,7 @@ def looking_inside(*, forward: bool) -> Strategy:
 @pytest.mark.parametrize(("forward", "expected"), [(True, [3, 3]), (False, [2, 4])])
 def test_a_chain_ends_where_somebody_else_reads_what_is_handed_on(forward: bool, expected: list[int]) -> None:
     found = Analysis(check(trace(looking_inside(forward=forward), 1, 6, 2)), 0)
-    chains = chains_of(found.tape, found.in_place, found.buckets, found.hooked)
+    chains = chains_of(found.tape, found.in_place, found.buckets, found.moved)
     assert [len(chain.forwards) for chain in chains] == expected
 
 
@@ -111,7 +111,7 @@ async def adds_late(rank: Rank) -> None:
 
 def test_a_chain_ends_before_a_gradient_that_has_no_memory_yet_when_it_runs_backwards() -> None:
     found = Analysis(check(trace(adds_late, 1, 6, 3)), 0)
-    chains = chains_of(found.tape, found.in_place, found.buckets, found.hooked)
+    chains = chains_of(found.tape, found.in_place, found.buckets, found.moved)
     layers = [[found.tape[at].layer for at in chain.forwards] for chain in chains]
     assert layers == [[*range(6)], [2, 3, 4, 5], [0, 1]]
     for chain in chains:

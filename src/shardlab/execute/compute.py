@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardlab.execute import attention, slicing
 from shardlab.execute.gradient_room import gradient_room, own_columns
-from shardlab.execute.graph import Graph
+from shardlab.execute.graph import FlatWeight, Graph
 from shardlab.execute.saved import Saved
 from shardlab.execute.state import State
 from shardlab.execute.updating import Instruction, direction, norm, update
@@ -91,7 +91,7 @@ def _rows(state: State, spec: Spec, which: int) -> Tensor:
 def forward(state: State, at: int, op: Op) -> Instruction:
     """A layer; with its graph, if the tape saves one."""
     layer, (x, weight, *carried), values = state.layers[op.layer], op.inputs, state.values
-    share, hooked = state.share(op), at in state.analysis.hooked
+    share, halved = state.share(op), at in state.analysis.halved
     keeps = state.keeps_inputs(op.layer)
     saves, over = state.specs[op.outputs[-1]].kind is Kind.SAVED, at in state.analysis.last_reads
     outputs = op.outputs[: len(op.outputs) - saves]
@@ -101,8 +101,8 @@ def forward(state: State, at: int, op: Op) -> Instruction:
 
     def run() -> None:
         flat = state.flat_weight(op.layer, weight)
-        saved, settings = Saved(flat.flat) if hooked else None, (state.scaled(share), state.dropout(op))
-        graph = Graph(layer, inputs(), flat, *settings, saved, keeps_inputs=keeps)
+        settings = state.scaled(share), state.dropout(op), _saved(state, at, op, flat)
+        graph = Graph(layer, inputs(), flat, *settings, keeps_inputs=keeps, in_halves=halved)
         for number, made in zip(outputs, graph.take_outputs(), strict=True):
             values[number] = made
         values[op.outputs[-1]] = graph
@@ -119,17 +119,24 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     return run if saves else run_without_saving
 
 
+def _saved(state: State, at: int, op: Op, weight: FlatWeight) -> Saved | None:
+    """What autograd saves into, where the executor has a hand in it: for a weight that will lie elsewhere, and for a
+    second half of the backward pass that reads some of it, or may."""
+    moved, halved = at in state.analysis.moved, at in state.analysis.halved
+    return Saved(weight.flat) if moved or (halved and state.reads.get(op.layer) != set()) else None
+
+
 def recompute(state: State, at: int, op: Op) -> Instruction:
     """A layer again, for its graph alone."""
     layer, (x, weight), saved, values = state.layers[op.layer], op.inputs, op.outputs[0], state.values
     over = at in state.analysis.last_reads
-    share, hooked = state.share(op), at in state.analysis.hooked
+    share, halved = state.share(op), at in state.analysis.halved
     keeps = state.keeps_inputs(op.layer)
 
     def run() -> None:
         flat = state.flat_weight(op.layer, weight)
-        kept, settings = Saved(flat.flat) if hooked else None, (state.scaled(share), state.dropout(op))
-        graph = Graph(layer, [values[x]], flat, *settings, kept, keeps_inputs=keeps)
+        settings = state.scaled(share), state.dropout(op), _saved(state, at, op, flat)
+        graph = Graph(layer, [values[x]], flat, *settings, keeps_inputs=keeps, in_halves=halved)
         graph.take_outputs()
         values[saved] = graph
         if over:

@@ -1,6 +1,7 @@
-"""Where parameters enter a layer's graph: there its backward pass is cut into an input half and a weight half.
+"""Where matrices enter a layer's graph: there its backward pass is cut into an input half and a weight half.
 
-The input half walks the whole graph and catches the gradients that arrive at every node which a parameter feeds; the
+These are the matrices that no product multiplies by, such as an embedding: products are cut by themselves
+(`shardlab.models.tensors.products`). The input half catches the gradients that arrive at every node they feed; the
 weight half goes from these nodes to the parameters alone (Qi et al. 2023, arXiv 2401.10241, fig. 1: W needs the
 layer's input and the gradient of its output, and nobody waits for it).
 """
@@ -8,7 +9,7 @@ layer's input and the gradient of its output, and nobody waits for it).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -35,14 +36,17 @@ class Entry:
 
 
 def entries(
-    outputs: Sequence[GradientEdge], start: GradientEdge, leaves: Sequence[Tensor]
+    outputs: Sequence[GradientEdge], start: GradientEdge, leaves: Mapping[int, Tensor]
 ) -> tuple[list[Entry], list[int]]:
-    """The nodes where parameters meet the path from where the layer starts to its outputs, with those of each.
+    """The nodes where parameters meet the path from where the layer starts to its outputs, with the places of each.
 
-    Parameters that meet it at several nodes are not among them; their places come beside. Those of products meet it at
-    none (`shardlab.models.tensors.products`).
+    Parameters that meet it at several nodes are not among them; their places come beside.
+
+    Args:
+        outputs, start: the layer's.
+        leaves: the parameters, by place.
     """
-    parameters = {get_gradient_edge(leaf).node: place for place, leaf in enumerate(leaves)}
+    parameters = {get_gradient_edge(leaf).node: place for place, leaf in leaves.items()}
     on_path = {start.node}
     fed_by: dict[Node, set[int]] = {}
     found: list[Entry] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence, Set
 from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,18 +37,19 @@ class Graph:
         saved: Saved | None = None,
         *,
         keeps_inputs: Sequence[bool] | None = None,
+        in_halves: bool = False,
     ) -> None:
         """Run the layer on its inputs: the activation, and what is carried beside it.
 
-        `saved` is what autograd saves into: for a weight that may be gathered again, or a backward pass in halves. An
-        input that autograd does not keep (`keeps_inputs`; None: it keeps all) is not kept either by the leaf that waits
-        for its gradient.
+        `saved` is what autograd saves into: for a weight that may be gathered again, or a backward pass in halves
+        (`in_halves`) of which the second reads some. An input that autograd does not keep (`keeps_inputs`; None: it
+        keeps all) is not kept either by the leaf that waits for its gradient.
         """
-        self._saved = saved
+        self._saved, self._tied = saved, layer.tied
         self._leaves = [*weight.leaves]
         given = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
         self._inputs = [x for x in given if x.requires_grad]
-        self._products = Products()
+        self._products = Products(small=in_halves)
         with nullcontext() if saved is None else saved_tensors_hooks(saved.pack, saved.unpack):
             made = layer.run(weight.leaves, given, share, dropout, products=self._products)
         self._outputs: Sequence[Tensor] = made
@@ -84,25 +86,33 @@ class Graph:
         return [gradient for gradient in made if gradient is not None]
 
     def backward_input(self, gradients: Sequence[Tensor], flat: Tensor, reads: Set[int] | None = None) -> list[Tensor]:
-        """The inputs' gradients alone; keeps the gradients that arrive where the parameters enter the graph, and what
-        products have read.
+        """The inputs' gradients; keeps what the parameters' gradients are made of: what products have read and the
+        gradients of what they made, and the gradients that arrive where other matrices enter the graph.
 
-        Tokens have no gradient; in their place stands the first thing that is made of them. The gradient of a parameter
-        that enters at several nodes (a tied embedding) is not put off. If it is known which saved tensors
-        `backward_weight` reads, only those stay.
+        Tokens have no gradient; in their place stands the first thing that is made of them. Gradients of vectors are
+        not put off, since they are smaller than what they are made of; nor is that of a matrix that enters at several
+        nodes (a tied embedding). If it is known which saved tensors `backward_weight` reads, only those stay.
         """
-        assert self._saved is not None, "a backward pass in halves is announced"
-        self._saved.flat = flat
+        if self._saved is not None:
+            self._saved.flat = flat
         starts = [get_gradient_edge(x) for x in self._inputs] or [deepest(self._edges, self._leaves)]
-        self._entries, rest = entries(self._edges, starts[0], self._leaves)
+        watched, leaves = self._products.watched, enumerate(self._leaves)
+        others = {place: leaf for place, leaf in leaves if place in self._tied or id(leaf) not in watched}
+        matrices = {place: leaf for place, leaf in others.items() if leaf.dim() > 1}
+        if matrices:
+            self._entries, several = entries(self._edges, starts[0], matrices)
+            others = {place: leaf for place, leaf in others.items() if place not in matrices or place in several}
         self._products.waiting = []
         hooks = [entry.node.register_prehook(entry.catch) for entry in self._entries]
-        wanted = [*starts, *(get_gradient_edge(self._leaves[place]) for place in rest)]
-        made: tuple[Tensor, ...] = torch.autograd.grad(self._edges, wanted, gradients, retain_graph=True)
-        self._whole = dict(zip(rest, made[len(starts) :], strict=True))
+        wanted: Any = [*starts, *others.values()]  # torch takes both kinds together
+        keeps = bool(self._entries)
+        made = cast("tuple[Tensor, ...]", torch.autograd.grad(self._edges, wanted, gradients, retain_graph=keeps))
+        self._whole = dict(zip(others, made[len(starts) :], strict=True))
         for hook in hooks:
             hook.remove()
-        if reads is not None:
+        if not self._entries:
+            reads, self._edges = set[int](), []
+        if self._saved is not None and reads is not None:
             self._saved.keep_only(reads)
         if self._inputs:
             return list(made[: len(starts)])
@@ -113,9 +123,9 @@ class Graph:
 
     def backward_weight(self, into: Sequence[Tensor]) -> Set[int]:
         """Add the parameters' gradients to the views `into`; gives the numbers of the saved tensors that it read."""
-        assert self._saved is not None, "a backward pass in halves is announced"
-        self._saved.flat = None
-        self._saved.read.clear()
+        if self._saved is not None:
+            self._saved.flat = None
+            self._saved.read.clear()
         self._products.add_to(self._leaves, into)
         self._products.finish()
         for place, gradient in self._whole.items():
@@ -125,7 +135,7 @@ class Graph:
             edges = [GradientEdge(entry.node, output) for output in entry.caught]
             with _gradients_into(leaves, [into[place] for place in entry.leaves]):
                 torch.autograd.backward(edges, list(entry.caught.values()), inputs=leaves)
-        return self._saved.read
+        return set() if self._saved is None else self._saved.read
 
 
 @contextmanager

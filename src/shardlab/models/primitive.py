@@ -113,7 +113,7 @@ class Primitive(ABC):
 
     def keeps_for_weight(self) -> tuple[str, ...]:
         """The tensors that the second half of a split backward pass reads."""
-        return tuple(self.reads) if self.parameters() else ()
+        return tuple(self.reads) if self._has_matrix else ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
         """Elements that the second half reads beside tensors that have names, and gradients of those."""
@@ -121,7 +121,12 @@ class Primitive(ABC):
 
     def gradients_for_weight(self) -> tuple[str, ...]:
         """The tensors, made (or else read), whose gradients the second half reads."""
-        return tuple(self.makes) if self.parameters() else ()
+        return tuple(self.makes) if self._has_matrix else ()
+
+    @property
+    def _has_matrix(self) -> bool:
+        """Whether a parameter's gradient is left to the second half: those of vectors are made in the first."""
+        return any(len(parameter.shape) > 1 for parameter in self.parameters())
 
     @property
     def adds_to(self) -> str:

@@ -129,9 +129,6 @@ class Norm(Primitive):
         """1/deviation of each token, and of a LayerNorm the mean."""
         return rows * self.tokens * (1 if self.rms else 2)
 
-    def keeps_beside_for_weight(self, rows: int) -> int:
-        return self.keeps_beside(rows)
-
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         elements = sequences * tokens * self.hidden_size
         return (Pointwise("rms_norm" if self.rms else "layer_norm", 2 * elements, 3 * elements),)
@@ -274,12 +271,6 @@ class Add(Primitive):
 
     def mask(self, rows: int) -> int:
         return self.drops * rows * self.tokens * self.hidden_size
-
-    def keeps_for_weight(self) -> tuple[str, ...]:
-        return ()
-
-    def gradients_for_weight(self) -> tuple[str, ...]:
-        return (self.branch,) if self.bias else ()
 
     @property
     def adds_to(self) -> str:

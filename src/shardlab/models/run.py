@@ -150,7 +150,7 @@ class Run:
 
     def saved_for_weight(self, rows: int) -> int:
         """Elements left of that between the halves of a split backward pass, with the gradients that the first half
-        leaves for the second, beyond those of the layer's outputs.
+        leaves for the second, beyond those of the layer's outputs and of its vectors.
         """
         kept: set[Made] = set()
         gradients: set[Made] = set()

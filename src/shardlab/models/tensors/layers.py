@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -121,6 +122,13 @@ class TensorLayer:
         """Activation l, (rows, *shape), to activation l + 1, for a layer with one input and one output."""
         (y,) = self.run(parameters, (x,), share, dropout)
         return y
+
+    @cached_property
+    def tied(self) -> frozenset[int]:
+        """Places of the parameters that several primitives compute with."""
+        primitives = [step.primitive for step in self.layer.steps]
+        names = Counter(name for each in primitives for name in (*(p.name for p in each.parameters()), *each.borrows))
+        return frozenset(place for place, name in enumerate(self.names) if names[name] > 1)
 
     @cached_property
     def _steps(self) -> list[_Prepared]:

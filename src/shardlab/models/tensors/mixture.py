@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlab.models.mixture import Router
-from shardlab.models.primitive import LARGE
 from shardlab.models.tensors.products import Again, Products, add_product
 from shardlab.models.tensors.share import Share
 from shardlab.rules.pieces import bits
@@ -179,7 +178,7 @@ def expert_linear(
         products, again: as for `linear`.
     """
     apply = cast("Callable[..., Tensor]", _ExpertLinear.apply)
-    if products is None or weight.numel() < LARGE:
+    if products is None or not products.takes(weight):
         return apply(x, weight, bias)
     made = apply(x, weight.detach(), bias)
     products.watch(made, x, again, (weight,), _add_of_experts)

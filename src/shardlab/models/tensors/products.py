@@ -66,19 +66,31 @@ class Product:
 class Products:
     """The products of a graph.
 
+    Args:
+        small: whether those with small weights are among them: where the backward pass comes in halves, so that
+            autograd need not be asked for each again.
+
     Attributes:
+        watched: ids of the parameters whose gradients are made here.
         rooms: where gradients are added, by the id of the parameter.
         waiting: products whose gradients have come and whose parameters' gradients are made later; None while these are
             made at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, small: bool = False) -> None:
+        self._least = 0 if small else LARGE
+        self.watched: set[int] = set()
         self.rooms: dict[int, Tensor] = {}
         self.waiting: list[Product] | None = None
 
+    def takes(self, weight: Tensor) -> bool:
+        """Whether the gradient of a product's weight is to be made here."""
+        return weight.numel() >= self._least
+
     def add_to(self, leaves: Sequence[Tensor], rooms: Sequence[Tensor]) -> None:
         """From now on gradients of these leaves are added to these tensors."""
-        self.rooms = dict(zip(map(id, leaves), rooms, strict=True))
+        if self.watched:
+            self.rooms = dict(zip(map(id, leaves), rooms, strict=True))
 
     def watch(
         self, made: Tensor, read: Tensor, again: Again | None, parameters: Sequence[Tensor], add: AddGradients
@@ -96,6 +108,7 @@ class Products:
         assert node is not None, "its input has a gradient"
         product = Product(self, made.output_nr, parameters, add)
         product.input = read.detach() if again is None else again
+        self.watched.update(map(id, parameters))
         node.register_prehook(product.arrive)
 
     def finish(self) -> None:
@@ -113,7 +126,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: Products | 
         products: those of the graph (None: autograd makes all gradients).
         again: makes `x` again (None: it is kept).
     """
-    if products is None or weight.numel() < LARGE:
+    if products is None or not products.takes(weight):
         return F.linear(x, weight, bias)
     made = F.linear(x, weight.detach(), None if bias is None else bias.detach())
     products.watch(made, x, again, (weight,) if bias is None else (weight, bias), _add_linear)
