@@ -137,27 +137,34 @@ def _(primitive: Projection, given: Given) -> tuple[Tensor, ...]:
     features = given.linear("x", "attn.c_attn.weight", "attn.c_attn.bias" if primitive.bias else "")
     if given.factor is not None:
         features = rotated(features, given.factor, (primitive.heads + primitive.kv_heads) // of)
-    queries, keys_values = torch.split(features, [primitive.hidden_size // of, 2 * primitive.kv_width // of], -1)
+    queries, keys_values = features.split_with_sizes((primitive.hidden_size // of, 2 * primitive.kv_width // of), -1)
     return queries, keys_values
 
 
 @compute.register
 def _(primitive: Attend, given: Given) -> tuple[Tensor, ...]:
-    mine = primitive.heads_of(given.share.piece("head")[1])
-    (rows, tokens, _), size = given.tensors["q"].shape, mine.hidden_size // mine.heads
-    q = given.tensors["q"].view(rows, tokens, mine.heads, size).transpose(1, 2)  # (rows, heads, T, size)
-    kv = given.tensors["kv"] if given.cache is None else given.cache.add(given.tensors["kv"])
-    keys_values = kv.view(rows, -1, 2 * mine.kv_heads, size).transpose(1, 2)
-    k, v = keys_values[:, : mine.kv_heads], keys_values[:, mine.kv_heads :]
+    of, size = given.share.piece("head")[1], primitive.hidden_size // primitive.heads
+    heads, kv_heads, queries, kv = (
+        primitive.heads // of,
+        primitive.kv_heads // of,
+        given.tensors["q"],
+        given.tensors["kv"],
+    )
+    rows, tokens, _ = queries.shape
+    q = queries.view(rows, tokens, heads, size).transpose(1, 2)  # (rows, heads, T, size)
+    if given.cache is not None:
+        kv = given.cache.add(kv)
+    keys_values = kv.view(rows, -1, 2 * kv_heads, size).transpose(1, 2)
+    k, v = keys_values.chunk(2, 1)
     if given.factor is None:
         earlier = kv.shape[1] - tokens
         seen = q.new_ones(tokens, kv.shape[1], dtype=torch.bool).tril(earlier) if earlier > 0 and tokens > 1 else None
-        grouped = mine.kv_heads < mine.heads
+        grouped = kv_heads < heads
         mixed = F.scaled_dot_product_attention(q, k, v, seen, is_causal=not earlier, enable_gqa=grouped)
     else:
-        if mine.kv_heads < mine.heads:
+        if kv_heads < heads:
             q = q.clone()  # autograd then keeps this and not all features
-            k, v = (each.repeat_interleave(mine.heads // mine.kv_heads, 1) for each in (k, v))
+            k, v = (each.repeat_interleave(heads // kv_heads, 1) for each in (k, v))
         mixed = attention_with_dropout(q, k, v, given.factor)
     return (mixed.transpose(1, 2).flatten(2),)
 

@@ -103,13 +103,14 @@ class TensorLayer:
         """`run`, given what the steps multiply by: a function of tensors alone."""
         by_name = dict(zip(self.names, parameters, strict=True))
         tensors, again = self._unpacked(inputs), dict[str, Again]()
-        for step, its in zip(self._steps, factors, strict=True):
-            given = Given(by_name, tensors, share, its, cache, products, again)
+        given = Given(by_name, tensors, share, None, cache, products, again)
+        for step, given.factor in zip(self._steps, factors, strict=True):
             made = step.function(step.primitive, given)
             made_again = _again(step, given) if products is not None and step.made_again else None
             for name, each in zip(step.makes, made, strict=True):
                 tensors[name] = each
-                again.pop(name, None)
+                if again:
+                    again.pop(name, None)
             if made_again is not None:
                 again[step.makes[0]] = made_again
             for name in step.dropped:
