@@ -15,10 +15,9 @@ from torch import Tensor
 
 from shardlab.check.accumulation import InPlace
 from shardlab.check.buckets import Buckets
-from shardlab.execute.gradient_room import gradient_room, own_columns
+from shardlab.execute.gradient_room import gradient_room, own_columns, parameters_of
 from shardlab.execute.graph import Graph
 from shardlab.execute.state import State
-from shardlab.models.tensors import views
 from shardlab.program import Op, OpKind
 
 Instruction = Callable[[], None]
@@ -162,7 +161,7 @@ def _backward(state: State, chain: Chain) -> Instruction:
         for op, room, layout in zip(ops, rooms, layouts, strict=True):
             values[op.inputs[3]] = None
             into = values[op.outputs[0]] = room()
-            places[:0] = views(layout, into)
+            places[:0] = parameters_of(into, layout)
         made = graph.backward([own(values[number]) for number in given], None, places)
         for number, gradient in zip(outputs, made, strict=False):
             values[number] = gradient  # there is none for tokens

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from shardlab.execute import attention, slicing
-from shardlab.execute.gradient_room import gradient_room, own_columns
+from shardlab.execute.gradient_room import gradient_room, own_columns, parameters_of
 from shardlab.execute.graph import FlatWeight, Graph
 from shardlab.execute.saved import Saved
 from shardlab.execute.state import State
 from shardlab.execute.updating import Instruction, direction, norm, update
 from shardlab.models import tensors
-from shardlab.models.tensors import loss_of, views
+from shardlab.models.tensors import loss_of
 from shardlab.models.tensors.tokens import rows_of, sent_to
 from shardlab.program import Kind, Op, OpKind, Spec
 from shardlab.rules.pieces import bits
@@ -85,7 +85,9 @@ def load_batch(state: State, at: int, op: Op) -> Instruction:
 def _rows(state: State, spec: Spec, which: int) -> Tensor:
     """What a value holds of this step's tokens (0) or targets (1): (rows, tokens) on the device."""
     rows = torch.cat([state.batch[m][which] for m in bits(spec.microbatches)])
-    return sent_to(state.settings.device, rows_of(rows.T, state.shapes.tokens(spec)).T.contiguous())
+    if not spec.whole_sequences:
+        rows = rows_of(rows.T, state.shapes.tokens(spec)).T.contiguous()
+    return sent_to(state.settings.device, rows)
 
 
 def forward(state: State, at: int, op: Op) -> Instruction:
@@ -170,6 +172,8 @@ def loss(state: State, at: int, op: Op) -> Instruction:
 
     def apart(whole: Tensor, dim: int = 0) -> list[Tensor]:
         """The pieces of something with rows in `dim` and tokens in the next dim."""
+        if len(pieces) == 1:
+            return [whole]
         rows = whole.chunk(spec.microbatches.bit_count(), dim)
         return [piece for row in rows for piece in row.chunk(slices, dim + 1)]
 
@@ -212,7 +216,9 @@ def backward(state: State, at: int, op: Op) -> Instruction:
         values[saved] = None
         into = room()
         gradients = [own(values[number]) for number in (gradient, *carried)]
-        for number, made in zip(outputs, graph.backward(gradients, values[weight], views(layout, into)), strict=False):
+        for number, made in zip(
+            outputs, graph.backward(gradients, values[weight], parameters_of(into, layout)), strict=False
+        ):
             values[number] = made  # there is none for tokens
         values[grad_weight] = into
 
@@ -244,7 +250,7 @@ def backward_weight(state: State, at: int, op: Op) -> Instruction:
         graph: Graph = values[half]
         values[half] = None
         into = room()
-        reads = graph.backward_weight(views(layout, into))
+        reads = graph.backward_weight(parameters_of(into, layout))
         state.reads.setdefault(op.layer, reads)
         values[grad_weight] = into
 

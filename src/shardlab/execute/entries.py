@@ -9,7 +9,7 @@ layer's input and the gradient of its output, and nobody waits for it).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -35,22 +35,21 @@ class Entry:
         self.caught = {output: gradient for output, gradient in enumerate(gradients) if gradient is not None}
 
 
-def entries(
-    outputs: Sequence[GradientEdge], start: GradientEdge, leaves: Mapping[int, Tensor]
-) -> tuple[list[Entry], list[int]]:
+def entries(nodes: Sequence[Node], start: GradientEdge, leaves: Mapping[int, Tensor]) -> tuple[list[Entry], list[int]]:
     """The nodes where parameters meet the path from where the layer starts to its outputs, with the places of each.
 
     Parameters that meet it at several nodes are not among them; their places come beside.
 
     Args:
-        outputs, start: the layer's.
+        nodes: of the layer's graph, each after those that it feeds its gradients to (`ordered`).
+        start: where the layer starts.
         leaves: the parameters, by place.
     """
     parameters = {get_gradient_edge(leaf).node: place for place, leaf in leaves.items()}
     on_path = {start.node}
     fed_by: dict[Node, set[int]] = {}
     found: list[Entry] = []
-    for node in _ordered(outputs):  # each after what it feeds its gradients to
+    for node in nodes:
         below = [after for after, _ in node.next_functions if after is not None]
         if any(after in on_path for after in below):
             on_path.add(node)
@@ -64,12 +63,12 @@ def entries(
     return [entry for entry in found if entry.leaves], [place for place, met in times.items() if met > 1]
 
 
-def deepest(outputs: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> GradientEdge:
+def deepest(nodes: Sequence[Node], leaves: Iterable[Tensor]) -> GradientEdge:
     """The node farthest from the outputs that parameters feed: the embedding, in a layer that reads tokens."""
     parameters = {get_gradient_edge(leaf).node for leaf in leaves}
     depth: dict[Node, int] = defaultdict(int)
-    found = outputs[0].node
-    for node in reversed(_ordered(outputs)):
+    found = nodes[-1]
+    for node in reversed(nodes):
         for after, _ in node.next_functions:
             if after is not None:
                 depth[after] = max(depth[after], depth[node] + 1)
@@ -78,7 +77,7 @@ def deepest(outputs: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> Gradie
     return GradientEdge(found, 0)
 
 
-def _ordered(outputs: Sequence[GradientEdge]) -> list[Node]:
+def ordered(outputs: Sequence[GradientEdge]) -> list[Node]:
     """All nodes of a graph, each after those that it points to."""
     ordered: dict[Node, None] = {}
     stack = [output.node for output in outputs]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from shardlab.execute.state import State
+from shardlab.models import LayerLayout
+from shardlab.models.tensors import views
 from shardlab.program import Op
 
 
@@ -25,6 +27,14 @@ def gradient_room(state: State, at: int, op: Op) -> Callable[[], Tensor]:
         shape, dtype, device = state.shapes.shape(spec), state.dtype(spec), state.settings.device
         return lambda: torch.zeros(shape, dtype=dtype, device=device)
     return lambda: values[total]
+
+
+def parameters_of(gradient: Tensor, layout: LayerLayout) -> Sequence[Tensor]:
+    """The views of a layer's gradient; made once, for all microbatches that are added to it, and kept with it."""
+    kept = vars(gradient)
+    if "views" not in kept:
+        kept["views"] = views(layout, gradient.data)  # views of the tensor itself would keep it, and it them
+    return kept["views"]
 
 
 def own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:

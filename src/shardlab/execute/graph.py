@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from shardlab.execute.entries import Entry, deepest, entries
+from shardlab.execute.entries import Entry, deepest, entries, ordered
 from shardlab.execute.saved import Saved
 from shardlab.models import LayerLayout
 from shardlab.models.tensors import Dropout, Products, Share, TensorLayer, views
@@ -95,12 +95,13 @@ class Graph:
         """
         if self._saved is not None:
             self._saved.flat = flat
-        starts = [get_gradient_edge(x) for x in self._inputs] or [deepest(self._edges, self._leaves)]
         watched, leaves = self._products.watched, enumerate(self._leaves)
         others = {place: leaf for place, leaf in leaves if place in self._tied or id(leaf) not in watched}
         matrices = {place: leaf for place, leaf in others.items() if leaf.dim() > 1}
+        nodes = ordered(self._edges) if matrices or not self._inputs else []
+        starts = [get_gradient_edge(x) for x in self._inputs] or [deepest(nodes, others.values())]
         if matrices:
-            self._entries, several = entries(self._edges, starts[0], matrices)
+            self._entries, several = entries(nodes, starts[0], matrices)
             others = {place: leaf for place, leaf in others.items() if place not in matrices or place in several}
         self._products.waiting = []
         hooks = [entry.node.register_prehook(entry.catch) for entry in self._entries]
@@ -141,10 +142,12 @@ class Graph:
 @contextmanager
 def _gradients_into(leaves: Sequence[Tensor], into: Sequence[Tensor]) -> Generator[None, None, None]:
     """Autograd adds the leaves' gradients to these tensors; what is summed in other numbers is added afterwards."""
-    for leaf, view in zip(leaves, into, strict=True):
-        leaf.grad = view if view.dtype == leaf.dtype else None
+    adds = all(view.dtype == leaf.dtype for leaf, view in zip(leaves, into, strict=True))
+    if adds:
+        for leaf, view in zip(leaves, into, strict=True):
+            leaf.grad = view
     yield
     for leaf, view in zip(leaves, into, strict=True):
-        if leaf.grad is not None and view.dtype != leaf.dtype:
+        if not adds and leaf.grad is not None:
             view.add_(leaf.grad)
         leaf.grad = None

@@ -296,12 +296,12 @@ class State:
         index, dtype = numbers.index(number), self.dtype(self.specs[first])
         whole, start, length = sum(lengths), sum(lengths[:index]), lengths[index]
 
-        in_arena = self.arena.side_by_side.get(first)
+        in_arena, mine = self.arena.side_by_side.get(first), self.arena.tensors.get(number)
 
         def make() -> Tensor:
             if number == first:
                 rooms[first] = torch.empty(whole, dtype=dtype, device=device) if in_arena is None else in_arena
-            return rooms[first].narrow(0, start, length)
+            return rooms[first].narrow(0, start, length) if mine is None else mine
 
         return make
 

@@ -72,8 +72,10 @@ def gradients_of(
 
 
 @every_layer
-def test_gradients_are_those_that_autograd_makes(model: Model, layer: int) -> None:
-    plain, mine = (gradients_of(model, layer, its, torch.float64, torch.float64) for its in (None, Products()))
+@pytest.mark.parametrize("small", [False, True])
+def test_gradients_are_those_that_autograd_makes(model: Model, layer: int, small: bool) -> None:
+    all = Products(small=small)
+    plain, mine = (gradients_of(model, layer, its, torch.float64, torch.float64) for its in (None, all))
     for a, b in zip((*plain[0], *plain[1]), (*mine[0], *mine[1]), strict=True):
         assert error(b, a) <= 1e-14
 
