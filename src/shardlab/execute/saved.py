@@ -34,16 +34,16 @@ class Saved:
 
     def __init__(self, flat: Tensor) -> None:
         self.flat: Tensor | None = flat
+        self._begin, self._bytes = flat.data_ptr(), flat.nbytes  # while the layer runs forward
         self.read: set[int] = set()
         self._unknown = flat.new_full((), math.nan)
         self._tensors: list[Tensor | View | None] = []
 
     def pack(self, tensor: Tensor) -> int:
         """Autograd saves a tensor: its number."""
-        assert self.flat is not None
-        offset = tensor.data_ptr() - self.flat.data_ptr()
-        if 0 <= offset < self.flat.nbytes:
-            self._tensors.append(View(tuple(tensor.shape), tensor.stride(), offset // tensor.itemsize))
+        offset = tensor.data_ptr() - self._begin
+        if 0 <= offset < self._bytes:
+            self._tensors.append(View(tensor.shape, tensor.stride(), offset // tensor.itemsize))
         else:
             self._tensors.append(tensor.detach())  # or it would keep the graph, which keeps this, for ever
         return len(self._tensors) - 1
