@@ -55,3 +55,12 @@ def test_passes_are_told_apart_by_what_came_before_them() -> None:
     times = order.times(np.ones(passes), np.zeros((2, 4)))
     assert (times.last < times.done.max()).all()
     assert (times.first > 0).all()
+
+
+def test_passes_of_different_lengths_are_timed_together_as_one_by_one() -> None:
+    order = laid("interleaved-1f1b", 4, 8, 2)
+    each = [np.random.default_rng(seed).random(len(order.kind)) for seed in range(3)]
+    messages = np.random.default_rng(3).random((2, 8))
+    for seconds, together in zip(each, order.all_times(each, messages, 0.5), strict=True):
+        for alone, among in zip(order.times(seconds, messages, 0.5), together, strict=True):
+            assert (alone == among).all()

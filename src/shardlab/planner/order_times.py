@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -65,14 +65,15 @@ class LaidOrder:
         self._ranks = len(steps.of_ranks)
         places = np.argsort(np.array(events.level, np.intp), kind="stable")
         place = np.append(np.argsort(places), len(places))  # of each event in time's order, and of nobody
-        self._before = place[np.array(events.before, np.intp)[places]]
-        self._needs = place[np.array(events.needs, np.intp)[places]]
+        before = place[np.array(events.before, np.intp)[places]]
+        needs = place[np.array(events.needs, np.intp)[places]]
+        self._events = len(places)
         levels = np.array(events.level, np.intp)[places]
-        bounds = np.flatnonzero(np.diff(levels, prepend=-1, append=len(levels)))
-        self._slices = [slice(start, stop) for start, stop in zip(bounds.tolist(), bounds[1:].tolist(), strict=False)]
+        bounds = np.flatnonzero(np.diff(levels, prepend=-1, append=len(levels))).tolist()
+        self._levels = [(slice(start, stop), before[start:stop], needs[start:stop]) for start, stop in pairwise(bounds)]
         passes = [work for order in events.passes for work in order]
         self._passes = place[np.array([event for event, _ in passes], np.intp)]
-        self._rank = np.repeat(np.arange(self._ranks), [len(order) for order in events.passes])
+        self._done = np.cumsum([len(order) for order in events.passes]) - 1
         self._messages, self._sends = (
             place[np.array(list(found), np.intp)] for found in (events.messages, events.sends)
         )
@@ -113,21 +114,39 @@ class LaidOrder:
             messages: seconds of a message after a forward pass (0) or a backward pass (1) on a stage: (2, stages).
             blocks: the share of these for which its sender does nothing else.
         """
-        took, ends = np.zeros(len(self._before)), np.zeros(len(self._before) + 1)
-        took[self._passes] = seconds
-        took[self._messages] = messages[*self._messages_of]
-        took[self._sends] = blocks * messages[*self._sends_of]
-        before, needs = self._before, self._needs
-        for these in self._slices:
-            ends[these] = np.maximum(ends[before[these]], ends[needs[these]]) + took[these]
-        ended, done = ends[self._passes], np.zeros(self._ranks)
-        np.maximum.at(done, self._rank, ended)
-        begun = ended - seconds
-        return PassTimes(done, begun[self._last], begun[self._first])
+        return self.all_times([seconds], messages, blocks)[0]
+
+    def all_times(self, seconds: Sequence[Array], messages: Array, blocks: float = 0.0) -> list[PassTimes]:
+        """Time the passes once for each of several seconds of them, all in one go; see `times`."""
+        each = np.stack(seconds, axis=1)
+        took, ends = np.zeros((self._events, len(seconds))), np.zeros((self._events + 1, len(seconds)))
+        took[self._passes] = each
+        took[self._messages] = messages[*self._messages_of][:, None]
+        took[self._sends] = blocks * messages[*self._sends_of][:, None]
+        for these, before, needs in self._levels:
+            ends[these] = np.maximum(ends[before], ends[needs]) + took[these]
+        ended = ends[self._passes]
+        begun = ended - each
+        found = ended[self._done], begun[self._last], begun[self._first]
+        return [PassTimes(*(np.ascontiguousarray(of[:, place]) for of in found)) for place in range(len(seconds))]
 
 
-Arriving = tuple[int, bool, int]
-"""A message that is waited for: the stage that begins with it, whether forward, and the microbatch."""
+class _Channel:
+    """Messages from one rank to another.
+
+    Attributes:
+        sent, received: events after which they are sent, and after which they may be received.
+        came: the messages themselves.
+        what: whether each goes back, and after which stage's pass.
+    """
+
+    __slots__ = ("came", "received", "sent", "what")
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.received: list[int] = []
+        self.came: list[int] = []
+        self.what: list[tuple[bool, int]] = []
 
 
 class _Events:
@@ -150,28 +169,25 @@ class _Events:
         self._steps = steps.of_ranks
         self._at = [0] * len(steps.of_ranks)
         self._now = [NOBODY] * len(steps.of_ranks)
-        # Of each channel, from one rank to another: events at which messages are sent and received, and themselves
-        self._sent: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self._received: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self._came: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self._what: dict[tuple[int, int], list[tuple[bool, int]]] = defaultdict(list)
-        self._arriving: dict[Arriving, tuple[tuple[int, int], int]] = {}
-        ready = list(range(len(steps.of_ranks)))
+        self._channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
+        # Messages that are waited for, by the stage that begins with them, whether they go forward, and the microbatch
+        self._arriving: dict[tuple[int, bool, int], tuple[_Channel, int]] = {}
+        ready = set(range(len(steps.of_ranks)))
         while ready:
-            rank = ready.pop()
-            ready += self._go_on(rank)
+            ready |= self._go_on(ready.pop())
         assert all(at == len(order) for at, order in zip(self._at, self._steps, strict=True)), "no order is stuck"
 
     def _event(self, before: int, needs: int) -> int:
+        level = self.level
+        first, second = level[before] if before >= 0 else -1, level[needs] if needs >= 0 else -1
         self.before.append(before)
         self.needs.append(needs)
-        level = self.level
-        level.append(1 + max(level[before] if before >= 0 else -1, level[needs] if needs >= 0 else -1))
+        level.append(1 + (first if first > second else second))
         return len(level) - 1
 
-    def _go_on(self, rank: int) -> list[int]:
+    def _go_on(self, rank: int) -> set[int]:
         """Follow a rank's order until it has to wait; tell who may go on."""
-        order, others = self._steps[rank], list[int]()
+        order, others = self._steps[rank], set[int]()
         for at in range(self._at[rank], len(order)):
             step = order[at]
             if isinstance(step, Work):
@@ -181,40 +197,47 @@ class _Events:
                 self._now[rank] = event = self._event(self._now[rank], needs)
                 self.passes[rank].append((event, step))
             elif isinstance(step, Message):
-                if not self._meet(rank, step):
+                met = self._receive(rank, step) if isinstance(step, Recv) else self._send(rank, step)
+                if met is None:
                     break
-                others.append(step.peer)
+                if met:
+                    others.add(step.peer)
             self._at[rank] = at + 1
         return others
 
     def _needed(self, step: Work) -> int | None:
         """The message that a pass waits for (None: it has not begun)."""
-        key = step.stage, isinstance(step, Forward), step.microbatch
-        if isinstance(step, BackwardWeight) or key not in self._arriving:
+        arriving = self._arriving.get((step.stage, isinstance(step, Forward), step.microbatch))
+        if arriving is None or isinstance(step, BackwardWeight):
             return NOBODY
-        channel, number = self._arriving[key]
-        came = self._came[channel]
-        return came[number] if number < len(came) else None
+        channel, number = arriving
+        return channel.came[number] if number < len(channel.came) else None
 
-    def _meet(self, rank: int, step: Message) -> bool:
-        """Send or receive a message, unless the one sent before it has not begun."""
-        if isinstance(step, Recv):
-            channel = step.peer, rank
-            self._arriving[step.stage, step.forward, step.microbatch] = channel, len(self._received[channel])
-            self._received[channel].append(self._now[rank])
-        else:
-            channel = rank, step.peer
-            number, came = len(self._sent[channel]), self._came[channel]
-            if number > len(came):
-                return False
-            self._now[rank] = event = self._event(self._now[rank], came[-1] if number else NOBODY)
-            self._sent[channel].append(event)
-            self._what[channel].append((not step.forward, step.stage))
-            self.sends[event] = not step.forward, step.stage
-        came = self._came[channel]
-        if min(len(self._sent[channel]), len(self._received[channel])) > len(came):
-            number = len(came)
-            message = self._event(self._sent[channel][number], self._received[channel][number])
-            self.messages[message] = self._what[channel][number]
-            came.append(message)
+    def _receive(self, rank: int, step: Message) -> bool:
+        """Be ready for a message; tell whether it begins."""
+        channel = self._channels[step.peer, rank]
+        self._arriving[step.stage, step.forward, step.microbatch] = channel, len(channel.received)
+        channel.received.append(self._now[rank])
+        return self._meet(channel)
+
+    def _send(self, rank: int, step: Message) -> bool | None:
+        """Send a message; tell whether it begins (None: the one sent before it has not begun)."""
+        channel = self._channels[rank, step.peer]
+        number, came, what = len(channel.sent), channel.came, (not step.forward, step.stage)
+        if number > len(came):
+            return None
+        self._now[rank] = event = self._event(self._now[rank], came[-1] if number else NOBODY)
+        channel.sent.append(event)
+        channel.what.append(what)
+        self.sends[event] = what
+        return self._meet(channel)
+
+    def _meet(self, channel: _Channel) -> bool:
+        """Let a message begin to which both ranks have come."""
+        number = len(channel.came)
+        if number == len(channel.sent) or number == len(channel.received):
+            return False
+        message = self._event(channel.sent[number], channel.received[number])
+        self.messages[message] = channel.what[number]
+        channel.came.append(message)
         return True
