@@ -25,6 +25,7 @@ from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.sharing_floors import shared_as
 from shardlab.planner.space import PlanShape, as_fixed, follows, legal, pipelined, shapes
 from shardlab.planner.workers import Answer, Ask, Asked, Change
+from shardlab.program.world import gc_paused
 from shardlab.strategies.plan import Plan
 
 SCOUTS = 6
@@ -139,6 +140,10 @@ class Search:
 
     def run(self) -> Found:
         """Search to the end, to the deadline, or until it is interrupted."""
+        with gc_paused():  # floors are kept, and walking them again and again would cost a fifth
+            return self._run()
+
+    def _run(self) -> Found:
         try:
             self._fill(wholly=False)
             if not self._change:
@@ -219,10 +224,17 @@ class Search:
         self._generated = True
 
     def _push(
-        self, seconds: float, guess: float, bytes: float, shape: PlanShape, plan: Candidate | Plan | None
+        self,
+        seconds: float,
+        guess: float,
+        bytes: float,
+        shape: PlanShape,
+        plan: Candidate | Plan | None,
+        *,
+        timed: bool = False,
     ) -> None:
         """Let something wait."""
-        waiting = Waiting(0.0, next(self._tie), seconds, bytes, guess, shape, plan)
+        waiting = Waiting(0.0, next(self._tie), seconds, bytes, guess, shape, plan, timed)
         heapq.heappush(self._heap, self._keyed(waiting))
 
     def _keyed(self, waiting: Waiting) -> Waiting:
@@ -239,9 +251,9 @@ class Search:
         tight = max(0.0, waiting.bytes / self._room - TIGHT)
         return waiting._replace(key=waiting.guess * AHEAD**depth * (1 + passes / MANY) * (1 + tight))
 
-    def _nearer(self, plan: Plan, bytes: float) -> bool:
-        """Whether so many bytes are less than those of all of a plan's family that do not fit."""
-        known = self.found.too_large.get(family(plan))
+    def _nearer(self, name: str, bytes: float) -> bool:
+        """Whether so many bytes are less than those of all of a family that do not fit."""
+        known = self.found.too_large.get(name)
         return known is None or bytes < known[0]
 
     def _note_too_large(self, candidate: Candidate, bytes: float) -> None:
@@ -336,24 +348,41 @@ class Search:
                 seconds = ways.seconds(passes)
         if (seconds[fits] > least).any():
             self.found.open.add(name)
+        made: list[tuple[Candidate, float, float]] = []
         for place in np.flatnonzero(seconds <= least).tolist():
             way = ways.plans[place]
-            if fits[place] or self._nearer(way, bytes[place]):
-                self._offer(shape, plan, way, float(seconds[place]), passes + float(ways.sharing[place]))
+            if (fits[place] or self._nearer(name or family(way), bytes[place])) and (
+                candidate := self._made_of(shape, plan, way)
+            ):
+                self.found.space["candidates"] += 1
+                if fits[place]:
+                    made.append((candidate, float(seconds[place]), passes + float(ways.sharing[place])))
+                else:
+                    self._fits(shape, candidate)
+        if made and self._phase == "all":
+            self._floors.steps.follow(shape, [candidate for candidate, *_ in made])
+        for candidate, floor, guess in made:
+            if self._phase == "all":
+                floor = guess = max(floor, self._floors.seconds(shape, candidate))
+                if floor > least:
+                    self.found.open.add(name)
+                    continue
+            if (held := self._fits(shape, candidate)) is not None:
+                self._push(floor, guess, held, shape, candidate, timed=self._phase == "all")
 
-    def _offer(self, shape: PlanShape, plan: Plan, way: Plan, seconds: float, guess: float) -> None:
-        """Let the candidate wait that shares the model in a way, if it may fit."""
+    def _made_of(self, shape: PlanShape, plan: Plan, way: Plan) -> Candidate | None:
+        """The candidate that shares the model in a way, if it is one that may be run."""
         try:
-            candidate = legal(self.problem, shape, shared_as(plan, way))
+            return legal(self.problem, shape, shared_as(plan, way))
         except UserError:
-            return
-        if candidate is None:
-            return
-        self.found.space["candidates"] += 1
-        if (bytes := self._floors.memory.of(shape, candidate)) > self._room:
-            self._note_too_large(candidate, bytes)
-        else:
-            self._push(seconds, guess, bytes, shape, candidate)
+            return None
+
+    def _fits(self, shape: PlanShape, candidate: Candidate) -> float | None:
+        """A candidate's floor of bytes, if it may fit."""
+        if (bytes := self._floors.memory.of(shape, candidate)) <= self._room:
+            return bytes
+        self._note_too_large(candidate, bytes)
+        return None
 
     def _note(self, candidate: Candidate, answer: Answer | None) -> None:
         if answer is None:

@@ -8,7 +8,7 @@ step. What is left out: messages that wait for those before them, streams that a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -86,10 +86,46 @@ class Followed(NamedTuple):
     Attributes:
         times: of all microbatches.
         gathers: seconds of gathers over each axis, at least: (ranks,) each.
+        turns: the stages of each rank after those of the one before, those first that make their last gradient last:
+            (stages,).
+        made: when their last gradients are made: (stages,).
+        starts: where each rank's stages begin: (ranks,).
     """
 
     times: PassTimes
     gathers: dict[str, Array]
+    turns: Places
+    made: Array
+    starts: Places
+
+
+class Passes(NamedTuple):
+    """What the time of a pipeline's passes depends on.
+
+    Attributes:
+        timed: which pipeline.
+        adds: whether gradients are added to older ones.
+        gathers: of weights.
+        shared: the mesh and when weights are let go of, if any are gathered.
+    """
+
+    timed: int
+    adds: bool
+    gathers: tuple[Collective, ...]
+    shared: tuple[Hashable, ...]
+
+
+class Spent(NamedTuple):
+    """Seconds of a collective on all weights.
+
+    Attributes:
+        layers: sums up to each layer.
+        stages, ranks: of each stage, and of each rank.
+    """
+
+    layers: Array
+    stages: Array
+    ranks: Array
 
 
 class StepFloors:
@@ -102,6 +138,7 @@ class StepFloors:
         self._orders: dict[Hashable, tuple[LaidOrder, int]] = {}
         self._timed: dict[Hashable, Timed] = {}
         self._followed: dict[Hashable, Followed] = {}
+        self._times_spent: dict[Hashable, Spent] = {}
 
     def of_pipeline(self, shape: PlanShape, plan: Plan) -> float:
         """Seconds below which no candidate with this pipeline is."""
@@ -114,32 +151,45 @@ class StepFloors:
         floors = self._layers.floors(shape, plan.recompute)
         timed, stages = self._of(shape, plan), self._stages(shape, plan)
         weights = floors.arrays.weights
-        ranks = np.bincount(stages.rank, stages.all(weights), plan.mesh.pp)
 
-        def sums(collectives: Sequence[Collective]) -> list[Array]:
-            return [self._traffic.sums(shape, candidate, floors, on) for on in collectives]
+        def spent(collectives: Iterable[Collective]) -> list[Spent]:
+            return [self._spent(shape, candidate, floors, stages, on) for on in collectives]
 
-        times, gathers = self._followed_by(shape, candidate)
+        self.follow(shape, [candidate])
+        followed = self._followed[self._passes(timed, candidate)]
         often, once = (list(reduced(candidate, often=each)) for each in (True, False))
         late, each = plan.reduce_at == "step", self._pipelines.each(shape)
         in_passes = [*((on, each) for on in often), *((on, 1) for on in once if not late)]
-        of_layers = sums([on for on, _ in in_passes])
-        ready = np.maximum(times.done, self._reduced(of_layers, times, stages, floors))
+        of_axes = spent(on for on, _ in in_passes)
+        ready = np.maximum(followed.times.done, _reduced(of_axes, followed, weights))
         if late:
-            ready += _in_turn(sums(once), stages, weights, plan.mesh.pp)
-        busy = gathers
-        for (on, uses), found in zip(in_passes, of_layers, strict=True):
-            seconds = uses * np.bincount(stages.rank, stages.all(found), plan.mesh.pp)
-            ready = np.maximum(ready, times.first + seconds)
+            ready += _in_turn(spent(once), weights, plan.mesh.pp)
+        busy = followed.gathers
+        for (on, uses), found in zip(in_passes, of_axes, strict=True):
+            seconds = uses * found.ranks
+            ready = np.maximum(ready, followed.times.first + seconds)
             busy = {**busy, on.axis: busy.get(on.axis, 0.0) + seconds}
         for seconds in busy.values():
             ready = np.maximum(ready, seconds)
         cut = shards(plan, plan.shard_optimizer)
-        updates = {elements: prices.update_seconds(elements / cut) for elements in dict.fromkeys(ranks.tolist())}
-        after = np.array([updates[elements] for elements in ranks.tolist()])
-        for found in sums(list(gathered_after(candidate))):
-            after += np.bincount(stages.rank, stages.all(found), plan.mesh.pp)
+        ranks: list[float] = np.bincount(stages.rank, stages.all(weights), plan.mesh.pp).tolist()
+        updates = {elements: prices.update_seconds(elements / cut) for elements in dict.fromkeys(ranks)}
+        after = np.array([updates[elements] for elements in ranks])
+        for found in spent(gathered_after(candidate)):
+            after += found.ranks
         return _sure(plan, timed) * float(ready.max() + after.max())
+
+    def _spent(
+        self, shape: PlanShape, candidate: Candidate, floors: LayerFloors, stages: StageEnds, on: Collective
+    ) -> Spent:
+        """Seconds of a collective on the weights of a candidate's layers, stages and ranks."""
+        sums = self._traffic.sums(shape, candidate, floors, on)
+        key = id(sums), id(stages)
+        if key not in self._times_spent:
+            of_stages = stages.all(sums)
+            of_ranks = np.zeros(candidate.plan.mesh.pp) + np.bincount(stages.rank, of_stages, candidate.plan.mesh.pp)
+            self._times_spent[key] = Spent(sums, of_stages, of_ranks)
+        return self._times_spent[key]
 
     def _stages(self, shape: PlanShape, plan: Plan) -> StageEnds:
         """Where the stages of a pipeline are."""
@@ -209,49 +259,46 @@ class StepFloors:
                     found[back, stage - 1 + back] += known[key]  # they take turns
         return found
 
-    def _followed_by(self, shape: PlanShape, candidate: Candidate) -> Followed:
-        """Time the passes of a candidate, with the gathers of weights and the sums of gradients in them."""
-        plan, timed = candidate.plan, self._of(shape, candidate.plan)
-        collectives = tuple(gathered(candidate))
-        adds = bool(timed.adds.any()) and not any(reduced(candidate, often=True))  # what is reduced is added later
-        key = id(timed), plan.mesh, plan.reshard_after, collectives, adds
-        if not collectives and not adds:
-            return Followed(timed.times, {})
-        if key not in self._followed:
-            order, stages, floors = timed.order, self._stages(shape, plan), self._layers.floors(shape, plan.recompute)
-            seconds, work = timed.seconds[order.kind, order.stage], timed.seconds
-            gathers: dict[str, Array] = {}
-            if collectives:
-                sums = [self._traffic.sums(shape, candidate, floors, on) for on in collectives]
-                seconds, work = _gathering(plan, timed, stages, floors, sums)
-                gathers = {
-                    on.axis: _gathered(plan, timed, stages, of) for on, of in zip(collectives, sums, strict=True)
-                }
-            if adds:
+    def follow(self, shape: PlanShape, candidates: Sequence[Candidate]) -> None:
+        """Time the passes of candidates with one pipeline all in one go, with gathers and sums of gradients in them."""
+        plan = candidates[0].plan
+        timed, stages = self._of(shape, plan), self._stages(shape, plan)
+        missing = {
+            key: candidate for candidate in candidates if (key := self._passes(timed, candidate)) not in self._followed
+        }
+        if not missing:
+            return
+        order, floors, pp = timed.order, self._layers.floors(shape, plan.recompute), plan.mesh.pp
+        last = np.minimum(np.diff(floors.arrays.backward), np.diff(floors.arrays.halves))[stages.last]
+        asked: list[Array] = []
+        works: list[Array] = []
+        gathers: list[dict[str, Array]] = []
+        for key, candidate in missing.items():
+            seconds, work, found = timed.seconds[order.kind, order.stage], timed.seconds, dict[str, Array]()
+            if key.gathers:
+                sums = [self._traffic.sums(shape, candidate, floors, on) for on in key.gathers]
+                seconds, work = _gathering(candidate.plan, timed, stages, floors, sums)
+                for on, of_axis in zip(key.gathers, sums, strict=True):
+                    found[on.axis] = _gathered(candidate.plan, timed, stages, of_axis)
+            if key.adds:
                 seconds = seconds + np.where(order.sums, timed.adds[order.stage], 0.0)
                 work = work + timed.adds * np.array([[0], [1], [0], [1]])
-            blocks = self._layers.prices(candidate).blocking_p2p
-            times = order.times(seconds, timed.messages, blocks)
-            self._followed[key] = Followed(_extended(times, timed.more, work, stages), gathers)
-        return self._followed[key]
+            asked.append(seconds)
+            works.append(work)
+            gathers.append(found)
+        blocks = self._layers.prices(candidates[0]).blocking_p2p
+        all = timed.order.all_times(asked, timed.messages, blocks)
+        starts = np.searchsorted(np.sort(stages.rank), np.arange(pp))
+        for key, times, work, found in zip(missing, all, works, gathers, strict=True):
+            times = _extended(times, timed.more, work, stages)
+            turns = np.lexsort((-times.last, stages.rank))
+            self._followed[key] = Followed(times, found, turns, (times.last + last)[turns], starts)
 
-    def _reduced(self, axes: Sequence[Array], times: PassTimes, stages: StageEnds, floors: LayerFloors) -> Array:
-        """When every rank's last gradients are reduced, over one axis after the other: (ranks,)."""
-        ready = [0.0] * len(times.done)
-        weights = floors.arrays.weights
-        last = np.minimum(np.diff(floors.arrays.backward), np.diff(floors.arrays.halves))[stages.last]
-        made: list[float] = (times.last + last).tolist()
-        ranks: list[int] = stages.rank.tolist()
-        order: list[int] = np.argsort(-times.last, kind="stable").tolist()  # the latest first
-        for place, sums in enumerate(axes):
-            beside = _least(axes[:place], weights) + _least(axes[place + 1 :], weights)
-            taken: list[float] = stages.all(sums).tolist()
-            busy = [beside] * len(ready)
-            for stage in order:
-                rank = ranks[stage]
-                busy[rank] += taken[stage]
-                ready[rank] = max(ready[rank], made[stage] + busy[rank])
-        return np.array(ready)
+    def _passes(self, timed: Timed, candidate: Candidate) -> Passes:
+        """What the time of a candidate's passes depends on."""
+        plan, collectives = candidate.plan, tuple(gathered(candidate))
+        adds = bool(timed.adds.any()) and not any(reduced(candidate, often=True))  # what is reduced is added later
+        return Passes(id(timed), adds, collectives, (plan.mesh, plan.reshard_after) if collectives else ())
 
 
 def _sure(plan: Plan, timed: Timed) -> float:
@@ -316,10 +363,28 @@ def _least(axes: Sequence[Array], weights: Array) -> float:
     return float(np.diff(np.sum(axes, axis=0))[np.diff(weights) > 0].min()) if axes else 0.0
 
 
-def _in_turn(axes: Sequence[Array], stages: StageEnds, weights: Array, ranks: int) -> Array:
+def _in_turn(axes: Sequence[Spent], weights: Array, ranks: int) -> Array:
     """Seconds of collectives on all weights, over one axis after the other, when nothing runs beside: (ranks,)."""
     found = np.zeros(ranks)
-    for place, sums in enumerate(axes):
-        beside = _least(axes[:place], weights) + _least(axes[place + 1 :], weights)
-        found = np.maximum(found, beside + np.bincount(stages.rank, stages.all(sums), ranks))
+    for place, axis in enumerate(axes):
+        found = np.maximum(found, _beside(axes, place, weights) + axis.ranks)
     return found
+
+
+def _reduced(axes: Sequence[Spent], followed: Followed, weights: Array) -> Array:
+    """When every rank's last gradients are reduced, over one axis after the other: (ranks,)."""
+    turns, starts = followed.turns, followed.starts
+    ready = np.zeros(len(starts))
+    counts = np.diff(starts, append=len(turns))
+    for place, axis in enumerate(axes):
+        taken = axis.stages[turns]
+        sums = np.cumsum(taken)
+        busy = sums - np.repeat(sums[starts] - taken[starts], counts)  # of this stage and those of its rank before it
+        ready = np.maximum(ready, np.maximum.reduceat(followed.made + busy, starts) + _beside(axes, place, weights))
+    return ready
+
+
+def _beside(axes: Sequence[Spent], place: int, weights: Array) -> float:
+    """Seconds of the collectives over all axes but one, of the layer for which these are fewest."""
+    sums = [axis.layers for axis in axes]
+    return _least(sums[:place], weights) + _least(sums[place + 1 :], weights)
