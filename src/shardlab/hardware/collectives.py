@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, log2
 
 from shardlab.hardware.figure import CONSTANTS
@@ -75,6 +76,11 @@ def steps(count: int) -> int:
 
 def nodes_of(ranks: Sequence[int], per_node: int) -> tuple[int, int]:
     """Over how many nodes the ranks lie, placed in order, and how many are on the fullest one."""
+    return _nodes_of(tuple(ranks), per_node)
+
+
+@lru_cache(maxsize=1024)
+def _nodes_of(ranks: tuple[int, ...], per_node: int) -> tuple[int, int]:
     count = Counter(rank // per_node for rank in ranks)
     return len(count), max(count.values())
 

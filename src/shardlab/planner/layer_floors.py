@@ -73,6 +73,12 @@ class LayerFloors:
         """The sums to reckon with."""
         return SumArrays(*(np.array(getattr(self, name)) for name in SumArrays._fields))
 
+    @cached_property
+    def kinds(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Layers that are the first of their kind: (kinds,); and the place of each layer's among these: (layers,)."""
+        first, of_layers = np.unique(np.array(self.like, np.intp), return_inverse=True)
+        return first, of_layers
+
     @property
     def logits(self) -> float:
         """Bytes of logits and their gradient, when the loss is computed."""

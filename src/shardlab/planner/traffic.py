@@ -6,7 +6,6 @@ Collectives of one axis take turns. So together they are a floor of a step, what
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -54,12 +53,13 @@ class StepTraffic:
                 self._layers.prices(candidate),
                 mesh.group(0, on.axis),
             )
-            seconds: dict[int, float] = {}
-            for layer in set(floors.like):
+            layers, of_layers = floors.kinds
+            seconds = np.zeros(len(layers))
+            for place, layer in enumerate(layers.tolist()):
                 bytes = on.bytes * between(floors.weights, range(layer, layer + 1))
                 apart = not bytes or on.axis in model.cut_axes(layer)  # experts are not on all of the axis's ranks
-                seconds[layer] = 0.0 if apart else prices.collective_time(on.kind, bytes, group)
-            self._known[key] = np.array([0.0, *accumulate(seconds[layer] for layer in floors.like)])
+                seconds[place] = 0.0 if apart else prices.collective_time(on.kind, bytes, group)
+            self._known[key] = np.concatenate([[0.0], np.cumsum(seconds[of_layers])])
         return self._known[key]
 
 
