@@ -139,6 +139,7 @@ class StepFloors:
         self._timed: dict[Hashable, Timed] = {}
         self._followed: dict[Hashable, Followed] = {}
         self._times_spent: dict[Hashable, Spent] = {}
+        self._between: dict[int, dict[Hashable, float]] = {}  # seconds of messages, by whose prices they are
 
     def of_pipeline(self, shape: PlanShape, plan: Plan) -> float:
         """Seconds below which no candidate with this pipeline is."""
@@ -243,7 +244,7 @@ class StepFloors:
         prices, apart = self._layers.prices(shape.candidate), shape.mesh.world // shape.mesh.pp
         found = np.zeros((2, len(stages.rank)))
         model, least = blocks_of(self.problem, shape).layers, min(each for each in floors.given if each)
-        known: dict[Hashable, float] = {}
+        known = self._between.setdefault(id(prices), {})
         ranks: list[int] = stages.rank.tolist()
         starts: list[int] = stages.start.tolist()
         for stage in range(1, len(ranks)):
