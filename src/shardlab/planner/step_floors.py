@@ -156,8 +156,9 @@ class StepFloors:
         def spent(collectives: Iterable[Collective]) -> list[Spent]:
             return [self._spent(shape, candidate, floors, stages, on) for on in collectives]
 
-        self.follow(shape, [candidate])
-        followed = self._followed[self._passes(timed, candidate)]
+        if (passes := self._passes(timed, candidate)) not in self._followed:
+            self.follow(shape, [candidate])
+        followed = self._followed[passes]
         often, once = (list(reduced(candidate, often=each)) for each in (True, False))
         late, each = plan.reduce_at == "step", self._pipelines.each(shape)
         in_passes = [*((on, each) for on in often), *((on, 1) for on in once if not late)]
