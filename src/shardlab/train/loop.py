@@ -96,7 +96,7 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     prompt = opening(corpus) if given is None else given.encode(errors="surrogateescape")
 
     def sample() -> str:
-        return continued(writer.go_on, prompt, corpus.tokenizer)
+        return continued(writer.go_on, prompt, corpus.tokenizer, run.config.train.steps)
 
     stepping = ramped if every is None else AuditedExecutor(ramped, audits, every, partial(saved_in, run.out))
     saver = Saver(ramped, run, batches)
