@@ -10,6 +10,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from shardlab.train.wakeups import set_wakeups
+
 PRELOAD = ["shardlab.train.verify", "shardlab.train.loop", "torch._dynamo"]
 """What all ranks import, once for all of them; the last is what torch's optimizers import at their first use."""
 
@@ -80,6 +82,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    set_wakeups()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     while True:
         function, arguments = pipe.recv()

@@ -25,6 +25,7 @@ from shardlab.train.launch_environment import LaunchEnvironment, find_launch_env
 from shardlab.train.meeting import meeting_file
 from shardlab.train.out_of_memory import is_out_of_memory, out_of_memory
 from shardlab.train.processes import RankFailed, is_lost, run_processes
+from shardlab.train.wakeups import set_wakeups
 
 if TYPE_CHECKING:
     import torch
@@ -205,6 +206,7 @@ def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Stor
     if device.type == "cpu":
         torch.set_num_threads(1)
         set_heap()
+        set_wakeups()  # before these threads as well
     else:
         torch.cuda.set_device(device)
     dist.init_process_group(
