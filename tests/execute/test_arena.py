@@ -91,6 +91,25 @@ def test_a_layer_without_parameters_takes_no_bytes_in_a_bucket_of_others() -> No
     assert {len(whole) for whole in arena.side_by_side.values()} == {sum(sizes.weights)}
 
 
+def test_gradients_lie_side_by_side_where_other_values_are_wider_than_they() -> None:
+    sizes = Sizes.puzzle(6)
+    program = run_named(check(trace(ddp, 2, sizes, 2)), "bucket=3,arena")[-1].checked
+
+    def dtype(spec: Spec) -> torch.dtype:
+        return torch.float64 if spec.layer >= 4 else torch.float32
+
+    def shape(spec: Spec) -> tuple[int]:
+        return (sizes.weights[spec.layer],)
+
+    arena = ArenaTensors(program, 0, Mock(shape=shape), dtype, torch.device("cpu"), None)
+    ends: dict[int, int] = {}
+    for number, each in arena.tensors.items():
+        whole = arena.side_by_side[number].data_ptr()
+        assert each.data_ptr() == ends.get(whole, whole)
+        ends[whole] = each.data_ptr() + each.nbytes
+    assert len(ends) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "passes"),
     [

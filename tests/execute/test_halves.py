@@ -52,13 +52,23 @@ def flat_of(model: Model, layer: int, number: int) -> Tensor:
     return initial_weights(model, layer, 0, torch.float64).chunk(model.layout(layer).slices)[number]
 
 
-def graph_of(model: Model, layer: int, saved: bool = True, number: int = 0) -> tuple[Graph, Tensor, list[Tensor]]:
+def graph_of(
+    model: Model, layer: int, saved: bool = True, number: int = 0, in_halves: bool | None = None
+) -> tuple[Graph, Tensor, list[Tensor]]:
     """A layer's graph on random input, its flat weight, and the gradients of its outputs."""
     flat, share = flat_of(model, layer, number), piece_of(model, layer, number)
     weight = FlatWeight(flat, model.layout(layer))
     dropout = Dropout(model.dropout, 0, 0, layer, (0,)) if model.dropout else None
     kept = Saved(flat) if saved else None
-    graph = Graph(layers_of(model)[layer], given(model, layer, share), weight, share, dropout, kept, in_halves=saved)
+    graph = Graph(
+        layers_of(model)[layer],
+        given(model, layer, share),
+        weight,
+        share,
+        dropout,
+        kept,
+        in_halves=saved if in_halves is None else in_halves,
+    )
     return graph, flat, [torch.randn_like(y) for y in graph.take_outputs()]
 
 
@@ -85,7 +95,7 @@ def equal(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("first", [True, False])
 def test_two_halves_give_the_gradients_of_the_whole(model: Model, layer: int, first: bool) -> None:
     reads = None if first else read_by_the_second_half(model, layer)
-    graph, flat, gradients = graph_of(model, layer)
+    graph, flat, gradients = graph_of(model, layer, saved=reads != set(), in_halves=True)
     x_gradients = graph.backward_input(gradients, flat, reads)
     into = torch.zeros_like(flat)
     graph.backward_weight(views(model.layout(layer), into))

@@ -82,7 +82,7 @@ def test_a_profile_from_another_machine_is_refused_unless_forced(tmp_path: Path)
     assert Profile.read(path, here=here, other_machine=True) == PROFILE
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 3}', '{"version": 3, "machine": {"x": 1}}', '"text"'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 4}', '{"version": 4, "machine": {"x": 1}}', '"text"'])
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from shardlab.train.launch import run_ranks
 from shardlab.train.wakeups import set_wakeups
 
-if sys.platform != "linux":
-    pytest.skip("other systems schedule otherwise", allow_module_level=True)
+if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    pytest.skip("other systems schedule otherwise, or somebody has chosen how", allow_module_level=True)
 
 
 def policies(rank: int, device: torch.device) -> dict[str, int]:

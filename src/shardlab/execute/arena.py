@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardlab.check import Checked
-from shardlab.check.rooms import RoomBytes, arenas_of, offsets_in
+from shardlab.check.rooms import RoomBytes, arenas_of
 from shardlab.execute.shapes import Shapes
 from shardlab.program import Spec
 
@@ -52,8 +52,10 @@ class ArenaTensors:
         self.tensors: dict[int, Tensor] = {}
         self.side_by_side: dict[int, Tensor] = {}
         for room, begin in arena.rooms:
-            for number, offset in offsets_in(room, begin, size, specs).items():
-                self.tensors[number] = self._at(wider * offset, shapes.shape(specs[number]), dtype(specs[number]))
+            at = wider * begin
+            for number in room.values:  # side by side by their own bytes, which are not as much wider in every room
+                self.tensors[number] = self._at(at, shapes.shape(specs[number]), dtype(specs[number]))
+                at += self.tensors[number].nbytes
             if len(room.values) > 1:
                 length, first = sum(len(self.tensors[number]) for number in room.values), specs[room.values[0]]
                 whole = self._at(wider * begin, (length,), dtype(first))

@@ -91,7 +91,7 @@ class Graph:
 
         Tokens have no gradient; in their place stands the first thing that is made of them. Gradients of vectors are
         not put off, since they are smaller than what they are made of; nor is that of a matrix that enters at several
-        nodes (a tied embedding). If it is known which saved tensors `backward_weight` reads, only those stay.
+        nodes beside products. If it is known which saved tensors `backward_weight` reads, only those stay.
         """
         if self._saved is not None:
             self._saved.flat = flat
@@ -103,12 +103,17 @@ class Graph:
         if matrices:
             self._entries, several = entries(nodes, starts[0], matrices)
             others = {place: leaf for place, leaf in others.items() if place not in matrices or place in several}
+        assert not self._entries or self._saved is not None, "the second half reads what autograd saves"
         self._products.waiting = []
         hooks = [entry.node.register_prehook(entry.catch) for entry in self._entries]
         wanted: Any = [*starts, *others.values()]  # torch takes both kinds together
         keeps = bool(self._entries)
-        made = cast("tuple[Tensor, ...]", torch.autograd.grad(self._edges, wanted, gradients, retain_graph=keeps))
-        self._whole = dict(zip(others, made[len(starts) :], strict=True))
+        made = cast(
+            "tuple[Tensor, ...]",
+            torch.autograd.grad(self._edges, wanted, gradients, retain_graph=keeps, allow_unused=True),
+        )
+        whole = zip(others, cast("tuple[Tensor | None, ...]", made[len(starts) :]), strict=True)
+        self._whole = {place: gradient for place, gradient in whole if gradient is not None}
         for hook in hooks:
             hook.remove()
         if not self._entries:

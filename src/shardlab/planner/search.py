@@ -140,10 +140,6 @@ class Search:
 
     def run(self) -> Found:
         """Search to the end, to the deadline, or until it is interrupted."""
-        with gc_paused():  # floors are kept, and walking them again and again would cost a fifth
-            return self._run()
-
-    def _run(self) -> Found:
         try:
             self._fill(wholly=False)
             if not self._change:
@@ -316,6 +312,7 @@ class Search:
             return waiting.shape not in self._scouted
         return isinstance(waiting.plan, Candidate) or self._made.get(name, 0) < SCOUTED
 
+    @gc_paused()  # floors stay, and walking them again and again would cost a fifth
     def _expand(self, waiting: Waiting) -> None:
         """Every pipeline of a shape, with its floors."""
         shape = waiting.shape
@@ -329,6 +326,7 @@ class Search:
             if seconds <= max(self._best, self._enough()) or self._phase == "scouts":
                 self._push(max(waiting.seconds, seconds), passes + sharing, waiting.bytes, shape, plan)
 
+    @gc_paused()
     def _deal(self, waiting: Waiting, plan: Plan) -> None:
         """Every candidate with a pipeline that may fit, with its floors."""
         shape, name = waiting.shape, model_kinds(waiting.shape.mesh)
@@ -365,7 +363,8 @@ class Search:
             if self._phase == "all":
                 floor = guess = max(floor, self._floors.seconds(shape, candidate))
                 if floor > least:
-                    self.found.open.add(name)
+                    if name not in self.found.open and self._fits(shape, candidate) is not None:
+                        self.found.open.add(name)
                     continue
             if (held := self._fits(shape, candidate)) is not None:
                 self._push(floor, guess, held, shape, candidate, timed=self._phase == "all")
