@@ -103,7 +103,6 @@ class Graph:
         if matrices:
             self._entries, several = entries(nodes, starts[0], matrices)
             others = {place: leaf for place, leaf in others.items() if place not in matrices or place in several}
-        assert not self._entries or self._saved is not None, "the second half reads what autograd saves"
         self._products.waiting = []
         hooks = [entry.node.register_prehook(entry.catch) for entry in self._entries]
         wanted: Any = [*starts, *others.values()]  # torch takes both kinds together
