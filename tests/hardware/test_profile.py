@@ -112,7 +112,7 @@ def test_a_profile_with_figures_that_cannot_be_is_refused(tmp_path: Path, figure
 def test_a_profile_of_another_version_is_refused(tmp_path: Path) -> None:
     path = PROFILE.write(tmp_path / "profile.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 1}))
-    with pytest.raises(UserError, match="version 1, not 3; run shardlab bench again"):
+    with pytest.raises(UserError, match="version 1, not 4; run shardlab bench again"):
         Profile.read(path)
 
 
