@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from shardlab.program import Holds
 from shardlab.train.data import Batches
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job
+
+LEAD = 1.0
+"""Seconds before a rank goes wrong, in which the others come to where they wait for it."""
 
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A socket filter of one instruction: keep 0 bytes of a packet."""
@@ -70,6 +74,7 @@ def train(rank: int, device: torch.device, job: Job, fault: str, culprit: int, s
         nonlocal went_wrong
         if rank == culprit and executor.state.step == 2 and not went_wrong:
             went_wrong = True
+            time.sleep(LEAD)
             FAULTS[fault]()
 
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
