@@ -49,6 +49,14 @@ def test_messages_take_turns_with_gloos_own_collectives(run: Run) -> None:
     assert all(row["messages"] > 0 and row["gloo"] > 0 for row in rows)
 
 
+def test_products_take_turns_with_torchs_own(run: Run) -> None:
+    done = run("products.py --widths 32 --tokens 16 --turns 2 --json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [(row["inputs"], row["outputs"]) for row in rows] == [(32, 96), (32, 32), (32, 128), (128, 32)]
+    assert all(row["forward_ratio"] > 0 and row["backward_ratio"] > 0 for row in rows)
+
+
 def test_the_plain_loop_and_ours_have_one_loss(run: Run) -> None:
     done = run("gpu.py --cpu --no-compile --no-agreement --warm-up 1 --steps 4 --sequences 2 --json")
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlab.models.primitive import LARGE
+from shardlab.models.tensors import onednn
 
 Again = Callable[[], tuple[Tensor, ...]]
 """Makes a tensor again, bit for bit, as the first of what a primitive makes."""
@@ -128,7 +129,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: Products | 
     """
     if products is None or not products.takes(weight):
         return F.linear(x, weight, bias)
-    made = F.linear(x, weight.detach(), None if bias is None else bias.detach())
+    made = onednn.linear(x, weight, bias)
     products.watch(made, x, again, (weight,) if bias is None else (weight, bias), _add_linear)
     return made
 
@@ -137,7 +138,15 @@ def _add_linear(gradient: Tensor, x: Tensor, rooms: Sequence[Tensor]) -> None:
     gradient = gradient.flatten(0, -2)
     add_product(rooms[0], gradient.T, x.flatten(0, -2))
     for room in rooms[1:]:
-        room.add_(gradient.sum(0))
+        _add_rows(room, gradient)
+
+
+def _add_rows(room: Tensor, rows: Tensor) -> None:
+    """Add the sum of a matrix's rows to a vector: as a product, which needs a third of the time of a sum."""
+    if room.dtype == rows.dtype and rows.dtype.itemsize > 2:  # products of short numbers may add in those
+        room.addmv_(rows.T, rows.new_ones(len(rows)))
+    else:
+        room.add_(rows.sum(0))
 
 
 def add_product(room: Tensor, a: Tensor, b: Tensor) -> None:
