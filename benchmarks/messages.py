@@ -1,9 +1,10 @@
-"""Collectives by messages from member to member, beside gloo's own: what the executor runs, and why.
+"""Collectives through shared memory, and by messages from member to member, beside gloo's own: what the executor runs,
+and why.
 
     python benchmarks/messages.py
 
-Both ways take turns on the same tensors. `ms` and `ratio` are medians over the turns of rank 0: messages' time by
-gloo's.
+The ways take turns on the same tensors. Times and ratios are medians over the turns of rank 0: of a way's time by
+gloo's. Between hosts there is no shared memory, and sums that are large go gloo's way.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -26,14 +27,17 @@ from rich.console import Console
 from rich.table import Table
 
 from shardlab.execute import collectives
+from shardlab.execute.neighbours import Neighbours
 from shardlab.train.launch import run_ranks
+
+WAYS = ("shared", "messages", "gloo")
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Time collectives by messages beside gloo's own."""
+    """Time collectives through shared memory and by messages beside gloo's own."""
 
     ranks: int = 2
     """Processes."""
@@ -54,9 +58,11 @@ class Row:
 
     collective: str
     kilobytes: int
+    shared: float
     messages: float
     gloo: float
-    ratio: float
+    shared_ratio: float
+    messages_ratio: float
 
 
 def timed(rank: int, device: torch.device, options: Options) -> list[Row]:
@@ -73,18 +79,24 @@ def timed(rank: int, device: torch.device, options: Options) -> list[Row]:
             "reduce_scatter": lambda whole=whole, piece=piece: collectives.reduce_scatter(piece, whole, group),
         }
         for name in COLLECTIVES:
-            took: dict[bool, list[float]] = {True: [], False: []}
-            for turn in range(2 * (options.turns + 2)):
-                by_messages = turn % 2 == 0
-                with patch.object(collectives, "_by_messages", return_value=by_messages):
+            took: dict[str, list[float]] = {way: [] for way in WAYS}
+            for turn in range(len(WAYS) * (options.turns + 2)):
+                way = WAYS[turn % len(WAYS)]
+                with (
+                    patch.object(Neighbours, "here", Neighbours.here if way == "shared" else None),
+                    patch.object(collectives, "_by_messages", return_value=way == "messages"),
+                ):
                     dist.barrier()
                     began = time.perf_counter()
                     starts[name]().wait()
-                    took[by_messages].append(time.perf_counter() - began)
+                    took[way].append(time.perf_counter() - began)
                 whole.fill_(1.0)  # or sums of sums would grow
-            ours, theirs = took[True][2:], took[False][2:]
-            ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
-            rows.append(Row(name, kilobytes, median(ours), median(theirs), ratio))
+            seconds = {way: times[2:] for way, times in took.items()}
+            ratios = (
+                median(a / b for a, b in zip(seconds[way], seconds["gloo"], strict=True))
+                for way in ("shared", "messages")
+            )
+            rows.append(Row(name, kilobytes, *(median(seconds[way]) for way in WAYS), *ratios))
     return rows
 
 
@@ -95,11 +107,12 @@ def main(options: Options) -> None:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
     table = Table("collective", box=None, header_style="dim")
-    for heading in ("KB", "messages ms", "gloo ms", "ratio"):
+    for heading in ("KB", "shared ms", "messages ms", "gloo ms", "shared ratio", "messages ratio"):
         table.add_column(heading, justify="right")
     for row in sorted(rows, key=lambda row: COLLECTIVES.index(row.collective)):
-        milliseconds = (f"{1000 * seconds:.2f}" for seconds in (row.messages, row.gloo))
-        table.add_row(row.collective, str(row.kilobytes), *milliseconds, f"{row.ratio:.2f}")
+        milliseconds = (f"{1000 * seconds:.2f}" for seconds in (row.shared, row.messages, row.gloo))
+        ratios = (f"{ratio:.2f}" for ratio in (row.shared_ratio, row.messages_ratio))
+        table.add_row(row.collective, str(row.kilobytes), *milliseconds, *ratios)
     Console(highlight=False).print(table)
 
 

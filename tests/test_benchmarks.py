@@ -39,14 +39,14 @@ def run(warm: WarmStarts) -> Run:
     return run
 
 
-def test_messages_take_turns_with_gloos_own_collectives(run: Run) -> None:
+def test_shared_memory_and_messages_take_turns_with_gloos_own_collectives(run: Run) -> None:
     done = run("messages.py --kilobytes 16 4096 --turns 2 --json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert [(row["collective"], row["kilobytes"]) for row in rows] == [
         (name, size) for size in (16, 4096) for name in ("all_reduce", "all_gather", "reduce_scatter")
     ]
-    assert all(row["messages"] > 0 and row["gloo"] > 0 for row in rows)
+    assert all(row["shared"] > 0 and row["messages"] > 0 and row["gloo"] > 0 for row in rows)
 
 
 def test_products_take_turns_with_torchs_own(run: Run) -> None:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.collectives import Messages, all_gather, all_reduce, reduce_scatter
+from shardlab.execute.collectives import all_gather, all_reduce, reduce_scatter
+from shardlab.execute.messages import Messages
 from shardlab.program.ways import BY_MESSAGES
 from tests.support.ranks import Ranks
 

@@ -15,6 +15,7 @@ import torch
 
 from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
+from shardlab.execute.neighbours import Neighbours
 from shardlab.program import Holds
 from shardlab.train.data import Batches
 from shardlab.train.interrupt import StopRequest
@@ -77,6 +78,8 @@ def train(rank: int, device: torch.device, job: Job, fault: str, culprit: int, s
             time.sleep(LEAD)
             FAULTS[fault]()
 
+    if fault == "deaf":  # neighbours need no network
+        Neighbours.part()
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.numbers), observer=observe)

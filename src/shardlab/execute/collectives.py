@@ -1,10 +1,11 @@
-"""Collectives on one tensor that start at once: torch's own; on gloo, by messages straight from member to member.
+"""Communication of single tensors that starts at once: among neighbours through memory that they share; else torch's
+own; on gloo, by messages straight from member to member.
 
 Gloo's reduce_scatter sums everything on every rank, its all_gather hands pieces on around a ring, and its all_reduce
-goes around twice, which for a small tensor is two latencies. `benchmarks/messages.py` measures both ways.
+goes around twice, which for a small tensor is two latencies. `benchmarks/messages.py` measures all three ways.
 """
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # torch leaves some of its annotations out.
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.execute import shared_messages
+from shardlab.execute.messages import Messages
+from shardlab.execute.neighbours import Channel, Neighbours
 from shardlab.program.ways import BY_MESSAGES
 
 TAG = 1
@@ -30,37 +34,9 @@ _CPU = torch.device("cpu")
 
 
 def rooms() -> list[Tensor]:
-    """List what small sums have received into and use no more."""
-    return [tensor for free in _rooms.values() for came in free for tensor in came]
-
-
-class Messages:
-    """Messages that have started, as one work of torch.distributed.
-
-    Args:
-        works: theirs.
-        then: what is left to do once all are over.
-    """
-
-    def __init__(self, works: list[Any], then: Callable[[], object] | None = None) -> None:
-        self._works = works
-        self._then = then
-
-    def wait(self) -> None:
-        """Wait for all of them, once."""
-        while self._works:
-            self._works.pop(0).wait()
-        if self._then is not None:
-            self._then, then = None, self._then
-            then()
-
-    def get_future(self) -> Any:
-        """There is none, as for every message of gloo.
-
-        Raises:
-            RuntimeError: always, as torch's works do that have none.
-        """
-        raise RuntimeError("messages have no future")
+    """List what small sums have received into and use no more, and what neighbours share."""
+    received = [tensor for free in _rooms.values() for came in free for tensor in came]
+    return received if Neighbours.here is None else [*received, *Neighbours.here.memories()]
 
 
 def all_reduce(tensor: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Any:
@@ -69,6 +45,8 @@ def all_reduce(tensor: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessG
     Returns:
         The work: the result is there when its `wait` has ended, and until then nothing may touch the tensor.
     """
+    if by == dist.ReduceOp.SUM and (here := _channel(group)):
+        return shared_messages.all_reduce(*here, tensor)
     mine, size = group.rank(), group.size()
     is_small = 0 < (size - 1) * tensor.nbytes <= BY_MESSAGES
     if by != dist.ReduceOp.SUM or not is_small or not _by_messages(group):
@@ -94,9 +72,11 @@ def all_gather(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Any:
     Returns:
         The work: the output is whole when its `wait` has ended, and until then the piece must not change.
     """
+    mine, size = group.rank(), group.size()
+    if here := _channel(group):
+        return shared_messages.all_gather(*here, [*output.view(size, -1)], piece.view(-1))
     if not _by_messages(group):
         return _all_gather_single(output, piece, group=group, async_op=True)
-    mine, size = group.rank(), group.size()
     pieces, piece = output.view(size, -1), piece.view(-1)
     works = _exchanged(group, [*pieces[:mine], *pieces[mine + 1 :]], [piece] * size)
     pieces[mine].copy_(piece)
@@ -112,9 +92,11 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> A
     Returns:
         The work: the output is there when its `wait` has ended, and until then `whole` must not change.
     """
+    mine, size = group.rank(), group.size()
+    if here := _channel(group):
+        return shared_messages.reduce_scatter(*here, output.view(-1), [*whole.view(size, -1)])
     if not _by_messages(group):
         return _reduce_scatter_single(output, whole, group=group, async_op=True)
-    mine, size = group.rank(), group.size()
     pieces, total = whole.view(size, -1), output.view(-1)
     came = [total, *pieces.new_empty((max(0, size - 2), len(total)))]  # the first is added to where it arrives
     works = _exchanged(group, came[: size - 1], pieces)
@@ -129,6 +111,47 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> A
             total.add_(term)
 
     return Messages(works, add_up)
+
+
+def all_to_all(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Any:
+    """Start to give each member one of equal pieces of `whole`, and to take theirs, in group order.
+
+    Returns:
+        The work: the output is whole when its `wait` has ended, and until then `whole` must not change.
+    """
+    if here := _channel(group):
+        taken, given = ([*tensor.view(group.size(), -1)] for tensor in (output, whole))
+        return shared_messages.all_to_all(*here, taken, given)
+    return dist.all_to_all_single(output, whole, group=group, async_op=True)
+
+
+def send(tensor: Tensor, to: int) -> Any:
+    """Start to send a tensor to a rank.
+
+    Returns:
+        The work: until its `wait` has ended, the tensor must not change.
+    """
+    here = Neighbours.here
+    return dist.isend(tensor, to) if here is None or to not in here else shared_messages.send(here, tensor, to)
+
+
+def recv(tensor: Tensor, source: int) -> Any:
+    """Start to receive a tensor from a rank.
+
+    Returns:
+        The work: the tensor has come when its `wait` has ended.
+    """
+    here = Neighbours.here
+    if here is None or source not in here:
+        return dist.irecv(tensor, source)
+    return shared_messages.recv(here, tensor, source)
+
+
+def _channel(group: dist.ProcessGroup) -> tuple[Neighbours, Channel] | None:
+    """How the members share memory, if all of them do."""
+    here = Neighbours.here
+    channel = None if here is None else here.channel(group)
+    return None if here is None or channel is None else (here, channel)
 
 
 def _exchanged(group: dist.ProcessGroup, rooms: Sequence[Tensor], given: Sequence[Tensor] | Tensor) -> list[Any]:

@@ -11,8 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.collectives import all_gather, all_reduce, reduce_scatter
+from shardlab.execute.collectives import all_gather, all_reduce, all_to_all, recv, reduce_scatter, send
 from shardlab.execute.groups import Groups, make_groups
+from shardlab.execute.neighbours import Neighbours
 from shardlab.program import Group, Program, Reduction
 
 Wait = Callable[[], Any]
@@ -51,7 +52,7 @@ class Communicator:
         self._groups = make_groups(program, rank, {} if groups is None else groups)
         self._batches: dict[int, int] = {}
         for op in program.tapes[rank]:
-            if op.batch >= 0:
+            if not self._alone(op.peer, op.batch):
                 self._batches[op.batch] = self._batches.get(op.batch, 0) + 1
         self._pending: dict[int, tuple[list[dist.P2POp], list[Wait]]] = {}
         self.wait_of: Callable[[Any], Wait] = wait_of
@@ -92,19 +93,23 @@ class Communicator:
 
     def all_to_all(self, output: Tensor, whole: Tensor, group: Group) -> Wait:
         """Equal pieces of `whole` to the members in group order, and theirs for this one into `output`."""
-        return self._wait(dist.all_to_all_single(output, whole, group=self._groups[group], async_op=True))
+        return self._wait(all_to_all(output, whole, self._groups[group]))
 
     def send(self, tensor: Tensor, to: int, batch: int) -> Wait:
         """Send; the tensor must not change until the wait is over."""
-        return self._point_to_point(dist.isend, tensor, to, batch)
+        return self._wait(send(tensor, to)) if self._alone(to, batch) else self._batched(dist.isend, tensor, to, batch)
 
     def recv(self, tensor: Tensor, source: int, batch: int) -> Wait:
         """Receive into `tensor`."""
-        return self._point_to_point(dist.irecv, tensor, source, batch)
+        if self._alone(source, batch):
+            return self._wait(recv(tensor, source))
+        return self._batched(dist.irecv, tensor, source, batch)
 
-    def _point_to_point(self, verb: Callable[..., Any], tensor: Tensor, peer: int, batch: int) -> Wait:
-        if batch < 0:
-            return self._wait(verb(tensor, peer))
+    def _alone(self, peer: int, batch: int) -> bool:
+        """Whether a message needs no others of its batch to start."""
+        return batch < 0 or (Neighbours.here is not None and peer in Neighbours.here)
+
+    def _batched(self, verb: Callable[..., Any], tensor: Tensor, peer: int, batch: int) -> Wait:
         operations, waits = self._pending.setdefault(batch, ([], []))
         operations.append(dist.P2POp(verb, tensor, peer))
         place = len(operations) - 1

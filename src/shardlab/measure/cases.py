@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.collectives import all_gather, all_reduce, reduce_scatter
+from shardlab.execute.collectives import all_gather, all_reduce, all_to_all, recv, reduce_scatter, send
 
 Wait = Callable[[], Any]
 Start = Callable[[], Wait]
@@ -130,7 +130,8 @@ def _all_to_all(elements: int, team: Team) -> CollectiveCase:
     given = team.values(team.index, elements)
     taken = torch.empty_like(given)
     pieces = [team.values(rank, elements).chunk(team.size)[team.index] for rank in range(team.size)]
-    return _case(elements, team, partial(dist.all_to_all_single, taken, given), taken, torch.cat(pieces))
+    start = partial(all_to_all, taken, given, team.group)
+    return CollectiveCase(4 * elements, lambda: start().wait, taken, torch.cat(pieces))
 
 
 def _broadcast(elements: int, team: Team) -> CollectiveCase:
@@ -171,10 +172,9 @@ def _send_recv(elements: int, team: Team) -> CollectiveCase:
     x = team.values(0, elements) if team.index == 0 else torch.zeros(elements, device=team.device)
 
     def ping_pong() -> Wait:
-        verbs: list[Any] = [dist.isend, dist.irecv]
-        first, second = verbs if team.index == 0 else reversed(verbs)
-        first(x, other, group=team.group).wait()
-        return second(x, other, group=team.group).wait
+        first, second = (send, recv) if team.index == 0 else (recv, send)
+        first(x, other).wait()
+        return second(x, other).wait
 
     return CollectiveCase(4 * elements, ping_pong, x, team.values(0, elements))
 

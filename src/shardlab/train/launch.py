@@ -19,7 +19,7 @@ from shardlab.faults.watch import START
 from shardlab.faults.watchdog import Watchdog
 from shardlab.program import UserError
 from shardlab.train.binding import bind, dealt, usable_cpus
-from shardlab.train.heap import set_heap
+from shardlab.train.heap import memory_limit, set_heap
 from shardlab.train.interrupt import end_with_starter
 from shardlab.train.launch_environment import LaunchEnvironment, find_launch_environment, may_restart
 from shardlab.train.meeting import meeting_file
@@ -201,6 +201,8 @@ def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Stor
     import torch
     import torch.distributed as dist
 
+    from shardlab.execute.meeting import meet_neighbours
+
     if joining.bound:
         bind(environment)  # before the threads of the process group
     if device.type == "cpu":
@@ -218,10 +220,14 @@ def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Stor
         # NCCL's communicator is made at once and carries all messages, as the check assumes (ChannelModel.QUEUED).
         device_id=None if device.type == "cpu" else device,
     )
+    if device.type == "cpu":
+        meet_neighbours(joining.timeout, shares=memory_limit() is None)
 
 
 def _call(rank: int, device: torch.device, function: Callable[..., Result], *arguments: Any) -> Result:
     import torch.distributed as dist
+
+    from shardlab.execute.neighbours import Neighbours
 
     try:
         result = function(rank, device, *arguments)
@@ -229,6 +235,7 @@ def _call(rank: int, device: torch.device, function: Callable[..., Result], *arg
         if not is_out_of_memory(error):
             raise
         raise out_of_memory(rank, device, error) from None
+    Neighbours.part()
     dist.destroy_process_group()  # not after a failure: the others would notice before this rank has said why
     return result
 

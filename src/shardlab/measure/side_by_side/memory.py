@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardlab.execute.neighbours import Neighbours
 from shardlab.measure.side_by_side.contender import Contender
 
 Measured = tuple[Contender, list[Tensor], int]
@@ -33,6 +34,8 @@ class LiveStorages(TorchDispatchMode):
 
     As torch's own MemTracker does, which a module that is called twice in a step, as a pipeline's is, makes fail.
 
+    Memory that neighbours share is the messages', as buffers of gloo's are, and is not counted.
+
     Attributes:
         live: bytes now.
         peak: the most bytes since somebody set it.
@@ -42,6 +45,8 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._sizes: dict[int, int] = {}
+        shared = [] if Neighbours.here is None else Neighbours.here.memories()
+        self._shared = {_key(memory.untyped_storage()) for memory in shared}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:  # it calls ops on its local part, which come here
@@ -54,7 +59,9 @@ class LiveStorages(TorchDispatchMode):
         return made
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata  # pyright: ignore[reportPrivateUsage]
+        key = _key(storage)
+        if key in self._shared:
+            return
         if key not in self._sizes:
             self._sizes[key] = 0
             weakref.finalize(storage, self._resized, key, None)
@@ -77,6 +84,11 @@ class LiveStorages(TorchDispatchMode):
 
         with patch.object(torch.UntypedStorage, "resize_", resize_), self:
             yield
+
+
+def _key(storage: torch.UntypedStorage) -> int:
+    """What is equal for all who have one storage."""
+    return storage._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def made_and_measured(make: Callable[[], Contender], steps: int, device: torch.device) -> Measured:

@@ -1,0 +1,118 @@
+"""How a rank finds its neighbours, the ranks of its host, and shares its memory with them."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from shardlab.execute.neighbours import Neighbours
+from shardlab.execute.shared_memory import Outbox, SharedMemory
+
+HELLO = struct.Struct("=16sI")
+"""The first message of a connection: the token of whom it is for, and the sender's rank; its memory comes along."""
+
+MAPPED = 2**46
+"""Bytes that all memories of a world may have together: half of what a process of 64 bits can map."""
+
+
+class Address(NamedTuple):
+    """Where a rank is found by others.
+
+    Attributes:
+        host: what is equal for ranks that can share memory; empty for one that cannot.
+        name: of the Unix socket at which it listens.
+        token: what a rank that has this address from itself says there.
+        size: bytes of its memory.
+    """
+
+    host: str = ""
+    name: bytes = b""
+    token: bytes = b""
+    size: int = 0
+
+
+def meet_neighbours(limit: timedelta, *, shares: bool = True) -> None:
+    """Find this rank's neighbours; every rank of the default process group calls this.
+
+    Args:
+        limit: how long is waited for them now, and for each letter later.
+        shares: whether this rank may have any: what it shares counts where a process's memory is limited.
+    """
+    Neighbours.part()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with ExitStack() as opened:
+        host = _host() if shares else ""
+        address, addresses = Address(), [Address()] * world
+        listener = opened.enter_context(_socket(limit)) if host else None
+        if listener is not None:
+            name, token = b"\0shardlab-" + secrets.token_hex(16).encode(), secrets.token_bytes(16)
+            listener.bind(name)
+            listener.listen(world)
+            physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            address = Address(host, name, token, min(physical, MAPPED // world))
+        dist.all_gather_object(addresses, address)
+        others = {other: each for other, each in enumerate(addresses) if other != rank and each.host == host}
+        if listener is None or not others:
+            return
+        outbox = Outbox(address.size, world)
+        sockets, files = _connected(rank, address.token, outbox.file, listener, others, limit)
+        memories = {other: SharedMemory(others[other].size, world, file) for other, file in files.items()}
+        for file in (outbox.file, *files.values()):
+            os.close(file)  # what is mapped stays
+        Neighbours.here = Neighbours(rank, outbox, sockets, memories, limit)
+
+
+def _host() -> str:
+    """What is equal for processes of one host that can reach each other's sockets; empty where none can."""
+    if not hasattr(os, "memfd_create"):
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {os.getuid()}"
+    except OSError:
+        return ""
+
+
+def _socket(limit: timedelta) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(limit.total_seconds())
+    return made
+
+
+def _connected(
+    rank: int, token: bytes, file: int, listener: socket.socket, others: dict[int, Address], limit: timedelta
+) -> tuple[dict[int, socket.socket], dict[int, int]]:
+    """Connect to each: the sockets, and the descriptors of their memories. Of two ranks the lower one listens."""
+    sockets: dict[int, socket.socket] = {}
+    files: dict[int, int] = {}
+    for other, address in others.items():
+        if other < rank:
+            sockets[other] = made = _socket(limit)
+            made.connect(address.name)
+            socket.send_fds(made, [HELLO.pack(address.token, rank)], [file])
+    while any(other > rank and other not in sockets for other in others):
+        came, _ = listener.accept()
+        came.settimeout(limit.total_seconds())
+        said, (*theirs,), *_ = socket.recv_fds(came, HELLO.size, 1)
+        known, other = HELLO.unpack(said) if len(said) == HELLO.size else (b"", -1)
+        if not secrets.compare_digest(known, token):  # any process of the host may connect
+            came.close()
+            continue
+        (files[other],) = theirs
+        sockets[other] = came
+        socket.send_fds(came, [HELLO.pack(others[other].token, rank)], [file])
+    for other in others:
+        if other < rank:
+            _, (files[other],), *_ = socket.recv_fds(sockets[other], HELLO.size, 1)
+    return sockets, files

@@ -1,0 +1,209 @@
+"""Neighbours: ranks of one host, which send each other tensors through memory that they share.
+
+gloo sends within a host as it does between hosts, by TCP: the kernel copies twice, and threads wake up on both sides.
+Here a rank copies what it sends into memory of its own (`shared_memory`) and writes a letter to a Unix socket: which
+channel it is for, and where it lies. Who waits for it reads it there, or adds it from there. Nothing runs beside the
+ranks' own threads. A rank that has gone has closed its sockets, which the others see at once.
+"""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import timedelta
+from hashlib import blake2b
+from typing import ClassVar, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab.execute.shared_memory import Outbox, SharedMemory
+
+LETTER = struct.Struct("=QQ")
+"""A letter: its channel, and the room where what it announces lies."""
+
+MESSAGES = 0
+"""The channel of messages between two ranks; each process group has one of its own."""
+
+
+class Channel(NamedTuple):
+    """A process group whose members are neighbours.
+
+    Attributes:
+        number: alike on all members, and different for each group.
+        members: their ranks, in group order.
+        mine: this rank's place among them.
+    """
+
+    number: int
+    members: Sequence[int]
+    mine: int
+
+    @property
+    def others(self) -> list[int]:
+        """The other members, in group order."""
+        return [*self.members[: self.mine], *self.members[self.mine + 1 :]]
+
+
+class Expected(NamedTuple):
+    """The tensor of this number, from 1, among those that a rank sends this one on a channel."""
+
+    source: int
+    channel: int
+    number: int
+
+
+class Letter(NamedTuple):
+    """A tensor in its sender's memory, where it lies until all who read it have `taken` it.
+
+    Attributes:
+        tensor: what was sent.
+        flags: the sender's memory.
+        flag: the byte there that says that this rank has read it.
+    """
+
+    tensor: Tensor
+    flags: memoryview
+    flag: int
+
+    def taken(self) -> None:
+        """Let the sender use the room again."""
+        self.flags[self.flag] = 1
+
+
+class Neighbours:
+    """This rank's connections to its neighbours.
+
+    Attributes:
+        here: those of this process; None where it has none, or has not met them.
+
+    Args:
+        rank: this one.
+        outbox: its memory.
+        sockets: to each neighbour.
+        memories: of each neighbour.
+        limit: how long a letter is waited for.
+    """
+
+    here: ClassVar[Neighbours | None] = None
+
+    def __init__(
+        self,
+        rank: int,
+        outbox: Outbox,
+        sockets: dict[int, socket.socket],
+        memories: dict[int, SharedMemory],
+        limit: timedelta,
+    ) -> None:
+        self._rank, self._outbox, self._sockets, self._memories = rank, outbox, sockets, memories
+        self._limit = limit.total_seconds()
+        self._expected: dict[tuple[int, int], int] = defaultdict(int)
+        self._arrived: dict[tuple[int, int], int] = defaultdict(int)
+        self._rooms: dict[Expected, int] = {}
+        self._channels: dict[str, Channel | None] = {}
+        self._ranks = {each.fileno(): other for other, each in sockets.items()}
+        self._gone: set[int] = set()
+        self._arrivals = select.poll()
+        for each in sockets.values():
+            each.setblocking(False)
+            self._arrivals.register(each, select.POLLIN)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._sockets
+
+    def memories(self) -> list[Tensor]:
+        """All that is shared, of which only what was written takes memory."""
+        return [each.bytes for each in (self._outbox, *self._memories.values())]
+
+    def channel(self, group: dist.ProcessGroup) -> Channel | None:
+        """The channel of a process group; None if some of its members are no neighbours."""
+        name = group.group_name
+        if name not in self._channels:
+            members: list[int] = dist.get_process_group_ranks(group)
+            here = len(members) > 1 and all(rank in self or rank == self._rank for rank in members)
+            number = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") or 1
+            self._channels[name] = Channel(number, members, members.index(self._rank)) if here else None
+        return self._channels[name]
+
+    def send(self, tensor: Tensor, to: Sequence[int], channel: int = MESSAGES, *, keeps: bool = False) -> Letter:
+        """Send a tensor to some ranks; it may change as soon as this has ended, which waits for nobody.
+
+        Returns:
+            What they read. If this rank `keeps` it, it stays until this rank has taken it as well.
+
+        Raises:
+            RuntimeError: when one of them has gone.
+            MemoryError: when more is under way than the memory has room for.
+        """
+        room = self._outbox.put(tensor, [*to, self._rank] if keeps else to)
+        letter = LETTER.pack(channel, room)
+        for rank in to:
+            self._post(rank, letter)
+        return self._letter(self._outbox, room, tensor)
+
+    def expect(self, source: int, channel: int = MESSAGES) -> Expected:
+        """Note that the next tensor which nobody expects yet of a rank on a channel is wanted."""
+        self._expected[source, channel] += 1
+        return Expected(source, channel, self._expected[source, channel])
+
+    def receive(self, expected: Expected, like: Tensor) -> Letter:
+        """Wait for a tensor that is expected, of the shape and dtype of `like`.
+
+        Raises:
+            RuntimeError: when its sender has gone, or nothing comes within the limit.
+        """
+        while expected not in self._rooms:
+            if expected.source in self._gone:
+                raise RuntimeError(f"Connection closed by peer: rank {expected.source} has gone")
+            self._read(self._limit, expected.source)
+        return self._letter(self._memories[expected.source], self._rooms.pop(expected), like)
+
+    def _letter(self, memory: SharedMemory, room: int, like: Tensor) -> Letter:
+        return Letter(memory.tensor(room, like), memory.flags, room + self._rank)
+
+    @classmethod
+    def part(cls) -> None:
+        """Leave them: what is sent from now on goes by torch.distributed. What was sent can still be read."""
+        if cls.here is not None:
+            for each in cls.here._sockets.values():
+                each.close()
+        cls.here = None
+
+    def _post(self, rank: int, letter: bytes) -> None:
+        while True:
+            try:
+                self._sockets[rank].send(letter)
+                return
+            except BlockingIOError:  # it has not read hundreds of letters: it may wait for this rank to read its own
+                select.select([*self._open()], [self._sockets[rank]], [], self._limit)
+                self._read(0, rank)
+            except OSError as error:
+                raise RuntimeError(f"Connection closed by peer: rank {rank} has gone ({error})") from None
+
+    def _open(self) -> list[socket.socket]:
+        return [each for rank, each in self._sockets.items() if rank not in self._gone]
+
+    def _read(self, seconds: float, source: int) -> None:
+        """Take in what letters there are, and wait so long for one if there is none."""
+        arrived = self._arrivals.poll(1000 * seconds)
+        if seconds and not arrived:
+            raise RuntimeError(f"Timed out waiting for rank {source}: nothing came within {seconds:g} s")
+        for file, _ in arrived:
+            rank = self._ranks[file]
+            try:
+                while letter := self._sockets[rank].recv(LETTER.size):
+                    channel, room = LETTER.unpack(letter)
+                    self._arrived[rank, channel] += 1
+                    self._rooms[Expected(rank, channel, self._arrived[rank, channel])] = room
+            except BlockingIOError:
+                continue
+            except OSError:  # it was killed with letters unread
+                pass
+            self._gone.add(rank)
+            self._arrivals.unregister(file)

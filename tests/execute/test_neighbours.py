@@ -1,0 +1,204 @@
+"""Ranks of one host send each other what they would by gloo, in any order of waits, and notice who has gone."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab.execute import meeting
+from shardlab.execute.collectives import all_gather, all_reduce, all_to_all, recv, reduce_scatter, send
+from shardlab.execute.meeting import meet_neighbours
+from shardlab.execute.neighbours import Neighbours
+from shardlab.train.processes import is_lost
+from tests.support.ranks import Ranks
+
+World = Callable[[int], Ranks]
+
+LIMIT = timedelta(minutes=5)
+LENGTH = 6
+MANY = 3000
+"""Letters that no socket holds at once."""
+
+
+def _values(rank: int, number: int, size: int) -> Tensor:
+    """Whole numbers, so that a sum is the same in every order."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randint(-99, 99, (size * LENGTH,), generator=generator).float()
+
+
+def mixed(rank: int, size: int, seed: int, shared: bool) -> list[Tensor]:
+    """What comes of collectives on two groups and messages around the ranks, waited for in an order of this rank's."""
+    here = Neighbours.here
+    assert here is not None
+    assert all(other in here for other in range(size) if other != rank)
+    with patch.object(Neighbours, "here", here if shared else None):
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        groups = [(dist.group.WORLD, size)]
+        groups.append((cast(Any, dist.new_group(pair, use_local_synchronization=True)), 2))
+        kinds = random.Random(seed)
+        results: list[Tensor] = []
+        works: list[Any] = []
+        for number in range(12):
+            group, members = cast("tuple[Any, int]", kinds.choice(groups))
+            given = _values(rank, number, members)
+            match kinds.choice(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "messages"]):
+                case "all_reduce":
+                    results.append(given)
+                    works.append(all_reduce(given, dist.ReduceOp.SUM, group))
+                case "all_gather":
+                    results.append(torch.empty(members * len(given)))
+                    works.append(all_gather(results[-1], given, group))
+                case "reduce_scatter":
+                    results.append(torch.empty(LENGTH))
+                    works.append(reduce_scatter(results[-1], given, group))
+                case "all_to_all":
+                    results.append(torch.empty_like(given))
+                    works.append(all_to_all(results[-1], given, group))
+                case _:
+                    results.append(torch.empty_like(given))
+                    works += [send(given, (rank + 1) % size), recv(results[-1], (rank - 1) % size)]
+        random.Random(seed + rank + 1).shuffle(works)
+        for work in works:
+            work.wait()
+        return results
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_that_is_exchanged_is_what_gloo_brings(ranks: World, size: int) -> None:
+    for seed in range(12):
+        ours, gloos = (ranks(size).call(mixed, size, seed, shared) for shared in (True, False))
+        for mine, theirs in zip(ours, gloos, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), seed
+
+
+def flooded(rank: int) -> float:
+    """Both ranks send thousands of messages before either receives one."""
+    other, came = 1 - rank, torch.empty(1)
+    for number in range(MANY):
+        send(torch.tensor([float(number)]), other)
+    total = 0.0
+    for number in range(MANY):
+        recv(came, other).wait()
+        assert float(came) == number
+        total += float(came)
+    return total
+
+
+def test_more_letters_than_sockets_hold_hang_nobody(ranks: World) -> None:
+    assert ranks(2).call(flooded) == [MANY * (MANY - 1) / 2] * 2
+
+
+def bits(rank: int, size: int) -> Tensor:
+    """A sum that depends on its order, of a tensor that is changed at once by who sends it."""
+    given = torch.randn(LENGTH, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+    works: list[Any] = []
+    for _ in range(3):
+        total = given.clone()
+        works.append((total, all_reduce(total, dist.ReduceOp.SUM, cast(Any, dist.group.WORLD))))
+    for _, work in reversed(works):
+        work.wait()
+    assert all(torch.equal(total, works[0][0]) for total, _ in works)
+    return works[0][0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_are_in_group_order_on_all_ranks(ranks: World, size: int) -> None:
+    terms = [torch.randn(LENGTH, generator=torch.Generator().manual_seed(rank)) * 10.0**rank for rank in range(size)]
+    expected = terms[0]
+    for term in terms[1:]:
+        expected = expected + term
+    assert all(torch.equal(total, expected) for total in ranks(size).call(bits, size))
+
+
+def on_two_hosts(rank: int) -> tuple[list[bool], float]:
+    """Ranks 0 and 2 are on one host, 1 and 3 on another: who are neighbours, and a sum over all."""
+    with patch.object(meeting, "_host", return_value=f"host {rank % 2}"):
+        meet_neighbours(LIMIT)
+    try:
+        here, world = Neighbours.here, cast(Any, dist.group.WORLD)
+        assert here is not None
+        assert here.channel(world) is None
+        total = torch.tensor([float(rank)])
+        all_reduce(total, dist.ReduceOp.SUM, world).wait()
+        came = torch.empty(1)
+        works = [send(total + rank, rank ^ 2), recv(came, rank ^ 2), send(total, rank ^ 1), recv(total, rank ^ 1)]
+        for work in works:
+            work.wait()
+        assert float(came) == 6 + (rank ^ 2)
+        return [other in here for other in range(4)], float(total)
+    finally:
+        meet_neighbours(LIMIT)
+
+
+def test_ranks_of_other_hosts_are_reached_by_gloo(ranks: World) -> None:
+    assert ranks(4).call(on_two_hosts) == [([other == rank ^ 2 for other in range(4)], 6.0) for rank in range(4)]
+
+
+def alone(rank: int) -> bool:
+    """Rank 0's memory is limited, so it shares none."""
+    meet_neighbours(LIMIT, shares=rank > 0)
+    try:
+        total = torch.ones(1)
+        all_reduce(total, dist.ReduceOp.SUM, cast(Any, dist.group.WORLD)).wait()
+        assert float(total) == 3
+        return Neighbours.here is None
+    finally:
+        meet_neighbours(LIMIT)
+
+
+def test_a_rank_that_may_not_share_has_no_neighbours(ranks: World) -> None:
+    assert ranks(3).call(alone) == [True, False, False]
+
+
+def left_behind(rank: int) -> None:
+    """Rank 1 is killed, and rank 0 waits for what it would send, after what it has sent."""
+    came = torch.empty(1)
+    if rank == 1:
+        send(torch.ones(1), 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    recv(came, 1).wait()
+    assert float(came) == 1
+    with pytest.raises(RuntimeError, match="rank 1 has gone") as caught:
+        recv(came, 1).wait()
+    assert is_lost(caught.value)
+
+
+def test_a_rank_that_has_gone_is_noticed_at_once() -> None:
+    world = Ranks(2)
+    try:
+        with pytest.raises(AssertionError, match="rank 1:\nthe process ended") as caught:
+            world.call(left_behind)
+        assert "rank 0" not in str(caught.value)
+    finally:
+        world.close()
+
+
+def late(rank: int) -> None:
+    """Rank 0 waits for what nobody sends."""
+    meet_neighbours(timedelta(seconds=0.2))
+    try:
+        if rank == 0:
+            said = "Timed out waiting for rank 1: nothing came within 0.2 s"
+            with pytest.raises(RuntimeError, match=said) as caught:
+                recv(torch.empty(1), 1).wait()
+            assert is_lost(caught.value)
+    finally:
+        dist.barrier()
+        meet_neighbours(LIMIT)
+
+
+def test_what_does_not_come_in_time_is_told(ranks: World) -> None:
+    ranks(2).call(late)
