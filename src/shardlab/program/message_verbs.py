@@ -41,7 +41,8 @@ class MessageVerbs(RankContext):
     def send(self, value: Value, *, to: int) -> Handle[None]:
         """Send a value to another rank.
 
-        On gloo and NCCL awaiting the handle waits for the peer's receive; in unit costs a send ends by itself.
+        On NCCL, and on gloo between hosts, awaiting the handle waits for the peer's receive; in unit costs a send ends
+        by itself.
 
         Args:
             to: the receiver's number.
