@@ -10,7 +10,7 @@ import pytest
 
 from shardlab.check import Checked, check, check_forward, forward_only
 from shardlab.models import GPT
-from shardlab.program import Mesh, OpKind, Refused
+from shardlab.program import OpKind, Refused
 from shardlab.strategies import Plan
 from shardlab.train.cases import ALONE, CASES, PIPELINES, SHARDINGS, Case
 from shardlab.train.job import Job
@@ -64,22 +64,6 @@ def test_a_half_whose_loss_is_missing_is_refused() -> None:
     tapes = [[op for op in tape if rank == 0 or op.kind is not OpKind.LOSS] for rank, tape in enumerate(program.tapes)]
     with pytest.raises(Refused, match="nobody computes the loss of microbatch 1"):
         check_forward(replace(program, tapes=tapes))
-
-
-def test_the_half_of_one_microbatch_computes_its_loss_and_no_other() -> None:
-    """In a program that takes its microbatches one by one."""
-    whole = Job(Plan(Mesh(dp_shard=2)), 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2).checked()
-    program = forward_only(whole, 0b1)
-    part = check_forward(program, 0b1)
-    losses = [
-        part.specs[rank][op.inputs[0]]
-        for rank, tape in enumerate(program.tapes)
-        for op in tape
-        if op.kind is OpKind.LOSS
-    ]
-    assert [spec.microbatches for spec in losses] == [0b1]
-    with pytest.raises(Refused, match="nobody computes the loss of microbatch 1"):
-        check_forward(program, 0b11)
 
 
 def test_training_is_no_forward_half_and_a_forward_half_is_no_training() -> None:

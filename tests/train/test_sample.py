@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import repeat
-
 import numpy as np
 import pytest
 
 from shardlab.data import Corpus
 from shardlab.data.stream import SequenceStream, TokenRun
 from shardlab.data.tokenizers import ByteTokenizer
-from shardlab.train.sample import PROMPT_BYTES, SAMPLE_TOKENS, continued, opening
+from shardlab.train.sample import PROMPT_BYTES, opening
 
 
 def prompt_of(validation: bytes) -> bytes:
@@ -34,12 +31,3 @@ def test_any_text_gives_a_prompt(text: bytes) -> None:
     prompt = prompt_of(text)
     assert 0 < len(prompt) <= PROMPT_BYTES
     assert prompt in text
-
-
-@pytest.mark.parametrize(("steps", "written"), [(1, 1), (SAMPLE_TOKENS, SAMPLE_TOKENS), (200, SAMPLE_TOKENS)])
-def test_a_short_run_writes_a_token_for_each_step(steps: int, written: int) -> None:
-    def go_on(tokens: Sequence[int], count: int) -> repeat[int]:
-        assert bytes(tokens) == b"to b"
-        return repeat(ord("e"), count)
-
-    assert continued(go_on, b"to b", ByteTokenizer(), steps) == "to b" + written * "e"

@@ -26,7 +26,7 @@ class Dataflow:
 
     Args:
         program: the tapes.
-        judged: the microbatches whose losses are wanted, and no update, as a bit set; none where weights are trained.
+        trains: whether updates of weights are wanted, or else every microbatch's loss and no update.
 
     Attributes:
         trained: the layers whose weights are updated, as a bit set.
@@ -34,13 +34,13 @@ class Dataflow:
         communication: replays every communication.
     """
 
-    def __init__(self, program: Program, *, judged: int = 0) -> None:
+    def __init__(self, program: Program, *, trains: bool = True) -> None:
         ranks = program.mesh.world
         if ranks != program.ranks:
             given = f"the mesh has {counted(ranks, 'rank')}, but the program has {counted(program.ranks, 'tape')}"
             raise Refused("malformed tape", "", given, "give one for each rank")
-        self.trained = trained = 0 if judged else trained_layers(program)
-        self._judged = judged
+        self.trained = trained = trained_layers(program) if trains else 0
+        self._trains = trains
         self.states = [RankState(index, program, trained) for index in range(ranks)]
         self._runnable = deque(self.states)
         self.communication = CommunicationCheck(self.states, self._runnable.append)
@@ -68,8 +68,8 @@ class Dataflow:
         for state in self.states:
             check_rank_ending(state)
         check_coverage(self.states, self.states[0].program.layers)
-        if self._judged:
-            check_losses(self.states, self._judged)
+        if not self._trains:
+            check_losses(self.states)
 
     def release(self) -> None:
         """Let go of tapes and specs: all these refer to each other, and would stay until the collector comes."""

@@ -87,11 +87,8 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
             raise Refused("not loaded", About(f"weights[{layer}]", layer), given, remedy, missing=bits(missing))
 
 
-def check_losses(states: Sequence[RankState], microbatches: int) -> None:
-    """Want the loss of every piece of these microbatches on one rank at least, and no state of an optimizer.
-
-    Args:
-        microbatches: as a bit set.
+def check_losses(states: Sequence[RankState]) -> None:
+    """Want the loss of every piece of every microbatch on one rank at least, and no state of an optimizer.
 
     Raises:
         Refused: naming the first microbatch whose loss nobody computes, or what is loaded for updates.
@@ -105,7 +102,6 @@ def check_losses(states: Sequence[RankState], microbatches: int) -> None:
             if op.kind is OpKind.LOSS:
                 computed |= state.specs[op.inputs[0]].cells
     space = states[0].rules.space
-    missing = ~computed & (1 << space.cells) - 1
-    if wanted := microbatches_of(missing, space) & microbatches:
-        given = f"nobody computes the loss of {microbatches_text(wanted)}"
+    if missing := ~computed & (1 << space.cells) - 1:
+        given = f"nobody computes the loss of {microbatches_text(microbatches_of(missing, space))}"
         raise Refused("missing microbatches", "", given, "compute every microbatch's loss", missing=bits(missing))

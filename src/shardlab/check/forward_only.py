@@ -16,16 +16,13 @@ Place = tuple[int, int]
 """A rank, and the number of a value there or the index of an op."""
 
 
-def forward_only(checked: Checked, microbatches: int = -1) -> Program:
+def forward_only(checked: Checked) -> Program:
     """Leave of a program what its losses need: no gradient, no update, nothing that autograd keeps.
-
-    Args:
-        microbatches: whose losses, as a bit set; a loss of several together is there if it is of one of these.
 
     Values end after their last use. All else stays in its order, so that ranks which did not wait for one another in a
     circle do not begin to. `check_forward` proves the result from its tapes alone, like any other.
     """
-    needed = _needed(checked, microbatches)
+    needed = _needed(checked)
     tapes = [
         _with_ends([_without_gradients(checked, rank, op) for at, op in enumerate(tape) if (rank, at) in needed])
         for rank, tape in enumerate(checked.program.tapes)
@@ -34,14 +31,13 @@ def forward_only(checked: Checked, microbatches: int = -1) -> Program:
     return Program(program.mesh, program.microbatches, program.sizes, tapes)
 
 
-def _needed(checked: Checked, microbatches: int) -> set[Place]:
-    """The ops that some losses follow from; of a communication the part of every member, and its wait."""
+def _needed(checked: Checked) -> set[Place]:
+    """The ops that losses follow from; of a communication the part of every member, and its wait."""
     tapes = checked.program.tapes
     every = [(rank, at, op) for rank, tape in enumerate(tapes) for at, op in enumerate(tape)]
     maker = {(rank, number): at for rank, at, op in every for number in op.outputs}
     wait = {(rank, op.handle): at for rank, at, op in every if op.kind is WAIT}
-    losses = [(rank, at, checked.specs[rank][op.inputs[0]]) for rank, at, op in every if op.kind is LOSS]
-    left = [(rank, at) for rank, at, spec in losses if spec.microbatches & microbatches]
+    left = [(rank, at) for rank, at, op in every if op.kind is LOSS]
     needed: set[Place] = set()
     while left:
         place = left.pop()

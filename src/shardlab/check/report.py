@@ -28,27 +28,24 @@ def check(program: Program) -> Checked:
         Refused: naming rank, op, layer and what is missing or doubled.
         Deadlock: when ranks wait for one another under every channel model.
     """
-    return _checked(program, judged=0)
+    return _checked(program, trains=True)
 
 
-def check_forward(program: Program, microbatches: int = -1) -> Checked:
+def check_forward(program: Program) -> Checked:
     """Prove that a program computes the loss of every microbatch with the weights that it leaves, and cannot hang.
 
     As `check`, but for a program that trains nothing (see `forward_only`).
-
-    Args:
-        microbatches: whose losses are wanted, as a bit set.
 
     Raises:
         Refused: naming rank, op, layer and what is missing; for an update as well.
         Deadlock: when ranks wait for one another under every channel model.
     """
-    return _checked(program, judged=microbatches)
+    return _checked(program, trains=False)
 
 
-def _checked(program: Program, *, judged: int) -> Checked:
+def _checked(program: Program, *, trains: bool) -> Checked:
     with gc_paused():
-        dataflow = Dataflow(program, judged=judged)
+        dataflow = Dataflow(program, trains=trains)
         try:
             dataflow.run()
         finally:

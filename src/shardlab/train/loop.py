@@ -91,12 +91,12 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     audits = [] if every is None else [Audit(each) for each in executors.values()]
     ramped = RampedExecutor(executors, run, executor.state.step)
     tracer = ramped.tracer
-    writer = ParallelWriter(job, checked, executor.state, Choice(seed=job.seed), lambda: stop.asked, groups)
     given = run.config.logging.prompt
     prompt = opening(corpus) if given is None else given.encode(errors="surrogateescape")
 
     def sample() -> str:
-        return continued(writer.go_on, prompt, corpus.tokenizer, run.config.train.steps)
+        writer = ParallelWriter(executor.state, job.model, Choice(seed=job.seed), lambda: stop.asked)
+        return continued(writer.go_on, prompt, corpus.tokenizer)
 
     stepping = ramped if every is None else AuditedExecutor(ramped, audits, every, partial(saved_in, run.out))
     saver = Saver(ramped, run, batches)

@@ -1,4 +1,4 @@
-"""Text from a model in training, computed by all ranks as their strategy lays the model over them."""
+"""Text from a model in training, written by all ranks: each has some of its blocks, whole."""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -6,135 +6,100 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.check import Checked, check_forward, forward_only
-from shardlab.execute import Executor, Settings
-from shardlab.execute.communicator import Groups
-from shardlab.execute.compute import Instruction
+from shardlab.execute.collect import collect
 from shardlab.execute.state import State
-from shardlab.models.tensors import Choice
-from shardlab.models.tensors.seeding import generator_of
-from shardlab.program import Op, OpKind
-from shardlab.rules.pieces import bits
-from shardlab.train.job import Job
-from shardlab.train.launch import backend_of
+from shardlab.models import Blocks
+from shardlab.models.tensors import Choice, Share, Writer, named_views, whole_parameters
 from shardlab.train.sample import for_text
 
 HURRY = 2.0
 """Seconds after which a text ends where it is, if a rank was asked to end."""
 
 
-class Window:
-    """A text's last tokens as a microbatch of one sequence, filled up at its end; others are the same, and not read.
+class ParallelWriter(Writer):
+    """One rank's part of writing a text with the weights of a training, whatever its strategy.
 
-    Attributes:
-        last: place of the last token in the sequence.
-    """
-
-    micro_batch_size = 1
-
-    def __init__(self, seq_len: int) -> None:
-        self._tokens, self._targets = torch.zeros(1, seq_len, dtype=torch.int64), torch.full((1, seq_len), -1)
-        self.last = 0
-
-    def show(self, text: Sequence[int]) -> None:
-        """Put the end of a text there."""
-        seen = text[-self._tokens.shape[1] :]
-        self.last = len(seen) - 1
-        self._tokens[0, : len(seen)] = torch.tensor(seen)
-
-    def microbatch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        return self._tokens, self._targets
-
-    def counted(self, step: int, microbatches: int) -> int:
-        return 1
-
-
-class ParallelWriter:
-    """One rank's part of writing texts: what the loss of microbatch 0 follows from, checked like any other program.
-
-    The logits of the text's last token are taken where that loss is computed, on whichever ranks have them, and all
-    ranks draw the same token from them. Nothing is kept of earlier tokens, so that each costs a whole sequence.
+    The blocks are dealt to the ranks and put together there, in their order. So the activations of each new token go
+    from rank to rank, and no rank takes more than its share of the whole weights, and one layer. All ranks know the
+    last one's scores, and draw the same token from them. Every rank makes one, and calls `go_on`.
 
     Args:
-        job: what is trained, and how; dropout is left out, and no expert drops a token.
-        checked: its program.
-        of: the training's state, whose weights are taken.
+        state: the training's, whose weights are taken as they are now.
+        whole: the model in whole blocks; dropout is left out, and no expert drops a token.
         choice: how tokens are drawn.
         asked: whether this rank is asked to end.
-        groups: where process groups are kept.
     """
 
-    def __init__(
-        self, job: Job, checked: Checked, of: State, choice: Choice, asked: Callable[[], bool], groups: Groups
-    ) -> None:
-        device, cut = of.settings.device, replace(job, model=for_text(job.model)).cut
-        half = check_forward(forward_only(checked, 1), 1)
-        self._choice, self._asked, self._vocab_size = choice, asked, job.model.vocab_size
-        self._window = Window(job.model.seq_len)
-        settings = Settings(job.seed, job.numbers, device)
-        self._executor = Executor(
-            half, of.rank, cut, self._window, settings, backend_of(device.type), groups=groups, of=of
-        )
-        owners = owners_of_logits(half)
-        instructions = self._executor.instructions
-        for at, op in enumerate(self._executor.state.tape):
-            if op.kind is OpKind.LOSS:
-                mine = {cell for (cell, _), owner in owners.items() if owner == (of.rank, at)}
-                instructions[at] = self._reader(op, mine)
-        self._scores = torch.zeros(self._vocab_size + 1, device=device)
+    def __init__(self, state: State, whole: Blocks, choice: Choice, asked: Callable[[], bool]) -> None:
+        ranks = dist.get_world_size()
+        parts = [range(rank * whole.layers // ranks, (rank + 1) * whole.layers // ranks) for rank in range(ranks)]
+        mine = parts[state.rank]
+        super().__init__(for_text(whole), _whole_blocks(state, whole, parts), choice, blocks=mine)
+        having = [rank for rank, part in enumerate(parts) if part and mine]
+        self._before = next((rank for rank in having if parts[rank].stop == mine.start), None)
+        self._after = next((rank for rank in having if parts[rank].start == mine.stop), None)
+        self._writes = bool(mine) and self._after is None
+        self._asked, self._began, self._width = asked, time.monotonic(), whole.hidden_size
+        self._words = torch.zeros(whole.vocab_size + 1, dtype=state.exact, device=state.settings.device)
 
-    def _reader(self, op: Op, mine: set[int]) -> Instruction:
-        """Take, instead of a loss, the last token's logits, if it is in a piece of the text that is told here."""
-        state = self._executor.state
-        spec, values = state.specs[op.inputs[0]], state.values
-        places = {token: place for place, token in enumerate(state.shapes.tokens(spec))}
-        first = state.first_token(spec) if spec.form.slices else 0
-        seq_len = state.model.seq_len
-
-        def read() -> None:
-            last = self._window.last
-            if last * spec.form.space.sequence // seq_len in mine:
-                logits: Tensor = values[op.inputs[0]][0, places[last]]
-                known = max(0, min(len(logits), self._vocab_size - first))
-                self._scores[first : first + known] = logits[:known]
-
-        return read
+    def compute(self, x: Tensor, share: Share) -> Tensor:
+        """The scores of what follows the last token, (1, 1, vocabulary), on every rank."""
+        if self._before is not None:
+            x = self._words.new_empty(*x.shape, self._width)
+            dist.recv(x, self._before)
+        x = super().compute(x, share)
+        if self._after is not None:
+            dist.send(x, self._after)
+        self._words.zero_()
+        if self._writes:
+            self._words[:-1] = x[0, -1]
+        self._words[-1] = float(self._asked() and time.monotonic() - self._began > HURRY)
+        dist.all_reduce(self._words)
+        return self._words[None, None, :-1]
 
     def go_on(self, tokens: Sequence[int], count: int) -> Iterator[int]:
-        """Read some tokens, then write `count`, or fewer if a rank is asked to end; every rank calls this.
+        """Read some tokens, then write `count`, or fewer if a rank is asked to end.
 
         Raises:
-            UserError: when the model's scores are not numbers.
+            UserError: as `Writer` does, on every rank.
         """
-        text, generator = list(tokens), generator_of("generate", self._choice.seed)
-        began = time.monotonic()
-        for _ in range(count):
-            self._window.show(text)
-            self._executor.state.step = 0
-            self._scores.zero_()
-            self._executor.step()
-            self._scores[-1] = float(self._asked() and time.monotonic() - began > HURRY)
-            dist.all_reduce(self._scores)
-            if self._scores[-1] > 0:
+        for token in super().go_on(tokens, count):
+            if self._words[-1] > 0:
                 return
-            text.append(self._choice.draw(self._scores[:-1], generator))
-            yield text[-1]
+            yield token
 
 
-def owners_of_logits(checked: Checked) -> dict[tuple[int, object], tuple[int, int]]:
-    """(piece of microbatch 0, slices of the vocabulary) to the (rank, op) of the first LOSS that has these logits."""
-    owners: dict[tuple[int, object], tuple[int, int]] = {}
-    for rank, tape in enumerate(checked.program.tapes):
-        for at, op in enumerate(tape):
-            if op.kind is OpKind.LOSS:
-                spec = checked.specs[rank][op.inputs[0]]
-                for cell in bits(spec.cells & (1 << spec.form.space.sequence) - 1):
-                    owners.setdefault((cell, spec.form.slices), (rank, at))
-    return owners
+def _whole_blocks(state: State, whole: Blocks, parts: Sequence[range]) -> list[Tensor]:
+    """Flat weights of the blocks that this rank computes, or borrows from; of others nothing. Every rank calls this."""
+    model = state.model
+    wanted = [
+        {(block, each.name) for block in part for each in whole.layout(block).parameters}
+        | {(0, name) for block in part for name in whole.borrowed(block)}
+        for part in parts
+    ]
+    mine = {block for block, _ in wanted[state.rank]}
+    lengths = [whole.layout(block).numel if block in mine else 0 for block in range(whole.layers)]
+    flats = [torch.zeros(length, dtype=state.exact, device=state.settings.device) for length in lengths]
+    views = {block: named_views(whole.layout(block), flats[block]) for block in mine}
+    rooms = {(block, name): views[block][name] for block, name in wanted[state.rank]}
+    for layer in range(model.layers):
+        names = {(block, each.name) for block, each in model.run(layer).parameters()}
+        for rank, theirs in enumerate(wanted):
+            if names & theirs:
+                _give(state, layer, rank, rooms)
+    return flats
+
+
+def _give(state: State, layer: int, rank: int, rooms: Mapping[tuple[int, str], Tensor]) -> None:
+    """Put a layer together on a rank, which keeps the parameters that it has room for, by block and name."""
+    flat = collect(state, state.kept, layer, rank)
+    if flat is not None:
+        for block, parameter, tensor in whole_parameters(state.model, layer, flat):
+            if (block, parameter.name) in rooms:
+                rooms[block, parameter.name].copy_(tensor)

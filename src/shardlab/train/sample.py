@@ -20,7 +20,6 @@ from shardlab.models.tensors import Initial
 from shardlab.train.printable import printable
 
 SAMPLE_TOKENS = 128
-"""Tokens of a sample, at most: a run of fewer steps writes one for each, since it has learned little to show."""
 PROMPT_BYTES = 32
 _SEARCHED = 1000
 
@@ -34,11 +33,9 @@ def opening(corpus: Corpus) -> bytes:
     return next(filter(None, whole), text[:PROMPT_BYTES])
 
 
-def continued(
-    go_on: Callable[[Sequence[int], int], Iterable[int]], prompt: bytes, tokenizer: Tokenizer, steps: int
-) -> str:
-    """A prompt of at least a token, and the tokens with which a model goes on that is trained for so many steps."""
-    drawn = go_on(tokens_of(prompt, tokenizer), min(SAMPLE_TOKENS, steps))
+def continued(go_on: Callable[[Sequence[int], int], Iterable[int]], prompt: bytes, tokenizer: Tokenizer) -> str:
+    """A prompt of at least a token, and SAMPLE_TOKENS with which a model goes on."""
+    drawn = go_on(tokens_of(prompt, tokenizer), SAMPLE_TOKENS)
     return printable(prompt.decode(errors="replace")) + "".join(as_text(drawn, tokenizer))
 
 

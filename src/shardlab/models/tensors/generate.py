@@ -14,7 +14,7 @@ from torch import Tensor
 from shardlab.errors import UserError
 from shardlab.models.model import Model
 from shardlab.models.tensors.cache import KeysValues, can_cache
-from shardlab.models.tensors.flat import views, with_borrowed
+from shardlab.models.tensors.flat import named_views, views
 from shardlab.models.tensors.layers import layers_of
 from shardlab.models.tensors.seeding import generator_of
 from shardlab.models.tensors.share import Share
@@ -78,17 +78,30 @@ class Writer:
 
     Args:
         model: of whole blocks.
-        flats: each block's complete flat weights.
+        flats: each block's complete flat weights; of a block that is not computed here, and from which none that is
+            borrows, anything.
         choice: how tokens are drawn.
         cached: keep keys and values, if the model's tokens meet in attention alone.
+        blocks: those that are computed here (None: all).
     """
 
-    def __init__(self, model: Model, flats: Sequence[Tensor], choice: Choice, *, cached: bool = True) -> None:
+    def __init__(
+        self,
+        model: Model,
+        flats: Sequence[Tensor],
+        choice: Choice,
+        *,
+        cached: bool = True,
+        blocks: range | None = None,
+    ) -> None:
         self._model, self._choice = model, choice
-        self._layers = layers_of(model)
+        here, layers = range(model.layers) if blocks is None else blocks, layers_of(model)
+        self._layers = [layers[block] for block in here]
         self._device = flats[0].device
-        self._parameters = with_borrowed(model, [views(model.layout(layer), flat) for layer, flat in enumerate(flats)])
-        self._caches = [KeysValues() for _ in self._layers] if cached and can_cache(model) else None
+        self._parameters = [
+            [*views(model.layout(block), flats[block]), *_borrowed(model, block, flats[0])] for block in here
+        ]
+        self._caches = [KeysValues() for _ in here] if cached and can_cache(model) else None
         self._text: list[int] = []
         self._unread: list[int] = []
         self._generator = generator_of("generate", choice.seed)
@@ -118,11 +131,14 @@ class Writer:
             start = 0
         seen = self._text[start:][-self._model.seq_len :]
         x = torch.tensor(seen, device=self._device)[None]
-        share = Share(tokens=range(start, start + len(seen)))
+        return self.compute(x, Share(tokens=range(start, start + len(seen))))[0, -len(tokens) :]
+
+    def compute(self, x: Tensor, share: Share) -> Tensor:
+        """The blocks' outputs (1, tokens, features) for the tokens (1, tokens) that follow those seen before."""
         caches = self._caches or [None] * len(self._layers)
         for layer, weights, cache in zip(self._layers, self._parameters, caches, strict=True):
             (x,) = layer.run(weights, (x,), share, cache=cache)
-        return x[0, -len(tokens) :]
+        return x
 
     def go_on(self, tokens: Sequence[int], count: int) -> Iterator[int]:
         """Read some tokens, then write `count`, each given as it is drawn.
@@ -137,3 +153,9 @@ class Writer:
             token = self._choice.draw(logits[-1], self._generator)
             given = self._unread = [token]
             yield token
+
+
+def _borrowed(model: Model, block: int, first: Tensor) -> list[Tensor]:
+    """The parameters of the first block that this one computes with as well."""
+    names = model.borrowed(block)
+    return [named_views(model.layout(0), first)[name] for name in names]
