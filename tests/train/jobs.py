@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +21,7 @@ from shardlab.execute import Executor, Settings
 from shardlab.program import Holds, UserError
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
+from shardlab.train.launch import run_ranks
 from shardlab.train.traced_steps import Tracing
 from shardlab.train.tracing import TracedExecutor
 
@@ -52,6 +57,32 @@ def die_while_traced(rank: int, device: torch.device, job: Job, folder: Path) ->
     tracer = TracedExecutor(executor, job, folder, Tracing(warm_up=1, timed=3, measured=1))
     for _ in range(5):
         tracer.step()
+
+
+def connect_slowly(rank: int, environments: Sequence[Mapping[str, str]], mark: Path) -> bool:
+    """Whether rank 1, which takes a second more to connect, has done so when another rank's function is called."""
+    connect = dist.init_process_group
+
+    def slowly(*arguments: Any, **named: Any) -> None:
+        connect(*arguments, **named)
+        if rank == 1:
+            time.sleep(1)
+            mark.touch()
+
+    os.environ.update(environments[rank])
+    with patch.object(dist, "init_process_group", slowly):
+        return run_ranks(len(environments), exists, mark)
+
+
+def exists(rank: int, device: torch.device, mark: Path) -> bool:
+    return mark.exists()
+
+
+def lose(rank: int, device: torch.device) -> None:
+    """Rank 1 loses its connection; rank 0 does not notice."""
+    if rank == 1:
+        raise RuntimeError("Connection closed by peer")
+    time.sleep(60)
 
 
 def complain(rank: int, device: torch.device) -> None:

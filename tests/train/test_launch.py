@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 from shardlab.program import UserError
 from shardlab.train import launch
 from shardlab.train.launch import run_ranks
-from shardlab.train.processes import RankFailed
+from shardlab.train.processes import RankFailed, run_processes
 from tests.support.ports import free_port
 from tests.support.ranks import PRELOAD
 from tests.train import jobs
@@ -54,6 +55,11 @@ def test_a_users_mistake_that_only_a_rank_can_see_is_one_sentence() -> None:
 def test_a_rank_that_is_killed_is_named() -> None:
     with pytest.raises(RankFailed, match=r"\b1\b.*(killed|SIGKILL)"):
         run_ranks(2, jobs.die_on, 1)
+
+
+def test_a_rank_that_lost_its_connection_is_named_where_others_did_not_notice_and_were_killed() -> None:
+    with pytest.raises(RankFailed, match="rank 1 lost its connection"):
+        run_ranks(2, jobs.lose)
 
 
 def test_a_rank_that_is_asked_to_end_ends_what_saves_nothing() -> None:
@@ -112,6 +118,13 @@ LAUNCHERS: dict[str, Environment] = {
 def test_under_a_launcher_the_process_joins_its_world(launcher: str) -> None:
     port = str(free_port())
     assert launched([LAUNCHERS[launcher](rank, port) for rank in range(2)]) == [6, 6]
+
+
+def test_no_rank_can_leave_before_all_have_met(tmp_path: Path) -> None:
+    """Under load it could: gloo fails on a rank that is still to be connected with one that has gone."""
+    port = str(free_port())
+    environments = [LAUNCHERS["torchrun's variables"](rank, port) for rank in range(2)]
+    assert run_processes(2, PRELOAD, jobs.connect_slowly, environments, tmp_path / "met")
 
 
 def test_torchrun_itself_can_start_the_training_command(tmp_path: os.PathLike[str]) -> None:

@@ -221,6 +221,7 @@ def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Stor
         device_id=None if device.type == "cpu" else device,
     )
     if device.type == "cpu":
+        # Here all meet, too: gloo returns where this rank is connected; others, if it left then, could not be.
         meet_neighbours(joining.timeout, shares=memory_limit() is None)
 
 

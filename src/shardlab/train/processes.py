@@ -187,6 +187,7 @@ class _Ranks:
         self._pipes: dict[Connection, int] = {}
         self._answers: dict[int, _Answer] = {}
         self._ended: dict[int, int] = {}  # exit codes, in the order in which they ended
+        self._killed: set[int] = set()  # those that had not ended by themselves
         self._asked = self._end = float("inf")  # when they were asked, and when those that are left are killed
         self._grace = GRACE
         self._late = ""
@@ -253,6 +254,7 @@ class _Ranks:
     def kill(self) -> None:
         """End those that are left."""
         left = [rank for rank in range(len(self._processes)) if rank not in self._ended]
+        self._killed.update(left)
         for rank in left:
             self._processes[rank].kill()
         for rank in left:
@@ -275,7 +277,8 @@ class _Ranks:
                 raise UserError(own[rank].sentence)
             raise self._failure(f"rank {rank} failed, and the run ended with it.\n\n{own[rank].trace}")
         asked = self._asked < float("inf")
-        silent = [rank for rank in self._ended if rank not in self._answers]
+        unexplained = self._ended.keys() - self._answers.keys() - (self._killed if failed else set())
+        silent = [rank for rank in self._ended if rank in unexplained]
         if 0 in self._answers and 0 not in failed and (asked or (not silent and not failed)):
             return self._answers[0].result
         if asked:
