@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -206,3 +207,19 @@ def test_in_the_first_pass_a_look_up_keeps_all_that_was_saved_and_the_gradients_
     features += [-each.outputs for each in primitives if isinstance(each, Scores)]  # those of the logits are given
     caught = ROWS * model.seq_len * sum(features)
     assert kept_between_the_halves(model, layer, None) == model.run(layer).saved(ROWS, made_again=False) + caught
+
+
+EVERY = [*MODELS, *MEASURED]
+
+
+@pytest.mark.parametrize(("model", "layer"), [(m, layer) for m in EVERY for layer in range(m.layers)], ids=str)
+def test_the_first_half_asks_autograd_once_and_the_second_one_for_each_entry(model: Model, layer: int) -> None:
+    graph, flat, gradients = graph_of(model, layer)
+    with (
+        patch.object(torch.autograd, "grad", wraps=torch.autograd.grad) as first,
+        patch.object(torch.autograd, "backward", wraps=torch.autograd.backward) as second,
+    ):
+        graph.backward_input(gradients, flat)
+        assert (first.call_count, second.call_count) == (1, 0)
+        graph.backward_weight(views(model.layout(layer), torch.zeros_like(flat)))
+    assert (first.call_count, second.call_count) == (1, model.entries(layer))

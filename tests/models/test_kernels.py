@@ -127,6 +127,14 @@ def test_the_way_back_takes_twice_the_products_and_fused_attention_two_and_a_hal
         assert flops(of_weight) == flops(learned)
 
 
+def test_the_gradients_of_what_is_looked_up_are_left_to_the_second_half() -> None:
+    forward = GROUPED.kernels(0, 2, 8)
+    of_input = [made.name for k in forward for made in k.backward_input() if isinstance(made, Pointwise)]
+    of_weight = [made.name for k in forward for made in k.backward_weight() if isinstance(made, Pointwise)]
+    assert {"embedding", "positions"} <= set(of_weight)
+    assert not set(of_input) & set(of_weight)
+
+
 def test_a_bias_is_added_by_its_product_and_its_gradient_is_a_sum_over_rows() -> None:
     product = Matmul(30, 7, 5, bias=True)
     assert product.elements == Matmul(30, 7, 5).elements

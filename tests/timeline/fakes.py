@@ -75,6 +75,9 @@ class FakeModel:
 
     seq_len: int = 16
 
+    def entries(self, layer: int) -> int:
+        return 0
+
     def kernels(self, layer: int, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
         return (Matmul(sequences * tokens, 8 // slices, 4),)
 

@@ -49,7 +49,7 @@ class MeasuredDevice(Device):
 
 
 def at_entry(kind: OpKind) -> str:
-    """What the time is called that half a backward pass takes for each entry of parameters, beside its kernels."""
+    """What the time is called that half a backward pass takes for each entry of a matrix, beside its kernels."""
     return f"{kind.value}:entry"
 
 

@@ -17,7 +17,7 @@ from shardlab.program.files import write_whole
 from shardlab.program.lag import NO_LAG, Lag
 from shardlab.program.nesting import parsed
 
-VERSION = 4
+VERSION = 5
 
 Measured = TypeVar("Measured", "AlphaBeta", "Rate", "Lag")
 
@@ -77,7 +77,7 @@ class Profile:
         kernels: by family and dtype, while all places are busy. Families are "matmul", "attention", "update",
             "pointwise", "pointwise:NAME" for one pointwise kernel of its own speed, all but the update's also with
             "_backward" at the end; "op:NAME", whose launch is what each op of that name takes beside its kernels; and
-            "op:NAME:entry", of half a backward pass, for each entry of parameters (see `shardlab.models.kernels`).
+            "op:NAME:entry", of half a backward pass, for each entry of a matrix (see `shardlab.models.run.Run`).
         memory: bytes that all ranks have together, or each device.
         layers: the raw points that the kernels were fitted to, as measured.
         alone: `kernels` while one place is busy and has the memory to itself.

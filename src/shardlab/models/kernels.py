@@ -5,7 +5,6 @@ A device says how long a kernel takes (`shardlab.hardware`). What is counted her
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -95,6 +94,10 @@ class FusedAttention(NamedTuple):
         return ()
 
 
+LOOKUPS = ("embedding", "positions")
+"""Pointwise kernels whose backward pass makes a matrix's gradient, and none of an input."""
+
+
 class Pointwise(NamedTuple):
     """What goes through memory element by element: norms, activations, dropout, sums, softmax, look-ups.
 
@@ -118,26 +121,15 @@ class Pointwise(NamedTuple):
         return 0.0
 
     def backward_input(self) -> tuple[Kernel, ...]:
-        return (Pointwise(self.name, self.back, 0.0, backward=True),) if self.back else ()
+        return () if self.name in LOOKUPS else self._back()
 
     def backward_weight(self) -> tuple[Kernel, ...]:
-        return ()
+        """The gradient of the matrix, of a look-up."""
+        return self._back() if self.name in LOOKUPS else ()
+
+    def _back(self) -> tuple[Kernel, ...]:
+        return (Pointwise(self.name, self.back, 0.0, backward=True),) if self.back else ()
 
 
 Kernel = Matmul | FusedAttention | Pointwise
 """One thing that a device runs."""
-
-NORMS = ("layer_norm", "rms_norm")
-
-
-def entries(kernels: Iterable[Kernel]) -> int:
-    """How often parameters enter the graph of a layer that runs these kernels: in each norm, and in each product with
-    one. Each adds to what a backward pass in two halves costs.
-
-    >>> entries([Pointwise("rms_norm", 8.0, 12.0), Matmul(4, 4, 4), Matmul(4, 4, 4, learned=False)])
-    2
-    """
-    return sum(
-        kernel.learned if isinstance(kernel, Matmul) else isinstance(kernel, Pointwise) and kernel.name in NORMS
-        for kernel in kernels
-    )

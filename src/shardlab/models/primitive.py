@@ -111,6 +111,13 @@ class Primitive(ABC):
         """Elements of those that are dropout masks."""
         return 0
 
+    @property
+    def enters(self) -> tuple[str, ...]:
+        """Names of its matrices that it does not multiply by, as look-ups and experts' biases: autograd makes their
+        gradients."""
+        matrices = tuple(parameter.name for parameter in self.parameters() if len(parameter.shape) > 1)
+        return matrices[1:] if self.product else matrices
+
     def keeps_for_weight(self) -> tuple[str, ...]:
         """The tensors that the second half of a split backward pass reads."""
         return tuple(self.reads) if self._has_matrix else ()

@@ -114,6 +114,12 @@ class Run:
             slice, numbers[index] = divmod(slice, self.pieces[index])
         return numbers
 
+    @property
+    def entries(self) -> int:
+        """How often matrices enter its graph beside products: for each, the second half of a backward pass asks
+        autograd (`shardlab.execute.graph`)."""
+        return sum(len(step.primitive.enters) for step in self.steps)
+
     def saved(self, rows: int, made_again: bool = True) -> int:
         """Elements that are kept beyond the layer's inputs and parameters, for `rows` sequences.
 

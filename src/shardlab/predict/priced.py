@@ -10,7 +10,7 @@ from shardlab.hardware import Cluster
 from shardlab.hardware.collectives import nodes_of
 from shardlab.hardware.measured import at_entry
 from shardlab.models import Model
-from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise, entries
+from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.models.matrices import matrices_of
 from shardlab.predict.recipe import OWN, Recipe
 from shardlab.program import Group, Holds, Kind, Mesh, Op, OpKind, Sizes, Spec
@@ -99,10 +99,11 @@ class ClusterPrices(Prices):
             stats = () if len(op.inputs) == 2 else loss  # given, or to be found out
             return self.seconds_of([*stats, *(() if kind is OpKind.LOSS_STATS else backward_input(loss))])
         kernels = self.recipe.kernels.run(self.model.kernels(op.layer, sequences, tokens, slices))
-        return self.layer_seconds(kind, kernels)
+        return self.layer_seconds(kind, kernels, self.model.entries(op.layer))
 
-    def layer_seconds(self, kind: OpKind, kernels: Sequence[Kernel]) -> float:
-        """A pass of such a kind through a layer, or its attention, whose forward pass runs these kernels."""
+    def layer_seconds(self, kind: OpKind, kernels: Sequence[Kernel], entries: int = 0) -> float:
+        """A pass of such a kind through a layer, or its attention, whose forward pass runs these kernels, and whose
+        graph has so many entries (`models.run.Run`)."""
         if kind in (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ATTEND):
             return self.seconds_of(kernels)
         if kind is OpKind.ATTEND_BACKWARD:
@@ -116,7 +117,7 @@ class ClusterPrices(Prices):
             recomputed = sum(
                 share * self.seconds_of([kernel]) for kernel, share in self.recipe.memory.recomputed(kernels)
             )
-        cut = entering * entries(kernels) if entering else 0.0
+        cut = entering * entries
         needed = weights if both or kind is OpKind.BACKWARD_WEIGHT else []
         return cut + recomputed + self.seconds_of([*inputs, *needed])
 
