@@ -2,7 +2,7 @@
 
 A layer's graph costs as much as a small layer's arithmetic: its ends are cut from its neighbours', and every backward
 pass starts autograd's engine anew. A pipeline's stage is a chain of its layers, and so is the whole model where one
-bucket has all gradients.
+bucket has all gradients. Layers whose passes are written out have no graph, and are in no chain.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardlab.execute import attention, slicing
+from shardlab.execute import attention, slicing, written
 from shardlab.execute.gradient_room import gradient_room, own_columns, parameters_of
 from shardlab.execute.graph import FlatWeight, Graph
 from shardlab.execute.saved import Saved
@@ -92,10 +92,13 @@ def _rows(state: State, spec: Spec, which: int) -> Tensor:
 
 def forward(state: State, at: int, op: Op) -> Instruction:
     """A layer; with its graph, if the tape saves one."""
+    saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
+    if saves and op.layer in state.written:
+        return written.forward(state, at, op, state.written[op.layer])
     layer, (x, weight, *carried), values = state.layers[op.layer], op.inputs, state.values
     share, halved = state.share(op), at in state.analysis.halved
     keeps = state.keeps_inputs(op.layer)
-    saves, over = state.specs[op.outputs[-1]].kind is Kind.SAVED, at in state.analysis.last_reads
+    over = at in state.analysis.last_reads
     outputs = op.outputs[: len(op.outputs) - saves]
 
     def inputs() -> list[Tensor]:
@@ -130,6 +133,8 @@ def _saved(state: State, at: int, op: Op, weight: FlatWeight) -> Saved | None:
 
 def recompute(state: State, at: int, op: Op) -> Instruction:
     """A layer again, for its graph alone."""
+    if op.layer in state.written:
+        return written.forward(state, at, op, state.written[op.layer])
     layer, (x, weight), saved, values = state.layers[op.layer], op.inputs, op.outputs[0], state.values
     over = at in state.analysis.last_reads
     share, halved = state.share(op), at in state.analysis.halved
@@ -207,6 +212,8 @@ def loss(state: State, at: int, op: Op) -> Instruction:
 
 def backward(state: State, at: int, op: Op) -> Instruction:
     """Through the graph that FORWARD or RECOMPUTE left; adds to an older gradient where an ADD would follow."""
+    if op.layer in state.written:
+        return written.backward(state, at, op, state.written[op.layer])
     (_, gradient, weight, saved, *carried), (grad_weight, *outputs), values = op.inputs, op.outputs, state.values
     layout, room = state.shapes.layout_of_weight(op.layer), gradient_room(state, at, op)
     own = own_columns(state, op)
@@ -227,6 +234,8 @@ def backward(state: State, at: int, op: Op) -> Instruction:
 
 def backward_input(state: State, at: int, op: Op) -> Instruction:
     """The half that gives the input's gradient; the graph stays for the other half."""
+    if op.layer in state.written:
+        return written.backward_input(state, at, op, state.written[op.layer])
     (_, gradient, weight, saved, *carried), (*outputs, half), values = op.inputs, op.outputs, state.values
     own = own_columns(state, op)
 
@@ -243,6 +252,8 @@ def backward_input(state: State, at: int, op: Op) -> Instruction:
 
 def backward_weight(state: State, at: int, op: Op) -> Instruction:
     """The half that gives the weight's gradient, added to an older one where an ADD would follow."""
+    if op.layer in state.written:
+        return written.backward_weight(state, at, op, state.written[op.layer])
     half, grad_weight, values = op.inputs[2], op.outputs[0], state.values
     layout, room = state.shapes.layout_of_weight(op.layer), gradient_room(state, at, op)
 

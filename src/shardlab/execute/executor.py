@@ -142,6 +142,7 @@ class Executor:
     def _chains(self) -> list[Chain]:
         state, analysis = self.state, self.state.analysis
         own = {at for at, op in enumerate(state.tape) if op.kind is OpKind.FORWARD and takes_own(state, op.layer)}
+        own |= {at for at, op in enumerate(state.tape) if op.layer in state.written}  # which no graph joins
         return chains_of(state.tape, analysis.in_place, analysis.buckets, analysis.moved | own)
 
     def _prepare(self, at: int, op: Op) -> Instruction:

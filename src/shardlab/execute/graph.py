@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence, Set
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -17,11 +18,16 @@ from shardlab.models.tensors import Dropout, Products, Share, TensorLayer, views
 
 
 class FlatWeight:
-    """A layer's complete flat weights on the device, and its parameters as leaves that view them."""
+    """A layer's complete flat weights on the device, and its parameters, which view them."""
 
     def __init__(self, flat: Tensor, layout: LayerLayout) -> None:
         self.flat = flat
-        self.leaves = [view.detach().requires_grad_() for view in views(layout, flat)]
+        self.views = views(layout, flat)
+
+    @cached_property
+    def leaves(self) -> list[Tensor]:
+        """The parameters, as leaves of autograd's graphs."""
+        return [view.detach().requires_grad_() for view in self.views]
 
 
 class Graph:

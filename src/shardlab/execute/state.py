@@ -26,10 +26,12 @@ from shardlab.models.matrices import matrices_of
 from shardlab.models.tensors import (
     Dropout,
     Share,
+    WrittenLayer,
     compiled_layers_of,
     initial_weights,
     layers_of,
     lengthened,
+    written_layer,
 )
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
 from shardlab.program.precision import FP64
@@ -58,6 +60,7 @@ class State:
         finite: whether the gradient of the step has been so far, as its norm says.
         not_finite: the first layer of the step whose gradient, as this rank was to update by it, is not finite.
         squared_norm: of the step's whole gradient; NaN where the program gives no update a norm.
+        written: the layers, by number, whose passes are written out; autograd makes the backward passes of others.
         loss: (2,) float64, on the device: the loss summed over the tokens that this rank reports, and their number.
         rehearses: whether the tape runs without dropout and without changing what outlives the step.
     """
@@ -85,6 +88,7 @@ class State:
         self.layers = compiled_layers_of(model) if settings.compile else layers_of(model)
         self.signatures = checked.program.sizes.signatures
         self.shapes = Shapes(checked, model, rows, None if of is None else of.shapes.flat)
+        self.written = self._written()
         self.loss_owners = loss_owners(checked)
         self.analysis = Analysis(checked, rank)
         self.values: list[Any] = [None] * (max(self.specs, default=-1) + 1)
@@ -122,6 +126,20 @@ class State:
         self.stepping: list[Slice] = []
         self._given_back: dict[tuple[int, Holds], int] = {}  # bytes of kept weights that have no memory now
         self._side_by_side: dict[int, Tensor] = {}
+
+    def _written(self) -> dict[int, WrittenLayer]:
+        """The layers whose passes are written out: on a CPU, of whole sequences, and where no compiler writes them.
+
+        What attention has mixed as an op of its own has more features than the next layer's linear map takes.
+        """
+        if self.settings.compile or self.settings.device.type != "cpu":
+            return {}
+        computing = [op for op in self.tape if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)]
+        others = {op.layer for op in computing if not self.specs[op.inputs[0]].whole_sequences}
+        others |= {number + 1 for number, run in enumerate(self.model.runs) if run.attend is not None}
+        its = {op.layer: self.layers[op.layer] for op in computing if op.layer not in others}
+        written = {number: written_layer(layer.layer, layer.names) for number, layer in its.items()}
+        return {number: layer for number, layer in written.items() if layer is not None}
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:
         """The first weights of some slices, as they are kept."""
