@@ -33,7 +33,7 @@ def both(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[tuple[Tensor, T
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 9), max_size=3), st.integers(1, 99), st.integers(1, 99), st.booleans(), st.booleans())
+@given(st.lists(st.integers(0, 9), max_size=3), st.integers(1, 199), st.integers(1, 199), st.booleans(), st.booleans())
 def test_any_shape_has_the_result_of_torchs_own(
     rows: list[int], inputs: int, outputs: int, has_bias: bool, apart: bool
 ) -> None:
@@ -43,27 +43,34 @@ def test_any_shape_has_the_result_of_torchs_own(
     for ours, torchs in both(x, weight, bias):
         assert ours.shape == torchs.shape
         assert torch.allclose(ours, torchs, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(onednn.linear_forward(x, weight, bias), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+    gradient = torch.randn(*rows, outputs)
+    assert torch.allclose(onednn.linear_backward(gradient, weight), gradient @ weight, rtol=1e-4, atol=1e-4)
 
 
 @needs_onednn
-def test_it_computes_in_float32_on_cpus_and_leaves_the_rest_to_torch() -> None:
+def test_it_computes_large_products_in_float32_on_cpus_and_leaves_the_rest_to_torch() -> None:
     called = patch.object(onednn, "_product", wraps=onednn._product)
-    for dtype, device, calls in (
-        (torch.float32, "cpu", 2),
-        (torch.float64, "cpu", 0),
-        (torch.bfloat16, "cpu", 0),
-        (torch.float32, "meta", 0),
+    for dtype, device, width, calls in (
+        (torch.float32, "cpu", 128, 2),
+        (torch.float32, "cpu", 127, 0),
+        (torch.float64, "cpu", 128, 0),
+        (torch.bfloat16, "cpu", 128, 0),
+        (torch.float32, "meta", 128, 0),
     ):
-        x, weight = (torch.ones(3, 4, dtype=dtype, device=device) for _ in range(2))
+        x, weight = (torch.ones(128, width, dtype=dtype, device=device) for _ in range(2))
         with called as product:
             onednn.linear(x.requires_grad_(), weight, None).sum().backward()
-        assert product.call_count == calls, (dtype, device)
+            assert product.call_count == calls, (dtype, device)
+            made = onednn.linear_forward(x.detach(), weight, None)
+            onednn.linear_backward(made, weight)
+            assert product.call_count == 2 * calls, (dtype, device)
 
 
 @needs_onednn
 def test_it_is_turned_off_as_torch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    x, weight, bias = torch.randn(64, 64), torch.randn(64, 64), torch.randn(64)
+    x, weight, bias = torch.randn(64, 128), torch.randn(128, 128), torch.randn(128)
     with patch.object(onednn, "_product") as product:
         assert torch.equal(onednn.linear(x, weight, bias), F.linear(x, weight, bias))
     product.assert_not_called()
@@ -76,13 +83,13 @@ def test_autograd_keeps_the_weight_alone_and_hands_it_over() -> None:
         kept.append(tensor)
         return len(kept) - 1
 
-    x, weight = torch.randn(5, 6).requires_grad_(), torch.randn(7, 6)
+    x, weight = torch.randn(5, 128).requires_grad_(), torch.randn(128, 128)
 
     def unpack(number: int) -> Tensor:
         return torch.zeros_like(kept[number])
 
     with saved_tensors_hooks(pack, unpack):
-        made = onednn.linear(x, weight.requires_grad_(), torch.randn(7))
+        made = onednn.linear(x, weight.requires_grad_(), torch.randn(128))
     made.sum().backward()
     assert [tensor.data_ptr() for tensor in kept] == [weight.data_ptr()]
     assert x.grad is not None

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlab.models.primitive import LARGE
+
 AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
 """Whether this torch has both."""
 
@@ -22,12 +24,22 @@ AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_avail
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear map of `x` (..., inputs) to (..., outputs), by a weight (outputs, inputs) and a bias (outputs).
 
-    Autograd goes through it to `x` alone. It is oneDNN's in float32 on a CPU, where `torch.backends.mkldnn.enabled` is
-    not turned off; elsewhere torch's own.
+    Autograd goes through it to `x` alone. A large one is oneDNN's in float32 on a CPU, unless
+    `torch.backends.mkldnn.enabled` is turned off; others are torch's own.
     """
-    if AVAILABLE and torch.backends.mkldnn.enabled and x.dtype == torch.float32 and x.device.type == "cpu":
+    if _takes(x, weight):
         return cast("Tensor", _Linear.apply(x, weight.detach(), bias))
     return F.linear(x, weight.detach(), None if bias is None else bias.detach())
+
+
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same without autograd, which is not to go through it."""
+    return _product(x, weight, bias) if _takes(x, weight) else F.linear(x, weight, bias)
+
+
+def linear_backward(gradient: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of what a linear map read, of that of what it made."""
+    return _product(gradient, weight.T) if _takes(gradient, weight) else gradient @ weight
 
 
 class _Linear(torch.autograd.Function):
@@ -39,6 +51,16 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return _product(gradients[0], ctx.saved_tensors[0].T), None, None
+
+
+def _takes(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.dtype == torch.float32
+        and weight.numel() >= LARGE
+        and x.device.type == "cpu"
+        and AVAILABLE
+        and torch.backends.mkldnn.enabled
+    )
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -23,7 +23,8 @@ from torch import Tensor
 from shardlab.models.attention import Attend, Projection
 from shardlab.models.primitive import Primitive
 from shardlab.models.primitives import Activate, Add, Embed, Linear, Lookup, Norm, Scores
-from shardlab.models.tensors.products import add_product
+from shardlab.models.tensors.onednn import linear_backward, linear_forward
+from shardlab.models.tensors.products import add_product, add_rows
 
 Weights = Sequence[Tensor]
 """A layer's parameters, in the order of their names; or where their gradients are added."""
@@ -302,12 +303,12 @@ def _linear(at: TensorPlaces, read: str, result: str, weight: int, bias: int) ->
     again = at.again.get(x)
 
     def forward(tensors: list[Any], weights: Weights) -> None:
-        tensors[made] = F.linear(tensors[x], weights[weight], weights[bias] if bias >= 0 else None)
+        tensors[made] = linear_forward(tensors[x], weights[weight], weights[bias] if bias >= 0 else None)
 
     def add(rooms: Weights, gradient: Tensor, read: Tensor) -> None:
         add_product(rooms[weight], gradient.t(), read)
         if bias >= 0:
-            rooms[bias].add_(gradient.sum(0))
+            add_rows(rooms[bias], gradient)
 
     def backward(kept: list[Any], gradients: list[Any], weights: Weights, take: Take) -> None:
         if again is not None:
@@ -316,6 +317,6 @@ def _linear(at: TensorPlaces, read: str, result: str, weight: int, bias: int) ->
         take(add, gradient, kept[x])
         if again is not None:
             kept[x] = None
-        _give(gradients, x, gradient.mm(weights[weight]))
+        _give(gradients, x, linear_backward(gradient, weights[weight]))
 
     return BothPasses(forward, backward, () if again else (x,))
