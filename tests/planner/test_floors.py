@@ -64,6 +64,8 @@ def test_a_floor_never_exceeds_the_forecast(recipe: str) -> None:
         assert least.bytes <= way[1] <= bytes, candidate
         of_ways = dict(zip(floors.sharing.of(shape).ways, floors.bytes_of_ways(shape, bare), strict=True))
         assert of_ways[words(candidate.plan)] <= bytes, candidate
+        of_ways = dict(zip(floors.sharing.of(shape).ways, floors.seconds_of_ways(shape, bare), strict=True))
+        assert of_ways[words(candidate.plan)] <= seconds, candidate
     assert seen > 2
 
 
@@ -152,7 +154,9 @@ def test_floors_follow_the_order_of_a_pipeline(schedule: str, shared: str) -> No
         shard_optimizer=() if shared == "nothing" else shard,
         reshard_after="step" if shared == "gathered once" else "layer",
     )
-    found = answer(asked, Asked(candidate))
+    found, floors = answer(asked, Asked(candidate)), Floors(asked)
     assert found is not None
     seconds = found.forecast.seconds
-    assert 0.93 * seconds <= Floors(asked).seconds(shape, candidate) <= seconds
+    assert 0.93 * seconds <= floors.seconds(shape, candidate) <= seconds
+    place = list(floors.sharing.of(shape).ways).index(words(candidate.plan))
+    assert 0.75 * seconds <= floors.seconds_of_ways(shape, _bare(shape, candidate.plan))[place] <= seconds

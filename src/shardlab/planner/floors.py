@@ -16,16 +16,16 @@ import numpy as np
 
 from shardlab.planner.layer_floors import Array, LayerFloors, ShapeLayers
 from shardlab.planner.memory_floors import SURE, MemoryFloors
+from shardlab.planner.pass_counts import UNSPLIT
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.rank_orders import Pipelines
 from shardlab.planner.sharing_floors import SharingFloors
 from shardlab.planner.space import PlanShape
+from shardlab.planner.stage_ends import PlacedEnds
 from shardlab.planner.step_floors import StepFloors
 from shardlab.planner.traffic import StepTraffic
+from shardlab.planner.way_floors import WayFloors
 from shardlab.strategies.plan import Plan
-
-UNSPLIT = ("gpipe", "1f1b", "interleaved-1f1b", "breadth-first")
-"""Schedules whose backward passes hand back a gradient last of all."""
 
 
 class ShapeFloor(NamedTuple):
@@ -67,9 +67,10 @@ class Floors:
         self.problem = problem
         self._layers, self._pipelines = ShapeLayers(problem), Pipelines(problem)
         self.memory = MemoryFloors(self._layers, self._pipelines)
-        traffic = StepTraffic(self._layers)
+        traffic, ends = StepTraffic(self._layers), PlacedEnds(self._layers, self._pipelines)
         self.sharing = SharingFloors(self._layers, self.memory, traffic)
-        self.steps = StepFloors(self._layers, self._pipelines, traffic)
+        self.steps = StepFloors(self._layers, self._pipelines, traffic, ends)
+        self._ways = WayFloors(self._layers, self._pipelines, traffic, ends)
 
     def passes(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> LayerFloors:
         """Seconds and bytes of the shape's layers, if so much is computed again."""
@@ -127,6 +128,11 @@ class Floors:
         work = np.bincount(stages.rank, both[stages.stop] - both[stages.start], plan.mesh.pp)
         after = 0.0 if split else backward[stages.first]
         return SURE * float((forward[stages.first] + each * work + after).max())
+
+    def seconds_of_ways(self, shape: PlanShape, plan: Plan) -> Array:
+        """Seconds below which no candidate with this pipeline is that shares the model in a way, in the order of
+        `ways`."""
+        return self._ways.of(shape, plan, self.sharing.of(shape))
 
     def seconds(self, shape: PlanShape, candidate: Candidate) -> float:
         """Seconds below which a candidate is not."""

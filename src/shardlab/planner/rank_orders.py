@@ -12,8 +12,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardlab.planner.pass_counts import PassCounts, pass_counts
 from shardlab.planner.problem import Problem
 from shardlab.planner.space import PlanShape, blocks_of, few_of
+from shardlab.predict.forecast import enough
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
 from shardlab.strategies.schedules.actions import Work
@@ -119,10 +121,27 @@ class Pipelines:
         self._stages: dict[Hashable, list[range]] = {}
         self._placed: dict[Hashable, PlacedStages] = {}
         self._orders: dict[Hashable, list[RankOrder]] = {}
+        self._counts: dict[Hashable, PassCounts] = {}
 
     def each(self, shape: PlanShape) -> int:
         """Microbatches of each data-parallel rank."""
         return self.problem.sequences // (shape.mesh.dp_shard * shape.mesh.ep * shape.micro_batch_size)
+
+    def timed(self, shape: PlanShape, plan: Plan) -> tuple[int, int]:
+        """So many microbatches of each data-parallel rank that the order of work then repeats itself; how many are
+        left."""
+        each = self.each(shape)
+        few = min(enough(plan, each)[0], few_of(each, plan.mesh.pp) if isinstance(plan.schedule, str) else each)
+        return few, each - few
+
+    def counts(self, shape: PlanShape, plan: Plan) -> PassCounts:
+        """How often each stage passes a microbatch, of those that are timed."""
+        few, _ = self.timed(shape, plan)
+        key = plan.mesh.pp, plan.schedule, len(self.stages(shape, plan)), few
+        if key not in self._counts:
+            units = blocks_of(self.problem, shape).layers.pipeline_units
+            self._counts[key] = pass_counts(plan.steps(units, few * plan.data_ranks))
+        return self._counts[key]
 
     def stages(self, shape: PlanShape, plan: Plan) -> list[range]:
         """The layers of each stage."""

@@ -15,15 +15,12 @@ from itertools import count
 from math import inf
 from typing import Literal, NamedTuple
 
-import numpy as np
-
-from shardlab.errors import UserError
+from shardlab.planner.dealing import deal
 from shardlab.planner.families import family, model_kinds
 from shardlab.planner.floors import Floors
 from shardlab.planner.found import Found, PlanOutcome
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.sharing_floors import shared_as
-from shardlab.planner.space import PlanShape, as_fixed, follows, legal, pipelined, shapes
+from shardlab.planner.space import PlanShape, as_fixed, pipelined, shapes
 from shardlab.planner.workers import Answer, Ask, Asked, Change
 from shardlab.program.world import gc_paused
 from shardlab.strategies.plan import Plan
@@ -331,57 +328,22 @@ class Search:
         """Every candidate with a pipeline that may fit, with its floors."""
         shape, name = waiting.shape, model_kinds(waiting.shape.mesh)
         self._made[name] = self._made.get(name, 0) + 1
-        if not follows(self.problem, shape, plan):
-            return
-        ways, passes = self._floors.ways(shape), self._floors.pipeline_seconds(shape, plan)
-        bytes = self._floors.bytes_of_ways(shape, plan)
-        fits, seconds = bytes <= self._room, ways.seconds(passes)
-        least = self._enough() if self._phase == "all" else inf
-        if (fits & (seconds <= least)).any():
-            if (wanted := self._floors.memory.of_pipeline(shape, plan, self._room)) > self._room:
-                self._note_too_large(Candidate(plan, shape.micro_batch_size, shape.precision), wanted)
-                return
-            if self._phase == "all":
-                passes = max(passes, self._floors.steps.of_pipeline(shape, plan))
-                seconds = ways.seconds(passes)
-        if (seconds[fits] > least).any():
+        whole = self._phase == "all"
+        dealt = deal(
+            self._floors,
+            shape,
+            plan,
+            least=self._enough() if whole else inf,
+            whole=whole,
+            open=name in self.found.open,
+            nearer=self._nearer,
+            too_large=self._note_too_large,
+        )
+        self.found.space["candidates"] += dealt.seen
+        if dealt.open:
             self.found.open.add(name)
-        made: list[tuple[Candidate, float, float]] = []
-        for place in np.flatnonzero(seconds <= least).tolist():
-            way = ways.plans[place]
-            if (fits[place] or self._nearer(name or family(way), bytes[place])) and (
-                candidate := self._made_of(shape, plan, way)
-            ):
-                self.found.space["candidates"] += 1
-                if fits[place]:
-                    made.append((candidate, float(seconds[place]), passes + float(ways.sharing[place])))
-                else:
-                    self._fits(shape, candidate)
-        if made and self._phase == "all":
-            self._floors.steps.follow(shape, [candidate for candidate, *_ in made])
-        for candidate, floor, guess in made:
-            if self._phase == "all":
-                floor = guess = max(floor, self._floors.seconds(shape, candidate))
-                if floor > least:
-                    if name not in self.found.open and self._fits(shape, candidate) is not None:
-                        self.found.open.add(name)
-                    continue
-            if (held := self._fits(shape, candidate)) is not None:
-                self._push(floor, guess, held, shape, candidate, timed=self._phase == "all")
-
-    def _made_of(self, shape: PlanShape, plan: Plan, way: Plan) -> Candidate | None:
-        """The candidate that shares the model in a way, if it is one that may be run."""
-        try:
-            return legal(self.problem, shape, shared_as(plan, way))
-        except UserError:
-            return None
-
-    def _fits(self, shape: PlanShape, candidate: Candidate) -> float | None:
-        """A candidate's floor of bytes, if it may fit."""
-        if (bytes := self._floors.memory.of(shape, candidate)) <= self._room:
-            return bytes
-        self._note_too_large(candidate, bytes)
-        return None
+        for each in dealt.candidates:
+            self._push(each.seconds, each.guess, each.bytes, shape, each.candidate, timed=whole)
 
     def _note(self, candidate: Candidate, answer: Answer | None) -> None:
         if answer is None:

@@ -18,46 +18,15 @@ from shardlab.planner.memory_floors import SURE, shards
 from shardlab.planner.order_times import Array, LaidOrder, PassTimes, Places
 from shardlab.planner.problem import Candidate
 from shardlab.planner.rank_orders import Pipelines
-from shardlab.planner.space import PlanShape, blocks_of, few_of
+from shardlab.planner.space import PlanShape, blocks_of
+from shardlab.planner.stage_ends import PlacedEnds, StageEnds, gathering_passes
 from shardlab.planner.traffic import Collective, StepTraffic, gathered, gathered_after, reduced
-from shardlab.predict.forecast import enough
 from shardlab.program import Kind
 from shardlab.rules.layer import GRADIENT_OF
 from shardlab.strategies.plan import Plan
 
 EXTENDED = 0.999
 """Share of the time of a step of many microbatches that its forecast has at least; see `enough`."""
-
-
-class StageEnds(NamedTuple):
-    """Where a pipeline's stages begin and end, in layers: (stages,) each.
-
-    Attributes:
-        start, stop: of the stage.
-        rank: where it is.
-        first, last: its first and last layer that has weights.
-        head, tail: the end of the block of the first one, the beginning of the block of the last one.
-    """
-
-    start: Places
-    stop: Places
-    rank: Places
-    first: Places
-    last: Places
-    head: Places
-    tail: Places
-
-    def all(self, sums: Array) -> Array:
-        """What a stage's layers add to a sum."""
-        return sums[self.stop] - sums[self.start]
-
-    def but_head(self, sums: Array) -> Array:
-        """What those after the first block add."""
-        return sums[self.stop] - sums[self.head]
-
-    def but_tail(self, sums: Array) -> Array:
-        """What those before the last block add."""
-        return sums[self.tail] - sums[self.start]
 
 
 class Timed(NamedTuple):
@@ -131,11 +100,10 @@ class Spent(NamedTuple):
 class StepFloors:
     """Floors of steps of a problem's candidates."""
 
-    def __init__(self, layers: ShapeLayers, pipelines: Pipelines, traffic: StepTraffic) -> None:
+    def __init__(self, layers: ShapeLayers, pipelines: Pipelines, traffic: StepTraffic, ends: PlacedEnds) -> None:
         self.problem = layers.problem
-        self._layers, self._pipelines, self._traffic = layers, pipelines, traffic
-        self._ends: dict[Hashable, StageEnds] = {}
-        self._orders: dict[Hashable, tuple[LaidOrder, int]] = {}
+        self._layers, self._pipelines, self._traffic, self._ends = layers, pipelines, traffic, ends
+        self._orders: dict[Hashable, LaidOrder] = {}
         self._timed: dict[Hashable, Timed] = {}
         self._followed: dict[Hashable, Followed] = {}
         self._times_spent: dict[Hashable, Spent] = {}
@@ -144,13 +112,13 @@ class StepFloors:
     def of_pipeline(self, shape: PlanShape, plan: Plan) -> float:
         """Seconds below which no candidate with this pipeline is."""
         timed = self._of(shape, plan)
-        return _sure(plan, timed) * float(timed.times.done.max())
+        return sure(plan, timed.more) * float(timed.times.done.max())
 
     def of(self, shape: PlanShape, candidate: Candidate) -> float:
         """Seconds below which a candidate is not."""
         plan, prices = candidate.plan, self._layers.prices(candidate)
         floors = self._layers.floors(shape, plan.recompute)
-        timed, stages = self._of(shape, plan), self._stages(shape, plan)
+        timed, stages = self._of(shape, plan), self._ends.of(shape, plan)
         weights = floors.arrays.weights
 
         def spent(collectives: Iterable[Collective]) -> list[Spent]:
@@ -179,7 +147,7 @@ class StepFloors:
         after = np.array([updates[elements] for elements in ranks])
         for found in spent(gathered_after(candidate)):
             after += found.ranks
-        return _sure(plan, timed) * float(ready.max() + after.max())
+        return sure(plan, timed.more) * float(ready.max() + after.max())
 
     def _spent(
         self, shape: PlanShape, candidate: Candidate, floors: LayerFloors, stages: StageEnds, on: Collective
@@ -193,29 +161,11 @@ class StepFloors:
             self._times_spent[key] = Spent(sums, of_stages, of_ranks)
         return self._times_spent[key]
 
-    def _stages(self, shape: PlanShape, plan: Plan) -> StageEnds:
-        """Where the stages of a pipeline are."""
-        placed = self._pipelines.placed(shape, plan)
-        key = id(placed), shape.mesh.tp, shape.mesh.ep
-        if key not in self._ends:
-            model = blocks_of(self.problem, shape).layers
-            weights = self._layers.floors(shape).weights
-            block = [model.gathered_with(layer) for layer in range(len(weights) - 1)]
-            ends: list[list[int]] = []
-            for start, stop in zip(placed.start.tolist(), placed.stop.tolist(), strict=True):
-                layers = [layer for layer in range(start, stop) if weights[layer + 1] > weights[layer]] or [start]
-                first, last = layers[0], layers[-1]
-                head = next((layer for layer in layers if block[layer] != block[first]), stop)
-                tail = next((layer + 1 for layer in reversed(layers) if block[layer] != block[last]), start)
-                ends.append([first, last, head, tail])
-            self._ends[key] = StageEnds(placed.start, placed.stop, placed.rank, *np.array(ends, np.intp).T)
-        return self._ends[key]
-
     def _of(self, shape: PlanShape, plan: Plan) -> Timed:
         """Time a pipeline's passes."""
         key = shape, plan.schedule, plan.stages_per_rank, plan.layers_per_stage, plan.recompute
         if key not in self._timed:
-            floors, stages = self._layers.floors(shape, plan.recompute), self._stages(shape, plan)
+            floors, stages = self._layers.floors(shape, plan.recompute), self._ends.of(shape, plan)
             order, more = self._laid(shape, plan)
             seconds = np.array([stages.all(sums) for sums in floors.arrays[:4]])
             messages = self._messages(shape, floors, stages)
@@ -232,13 +182,12 @@ class StepFloors:
 
     def _laid(self, shape: PlanShape, plan: Plan) -> tuple[LaidOrder, int]:
         """The order of a pipeline's ranks, on so many microbatches that it then repeats itself; how many are left."""
-        each = self._pipelines.each(shape)
-        few = min(enough(plan, each)[0], few_of(each, plan.mesh.pp) if isinstance(plan.schedule, str) else each)
+        few, more = self._pipelines.timed(shape, plan)
         key = plan.mesh.pp, plan.schedule, len(self._pipelines.stages(shape, plan)), few
         if key not in self._orders:
             units = blocks_of(self.problem, shape).layers.pipeline_units
-            self._orders[key] = LaidOrder(plan.steps(units, few * plan.data_ranks)), each - few
-        return self._orders[key][0], each - few
+            self._orders[key] = LaidOrder(plan.steps(units, few * plan.data_ranks))
+        return self._orders[key], more
 
     def _messages(self, shape: PlanShape, floors: LayerFloors, stages: StageEnds) -> Array:
         """Seconds of messages from each stage: of activations to the next one, of gradients to the one before."""
@@ -264,7 +213,7 @@ class StepFloors:
     def follow(self, shape: PlanShape, candidates: Sequence[Candidate]) -> None:
         """Time the passes of candidates with one pipeline all in one go, with gathers and sums of gradients in them."""
         plan = candidates[0].plan
-        timed, stages = self._of(shape, plan), self._stages(shape, plan)
+        timed, stages = self._of(shape, plan), self._ends.of(shape, plan)
         missing = {
             key: candidate for candidate in candidates if (key := self._passes(timed, candidate)) not in self._followed
         }
@@ -303,28 +252,20 @@ class StepFloors:
         return Passes(id(timed), adds, collectives, (plan.mesh, plan.reshard_after) if collectives else ())
 
 
-def _sure(plan: Plan, timed: Timed) -> float:
-    """The share of what was timed that no forecast goes below: one pipeline rank does the same again and again."""
-    return EXTENDED if timed.more and plan.mesh.pp > 1 else SURE
+def sure(plan: Plan, more: int) -> float:
+    """The share of a time that no forecast goes below, if so many microbatches were not timed: one pipeline rank does
+    the same again and again."""
+    return EXTENDED if more and plan.mesh.pp > 1 else SURE
 
 
 def _gathering(
     plan: Plan, timed: Timed, stages: StageEnds, floors: LayerFloors, gathers: Sequence[Array]
 ) -> tuple[Array, Array]:
-    """Seconds of each pass when weights are gathered, and of each kind of pass on each stage that always gathers them.
-
-    Over the first axis a block is gathered while the one before it computes, over others when it is wanted. The block
-    with which a pass begins may be there already, if the pass before was on the same stage.
-    """
+    """Seconds of each pass when weights are gathered, and of each kind of pass on each stage that always gathers
+    them."""
     order, plain = timed.order, timed.seconds
     ahead, awaited = gathers[0], np.sum(gathers[1:], axis=0) if gathers[1:] else np.zeros(len(gathers[0]))
-    forward, backward, inputs = (np.diff(sums) for sums in floors.arrays[:3])
-    again, opening = plain.copy(), plain.copy()
-    for kind, layer in ((0, forward[stages.last]), (1, backward[stages.first]), (2, inputs[stages.first])):
-        rest = stages.but_tail if kind else stages.but_head
-        again[kind] = np.maximum(plain[kind] + rest(awaited), rest(ahead) + layer)
-        opening[kind] = np.maximum(plain[kind] + stages.all(awaited), rest(ahead) + layer)
-    begins = np.maximum(opening[0], stages.all(ahead) + forward[stages.last])
+    again, opening, begins = gathering_passes(floors, stages, plain, ahead, awaited)
     seconds = plain[order.kind, order.stage]
     if plan.reshard_after != "step":
         if plan.reshard_after == "layer":

@@ -1,0 +1,113 @@
+"""Where a pipeline's stages begin and end, and how long their passes take when weights are gathered for them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import numpy as np
+
+from shardlab.planner.layer_floors import Array, LayerFloors, ShapeLayers
+from shardlab.planner.order_times import Places
+from shardlab.planner.rank_orders import Pipelines
+from shardlab.planner.space import PlanShape, blocks_of
+from shardlab.strategies.plan import Plan
+
+
+class StageEnds(NamedTuple):
+    """Where a pipeline's stages begin and end, in layers: (stages,) each.
+
+    Attributes:
+        start, stop: of the stage.
+        rank: where it is.
+        first, last: its first and last layer that has weights.
+        head, tail: the end of the block of the first one, the beginning of the block of the last one.
+    """
+
+    start: Places
+    stop: Places
+    rank: Places
+    first: Places
+    last: Places
+    head: Places
+    tail: Places
+
+    def all(self, sums: Array) -> Array:
+        """What a stage's layers add to sums up to each layer: (..., layers + 1) to (..., stages)."""
+        return sums[..., self.stop] - sums[..., self.start]
+
+    def but_head(self, sums: Array) -> Array:
+        """What those after the first block add."""
+        return sums[..., self.stop] - sums[..., self.head]
+
+    def but_tail(self, sums: Array) -> Array:
+        """What those before the last block add."""
+        return sums[..., self.tail] - sums[..., self.start]
+
+
+class GatheringPasses(NamedTuple):
+    """Seconds of each kind of pass on each stage, when weights are gathered.
+
+    Attributes:
+        again: if all are gathered but for the block with which the pass begins: (..., kinds, stages).
+        opening: if all are: (..., kinds, stages).
+        begins: of a rank's first pass, if it is on this stage: (..., stages).
+    """
+
+    again: Array
+    opening: Array
+    begins: Array
+
+
+def gathering_passes(
+    floors: LayerFloors, stages: StageEnds, plain: Array, ahead: Array, awaited: Array
+) -> GatheringPasses:
+    """Time passes while weights are gathered.
+
+    Over the first axis a block is gathered while the one before it computes, over others when it is wanted. The block
+    with which a pass begins may be there already, if the pass before was on the same stage.
+
+    Args:
+        floors: of the layers.
+        stages: where they are.
+        plain: seconds of each kind of pass without gathers: (kinds, stages).
+        ahead, awaited: seconds of gathers over the first axis and over others, as sums up to each layer:
+            (..., layers + 1).
+    """
+    forward, backward, inputs = (np.diff(sums) for sums in floors.arrays[:3])
+    again = np.array(np.broadcast_to(plain, (*ahead.shape[:-1], *plain.shape)))
+    opening = again.copy()
+    all = stages.all(awaited)
+    for kind, layer in ((0, forward[stages.last]), (1, backward[stages.first]), (2, inputs[stages.first])):
+        rest = stages.but_tail if kind else stages.but_head
+        beside = rest(ahead) + layer
+        again[..., kind, :] = np.maximum(plain[kind] + rest(awaited), beside)
+        opening[..., kind, :] = np.maximum(plain[kind] + all, beside)
+    begins = np.maximum(opening[..., 0, :], stages.all(ahead) + forward[stages.last])
+    return GatheringPasses(again, opening, begins)
+
+
+class PlacedEnds:
+    """Where the stages of a problem's pipelines begin and end, each worked out once."""
+
+    def __init__(self, layers: ShapeLayers, pipelines: Pipelines) -> None:
+        self._layers, self._pipelines = layers, pipelines
+        self._known: dict[Hashable, StageEnds] = {}
+
+    def of(self, shape: PlanShape, plan: Plan) -> StageEnds:
+        """Where a pipeline's stages are."""
+        placed = self._pipelines.placed(shape, plan)
+        key = id(placed), shape.mesh.tp, shape.mesh.ep
+        if key not in self._known:
+            model = blocks_of(self._layers.problem, shape).layers
+            weights = self._layers.floors(shape).weights
+            block = [model.gathered_with(layer) for layer in range(len(weights) - 1)]
+            ends: list[list[int]] = []
+            for start, stop in zip(placed.start.tolist(), placed.stop.tolist(), strict=True):
+                layers = [layer for layer in range(start, stop) if weights[layer + 1] > weights[layer]] or [start]
+                first, last = layers[0], layers[-1]
+                head = next((layer for layer in layers if block[layer] != block[first]), stop)
+                tail = next((layer + 1 for layer in reversed(layers) if block[layer] != block[last]), start)
+                ends.append([first, last, head, tail])
+            self._known[key] = StageEnds(placed.start, placed.stop, placed.rank, *np.array(ends, np.intp).T)
+        return self._known[key]
