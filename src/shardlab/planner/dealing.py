@@ -100,22 +100,18 @@ def deal(
         dealt.open = dealt.open or bool((seconds[fits] > least).any())
         return bool((fits & (seconds <= least)).any())
 
-    if (fits & (seconds <= least)).any():
-        if not (open and whole) and not pipeline_fits():
+    if (wanted := np.flatnonzero(fits & (seconds <= least))).size:
+        if not open and not pipeline_fits():
             return dealt
-        if whole:
-            seconds = np.maximum(seconds, floors.seconds_of_ways(shape, plan))
-            if may_be_best():
-                if open and not pipeline_fits():
-                    return dealt
-                passes = max(passes, floors.steps.of_pipeline(shape, plan))
-                seconds = np.maximum(seconds, ways.seconds(passes))
+        seconds[wanted] = np.maximum(seconds[wanted], floors.seconds_of_ways(shape, plan, wanted))
+        if may_be_best() and whole:
+            if open and not pipeline_fits():
+                return dealt
+            passes = max(passes, floors.steps.of_pipeline(shape, plan))
+            seconds = np.maximum(seconds, ways.seconds(passes))
     may_be_best()
     made: list[tuple[Candidate, float, float]] = []
-    wanted = seconds <= least
-    if dealt.open and whole:
-        wanted &= fits
-    for place in np.flatnonzero(wanted).tolist():
+    for place in np.flatnonzero((seconds <= least) & (fits | (not dealt.open))).tolist():
         way = ways.plans[place]
         if not fits[place] and not nearer(name or family(way), float(bytes[place])):
             continue

@@ -16,7 +16,8 @@ import numpy as np
 
 from shardlab.planner.layer_floors import Array, LayerFloors, ShapeLayers
 from shardlab.planner.memory_floors import SURE, MemoryFloors
-from shardlab.planner.pass_counts import UNSPLIT
+from shardlab.planner.order_times import Places
+from shardlab.planner.pipeline_floors import PipelineFloors
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.rank_orders import Pipelines
 from shardlab.planner.sharing_floors import SharingFloors
@@ -59,6 +60,10 @@ class WaysToShare(NamedTuple):
         """Seconds of a step of each way at least, if its passes take so many."""
         return np.maximum(self.sharing, passes + self.after)
 
+    def least(self, passes: Array) -> Array:
+        """Seconds of a step of any way at least, for each of several seconds of passes."""
+        return np.maximum(self.sharing, passes[:, None] + self.after).min(axis=1)
+
 
 class Floors:
     """Floors of a problem's shapes and candidates, each worked out once."""
@@ -67,6 +72,7 @@ class Floors:
         self.problem = problem
         self._layers, self._pipelines = ShapeLayers(problem), Pipelines(problem)
         self.memory = MemoryFloors(self._layers, self._pipelines)
+        self.pipelines = PipelineFloors(self._layers, self._pipelines)
         traffic, ends = StepTraffic(self._layers), PlacedEnds(self._layers, self._pipelines)
         self.sharing = SharingFloors(self._layers, self.memory, traffic)
         self.steps = StepFloors(self._layers, self._pipelines, traffic, ends)
@@ -120,19 +126,16 @@ class Floors:
     def pipeline_seconds(self, shape: PlanShape, plan: Plan) -> float:
         """Seconds below which no candidate with this pipeline is, whatever is sharded; what its order says is left
         out."""
-        passes, each = self.passes(shape, plan.recompute), self._pipelines.each(shape)
-        split = not isinstance(plan.schedule, str) or plan.schedule not in UNSPLIT
-        stages = self._pipelines.placed(shape, plan)
-        forward, backward = passes.arrays[:2]
-        both = forward + backward
-        work = np.bincount(stages.rank, both[stages.stop] - both[stages.start], plan.mesh.pp)
-        after = 0.0 if split else backward[stages.first]
-        return SURE * float((forward[stages.first] + each * work + after).max())
+        return float(self.pipelines.seconds(shape, self.pipelines.laid(shape, [plan]))[0])
 
-    def seconds_of_ways(self, shape: PlanShape, plan: Plan) -> Array:
-        """Seconds below which no candidate with this pipeline is that shares the model in a way, in the order of
-        `ways`."""
-        return self._ways.of(shape, plan, self.sharing.of(shape))
+    def seconds_of_ways(self, shape: PlanShape, plan: Plan, ways: Places) -> Array:
+        """Seconds below which no candidate with this pipeline is that shares the model in one of some ways: (ways,).
+
+        Args:
+            shape, plan: the pipeline.
+            ways: places of some, in the order of `ways`.
+        """
+        return self._ways.of(shape, plan, self.sharing.of(shape), ways)
 
     def seconds(self, shape: PlanShape, candidate: Candidate) -> float:
         """Seconds below which a candidate is not."""

@@ -122,16 +122,16 @@ class ShapeLayers:
 
     def _some(self, shape: PlanShape, recompute: tuple[int, ...]) -> LayerFloors:
         """Floors of the shape's layers, if the blocks with these numbers are computed again."""
-        model, none, full = blocks_of(self.problem, shape), self.floors(shape), self.floors(shape, "full")
-        blocks = tuple(model.layers.recomputable[block] for block in recompute)
-        again = np.zeros(len(model.layers.layers), bool)
+        layers, none, full = blocks_of(self.problem, shape).layers, self.floors(shape), self.floors(shape, "full")
+        blocks = tuple(layers.recomputable[block] for block in recompute)
+        again = np.zeros(len(layers.layers), bool)
         again[[layer for block in blocks for layer in block]] = True
         backward, inputs, kept = (
-            _sums(np.where(again, np.diff(full_of), np.diff(none_of)).tolist())
+            [0.0, *np.cumsum(np.where(again, np.diff(full_of), np.diff(none_of))).tolist()]
             for none_of, full_of in (
-                (none.backward, full.backward),
-                (none.inputs, full.inputs),
-                (none.kept, full.kept),
+                (none.arrays.backward, full.arrays.backward),
+                (none.arrays.inputs, full.arrays.inputs),
+                (none.arrays.kept, full.arrays.kept),
             )
         )
         return replace(none, backward=backward, inputs=inputs, kept=kept, again=blocks, least_again=full.least_again)

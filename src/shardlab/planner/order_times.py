@@ -124,7 +124,8 @@ class LaidOrder:
         took[self._messages] = messages[*self._messages_of][:, None]
         took[self._sends] = blocks * messages[*self._sends_of][:, None]
         for these, before, needs in self._levels:
-            ends[these] = np.maximum(ends[before], ends[needs]) + took[these]
+            found = np.maximum(ends.take(before, axis=0), ends.take(needs, axis=0), out=ends[these])
+            found += took[these]
         ended = ends[self._passes]
         begun = ended - each
         found = ended[self._done], begun[self._last], begun[self._first]

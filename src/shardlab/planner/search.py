@@ -15,10 +15,13 @@ from itertools import count
 from math import inf
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from shardlab.planner.dealing import deal
 from shardlab.planner.families import family, model_kinds
 from shardlab.planner.floors import Floors
 from shardlab.planner.found import Found, PlanOutcome
+from shardlab.planner.pipeline_floors import LaidPipelines
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.space import PlanShape, as_fixed, pipelined, shapes
 from shardlab.planner.workers import Answer, Ask, Asked, Change
@@ -132,7 +135,7 @@ class Search:
         self._floor_of: dict[Candidate, float] = {}
         self._made: dict[str, int] = {}
         self._scouted: set[PlanShape] = set()
-        self._pipelined: dict[PlanShape, list[Plan]] = {}
+        self._pipelined: dict[PlanShape, LaidPipelines | None] = {}
         self._phase: Phase = "scouts"
 
     def run(self) -> Found:
@@ -315,13 +318,16 @@ class Search:
         shape = waiting.shape
         alike = replace(shape, micro_batch_size=1, precision=self.problem.precisions[0])
         if alike not in self._pipelined:
-            self._pipelined[alike] = list(pipelined(self.problem, shape))
-        sharing, ways = waiting.guess - self._floors.passes_of(shape), self._floors.fitting(shape)
-        for plan in self._pipelined[alike]:
-            passes = self._floors.pipeline_seconds(shape, plan)
-            seconds = float(ways.seconds(passes).min())
-            if seconds <= max(self._best, self._enough()) or self._phase == "scouts":
-                self._push(max(waiting.seconds, seconds), passes + sharing, waiting.bytes, shape, plan)
+            plans = list(pipelined(self.problem, shape))
+            self._pipelined[alike] = self._floors.pipelines.laid(shape, plans) if plans else None
+        if (laid := self._pipelined[alike]) is None:
+            return
+        sharing, all = waiting.guess - self._floors.passes_of(shape), self._floors.pipelines.seconds(shape, laid)
+        least = inf if self._phase == "scouts" else max(self._best, self._enough())
+        floors = self._floors.fitting(shape).least(all)
+        for place in np.flatnonzero(floors <= least).tolist():
+            seconds, guess = max(waiting.seconds, float(floors[place])), float(all[place]) + sharing
+            self._push(seconds, guess, waiting.bytes, shape, laid.plans[place])
 
     @gc_paused()
     def _deal(self, waiting: Waiting, plan: Plan) -> None:

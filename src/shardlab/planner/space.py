@@ -213,14 +213,13 @@ def pipelined(problem: Problem, shape: PlanShape) -> Iterator[Plan]:
     bare = shape.candidate.plan
     base = replace(bare, layers_per_stage=layers_of_stages(problem, bare))
     for schedule in limits.tried("schedule", tuple(SCHEDULES) if pp > 1 else ("1f1b",)):
-        named = replace(base, schedule=schedule)
-        order = named.order
+        order = replace(base, schedule=schedule).order
         looped = pp > 1 and isinstance(order, Schedule) and order.stages_per_rank is None
         for stages in limits.tried("stages_per_rank", _stages(problem.model.layers, pp) if looped else (None,)):
             try:
-                plan = replace(named, stages_per_rank=stages)
-                bounds = plan.bounds(model.pipeline_units)
-                yield replace(plan, recompute=_recomputed(shape, model, bounds))
+                plan = replace(base, schedule=schedule, stages_per_rank=stages)
+                again = _recomputed(shape, model, plan.bounds(model.pipeline_units))
+                yield plan if plan.recompute == again else replace(plan, recompute=again)
             except UserError:
                 continue
 

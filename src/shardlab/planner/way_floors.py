@@ -49,6 +49,21 @@ class WayTraffic(NamedTuple):
     reshard: Places
     reduction: Places
 
+    def of(self, ways: Places) -> WayTraffic:
+        """What some of the ways exchange."""
+        gatherings, gathering = np.unique(self.gathering[ways], return_inverse=True)
+        reductions, reduction = np.unique(self.reduction[ways], return_inverse=True)
+        return WayTraffic(
+            self.gathers[:, gatherings],
+            self.ahead[gatherings],
+            self.awaited[gatherings],
+            self.often[:, reductions],
+            self.once[:, reductions],
+            gathering,
+            self.reshard[ways],
+            reduction,
+        )
+
 
 class RankTimes(NamedTuple):
     """When passes end at the earliest, if weights are gathered so: (reshards, gatherings, ranks) each.
@@ -71,24 +86,25 @@ class WayFloors:
         self._layers, self._pipelines, self._traffic, self._ends = layers, pipelines, traffic, ends
         self._known: dict[int, WayTraffic] = {}
 
-    def of(self, shape: PlanShape, plan: Plan, table: SharingTable) -> Array:
-        """Seconds below which no candidate with this pipeline is that shares the model in each way: (ways,).
+    def of(self, shape: PlanShape, plan: Plan, table: SharingTable, ways: Places) -> Array:
+        """Seconds below which no candidate with this pipeline is that shares the model in one of some ways: (ways,).
 
         Args:
-            table: the ways.
+            shape, plan: the pipeline.
+            table: all ways.
+            ways: the places of those that are asked for.
         """
-        traffic, stages = self._of_ways(shape, table), self._ends.of(shape, plan)
+        traffic, stages = self._of_ways(shape, table).of(ways), self._ends.of(shape, plan)
         (few, more), pp = self._pipelines.timed(shape, plan), plan.mesh.pp
         floors = self._layers.floors(shape, plan.recompute)
         times = rank_times(plan, floors, stages, self._pipelines.counts(shape, plan), more, traffic)
-        placed = _placed(stages, pp)
-        reduced = ((few + more) * stages.all(traffic.often) + stages.all(traffic.once)) @ placed
+        reduced = ((few + more) * stages.all(traffic.often) + stages.all(traffic.once)) @ _placed(stages, pp)
         way, reduction = (traffic.reshard, traffic.gathering), traffic.reduction
         seconds = times.done[way].max(-1)
         for gathers, reductions in zip(times.gathers, reduced, strict=True):
             busy = reductions[reduction] + np.maximum(gathers[way], times.begun[way])
             seconds = np.maximum(seconds, busy.max(-1))
-        return sure(plan, more) * (seconds + SURE * table.after)
+        return sure(plan, more) * (seconds + SURE * table.after[ways])
 
     def _of_ways(self, shape: PlanShape, table: SharingTable) -> WayTraffic:
         """What the ways of a table exchange."""

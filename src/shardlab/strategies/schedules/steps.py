@@ -14,6 +14,7 @@ from shardlab.program import UserError
 from shardlab.program.bounds import require_ops
 from shardlab.program.stoppable import Stalled, run_stepwise
 from shardlab.rules.pieces import counted
+from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Schedule
 from shardlab.strategies.schedules.messages import with_messages
 from shardlab.strategies.schedules.sharding import ShardedStep
@@ -71,7 +72,10 @@ def _actions(
         return coming
 
     try:
-        coming = run_stepwise(take, given.__len__, lambda: f"action {len(given)} of rank {rank}")
+        if schedule in SCHEDULES.values():  # which end
+            coming = take()
+        else:
+            coming = run_stepwise(take, given.__len__, lambda: f"action {len(given)} of rank {rank}")
     except UserError:
         raise
     except Stalled as stalled:
