@@ -3,8 +3,8 @@
 A floor leaves things out, and puts nothing in. In time, the kernels of a rank's passes follow one another, what a
 layer's slices exchange is waited for at once, the messages of a ring follow one another, and before a pipeline's rank
 has its first microbatch, and after it has handed back its last, the stages before it work. What the ranks of an axis
-exchange takes turns. Left out is all else that may run beside that. `StepFloors` counts more of a step's time, and
-`MemoryFloors` says what is counted of memory.
+exchange takes turns. Left out is all else that may run beside that. `StepFloors` counts more of a step's time,
+`WayFloors` a part of that for all ways to share the model at once, and `MemoryFloors` says what is counted of memory.
 """
 
 from __future__ import annotations

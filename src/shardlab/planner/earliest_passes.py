@@ -1,0 +1,105 @@
+"""When the ranks of a pipeline have done their passes at the earliest, however weights are gathered."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shardlab.planner.layer_floors import Array, LayerFloors
+from shardlab.planner.order_times import Places
+from shardlab.planner.pass_counts import UNSPLIT, PassCounts
+from shardlab.planner.stage_ends import StageEnds, gathering_passes
+from shardlab.planner.way_traffic import RESHARDS, WayTraffic
+from shardlab.strategies.plan import Plan
+
+
+class EarliestPasses(NamedTuple):
+    """When passes end at the earliest, if weights are gathered so: (reshards, gatherings, ranks) each.
+
+    Attributes:
+        done: the last one of each rank, and what other ranks do after it.
+        begun: the first backward pass; the same for all ranks.
+        gathers: seconds of each axis's gathers: (axes, reshards, gatherings, ranks).
+    """
+
+    done: Array
+    begun: Array
+    gathers: Array
+
+
+def earliest_passes(
+    plan: Plan, floors: LayerFloors, stages: StageEnds, counts: PassCounts, more: int, traffic: WayTraffic
+) -> EarliestPasses:
+    """Tell when the ranks of a pipeline have done their passes at the earliest, however weights are gathered.
+
+    Args:
+        plan: the pipeline.
+        floors: of its layers.
+        stages: where they are.
+        counts: of passes.
+        more: microbatches that are not counted.
+        traffic: what is gathered.
+    """
+    plain = np.array([stages.all(sums) for sums in floors.arrays[:4]])
+    again, opening, begins = gathering_passes(floors, stages, plain, traffic.ahead, traffic.awaited)
+    placed = placed_stages(stages, plan.mesh.pp)
+    # The first forward pass on a stage gathers all of its weights; no other one on it is earlier
+    first = opening[:, 0].copy()
+    first[:, counts.begins] = begins[:, counts.begins]
+    entered = np.cumsum(first, axis=1)
+    loose = np.broadcast_to(plain, opening.shape)
+    work: list[Array] = []
+    for reshard in RESHARDS:
+        base = again if reshard == "layer" else loose
+        passes = counts.all * base + more * _each(base)
+        if reshard != "step":
+            passes = passes + counts.visits * (opening - base)
+        else:
+            passes[:, 0] += opening[:, 0] - plain[0]
+        passes[:, 0] += first - opening[:, 0]
+        work.append(passes)
+    all = np.array(work)
+    begun = entered[:, -1][:, None]
+    unsplit = isinstance(plan.schedule, str) and plan.schedule in UNSPLIT
+    lowest, highest = _ends(stages.rank)
+    after = floors.arrays.backward[stages.start[lowest]] if unsplit else 0.0
+    handed = np.minimum(plain[1], plain[2])
+    later = handed.sum() - np.cumsum(handed)  # backward passes on the stages after each one
+    done = np.maximum(
+        (entered - first)[:, counts.begins] + all.sum(axis=2) @ placed,
+        begun + later[highest] + all[:, :, 1:].sum(axis=2) @ placed,
+    )
+    return EarliestPasses(
+        done + after, np.broadcast_to(begun, done.shape), _gathers(stages, counts, more, traffic, placed)
+    )
+
+
+def _each(passes: Array) -> Array:
+    """Seconds of a microbatch's passes, of the kinds of which there is one at least: (..., kinds, stages)."""
+    found = np.zeros_like(passes)
+    found[..., 0, :] = passes[..., 0, :]
+    found[..., 1, :] = np.minimum(passes[..., 1, :], passes[..., 2, :] + passes[..., 3, :])
+    return found
+
+
+def _gathers(stages: StageEnds, counts: PassCounts, more: int, traffic: WayTraffic, placed: Array) -> Array:
+    """Seconds of each rank's gathers over each axis, but for blocks that may be there already:
+    (axes, reshards, gatherings, ranks)."""
+    all, but_head, but_tail = (part(traffic.gathers) for part in (stages.all, stages.but_head, stages.but_tail))
+    visits, again = counts.visits.sum(axis=0), counts.all - counts.visits
+    visited = visits * all
+    kept = visited + (again[0] + more) * but_head + (again[1] + again[2] + more) * but_tail
+    of = {"layer": kept, "stage": visited, "step": all}
+    return np.stack([of[reshard] @ placed for reshard in RESHARDS], axis=1)
+
+
+def _ends(ranks: Places) -> tuple[Places, Places]:
+    """The lowest and the highest stage of each rank."""
+    lowest = np.unique(ranks, return_index=True)[1]
+    return lowest, len(ranks) - 1 - np.unique(ranks[::-1], return_index=True)[1]
+
+
+def placed_stages(stages: StageEnds, ranks: int) -> Array:
+    """Tell which stage is on which rank, by 1 and 0: (stages, ranks)."""
+    return (stages.rank[:, None] == np.arange(ranks)).astype(float)
