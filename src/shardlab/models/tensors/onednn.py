@@ -59,7 +59,7 @@ def _takes(x: Tensor, weight: Tensor) -> bool:
         and weight.numel() >= LARGE
         and x.device.type == "cpu"
         and AVAILABLE
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
     )
 
 
