@@ -164,10 +164,11 @@ def test_a_rank_that_may_not_share_has_no_neighbours(ranks: World) -> None:
 
 
 def left_behind(rank: int) -> None:
-    """Rank 1 is killed, and rank 0 waits for what it would send, after what it has sent."""
+    """Rank 1 is killed, with a letter unread, and rank 0 waits for what it would send, after what it has sent."""
     came = torch.empty(1)
+    send(torch.ones(1), 1 - rank)
+    dist.barrier()
     if rank == 1:
-        send(torch.ones(1), 0)
         os.kill(os.getpid(), signal.SIGKILL)
     recv(came, 1).wait()
     assert float(came) == 1

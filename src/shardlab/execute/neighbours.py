@@ -161,7 +161,7 @@ class Neighbours:
         while expected not in self._rooms:
             if expected.source in self._gone:
                 raise RuntimeError(f"Connection closed by peer: rank {expected.source} has gone")
-            self._read(self._limit, expected.source)
+            self._read(expected.source)
         return self._letter(self._memories[expected.source], self._rooms.pop(expected), like)
 
     def _letter(self, memory: SharedMemory, room: int, like: Tensor) -> Letter:
@@ -176,34 +176,41 @@ class Neighbours:
         cls.here = None
 
     def _post(self, rank: int, letter: bytes) -> None:
+        to = self._sockets[rank]
         while True:
             try:
-                self._sockets[rank].send(letter)
+                to.send(letter)
                 return
             except BlockingIOError:  # it has not read hundreds of letters: it may wait for this rank to read its own
-                select.select([*self._open()], [self._sockets[rank]], [], self._limit)
-                self._read(0, rank)
+                self._arrivals.modify(to, select.POLLIN | select.POLLOUT)
+                self._read(rank)
+                if rank not in self._gone:
+                    self._arrivals.modify(to, select.POLLIN)
             except OSError as error:
                 raise RuntimeError(f"Connection closed by peer: rank {rank} has gone ({error})") from None
 
-    def _open(self) -> list[socket.socket]:
-        return [each for rank, each in self._sockets.items() if rank not in self._gone]
-
-    def _read(self, seconds: float, source: int) -> None:
-        """Take in what letters there are, and wait so long for one if there is none."""
-        arrived = self._arrivals.poll(1000 * seconds)
-        if seconds and not arrived:
-            raise RuntimeError(f"Timed out waiting for rank {source}: nothing came within {seconds:g} s")
-        for file, _ in arrived:
+    def _read(self, awaited: int) -> None:
+        """Wait until something can be done, and take in what letters there are; a rank is named if nothing can be."""
+        arrived = self._arrivals.poll(1000 * self._limit)
+        if not arrived:
+            raise RuntimeError(f"Timed out waiting for rank {awaited}: nothing came within {self._limit:g} s")
+        for file, event in arrived:
             rank = self._ranks[file]
+            if event != select.POLLOUT and not self._emptied(rank):
+                self._gone.add(rank)
+                self._arrivals.unregister(file)
+
+    def _emptied(self, rank: int) -> bool:
+        """Take in a rank's letters; false if no more will come, since it has gone."""
+        while True:
             try:
-                while letter := self._sockets[rank].recv(LETTER.size):
-                    channel, room = LETTER.unpack(letter)
-                    self._arrived[rank, channel] += 1
-                    self._rooms[Expected(rank, channel, self._arrived[rank, channel])] = room
+                letter = self._sockets[rank].recv(LETTER.size)
             except BlockingIOError:
+                return True
+            except ConnectionResetError:  # it has left letters unread; its own can still be read
                 continue
-            except OSError:  # it was killed with letters unread
-                pass
-            self._gone.add(rank)
-            self._arrivals.unregister(file)
+            if not letter:
+                return False
+            channel, room = LETTER.unpack(letter)
+            self._arrived[rank, channel] += 1
+            self._rooms[Expected(rank, channel, self._arrived[rank, channel])] = room
