@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import struct
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -53,19 +53,18 @@ def meet_neighbours(limit: timedelta, *, shares: bool = True) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     with ExitStack() as opened:
         host = _host() if shares else ""
+        outbox = _outbox(world) if host else None
+        listener = None if outbox is None else opened.enter_context(_socket(limit))
         address, addresses = Address(), [Address()] * world
-        listener = opened.enter_context(_socket(limit)) if host else None
-        if listener is not None:
+        if outbox is not None and listener is not None:
             name, token = b"\0shardlab-" + secrets.token_hex(16).encode(), secrets.token_bytes(16)
             listener.bind(name)
             listener.listen(world)
-            physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            address = Address(host, name, token, min(physical, MAPPED // world))
+            address = Address(host, name, token, outbox.size)
         dist.all_gather_object(addresses, address)
         others = {other: each for other, each in enumerate(addresses) if other != rank and each.host == host}
-        if listener is None or not others:
+        if outbox is None or listener is None or not others:
             return
-        outbox = Outbox(address.size, world)
         sockets, files = _connected(rank, address.token, outbox.file, listener, others, limit)
         memories = {other: SharedMemory(others[other].size, world, file) for other, file in files.items()}
         for file in (outbox.file, *files.values()):
@@ -82,6 +81,14 @@ def _host() -> str:
         return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {os.getuid()}"
     except OSError:
         return ""
+
+
+def _outbox(world: int) -> Outbox | None:
+    """Make this rank's memory; None where a limit of the process forbids it, such as that of files' sizes."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError):
+        return Outbox(min(physical, MAPPED // world), world)
+    return None
 
 
 def _socket(limit: timedelta) -> socket.socket:

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import blake2b
+from threading import Condition
 from typing import ClassVar, NamedTuple
 
 import torch.distributed as dist
@@ -27,6 +28,9 @@ from shardlab.execute.shared_memory import Outbox, SharedMemory
 
 LETTER = struct.Struct("=QQ")
 """A letter: its channel, and the room where what it announces lies."""
+
+FREE_AGAIN = 0.01
+"""Seconds after which a thread looks whether it can send a letter again, while another one reads."""
 
 MESSAGES = 0
 """The channel of messages between two ranks; each process group has one of its own."""
@@ -59,7 +63,7 @@ class Expected(NamedTuple):
     number: int
 
 
-class Letter(NamedTuple):
+class SharedTensor(NamedTuple):
     """A tensor in its sender's memory, where it lies until all who read it have `taken` it.
 
     Attributes:
@@ -109,6 +113,7 @@ class Neighbours:
         self._channels: dict[str, Channel | None] = {}
         self._ranks = {each.fileno(): other for other, each in sockets.items()}
         self._gone: set[int] = set()
+        self._turn, self._reads = Condition(), False
         self._arrivals = select.poll()
         for each in sockets.values():
             each.setblocking(False)
@@ -131,11 +136,11 @@ class Neighbours:
             self._channels[name] = Channel(number, members, members.index(self._rank)) if here else None
         return self._channels[name]
 
-    def send(self, tensor: Tensor, to: Sequence[int], channel: int = MESSAGES, *, keeps: bool = False) -> Letter:
+    def send(self, tensor: Tensor, to: Sequence[int], channel: int = MESSAGES, *, keeps: bool = False) -> SharedTensor:
         """Send a tensor to some ranks; it may change as soon as this has ended, which waits for nobody.
 
         Returns:
-            What they read. If this rank `keeps` it, it stays until this rank has taken it as well.
+            What they read. It is there for this rank only if it `keeps` it: until it has taken it as well.
 
         Raises:
             RuntimeError: when one of them has gone.
@@ -145,27 +150,28 @@ class Neighbours:
         letter = LETTER.pack(channel, room)
         for rank in to:
             self._post(rank, letter)
-        return self._letter(self._outbox, room, tensor)
+        return self._shared(self._outbox, room, tensor)
 
     def expect(self, source: int, channel: int = MESSAGES) -> Expected:
         """Note that the next tensor which nobody expects yet of a rank on a channel is wanted."""
         self._expected[source, channel] += 1
         return Expected(source, channel, self._expected[source, channel])
 
-    def receive(self, expected: Expected, like: Tensor) -> Letter:
+    def receive(self, expected: Expected, like: Tensor) -> SharedTensor:
         """Wait for a tensor that is expected, of the shape and dtype of `like`.
 
         Raises:
             RuntimeError: when its sender has gone, or nothing comes within the limit.
         """
-        while expected not in self._rooms:
-            if expected.source in self._gone:
-                raise RuntimeError(f"Connection closed by peer: rank {expected.source} has gone")
-            self._read(expected.source)
-        return self._letter(self._memories[expected.source], self._rooms.pop(expected), like)
+        with self._turn:
+            while expected not in self._rooms:
+                if expected.source in self._gone:
+                    raise RuntimeError(f"Connection closed by peer: rank {expected.source} has gone")
+                self._read(expected.source)
+            return self._shared(self._memories[expected.source], self._rooms.pop(expected), like)
 
-    def _letter(self, memory: SharedMemory, room: int, like: Tensor) -> Letter:
-        return Letter(memory.tensor(room, like), memory.flags, room + self._rank)
+    def _shared(self, memory: SharedMemory, room: int, like: Tensor) -> SharedTensor:
+        return SharedTensor(memory.tensor(room, like), memory.flags, room + self._rank)
 
     @classmethod
     def part(cls) -> None:
@@ -182,16 +188,27 @@ class Neighbours:
                 to.send(letter)
                 return
             except BlockingIOError:  # it has not read hundreds of letters: it may wait for this rank to read its own
-                self._arrivals.modify(to, select.POLLIN | select.POLLOUT)
-                self._read(rank)
-                if rank not in self._gone:
-                    self._arrivals.modify(to, select.POLLIN)
+                with self._turn:
+                    self._read(rank, until_free=True)
             except OSError as error:
                 raise RuntimeError(f"Connection closed by peer: rank {rank} has gone ({error})") from None
 
-    def _read(self, awaited: int) -> None:
-        """Wait until something can be done, and take in what letters there are; a rank is named if nothing can be."""
-        arrived = self._arrivals.poll(1000 * self._limit)
+    def _read(self, awaited: int, *, until_free: bool = False) -> None:
+        """Wait for letters of any rank and take them in, or until a letter can be sent to the awaited one.
+
+        While ops are timed, each is waited for on a thread of its own: one of them reads for all, in its turn.
+        """
+        if self._reads:
+            self._turn.wait(FREE_AGAIN if until_free else self._limit)
+            return
+        self._reads = True
+        self._turn.release()
+        try:
+            arrived = self._poll(awaited, until_free)
+        finally:
+            self._turn.acquire()
+            self._reads = False
+            self._turn.notify_all()
         if not arrived:
             raise RuntimeError(f"Timed out waiting for rank {awaited}: nothing came within {self._limit:g} s")
         for file, event in arrived:
@@ -199,6 +216,15 @@ class Neighbours:
             if event != select.POLLOUT and not self._emptied(rank):
                 self._gone.add(rank)
                 self._arrivals.unregister(file)
+
+    def _poll(self, awaited: int, until_free: bool) -> list[tuple[int, int]]:
+        if not until_free:
+            return self._arrivals.poll(1000 * self._limit)
+        self._arrivals.modify(self._sockets[awaited], select.POLLIN | select.POLLOUT)
+        try:
+            return self._arrivals.poll(1000 * self._limit)
+        finally:
+            self._arrivals.modify(self._sockets[awaited], select.POLLIN)
 
     def _emptied(self, rank: int) -> bool:
         """Take in a rank's letters; false if no more will come, since it has gone."""

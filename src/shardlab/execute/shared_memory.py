@@ -56,11 +56,15 @@ class SharedMemory:
 
 
 class Outbox(SharedMemory):
-    """A rank's own: rooms that it writes into, each of which is used again when all who read it have."""
+    """A rank's own: rooms that it writes into, each of which is used again when all who read it have.
+
+    Attributes:
+        size: bytes that it may hold.
+    """
 
     def __init__(self, size: int, ranks: int) -> None:
         super().__init__(size, ranks)
-        self._size, self._end = size, 0
+        self.size, self._end = size, 0
         self._rooms: dict[int, list[tuple[int, Sequence[int]]]] = defaultdict(list)
 
     def put(self, tensor: Tensor, readers: Sequence[int]) -> int:
@@ -73,10 +77,8 @@ class Outbox(SharedMemory):
         room = self._free(size)
         if room is None:
             room, self._end = self._end, self._end + size
-            if self._end > self._size:
-                raise MemoryError(
-                    f"{self._end:,} bytes are sent and not yet received; there is room for {self._size:,}"
-                )
+            if self._end > self.size:
+                raise MemoryError(f"{self._end:,} bytes are sent and not yet received; there is room for {self.size:,}")
         self._rooms[size].append((room, readers))
         for rank in readers:
             self.flags[room + rank] = 0

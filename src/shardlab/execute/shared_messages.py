@@ -29,9 +29,9 @@ def recv(here: Neighbours, tensor: Tensor, source: int) -> Messages:
     expected = here.expect(source)
 
     def take() -> None:
-        letter = here.receive(expected, tensor)
-        tensor.copy_(letter.tensor)
-        letter.taken()
+        came = here.receive(expected, tensor)
+        tensor.copy_(came.tensor)
+        came.taken()
 
     return Messages(then=take)
 
@@ -43,14 +43,15 @@ def all_reduce(here: Neighbours, channel: Channel, total: Tensor) -> Messages:
     expected = _expect(here, channel)
 
     def add_up() -> None:
-        letters = [here.receive(each, total) for each in expected]
-        letters.insert(mine, own)
-        terms = [letter.tensor for letter in letters]
-        if mine < 2:
-            terms[mine] = total
+        shared = [here.receive(each, total) for each in expected]
+        if mine > 1:
+            shared.insert(mine, own)
+        terms = [each.tensor for each in shared]
+        if mine < 2:  # what this rank has sent may be gone when the others have read it
+            terms.insert(mine, total)
         _sum(terms, total)
-        for letter in letters:
-            letter.taken()
+        for each in shared:
+            each.taken()
 
     return Messages(then=add_up)
 
@@ -67,12 +68,12 @@ def reduce_scatter(here: Neighbours, channel: Channel, total: Tensor, pieces: Se
     expected = _expect(here, channel)
 
     def add_up() -> None:
-        letters = [here.receive(each, total) for each in expected]
-        terms = [letter.tensor for letter in letters]
+        shared = [here.receive(each, total) for each in expected]
+        terms = [each.tensor for each in shared]
         terms.insert(channel.mine, pieces[channel.mine])
         _sum(terms, total)
-        for letter in letters:
-            letter.taken()
+        for each in shared:
+            each.taken()
 
     return Messages(then=add_up)
 
@@ -102,9 +103,9 @@ def _taken(here: Neighbours, channel: Channel, pieces: Sequence[Tensor], own: Te
 
     def take() -> None:
         for each, place in zip(expected, places, strict=True):
-            letter = here.receive(each, place)
-            place.copy_(letter.tensor)
-            letter.taken()
+            came = here.receive(each, place)
+            place.copy_(came.tensor)
+            came.taken()
 
     return Messages(then=take)
 
