@@ -96,12 +96,12 @@ def _expect(here: Neighbours, channel: Channel) -> list[Expected]:
 
 
 def _taken(here: Neighbours, channel: Channel, pieces: Sequence[Tensor], own: Tensor) -> Messages:
-    """A piece of each member into its place."""
-    pieces[channel.mine].copy_(own)
+    """A piece of each member into its place; this rank's own too, which stays until then, as it does on gloo."""
     places = [piece for place, piece in enumerate(pieces) if place != channel.mine]
     expected = _expect(here, channel)
 
     def take() -> None:
+        pieces[channel.mine].copy_(own)
         for each, place in zip(expected, places, strict=True):
             came = here.receive(each, place)
             place.copy_(came.tensor)
