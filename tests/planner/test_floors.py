@@ -9,19 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardlab.models import Llama
+from shardlab.hardware import find_cluster
+from shardlab.models import GPT, Llama
+from shardlab.models.blocks import Blocks
 from shardlab.planner.floors import Floors
-from shardlab.planner.problem import Candidate, Limits
+from shardlab.planner.problem import Candidate, Limits, Problem
 from shardlab.planner.sharing_floors import words
 from shardlab.planner.space import PlanShape, blocks_of, candidates, shapes
-from shardlab.planner.workers import Asked, answer
+from shardlab.planner.workers import Asked, answer, with_memory
 from shardlab.predict.recipe import OWN, find_recipe
 from shardlab.program import Mesh, OpKind
 from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Context, Plan, Reshard
-from tests.planner.problems import SMALL, problem
+from tests.planner.problems import GIB, SMALL, problem
 
 LLAMA = Llama(layers=5, heads=8, kv_heads=4, hidden_size=512, ffn_hidden_size=1536, vocab_size=1000, seq_len=2048)
+TIED = GPT(layers=4, heads=8, hidden_size=512, vocab_size=4096, seq_len=512, tied=True)
 
 
 def test_attention_that_is_not_fused_waits_for_its_host_once_in_a_backward_pass() -> None:
@@ -67,6 +70,33 @@ def test_a_floor_never_exceeds_the_forecast(recipe: str) -> None:
         assert of_ways[words(candidate.plan)] <= bytes, candidate
         assert seconds_of_way(floors, shape, candidate) <= seconds, candidate
     assert seen > 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "cluster", "mesh", "micro_batch_size"),
+    [
+        ("fsdp2", TIED, "a100x32", Mesh(pp=4, tp=8), 32),
+        ("deepspeed", replace(LLAMA, layers=6, seq_len=1024), "h100x16", Mesh(pp=4, dp_shard=4), 2),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_messages_are_no_longer_to_a_floor_than_they_are(
+    recipe: str, model: Blocks, cluster: str, mesh: Mesh, micro_batch_size: int, schedule: str
+) -> None:
+    """What is sent is less than is kept where sequences are gathered, and begins before its sender may go on."""
+    rich = with_memory(find_cluster(cluster), 800 * GIB)
+    asked = Problem(model, rich, 16 * micro_batch_size, (find_precision("bf16"),), find_recipe(recipe))
+    floors = Floors(asked)
+    seen = 0
+    for shape in shapes(asked):
+        if (shape.mesh, shape.micro_batch_size, shape.recompute) != (mesh, micro_batch_size, "none") or shape.share:
+            continue
+        found = next((each for each in candidates(asked, shape) if each.plan.schedule == schedule), None)
+        answered = None if found is None else answer(asked, Asked(found))
+        if found is not None and answered is not None:
+            seen += 1
+            assert floors.steps.of_pipeline(shape, _bare(shape, found.plan)) <= answered.forecast.seconds, found
+    assert seen
 
 
 def least_of_way(floors: Floors, shape: PlanShape, candidate: Candidate) -> tuple[float, float]:

@@ -50,7 +50,8 @@ class LayerFloors:
         halved: bytes that stay between the halves of a backward pass.
         weights: elements of a rank's parameters, before they are sharded.
         like: the layer of those with as many elements, cut alike, that comes first; no sums.
-        given: bytes of the activation that enters each layer, and of the logits; no sums.
+        given: bytes of the activation that enters each layer, as it is sent, and of the logits as they are kept; no
+            sums.
         again: the layers of each block that is computed again.
         least_again: bytes that such a block keeps at least, once it has been (0: none is).
     """
@@ -165,7 +166,8 @@ class ShapeLayers:
         halved = [pricing.halved(kept_sizes, layer) for layer in range(model.layers)]
         weights = [sizes.weights[layer] / pricing.slices(layer) for layer in range(model.layers)]
         seconds = [each + waited for each, waited in zip(forward, outputs, strict=True)]
-        given = [pricing.given(kept_sizes, layer) for layer in range(model.layers + 1)]
+        given = [pricing.given(sizes, layer) for layer in range(model.layers)]
+        given.append(pricing.given(kept_sizes, model.layers))
         again = tuple(blocks.layers.recomputable) if recompute == "full" else ()
         return LayerFloors(
             *(_sums(blocks.all(each)) for each in (seconds, backward, inputs, halves, kept)),

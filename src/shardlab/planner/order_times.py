@@ -227,8 +227,9 @@ class _Events:
         number, came, what = len(channel.sent), channel.came, (not step.forward, step.stage)
         if number > len(came):
             return None
-        self._now[rank] = event = self._event(self._now[rank], came[-1] if number else NOBODY)
-        channel.sent.append(event)
+        begun = self._event(self._now[rank], came[-1] if number else NOBODY)
+        self._now[rank] = event = self._event(begun, NOBODY)  # its sender may do nothing else while it goes
+        channel.sent.append(begun)
         channel.what.append(what)
         self.sends[event] = what
         return self._meet(channel)
