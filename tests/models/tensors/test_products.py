@@ -88,6 +88,19 @@ def test_gradients_may_be_summed_in_wider_numbers_than_they_are_made_in() -> Non
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_pass_that_keeps_no_graph_makes_the_same_to_the_bit(dtype: torch.dtype) -> None:
+    model = GPT(layers=1, hidden_size=256, heads=4, vocab_size=512, seq_len=32)
+    flat = initial_weights(model, 0, 0, dtype)
+    leaves = [view.clone().requires_grad_() for view in views(model.layout(0), flat)]
+    inputs = inputs_of(model, 0, 2, dtype, piece_of(model, 0, 0))
+    layer = layers_of(model)[0]
+    kept = layer.run(leaves, inputs, products=Products())
+    with torch.no_grad():
+        alone = layer.run(leaves, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(kept, alone, strict=True))
+
+
 class Watched(Products):
     """Products, and what they are given again beside what was there at first."""
 

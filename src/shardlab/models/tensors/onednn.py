@@ -33,7 +33,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same without autograd, which is not to go through it."""
+    """A linear map as `linear` makes it, but one that autograd is not to go through."""
     return _product(x, weight, bias) if _takes(x, weight) else F.linear(x, weight, bias)
 
 

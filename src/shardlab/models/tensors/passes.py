@@ -46,7 +46,7 @@ class BothPasses(NamedTuple):
     """A primitive's passes.
 
     Attributes:
-        forward, backward: those.
+        forward, backward: what is done in each.
         keeps: places of what the backward pass reads.
     """
 
@@ -80,7 +80,7 @@ class TensorPlaces:
         return place
 
     def weights_of(self, name: str) -> tuple[int, int]:
-        """TensorPlaces of a weight and its bias; -1 for none."""
+        """Places of a weight and its bias; -1 for none."""
         return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias", -1)
 
 
@@ -237,7 +237,7 @@ def _(primitive: Attend, at: TensorPlaces) -> BothPasses | None:
         return x.view(-1, tokens, x.shape[-1] // size, size).transpose(1, 2)
 
     def features(x: Tensor) -> Tensor:
-        """And back."""
+        """(rows, heads, T, size) to (rows x T, features)."""
         return x.transpose(1, 2).reshape(-1, x.shape[1] * size)
 
     def forward(tensors: list[Any], weights: Weights) -> None:

@@ -127,6 +127,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: Products | 
         products: those of the graph (None: autograd makes all gradients).
         again: makes `x` again (None: it is kept).
     """
+    if not torch.is_grad_enabled():
+        return onednn.linear_forward(x, weight, bias)  # to the bit what a pass that keeps its graph makes
     if products is None or not products.takes(weight):
         return F.linear(x, weight, bias)
     made = onednn.linear(x, weight, bias)
