@@ -21,6 +21,7 @@ from shardlab.measure.points import LayerPoint, PeakPoint, append
 from shardlab.measure.progress import Progress
 from shardlab.measure.shapes import MEASURED, MICROBATCHES, Shape, Subject, subjects
 from shardlab.measure.world import MeasuringRanks
+from shardlab.models.tensors.onednn import linear_forward
 from shardlab.program import Op, OpKind
 from shardlab.program.precision import precision_in
 from shardlab.train.data import Batches
@@ -130,10 +131,14 @@ def _peak(crowd: Crowd, dtype: str) -> PeakPoint:
         def product(a: Tensor = a, into: Tensor = into) -> None:
             torch.mm(a, a, out=into)
 
-        product()
-        crowd.meet()
-        seconds = crowd.mean(median(clock.seconds(product, 2) for _ in range(5)))
-        best = max(best, (2.0 * size**3 / seconds, size))
+        def layers_product(a: Tensor = a) -> None:
+            linear_forward(a, a, None)
+
+        for each in (product, layers_product):
+            each()
+            crowd.meet()
+            seconds = crowd.mean(median(clock.seconds(each, 2) for _ in range(5)))
+            best = max(best, (2.0 * size**3 / seconds, size))
     return PeakPoint(dtype, crowd.processes, best[1], best[0])
 
 
