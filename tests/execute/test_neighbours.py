@@ -84,6 +84,53 @@ def test_all_that_is_exchanged_is_what_gloo_brings(ranks: World, size: int) -> N
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), seed
 
 
+def flooded_before_gloo(rank: int) -> None:
+    """Rank 1 receives only after both have met in gloo."""
+    met, came = torch.ones(1), torch.empty(1)
+    if rank == 0:
+        for _ in range(MANY):
+            send(torch.ones(1), 1)
+    dist.broadcast(met, 0)
+    if rank == 1:
+        for _ in range(MANY):
+            recv(came, 0).wait()
+
+
+def test_who_sends_waits_for_nobody(ranks: World) -> None:
+    ranks(2).call(flooded_before_gloo)
+
+
+def reused(rank: int) -> float:
+    """On rank 2 a sum in which its own term is kept takes the room of an earlier one, which is waited for meanwhile."""
+    world, upper = cast(Any, dist.group.WORLD), cast(Any, dist.new_group([2, 3])) if rank > 1 else None
+    if upper is None:
+        dist.new_group([2, 3])
+    total, pair = torch.tensor([10.0**rank]), torch.tensor([5.0])
+    if upper is not None:
+        first = all_reduce(pair, dist.ReduceOp.SUM, upper)
+        if rank == 3:
+            first.wait()
+        dist.barrier(upper)
+        works = [all_reduce(total, dist.ReduceOp.SUM, world)]
+        if rank == 2:
+            first.wait()
+    else:
+        works = [all_reduce(total, dist.ReduceOp.SUM, world)]
+    if rank != 2:
+        works.pop().wait()
+    dist.barrier()
+    if rank == 2:
+        send(torch.tensor([9e6]), 3)
+        works.pop().wait()
+    elif rank == 3:
+        recv(torch.empty(1), 2).wait()
+    return float(total)
+
+
+def test_a_term_that_is_kept_stays_until_it_is_added(ranks: World) -> None:
+    assert ranks(4).call(reused) == [1111.0] * 4
+
+
 def flooded(rank: int) -> float:
     """Both ranks send thousands of messages before either receives one."""
     other, came = 1 - rank, torch.empty(1)

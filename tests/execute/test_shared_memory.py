@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardlab.execute.shared_memory import SMALLEST, Outbox, SharedMemory
+from shardlab.execute.shared_memory import LETTERS, RING, SMALLEST, Outbox, SharedMemory
 
-SIZE = 2**24
 RANKS = 3
+LETTERS_BYTES = RANKS * 8 * RING
+SIZE = 2**24 + LETTERS_BYTES
 
 lengths = st.sampled_from([0, 1, 7, 1000, 1008, 1009, 5000, 40_000])
 puts = st.tuples(st.just("put"), lengths, st.sets(st.integers(0, RANKS - 1), min_size=1))
@@ -64,8 +65,41 @@ def test_two_that_map_one_memory_see_the_same() -> None:
 
 
 def test_more_under_way_than_there_is_room_for_is_told() -> None:
-    outbox = Outbox(2 * SMALLEST, 1)
+    outbox = Outbox(2 * SMALLEST + -(-8 * RING // SMALLEST) * SMALLEST, 1)
+    first = outbox.put(torch.zeros(5), [0])
+    outbox.put(torch.zeros(5), [0])
     for _ in range(2):
-        outbox.put(torch.zeros(5), [0])
-    with pytest.raises(MemoryError, match=r"12,288 bytes are sent and not yet received; there is room for 8,192"):
-        outbox.put(torch.zeros(5), [0])
+        with pytest.raises(MemoryError, match=r"a message of 20 bytes finds no room in [0-9,]+ bytes"):
+            outbox.put(torch.zeros(5), [0])
+    outbox.flags[first] = 1
+    assert outbox.put(torch.zeros(5), [0]) == first
+
+
+def test_what_is_read_makes_room_for_smaller_messages() -> None:
+    outbox = Outbox(SIZE, RANKS)
+    room = outbox.put(torch.zeros(100_000), [1])
+    assert outbox.put(torch.zeros(10), [1]) != room
+    outbox.flags[room + 1] = 1
+    assert outbox.put(torch.zeros(50_000), [1]) == room
+
+
+def test_letters_are_read_once_and_in_order_around_the_ring() -> None:
+    outbox = Outbox(SIZE, RANKS)
+    reader = SharedMemory(SIZE, RANKS, outbox.file)
+    for begin in range(0, 3 * LETTERS, LETTERS):
+        letters = [(begin + number, number) for number in range(LETTERS)]
+        for channel, room in letters:
+            outbox.write_letter(2, channel, room)
+        assert list(reader.read_letters(1)) == []
+        assert list(reader.read_letters(2)) == letters
+        assert list(reader.read_letters(2)) == []
+
+
+def test_more_letters_than_are_kept_are_told() -> None:
+    outbox = Outbox(SIZE, RANKS)
+    for number in range(LETTERS):
+        outbox.write_letter(0, number, 0)
+    with pytest.raises(MemoryError, match=r"65,536 messages to rank 0 are sent and not received"):
+        outbox.write_letter(0, 1, 1)
+    assert next(outbox.read_letters(0)) == (0, 0)
+    outbox.write_letter(0, 1, 1)

@@ -52,7 +52,7 @@ class Communicator:
         self._groups = make_groups(program, rank, {} if groups is None else groups)
         self._batches: dict[int, int] = {}
         for op in program.tapes[rank]:
-            if not self._alone(op.peer, op.batch):
+            if not self.starts_alone(op.peer, op.batch):
                 self._batches[op.batch] = self._batches.get(op.batch, 0) + 1
         self._pending: dict[int, tuple[list[dist.P2POp], list[Wait]]] = {}
         self.wait_of: Callable[[Any], Wait] = wait_of
@@ -97,15 +97,17 @@ class Communicator:
 
     def send(self, tensor: Tensor, to: int, batch: int) -> Wait:
         """Send; the tensor must not change until the wait is over."""
-        return self._wait(send(tensor, to)) if self._alone(to, batch) else self._batched(dist.isend, tensor, to, batch)
+        if self.starts_alone(to, batch):
+            return self._wait(send(tensor, to))
+        return self._batched(dist.isend, tensor, to, batch)
 
     def recv(self, tensor: Tensor, source: int, batch: int) -> Wait:
         """Receive into `tensor`."""
-        if self._alone(source, batch):
+        if self.starts_alone(source, batch):
             return self._wait(recv(tensor, source))
         return self._batched(dist.irecv, tensor, source, batch)
 
-    def _alone(self, peer: int, batch: int) -> bool:
+    def starts_alone(self, peer: int, batch: int) -> bool:
         """Whether a message needs no others of its batch to start."""
         return batch < 0 or (Neighbours.here is not None and peer in Neighbours.here)
 

@@ -111,10 +111,12 @@ def _connected(
     while any(other > rank and other not in sockets for other in others):
         came, _ = listener.accept()
         came.settimeout(limit.total_seconds())
-        said, (*theirs,), *_ = socket.recv_fds(came, HELLO.size, 1)
+        said, theirs, *_ = socket.recv_fds(came, HELLO.size, 1)
         known, other = HELLO.unpack(said) if len(said) == HELLO.size else (b"", -1)
         if not secrets.compare_digest(known, token):  # any process of the host may connect
             came.close()
+            for each in theirs:
+                os.close(each)
             continue
         (files[other],) = theirs
         sockets[other] = came

@@ -10,7 +10,7 @@ class Messages:
     """Messages that have started, as one work of torch.distributed.
 
     Args:
-        works: theirs.
+        works: of each message that torch.distributed has started.
         then: what is left to do once all are over.
     """
 
@@ -23,8 +23,8 @@ class Messages:
         while self._works:
             self._works.pop(0).wait()
         if self._then is not None:
-            self._then, then = None, self._then
-            then()
+            self._then()
+            self._then = None
 
     def get_future(self) -> Any:
         """There is none, as for every message of gloo.

@@ -1,9 +1,10 @@
 """Neighbours: ranks of one host, which send each other tensors through memory that they share.
 
 gloo sends within a host as it does between hosts, by TCP: the kernel copies twice, and threads wake up on both sides.
-Here a rank copies what it sends into memory of its own (`shared_memory`) and writes a letter to a Unix socket: which
-channel it is for, and where it lies. Who waits for it reads it there, or adds it from there. Nothing runs beside the
-ranks' own threads. A rank that has gone has closed its sockets, which the others see at once.
+Here a rank copies what it sends into memory of its own (`shared_memory`), writes a letter there, which says where it
+lies and which channel it is for, and rings at a Unix socket. Who waits for it reads it there, or adds it from there.
+Nothing runs beside the ranks' own threads, and no one waits to send. A rank that has gone has closed its sockets, which
+the others see at once.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
@@ -26,11 +26,11 @@ from torch import Tensor
 
 from shardlab.execute.shared_memory import Outbox, SharedMemory
 
-LETTER = struct.Struct("=QQ")
-"""A letter: its channel, and the room where what it announces lies."""
+LONGEST = 2**31 // 1000 - 1
+"""Seconds that a poll can wait."""
 
-FREE_AGAIN = 0.01
-"""Seconds after which a thread looks whether it can send a letter again, while another one reads."""
+RING_BELL = b"!"
+"""What is sent to have a rank look for letters."""
 
 MESSAGES = 0
 """The channel of messages between two ranks; each process group has one of its own."""
@@ -106,7 +106,7 @@ class Neighbours:
         limit: timedelta,
     ) -> None:
         self._rank, self._outbox, self._sockets, self._memories = rank, outbox, sockets, memories
-        self._limit = limit.total_seconds()
+        self._limit = min(limit.total_seconds(), LONGEST)
         self._expected: dict[tuple[int, int], int] = defaultdict(int)
         self._arrived: dict[tuple[int, int], int] = defaultdict(int)
         self._rooms: dict[Expected, int] = {}
@@ -114,10 +114,10 @@ class Neighbours:
         self._ranks = {each.fileno(): other for other, each in sockets.items()}
         self._gone: set[int] = set()
         self._turn, self._reads = Condition(), False
-        self._arrivals = select.poll()
+        self._bells = select.poll()
         for each in sockets.values():
             each.setblocking(False)
-            self._arrivals.register(each, select.POLLIN)
+            self._bells.register(each, select.POLLIN)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._sockets
@@ -146,10 +146,16 @@ class Neighbours:
             RuntimeError: when one of them has gone.
             MemoryError: when more is under way than the memory has room for.
         """
-        room = self._outbox.put(tensor, [*to, self._rank] if keeps else to)
-        letter = LETTER.pack(channel, room)
+        outbox = self._outbox
+        room = outbox.put(tensor, [*to, self._rank] if keeps else to)
         for rank in to:
-            self._post(rank, letter)
+            outbox.write_letter(rank, channel, room)
+            try:
+                self._sockets[rank].send(RING_BELL)
+            except BlockingIOError:  # it has rung often enough
+                pass
+            except OSError as error:
+                raise RuntimeError(f"Connection closed by peer: rank {rank} has gone ({error})") from None
         return self._shared(self._outbox, room, tensor)
 
     def expect(self, source: int, channel: int = MESSAGES) -> Expected:
@@ -164,6 +170,7 @@ class Neighbours:
             RuntimeError: when its sender has gone, or nothing comes within the limit.
         """
         with self._turn:
+            self._take_in(expected.source)
             while expected not in self._rooms:
                 if expected.source in self._gone:
                     raise RuntimeError(f"Connection closed by peer: rank {expected.source} has gone")
@@ -181,62 +188,45 @@ class Neighbours:
                 each.close()
         cls.here = None
 
-    def _post(self, rank: int, letter: bytes) -> None:
-        to = self._sockets[rank]
-        while True:
-            try:
-                to.send(letter)
-                return
-            except BlockingIOError:  # it has not read hundreds of letters: it may wait for this rank to read its own
-                with self._turn:
-                    self._read(rank, until_free=True)
-            except OSError as error:
-                raise RuntimeError(f"Connection closed by peer: rank {rank} has gone ({error})") from None
-
-    def _read(self, awaited: int, *, until_free: bool = False) -> None:
-        """Wait for letters of any rank and take them in, or until a letter can be sent to the awaited one.
+    def _read(self, awaited: int) -> None:
+        """Wait until some rank rings.
 
         While ops are timed, each is waited for on a thread of its own: one of them reads for all, in its turn.
         """
         if self._reads:
-            self._turn.wait(FREE_AGAIN if until_free else self._limit)
+            self._turn.wait(self._limit)
             return
         self._reads = True
         self._turn.release()
         try:
-            arrived = self._poll(awaited, until_free)
+            rung = self._bells.poll(1000 * self._limit)
         finally:
             self._turn.acquire()
             self._reads = False
             self._turn.notify_all()
-        if not arrived:
+        if not rung:
             raise RuntimeError(f"Timed out waiting for rank {awaited}: nothing came within {self._limit:g} s")
-        for file, event in arrived:
+        for file, _ in rung:
             rank = self._ranks[file]
-            if event != select.POLLOUT and not self._emptied(rank):
+            has_gone = not self._silenced(rank)
+            self._take_in(rank)
+            if has_gone:
                 self._gone.add(rank)
-                self._arrivals.unregister(file)
+                self._bells.unregister(file)
 
-    def _poll(self, awaited: int, until_free: bool) -> list[tuple[int, int]]:
-        if not until_free:
-            return self._arrivals.poll(1000 * self._limit)
-        self._arrivals.modify(self._sockets[awaited], select.POLLIN | select.POLLOUT)
-        try:
-            return self._arrivals.poll(1000 * self._limit)
-        finally:
-            self._arrivals.modify(self._sockets[awaited], select.POLLIN)
-
-    def _emptied(self, rank: int) -> bool:
-        """Take in a rank's letters; false if no more will come, since it has gone."""
+    def _silenced(self, rank: int) -> bool:
+        """Take all that a rank has rung; false if it has gone."""
         while True:
             try:
-                letter = self._sockets[rank].recv(LETTER.size)
+                if not self._sockets[rank].recv(len(RING_BELL)):
+                    return False
             except BlockingIOError:
                 return True
-            except ConnectionResetError:  # it has left letters unread; its own can still be read
+            except ConnectionResetError:  # it has left something unread
                 continue
-            if not letter:
-                return False
-            channel, room = LETTER.unpack(letter)
+
+    def _take_in(self, rank: int) -> None:
+        """Read a rank's letters."""
+        for channel, room in self._memories[rank].read_letters(self._rank):
             self._arrived[rank, channel] += 1
             self._rooms[Expected(rank, channel, self._arrived[rank, channel])] = room

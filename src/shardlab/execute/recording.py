@@ -60,7 +60,7 @@ class OpTimer:
 
     def _around(self, at: int, op: Op, instruction: Instruction) -> Instruction:
         now, communicates = self._watch.now, op.kind in COMMUNICATION
-        issued = self._batches.get(op.batch, [at])
+        issued = [at] if self._executor.links.starts_alone(op.peer, op.batch) else self._batches.get(op.batch, [at])
 
         def run() -> None:
             self._began[at] = now()

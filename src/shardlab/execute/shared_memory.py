@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,12 +16,20 @@ from torch import Tensor
 SMALLEST = 4096
 """Bytes of a room; larger ones have twice as many, four times, and so on."""
 
+LETTERS = 2**16
+"""Letters to a rank that it need not have read."""
+
+RING = 2 + 2 * LETTERS
+"""Words of the letters to a rank."""
+
 
 class SharedMemory:
     """A memory that several processes have mapped: what nobody wrote of it takes none.
 
     It is a file without a name, so nothing of it stays whoever is killed. Each tensor in it lies in a room, which
-    begins with a byte for every rank: a rank sets its own when it has read what is there.
+    begins with a byte for every rank: a rank sets its own when it has read what is there. Before the rooms lie the
+    letters to each rank, which say what there is for it: how many were written, how many it has read, and of the last
+    ones, around a ring, the channel and the room.
 
     Attributes:
         file: its descriptor.
@@ -47,12 +55,36 @@ class SharedMemory:
         mapped = mmap.mmap(file, size)
         self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         self.flags = memoryview(mapped)
-        self.head = -(-ranks // 64) * 64  # tensors begin at whole lines of a cache
+        self.header_bytes = -(-ranks // 64) * 64  # tensors begin at whole lines of a cache
+        self._words = self.flags[: ranks * 8 * RING].cast("Q")
 
     def tensor(self, room: int, like: Tensor) -> Tensor:
         """What lies in the room that begins at a byte, as a tensor of this shape and dtype."""
-        begin = room + self.head
+        begin = room + self.header_bytes
         return self.bytes[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
+
+    def write_letter(self, reader: int, channel: int, room: int) -> None:
+        """Tell a rank of a room.
+
+        Raises:
+            MemoryError: when it has not read thousands of letters.
+        """
+        words, ring = self._words, reader * RING
+        written = words[ring]
+        if written - words[ring + 1] == LETTERS:
+            raise MemoryError(f"{LETTERS:,} messages to rank {reader} are sent and not received")
+        place = ring + 2 + 2 * (written % LETTERS)
+        words[place], words[place + 1] = channel, room
+        words[ring] = written + 1  # only now does the reader look at it
+
+    def read_letters(self, reader: int) -> Iterator[tuple[int, int]]:
+        """The channel and the room of each letter that this rank has not read yet."""
+        words, ring = self._words, reader * RING
+        while (read := words[ring + 1]) < words[ring]:
+            place = ring + 2 + 2 * (read % LETTERS)
+            letter = words[place], words[place + 1]
+            words[ring + 1] = read + 1
+            yield letter
 
 
 class Outbox(SharedMemory):
@@ -64,7 +96,7 @@ class Outbox(SharedMemory):
 
     def __init__(self, size: int, ranks: int) -> None:
         super().__init__(size, ranks)
-        self.size, self._end = size, 0
+        self.size, self._end = size, -(-ranks * 8 * RING // SMALLEST) * SMALLEST
         self._rooms: dict[int, list[tuple[int, Sequence[int]]]] = defaultdict(list)
 
     def put(self, tensor: Tensor, readers: Sequence[int]) -> int:
@@ -73,23 +105,24 @@ class Outbox(SharedMemory):
         Raises:
             MemoryError: when more is under way than this memory can hold.
         """
-        size = max(SMALLEST, 1 << (self.head + tensor.nbytes - 1).bit_length())
-        room = self._free(size)
-        if room is None:
-            room, self._end = self._end, self._end + size
-            if self._end > self.size:
-                raise MemoryError(f"{self._end:,} bytes are sent and not yet received; there is room for {self.size:,}")
+        wanted = max(SMALLEST, 1 << (self.header_bytes + tensor.nbytes - 1).bit_length())
+        size, room = self._free(wanted) or (wanted, self._end)
+        if room == self._end:
+            if room + size > self.size:
+                raise MemoryError(f"a message of {tensor.nbytes:,} bytes finds no room in {self.size:,} bytes")
+            self._end += size
         self._rooms[size].append((room, readers))
         for rank in readers:
             self.flags[room + rank] = 0
         self.tensor(room, tensor).copy_(tensor)
         return room
 
-    def _free(self, size: int) -> int | None:
-        """Take a room of this size that all have read, the oldest first."""
-        rooms = self._rooms[size]
-        for place, (room, readers) in enumerate(rooms):
-            if all(self.flags[room + rank] for rank in readers):
-                del rooms[place]
-                return room
+    def _free(self, least: int) -> tuple[int, int] | None:
+        """Take a room of at least this size that all have read: its size, and where it begins."""
+        for size in sorted(each for each in self._rooms if each >= least):
+            rooms = self._rooms[size]
+            for place, (room, readers) in enumerate(rooms):
+                if all(self.flags[room + rank] for rank in readers):
+                    del rooms[place]
+                    return size, room
         return None

@@ -41,8 +41,8 @@ class MessageVerbs(RankContext):
     def send(self, value: Value, *, to: int) -> Handle[None]:
         """Send a value to another rank.
 
-        On NCCL, and on gloo between hosts, awaiting the handle waits for the peer's receive; in unit costs a send ends
-        by itself.
+        On NCCL and gloo awaiting the handle waits for the peer's receive; among ranks that share memory, and in unit
+        costs, a send ends by itself.
 
         Args:
             to: the receiver's number.
