@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Literal, TypeVar
 
 from shardlab.errors import Refused, UserError
@@ -109,12 +109,18 @@ def workers(problem: Problem, count: int | None = None) -> Generator[Ask]:
 
         yield here
         return
+    others = active_children()
     pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (problem,))
     pool.submit(os.getpid).result()  # all are forked before anything else has threads
+    forked = [each for each in active_children() if each not in others]
     try:
         yield lambda asked: pool.submit(_answer_here, asked)
-    finally:  # what they are at takes moments; a worker that is killed may hold the lock that another waits for
-        pool.shutdown(cancel_futures=True)
+    finally:  # nobody waits for what they are still at, which may take long; all are killed, so that no lock is missed
+        pool.shutdown(wait=False, cancel_futures=True)
+        for each in forked:
+            each.kill()
+        for each in forked:
+            each.join()
 
 
 _problems: list[Problem] = []
