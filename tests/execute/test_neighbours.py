@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute import meeting
+from shardlab.execute import connecting
 from shardlab.execute.collectives import all_gather, all_reduce, all_to_all, recv, reduce_scatter, send
-from shardlab.execute.meeting import meet_neighbours
+from shardlab.execute.connecting import connect_neighbours
 from shardlab.execute.neighbours import Neighbours
 from shardlab.train.processes import is_lost
 from tests.support.ranks import Ranks
@@ -172,8 +172,8 @@ def test_sums_are_in_group_order_on_all_ranks(ranks: World, size: int) -> None:
 
 def on_two_hosts(rank: int) -> tuple[list[bool], float]:
     """Ranks 0 and 2 are on one host, 1 and 3 on another: who are neighbours, and a sum over all."""
-    with patch.object(meeting, "_host", return_value=f"host {rank % 2}"):
-        meet_neighbours(LIMIT)
+    with patch.object(connecting, "_host", return_value=f"host {rank % 2}"):
+        connect_neighbours(LIMIT)
     try:
         here, world = Neighbours.here, cast(Any, dist.group.WORLD)
         assert here is not None
@@ -187,7 +187,7 @@ def on_two_hosts(rank: int) -> tuple[list[bool], float]:
         assert float(came) == 6 + (rank ^ 2)
         return [other in here for other in range(4)], float(total)
     finally:
-        meet_neighbours(LIMIT)
+        connect_neighbours(LIMIT)
 
 
 def test_ranks_of_other_hosts_are_reached_by_gloo(ranks: World) -> None:
@@ -196,14 +196,14 @@ def test_ranks_of_other_hosts_are_reached_by_gloo(ranks: World) -> None:
 
 def alone(rank: int) -> bool:
     """Rank 0's memory is limited, so it shares none."""
-    meet_neighbours(LIMIT, shares=rank > 0)
+    connect_neighbours(LIMIT, shares=rank > 0)
     try:
         total = torch.ones(1)
         all_reduce(total, dist.ReduceOp.SUM, cast(Any, dist.group.WORLD)).wait()
         assert float(total) == 3
         return Neighbours.here is None
     finally:
-        meet_neighbours(LIMIT)
+        connect_neighbours(LIMIT)
 
 
 def test_a_rank_that_may_not_share_has_no_neighbours(ranks: World) -> None:
@@ -236,7 +236,7 @@ def test_a_rank_that_has_gone_is_noticed_at_once() -> None:
 
 def late(rank: int) -> None:
     """Rank 0 waits for what nobody sends."""
-    meet_neighbours(timedelta(seconds=0.2))
+    connect_neighbours(timedelta(seconds=0.2))
     try:
         if rank == 0:
             said = "Timed out waiting for rank 1: nothing came within 0.2 s"
@@ -245,7 +245,7 @@ def late(rank: int) -> None:
             assert is_lost(caught.value)
     finally:
         dist.barrier()
-        meet_neighbours(LIMIT)
+        connect_neighbours(LIMIT)
 
 
 def test_what_does_not_come_in_time_is_told(ranks: World) -> None:

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from shardlab.execute.meeting import meet_neighbours
+from shardlab.execute.connecting import connect_neighbours
 from shardlab.train.wakeups import set_wakeups
 
 PRELOAD = ["shardlab.train.verify", "shardlab.train.loop", "torch._dynamo"]
@@ -86,7 +86,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     torch.set_num_threads(1)
     set_wakeups()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    meet_neighbours(timedelta(minutes=30))
+    connect_neighbours(timedelta(minutes=30))
     while True:
         function, arguments = pipe.recv()
         _forget_groups()

@@ -29,9 +29,9 @@ def recv(here: Neighbours, tensor: Tensor, source: int) -> Messages:
     expected = here.expect(source)
 
     def take() -> None:
-        came = here.receive(expected, tensor)
-        tensor.copy_(came.tensor)
-        came.taken()
+        received = here.receive(expected, tensor)
+        tensor.copy_(received.tensor)
+        received.taken()
 
     return Messages(then=take)
 
@@ -103,9 +103,9 @@ def _taken(here: Neighbours, channel: Channel, pieces: Sequence[Tensor], own: Te
     def take() -> None:
         pieces[channel.mine].copy_(own)
         for each, place in zip(expected, places, strict=True):
-            came = here.receive(each, place)
-            place.copy_(came.tensor)
-            came.taken()
+            received = here.receive(each, place)
+            place.copy_(received.tensor)
+            received.taken()
 
     return Messages(then=take)
 

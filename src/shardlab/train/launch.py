@@ -201,7 +201,7 @@ def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Stor
     import torch
     import torch.distributed as dist
 
-    from shardlab.execute.meeting import meet_neighbours
+    from shardlab.execute.connecting import connect_neighbours
 
     if joining.bound:
         bind(environment)  # before the threads of the process group
@@ -222,7 +222,7 @@ def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Stor
     )
     if device.type == "cpu":
         # Here all meet, too: gloo returns where this rank is connected; others, if it left then, could not be.
-        meet_neighbours(joining.timeout, shares=memory_limit() is None)
+        connect_neighbours(joining.timeout, shares=memory_limit() is None)
 
 
 def _call(rank: int, device: torch.device, function: Callable[..., Result], *arguments: Any) -> Result:

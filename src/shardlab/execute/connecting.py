@@ -42,7 +42,7 @@ class Address(NamedTuple):
     size: int = 0
 
 
-def meet_neighbours(limit: timedelta, *, shares: bool = True) -> None:
+def connect_neighbours(limit: timedelta, *, shares: bool = True) -> None:
     """Find this rank's neighbours; every rank of the default process group calls this.
 
     Args:
@@ -109,18 +109,18 @@ def _connected(
             made.connect(address.name)
             socket.send_fds(made, [HELLO.pack(address.token, rank)], [file])
     while any(other > rank and other not in sockets for other in others):
-        came, _ = listener.accept()
-        came.settimeout(limit.total_seconds())
-        said, theirs, *_ = socket.recv_fds(came, HELLO.size, 1)
-        known, other = HELLO.unpack(said) if len(said) == HELLO.size else (b"", -1)
+        accepted, _ = listener.accept()
+        accepted.settimeout(limit.total_seconds())
+        hello, theirs, *_ = socket.recv_fds(accepted, HELLO.size, 1)
+        known, other = HELLO.unpack(hello) if len(hello) == HELLO.size else (b"", -1)
         if not secrets.compare_digest(known, token):  # any process of the host may connect
-            came.close()
+            accepted.close()
             for each in theirs:
                 os.close(each)
             continue
         (files[other],) = theirs
-        sockets[other] = came
-        socket.send_fds(came, [HELLO.pack(others[other].token, rank)], [file])
+        sockets[other] = accepted
+        socket.send_fds(accepted, [HELLO.pack(others[other].token, rank)], [file])
     for other in others:
         if other < rank:
             _, (files[other],), *_ = socket.recv_fds(sockets[other], HELLO.size, 1)
