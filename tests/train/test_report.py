@@ -45,6 +45,11 @@ def test_a_report_tells_cost_and_prediction_and_shows_its_plots(ranks: World, tm
         assert "</svg>" in (run.out / name).read_text()
     write_report(run, summary, "nobody has measured")
     assert "| predicted step | nobody has measured |" in (run.out / "report.md").read_text()
+    metrics = run.out / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps({**record, "mfu": None}) + "\n" for record in records))
+    write_report(run, summary, "nobody has measured")  # the peak is known since the run was made
+    assert "| MFU | the device's peak is not known |" in (run.out / "report.md").read_text()
 
 
 @pytest.mark.parametrize("trace", [False, True])

@@ -41,7 +41,7 @@ def write_report(run: TrainingRun, summary: Summary, predicted: float | str) -> 
 def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: list[dict[str, Any]]) -> str:
     job, record = run.job, json.loads((run.out / "run.json").read_text())
     last = records[-1]
-    mfu = None if run.peak is None else last["mfu"] * last["dt"] / summary.dt
+    mfu = None if run.peak is None or last["mfu"] is None else last["mfu"] * last["dt"] / summary.dt
     hours = summary.seconds * job.ranks / 3600
     rows = {
         "steps": f"{summary.steps}" + (", interrupted" if summary.interrupted else ""),
