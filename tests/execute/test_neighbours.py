@@ -102,9 +102,9 @@ def test_who_sends_waits_for_nobody(ranks: World) -> None:
 
 def reused(rank: int) -> float:
     """On rank 2 a sum in which its own term is kept takes the room of an earlier one, which is waited for meanwhile."""
-    world, upper = cast(Any, dist.group.WORLD), cast(Any, dist.new_group([2, 3])) if rank > 1 else None
-    if upper is None:
-        dist.new_group([2, 3])
+    world, pair_of = cast(Any, dist.group.WORLD), [rank // 2 * 2, rank // 2 * 2 + 1]
+    made = cast(Any, dist.new_group(pair_of, use_local_synchronization=True))  # all make as many, or names would differ
+    upper = made if rank > 1 else None
     total, pair = torch.tensor([10.0**rank]), torch.tensor([5.0])
     if upper is not None:
         first = all_reduce(pair, dist.ReduceOp.SUM, upper)
