@@ -1,9 +1,10 @@
-"""What the models' tests share: a measurement of what autograd keeps for a layer, by storages."""
+"""What the models' tests share: a measurement of what a layer keeps for its backward pass, by storages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from shardlab.models import Model
 from shardlab.models.mixture import Routing
-from shardlab.models.tensors import Dropout, Products, Share, initial_weights, layers_of, views
-from shardlab.models.tensors.products import AddGradients, Again
+from shardlab.models.tensors import Dropout, LayerPasses, Pass, Share, initial_weights, layer_passes, layers_of, views
+from shardlab.models.tensors.both_passes import by_autograd
+from shardlab.models.tensors.both_passes.by_autograd import Saved, View
 from shardlab.models.tensors.share import ALL
 from shardlab.program import Kind
 
@@ -50,49 +52,48 @@ def inputs_of(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Sh
     return tuple(given)
 
 
-class Watched(Products):
-    """Products, and the tensors that they keep."""
+class Watched(Saved):
+    """What autograd keeps of a primitive, in a list as well."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
+    kept: ClassVar[list[Tensor]] = []
 
-    def watch(
-        self, made: Tensor, read: Tensor, again: Again | None, parameters: Sequence[Tensor], add: AddGradients
-    ) -> None:
-        super().watch(made, read, again, parameters, add)
-        if again is None:
-            self.kept.append(read)
-        else:
-            assert isinstance(again, partial)
-            self.kept += again.args[1].tensors.values()
+    def pack(self, tensor: Tensor) -> Tensor | View:
+        packed = super().pack(tensor)
+        if isinstance(packed, Tensor):
+            self.kept.append(packed)
+        return packed
+
+
+def forward(
+    model: Model, layer: int, inputs: Sequence[Tensor], weights: Sequence[Tensor], share: Share = ALL
+) -> tuple[list[Tensor], Pass, list[Tensor]]:
+    """What a layer makes, its pass, and the tensors that stay for the backward pass."""
+    dropout = Dropout(model.dropout, 0, 0, layer, (0,))
+    with patch.object(by_autograd, "Saved", Watched):
+        made, its = passes_of(model, layer).forward([x.detach() for x in inputs], weights, share, dropout)
+    kept = [*Watched.kept, *(each for each in its.tensors if isinstance(each, Tensor))]
+    Watched.kept.clear()
+    return made, its, kept
 
 
 def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = ALL) -> int:
     """Bytes of all storages kept between forward and backward, but those of the parameters and the inputs."""
     owner = 0 if model.borrowed(layer) else layer  # a tied head has none of its own
     flat = initial_weights(model, owner, seed=0, dtype=dtype)
-    parameters = [view.requires_grad_() for view in views(model.layout(owner), flat)]
     inputs = inputs_of(model, layer, rows, dtype, share)
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    products = Watched()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        dropout = Dropout(model.dropout, 0, 0, layer, (0,))
-        outputs = layers_of(model)[layer].run(parameters, inputs, share, dropout, products=products)
-    for tensor in products.kept:
-        pack(tensor)
-    assert all(output.requires_grad for output in outputs)
+    _, _, kept = forward(model, layer, inputs, views(model.layout(owner), flat), share)
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
     for given, keeps in zip(inputs, model.run(layer).keeps_inputs, strict=True):
-        kept = given.untyped_storage().data_ptr() in storages
-        assert keeps or not kept, "an input is kept that the executor lets go"
+        assert keeps or given.untyped_storage().data_ptr() not in storages, "an input is kept that the executor lets go"
     for given in (flat, *inputs):
         storages.pop(given.untyped_storage().data_ptr(), None)
-    return sum(storage.nbytes() for storage in storages.values())
+    return sum(storages.values())
+
+
+def passes_of(model: Model, layer: int) -> LayerPasses:
+    """Both passes of a layer."""
+    attended = layer > 0 and model.run(layer - 1).attend is not None
+    return layer_passes(model.run(layer), layers_of(model)[layer].names, attended=attended)
 
 
 @pytest.fixture

@@ -25,9 +25,8 @@ class Analysis:
     Attributes:
         in_place: which ops write over what they read.
         buckets: the memory of collectives that run as one.
-        moved: indices of FORWARDs and RECOMPUTEs whose backward pass is given another weight value than they were.
-        halved: indices of those whose backward pass comes in two halves.
-        saved_of: number of an activation to those of what autograd saved from its forward passes.
+        halved: indices of FORWARDs and RECOMPUTEs whose backward pass comes in two halves.
+        saved_of: number of an activation to those of what its layer keeps of its forward passes.
         kept: the weights that outlive the step, and what is received in their place.
         roots: number of a slice to that of the value whose memory it lies in.
         stepped_at: (layer, slices) of each optimizer state to the place where its update is computed.
@@ -66,7 +65,7 @@ class Analysis:
         self.empties: dict[int, int] = {}
         self.slots = self._share_buffers()
         self.leaves_room = self._leaves_room()
-        self.moved, self.halved = self._moved_and_halved()
+        self.halved = self._halved()
         self.followed = followed(self.tape)
         self.last_reads = last_reads(self.tape, self.specs)
         self.last_copies = last_copies(self.tape, self.specs)
@@ -81,18 +80,9 @@ class Analysis:
             if key in arriving - written and not kept.places[key] and self.tape[ended[number]].kind is OpKind.FREE
         }
 
-    def _moved_and_halved(self) -> tuple[set[int], set[int]]:
-        moved: set[int] = set()
-        halved: set[int] = set()
+    def _halved(self) -> set[int]:
         made = {op.outputs[-1]: at for at, op in enumerate(self.tape) if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)}
-        for op in self.tape:
-            if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
-                at = made[op.inputs[3]]
-                if op.kind is OpKind.BACKWARD_INPUT:
-                    halved.add(at)
-                if self.tape[at].inputs[1] != op.inputs[2]:
-                    moved.add(at)
-        return moved, halved
+        return {made[op.inputs[3]] for op in self.tape if op.kind is OpKind.BACKWARD_INPUT}
 
     def _share_buffers(self) -> int:
         """Give each weight that arrives the first buffer that is free while it lives."""

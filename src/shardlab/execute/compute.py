@@ -10,16 +10,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardlab.execute import attention, slicing, written
-from shardlab.execute.gradient_room import gradient_room, own_columns, parameters_of
-from shardlab.execute.graph import FlatWeight, Graph
-from shardlab.execute.saved import Saved
+from shardlab.execute import attention, layer_ops, slicing
 from shardlab.execute.state import State
 from shardlab.execute.updating import Instruction, direction, norm, update
 from shardlab.models import tensors
 from shardlab.models.tensors import loss_of
 from shardlab.models.tensors.tokens import rows_of, sent_to
-from shardlab.program import Kind, Op, OpKind, Spec
+from shardlab.program import Op, OpKind, Spec
 from shardlab.rules.pieces import bits
 
 
@@ -90,68 +87,6 @@ def _rows(state: State, spec: Spec, which: int) -> Tensor:
     return sent_to(state.settings.device, rows)
 
 
-def forward(state: State, at: int, op: Op) -> Instruction:
-    """A layer; with its graph, if the tape saves one."""
-    saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
-    if saves and op.layer in state.written:
-        return written.forward(state, at, op, state.written[op.layer])
-    layer, (x, weight, *carried), values = state.layers[op.layer], op.inputs, state.values
-    share, halved = state.share(op), at in state.analysis.halved
-    keeps = state.keeps_inputs(op.layer)
-    over = at in state.analysis.last_reads
-    outputs = op.outputs[: len(op.outputs) - saves]
-
-    def inputs() -> list[Tensor]:
-        return [values[number] for number in (x, *carried)]
-
-    def run() -> None:
-        flat = state.flat_weight(op.layer, weight)
-        settings = state.scaled(share), state.dropout(op), _saved(state, at, op, flat)
-        graph = Graph(layer, inputs(), flat, *settings, keeps_inputs=keeps, in_halves=halved)
-        for number, made in zip(outputs, graph.take_outputs(), strict=True):
-            values[number] = made
-        values[op.outputs[-1]] = graph
-        if over:
-            values[x] = None  # autograd has what it needs of it
-
-    def run_without_saving() -> None:
-        with torch.no_grad():
-            leaves = state.flat_weight(op.layer, weight).leaves
-            made = layer.run(leaves, inputs(), share, state.dropout(op))
-        for number, each in zip(outputs, made, strict=True):
-            values[number] = each
-
-    return run if saves else run_without_saving
-
-
-def _saved(state: State, at: int, op: Op, weight: FlatWeight) -> Saved | None:
-    """What autograd saves into, where the executor has a hand in it: for a weight that will lie elsewhere, and for a
-    second half of the backward pass that reads some of it, or may."""
-    moved, halved = at in state.analysis.moved, at in state.analysis.halved
-    return Saved(weight.flat) if moved or (halved and state.reads.get(op.layer) != set()) else None
-
-
-def recompute(state: State, at: int, op: Op) -> Instruction:
-    """A layer again, for its graph alone."""
-    if op.layer in state.written:
-        return written.forward(state, at, op, state.written[op.layer])
-    layer, (x, weight), saved, values = state.layers[op.layer], op.inputs, op.outputs[0], state.values
-    over = at in state.analysis.last_reads
-    share, halved = state.share(op), at in state.analysis.halved
-    keeps = state.keeps_inputs(op.layer)
-
-    def run() -> None:
-        flat = state.flat_weight(op.layer, weight)
-        settings = state.scaled(share), state.dropout(op), _saved(state, at, op, flat)
-        graph = Graph(layer, [values[x]], flat, *settings, keeps_inputs=keeps, in_halves=halved)
-        graph.take_outputs()
-        values[saved] = graph
-        if over:
-            values[x] = None
-
-    return run
-
-
 def loss_stats(state: State, at: int, op: Op) -> Instruction:
     """What the loss needs of the slice of the logits that is here."""
     (x,), (output,), values = op.inputs, op.outputs, state.values
@@ -210,64 +145,6 @@ def loss(state: State, at: int, op: Op) -> Instruction:
     return run_on_slices if stats else run
 
 
-def backward(state: State, at: int, op: Op) -> Instruction:
-    """Through the graph that FORWARD or RECOMPUTE left; adds to an older gradient where an ADD would follow."""
-    if op.layer in state.written:
-        return written.backward(state, at, op, state.written[op.layer])
-    (_, gradient, weight, saved, *carried), (grad_weight, *outputs), values = op.inputs, op.outputs, state.values
-    layout, room = state.shapes.layout_of_weight(op.layer), gradient_room(state, at, op)
-    own = own_columns(state, op)
-
-    def run() -> None:
-        graph: Graph = values[saved]
-        values[saved] = None
-        into = room()
-        gradients = [own(values[number]) for number in (gradient, *carried)]
-        for number, made in zip(
-            outputs, graph.backward(gradients, values[weight], parameters_of(into, layout)), strict=False
-        ):
-            values[number] = made  # there is none for tokens
-        values[grad_weight] = into
-
-    return run
-
-
-def backward_input(state: State, at: int, op: Op) -> Instruction:
-    """The half that gives the input's gradient; the graph stays for the other half."""
-    if op.layer in state.written:
-        return written.backward_input(state, at, op, state.written[op.layer])
-    (_, gradient, weight, saved, *carried), (*outputs, half), values = op.inputs, op.outputs, state.values
-    own = own_columns(state, op)
-
-    def run() -> None:
-        graph: Graph = values[saved]
-        gradients = [own(values[number]) for number in (gradient, *carried)]
-        made = graph.backward_input(gradients, values[weight], state.reads.get(op.layer))
-        for number, gradient_made in zip(outputs, made, strict=False):
-            values[number] = gradient_made
-        values[saved], values[half] = None, graph
-
-    return run
-
-
-def backward_weight(state: State, at: int, op: Op) -> Instruction:
-    """The half that gives the weight's gradient, added to an older one where an ADD would follow."""
-    if op.layer in state.written:
-        return written.backward_weight(state, at, op, state.written[op.layer])
-    half, grad_weight, values = op.inputs[2], op.outputs[0], state.values
-    layout, room = state.shapes.layout_of_weight(op.layer), gradient_room(state, at, op)
-
-    def run() -> None:
-        graph: Graph = values[half]
-        values[half] = None
-        into = room()
-        reads = graph.backward_weight(parameters_of(into, layout))
-        state.reads.setdefault(op.layer, reads)
-        values[grad_weight] = into
-
-    return run
-
-
 def add(state: State, at: int, op: Op) -> Instruction:
     """A sum of gradients; in place where nobody reads the first one any more."""
     term = state.specs[op.inputs[0]].form.term
@@ -286,7 +163,7 @@ def add(state: State, at: int, op: Op) -> Instruction:
 
 
 def free(state: State, at: int, op: Op) -> Instruction:
-    """Drop a value, and with an activation what autograd saved from its forward."""
+    """Drop a value, and with an activation what its layer keeps of it."""
     number, values = op.inputs[0], state.values
     saved, slot = state.analysis.saved_of[number], state.analysis.empties.get(at)
     kept = state.analysis.leaves_room.get(at)
@@ -307,15 +184,15 @@ COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
     OpKind.LOAD_WEIGHT: load_weight,
     OpKind.LOAD_OPT_STATE: load_opt_state,
     OpKind.LOAD_BATCH: load_batch,
-    OpKind.FORWARD: forward,
-    OpKind.RECOMPUTE: recompute,
+    OpKind.FORWARD: layer_ops.forward,
+    OpKind.RECOMPUTE: layer_ops.forward,
     OpKind.ATTEND: attention.attend,
     OpKind.ATTEND_BACKWARD: attention.attend_backward,
     OpKind.LOSS_STATS: loss_stats,
     OpKind.LOSS: loss,
-    OpKind.BACKWARD: backward,
-    OpKind.BACKWARD_INPUT: backward_input,
-    OpKind.BACKWARD_WEIGHT: backward_weight,
+    OpKind.BACKWARD: layer_ops.backward,
+    OpKind.BACKWARD_INPUT: layer_ops.backward_input,
+    OpKind.BACKWARD_WEIGHT: layer_ops.backward_weight,
     OpKind.NORM: norm,
     OpKind.ADD: add,
     OpKind.SCALE: scale,

@@ -24,8 +24,8 @@ class ComputeClock:
     """Times the forward and the backward ops of an executor's steps, from then on.
 
     Two readings of a clock go around each run of such ops that follow one another: of the host's clock, or on a GPU two
-    events, which are read when the step is over. So it is for layers by themselves as for those of chains. Of steps
-    that are replayed as a CUDA graph the last one counts for all since the reading before: its events are the graph's.
+    events, which are read when the step is over. Of steps that are replayed as a CUDA graph the last one counts for all
+    since the reading before: its events are the graph's.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -41,7 +41,6 @@ class ComputeClock:
             run = list(places)
             if direction is not None:
                 around(executor.instructions, run[0], run[-1], direction)
-                around(executor.alone, run[0], run[-1], direction)
 
     def read(self) -> tuple[float, float]:
         """Seconds forward and backward since the last reading."""

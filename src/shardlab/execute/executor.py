@@ -13,12 +13,10 @@ from torch import Tensor
 from shardlab.check import Checked
 from shardlab.execute.bucket import START_TOGETHER, once
 from shardlab.execute.capturing import want_step_graph
-from shardlab.execute.chains import Chain, chained, chains_of
 from shardlab.execute.communication import START
 from shardlab.execute.communicator import Communicator, Groups, Wait
 from shardlab.execute.compiling import want_compilable
 from shardlab.execute.compute import COMPUTE, Instruction
-from shardlab.execute.gradient_room import takes_own
 from shardlab.execute.loss_scale import want_norm
 from shardlab.execute.progress import begin_tape
 from shardlab.execute.settings import GradientObserver, Sampler, Settings
@@ -47,8 +45,7 @@ class Executor:
         state: the rank's tensors.
         batches: what is trained on.
         links: the rank's communication.
-        alone: one call for each op of the tape, every layer by itself: for those who look at each op.
-        instructions: the same, but layers of a chain compute together (see `chains`).
+        instructions: one call for each op of the tape.
         graph: what captures and replays steps, if that is asked for.
 
     Raises:
@@ -87,9 +84,7 @@ class Executor:
         self._microbatches = checked.program.microbatches
         self.links = Communicator(checked.program, rank, groups)
         self._waits: dict[int, Wait] = {}
-        self.alone = [self._prepare(at, op) for at, op in enumerate(self.state.tape)]
-        together = chained(self.state, self._chains())
-        self.instructions = [together.get(at, instruction) for at, instruction in enumerate(self.alone)]
+        self.instructions = [self._prepare(at, op) for at, op in enumerate(self.state.tape)]
         self.graph = StepGraph(self.state) if settings.cuda_graph else None
 
     def step(self) -> Tensor:
@@ -138,12 +133,6 @@ class Executor:
 
         run() if graph is None else graph.run(run)
         words[0] = base + len(instructions)
-
-    def _chains(self) -> list[Chain]:
-        state, analysis = self.state, self.state.analysis
-        own = {at for at, op in enumerate(state.tape) if op.kind is OpKind.FORWARD and takes_own(state, op.layer)}
-        own |= {at for at, op in enumerate(state.tape) if op.layer in state.written}  # which no graph joins
-        return chains_of(state.tape, analysis.in_place, analysis.buckets, analysis.moved | own)
 
     def _prepare(self, at: int, op: Op) -> Instruction:
         waits, handle = self._waits, op.handle

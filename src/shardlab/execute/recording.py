@@ -37,7 +37,7 @@ class OpTimer:
         self._issuing: Iterator[int] = iter(())
         self._batches = batches_of(executor.state.tape, COMMUNICATION)
         self._batched = frozenset(chain(*self._batches.values()))
-        plain = zip(executor.state.tape, executor.alone, strict=True)
+        plain = zip(executor.state.tape, executor.instructions, strict=True)
         self._timed = [self._around(at, op, instruction) for at, (op, instruction) in enumerate(plain)]
 
     def step(self) -> Tensor:

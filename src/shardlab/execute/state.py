@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from shardlab.check import Checked
 from shardlab.execute.analysis import Analysis, loss_owners
 from shardlab.execute.arena import ArenaTensors
 from shardlab.execute.communicator import Wait
-from shardlab.execute.graph import FlatWeight
 from shardlab.execute.loss_scale import LossScale
 from shardlab.execute.optimizer import Slice
 from shardlab.execute.places import storage_at, tensor_at
@@ -24,14 +23,16 @@ from shardlab.execute.shapes import Shapes
 from shardlab.models import CutModel, Model
 from shardlab.models.matrices import matrices_of
 from shardlab.models.tensors import (
+    CompiledPasses,
     Dropout,
+    LayerPasses,
     Share,
-    WrittenLayer,
     compiled_layers_of,
     initial_weights,
+    layer_passes,
     layers_of,
     lengthened,
-    written_layer,
+    views,
 )
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
 from shardlab.program.precision import FP64
@@ -55,12 +56,11 @@ class State:
         captured: whether the step is being captured (see `step_graph`): then its numbers are tensors of the device, ().
         loss_owners: piece of the batch to (rank, op) of the first LOSS on it, which reports it for all.
         stepping: slices that have taken their gradients, and are stepped with the next.
-        reads: layer to the numbers of the saved tensors that its BACKWARD_WEIGHT reads, once that is known.
         loss_scale: by what losses are multiplied, in float16.
         finite: whether the gradient of the step has been so far, as its norm says.
         not_finite: the first layer of the step whose gradient, as this rank was to update by it, is not finite.
         squared_norm: of the step's whole gradient; NaN where the program gives no update a norm.
-        written: the layers, by number, whose passes are written out; autograd makes the backward passes of others.
+        passes: both passes of each layer that this rank computes, by number.
         loss: (2,) float64, on the device: the loss summed over the tokens that this rank reports, and their number.
         rehearses: whether the tape runs without dropout and without changing what outlives the step.
     """
@@ -85,10 +85,9 @@ class State:
         self.observer = observer
         self.tape = checked.program.tapes[rank]
         self.specs = checked.specs[rank]
-        self.layers = compiled_layers_of(model) if settings.compile else layers_of(model)
         self.signatures = checked.program.sizes.signatures
         self.shapes = Shapes(checked, model, rows, None if of is None else of.shapes.flat)
-        self.written = self._written()
+        self.passes = self._passes()
         self.loss_owners = loss_owners(checked)
         self.analysis = Analysis(checked, rank)
         self.values: list[Any] = [None] * (max(self.specs, default=-1) + 1)
@@ -121,25 +120,25 @@ class State:
         self.squared_norm: float | Tensor = math.nan
         self._numbers: dict[int, float] = {}
         self.begin()
-        self.reads: dict[int, Set[int]] = {}
-        self._weights: dict[tuple[int, int, int], FlatWeight] = {}
+        self._weights: dict[tuple[int, int, int], list[Tensor]] = {}
         self.stepping: list[Slice] = []
         self._given_back: dict[tuple[int, Holds], int] = {}  # bytes of kept weights that have no memory now
         self._side_by_side: dict[int, Tensor] = {}
 
-    def _written(self) -> dict[int, WrittenLayer]:
-        """The layers whose passes are written out: on a CPU, of whole sequences, and where no compiler writes them.
-
-        What attention has mixed as an op of its own has more features than the next layer's linear map takes.
-        """
-        if self.settings.compile or self.settings.device.type != "cpu":
-            return {}
-        computing = [op for op in self.tape if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)]
-        others = {op.layer for op in computing if not self.specs[op.inputs[0]].whole_sequences}
-        others |= {number + 1 for number, run in enumerate(self.model.runs) if run.attend is not None}
-        its = {op.layer: self.layers[op.layer] for op in computing if op.layer not in others}
-        written = {number: written_layer(layer.layer, layer.names) for number, layer in its.items()}
-        return {number: layer for number, layer in written.items() if layer is not None}
+    def _passes(self) -> dict[int, LayerPasses | CompiledPasses]:
+        """Both passes of the layers that this rank computes."""
+        model = self.model
+        numbers = {op.layer for op in self.tape if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)}
+        if self.settings.compile:
+            compiled = compiled_layers_of(model)
+            return {number: CompiledPasses(compiled[number]) for number in numbers}
+        layers, device = layers_of(model), self.settings.device.type
+        attended = {number + 1 for number, run in enumerate(model.runs) if run.attend is not None}
+        its = {number: layers[number] for number in numbers}
+        return {
+            number: layer_passes(layer.layer, layer.names, device, attended=number in attended)
+            for number, layer in its.items()
+        }
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:
         """The first weights of some slices, as they are kept."""
@@ -225,10 +224,6 @@ class State:
             self.checked.program.microbatches,
             op.holds or Holds(spec.pieces("expert"), spec.form.space.count("expert")),
         )
-
-    def keeps_inputs(self, layer: int) -> Sequence[bool] | None:
-        """Whether autograd keeps each value that a layer is given; a compiler may choose to keep all (None)."""
-        return None if self.settings.compile else self.model.run(layer).keeps_inputs
 
     def scaled(self, share: Share) -> Share:
         """A share of a layer with this step's scale of losses."""
@@ -348,11 +343,11 @@ class State:
         return self.kept[key]
 
     def empty_buffer(self, slot: int) -> None:
-        """Give a buffer's memory back, although autograd and the leaves still refer to it."""
+        """Give a buffer's memory back, although views of it stay."""
         self.buffers[slot].untyped_storage().resize_(0)
 
-    def flat_weight(self, layer: int, number: int) -> FlatWeight:
-        """The leaves over a weight value's buffer; made once for each buffer and layer, for buffers stay."""
+    def weights_of(self, layer: int, number: int) -> list[Tensor]:
+        """A layer's parameters in a weight value's buffer; made once for each buffer and layer, for buffers stay."""
         flat: Tensor = self.values[number]
         slot = self.analysis.slot.get(self.analysis.roots.get(number, number))
         if slot is None:
@@ -360,7 +355,7 @@ class State:
             slot = -1 - root if root in self.analysis.leaves_room.values() else flat.data_ptr()
         key = (layer, slot, int(flat.storage_offset()))
         if key not in self._weights:
-            self._weights[key] = FlatWeight(flat, self.shapes.layout_of_weight(layer))
+            self._weights[key] = views(self.shapes.layout_of_weight(layer), flat)
         return self._weights[key]
 
     def _make_buffers(self) -> list[Tensor]:

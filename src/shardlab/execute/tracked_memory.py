@@ -101,7 +101,7 @@ def step_with_memory(executor: Executor, record: MemoryRecord) -> Tensor:
         return run
 
     plain = executor.instructions
-    executor.instructions = [around(at, instruction) for at, instruction in enumerate(executor.alone)]
+    executor.instructions = [around(at, instruction) for at, instruction in enumerate(executor.instructions)]
     try:
         with account.tracking():
             return executor.step()

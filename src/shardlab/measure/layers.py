@@ -167,7 +167,7 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
     batches = KnownTokens(drawn, model.vocab_size)
     settings = Settings(precision=precision_in(subject.dtype), device=device)
     executor = Executor(subject.checked(), 0, model, batches, settings)
-    executor.instructions = [clock.mark, *(_marked(run, clock) for run in executor.alone)]
+    executor.instructions = [clock.mark, *(_marked(run, clock) for run in executor.instructions)]
     tape, shapes = executor.state.tape, executor.state.shapes
 
     def step() -> list[float]:

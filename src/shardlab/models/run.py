@@ -203,10 +203,16 @@ class Run:
         made = Made(name, number) if name in self.steps[number].primitive.makes else self._read(name, number)
         for reader in self._readers(made):
             if total := self.steps[reader].primitive.adds_to:
-                return Made(total, reader)
+                return self._summed(Made(total, reader))
         if made.step == INPUT:  # what is added here is dropped first, so that its gradient is made here
             return Made(next(iter(self.steps[number].primitive.makes)), number)
         return made
+
+    def _summed(self, made: Made) -> Made:
+        """The last of sums that one after the other add to a tensor, and read no earlier one: all have one gradient."""
+        readers = self._readers(made)
+        total = self.steps[readers[0]].primitive.adds_to if len(readers) == 1 else ""
+        return self._summed(Made(total, readers[0])) if total else made
 
     def _elements(self, tensors: Iterable[Made], rows: int) -> int:
         """Elements of tensors that the layer makes; those of its inputs are not its own."""

@@ -68,7 +68,7 @@ class Audit:
         mine: dict[int, list[Result]] = defaultdict(list)
         for result in self._results[executor.state.rank]:
             mine[result.op].append(result)
-        plain = enumerate(zip(executor.state.tape, executor.alone, strict=True))
+        plain = enumerate(zip(executor.state.tape, executor.instructions, strict=True))
         self._instructions = [self._printing(run, mine[at]) if op.kind in COMPARED else run for at, (op, run) in plain]
 
     def fault(self) -> str:

@@ -39,9 +39,8 @@ class ProfiledExecutor:
         self._memory = memory
         self._on_gpu = executor.state.settings.device.type == "cuda"
         self._profile: profile | None = None
-        for instructions in (executor.instructions, executor.alone):
-            plain = zip(executor.state.tape, instructions, strict=True)
-            instructions[:] = [self._named(self._name(op), instruction) for op, instruction in plain]
+        plain = zip(executor.state.tape, executor.instructions, strict=True)
+        executor.instructions[:] = [self._named(self._name(op), instruction) for op, instruction in plain]
         self.inner: Executor | TracedExecutor = executor
 
     @property

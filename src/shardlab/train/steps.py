@@ -208,7 +208,7 @@ def _flag(loss: Tensor, state: State) -> int:
         return 1
     if state.finite or state.settings.precision.scaled:
         return 0
-    return 2 + (len(state.layers) if state.not_finite is None else state.not_finite)
+    return 2 + (state.model.layers if state.not_finite is None else state.not_finite)
 
 
 def _not_finite(flags: Sequence[int], step: int, run: TrainingRun) -> str:

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from shardlab.execute import Executor, Settings
-from shardlab.execute.graph import FlatWeight, Graph
-from shardlab.execute.saved import Saved
 from shardlab.models import GPT, MLP, Llama, Mixtral, Model
 from shardlab.models.tensors import (
+    AddGradients,
+    CompiledPasses,
     Dropout,
     Share,
     compiled,
     compiled_layers_of,
     initial_weights,
-    layers_of,
     views,
 )
 from shardlab.program import Mesh
@@ -30,6 +30,7 @@ from shardlab.program.precision import FP64
 from shardlab.strategies.plan import Plan, Recompute
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job
+from tests.models.conftest import passes_of
 from tests.models.small import WithHeads
 from tests.models.tensors.comparing import error
 
@@ -73,14 +74,18 @@ def passes(model: Model, layer: int, compile: bool) -> list[Tensor]:
     shape = (2, 8, model.hidden_size)
     x = torch.randint(256, shape[:2]) if layer == 0 else torch.randn(shape, dtype=torch.float64)
     dropout = Dropout(model.dropout, 1, 2, layer, (3,))
-    layers, saved = (compiled_layers_of if compile else layers_of)(model), Saved(flat)
-    weight, share = FlatWeight(flat, model.layout(layer)), Share(tokens=range(8))
-    graph = Graph(layers[layer], [x], weight, share, dropout, saved)
-    made = graph.take_outputs()
+    its: Any = CompiledPasses(compiled_layers_of(model)[layer]) if compile else passes_of(model, layer)
+    layout = model.layout(layer)
+    made, kept = its.forward([x], views(layout, flat), Share(tokens=range(8)), dropout)
     elsewhere, into = flat.clone(), torch.zeros_like(flat)
+    rooms = views(layout, into)
     flat.fill_(float("nan"))
-    back = graph.backward([torch.ones_like(each) for each in made], elsewhere, views(model.layout(layer), into))
-    return [*made, *back, into]
+
+    def take(add: AddGradients, gradient: Tensor, read: Tensor) -> None:
+        add(rooms, gradient, read)
+
+    back = its.backward(kept, [torch.ones_like(each) for each in made], views(layout, elsewhere), take)
+    return [*made, *(each for each in back if each is not None), into]
 
 
 @pytest.mark.usefixtures("traced_only")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardlab.models.attention import Attend
 from shardlab.models.primitive import Primitive
-from shardlab.models.tensors import Share
+from shardlab.models.primitives import Add, Embed
+from shardlab.models.tensors import Dropout, Pass, Share
+from shardlab.models.tensors.both_passes import by_autograd
+from shardlab.models.tensors.both_passes.primitive import Places, passes
 from shardlab.models.tensors.compute import compute
 from shardlab.rules import derive
 from shardlab.rules.derive import Held
@@ -20,6 +24,7 @@ from shardlab.rules.index import INDICES
 from shardlab.rules.node import Layer
 from shardlab.rules.pieces import WHOLE, Holds
 from shardlab.rules.spec import Space
+from tests.models.conftest import Watched
 from tests.models.tensors.alone import PRIMITIVES, ROWS, T, Whole, gradients, inputs_of, made_by, parameters_of
 from tests.models.tensors.comparing import error
 
@@ -151,25 +156,32 @@ def test_any_tokens_are_computed_alone_unless_it_mixes_them(primitive: Primitive
 
 
 @every_primitive
-def test_autograd_keeps_what_it_declares(primitive: Primitive) -> None:
+def test_its_passes_keep_what_it_declares(primitive: Primitive) -> None:
     """By storages, beyond its parameters: tensors that it reads or makes, and what lies beside them."""
-    parameters = {p.name: torch.randn(p.shape).requires_grad_() for p in parameters_of(primitive)}
+    names = [parameter.name for parameter in parameters_of(primitive)]
+    weights = [torch.randn(parameter.shape) for parameter in parameters_of(primitive)]
     tensors = inputs_of(primitive, torch.float32)
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.element_size()
-        alive.append(tensor)
-        return tensor
-
-    alive: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        made = made_by(primitive, parameters, tensors, Share())
-    for each in parameters.values():
-        kept.pop(each.untyped_storage().data_ptr(), None)
-    named = [(made | tensors)[name] for name in primitive.keeps()]
-    assert set(kept) >= {each.untyped_storage().data_ptr() for each in named}
-    assert sum(kept.values()) == sum(each.numel() for each in named) + primitive.keeps_beside(ROWS)
+    at = Places({name: place for place, name in enumerate(names)}, "cpu")
+    read = {name: at.make(name) for name in tensors}
+    drops = isinstance(primitive, Add | Embed | Attend) and primitive.drops
+    dropout = Dropout(0.3, seed=1, step=2, layer=3, microbatches=(4,)) if drops else None
+    Watched.kept.clear()
+    with patch.object(by_autograd, "Saved", Watched):
+        both = passes(primitive, at) or by_autograd.by_autograd(primitive, at)
+        its = Pass([None] * at.count, weights, Share(), dropout, ROWS, T)
+        for name, x in tensors.items():
+            its.tensors[read[name]] = (x if "expert" in primitive.reads[name] else x.flatten(0, 1)).detach()
+        both.forward(its)
+    kept = [each for each in (its.tensors[place] for place in both.keeps) if isinstance(each, Tensor)] + Watched.kept
+    storages = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() // each.element_size() for each in kept
+    }
+    for each in weights:
+        storages.pop(each.untyped_storage().data_ptr(), None)
+    places = at.tensors | read
+    named = [its.tensors[places[name]] for name in primitive.keeps()]
+    assert set(storages) >= {each.untyped_storage().data_ptr() for each in named}
+    assert sum(storages.values()) == sum(each.numel() for each in named) + primitive.keeps_beside(ROWS)
 
 
 @every_primitive

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardlab.models import GPT, Llama, Mixtral
 from shardlab.models.tensors import Share, layers_of, loss_of, views
 from shardlab.models.tensors.rms_norm import rms_norm
-from shardlab.models.tensors.rotary import rotated, turns
+from shardlab.models.tensors.rotary import turned, turns
 from tests.models.small import Dimensions
 from tests.models.tensors.comparing import error, gradient_of
 
@@ -190,35 +190,35 @@ def angles(tokens: Sequence[int], size: int, theta: float, dtype: torch.dtype = 
 def test_turns_in_real_numbers_are_those_in_complex_numbers() -> None:
     x = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
     whole = angles([0, 5, 6], 4, 100.0)
-    made = [rotated(x, each, 2) for each in (whole, torch.view_as_real(whole))]
+    made = [turned(x, each, 2) for each in (whole, torch.view_as_real(whole))]
     torch.testing.assert_close(*made, rtol=1e-14, atol=1e-14)
     back = [torch.autograd.grad(each.square().sum(), x)[0] for each in made]
     torch.testing.assert_close(*back, rtol=1e-14, atol=1e-14)
 
 
-def test_what_is_written_out_has_the_right_gradients() -> None:
-    def turned(y: Tensor) -> Tensor:
-        return rotated(y, angles([0, 5, 6], 4, 100.0), 2)
+def test_autograd_goes_through_norms_and_turns() -> None:
+    def by_angles(y: Tensor) -> Tensor:
+        return turned(y, angles([0, 5, 6], 4, 100.0), 2)
 
     x = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(12, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(rms_norm, (x, weight))
-    assert torch.autograd.gradcheck(turned, (x,))
+    assert torch.autograd.gradcheck(by_angles, (x,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_half_precision_is_normalised_and_turned_in_single(dtype: torch.dtype) -> None:
     x, weight = torch.randn(2, 8, 12, dtype=dtype), torch.ones(12, dtype=dtype)
     assert rms_norm(100 * x, weight).dtype == dtype
-    turned = rotated(x, angles(range(8), 4, 100.0, torch.float32), 2)
-    torch.testing.assert_close(turned, rotated(x.double(), angles(range(8), 4, 100.0), 2).to(dtype))
-    assert torch.equal(turned[..., 8:], x[..., 8:])  # values stay
+    made = turned(x, angles(range(8), 4, 100.0, torch.float32), 2)
+    torch.testing.assert_close(made, turned(x.double(), angles(range(8), 4, 100.0), 2).to(dtype))
+    assert torch.equal(made[..., 8:], x[..., 8:])  # values stay
 
 
 def test_products_of_turned_queries_and_keys_depend_on_their_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
     products = [
-        (rotated(q, angles([place + 3], 8, 1e4), 1) * rotated(k, angles([place], 8, 1e4), 1)).sum()
+        (turned(q, angles([place + 3], 8, 1e4), 1) * turned(k, angles([place], 8, 1e4), 1)).sum()
         for place in (0, 1, 50, 700)
     ]
     torch.testing.assert_close(torch.stack(products), products[0].expand(4), rtol=1e-12, atol=1e-12)

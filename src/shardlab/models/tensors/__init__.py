@@ -1,34 +1,34 @@
 """The models' arithmetic on torch: layers, dropout, first weights, loss and sampling."""
 
+from shardlab.models.tensors.both_passes import AddGradients, CompiledPasses, LayerPasses, Pass, Take, layer_passes
 from shardlab.models.tensors.compiled import compiled_layers_of
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.flat import lengthened, named_views, views, with_borrowed
 from shardlab.models.tensors.generate import Choice, Writer
 from shardlab.models.tensors.layers import TensorLayer, layers_of
 from shardlab.models.tensors.loss import combined_loss, loss_gradient, loss_of, loss_stats
-from shardlab.models.tensors.passes import AddGradients, Take
-from shardlab.models.tensors.products import Products
 from shardlab.models.tensors.recutting import to_blocks, to_layers, whole_parameters
 from shardlab.models.tensors.seeding import generator_of
 from shardlab.models.tensors.share import Share
 from shardlab.models.tensors.weights import Initial, initial_weights
-from shardlab.models.tensors.written import WrittenLayer, written_layer
 
 __all__ = [
     "AddGradients",
     "Choice",
+    "CompiledPasses",
     "Dropout",
     "Initial",
-    "Products",
+    "LayerPasses",
+    "Pass",
     "Share",
     "Take",
     "TensorLayer",
     "Writer",
-    "WrittenLayer",
     "combined_loss",
     "compiled_layers_of",
     "generator_of",
     "initial_weights",
+    "layer_passes",
     "layers_of",
     "lengthened",
     "loss_gradient",
@@ -40,5 +40,4 @@ __all__ = [
     "views",
     "whole_parameters",
     "with_borrowed",
-    "written_layer",
 ]

@@ -16,7 +16,6 @@ from shardlab.models.model import Model
 from shardlab.models.tensors.cache import KeysValues
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.layers import TensorLayer, layers_of
-from shardlab.models.tensors.products import Products
 from shardlab.models.tensors.share import ALL, Share
 
 BACKEND = "inductor"
@@ -38,10 +37,8 @@ class CompiledLayer(TensorLayer):
         share: Share = ALL,
         dropout: Dropout | None = None,
         cache: KeysValues | None = None,
-        products: Products | None = None,
     ) -> tuple[Tensor, ...]:
-        """Run it as `TensorLayer.run` does; the compiler makes the gradients of products' weights and chooses what is
-        kept."""
+        """Run it as `TensorLayer.run` does; the compiler chooses what is kept."""
         assert cache is None, "text is written by layers that are not compiled"
         factors = list(self.factors(parameters, inputs, share, dropout))
         given = (torch.view_as_real(each) if each.is_complex() else each for each in factors if each is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import singledispatch
 
 import torch
@@ -20,9 +20,8 @@ from shardlab.models.tensors.activations import activated
 from shardlab.models.tensors.attention_with_dropout import attention_with_dropout
 from shardlab.models.tensors.cache import KeysValues
 from shardlab.models.tensors.lookup import look_up
-from shardlab.models.tensors.products import Again, Products, linear
 from shardlab.models.tensors.rms_norm import rms_norm
-from shardlab.models.tensors.rotary import rotated
+from shardlab.models.tensors.rotary import turned
 from shardlab.models.tensors.share import Share
 from shardlab.models.tensors.tokens import rows_of
 
@@ -37,8 +36,6 @@ class Given:
         share: which slice, or which tokens, these are.
         factor: what it multiplies by beside its parameters (see `factors`).
         cache: of the text's earlier tokens (None: all tokens are given).
-        products: what makes the gradients of products' weights (None: autograd does).
-        again: what makes tensors again that are not kept for those, by name.
     """
 
     parameters: Mapping[str, Tensor]
@@ -46,8 +43,6 @@ class Given:
     share: Share
     factor: Tensor | None = None
     cache: KeysValues | None = None
-    products: Products | None = None
-    again: Mapping[str, Again] = field(default_factory=dict[str, Again])
 
     @property
     def x(self) -> Tensor:
@@ -57,8 +52,7 @@ class Given:
     def linear(self, read: str, weight: str, bias: str = "") -> Tensor:
         """A linear map of a tensor by parameters of these names; empty for no bias."""
         parameters = self.parameters
-        given = parameters[bias] if bias else None
-        return linear(self.tensors[read], parameters[weight], given, self.products, self.again.get(read))
+        return F.linear(self.tensors[read], parameters[weight], parameters[bias] if bias else None)
 
 
 @singledispatch
@@ -136,7 +130,7 @@ def _(primitive: Projection, given: Given) -> tuple[Tensor, ...]:
     of = given.share.piece("head")[1]
     features = given.linear("x", "attn.c_attn.weight", "attn.c_attn.bias" if primitive.bias else "")
     if given.factor is not None:
-        features = rotated(features, given.factor, (primitive.heads + primitive.kv_heads) // of)
+        features = turned(features, given.factor, (primitive.heads + primitive.kv_heads) // of)
     queries, keys_values = features.split_with_sizes((primitive.hidden_size // of, 2 * primitive.kv_width // of), -1)
     return queries, keys_values
 
@@ -188,10 +182,9 @@ def _(primitive: Dispatch, given: Given) -> tuple[Tensor, ...]:
 def _(primitive: ExpertLinear, given: Given) -> tuple[Tensor, ...]:
     weight, bias = (given.parameters.get(f"{primitive.name}.{end}") for end in ("weight", "bias"))
     assert weight is not None
-    number, of = given.share.piece("ffn")
-    if bias is not None and of > 1 and primitive.in_index == "ffn":  # each slice adds its part of the sum's bias
-        bias = F.pad(bias, (number * bias.shape[1], (of - 1 - number) * bias.shape[1]))
-    return (mixture.expert_linear(given.x, weight, bias, given.products, given.again.get("x")),)
+    if bias is not None and primitive.in_index == "ffn":
+        bias = mixture.padded_bias(bias, given.share)
+    return (mixture.expert_linear(given.x, weight, bias),)
 
 
 @compute.register

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from shardlab.models.tensors.cache import KeysValues
 from shardlab.models.tensors.compute import Given, compute
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.factors import Surroundings, factor
-from shardlab.models.tensors.products import Again, Products
 from shardlab.models.tensors.share import ALL, Share
 
 
@@ -30,14 +28,12 @@ class _Prepared(NamedTuple):
         function: what computes it.
         makes: names of what it makes.
         dropped: names of the tensors that it is the last to read.
-        made_again: whether what it makes is not kept, and made again.
     """
 
     primitive: Primitive
     function: Callable[..., tuple[Tensor, ...]]
     makes: tuple[str, ...]
     dropped: set[str]
-    made_again: bool
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,6 @@ class TensorLayer:
         share: Share = ALL,
         dropout: Dropout | None = None,
         cache: KeysValues | None = None,
-        products: Products | None = None,
     ) -> tuple[Tensor, ...]:
         """The layer's outputs, rows first like its inputs; the activation comes first, each is memory of its own.
 
@@ -71,10 +66,9 @@ class TensorLayer:
             share: which slice or which tokens are computed.
             dropout: the step's and the microbatches'; the layer's masks are those of the blocks that it is made of.
             cache: keys and values of earlier tokens; the share's tokens are those that follow.
-            products: what makes the gradients of products' weights (None: autograd does).
         """
         factors = self.factors(parameters, inputs, share, dropout)
-        return self.compute(parameters, inputs, factors, share, cache, products)
+        return self.compute(parameters, inputs, factors, share, cache)
 
     def factors(
         self, parameters: Sequence[Tensor], inputs: Sequence[Tensor], share: Share, dropout: Dropout | None
@@ -98,21 +92,14 @@ class TensorLayer:
         factors: Iterable[Tensor | None],
         share: Share,
         cache: KeysValues | None = None,
-        products: Products | None = None,
     ) -> tuple[Tensor, ...]:
         """`run`, given what the steps multiply by: a function of tensors alone."""
         by_name = dict(zip(self.names, parameters, strict=True))
-        tensors, again = self._unpacked(inputs), dict[str, Again]()
-        given = Given(by_name, tensors, share, None, cache, products, again)
+        tensors = self._unpacked(inputs)
+        given = Given(by_name, tensors, share, None, cache)
         for step, given.factor in zip(self._steps, factors, strict=True):
             made = step.function(step.primitive, given)
-            made_again = _again(step, given) if products is not None and step.made_again else None
-            for name, each in zip(step.makes, made, strict=True):
-                tensors[name] = each
-                if again:
-                    again.pop(name, None)
-            if made_again is not None:
-                again[step.makes[0]] = made_again
+            tensors |= zip(step.makes, made, strict=True)
             for name in step.dropped:
                 del tensors[name]
         return self._packed(tensors)
@@ -125,19 +112,12 @@ class TensorLayer:
         return y
 
     @cached_property
-    def tied(self) -> frozenset[int]:
-        """Places of the parameters that several primitives compute with."""
-        primitives = [step.primitive for step in self.layer.steps]
-        names = Counter(name for each in primitives for name in (*(p.name for p in each.parameters()), *each.borrows))
-        return frozenset(place for place, name in enumerate(self.names) if names[name] > 1)
-
-    @cached_property
     def _steps(self) -> list[_Prepared]:
         """What each step wants, looked up once."""
-        primitives, again = [step.primitive for step in self.layer.steps], {made.step for made in self.layer.made_again}
+        primitives = [step.primitive for step in self.layer.steps]
         return [
-            _Prepared(primitive, compute.dispatch(type(primitive)), tuple(primitive.makes), dropped, number in again)
-            for number, (primitive, dropped) in enumerate(zip(primitives, self._dropped, strict=True))
+            _Prepared(primitive, compute.dispatch(type(primitive)), tuple(primitive.makes), dropped)
+            for primitive, dropped in zip(primitives, self._dropped, strict=True)
         ]
 
     @cached_property
@@ -170,12 +150,6 @@ class TensorLayer:
             return first.clone(), *(tensors[name].clone() for name in self.layer.outputs[1:])
         carried = [[tensors[name] for name in names] for names in self.layer.carried_outputs.values()]
         return first, *(each[0] if len(each) == 1 else _side_by_side(each, first.dtype) for each in carried)
-
-
-def _again(step: _Prepared, given: Given) -> Again:
-    """What makes the result of a step again, of the tensors that it has read."""
-    tensors = {name: given.tensors[name].detach() for name in step.primitive.reads}
-    return partial(step.function, step.primitive, Given(given.parameters, tensors, given.share, given.factor))
 
 
 def _side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

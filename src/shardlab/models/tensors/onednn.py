@@ -9,8 +9,6 @@ is called here.
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,36 +19,18 @@ AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_avail
 """Whether this torch has both."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear map of `x` (..., inputs) to (..., outputs), by a weight (outputs, inputs) and a bias (outputs).
 
-    Autograd goes through it to `x` alone. A large one is oneDNN's in float32 on a CPU, unless
+    Autograd does not go through it. A large one is oneDNN's in float32 on a CPU, unless
     `torch.backends.mkldnn.enabled` is turned off; others are torch's own.
     """
-    if _takes(x, weight):
-        return cast("Tensor", _Linear.apply(x, weight.detach(), bias))
-    return F.linear(x, weight.detach(), None if bias is None else bias.detach())
-
-
-def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear map as `linear` makes it, but one that autograd is not to go through."""
     return _product(x, weight, bias) if _takes(x, weight) else F.linear(x, weight, bias)
 
 
 def linear_backward(gradient: Tensor, weight: Tensor) -> Tensor:
     """The gradient of what a linear map read, of that of what it made."""
     return _product(gradient, weight.T) if _takes(gradient, weight) else gradient @ weight
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)  # and so handed to who has a hand in what autograd saves
-        return _product(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return _product(gradients[0], ctx.saved_tensors[0].T), None, None
 
 
 def _takes(x: Tensor, weight: Tensor) -> bool:

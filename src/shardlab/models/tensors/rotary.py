@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch import Tensor
 from shardlab.models.attention import RopeScaling
 
 
-def rotated(features: Tensor, turns: Tensor, heads: int) -> Tensor:
+def turned(features: Tensor, turns: Tensor, heads: int) -> Tensor:
     """Heads side by side, (rows, T, features), of which the first ones are turned; memory of its own.
 
     Args:
@@ -28,7 +27,12 @@ def rotated(features: Tensor, turns: Tensor, heads: int) -> Tensor:
         heads: how many are turned: those of queries and of keys.
     """
     assert len(turns) == features.shape[1], f"turns of {len(turns)} tokens, but {features.shape[1]} tokens are given"
-    return cast(Tensor, _Rotate.apply(features, turns, heads))
+    if not turns.is_complex():
+        return _turned_by_parts(features, turns, heads)
+    made = features.to(turns.dtype.to_real(), copy=True, memory_format=torch.contiguous_format)
+    pairs = torch.view_as_complex(made.view(*made.shape[:-1], -1, turns.shape[-1], 2))  # (rows, T, heads, size / 2)
+    pairs[..., :heads, :].mul_(turns)
+    return made.to(features.dtype)
 
 
 @lru_cache(maxsize=16)
@@ -59,28 +63,9 @@ def turns(
     return torch.polar(torch.ones_like(angles), angles).to(device, dtype.to_complex())
 
 
-class _Rotate(torch.autograd.Function):
-    """Keeps nothing: the gradient is turned back."""
-
-    @staticmethod
-    def forward(ctx: Any, features: Tensor, turns: Tensor, heads: int) -> Tensor:
-        ctx.turns, ctx.heads = turns, heads
-        return _turned(features, turns, heads)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        turns = ctx.turns
-        back = turns.conj() if turns.is_complex() else turns * turns.new_tensor([1.0, -1.0])
-        return _turned(gradients[0], back, ctx.heads), None, None
-
-
-def _turned(features: Tensor, turns: Tensor, heads: int) -> Tensor:
-    if not turns.is_complex():
-        return _turned_by_parts(features, turns, heads)
-    made = features.to(turns.dtype.to_real(), copy=True, memory_format=torch.contiguous_format)
-    pairs = torch.view_as_complex(made.view(*made.shape[:-1], -1, turns.shape[-1], 2))  # (rows, T, heads, size / 2)
-    pairs[..., :heads, :].mul_(turns)
-    return made.to(features.dtype)
+def turned_back(features: Tensor, turns: Tensor, heads: int) -> Tensor:
+    """What `turned` is given, of what it gives; also the gradient of the one, of that of the other."""
+    return turned(features, turns.conj(), heads)
 
 
 def _turned_by_parts(features: Tensor, turns: Tensor, heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layers whose passes are written out, on a rank's tape."""
+"""Layers' passes on a rank's tape."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
-from shardlab.execute.written import Half
-from shardlab.models import GPT, Blocks, MoE
+from shardlab.execute.layer_ops import Waiting
+from shardlab.models import GPT, Blocks, Llama, MoE
 from shardlab.program import Kind, Mesh, OpKind
 from shardlab.strategies import Plan
 from shardlab.train.data import Batches
@@ -34,7 +34,7 @@ def executor_of(rank: int, job: Job) -> Executor:
 
 
 def shared_gradients(rank: int, job: Job) -> tuple[int, list[str]]:
-    """How many backward passes of written layers there were in a step, and those that gave a gradient which shares its
+    """How many backward passes there were in a step, and those that gave a gradient which shares its
     memory with another value, or with what the second half of the pass reads."""
     executor = executor_of(rank, job)
     state, seen = executor.state, list[str]()
@@ -50,8 +50,8 @@ def shared_gradients(rank: int, job: Job) -> tuple[int, list[str]]:
             count += len(made)
             others: list[Any] = [value for number, value in enumerate(state.values) if number not in made]
             if op.kind is OpKind.BACKWARD_INPUT:
-                half: Half = state.values[op.outputs[-1]]
-                others += [tensor for _, *both in half for tensor in both]
+                waiting: Waiting = state.values[op.outputs[-1]]
+                others += [tensor for _, *both in waiting for tensor in both]
             memories = {each.untyped_storage().data_ptr() for each in others if isinstance(each, Tensor)}
             for number in made:
                 memory = state.values[number].untyped_storage().data_ptr()
@@ -59,34 +59,26 @@ def shared_gradients(rank: int, job: Job) -> tuple[int, list[str]]:
                     seen.append(str(op))
                 memories.add(memory)
 
-        return run if op.kind in BACKWARDS and op.layer in state.written else instruction
+        return run if op.kind in BACKWARDS else instruction
 
     executor.instructions = [after(at, instruction) for at, instruction in enumerate(executor.instructions)]
     executor.step()
     return count, seen
 
 
-@pytest.mark.parametrize(("strategy", "size"), [("ddp", 2), ("tensor-parallel", 2), (HALVES, 4)], ids=str)
-def test_a_gradient_is_memory_of_its_own(ranks: World, strategy: str | Plan, size: int) -> None:
-    for count, seen in ranks(size).call(shared_gradients, Job(strategy, size, 4, MODEL, 2)):
-        assert count
-        assert not seen
-
-
-def layers_written(rank: int, job: Job) -> list[int]:
-    return sorted(executor_of(rank, job).state.written)
-
-
 @pytest.mark.parametrize(
-    ("model", "strategy", "expected"),
+    ("strategy", "size", "model"),
     [
-        (MODEL, "ddp", [0, 1]),
-        (GPT(layers=2, hidden_size=16, heads=2, seq_len=8, dropout=0.1), "ddp", []),
-        (MoE(layers=2, hidden_size=16, heads=2, seq_len=8), "ddp", []),
+        ("ddp", 2, MODEL),
+        ("tensor-parallel", 2, MODEL),
+        (HALVES, 4, MODEL),
+        (HALVES, 4, Llama(layers=2, hidden_size=16, heads=2, seq_len=8, dropout=0.1)),
+        (Plan(Mesh(pp=2), schedule="zb-h1"), 2, MoE(layers=4, hidden_size=16, heads=2, seq_len=8)),
+        (Plan(Mesh(ep=2)), 2, MoE(layers=2, hidden_size=16, heads=2, seq_len=8)),
     ],
     ids=str,
 )
-def test_layers_are_written_out_if_all_of_their_primitives_are(
-    ranks: World, model: Blocks, strategy: str, expected: list[int]
-) -> None:
-    assert ranks(2).call(layers_written, Job(strategy, 2, 2, model, 2)) == [expected] * 2
+def test_a_gradient_is_memory_of_its_own(ranks: World, strategy: str | Plan, size: int, model: Blocks) -> None:
+    for count, seen in ranks(size).call(shared_gradients, Job(strategy, size, 4, model, 2)):
+        assert count
+        assert not seen

@@ -1,0 +1,15 @@
+"""A layer's forward and backward pass as the executor runs them: each primitive has both, a layer is a list of them.
+
+Most primitives have both written out, so that small layers wait for no graph of autograd's, and large ones keep and add
+no more than they must. `shardlab.models.tensors.layers` is the definition that they are tested against.
+"""
+
+from shardlab.models.tensors.both_passes import attention, embedding, linear, mixture, norm, pointwise
+from shardlab.models.tensors.both_passes.compiled import CompiledPasses
+from shardlab.models.tensors.both_passes.layer import LayerPasses, layer_passes
+from shardlab.models.tensors.both_passes.primitive import AddGradients, Pass, Take, Weights
+
+WRITTEN_OUT = (attention, embedding, linear, mixture, norm, pointwise)
+"""The files that register primitives' passes."""
+
+__all__ = ["AddGradients", "CompiledPasses", "LayerPasses", "Pass", "Take", "Weights", "layer_passes"]

@@ -1,0 +1,149 @@
+"""Backward passes that autograd makes: of a primitive that has none written out, or of a layer that is compiled."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from shardlab.models.primitive import Primitive
+from shardlab.models.tensors.both_passes.primitive import BothPasses, Pass, Places, Weights
+from shardlab.models.tensors.compute import Given, compute
+
+Function = Callable[[Weights, Sequence[Tensor]], Sequence[Tensor]]
+"""Of parameters and tensors."""
+
+
+class View(NamedTuple):
+    """A tensor that autograd saved, as its place in a parameter."""
+
+    weight: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class Saved:
+    """What autograd keeps of a function.
+
+    The weight that a forward pass used may be freed before the backward pass and gathered again, elsewhere. Autograd
+    would keep it alive; instead, whatever it saves of a parameter is kept as a place, and looked up in the parameters
+    that the backward pass is given (torch.autograd.graph.saved_tensors_hooks).
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self._begins = [weight.data_ptr() for weight in weights]
+        spans = (sum((size - 1) * by for size, by in zip(w.shape, w.stride(), strict=True)) for w in weights)
+        self._bytes = [(1 + span) * weight.itemsize for span, weight in zip(spans, weights, strict=True)]
+
+    def pack(self, tensor: Tensor) -> Tensor | View:
+        place = tensor.data_ptr()
+        for number, (begin, bytes) in enumerate(zip(self._begins, self._bytes, strict=True)):
+            if 0 <= place - begin < bytes and tensor.numel():
+                return View(number, tensor.shape, tensor.stride(), (place - begin) // tensor.itemsize)
+        return tensor.detach()  # or it would keep the graph, which keeps this, for ever
+
+    def unpack(self, kept: Tensor | View) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        weight = self.weights[kept.weight]
+        return weight.as_strided(kept.size, kept.stride, weight.storage_offset() + kept.offset)
+
+
+class Graph:
+    """What is kept of a function between its two passes; the forward pass is done when it is made.
+
+    Args:
+        function: what is computed.
+        weights: the parameters.
+        inputs: the tensors.
+    """
+
+    def __init__(self, function: Function, weights: Weights, inputs: Sequence[Tensor]) -> None:
+        self._saved = Saved(weights)
+        self._weights = [weight.detach().requires_grad_() for weight in weights]
+        self._inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+        with torch.enable_grad(), saved_tensors_hooks(self._saved.pack, self._saved.unpack):
+            self._made: Sequence[Tensor] = function(self._weights, self._inputs)
+        self._saved.weights = ()
+        for leaf in (*self._weights, *self._inputs):
+            if leaf.requires_grad:  # what is wanted of it is saved: it only waits for its gradient
+                leaf.data = leaf.new_empty(1).expand(leaf.shape)
+        self._edges = [get_gradient_edge(made) if made.requires_grad else None for made in self._made]
+
+    def take_outputs(self) -> list[Tensor]:
+        """What the function made, to be taken once: the graph must not keep it alive."""
+        made, self._made = self._made, ()
+        return [each.detach() for each in made]
+
+    def backward(self, weights: Weights, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the inputs, then of the parameters; none where there is none.
+
+        Args:
+            weights: the parameters now.
+            gradients: those of the outputs.
+        """
+        self._saved.weights = weights
+        given = [(edge, each) for edge, each in zip(self._edges, gradients, strict=True) if edge and each is not None]
+        leaves = [*self._inputs, *self._weights]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        self._edges = []
+        if not wanted or not given:
+            return [None] * len(leaves)
+        edges, arrived = zip(*given, strict=True)
+        found = iter(torch.autograd.grad(edges, wanted, arrived, allow_unused=True))
+        return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+def by_autograd(primitive: Primitive, at: Places) -> BothPasses:
+    """Both passes of a primitive, the second by autograd through what computes it (`compute`)."""
+    names = [*(parameter.name for parameter in primitive.parameters()), *primitive.borrows]
+    held = [at.weights[name] for name in names]
+    read = {name: (at.tensors[name], "expert" in indices.split()) for name, indices in primitive.reads.items()}
+    made = [(at.make(name), "expert" in indices.split()) for name, indices in primitive.makes.items()]
+    graph, block = at.make(), at.block
+
+    def forward(its: Pass) -> None:
+        tensors, factor = its.tensors, its.factor(primitive, block)
+        inputs = [tensors[place] if whole else its.of_sequences(tensors[place]) for place, whole in read.values()]
+        weights = [its.weights[place] for place in held]
+
+        def function(parameters: Weights, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            by_name = dict(zip(names, parameters, strict=True))
+            return compute(primitive, Given(by_name, dict(zip(read, given, strict=True)), its.share, factor))
+
+        if its.keeps:
+            tensors[graph] = Graph(function, weights, inputs)
+            outputs: Sequence[Tensor] = tensors[graph].take_outputs()
+        else:
+            outputs = function(weights, inputs)
+        for (place, whole), each in zip(made, outputs, strict=True):
+            tensors[place] = each if whole else each.flatten(0, 1)
+
+    def add(place: int, rooms: Weights, gradient: Tensor, _: Tensor) -> None:
+        rooms[place].add_(gradient)
+
+    def backward(its: Pass) -> None:
+        given = [
+            gradient if whole or gradient is None else its.of_sequences(gradient)
+            for gradient, whole in ((its.gradients[place], whole) for place, whole in made)
+        ]
+        for place, _ in made:
+            its.gradients[place] = None
+        found = its.tensors[graph].backward([its.weights[place] for place in held], given)
+        for (place, whole), gradient in zip(read.values(), found, strict=False):
+            if gradient is not None:
+                its.hand_on(place, gradient if whole else gradient.flatten(0, 1))
+        for place, gradient in zip(held, found[len(read) :], strict=True):
+            if gradient is not None:
+                its.take(partial(add, place), gradient, gradient)
+
+    return BothPasses(forward, backward, (graph,))

@@ -1,0 +1,76 @@
+"""Both passes of the look-up of tokens, and of what makes the residual stream of it."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlab.models.primitives import Embed, Lookup
+from shardlab.models.tensors.both_passes.primitive import BothPasses, Pass, Places, Weights, passes
+from shardlab.models.tensors.lookup import indices_in, look_up
+from shardlab.models.tensors.tokens import rows_of, runs
+
+
+@passes.register
+def _(primitive: Lookup, at: Places) -> BothPasses:
+    """Of a slice of the vocabulary, tokens of other slices give zero, and take nothing."""
+    weight, tokens, made = at.weights["wte.weight"], at.tensors["x"], at.make("x")
+
+    def forward(its: Pass) -> None:
+        table, (number, of) = its.weights[weight], its.share.piece("vocab")
+        x: Tensor = its.tensors[tokens]
+        its.tensors[made] = F.embedding(x, table) if of == 1 else look_up(table, x, number * len(table))
+
+    def add(rooms: Weights, gradient: Tensor, read: Tensor) -> None:
+        room = rooms[weight]
+        room.add_(torch.ops.aten.embedding_dense_backward.default(gradient, read, len(room), -1, False))
+
+    def add_of_slice(number: int, rooms: Weights, gradient: Tensor, read: Tensor) -> None:
+        room = rooms[weight]
+        indices, elsewhere = indices_in(read, number * len(room), len(room))
+        total = gradient.new_zeros(room.shape)
+        room.add_(total.index_add_(0, indices, gradient.masked_fill(elsewhere[:, None], 0)))
+
+    def backward(its: Pass) -> None:
+        number, of = its.share.piece("vocab")
+        its.take(add if of == 1 else partial(add_of_slice, number), its.taken(made), its.tensors[tokens])
+
+    return BothPasses(forward, backward, (tokens,))
+
+
+@passes.register
+def _(primitive: Embed, at: Places) -> BothPasses:
+    """A residual stream is memory of its own, which outlives the embedding."""
+    place = at.weights["wpe.weight"] if primitive.positions else -1
+    x, made, mask, block = at.tensors["x"], at.make("s"), at.make(), at.block
+
+    def forward(its: Pass) -> None:
+        given: Tensor = its.of_sequences(its.tensors[x])
+        s = given
+        if place >= 0:
+            s = s + rows_of(its.weights[place], its.share.tokens or range(its.tokens))
+        if primitive.drops:
+            its.tensors[mask] = dropped = its.factor(primitive, block)
+            s = s if dropped is None else s * dropped
+        its.tensors[made] = (s.clone() if s is given else s).flatten(0, 1)
+
+    def add(tokens: range | tuple[int, ...], rooms: Weights, gradient: Tensor, _: Tensor) -> None:
+        total = gradient.unflatten(0, (-1, len(tokens))).sum(0)
+        for start, stop in runs(tokens):
+            rooms[place][tokens[start] : tokens[stop - 1] + 1].add_(total[start:stop])
+
+    def backward(its: Pass) -> None:
+        gradient = its.taken(made)
+        if its.tensors[mask] is not None:
+            gradient = (its.of_sequences(gradient) * its.tensors[mask]).flatten(0, 1)
+        its.hand_on(x, gradient)
+        if place >= 0:
+            its.take(partial(add, its.share.tokens or range(its.tokens)), gradient, gradient)
+
+    return BothPasses(forward, backward, (mask,))
