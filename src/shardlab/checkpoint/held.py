@@ -160,7 +160,7 @@ def _mine(state: State, keys: list[list[Key]]) -> dict[Key, list[tuple[int, int]
     Of a piece that several ranks have, one of them writes: in turn, by the numbers of layer and piece.
     """
     mine: dict[Key, list[tuple[int, int]]] = {}
-    for layer in range(len(state.layers)):
+    for layer in range(state.model.layers):
         holders = [(rank, holds) for rank, theirs in enumerate(keys) for of, holds in theirs if of == layer]
         pieces = math.lcm(*(holds.of for _, holds in holders))
         having: list[list[tuple[int, Holds]]] = [[] for _ in range(pieces)]

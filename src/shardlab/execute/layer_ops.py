@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardlab.execute.gradient_room import gradient_room, own_columns, parameters_of
@@ -80,10 +79,9 @@ def backward_weight(state: State, at: int, op: Op) -> Instruction:
         values[half] = None
         into = room()
         rooms = parameters_of(into, layout)
-        with torch.no_grad():
-            while waiting:
-                add, gradient, read = waiting.pop(0)
-                add(rooms, gradient, read)
+        while waiting:
+            add, gradient, read = waiting.pop(0)
+            add(rooms, gradient, read)
         values[grad_weight] = into
 
     return run

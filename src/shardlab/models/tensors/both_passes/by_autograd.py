@@ -113,7 +113,8 @@ def by_autograd(primitive: Primitive, at: Places) -> BothPasses:
 
     def forward(its: Pass) -> None:
         tensors, factor = its.tensors, its.factor(primitive, block)
-        inputs = [tensors[place] if whole else its.of_sequences(tensors[place]) for place, whole in read.values()]
+        sequences = its.rows, its.tokens
+        inputs = [tensors[place] if whole else tensors[place].unflatten(0, sequences) for place, whole in read.values()]
         weights = [its.weights[place] for place in held]
 
         def function(parameters: Weights, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -132,10 +133,8 @@ def by_autograd(primitive: Primitive, at: Places) -> BothPasses:
         rooms[place].add_(gradient)
 
     def backward(its: Pass) -> None:
-        given = [
-            gradient if whole or gradient is None else its.of_sequences(gradient)
-            for gradient, whole in ((its.gradients[place], whole) for place, whole in made)
-        ]
+        arrived = [(its.gradients[place], whole) for place, whole in made]
+        given = [each if whole or each is None else its.of_sequences(each) for each, whole in arrived]
         for place, _ in made:
             its.gradients[place] = None
         found = its.tensors[graph].backward([its.weights[place] for place in held], given)

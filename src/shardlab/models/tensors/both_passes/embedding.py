@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -60,7 +61,7 @@ def _(primitive: Embed, at: Places) -> BothPasses:
             s = s if dropped is None else s * dropped
         its.tensors[made] = (s.clone() if s is given else s).flatten(0, 1)
 
-    def add(tokens: range | tuple[int, ...], rooms: Weights, gradient: Tensor, _: Tensor) -> None:
+    def add(tokens: Sequence[int], rooms: Weights, gradient: Tensor, _: Tensor) -> None:
         total = gradient.unflatten(0, (-1, len(tokens))).sum(0)
         for start, stop in runs(tokens):
             rooms[place][tokens[start] : tokens[stop - 1] + 1].add_(total[start:stop])

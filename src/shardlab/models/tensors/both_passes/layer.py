@@ -102,7 +102,7 @@ class LayerPasses:
         """The layer's outputs, each memory of its own, and what its backward pass wants.
 
         Args:
-            inputs: activation l, (rows, *shape), and what is carried.
+            inputs: activation l, (rows, *shape), and what is carried; none of them asks for a gradient.
             weights: its parameters; of one slice where the layer is sliced.
             share: which slice or which tokens are computed.
             dropout: the step's and the microbatches'; the layer's masks are those of the blocks that it is made of.
@@ -118,11 +118,10 @@ class LayerPasses:
             parts = (flat,) if len(port.places) == 1 else flat.chunk(len(port.places), -1)
             for place, part in zip(port.places, parts, strict=True):
                 tensors[place] = part
-        with torch.no_grad():
-            for forward, _, dropped, dropped_alone, _ in self._steps:
-                forward(its)
-                for place in dropped if keeps else dropped_alone:
-                    tensors[place] = None
+        for forward, _, dropped, dropped_alone, _ in self._steps:
+            forward(its)
+            for place in dropped if keeps else dropped_alone:
+                tensors[place] = None
         made = [self._taken(its, port) for port in self._outputs]
         for place in self._given_on:
             tensors[place] = None
@@ -141,11 +140,10 @@ class LayerPasses:
             parts = (flat,) if len(port.places) == 1 else flat.chunk(len(port.places), -1)
             for number in port.moved:
                 gradients[port.places[number]] = parts[number]
-        with torch.no_grad():
-            for _, backward, _, _, freed in reversed(self._steps):
-                backward(its)
-                for place in freed:
-                    tensors[place] = None
+        for _, backward, _, _, freed in reversed(self._steps):
+            backward(its)
+            for place in freed:
+                tensors[place] = None
         its.end()
         return [self._gradient(its, port) for port in self._inputs]
 

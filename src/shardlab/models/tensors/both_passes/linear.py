@@ -49,6 +49,7 @@ def _(primitive: Projection, at: Places) -> BothPasses:
     project, backward_of, keeps = _linear(at, "x", "x", *at.weights_of("attn.c_attn"))
     features, q, kv, block = at.tensors["x"], at.make("q"), at.make("kv"), at.block
     heads, turns = primitive.heads + primitive.kv_heads, primitive.rope_theta is not None
+    share, of_all = primitive.hidden_size, primitive.outputs
 
     def forward(its: Pass) -> None:
         project(its)
@@ -57,7 +58,7 @@ def _(primitive: Projection, at: Places) -> BothPasses:
             angles = its.factor(primitive, block)
             assert angles is not None
             whole = turned(its.of_sequences(whole), angles, heads // its.share.piece("head")[1]).flatten(0, 1)
-        queries = whole.shape[-1] * primitive.hidden_size // primitive.outputs
+        queries = whole.shape[-1] * share // of_all
         its.tensors[q], its.tensors[kv] = whole.split_with_sizes((queries, whole.shape[-1] - queries), -1)
 
     def backward(its: Pass) -> None:

@@ -68,8 +68,8 @@ class Pass:
         return factor(primitive, Surroundings(self.rows, self.tokens, self.share, dropout, like))
 
     def of_sequences(self, x: Tensor) -> Tensor:
-        """(rows x T, ...) to (rows, T, ...)."""
-        return x.view(self.rows, self.tokens, *x.shape[1:])
+        """(rows x T, features) to (rows, T, features)."""
+        return x.view(self.rows, self.tokens, -1)
 
     def taken(self, place: int) -> Tensor:
         """The gradient of a tensor, which nobody wants afterwards."""
