@@ -99,14 +99,14 @@ def test_a_strategy_is_checked_and_runs(capfd: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.usefixtures("saved")
 def test_a_primitive_in_slices_is_the_whole() -> None:
-    """By itself, as each of the package's is tried: in slices, by what autograd keeps, by shapes and FLOPs."""
+    """By itself, as each of the package's is tried: in slices, by what its passes keep, by shapes and FLOPs."""
     model = find_model("my_primitive.py:Rescaled")
     (kind,) = {type(step.primitive) for step in model.steps if type(step.primitive).__name__ == "Rescale"}
     arguments: dict[str, Any] = {"tokens": alone.T, "hidden": alone.C}
     primitive = kind(**arguments)
     for of in (2, 4):
         test_compute.test_in_slices_it_makes_what_its_rule_says(primitive, "ffn", of)
-    test_compute.test_autograd_keeps_what_it_declares(primitive)
+    test_compute.test_its_passes_keep_what_it_declares(primitive)
     test_compute.test_shapes_and_flops_are_those_it_declares(primitive)
 
 

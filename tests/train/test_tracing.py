@@ -221,7 +221,7 @@ def crashed(rank: int, job: Job, folder: Path, step: int, at: int) -> None:
     def fail() -> None:
         raise ValueError("the batch is a fish")
 
-    executor.alone[at] = fail
+    executor.instructions[at] = fail
     recorder = tracer._recorder  # pyright: ignore[reportPrivateUsage]
     recorder._timed[at] = recorder._around(at, executor.state.tape[at], fail)  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(ValueError, match="fish"):

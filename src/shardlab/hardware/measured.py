@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardlab.hardware.device import Device, Efficiency
 from shardlab.hardware.profile import AlphaBeta, Profile, Rate
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
-from shardlab.program import OpKind, UserError
+from shardlab.program import UserError
 from shardlab.program.ways import BY_MESSAGES
 from shardlab.rules.dtype import bytes_of
 
@@ -46,11 +46,6 @@ class MeasuredDevice(Device):
             if rate is not None:
                 return rate
         raise UserError(f"the profile has no {names[0]} in {dtype}; measure it: shardlab bench compute")
-
-
-def at_entry(kind: OpKind) -> str:
-    """What the time is called that half a backward pass takes for each entry of a matrix, beside its kernels."""
-    return f"{kind.value}:entry"
 
 
 def families(kernel: Kernel) -> tuple[str, ...]:

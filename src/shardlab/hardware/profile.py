@@ -17,7 +17,7 @@ from shardlab.program.files import write_whole
 from shardlab.program.lag import NO_LAG, Lag
 from shardlab.program.nesting import parsed
 
-VERSION = 6
+VERSION = 7
 
 Measured = TypeVar("Measured", "AlphaBeta", "Rate", "Lag")
 

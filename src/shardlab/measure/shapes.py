@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardlab.check import Checked, check
-from shardlab.hardware.measured import at_entry, families
+from shardlab.hardware.measured import families
 from shardlab.measure.points import KernelWork
 from shardlab.models import GPT, CutModel, Llama, Model, cut
 from shardlab.models.kernels import Kernel
@@ -117,9 +117,7 @@ class Subject:
             kernels += [made for kernel in forward for made in kernel.backward_input()]
         if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
             kernels += [made for kernel in forward for made in kernel.backward_weight()]
-        cuts = self.model.entries(op.layer) if op.kind in (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT) else 0
-        moved = ((families(kernel)[0], kernel.flops, kernel.elements * bytes) for kernel in kernels)
-        return (*moved, *[(f"op:{at_entry(op.kind)}", 0.0, 0.0)] * cuts)
+        return tuple((families(kernel)[0], kernel.flops, kernel.elements * bytes) for kernel in kernels)
 
 
 UPDATE_MOVES = 7

@@ -50,7 +50,7 @@ AUTOGRAD = SavedActivations()
 """What autograd saves of a model by itself, on a CPU."""
 
 EXECUTOR = SavedActivations(made_again=True)
-"""What our own executor keeps, as measured on a CPU (see `shardlab.models.tensors.products`)."""
+"""What our own executor keeps, as measured on a CPU (see `shardlab.models.tensors.both_passes`)."""
 
 
 def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, element: int) -> int:

@@ -109,10 +109,6 @@ class Model(ABC):
         """FLOPs of the layer's matrix products for one sequence; a backward pass takes twice as many."""
         return self.run(layer).flops()
 
-    def entries(self, layer: int) -> int:
-        """How often half a backward pass of the layer asks autograd beside products (see `Run.entries`)."""
-        return self.run(layer).entries
-
     def kernels(self, layer: int, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
         """What the layer's forward pass asks of a device.
 

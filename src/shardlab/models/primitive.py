@@ -1,7 +1,7 @@
 """A primitive: one step of a model's arithmetic, on tensors that go by names.
 
 Each primitive says once what it reads and makes, along which indices it may be cut, its parameters, its FLOPs and
-kernels, and what autograd keeps of it; `shardlab.models.tensors` computes it on torch, and a test holds the two
+kernels, and what is kept of it; `shardlab.models.tensors` computes it on torch, and a test holds the two
 together. Everything else is a sum over primitives: a layer's sizes, its memory, its rules.
 
 The tensors of a model go by these names: `x`, what most primitives read and make; `s`, the residual stream; `q` and
@@ -33,8 +33,8 @@ Pieces = Mapping[str, int]
 
 
 LARGE = 2**14
-"""Elements of a weight from which on it takes less time to add its gradient in place, and to make again what it is
-multiplied by, than to call Python for that."""
+"""Elements of a weight from which on calls for its product alone are worth their time: of what it is multiplied by,
+made again, and of oneDNN."""
 
 INTEGERS = ("choices", "slots")
 """Tensors of integers."""
@@ -100,23 +100,16 @@ class Primitive(ABC):
         return ()
 
     def keeps(self) -> tuple[str, ...]:
-        """The tensors, read or made, that autograd keeps for its backward pass; not all stay (`Run.made_again`)."""
+        """The tensors, read or made, that its backward pass reads; not all are kept (`Run.made_again`)."""
         return ()
 
     def keeps_beside(self, rows: int) -> int:
-        """Elements that autograd keeps beside tensors that have names, for `rows` sequences: statistics, masks."""
+        """Elements that are kept beside tensors that have names, for `rows` sequences: statistics, masks."""
         return self.mask(rows)
 
     def mask(self, rows: int) -> int:
         """Elements of those that are dropout masks."""
         return 0
-
-    @property
-    def enters(self) -> tuple[str, ...]:
-        """Names of its matrices that it does not multiply by, as look-ups and experts' biases: autograd makes their
-        gradients."""
-        matrices = tuple(parameter.name for parameter in self.parameters() if len(parameter.shape) > 1)
-        return matrices[1:] if self.product else matrices
 
     def keeps_for_weight(self) -> tuple[str, ...]:
         """The tensors that the second half of a split backward pass reads."""

@@ -114,18 +114,12 @@ class Run:
             slice, numbers[index] = divmod(slice, self.pieces[index])
         return numbers
 
-    @property
-    def entries(self) -> int:
-        """How often matrices enter its graph beside products: for each, the second half of a backward pass asks
-        autograd (`shardlab.execute.graph`)."""
-        return sum(len(step.primitive.enters) for step in self.steps)
-
     def saved(self, rows: int, made_again: bool = True) -> int:
         """Elements that are kept beyond the layer's inputs and parameters, for `rows` sequences.
 
         Args:
             rows: sequences.
-            made_again: what products can be given again is not kept for them, as autograd would keep it.
+            made_again: what products can be given again is not kept for them; autograd keeps it.
         """
         kept = {self._read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
         if made_again:
@@ -144,12 +138,12 @@ class Run:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether autograd keeps the activation that enters it: not where that is only added to something."""
+        """Whether the activation that enters it is kept: not where that is only added to something."""
         return self.keeps_inputs[0]
 
     @cached_property
     def keeps_inputs(self) -> tuple[bool, ...]:
-        """Whether autograd keeps the activation, and each value that is carried beside it, as they enter."""
+        """Whether the activation is kept, and each value that is carried beside it, as they enter."""
         kept = {self._read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
         values = (self.inputs[:1], *self.carried_inputs.values())
         return tuple(any(Made(name, INPUT) in kept for name in names) for names in values)

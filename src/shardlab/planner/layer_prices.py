@@ -136,7 +136,7 @@ class LayerPrices:
             return forward, 2 * forward, forward, forward
         tokens = self.tokens // (self.mesh.tp if self.shape.sequence_parallel and not run.cut else 1)
         kernels = recipe.kernels.run(self.model.kernels(layer, size, tokens, run.slices))
-        forward, backward, inputs, weights = (self.prices.layer_seconds(kind, kernels, run.entries) for kind in PASSES)
+        forward, backward, inputs, weights = (self.prices.layer_seconds(kind, kernels) for kind in PASSES)
         back = 0.0
         if run.attend is not None:
             there, back = self._attention(layer, run.slices)

@@ -8,7 +8,6 @@ from functools import cache, cached_property
 
 from shardlab.hardware import Cluster
 from shardlab.hardware.collectives import nodes_of
-from shardlab.hardware.measured import at_entry
 from shardlab.models import Model
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.models.matrices import matrices_of
@@ -99,17 +98,16 @@ class ClusterPrices(Prices):
             stats = () if len(op.inputs) == 2 else loss  # given, or to be found out
             return self.seconds_of([*stats, *(() if kind is OpKind.LOSS_STATS else backward_input(loss))])
         kernels = self.recipe.kernels.run(self.model.kernels(op.layer, sequences, tokens, slices))
-        return self.layer_seconds(kind, kernels, self.model.entries(op.layer))
+        return self.layer_seconds(kind, kernels)
 
-    def layer_seconds(self, kind: OpKind, kernels: Sequence[Kernel], entries: int = 0) -> float:
-        """A pass of such a kind through a layer, or its attention, whose forward pass runs these kernels, and whose
-        graph has so many entries (`models.run.Run`)."""
+    def layer_seconds(self, kind: OpKind, kernels: Sequence[Kernel]) -> float:
+        """A pass of such a kind through a layer, or its attention, whose forward pass runs these kernels."""
         if kind in (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ATTEND):
             return self.seconds_of(kernels)
         if kind is OpKind.ATTEND_BACKWARD:
             fused = any(isinstance(kernel, FusedAttention) for kernel in kernels)  # it computes scores again itself
             return self.seconds_of([*(() if fused else kernels), *backward_input(kernels)])
-        both, entering = kind is OpKind.BACKWARD, self.cluster.device.overhead(at_entry(kind), self.precision.compute)
+        both = kind is OpKind.BACKWARD
         inputs = backward_input(kernels) if both or kind is OpKind.BACKWARD_INPUT else []
         weights = [back for kernel in kernels for back in kernel.backward_weight()]
         recomputed = 0.0
@@ -117,9 +115,8 @@ class ClusterPrices(Prices):
             recomputed = sum(
                 share * self.seconds_of([kernel]) for kernel, share in self.recipe.memory.recomputed(kernels)
             )
-        cut = entering * entries
         needed = weights if both or kind is OpKind.BACKWARD_WEIGHT else []
-        return cut + recomputed + self.seconds_of([*inputs, *needed])
+        return recomputed + self.seconds_of([*inputs, *needed])
 
     def update_seconds(self, elements: float) -> float:
         """The optimizer's step on so many elements on a device, but for Muon's products."""

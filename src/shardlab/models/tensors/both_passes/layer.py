@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,13 +43,22 @@ class _Port(NamedTuple):
 
     Attributes:
         places: of the tensors.
-        moved: those of them that have gradients, by their number in the value.
+        integers: those of them that have no gradient.
         whole: whether it is experts' buffers, whose dims are not those of sequences.
     """
 
     places: tuple[int, ...]
-    moved: tuple[int, ...]
+    integers: tuple[int, ...]
     whole: bool
+
+    def spread(self, value: Tensor, tensors: list[Any]) -> None:
+        """Put its tensors, or their gradients, where they belong."""
+        flat = value if self.whole else value.flatten(0, 1)
+        if len(self.places) == 1:
+            tensors[self.places[0]] = flat
+            return
+        for place, part in zip(self.places, flat.chunk(len(self.places), -1), strict=True):
+            tensors[place] = part
 
 
 class LayerPasses:
@@ -108,16 +117,11 @@ class LayerPasses:
             dropout: the step's and the microbatches'; the layer's masks are those of the blocks that it is made of.
             keeps: whether a backward pass follows.
         """
-        rows, tokens = inputs[-1].shape[:2]  # the first may be experts' buffers
-        if dropout is not None and not dropout.probability:
-            dropout = None
-        its = Pass([None] * self._count, weights, share, dropout, rows, tokens, keeps)
-        tensors = its.tensors
+        shape = inputs[-1].shape  # the first may be experts' buffers
+        tensors: list[Any] = [None] * self._count
+        its = Pass(tensors, weights, share, dropout, shape[0], shape[1], keeps)
         for port, x in zip(self._inputs, inputs, strict=True):
-            flat = x if port.whole else x.flatten(0, 1)
-            parts = (flat,) if len(port.places) == 1 else flat.chunk(len(port.places), -1)
-            for place, part in zip(port.places, parts, strict=True):
-                tensors[place] = part
+            port.spread(x, tensors)
         for forward, _, dropped, dropped_alone, _ in self._steps:
             forward(its)
             for place in dropped if keeps else dropped_alone:
@@ -133,13 +137,13 @@ class LayerPasses:
 
         A sum hands its gradient on: those that are given, taken and made may be the same tensor.
         """
-        its.weights, its.take, its.gradients = weights, take, [None] * self._count
-        gradients, tensors = its.gradients, its.tensors
+        gradients: list[Any] = [None] * self._count
+        its.weights, its.take, its.gradients = weights, take, gradients
+        tensors = its.tensors
         for port, gradient in zip(self._outputs, given, strict=True):
-            flat = gradient if port.whole else gradient.flatten(0, 1)
-            parts = (flat,) if len(port.places) == 1 else flat.chunk(len(port.places), -1)
-            for number in port.moved:
-                gradients[port.places[number]] = parts[number]
+            port.spread(gradient, gradients)
+            for place in port.integers:
+                gradients[place] = None
         for _, backward, _, _, freed in reversed(self._steps):
             backward(its)
             for place in freed:
@@ -149,22 +153,25 @@ class LayerPasses:
 
     def _taken(self, its: Pass, port: _Port) -> Tensor:
         """A value that the layer makes; tensors of one value go side by side, in the numbers of the activation."""
-        parts = [its.tensors[place] for place in port.places]
-        if len(parts) > 1:
-            dtype = its.tensors[self._outputs[0].places[0]].dtype
-            parts = [torch.cat([part.to(dtype) for part in parts], -1)]
-        made: Tensor = parts[0] if port.whole else its.of_sequences(parts[0])
-        return made.clone() if self._copies else made
+        tensors = its.tensors
+        made: Tensor = tensors[port.places[0]]
+        if len(port.places) > 1:
+            dtype = tensors[self._outputs[0].places[0]].dtype
+            made = torch.cat([tensors[place].to(dtype) for place in port.places], -1)
+        if self._copies:
+            made = made.clone()
+        return made if port.whole else its.of_sequences(made)
 
     def _gradient(self, its: Pass, port: _Port) -> Tensor | None:
         """The gradient of a value that the layer is given; zeros for those of its tensors that have none."""
-        found: list[Tensor | None] = [its.gradients[place] for place in port.places]
-        known = next((gradient for gradient in found if gradient is not None), None)
-        if known is None:
+        gradient: Tensor | None = its.gradients[port.places[0]]  # no integers come first
+        if gradient is None:
             return None
-        if len(found) > 1:
-            known = torch.cat([torch.zeros_like(known) if each is None else each for each in found], -1)
-        return known if port.whole else its.of_sequences(known)
+        if len(port.places) > 1:
+            others: list[Tensor | None] = [its.gradients[place] for place in port.places[1:]]
+            zeros = (torch.zeros_like(gradient) if each is None else each for each in others)
+            gradient = torch.cat([gradient, *zeros], -1)
+        return gradient if port.whole else its.of_sequences(gradient)
 
 
 def layer_passes(run: Run, names: Sequence[str], device: str = "cpu", *, attended: bool = False) -> LayerPasses:
@@ -205,8 +212,8 @@ def layer_passes(run: Run, names: Sequence[str], device: str = "cpu", *, attende
 
 
 def _port(places: tuple[int, ...], names: Sequence[str], indices: str) -> _Port:
-    moved = tuple(number for number, name in enumerate(names) if name not in INTEGERS)
-    return _Port(places, moved, "expert" in indices.split())
+    integers = tuple(place for place, name in zip(places, names, strict=True) if name in INTEGERS)
+    return _Port(places, integers, "expert" in indices.split())
 
 
 def _first_reader(steps: Sequence[Primitive], name: str) -> str:

@@ -64,7 +64,9 @@ class Pass:
     def factor(self, primitive: Primitive, block: int) -> Tensor | None:
         """What a primitive of a block multiplies by beside its parameters: a mask, or turns."""
         like = self.weights[0] if self.weights else self.tensors[0]
-        dropout = None if self.dropout is None else replace(self.dropout, layer=block)
+        dropout = self.dropout
+        if dropout is not None:
+            dropout = replace(dropout, layer=block) if dropout.probability else None
         return factor(primitive, Surroundings(self.rows, self.tokens, self.share, dropout, like))
 
     def of_sequences(self, x: Tensor) -> Tensor:
