@@ -82,7 +82,7 @@ def test_a_profile_from_another_machine_is_refused_unless_forced(tmp_path: Path)
     assert Profile.read(path, here=here, other_machine=True) == PROFILE
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 6}', '{"version": 6, "machine": {"x": 1}}', '"text"'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 7}', '{"version": 7, "machine": {"x": 1}}', '"text"'])
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
@@ -112,7 +112,7 @@ def test_a_profile_with_figures_that_cannot_be_is_refused(tmp_path: Path, figure
 def test_a_profile_of_another_version_is_refused(tmp_path: Path) -> None:
     path = PROFILE.write(tmp_path / "profile.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 1}))
-    with pytest.raises(UserError, match="version 1, not 6; run shardlab bench again"):
+    with pytest.raises(UserError, match="version 1, not 7; run shardlab bench again"):
         Profile.read(path)
 
 
