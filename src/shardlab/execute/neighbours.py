@@ -122,9 +122,15 @@ class Neighbours:
     def __contains__(self, rank: int) -> bool:
         return rank in self._sockets
 
-    def memories(self) -> list[Tensor]:
-        """All that is shared, of which only what was written takes memory."""
-        return [each.bytes for each in (self._outbox, *self._memories.values())]
+    @classmethod
+    def with_rank(cls, rank: int) -> Neighbours | None:
+        """This process's neighbours if a rank is one of them, else None."""
+        return None if cls.here is None or rank not in cls.here else cls.here
+
+    @classmethod
+    def memories(cls) -> list[Tensor]:
+        """List all memory that neighbours share, of which only what was written takes any; none without neighbours."""
+        return [] if cls.here is None else [each.bytes for each in (cls.here._outbox, *cls.here._memories.values())]
 
     def channel(self, group: dist.ProcessGroup) -> Channel | None:
         """The channel of a process group; None if some of its members are no neighbours."""

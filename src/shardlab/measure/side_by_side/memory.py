@@ -45,8 +45,7 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._sizes: dict[int, int] = {}
-        shared = [] if Neighbours.here is None else Neighbours.here.memories()
-        self._shared = {_key(memory.untyped_storage()) for memory in shared}
+        self._shared = {_key(memory.untyped_storage()) for memory in Neighbours.memories()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:  # it calls ops on its local part, which come here
