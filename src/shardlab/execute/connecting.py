@@ -30,10 +30,10 @@ class Address(NamedTuple):
     """Where a rank is found by others.
 
     Attributes:
-        host: what is equal for ranks that can share memory; empty for one that cannot.
-        name: of the Unix socket at which it listens.
-        token: what a rank that has this address from itself says there.
-        size: bytes of its memory.
+        host: the name of its host, equal for ranks that can share memory; empty for a rank that shares none.
+        name: the name of the Unix socket at which it listens.
+        token: a secret by which who connects to that socket shows that this rank has told it the address.
+        size: bytes of the memory that it shares.
     """
 
     host: str = ""
@@ -73,7 +73,11 @@ def connect_neighbours(limit: timedelta, *, shares: bool = True) -> None:
 
 
 def _host() -> str:
-    """What is equal for processes of one host that can reach each other's sockets; empty where none can."""
+    """Name this host, the same for all its processes that can reach each other's sockets; empty if they share none.
+
+    Processes share memory by Linux's files without a name. They reach each other's sockets if they are in one network
+    namespace of one host, as one user.
+    """
     if not hasattr(os, "memfd_create"):
         return ""
     try:

@@ -86,7 +86,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _key(storage: torch.UntypedStorage) -> int:
-    """What is equal for all who have one storage."""
+    """The address of a storage in C++: equal for every Python object that stands for the same storage."""
     return storage._cdata  # pyright: ignore[reportPrivateUsage]
 
 
