@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import secrets
 import socket
 import struct
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from shardlab.execute.neighbours import Neighbours
-from shardlab.execute.shared_memory import Outbox, SharedMemory
+from shardlab.execute.shared_memory import IN_ORDER, Outbox, SharedMemory
 
 HELLO = struct.Struct("=16sI")
 """The first message of a connection: the token of whom it is for, and the sender's rank; its memory comes along."""
@@ -76,9 +77,9 @@ def _host() -> str:
     """Name this host, the same for all its processes that can reach each other's sockets; empty if they share none.
 
     Processes share memory by Linux's files without a name. They reach each other's sockets if they are in one network
-    namespace of one host, as one user.
+    namespace of one host, as one user. The host's processor must be one whose order of writes `shared_memory` rests on.
     """
-    if not hasattr(os, "memfd_create"):
+    if not hasattr(os, "memfd_create") or platform.machine() != IN_ORDER:
         return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
