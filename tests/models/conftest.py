@@ -90,6 +90,9 @@ def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype
     for given, keeps in zip(inputs, model.run(layer).keeps_inputs, strict=True):
         kept = given.untyped_storage().data_ptr() in storages
         assert keeps or not kept, "an input is kept that the executor lets go"
+    if (run := model.run(layer)).saves_residual:
+        residual = outputs[run.outputs.index("s")]
+        assert residual.untyped_storage().data_ptr() in storages, "a residual that autograd does not keep takes room"
     for given in (flat, *inputs):
         storages.pop(given.untyped_storage().data_ptr(), None)
     return sum(storage.nbytes() for storage in storages.values())

@@ -106,10 +106,12 @@ class PassTable(NamedTuple):
     Attributes:
         by_key: each pass, by its name, its layer, and what else tells it apart.
         borders: the value of a kind that enters a layer, or its gradient.
+        plan: of the sample's rank.
     """
 
     by_key: Mapping[PassKey, Pass]
     borders: Mapping[tuple[Kind, int], Spec]
+    plan: RankPlan
 
 
 def passes_of(workload: Workload, done: Collection[type], cuts: Cuts) -> PassTable:
@@ -171,7 +173,7 @@ def _measured(sample: Workload, prices: Prices, kept: Sizes) -> PassTable:
     traced = fold(plan, sizes, sample.microbatches, strategy)
     measuring = _Measuring(traced, prices, Bytes(kept))
     by_key = {key: measuring.between(start, stop, key) for (start, key), (stop, _) in pairwise(marks) if key}
-    return PassTable(by_key, borders)
+    return PassTable(by_key, borders, resolve(plan, sizes, sample.microbatches, 0))
 
 
 def _on_one_rank(workload: Workload, done: Collection[type], cuts: Cuts) -> Workload:
