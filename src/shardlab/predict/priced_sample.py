@@ -6,8 +6,9 @@ from collections.abc import Collection, Hashable
 from functools import cached_property
 from typing import NamedTuple
 
-from shardlab.predict.passes import Cuts, Pass, PassTable, passes_of
+from shardlab.predict.passes import Cuts, Pass, PassTable
 from shardlab.predict.residuals import layers_given_kept
+from shardlab.predict.sampled_passes import passes_of
 from shardlab.predict.workload import Workload
 from shardlab.program import Group, Holds, Kind, OpKind, Spec
 from shardlab.program.tape import compute_op
