@@ -66,8 +66,8 @@ class Host:
             )
 
     @property
-    def said(self) -> str:
-        """What its commands have said."""
+    def output(self) -> str:
+        """What its commands have written."""
         return "".join(path.read_text() for path in sorted(self._folder.glob(f"{self.name}-*.log")))
 
     def tune(self, speed: str | None) -> None:
@@ -117,7 +117,7 @@ def until(happens: Callable[[], object], hosts: tuple[Host, Host]) -> float:
     began = time.monotonic()
     while not happens():
         if time.monotonic() - began > LIMIT:
-            raise SystemExit("\n".join(["this does not happen:", *(host.said for host in hosts)]))
+            raise SystemExit("\n".join(["this does not happen:", *(host.output for host in hosts)]))
         time.sleep(0.05)
     return time.monotonic() - began
 
@@ -126,12 +126,12 @@ def measure(hosts: tuple[Host, Host], what: str) -> None:
     """Print what `shardlab doctor` measures between the ranks."""
     meet = ["--nnodes", "2", "--master-addr", hosts[0].address, "--master-port", "29500"]
     words = ["-m", "shardlab", "doctor", "--json"]
-    before = len(hosts[0].said)
+    before = len(hosts[0].output)
     agents = [host.start(*TORCHRUN, *meet, "--node-rank", str(n), *words) for n, host in enumerate(hosts)]
     for agent in agents:
         agent.wait(LIMIT)
-    said = hosts[0].said[before:]
-    links = json.JSONDecoder().raw_decode(said[said.index("{\n") :])[0]["links"]
+    output = hosts[0].output[before:]
+    links = json.JSONDecoder().raw_decode(output[output.index("{\n") :])[0]["links"]
     for link in links[:2]:
         where = "on one host" if link["first"] == 0 else f"between hosts, {what}"
         speed = f"{1e6 * link['latency']:8,.0f} us {8 * link['bandwidth'] / 1e6:10,.0f} Mbit/s"
@@ -172,13 +172,13 @@ class Run:
 
 
 def show(hosts: tuple[Host, Host], seen: list[int]) -> None:
-    """Print what the hosts have said since, as far as it matters here."""
+    """Print what the hosts have written since, as far as it matters here."""
     for number, host in enumerate(hosts):
-        said = host.said
-        for line in said[seen[number] :].splitlines():
+        output = host.output
+        for line in output[seen[number] :].splitlines():
             if any(words in line for words in SAID):
                 print(f"    {host.name}  {line.strip()}", flush=True)
-        seen[number] = len(said)
+        seen[number] = len(output)
 
 
 def main() -> int:
@@ -197,7 +197,7 @@ def main() -> int:
         for host in hosts:
             host.tune(SPEED)
         measure(hosts, f"at {SPEED}")
-        seen = [len(host.said) for host in hosts]
+        seen = [len(host.output) for host in hosts]
 
         run = Run(hosts, Path(name, "run"))
         agents = [run.start(0), run.start(1)]
@@ -205,7 +205,7 @@ def main() -> int:
         print(f"\n4 ranks train; after step {len(run.losses)} the cable drops everything", flush=True)
         for host in hosts:
             host.drop("meta l4proto { tcp, udp }")
-        reported = until(lambda: all("where each rank was" in host.said for host in hosts), hosts)
+        reported = until(lambda: all("where each rank was" in host.output for host in hosts), hosts)
         alone = reported + until(lambda: run.trains(2), hosts)
         show(hosts, seen)
         print(

@@ -50,7 +50,7 @@ def restart(folder: Path, ranks: int, *, torchrun: bool) -> tuple[float, float]:
         metrics = out / "metrics.jsonl"
         return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
-    def said(word: str) -> int:
+    def place_of(word: str) -> int:
         return log.read_text(errors="replace").rfind(word)
 
     with log.open("ab") as file:
@@ -69,7 +69,7 @@ def restart(folder: Path, ranks: int, *, torchrun: bool) -> tuple[float, float]:
             if not torchrun:
                 process.wait()
                 process = start()
-            wait_for(lambda: said("resumed after step ") >= 0)
+            wait_for(lambda: place_of("resumed after step ") >= 0)
             step = int(log.read_text(errors="replace").partition("resumed after step ")[2].partition(",")[0])
             wait_for(lambda: steps() > step)
             return ended, time.monotonic() - began

@@ -54,7 +54,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def said(*command: str) -> str:
+def output_of(*command: str) -> str:
     """What a command prints."""
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -102,21 +102,21 @@ def main(command: list[str]) -> int:
             daemons += [
                 subprocess.Popen([daemon, "-D"], stderr=subprocess.DEVNULL) for daemon in ("slurmctld", "slurmd")
             ]
-            while host not in said("sinfo", "--noheader", "--states=idle", "--format=%n"):
+            while host not in output_of("sinfo", "--noheader", "--states=idle", "--format=%n"):
                 time.sleep(0.2)
-            print(said("sinfo"), flush=True)
+            print(output_of("sinfo"), flush=True)
             ranks = str(min(2, cpus))
             job_name = f"slurm-{os.getpid()}"
             flags = ["--scheduler", "slurm", "--ranks-per-node", ranks, "--time", "10m", "--name", job_name]
             words = [sys.executable, "-m", "shardlab", "submit", *flags, "--", *command]
-            answer = said(*words).strip()
+            answer = output_of(*words).strip()
             print(f"{shlex.join(words)}\n{answer}", flush=True)
             job, state, began = answer.split()[-1], "PENDING", time.monotonic()
             while state in ("PENDING", "RUNNING", "COMPLETING") and time.monotonic() - began < LIMIT:
                 time.sleep(0.5)
-                state = re.findall(r"JobState=(\w+)", said("scontrol", "show", "job", job))[0]
+                state = re.findall(r"JobState=(\w+)", output_of("scontrol", "show", "job", job))[0]
                 if warned and steps_of(Path("runs", job_name)) > 10:
-                    said("scancel", "--signal=USR1", job)
+                    output_of("scancel", "--signal=USR1", job)
                     print(f"warned after step {steps_of(Path('runs', job_name))}", flush=True)
                     warned = False
             log = Path(f"{job_name}-{job}.log")

@@ -87,13 +87,13 @@ def another_plan(scene: Scene) -> list[str]:
     left = training.ended(60)
     found = [f"{len(left)} processes were left behind"] * bool(left)
     if training.process.returncode:
-        return [f"it does not go on: {training.said[-400:]}"]
+        return [f"it does not go on: {training.output[-400:]}"]
     ours, theirs = losses(out), losses(scene.reference)
     same = len(ours) == len(theirs) and all(abs(a[1] - b[1]) < 1e-4 for a, b in zip(ours, theirs, strict=True))
     return (
         found
         + ["its losses differ by more than rounding"] * (not same)
-        + scene.heard(training.said, "resumed after step")
+        + scene.heard(training.output, "resumed after step")
     )
 
 

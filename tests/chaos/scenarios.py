@@ -47,22 +47,22 @@ def main(only: tuple[str, ...] = (), json: bool = False) -> int:
             if only and not name.startswith(only):
                 continue
             status.update(name)
-            began, scene.said = time.monotonic(), ""
+            began, scene.line = time.monotonic(), ""
             try:
                 wrong = play(scene)
             except NotRun as missing:
                 left_out[name] = str(missing)
                 console.print(f"{name}: not run; {missing}")
                 continue
-            played[name] = time.monotonic() - began, scene.said.replace(temporary, "..."), wrong
+            played[name] = time.monotonic() - began, scene.line.replace(temporary, "..."), wrong
             console.print(f"{name}: {'; '.join(wrong) or 'as it must be'}", markup=False)
     if json:
-        rows = {name: {"seconds": took, "said": said, "wrong": wrong} for name, (took, said, wrong) in played.items()}
+        rows = {name: {"seconds": took, "line": line, "wrong": wrong} for name, (took, line, wrong) in played.items()}
         print(as_json.dumps({"played": rows, "not run": left_out}, indent=1))
     else:
         table = Table("scenario", "seconds", "the run says", "wrong")
-        for name, (took, said, wrong) in played.items():
-            table.add_row(name, f"{took:.1f}", said, "\n".join(wrong) or "nothing")
+        for name, (took, line, wrong) in played.items():
+            table.add_row(name, f"{took:.1f}", line, "\n".join(wrong) or "nothing")
         for name, missing in left_out.items():
             table.add_row(name, "", "", f"not run: {missing}")
         Console().print(table)

@@ -35,14 +35,14 @@ class Scene:
     Attributes:
         reference: the folder of the run that nobody disturbed.
         words: those of every run.
-        said: the line that tells of what happened, in the scenario that is played.
+        line: the one that tells of what happened, in the scenario that is played.
     """
 
     def __init__(self, folder: Path, case: str = "fsdp") -> None:
         self.folder = folder
         self.reference = folder / "alone"
         self.words = words(case, STEPS, EVERY)
-        self.said = ""
+        self.line = ""
         self._warm = WarmStarts(environment())
         self._copies = 0
         alone = self.start(self.reference, "--keep", str(STEPS))
@@ -51,7 +51,7 @@ class Scene:
         begun = self.start(self._half)
         halfway(begun)
         begun.signal([begun.process.pid], signal.SIGTERM)
-        assert self.ended(begun) == [], begun.said
+        assert self.ended(begun) == [], begun.output
 
     def close(self) -> None:
         """End what it has started."""
@@ -84,10 +84,10 @@ class Scene:
         left = training.ended(LIMIT)
         found = [f"{len(left)} processes were left behind"] * bool(left)
         if whole and training.process.returncode:
-            return [*found, f"it does not go on: {training.said.strip()[-400:]}"]
+            return [*found, f"it does not go on: {training.output.strip()[-400:]}"]
         if training.out.exists():
             found += wrong(training.out, self.reference, ended=whole)
-        return found + self.heard(training.said, *expected, last=last)
+        return found + self.heard(training.output, *expected, last=last)
 
     def goes_on(self, out: Path, *expected: str) -> list[str]:
         """What is wrong with a run that goes on to its end."""
@@ -112,9 +112,9 @@ class Scene:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         lines = lines[-1:] if last else lines
         found = [line for line in lines if expected and expected[0] in line]
-        self.said = self.said or (found[0] if found else "")
-        said = "\n".join(lines)
-        return [f"it does not say {word!r}: {said[-600:]}" for word in expected if word not in said]
+        self.line = self.line or (found[0] if found else "")
+        text = "\n".join(lines)
+        return [f"it does not say {word!r}: {text[-600:]}" for word in expected if word not in text]
 
 
 def halfway(training: Training) -> None:

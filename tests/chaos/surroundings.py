@@ -21,7 +21,7 @@ def disk_full(scene: Scene) -> list[str]:
     with disk(scene.new(), "6m") as small:
         out = Path(shutil.copytree(scene.copy(), small / "run"))
         filler, training = small / "filler", scene.start(out)
-        until(training, lambda: "resumed after step" in training.said)
+        until(training, lambda: "resumed after step" in training.output)
         with filler.open("wb") as file:
             file.write(bytes(max(0, shutil.disk_usage(small).free - 40_000)))
         found = scene.ended(training, "cannot be written, and training goes on without it")
@@ -73,7 +73,7 @@ def clock_in_a_start(scene: Scene) -> list[str]:
 def how_it_ended(scene: Scene, out: Path) -> list[str]:
     """Whether a run's record says that it has finished."""
     ended = json.loads((out / "run.json").read_text()).get("ended", {})
-    scene.said = f"run.json: ended {ended.get('how')} at {ended.get('at')}"
+    scene.line = f"run.json: ended {ended.get('how')} at {ended.get('at')}"
     return ["its record does not say how it ended"] * (ended.get("how") != "finished")
 
 

@@ -70,8 +70,8 @@ class Training:
         return self.process.poll() is None
 
     @property
-    def said(self) -> str:
-        """All that it has said."""
+    def output(self) -> str:
+        """All that it has written so far."""
         return self.log.read_bytes()[self._before :].decode(errors="replace")
 
     def processes(self) -> list[int]:

@@ -14,6 +14,8 @@ from shardlab.cli import main
 from shardlab.cli.plan_options import PlanOptions, plan_flags
 from shardlab.cli.priced import PricedStep, doubts, price
 from shardlab.cli.priced_report import print_priced
+from shardlab.hardware import Cluster, Machine, Profile, Rate
+from shardlab.program import Mesh
 
 THREE_D = plan_flags(pp=2, dp_shard=2, tp=2)
 
@@ -51,6 +53,17 @@ def test_small_figures_are_shown_in_small_units() -> None:
     assert " 0.00" not in text
     (mfu,) = [line.split()[1] for line in text.splitlines() if line.startswith("MFU")]
     assert 0 < float(mfu.removesuffix("%")) < 0.1
+
+
+def test_memory_that_is_not_counted_is_named() -> None:
+    """Ranks on CPUs share memory for messages, as those on GPUs do not, and one alone."""
+    result = of("ddp", "gpt", "h100x2")
+    assert "without" not in " ".join(printed(result))
+    cpu = Profile(Machine("a CPU", 4, "2.8", "gloo"), {}, None, {("matmul", "bfloat16"): Rate(0.0, 1e9, 1e9)}, 2.0**32)
+    there = replace(result, workload=replace(result.workload, cluster=Cluster.of_profile(cpu)))
+    assert "without what ranks share for messages" in " ".join(" ".join(printed(there)).split())
+    alone = replace(there, workload=replace(there.workload, plan=Mesh()))
+    assert "without" not in " ".join(printed(alone))
 
 
 def test_an_mfu_above_1_is_warned_of() -> None:

@@ -194,6 +194,12 @@ def test_ranks_of_other_hosts_are_reached_by_gloo(ranks: World) -> None:
     assert ranks(4).call(on_two_hosts) == [([other == rank ^ 2 for other in range(4)], 6.0) for rank in range(4)]
 
 
+def test_memory_is_shared_only_where_processors_keep_the_order_of_writes() -> None:
+    assert connecting._host()  # pyright: ignore[reportPrivateUsage]
+    with patch("platform.machine", return_value="aarch64"):
+        assert not connecting._host()  # pyright: ignore[reportPrivateUsage]
+
+
 def alone(rank: int) -> bool:
     """Rank 0's memory is limited, so it shares none."""
     connect_neighbours(LIMIT, shares=rank > 0)

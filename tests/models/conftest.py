@@ -81,10 +81,13 @@ def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype
     owner = 0 if model.borrowed(layer) else layer  # a tied head has none of its own
     flat = initial_weights(model, owner, seed=0, dtype=dtype)
     inputs = inputs_of(model, layer, rows, dtype, share)
-    _, _, kept = forward(model, layer, inputs, views(model.layout(owner), flat), share)
+    made, _, kept = forward(model, layer, inputs, views(model.layout(owner), flat), share)
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
     for given, keeps in zip(inputs, model.run(layer).keeps_inputs, strict=True):
         assert keeps or given.untyped_storage().data_ptr() not in storages, "an input is kept that the executor lets go"
+    if (run := model.run(layer)).saves_residual:
+        residual = made[run.outputs.index("s")]
+        assert residual.untyped_storage().data_ptr() in storages, "a residual that its layer does not keep takes room"
     for given in (flat, *inputs):
         storages.pop(given.untyped_storage().data_ptr(), None)
     return sum(storages.values())

@@ -60,7 +60,7 @@ class Ranks:
                 answers[waiting[pipe]] = self._answer(pipe)
         if not self.usable:
             self.close()
-        failures = [f"rank {rank}:\n{said}" for rank, (ok, said) in sorted(answers.items()) if not ok]
+        failures = [f"rank {rank}:\n{error}" for rank, (ok, error) in sorted(answers.items()) if not ok]
         assert not failures, "\n".join(failures)
         return [answers[rank][1] for rank in range(len(self._pipes))]
 

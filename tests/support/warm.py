@@ -100,11 +100,11 @@ class WarmStarts:
         return WarmProcess([sys.executable, *words], **options)
 
     def run(self, words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run Python with these words to its end, which is soon; what it has said, as text."""
+        """Run Python with these words to its end, which is soon; what it has written, as text."""
         pipe = subprocess.PIPE
         with WarmProcess([sys.executable, *words], stdout=pipe, stderr=pipe, text=True, **options) as process:
-            out, said = process.communicate()
-        return subprocess.CompletedProcess(process.args, process.returncode, out, said)
+            out, errors = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
     def close(self) -> None:
         """End the server."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardlab.program import OpKind, Rank, Sizes
-from shardlab.strategies import STRATEGIES
+from shardlab.models import GPT
+from shardlab.program import Kind, Mesh, OpKind, Rank, Sizes
+from shardlab.strategies import STRATEGIES, Plan
+from shardlab.timeline.memory import memory_in_bytes
+from shardlab.train.job import Job
 from tests.recorded.runs import ROWS, SQUARE, event, events, run
 from tests.timeline.programs import prefetching, recomputing, reductions_at_once
 
@@ -95,6 +98,26 @@ def test_a_gradient_that_backward_adds_to_an_older_one_takes_no_room() -> None:
     timeline = run(STRATEGIES["grad-accum"].program, 1, 1, 3)
     assert [event.memory for event in events(timeline, OpKind.ADD)] == [3 * SQUARE + ROWS] * 2
     assert [event.memory for event in events(timeline, OpKind.UPDATE)] == [3 * SQUARE]
+
+
+def test_a_residual_that_autograd_keeps_counts_once_until_it_is_sent() -> None:
+    """The last block's first stream, and the one that the first stage sends, on the ranks of two stages."""
+    plan = Plan(Mesh(pp=2, tp=2), sequence_parallel=True)
+    job = Job(plan, 4, 1, GPT(layers=2, hidden_size=64, heads=4, seq_len=64), 2)
+    traced = job.checked()
+    sizes = traced.program.sizes
+    each = 4 * 2 * 64 * 64 // 2  # bytes of two sequences, cut in two
+    once, twice = (memory_in_bytes(traced, kept) for kept in (sizes, replace(sizes, saves_residual=())))
+    for tape, specs, less, more in zip(traced.program.tapes, traced.specs, once, twice, strict=True):
+        inside, seen = set[int](), set[int]()
+        for at, op in enumerate(tape):
+            assert more.before[at] - less.before[at] == each * len(inside), (at, str(op))
+            if op.kind is OpKind.FORWARD:
+                inside |= {number for number in op.outputs if specs[number].kind is Kind.RESIDUAL}
+            elif op.kind in (OpKind.SEND, OpKind.FREE):
+                inside -= {*op.inputs}
+            seen |= inside
+        assert len(seen) == 2
 
 
 async def adds_two_that_are_there(rank: Rank) -> None:

@@ -39,13 +39,13 @@ def faults(rank: int, job: Job, wrong: str, culprit: int) -> list[str]:
     """What audits after each of some steps say; before the third step something goes wrong on one rank."""
     executor = executor_of(rank, job)
     audit = Audit(executor)
-    said: list[str] = []
+    found: list[str] = []
     for step in range(STEPS):
         if step == 2 and rank == culprit:
             spoil(executor, audit, wrong)
         executor.step()
-        said.append(audit.fault())
-    return said
+        found.append(audit.fault())
+    return found
 
 
 def spoil(executor: Executor, audit: Audit, wrong: str) -> None:
@@ -102,27 +102,27 @@ def test_an_audit_finds_nothing_in_a_plan_of_several_axes(ranks: Make, mesh: dic
 
 
 def test_a_flipped_bit_in_a_weight_names_the_rank_that_differs_from_the_others(ranks: Make) -> None:
-    for said in ranks(3).call(faults, job_of("ddp", 3), "weight", 1):
-        assert said[:2] == ["", ""]
-        assert said[2] == "weights[0], which ranks keep bit by bit alike, differ: rank 1 from ranks 0, 2"
+    for found in ranks(3).call(faults, job_of("ddp", 3), "weight", 1):
+        assert found[:2] == ["", ""]
+        assert found[2] == "weights[0], which ranks keep bit by bit alike, differ: rank 1 from ranks 0, 2"
 
 
 def test_of_two_copies_both_are_named(ranks: Make) -> None:
-    for said in ranks(2).call(faults, job_of("ddp", 2), "weight", 1):
-        assert said[2].startswith("weights[0], which ranks keep bit by bit alike, differ: rank 0 and rank 1 differ")
+    for found in ranks(2).call(faults, job_of("ddp", 2), "weight", 1):
+        assert found[2].startswith("weights[0], which ranks keep bit by bit alike, differ: rank 0 and rank 1 differ")
 
 
 def test_a_rank_that_computes_wrongly_is_named_with_the_op(ranks: Make) -> None:
     """Weights that are sharded have no copies: only recomputation can tell."""
-    for said in ranks(3).call(faults, job_of("fsdp", 3), "always", 2):
-        assert said[2] == (
+    for found in ranks(3).call(faults, job_of("fsdp", 3), "always", 2):
+        assert found[2] == (
             "one microbatch, computed by all, gives other results in forward(layer 1): rank 2 from ranks 0-1"
         )
 
 
 def test_of_two_ranks_a_recomputation_sides_with_one(ranks: Make) -> None:
-    for said in ranks(2).call(faults, job_of("fsdp", 2), "once", 0):
-        assert said[2].endswith("in forward(layer 1): recomputed, rank 0 sides with the others, so it erred before")
+    for found in ranks(2).call(faults, job_of("fsdp", 2), "once", 0):
+        assert found[2].endswith("in forward(layer 1): recomputed, rank 0 sides with the others, so it erred before")
 
 
 def test_a_rank_is_not_named_for_what_comes_of_the_error_of_another_stage(ranks: Make) -> None:
@@ -130,8 +130,8 @@ def test_a_rank_is_not_named_for_what_comes_of_the_error_of_another_stage(ranks:
     job = job_of(Plan.from_dict({"mesh": {"dp_replicate": 2, "pp": 2}}), 4)
     tapes = job.checked().program.tapes
     last_stage = [rank for rank, tape in enumerate(tapes) if any(op.kind.value == "loss" for op in tape)]
-    for said in ranks(4).call(faults, job, "once", last_stage[-1]):
-        assert said[2].endswith(f"in forward(layer 1): rank {last_stage[-1]} does not even repeat its own")
+    for found in ranks(4).call(faults, job, "once", last_stage[-1]):
+        assert found[2].endswith(f"in forward(layer 1): rank {last_stage[-1]} does not even repeat its own")
 
 
 def unchanged(rank: int, job: Job) -> bool:

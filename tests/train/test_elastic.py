@@ -61,7 +61,7 @@ class Agents:
         (self.folder / "lost").touch()
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("agent-*.log")))
 
 
@@ -107,10 +107,10 @@ def test_a_run_that_loses_a_host_goes_on_with_the_ranks_that_are_left(
 ) -> None:
     run = tmp_path / "run"
     agents.start(*TRAIN, *plan, "--save-every", "5", "--out", str(run))
-    until(lambda: ranks_of(run) == 2 and list(run.glob("checkpoints/step-??????")), lambda: agents.said)
+    until(lambda: ranks_of(run) == 2 and list(run.glob("checkpoints/step-??????")), lambda: agents.output)
     agents.lose(1)
-    assert agents.agents[0].wait(PATIENCE) == 0, agents.said
-    assert "resumed after step" in agents.said
+    assert agents.agents[0].wait(PATIENCE) == 0, agents.output
+    assert "resumed after step" in agents.output
     assert ranks_of(run) == 1
     assert len(losses(run)) == STEPS
     assert losses(run) == pytest.approx(alone, rel=1e-4)

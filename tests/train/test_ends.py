@@ -71,8 +71,8 @@ class Training:
         until(lambda: place.exists() and Path("/proc", place.read_text()).exists())
         os.kill(int(place.read_text()), number)
 
-    def said(self) -> str:
-        """What all its processes had said when the last of them ended, and nobody held the pipe."""
+    def output(self) -> str:
+        """What all its processes had written when the last of them ended, and nobody held the pipe."""
         return self.process.communicate(timeout=LIMIT)[1]
 
     @property
@@ -132,24 +132,25 @@ def test_a_run_that_is_asked_to_end_saves_and_says_so(
 ) -> None:
     training = start()
     to(training, number)
-    said = training.said()
+    output = training.output()
     files = {file.name for file in training.out.iterdir()}
-    assert {"weights.safetensors", "loss.svg", "strategy.svg", "run.json"} <= files, said
-    assert said.count(f"the weights after {training.steps} steps are in {training.out}/weights.safetensors") == 1, said
-    assert said.count(f"go on after step {training.steps} with: shardlab train --resume {training.out}") == 1, said
-    assert "Traceback" not in said
-    assert ("in at most 100 s" in said) == (number == signal.SIGUSR1), said
+    assert {"weights.safetensors", "loss.svg", "strategy.svg", "run.json"} <= files, output
+    where = f"the weights after {training.steps} steps are in {training.out}/weights.safetensors"
+    assert output.count(where) == 1, output
+    assert output.count(f"go on after step {training.steps} with: shardlab train --resume {training.out}") == 1, output
+    assert "Traceback" not in output
+    assert ("in at most 100 s" in output) == (number == signal.SIGUSR1), output
     assert training.process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
 
 
 def test_a_rank_that_is_killed_ends_all_and_nothing_is_said_to_be_saved(start: Start) -> None:
     training = start()
     training.kill(1, signal.SIGKILL)
-    said = training.said()
+    output = training.output()
     assert not training.saves
-    assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in said
-    assert said.rstrip().endswith("shardlab: rank 1 was killed (SIGKILL; out of memory?), and the run ended with it.")
-    assert "Traceback" not in said
+    assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in output
+    assert output.rstrip().endswith("shardlab: rank 1 was killed (SIGKILL; out of memory?), and the run ended with it.")
+    assert "Traceback" not in output
     assert training.process.returncode == 1
 
 
@@ -158,7 +159,7 @@ def test_what_a_killed_rank_was_writing_does_not_stay(start: Start) -> None:
     for name in ("loss.svg.shardlab.part", "weights.safetensors.shardlab.part"):
         (training.out / name).write_text("half")
     training.kill(0, signal.SIGKILL)
-    training.said()
+    training.output()
     left = {file.name for file in training.out.iterdir()}
     assert left == {"config.toml", "run.json", "strategy.svg", "metrics.jsonl"}
 
@@ -171,10 +172,10 @@ def test_a_rank_that_hangs_keeps_no_other_from_ending(start: Start, again: bool)
     if again:
         time.sleep(1)
         group(training, signal.SIGINT)
-    said = training.said()
+    output = training.output()
     assert not training.saves
-    assert ("at once, since it was asked twice" if again else "did not end within 7 s") in said
-    assert f"there are no weights in {training.out}" in said
+    assert ("at once, since it was asked twice" if again else "did not end within 7 s") in output
+    assert f"there are no weights in {training.out}" in output
     assert training.process.returncode == 130
 
 
@@ -201,16 +202,16 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalon
 def test_ranks_whose_launcher_is_killed_save_and_say_so(start: Start) -> None:
     training = start(TORCHRUN)
     alone(training, signal.SIGKILL)
-    said = training.said()
-    assert f"the weights after {training.steps} steps are in {training.out}/weights.safetensors" in said
+    output = training.output()
+    assert f"the weights after {training.steps} steps are in {training.out}/weights.safetensors" in output
 
 
 def test_what_torchrun_starts_again_does_not_begin_at_step_0_in_silence(start: Start) -> None:
     training = start([*TORCHRUN, "--max-restarts", "1"])
     training.kill(1, signal.SIGKILL)
-    said = training.process.communicate(timeout=PATIENCE)[1]
-    assert "(restart 1), and it does not begin again at step 0 by itself" in said
-    assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in said
+    output = training.process.communicate(timeout=PATIENCE)[1]
+    assert "(restart 1), and it does not begin again at step 0 by itself" in output
+    assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in output
     assert not training.saves
 
 
@@ -221,9 +222,9 @@ def test_what_torchrun_starts_again_goes_on_where_it_was_with_resume_auto(start:
     training.kill(1, signal.SIGKILL)
     until(lambda: json.loads((training.out / "run.json").read_text())["resumed"] is not None)
     training.kill(1, signal.SIGTERM)
-    said = training.said()
-    assert "resumed after step" in said
-    assert training.process.returncode == 0, said
+    output = training.output()
+    assert "resumed after step" in output
+    assert training.process.returncode == 0, output
     figures = (training.out / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in figures] == list(range(len(figures)))
     assert training.saves

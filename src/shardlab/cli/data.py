@@ -167,16 +167,16 @@ def progress_of(total: int) -> Generator[Progress]:
     """
     console = Console(file=sys.stderr)
     columns = TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn()
-    said = ("", 0)
+    printed = ("", 0)
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
 
         def progress(doing: str, done: int) -> None:
-            nonlocal said
+            nonlocal printed
             bar.update(task, description=doing, completed=done)
             tenth = TENTHS * done // max(1, total)
-            if not console.is_terminal and (doing, tenth) != said and tenth and total > QUIET:
-                said = doing, tenth
+            if not console.is_terminal and (doing, tenth) != printed and tenth and total > QUIET:
+                printed = doing, tenth
                 print(f"{doing}: {done:,} of {total:,} bytes", file=sys.stderr, flush=True)
 
         yield progress

@@ -116,8 +116,8 @@ def _print(console: Console, run: PastRun, config: dict[str, Any], files: dict[s
     if run.resume:
         print_fact(console, "go on", f"after step {run.checkpoints[-1]}: {run.resume}")
     figures = {name: run.last.get(name) for name in ("loss", "validation_loss", "dt", "tps", "memory_max")}
-    said = ", ".join(f"{name} {figure:,.4g}" for name, figure in figures.items() if figure is not None)
-    print_fact(console, "last figures", said or "none")
+    text = ", ".join(f"{name} {figure:,.4g}" for name, figure in figures.items() if figure is not None)
+    print_fact(console, "last figures", text or "none")
     width = max((len(f"{size:,}") for size in files.values()), default=0)
     for number, (name, size) in enumerate(files.items()):
         print_fact(console, "" if number else "files", name, figure=f"{size:,}".rjust(width))

@@ -22,15 +22,15 @@ def mistakes_as_sentences() -> Generator[None, None, None]:
     Raises:
         UserError: with that sentence.
     """
-    said = io.StringIO()
+    written = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(written):
             yield
     except SystemExit as end:
         if end.code:
-            raise UserError(sentence_of(said.getvalue())) from None
+            raise UserError(sentence_of(written.getvalue())) from None
         raise
-    sys.stderr.write(said.getvalue())
+    sys.stderr.write(written.getvalue())
 
 
 def sentence_of(box: str) -> str:
@@ -40,11 +40,11 @@ def sentence_of(box: str) -> str:
     'missing from shardlab convert: TO; --help tells more'
     """
     _, *lines = re.sub("[│╭╮╰╯├┤]", " ", box.replace("─", "-")).splitlines()
-    said = [line for line in lines if line.strip()]
-    while said and not said[0].strip(" -"):
-        said.pop(0)
-    said = list(takewhile(lambda line: line.strip(" -"), said))
-    indented = [(len(line) - len(line.lstrip()), line.strip()) for line in said]
+    body = [line for line in lines if line.strip()]
+    while body and not body[0].strip(" -"):
+        body.pop(0)
+    body = list(takewhile(lambda line: line.strip(" -"), body))
+    indented = [(len(line) - len(line.lstrip()), line.strip()) for line in body]
     text = " ".join(line for indent, line in indented if indent < NAMED).rstrip(".")
     if choice := re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)", text):
         given, flag, listed = choice.groups()

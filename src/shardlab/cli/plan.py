@@ -264,17 +264,17 @@ class PlanCommand:
         other = ["--other-machine"] if self.other_machine else []
         return shlex.join([*self._words_of({name: getattr(self, name) for name in same}), *other])
 
-    def _words_of(self, said: Mapping[str, object]) -> list[str]:
-        """Flags of what is said, and of the optimizer where it is not the usual one."""
-        given = {name: value for name, value in said.items() if value is not None}
+    def _words_of(self, flags: Mapping[str, object]) -> list[str]:
+        """The words of flags that are given, and of the optimizer where it is not the usual one."""
+        given = {name: value for name, value in flags.items() if value is not None}
         if self.optimizer != "adamw":
             given["optimizer"] = self.optimizer
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
     def _model_words(self) -> str:
         """The words of a training that tell the model, and the optimizer."""
-        said = {"model": self.model, "layers": self.layers, "seq-len": self.sequence}
-        return shlex.join(self._words_of(said))
+        flags = {"model": self.model, "layers": self.layers, "seq-len": self.sequence}
+        return shlex.join(self._words_of(flags))
 
     def _again(self, problem: Problem) -> str:
         """The command that takes the results of the experiments in: before their paths."""

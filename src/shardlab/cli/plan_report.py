@@ -14,6 +14,7 @@ from shardlab.planner.chosen import EQUAL, NOTABLE
 from shardlab.planner.explain import decisions
 from shardlab.planner.reasons import TELLING, sentence
 from shardlab.planner.words import described, flags_of, picture, short
+from shardlab.predict.held import left_out
 from shardlab.rules.pieces import counted
 from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_of
 
@@ -82,12 +83,12 @@ def _figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
     problem, best = choice.problem, choice.best
     workload, memory = problem.workload(best.candidate), best.forecast.memory
     room, shares = problem.cluster.device.memory, choice.answer.shares
-    speed = problem.tokens / best.seconds
+    speed, of_room = problem.tokens / best.seconds, f"of {bytes_text(room, 0)} on the fullest device"
     return [
         ("step time", seconds_text(best.seconds), str(shares or choice.unknown)),
         ("tokens/s", f"{speed:,.0f}", f"{speed / problem.cluster.size:,.0f} on each device"),
         ("MFU", share_text(workload.mfu(best.seconds)), f"of {problem.cluster.device.name}'s peak"),
-        ("memory", bytes_text(memory.total), f"of {bytes_text(room, 0)} on the fullest device"),
+        ("memory", bytes_text(memory.total), "; ".join(filter(None, (of_room, left_out(workload))))),
     ]
 
 

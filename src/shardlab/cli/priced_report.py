@@ -11,6 +11,7 @@ from rich.text import Text
 from shardlab.cli.console import print_fact, print_figures, print_path, stdout_console
 from shardlab.cli.priced import MOST_CHECKED, PricedStep
 from shardlab.cli.timeline_rows import print_timeline
+from shardlab.predict.held import left_out
 from shardlab.rules.pieces import counted
 from shardlab.timeline.traced import rank_of, stands_for
 from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_of
@@ -55,7 +56,7 @@ def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
     """List the figures, each with its label and a remark."""
     workload, estimate = result.workload, result.estimate
     step, peak, held, device = estimate.step, estimate.peak, result.held, workload.cluster.device
-    speed = workload.tokens / step
+    speed, parts = workload.tokens / step, _parts(held.total, held.parts)
     return [
         ("step time", seconds_text(step), ""),
         ("tokens/s", f"{speed:,.0f}", f"{speed / workload.mesh.world:,.0f} on each device"),
@@ -72,7 +73,7 @@ def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
         (
             "memory held",
             bytes_text(held.total),
-            f"of {bytes_text(device.memory, 0)}: {_parts(held.total, held.parts)}",
+            "; ".join(filter(None, (f"of {bytes_text(device.memory, 0)}: {parts}", left_out(workload)))),
         ),
     ]
 

@@ -72,8 +72,8 @@ def print_recipe(recipe: Recipe, console: Console) -> None:
         for name, figure in told.items():
             label, value = Text(name.split(".")[1], "cyan"), as_text(figure.value)
             console.print(Padding(Text.assemble(label, f" = {value}"), (0, 0, 0, 2)))
-            if said := _provenance(figure, recipe):
-                console.print(Padding(Text(said, "dim"), (0, 0, 0, 4)))
+            if provenance := _provenance(figure, recipe):
+                console.print(Padding(Text(provenance, "dim"), (0, 0, 0, 4)))
 
 
 def as_text(value: Any) -> str:

@@ -54,8 +54,8 @@ def chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def _plain(messages: Sequence[Message]) -> str:
-    said = [f"{PLAIN[each['role']]}: {each['content']}\n" for each in messages]
-    return "".join(said) + f"{PLAIN['assistant']}:"
+    turns = [f"{PLAIN[each['role']]}: {each['content']}\n" for each in messages]
+    return "".join(turns) + f"{PLAIN['assistant']}:"
 
 
 def _written(path: Path, config: dict[str, Any]) -> str | None:

@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 def rooms() -> list[Tensor]:
     """List what small sums have received into and use no more, and what neighbours share."""
     received = [tensor for free in _rooms.values() for came in free for tensor in came]
-    return received if Neighbours.here is None else [*received, *Neighbours.here.memories()]
+    return [*received, *Neighbours.memories()]
 
 
 def all_reduce(tensor: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Any:
@@ -131,8 +131,8 @@ def send(tensor: Tensor, to: int) -> Any:
     Returns:
         The work: until its `wait` has ended, the tensor must not change.
     """
-    here = Neighbours.here
-    return dist.isend(tensor, to) if here is None or to not in here else shared_messages.send(here, tensor, to)
+    here = Neighbours.with_rank(to)
+    return dist.isend(tensor, to) if here is None else shared_messages.send(here, tensor, to)
 
 
 def recv(tensor: Tensor, source: int) -> Any:
@@ -141,10 +141,8 @@ def recv(tensor: Tensor, source: int) -> Any:
     Returns:
         The work: the tensor has come when its `wait` has ended.
     """
-    here = Neighbours.here
-    if here is None or source not in here:
-        return dist.irecv(tensor, source)
-    return shared_messages.recv(here, tensor, source)
+    here = Neighbours.with_rank(source)
+    return dist.irecv(tensor, source) if here is None else shared_messages.recv(here, tensor, source)
 
 
 def _channel(group: dist.ProcessGroup) -> tuple[Neighbours, Channel] | None:

@@ -109,7 +109,7 @@ class Communicator:
 
     def starts_alone(self, peer: int, batch: int) -> bool:
         """Whether a message needs no others of its batch to start."""
-        return batch < 0 or (Neighbours.here is not None and peer in Neighbours.here)
+        return batch < 0 or Neighbours.with_rank(peer) is not None
 
     def _batched(self, verb: Callable[..., Any], tensor: Tensor, peer: int, batch: int) -> Wait:
         operations, waits = self._pending.setdefault(batch, ([], []))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import secrets
 import socket
 import struct
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from shardlab.execute.neighbours import Neighbours
-from shardlab.execute.shared_memory import Outbox, SharedMemory
+from shardlab.execute.shared_memory import IN_ORDER, Outbox, SharedMemory
 
 HELLO = struct.Struct("=16sI")
 """The first message of a connection: the token of whom it is for, and the sender's rank; its memory comes along."""
@@ -30,10 +31,10 @@ class Address(NamedTuple):
     """Where a rank is found by others.
 
     Attributes:
-        host: what is equal for ranks that can share memory; empty for one that cannot.
-        name: of the Unix socket at which it listens.
-        token: what a rank that has this address from itself says there.
-        size: bytes of its memory.
+        host: the name of its host, equal for ranks that can share memory; empty for a rank that shares none.
+        name: the name of the Unix socket at which it listens.
+        token: a secret by which who connects to that socket shows that this rank has told it the address.
+        size: bytes of the memory that it shares.
     """
 
     host: str = ""
@@ -73,8 +74,12 @@ def connect_neighbours(limit: timedelta, *, shares: bool = True) -> None:
 
 
 def _host() -> str:
-    """What is equal for processes of one host that can reach each other's sockets; empty where none can."""
-    if not hasattr(os, "memfd_create"):
+    """Name this host, the same for all its processes that can reach each other's sockets; empty if they share none.
+
+    Processes share memory by Linux's files without a name. They reach each other's sockets if they are in one network
+    namespace of one host, as one user. The host's processor must be one whose order of writes `shared_memory` rests on.
+    """
+    if not hasattr(os, "memfd_create") or platform.machine() != IN_ORDER:
         return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -30,7 +30,7 @@ LONGEST = 2**31 // 1000 - 1
 """Seconds that a poll can wait."""
 
 RING_BELL = b"!"
-"""What is sent to have a rank look for letters."""
+"""The byte that a rank sends on a socket after it has written a letter, so that the reader looks for it."""
 
 MESSAGES = 0
 """The channel of messages between two ranks; each process group has one of its own."""
@@ -85,14 +85,14 @@ class Neighbours:
     """This rank's connections to its neighbours.
 
     Attributes:
-        here: those of this process; None where it has none, or has not met them.
+        here: the connections of this process; None if it has no neighbours, or has not met them.
 
     Args:
-        rank: this one.
-        outbox: its memory.
-        sockets: to each neighbour.
-        memories: of each neighbour.
-        limit: how long a letter is waited for.
+        rank: this rank, in the default process group.
+        outbox: the memory that this rank writes, where it puts what it sends.
+        sockets: by rank, a connected Unix socket to each neighbour.
+        memories: by rank, the memory that each neighbour writes, mapped into this process.
+        limit: how long this rank waits for a letter before it fails.
     """
 
     here: ClassVar[Neighbours | None] = None
@@ -122,9 +122,15 @@ class Neighbours:
     def __contains__(self, rank: int) -> bool:
         return rank in self._sockets
 
-    def memories(self) -> list[Tensor]:
-        """All that is shared, of which only what was written takes memory."""
-        return [each.bytes for each in (self._outbox, *self._memories.values())]
+    @classmethod
+    def with_rank(cls, rank: int) -> Neighbours | None:
+        """This process's neighbours if a rank is one of them, else None."""
+        return None if cls.here is None or rank not in cls.here else cls.here
+
+    @classmethod
+    def memories(cls) -> list[Tensor]:
+        """List all memory that neighbours share, of which only what was written takes any; none without neighbours."""
+        return [] if cls.here is None else [each.bytes for each in (cls.here._outbox, *cls.here._memories.values())]
 
     def channel(self, group: dist.ProcessGroup) -> Channel | None:
         """The channel of a process group; None if some of its members are no neighbours."""

@@ -1,4 +1,12 @@
-"""Memory of one rank that the other ranks of its host read: what it sends them lies there until they have taken it."""
+"""Memory of one rank that the other ranks of its host read: what it sends them lies there until they have taken it.
+
+No lock guards it, but the order of each process: a tensor is written before its letter, a letter before it is counted,
+and what somebody reads is read before its byte or its count says so. Python has no barrier that would have other
+processes see that order, and a bell is no substitute: a rank looks for letters before the bell has come. x86 has them
+see it: there, writes become visible in the order of the program, and none before what the program has read earlier
+(Intel's manual of software developers, volume 3A, "Memory Ordering"). ARM promises neither, so that a rank might read
+a room before the tensor is there. So ranks share memory on the processors of `IN_ORDER` alone (see `connecting`).
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -21,6 +29,9 @@ LETTERS = 2**16
 
 RING = 2 + 2 * LETTERS
 """Words of the letters to a rank."""
+
+IN_ORDER = "x86_64"
+"""The processors, by Linux's name for them, on which all processes see each other's writes in order."""
 
 
 class SharedMemory:

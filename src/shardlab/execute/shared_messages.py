@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardlab.execute.messages import Messages
-from shardlab.execute.neighbours import Channel, Expected, Neighbours
+from shardlab.execute.neighbours import Channel, Expected, Neighbours, SharedTensor
 
 
 def send(here: Neighbours, tensor: Tensor, to: int) -> Messages:
@@ -27,33 +27,16 @@ def send(here: Neighbours, tensor: Tensor, to: int) -> Messages:
 def recv(here: Neighbours, tensor: Tensor, source: int) -> Messages:
     """Receive into a tensor, when it is waited for."""
     expected = here.expect(source)
-
-    def take() -> None:
-        received = here.receive(expected, tensor)
-        tensor.copy_(received.tensor)
-        received.taken()
-
-    return Messages(then=take)
+    return Messages(then=lambda: _take(here, expected, tensor))
 
 
 def all_reduce(here: Neighbours, channel: Channel, total: Tensor) -> Messages:
     """Sum what the members give, in place and in group order, alike on all to the bit."""
-    mine = channel.mine
-    own = here.send(total, channel.others, channel.number, keeps=mine > 1)  # the first two's sum is written over it
-    expected = _expect(here, channel)
-
-    def add_up() -> None:
-        shared = [here.receive(each, total) for each in expected]
-        if mine > 1:
-            shared.insert(mine, own)
-        terms = [each.tensor for each in shared]
-        if mine < 2:  # what this rank has sent may be gone when the others have read it
-            terms.insert(mine, total)
-        _sum(terms, total)
-        for each in shared:
-            each.taken()
-
-    return Messages(then=add_up)
+    keeps = channel.mine > 1  # the sum of the first two members' is written over this rank's own
+    sent = here.send(total, channel.others, channel.number, keeps=keeps)
+    if keeps:
+        return _summed(here, channel, sent.tensor, total, [sent])
+    return _summed(here, channel, total, total)
 
 
 def all_gather(here: Neighbours, channel: Channel, pieces: Sequence[Tensor], piece: Tensor) -> Messages:
@@ -65,17 +48,7 @@ def all_gather(here: Neighbours, channel: Channel, pieces: Sequence[Tensor], pie
 def reduce_scatter(here: Neighbours, channel: Channel, total: Tensor, pieces: Sequence[Tensor]) -> Messages:
     """Sum of this member's piece of what each gives, in group order."""
     _give(here, channel, pieces)
-    expected = _expect(here, channel)
-
-    def add_up() -> None:
-        shared = [here.receive(each, total) for each in expected]
-        terms = [each.tensor for each in shared]
-        terms.insert(channel.mine, pieces[channel.mine])
-        _sum(terms, total)
-        for each in shared:
-            each.taken()
-
-    return Messages(then=add_up)
+    return _summed(here, channel, pieces[channel.mine], total)
 
 
 def all_to_all(here: Neighbours, channel: Channel, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Messages:
@@ -103,11 +76,41 @@ def _taken(here: Neighbours, channel: Channel, pieces: Sequence[Tensor], own: Te
     def take() -> None:
         pieces[channel.mine].copy_(own)
         for each, place in zip(expected, places, strict=True):
-            received = here.receive(each, place)
-            place.copy_(received.tensor)
-            received.taken()
+            _take(here, each, place)
 
     return Messages(then=take)
+
+
+def _take(here: Neighbours, expected: Expected, place: Tensor) -> None:
+    """Wait for a tensor, and copy it to its place."""
+    received = here.receive(expected, place)
+    place.copy_(received.tensor)
+    received.taken()
+
+
+def _summed(
+    here: Neighbours, channel: Channel, own: Tensor, total: Tensor, kept: Sequence[SharedTensor] = ()
+) -> Messages:
+    """The sum of this rank's own term and what comes of the others, in group order.
+
+    Args:
+        here: this rank's neighbours.
+        channel: of the group.
+        own: this rank's term.
+        total: where the sum is written; it may be the own term of the first two members.
+        kept: what this rank has sent and still reads.
+    """
+    expected = _expect(here, channel)
+
+    def add_up() -> None:
+        shared = [here.receive(each, total) for each in expected]
+        terms = [each.tensor for each in shared]
+        terms.insert(channel.mine, own)
+        _sum(terms, total)
+        for each in (*shared, *kept):
+            each.taken()
+
+    return Messages(then=add_up)
 
 
 def _sum(terms: Sequence[Tensor], total: Tensor) -> None:

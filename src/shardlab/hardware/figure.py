@@ -47,11 +47,11 @@ def figures_of(row: Mapping[str, Any], base: Mapping[str, Figure]) -> dict[str, 
     values = _leaves(row)
     found = {name: figure for name, figure in base.items() if values[name] == figure.value}
     for entry in cast(list[dict[str, Any]], row.get("fit", [])):
-        said: dict[str, Any] = entry | {"runs": tuple(entry.get("runs", ()))}
-        patterns = said.pop("figures")
+        given: dict[str, Any] = entry | {"runs": tuple(entry.get("runs", ()))}
+        patterns = given.pop("figures")
         for name, value in values.items():
             if any(fnmatch(name, pattern) for pattern in patterns):
-                found[name] = Figure(value, **said)
+                found[name] = Figure(value, **given)
     return found
 
 

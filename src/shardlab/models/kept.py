@@ -63,6 +63,12 @@ def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, e
     return max(0, run.saved(rows, kept.made_again) - int(dropped))
 
 
+def saves_residual(model: Model, layer: int, kept: SavedActivations) -> bool:
+    """Whether what is kept of a layer has the residual stream in it that the layer makes."""
+    run = model.run(layer)
+    return run.saves_residual and (not kept.per_op or _residuals(run, 1) > 0)
+
+
 def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: int) -> tuple[int, ...]:
     """Elements that stay of each activation that enters a layer; `slices`: into how many sequence parallelism cuts."""
     sizes = [model.microbatch_elements(index, rows) for index in range(model.layers + 1)]

@@ -227,6 +227,7 @@ class Model(ABC):
             saved=tuple(self.microbatch_saved(layer, rows) for layer in range(self.layers)),
             saved_for_weight=tuple(self.run(layer).saved_for_weight(rows) for layer in range(self.layers)),
             keeps_input=tuple(run.keeps_input for run in self.runs),
+            saves_residual=tuple(run.saves_residual for run in self.runs),
             element_bytes=dict.fromkeys(Kind, element_bytes),
             signatures=self.signatures,
             blocks=self.block_bounds,

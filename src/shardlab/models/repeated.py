@@ -74,6 +74,7 @@ class Repeated:
             saved=_taken(sizes.saved, layers),
             saved_for_weight=_taken(sizes.saved_for_weight, layers),
             keeps_input=_taken(sizes.keeps_input, layers),
+            saves_residual=_taken(sizes.saves_residual, layers),
             signatures=_signatures(sizes.signatures, layers),
             blocks=(*starts, *[start + self.more * self.each for start in sizes.blocks]),
         )

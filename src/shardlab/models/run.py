@@ -148,6 +148,13 @@ class Run:
         values = (self.inputs[:1], *self.carried_inputs.values())
         return tuple(any(Made(name, INPUT) in kept for name in names) for names in values)
 
+    @property
+    def saves_residual(self) -> bool:
+        """Whether autograd keeps the residual stream that the layer hands on beside its activation."""
+        made = self._last("s")
+        kept = {self._read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
+        return Kind.RESIDUAL in self.carried_outputs and made.step != INPUT and made in kept
+
     def saved_for_weight(self, rows: int) -> int:
         """Elements left of that between the halves of a split backward pass, with the gradients that the first half
         leaves for the second, beyond those of the layer's outputs and of its vectors.

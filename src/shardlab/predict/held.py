@@ -72,7 +72,7 @@ class HeldMemory:
 def held_memory(workload: Workload, peaks: Sequence[Peak]) -> HeldMemory:
     """Reckon, as the workload's recipe says, what the fullest device holds at the peaks of its replay.
 
-    On CPUs an allocator's reserve and CUDA's context are nothing.
+    On CPUs an allocator's reserve and CUDA's context are nothing, and what `left_out` names is not counted.
     """
     recipe, room, on_gpu = workload.recipe.memory, workload.cluster.device.memory, not workload.cluster.on_cpu
     each = [peak.bytes + recipe.gradient_buffer * standing_gradients(workload, peak) for peak in peaks]
@@ -90,6 +90,15 @@ def held_memory(workload: Workload, peaks: Sequence[Peak]) -> HeldMemory:
     safe = all + recipe.margin_bytes <= room
     logged = first if recipe.logs_first_rank else reserved
     return HeldMemory(allocated, reserved, reserved + context, all, needed, room, safe, logged)
+
+
+def left_out(workload: Workload) -> str:
+    """Say what the ranks of a workload hold that `HeldMemory` does not count; empty if it counts all.
+
+    Memory that ranks of a host share for messages grows with how far one runs ahead of another (`docs/launch.md`).
+    """
+    shares = workload.cluster.on_cpu and workload.mesh.world > 1
+    return "without what ranks share for messages" if shares else ""
 
 
 def held_by(workload: Workload) -> HeldMemory:

@@ -1,8 +1,8 @@
 """The outline of a rank's step: the strategy that follows plans, run on a rank that only notes seconds and bytes.
 
 Gradients are reduced and weights gathered by the very code that is traced. Layers' passes are not run again but taken
-from a sample (see `passes`), and where a stage does nothing but passes, all of them are one entry. So an outline has as
-many entries as there are microbatches and messages, not ops.
+from a sample (see `sampled_passes`), and where a stage does nothing but passes, all of them are one entry. So an
+outline has as many entries as there are microbatches and messages, not ops.
 """
 
 from __future__ import annotations

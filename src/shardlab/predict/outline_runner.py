@@ -13,6 +13,7 @@ from shardlab.predict.outline_state import RankMoments
 from shardlab.predict.outline_values import Borders, OutlineValue
 from shardlab.predict.outline_words import Border, StagePass, Token, block_cuts
 from shardlab.predict.passes import NO_CRESTS, NOTHING, Crest, Cuts, Meeting, Pass
+from shardlab.predict.residuals import corrected
 from shardlab.program import Kind, OpKind
 from shardlab.strategies.gathering import uses
 from shardlab.strategies.planned import PlanRunner
@@ -31,19 +32,33 @@ class _Layers:
         sizes = rank_plan.plan.mesh.sizes()
         self.slices = {l: math.prod(sizes[axis] for axis in w.cut_axes) for l, w in rank_plan.weights.items()}
         self.cuts = {l: block_cuts(rank_plan, l) for l in rank_plan.layers}
+        self.given_kept = self.figures.given_kept(rank_plan)
+        self.forwards: dict[tuple[int, Keeps, bool], Pass] = {}
 
-    def key(self, layer: int) -> tuple[Cuts, int]:
-        """Which sample's pass a layer takes, and of which of the sample's layers."""
-        cuts = self.cuts[layer]
-        return cuts, self.figures.alike[layer]
+    def key(self, layer: int) -> tuple[Cuts, int, bool]:
+        """Which sample's pass a layer takes, of which of the sample's layers, and whether it is given what is kept."""
+        return self.cuts[layer], self.figures.alike[layer], layer in self.given_kept
 
     def of(self, name: str, layer: int, *rest: object) -> Pass:
         """A layer's pass, by its name and what else tells it apart."""
-        cuts, like = self.key(layer)
-        return self.figures.passes(cuts).by_key[name, like, *rest]
+        return self.figures.passes(self.cuts[layer]).by_key[name, self.figures.alike[layer], *rest]
+
+    def forward_of(self, layer: int, keeps: Keeps, hands_on: bool) -> Pass:
+        """A layer's forward pass, with its residual stream where it is on this rank."""
+        key = layer, keeps, hands_on
+        done = self.forwards.get(key)
+        if done is None:
+            done = self.of("forward", layer, keeps, hands_on)
+            cuts, like, given_kept = self.key(layer)
+            more = given_kept - (like in self.figures.measured_given_kept(cuts))
+            if more and keeps == self.plan.layers[layer].keeps:  # else it is computed again, as in the sample
+                residual = self.figures.border(Kind.RESIDUAL, layer)
+                done = corrected(done, keeps, more * residual.room, residual.slot)
+            self.forwards[key] = done
+        return done
 
     async def forward(self, layer: int, m: int, weight: OutlineValue, keeps: Keeps, *, hands_on: bool = True) -> None:
-        self.rank.passed(self.of("forward", layer, keeps, hands_on), layer, weight)
+        self.rank.passed(self.forward_of(layer, keeps, hands_on), layer, weight)
 
     async def loss(self, m: int) -> None:
         last = len(self.rank.layers)
@@ -134,6 +149,9 @@ class OutlineRunner(PlanRunner[OutlineValue]):
         self.over(token)
         for layer, value in self.values(border, sends=token.kind is Send):
             if token.kind is Send:
+                if value.kind is Kind.RESIDUAL and layer in self.passes.given_kept:  # now it counts by itself
+                    self.outline.hold(value)
+                    self.outline.note(OpKind.SEND, layer)
                 self.outline.send(value, border.further)
             else:
                 self.outline.receive(value, layer, border.further)
@@ -221,14 +239,15 @@ class OutlineRunner(PlanRunner[OutlineValue]):
     def parts(self, name: str, layers: range) -> Iterator[tuple[Pass, int]]:
         """A stage's passes in order, each with its layer's place in the stage."""
         figures, of, first = self.outline.figures, self.passes.of, layers[0]
+        forward_of = self.passes.forward_of
         if name == "forward":
             for l in layers:
-                yield of(name, l, self.plan.layers[l].keeps, True), l - first
+                yield forward_of(l, self.plan.layers[l].keeps, True), l - first
             return
         for l in reversed(layers):
             if name != "backward_weight":
                 for again in self.plan.layers[l].recompute:
-                    yield of("forward", again, "all", again != l), again - first
+                    yield forward_of(again, "all", again != l), again - first
             yield of(name, l), l - first
             if name != "backward_input" and l not in self.plan.bare and not figures.prices.adds_in_backward:
                 seconds = figures.compute(OpKind.ADD, self.passes.gradient(l).part)

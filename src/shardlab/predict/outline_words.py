@@ -129,6 +129,7 @@ def block_cuts(plan: RankPlan, layer: int) -> Cuts:
 def kind_of(figures: PricedSample, plan: RankPlan) -> Hashable:
     """Everything about a rank but its steps that its outline depends on; ranks of one kind have alike layers."""
     model, stages = plan.model, [plan.stages[stage] for stage in plan.own_stages]
+    given_kept = figures.given_kept(plan)
     places = {layer: place for place, layer in enumerate(plan.layers)}
     layers = [
         (
@@ -136,6 +137,7 @@ def kind_of(figures: PricedSample, plan: RankPlan) -> Hashable:
             layer.recompute.start - l if layer.recompute else None,
             len(layer.recompute),
             block_cuts(plan, l),
+            l in given_kept,
             l in plan.bare,
             places.get(plan.weight_of(l), -1),
             model.gathered_with(plan.weight_of(l)) - model.gathered_with(stage.start),

@@ -6,11 +6,14 @@ from collections.abc import Collection, Hashable
 from functools import cached_property
 from typing import NamedTuple
 
-from shardlab.predict.passes import Cuts, Pass, PassTable, passes_of
+from shardlab.predict.passes import Cuts, Pass, PassTable
+from shardlab.predict.residuals import layers_given_kept
+from shardlab.predict.sampled_passes import passes_of
 from shardlab.predict.workload import Workload
 from shardlab.program import Group, Holds, Kind, OpKind, Spec
 from shardlab.program.tape import compute_op
 from shardlab.rules.spec import Space, form_of
+from shardlab.strategies.rank_plan import RankPlan
 from shardlab.timeline.memory import CATEGORY_OF_KIND
 from shardlab.timeline.prices import Bytes
 
@@ -52,7 +55,9 @@ class PricedSample:
         self.sizes, self.prices = self._sample.sizes, self._sample.prices
         self.chains: dict[Hashable, Pass] = {}
         self._wire, self._room = Bytes(self.sizes), Bytes(self._sample.kept_sizes)
+        self._saves = self._sample.kept_sizes.saves_residual
         self._passes: dict[Cuts, PassTable] = {}
+        self._given_kept: dict[Cuts, frozenset[int]] = {}
         self._parts: dict[Hashable, SizedPart] = {}
         self._seconds: dict[Hashable, float] = {}
 
@@ -66,6 +71,18 @@ class PricedSample:
         known = self._passes.get(cuts)
         if known is None:
             known = self._passes[cuts] = passes_of(self._sample, self._done, cuts)
+        return known
+
+    def given_kept(self, plan: RankPlan) -> frozenset[int]:
+        """The layers of a rank that are given a residual stream in what is kept of the layer before (`residuals`)."""
+        return layers_given_kept(plan, self.alike, self._saves)
+
+    def measured_given_kept(self, cuts: Cuts) -> frozenset[int]:
+        """The layers of the sample that were given one so when its passes were measured."""
+        known = self._given_kept.get(cuts)
+        if known is None:
+            plan = self.passes(cuts).plan
+            known = self._given_kept[cuts] = layers_given_kept(plan, range(len(plan.model.layers)), self._saves)
         return known
 
     def part(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> SizedPart:

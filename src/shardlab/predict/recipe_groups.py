@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardlab.models import CutModel
-from shardlab.models.kept import AUTOGRAD, EXECUTOR, SavedActivations, kept_activations, kept_elements
+from shardlab.models.kept import AUTOGRAD, EXECUTOR, SavedActivations, kept_activations, kept_elements, saves_residual
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.models.model import Model
 from shardlab.program import Kind, OpKind, Sizes
@@ -104,6 +104,7 @@ class MemoryUse:
         saved = tuple(kept_elements(model, layer, micro_batch_size, self.saved, width) for layer in range(model.layers))
         if plain and self.saved == AUTOGRAD:
             return replace(sizes, saved=saved)
+        saves = tuple(saves_residual(model, layer, self.saved) for layer in range(model.layers))
         activations = kept_activations(model, micro_batch_size, self.saved, slices)
         if self.logit_bytes is not None:  # of logits and their gradient, which are counted alike
             sliced = isinstance(model, CutModel) and model.vocab_slices > 1 and self.sliced_logit_bytes is not None
@@ -111,7 +112,8 @@ class MemoryUse:
             activations = (*activations[:-1], int(activations[-1] * (each or 0.0) / (2 * width)))
         bytes = dict(sizes.element_bytes)
         bytes[Kind.GRAD_WEIGHT] = self.held_gradient_bytes(bytes[Kind.GRAD_WEIGHT])
-        return replace(sizes, saved=saved, activations=activations, keeps_input=(), element_bytes=bytes)
+        kept = replace(sizes, saved=saved, saves_residual=saves, activations=activations, keeps_input=())
+        return replace(kept, element_bytes=bytes)
 
     def held_gradient_bytes(self, bytes: int) -> int:
         """Bytes that are held of a gradient's element whose sum has so many bytes."""

@@ -92,7 +92,7 @@ def disagreement(call: Call, gives: Spec | None, group: Group, rank: int, op: in
     """The refusal of a call that cannot meet that of the first member.
 
     Args:
-        rank, op, met: the first member, the op on its tape, and what was said of it.
+        rank, op, met: the first member, the op on its tape, and the text of its call.
     """
     about = About(f"{call_text(call, gives)} on {group}", -1 if gives is None else gives.layer)
     given = (

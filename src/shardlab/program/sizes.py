@@ -31,6 +31,7 @@ class Sizes:
         saved_for_weight: what is left of that between the two halves of a split backward pass, with the gradients that
             the first half keeps for the second, beyond those of the layer's output (empty: as much as `saved`).
         keeps_input: whether autograd keeps layer l's input for the backward pass (empty: it does).
+        saves_residual: whether `saved[l]` has the residual stream in it that layer l makes (empty: no layer's has).
         element_bytes: bytes of one element, by kind.
         signatures: what each layer takes and makes (empty: an activation, from a weight that is not sliced).
         tied: whether the last of several half-blocks, the head, computes with the weight of the first one, the
@@ -64,6 +65,7 @@ class Sizes:
     matrices: tuple[int, ...] = ()
     whole_matrices: bool = False
     keeps_input: tuple[bool, ...] = ()
+    saves_residual: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.signatures:

@@ -9,10 +9,11 @@ from shardlab.errors import About, Refused, of_layer
 from shardlab.rules import attention, derive
 from shardlab.rules.derive import Held, Misfit
 from shardlab.rules.factor import ONE, Factor
+from shardlab.rules.flat import flat_of_pieces, flat_slices, pieces_of_flat
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import WORDS, Kind
 from shardlab.rules.node import Layer, Port
-from shardlab.rules.pieces import WHOLE, Holds, bits, counted, listed, mask_of, numbered
+from shardlab.rules.pieces import WHOLE, Holds, bits, counted, listed, numbered
 from shardlab.rules.spec import (
     KEY,
     Form,
@@ -148,7 +149,7 @@ class LayerRules:
         made = self._backward_weight.get(key)
         if made is None:
             about, cut = self._about(op), dict(half.form.slices)
-            holds = self._flat(cut)
+            holds = flat_of_pieces(cut, self.layer.cut, self.space)
             cut |= self._dealt_of(gradients)
             made = self._backward_weight[key] = self._derive_backward(
                 about, first, gradients, holds, cut, None, both=False
@@ -278,9 +279,7 @@ class LayerRules:
             raise Refused("stale weight", op, f"{given}, {was}", "compute with the weight from before its update")
         if form.holds.complete:
             return {}
-        of = 1
-        for index in self.layer.cut:
-            of *= self.space.count(index)
+        of = flat_slices(self.layer.cut, self.space)
         holds = form.holds if of % form.holds.of == 0 else form.holds.simplified()
         if of == 1:
             missing = ~form.holds.mask & (1 << form.holds.of) - 1
@@ -288,40 +287,11 @@ class LayerRules:
             given = f"the weight given is partial, {weight}; {lacks}"
             remedy = "gather the whole layer first (all_gather)"
             raise Refused("partial weight", op, given, remedy, missing=bits(missing))
-        cut = None if of % holds.of else self._unflat(holds.refined(of))
+        cut = None if of % holds.of else pieces_of_flat(holds.refined(of), self.layer.cut, self.space)
         if cut is None:
             given = f"{given}, which is not made of whole slices of {of}"
             raise Refused("part of a slice", op, given, "gather a slice first")
         return cut
-
-    def _unflat(self, holds: Holds) -> dict[str, int] | None:
-        """The pieces of each index that these flat slices are; None if they are no such block."""
-        pieces = dict.fromkeys(self.layer.cut, 0)
-        for place in bits(holds.mask):
-            for index in reversed(self.layer.cut):
-                place, piece = divmod(place, self.space.count(index))
-                pieces[index] |= 1 << piece
-        if self._flat_mask(pieces) != holds.mask:
-            return None
-        return {index: mask for index, mask in pieces.items() if mask != self.space.full(index)}
-
-    def _flat(self, cut: dict[str, int]) -> Holds:
-        """What these pieces are of the layer's flat parameters."""
-        if not cut:
-            return WHOLE
-        of = 1
-        for index in self.layer.cut:
-            of *= self.space.count(index)
-        return Holds(
-            self._flat_mask({index: cut.get(index, self.space.full(index)) for index in self.layer.cut}), of
-        ).simplified()
-
-    def _flat_mask(self, pieces: dict[str, int]) -> int:
-        places = [0]
-        for index in self.layer.cut:
-            count = self.space.count(index)
-            places = [base * count + piece for base in places for piece in bits(pieces[index])]
-        return mask_of(places)
 
     def _want_port(self, op: About, spec: Spec, port: Port, kind: Kind, term: Term | None = None) -> None:
         """Refuse what is not the port's, or not complete; `term` is the term of a sum that it must be, if any."""

@@ -98,8 +98,8 @@ class StrategyEntry:
 
     def passes_on(self, ranks: int, unsaid: str = "none") -> str:
         """Passes that rewrite its program: its own, or those of its plan for so many ranks; or `unsaid`."""
-        said = self.plan(ranks).passes if self.plan and self.passes is None else self.passes
-        return unsaid if said is None else said
+        passes = self.plan(ranks).passes if self.plan and self.passes is None else self.passes
+        return unsaid if passes is None else passes
 
     def tiles_on(self, ranks: int) -> int:
         """In how many tiles its passes compute layers that can be cut (1: they leave layers as they are)."""

@@ -146,7 +146,9 @@ def account(
         arena: of the rank; what lies there takes no memory of its own.
         sizes: say which inputs of its layers autograd keeps. An input goes with the last of its layer's
             backward passes, or, if it is not kept, when it was read for the last time, as the executor lets it (None:
-            when it is freed).
+            when it is freed). They also say where a residual stream lies in what autograd keeps: there it takes no room
+            of its own, as long as this lives, and until it is read by anything but a forward pass that keeps all. What
+            else reads it, such as a message, may have it for longer.
         memory: which is followed, of `rules.place.PLACES` ("": the device's); other values take none of it.
         real: whether ALL_REDUCE and ADD write over an input that nobody reads any more, as the executor does; the
             puzzles count both.
@@ -169,9 +171,11 @@ def account(
     room, category_of = ([0] * (max(specs, default=-1) + 1) for _ in range(2))  # of each value: its bytes, its category
     owned: dict[int, dict[Form, int]] = {}  # what autograd keeps for an activation
     views = Views(tape, specs, buckets.first)
-    keeps_input = sizes.keeps_input if sizes else ()
+    keeps_input, saves_residual = (sizes.keeps_input, sizes.saves_residual) if sizes else ((), ())
     read_last = last_reads(tape, specs) if keeps_input else {}
     left: set[int] = set()  # activations that autograd alone keeps
+    inside: dict[int, int] = {}  # residual that lies in what autograd keeps, to its bytes
+    residual_in: dict[int, int] = {}  # what autograd keeps, to the residual in it
     issued: dict[int, tuple[int, ...]] = {}
     live, peak, peak_op = arena.bytes, 0, 0
     by_category = [0] * len(CATEGORIES)
@@ -188,6 +192,12 @@ def account(
         if counters:
             starts.append(tuple(by_category))
         if kind is not FREE and kind is not WAIT:
+            saves = row.keeps is Kind.SAVED and specs[op[3][-1]][0].kind is Kind.SAVED
+            for number in inputs if inside and not saves else ():
+                if number in inside:
+                    room[number] = bytes = inside.pop(number)
+                    by_category[category_of[number]] += bytes
+                    live += bytes
             for number in op[3]:
                 spec = specs[number]
                 elsewhere = spec[0].place != memory or number in free_of_room or number in views.roots
@@ -195,6 +205,8 @@ def account(
                 bytes = 0 if elsewhere else size(spec)
                 if number in buckets.rooms and number not in arena.values:
                     bytes = sum(size(specs[other]) for other in buckets.rooms[number])
+                if saves and saves_residual and saves_residual[op[1]] and spec[0].kind is Kind.RESIDUAL:
+                    inside[number], residual_in[op[3][-1]], bytes = bytes, number, 0
                 room[number] = bytes
                 slot = CATEGORY_OF_KIND[spec[0].kind]
                 if handle >= 0:
@@ -261,6 +273,12 @@ def account(
             live -= room[number]
             by_category[category_of[number]] -= room[number]
             room[number] = 0
+            if number in inside:
+                del inside[number]
+            elif number in residual_in and (residual := residual_in.pop(number)) in inside:
+                room[residual] = bytes = inside.pop(residual)
+                by_category[category_of[residual]] += bytes
+                live += bytes
     return RankMemory(before, during, peak, peak_op, at_peak, curve, starts)
 
 

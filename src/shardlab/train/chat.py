@@ -43,13 +43,13 @@ class Conversation:
     dropped: int = 0
     _answers: int = 0
 
-    def answer(self, said: str) -> Iterator[str]:
-        """The model's answer to what the user says, in pieces as they come; oldest turns are dropped if need be.
+    def answer(self, question: str) -> Iterator[str]:
+        """The model's answer to the user's question, in pieces as they come; oldest turns are dropped if need be.
 
         Raises:
-            UserError: when what is said cannot be encoded, or is longer than all that the model sees.
+            UserError: when the question cannot be encoded, or is longer than all that the model sees.
         """
-        messages, tokens = self._fitting([*self.messages, {"role": "user", "content": said}])
+        messages, tokens = self._fitting([*self.messages, {"role": "user", "content": question}])
         self.dropped += (len(self.messages) + 1 - len(messages)) // 2
         writer = Writer(self.model, self.flats, replace(self.choice, seed=self.choice.seed + self._answers),
                         cached=self.cached)  # fmt: skip

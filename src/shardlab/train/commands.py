@@ -36,36 +36,36 @@ def _few() -> deque[bytes]:
 
 @dataclass
 class _CommandRank:
-    """A rank's process, and what it said last on stdout and stderr."""
+    """A rank's process, and the last lines that it wrote to stdout and to stderr."""
 
     number: int
     process: asyncio.subprocess.Process
-    said: tuple[deque[bytes], deque[bytes]] = field(default_factory=lambda: (_few(), _few()))
+    lines: tuple[deque[bytes], deque[bytes]] = field(default_factory=lambda: (_few(), _few()))
     ended: float = 0.0
 
     @property
     def output(self) -> str:
-        return b"\n".join(self.said[1] or self.said[0]).decode(errors="replace")
+        return b"\n".join(self.lines[1] or self.lines[0]).decode(errors="replace")
 
     async def run(self) -> None:
         """Print what the process says, until it has ended."""
-        streams = zip((self.process.stdout, self.process.stderr), (sys.stdout, sys.stderr), self.said, strict=True)
-        readers = [asyncio.ensure_future(self._read(ours, to.buffer, said)) for ours, to, said in streams if ours]
+        streams = zip((self.process.stdout, self.process.stderr), (sys.stdout, sys.stderr), self.lines, strict=True)
+        readers = [asyncio.ensure_future(self._read(ours, to.buffer, last)) for ours, to, last in streams if ours]
         await self.process.wait()
         self.ended = time.monotonic()
         await asyncio.wait(readers, timeout=1)  # what it left running may hold its pipes
         for reader in readers:
             reader.cancel()
 
-    async def _read(self, stream: asyncio.StreamReader, to: BinaryIO, said: deque[bytes]) -> None:
+    async def _read(self, stream: asyncio.StreamReader, to: BinaryIO, last: deque[bytes]) -> None:
         rest = b""
         while chunk := await stream.read(1 << 16):
             *lines, rest = (rest + chunk).split(b"\n")
-            self._print(lines, to, said)
-        self._print([rest] if rest else [], to, said)
+            self._print(lines, to, last)
+        self._print([rest] if rest else [], to, last)
 
-    def _print(self, lines: Sequence[bytes], to: BinaryIO, said: deque[bytes]) -> None:
-        said.extend(lines)
+    def _print(self, lines: Sequence[bytes], to: BinaryIO, last: deque[bytes]) -> None:
+        last.extend(lines)
         with suppress(OSError):  # nobody reads any more: the ranks go on
             to.write(b"".join(b"[%d] %s\n" % (self.number, line) for line in lines))
             to.flush()

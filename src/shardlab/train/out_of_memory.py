@@ -20,9 +20,9 @@ _THREAD = "can't start new thread"  # for which there is no stack
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory was asked for that is not there."""
-    said = str(error)
+    text = str(error)
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and bool(_ASKED.search(said) or _THREAD in said)
+        isinstance(error, RuntimeError) and bool(_ASKED.search(text) or _THREAD in text)
     )
 
 

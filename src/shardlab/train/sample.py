@@ -20,7 +20,11 @@ from shardlab.models.tensors import Initial
 from shardlab.train.printable import printable
 
 SAMPLE_TOKENS = 128
+"""Tokens that a model writes after the prompt of a sample."""
+
 PROMPT_BYTES = 32
+"""Bytes of a prompt that is taken from the validation text."""
+
 _SEARCHED = 1000
 
 

@@ -106,9 +106,9 @@ class Together:
             found.append(act())
         except UserError as error:
             wrong = str(error)
-        for said in self.exchange(wrong):
-            if said:
-                raise UserError(said)
+        for mistake in self.exchange(wrong):
+            if mistake:
+                raise UserError(mistake)
         return found[0]
 
 

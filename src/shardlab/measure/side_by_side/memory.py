@@ -45,8 +45,7 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._sizes: dict[int, int] = {}
-        shared = [] if Neighbours.here is None else Neighbours.here.memories()
-        self._shared = {_key(memory.untyped_storage()) for memory in shared}
+        self._shared = {_key(memory.untyped_storage()) for memory in Neighbours.memories()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:  # it calls ops on its local part, which come here
@@ -87,7 +86,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _key(storage: torch.UntypedStorage) -> int:
-    """What is equal for all who have one storage."""
+    """The address of a storage in C++: equal for every Python object that stands for the same storage."""
     return storage._cdata  # pyright: ignore[reportPrivateUsage]
 
 
