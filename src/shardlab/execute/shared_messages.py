@@ -2,6 +2,9 @@
 
 Each starts by copying what this rank gives, so that no one is waited for; the rank that waits takes the rest from where
 the others have put it, and adds it there in group order.
+
+Broadcasts, and what else goes from or to one rank, are left to gloo. Nobody answers who gives there, so that it might
+run ahead of who takes for as long as its memory lasts; and no built-in strategy has any.
 """
 
 # pyright: reportUnknownMemberType=false
