@@ -12,7 +12,16 @@ from torch import Tensor
 
 from shardlab.models import Model
 from shardlab.models.mixture import Routing
-from shardlab.models.tensors import Dropout, LayerPasses, Pass, Share, initial_weights, layer_passes, layers_of, views
+from shardlab.models.tensors import (
+    Dropout,
+    PreparedLayer,
+    Share,
+    Workspace,
+    initial_weights,
+    layers_of,
+    prepared_layer,
+    views,
+)
 from shardlab.models.tensors.both_passes import by_autograd
 from shardlab.models.tensors.both_passes.by_autograd import Saved, View
 from shardlab.models.tensors.share import ALL
@@ -66,7 +75,7 @@ class Watched(Saved):
 
 def forward(
     model: Model, layer: int, inputs: Sequence[Tensor], weights: Sequence[Tensor], share: Share = ALL
-) -> tuple[list[Tensor], Pass, list[Tensor]]:
+) -> tuple[list[Tensor], Workspace, list[Tensor]]:
     """What a layer makes, its pass, and the tensors that stay for the backward pass."""
     dropout = Dropout(model.dropout, 0, 0, layer, (0,))
     with patch.object(by_autograd, "Saved", Watched):
@@ -93,10 +102,10 @@ def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype
     return sum(storages.values())
 
 
-def passes_of(model: Model, layer: int) -> LayerPasses:
+def passes_of(model: Model, layer: int) -> PreparedLayer:
     """Both passes of a layer."""
     attended = layer > 0 and model.run(layer - 1).attend is not None
-    return layer_passes(model.run(layer), layers_of(model)[layer].names, attended=attended)
+    return prepared_layer(model.run(layer), layers_of(model)[layer].names, attended=attended)
 
 
 @pytest.fixture

@@ -25,13 +25,13 @@ from shardlab.models.matrices import matrices_of
 from shardlab.models.tensors import (
     CompiledPasses,
     Dropout,
-    LayerPasses,
+    PreparedLayer,
     Share,
     compiled_layers_of,
     initial_weights,
-    layer_passes,
     layers_of,
     lengthened,
+    prepared_layer,
     views,
 )
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
@@ -125,7 +125,7 @@ class State:
         self._given_back: dict[tuple[int, Holds], int] = {}  # bytes of kept weights that have no memory now
         self._side_by_side: dict[int, Tensor] = {}
 
-    def _passes(self) -> dict[int, LayerPasses | CompiledPasses]:
+    def _passes(self) -> dict[int, PreparedLayer | CompiledPasses]:
         """Both passes of the layers that this rank computes."""
         model = self.model
         numbers = {op.layer for op in self.tape if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)}
@@ -136,7 +136,7 @@ class State:
         attended = {number + 1 for number, run in enumerate(model.runs) if run.attend is not None}
         its = {number: layers[number] for number in numbers}
         return {
-            number: layer_passes(layer.layer, layer.names, device, attended=number in attended)
+            number: prepared_layer(layer.layer, layer.names, device, attended=number in attended)
             for number, layer in its.items()
         }
 

@@ -22,9 +22,9 @@ from shardlab.models.primitive import Primitive
 from shardlab.models.primitives import Activate
 from shardlab.models.tensors import AddGradients, Dropout, initial_weights, layers_of, views
 from shardlab.models.tensors.both_passes import layer as layer_module
-from shardlab.models.tensors.both_passes import layer_passes
+from shardlab.models.tensors.both_passes import prepared_layer
 from shardlab.models.tensors.both_passes.by_autograd import Graph, by_autograd
-from shardlab.models.tensors.both_passes.primitive import BothPasses, Places
+from shardlab.models.tensors.both_passes.primitive import BothPasses, TensorPlaces
 from tests.models.conftest import forward, inputs_of, passes_of, piece_of
 from tests.models.small import WithHeads
 from tests.models.tensors.comparing import error
@@ -209,7 +209,7 @@ def test_every_activation_function_is_made_again_that_a_large_product_reads() ->
 
 
 @singledispatch
-def none(primitive: Primitive, at: Places) -> BothPasses | None:
+def none(primitive: Primitive, at: TensorPlaces) -> BothPasses | None:
     """No primitive has passes of its own."""
     return None
 
@@ -245,9 +245,9 @@ def test_a_primitive_that_is_made_of_another_one_does_not_take_its_passes() -> N
         for step in run.steps
     ]
     with patch.object(layer_module, "by_autograd", wraps=by_autograd) as asked:
-        layer_passes(run, names)
+        prepared_layer(run, names)
         assert not asked.called
-        layer_passes(replace(run, steps=tuple(twice)), names)
+        prepared_layer(replace(run, steps=tuple(twice)), names)
         assert [type(call.args[0]) for call in asked.call_args_list] == [Twice]
 
 

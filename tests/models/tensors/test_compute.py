@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardlab.models.attention import Attend
 from shardlab.models.primitive import Primitive
 from shardlab.models.primitives import Add, Embed
-from shardlab.models.tensors import Dropout, Pass, Share
+from shardlab.models.tensors import Dropout, Share, Workspace
 from shardlab.models.tensors.both_passes import by_autograd
-from shardlab.models.tensors.both_passes.primitive import Places, passes
+from shardlab.models.tensors.both_passes.primitive import TensorPlaces, passes
 from shardlab.models.tensors.compute import compute
 from shardlab.rules import derive
 from shardlab.rules.derive import Held
@@ -161,14 +161,14 @@ def test_its_passes_keep_what_it_declares(primitive: Primitive) -> None:
     names = [parameter.name for parameter in parameters_of(primitive)]
     weights = [torch.randn(parameter.shape) for parameter in parameters_of(primitive)]
     tensors = inputs_of(primitive, torch.float32)
-    at = Places({name: place for place, name in enumerate(names)}, "cpu")
+    at = TensorPlaces({name: place for place, name in enumerate(names)}, "cpu")
     read = {name: at.make(name) for name in tensors}
     drops = isinstance(primitive, Add | Embed | Attend) and primitive.drops
     dropout = Dropout(0.3, seed=1, step=2, layer=3, microbatches=(4,)) if drops else None
     Watched.kept.clear()
     with patch.object(by_autograd, "Saved", Watched):
         both = passes(primitive, at) or by_autograd.by_autograd(primitive, at)
-        its = Pass([None] * at.count, weights, Share(), dropout, ROWS, T)
+        its = Workspace([None] * at.count, weights, Share(), dropout, ROWS, T)
         for name, x in tensors.items():
             its.tensors[read[name]] = (x if "expert" in primitive.reads[name] else x.flatten(0, 1)).detach()
         both.forward(its)

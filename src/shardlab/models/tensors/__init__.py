@@ -1,6 +1,13 @@
 """The models' arithmetic on torch: layers, dropout, first weights, loss and sampling."""
 
-from shardlab.models.tensors.both_passes import AddGradients, CompiledPasses, LayerPasses, Pass, Take, layer_passes
+from shardlab.models.tensors.both_passes import (
+    AddGradients,
+    CompiledPasses,
+    PreparedLayer,
+    Take,
+    Workspace,
+    prepared_layer,
+)
 from shardlab.models.tensors.compiled import compiled_layers_of
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.flat import lengthened, named_views, views, with_borrowed
@@ -18,23 +25,23 @@ __all__ = [
     "CompiledPasses",
     "Dropout",
     "Initial",
-    "LayerPasses",
-    "Pass",
+    "PreparedLayer",
     "Share",
     "Take",
     "TensorLayer",
+    "Workspace",
     "Writer",
     "combined_loss",
     "compiled_layers_of",
     "generator_of",
     "initial_weights",
-    "layer_passes",
     "layers_of",
     "lengthened",
     "loss_gradient",
     "loss_of",
     "loss_stats",
     "named_views",
+    "prepared_layer",
     "to_blocks",
     "to_layers",
     "views",

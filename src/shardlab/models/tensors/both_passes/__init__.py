@@ -6,10 +6,10 @@ no more than they must. `shardlab.models.tensors.layers` is the definition that 
 
 from shardlab.models.tensors.both_passes import attention, embedding, linear, mixture, norm, pointwise
 from shardlab.models.tensors.both_passes.compiled import CompiledPasses
-from shardlab.models.tensors.both_passes.layer import LayerPasses, layer_passes
-from shardlab.models.tensors.both_passes.primitive import AddGradients, Pass, Take, Weights
+from shardlab.models.tensors.both_passes.layer import PreparedLayer, prepared_layer
+from shardlab.models.tensors.both_passes.primitive import AddGradients, Take, Weights, Workspace
 
 WRITTEN_OUT = (attention, embedding, linear, mixture, norm, pointwise)
 """The files that register primitives' passes."""
 
-__all__ = ["AddGradients", "CompiledPasses", "LayerPasses", "Pass", "Take", "Weights", "layer_passes"]
+__all__ = ["AddGradients", "CompiledPasses", "PreparedLayer", "Take", "Weights", "Workspace", "prepared_layer"]

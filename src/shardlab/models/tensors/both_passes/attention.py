@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from shardlab.models.attention import Attend
-from shardlab.models.tensors.both_passes.primitive import BothPasses, Pass, Places, passes
+from shardlab.models.tensors.both_passes.primitive import BothPasses, TensorPlaces, Workspace, passes
 
 
 @passes.register
-def _(primitive: Attend, at: Places) -> BothPasses | None:
+def _(primitive: Attend, at: TensorPlaces) -> BothPasses | None:
     """On a CPU, where torch has one kernel for it."""
     if primitive.drops or at.device != "cpu":
         return None
@@ -31,14 +31,14 @@ def _(primitive: Attend, at: Places) -> BothPasses | None:
         """(rows, heads, T, size) to (rows x T, features)."""
         return x.transpose(1, 2).reshape(-1, x.shape[1] * size)
 
-    def forward(its: Pass) -> None:
+    def forward(its: Workspace) -> None:
         tensors = its.tensors
         each = [heads(part, its.tokens) for part in (tensors[q], *tensors[kv].chunk(2, -1))]
         tensors[queries], tensors[keys], tensors[values] = each
         tensors[mixed], tensors[lse] = attend(*each, 0.0, True)
         tensors[made] = features(tensors[mixed])
 
-    def backward(its: Pass) -> None:
+    def backward(its: Workspace) -> None:
         kept = [its.tensors[place] for place in keeps]
         each = attend_backward(heads(its.taken(made), its.tokens), *kept, 0.0, True)
         its.gradients[q], *its.gradients[kv] = [features(gradient) for gradient in each]

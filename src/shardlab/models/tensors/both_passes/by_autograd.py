@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from shardlab.models.primitive import Primitive
-from shardlab.models.tensors.both_passes.primitive import BothPasses, Pass, Places, Weights
+from shardlab.models.tensors.both_passes.primitive import BothPasses, TensorPlaces, Weights, Workspace
 from shardlab.models.tensors.compute import Given, compute
 
 Function = Callable[[Weights, Sequence[Tensor]], Sequence[Tensor]]
@@ -103,7 +103,7 @@ class Graph:
         return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
-def by_autograd(primitive: Primitive, at: Places) -> BothPasses:
+def by_autograd(primitive: Primitive, at: TensorPlaces) -> BothPasses:
     """Both passes of a primitive, the second by autograd through what computes it (`compute`)."""
     names = [*(parameter.name for parameter in primitive.parameters()), *primitive.borrows]
     held = [at.weights[name] for name in names]
@@ -111,7 +111,7 @@ def by_autograd(primitive: Primitive, at: Places) -> BothPasses:
     made = [(at.make(name), "expert" in indices.split()) for name, indices in primitive.makes.items()]
     graph, block = at.make(), at.block
 
-    def forward(its: Pass) -> None:
+    def forward(its: Workspace) -> None:
         tensors, factor = its.tensors, its.factor(primitive, block)
         sequences = its.rows, its.tokens
         inputs = [tensors[place] if whole else tensors[place].unflatten(0, sequences) for place, whole in read.values()]
@@ -132,7 +132,7 @@ def by_autograd(primitive: Primitive, at: Places) -> BothPasses:
     def add(place: int, rooms: Weights, gradient: Tensor, _: Tensor) -> None:
         rooms[place].add_(gradient)
 
-    def backward(its: Pass) -> None:
+    def backward(its: Workspace) -> None:
         arrived = [(its.gradients[place], whole) for place, whole in made]
         given = [each if whole or each is None else its.of_sequences(each) for each, whole in arrived]
         for place, _ in made:

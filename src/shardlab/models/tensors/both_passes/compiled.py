@@ -18,7 +18,7 @@ from shardlab.models.tensors.share import ALL, Share
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """Both passes of one layer, as `LayerPasses`; the compiler chooses what is kept.
+    """Both passes of one layer, as `PreparedLayer`; the compiler chooses what is kept.
 
     Attributes:
         layer: compiled at its first call.
@@ -35,7 +35,7 @@ class CompiledPasses:
         *,
         keeps: bool = True,
     ) -> tuple[list[Tensor], Graph | None]:
-        """The layer's outputs, and what its backward pass wants (see `LayerPasses.forward`)."""
+        """The layer's outputs, and what its backward pass wants (see `PreparedLayer.forward`)."""
 
         def function(parameters: Weights, given: Sequence[Tensor]) -> Sequence[Tensor]:
             return self.layer.run(parameters, given, share, dropout)

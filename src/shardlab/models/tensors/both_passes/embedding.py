@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlab.models.primitives import Embed, Lookup
-from shardlab.models.tensors.both_passes.primitive import BothPasses, Pass, Places, Weights, passes
+from shardlab.models.tensors.both_passes.primitive import BothPasses, TensorPlaces, Weights, Workspace, passes
 from shardlab.models.tensors.lookup import indices_in, look_up
 from shardlab.models.tensors.tokens import rows_of, runs
 
 
 @passes.register
-def _(primitive: Lookup, at: Places) -> BothPasses:
+def _(primitive: Lookup, at: TensorPlaces) -> BothPasses:
     """Of a slice of the vocabulary, tokens of other slices give zero, and take nothing."""
     weight, tokens, made = at.weights["wte.weight"], at.tensors["x"], at.make("x")
 
-    def forward(its: Pass) -> None:
+    def forward(its: Workspace) -> None:
         table, (number, of) = its.weights[weight], its.share.piece("vocab")
         x: Tensor = its.tensors[tokens]
         its.tensors[made] = F.embedding(x, table) if of == 1 else look_up(table, x, number * len(table))
@@ -38,7 +38,7 @@ def _(primitive: Lookup, at: Places) -> BothPasses:
         total = gradient.new_zeros(room.shape)
         room.add_(total.index_add_(0, indices, gradient.masked_fill(elsewhere[:, None], 0)))
 
-    def backward(its: Pass) -> None:
+    def backward(its: Workspace) -> None:
         number, of = its.share.piece("vocab")
         its.take(add if of == 1 else partial(add_of_slice, number), its.taken(made), its.tensors[tokens])
 
@@ -46,12 +46,12 @@ def _(primitive: Lookup, at: Places) -> BothPasses:
 
 
 @passes.register
-def _(primitive: Embed, at: Places) -> BothPasses:
+def _(primitive: Embed, at: TensorPlaces) -> BothPasses:
     """A residual stream is memory of its own, which outlives the embedding."""
     place = at.weights["wpe.weight"] if primitive.positions else -1
     x, made, mask, block = at.tensors["x"], at.make("s"), at.make(), at.block
 
-    def forward(its: Pass) -> None:
+    def forward(its: Workspace) -> None:
         given: Tensor = its.of_sequences(its.tensors[x])
         s = given
         if place >= 0:
@@ -66,7 +66,7 @@ def _(primitive: Embed, at: Places) -> BothPasses:
         for start, stop in runs(tokens):
             rooms[place][tokens[start] : tokens[stop - 1] + 1].add_(total[start:stop])
 
-    def backward(its: Pass) -> None:
+    def backward(its: Workspace) -> None:
         gradient = its.taken(made)
         if its.tensors[mask] is not None:
             gradient = (its.of_sequences(gradient) * its.tensors[mask]).flatten(0, 1)

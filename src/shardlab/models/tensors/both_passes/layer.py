@@ -16,7 +16,7 @@ from torch import Tensor
 from shardlab.models.primitive import INTEGERS, Primitive
 from shardlab.models.run import Run
 from shardlab.models.tensors.both_passes.by_autograd import by_autograd
-from shardlab.models.tensors.both_passes.primitive import BothPasses, Pass, Places, Take, Weights, passes
+from shardlab.models.tensors.both_passes.primitive import BothPasses, Take, TensorPlaces, Weights, Workspace, passes
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.share import ALL, Share
 
@@ -31,8 +31,8 @@ class _Step(NamedTuple):
         freed: places of what nobody reads after its backward pass.
     """
 
-    forward: Callable[[Pass], None]
-    backward: Callable[[Pass], None]
+    forward: Callable[[Workspace], None]
+    backward: Callable[[Workspace], None]
     dropped: Sequence[int]
     dropped_alone: Sequence[int]
     freed: Sequence[int]
@@ -61,7 +61,7 @@ class _Port(NamedTuple):
             tensors[place] = part
 
 
-class LayerPasses:
+class PreparedLayer:
     """Both passes of one layer of a model; it holds no tensor itself.
 
     Args:
@@ -107,7 +107,7 @@ class LayerPasses:
         dropout: Dropout | None = None,
         *,
         keeps: bool = True,
-    ) -> tuple[list[Tensor], Pass]:
+    ) -> tuple[list[Tensor], Workspace]:
         """The layer's outputs, each memory of its own, and what its backward pass wants.
 
         Args:
@@ -119,7 +119,7 @@ class LayerPasses:
         """
         shape = inputs[-1].shape  # the first may be experts' buffers
         tensors: list[Any] = [None] * self._count
-        its = Pass(tensors, weights, share, dropout, shape[0], shape[1], keeps)
+        its = Workspace(tensors, weights, share, dropout, shape[0], shape[1], keeps)
         for port, x in zip(self._inputs, inputs, strict=True):
             port.spread(x, tensors)
         for forward, _, dropped, dropped_alone, _ in self._steps:
@@ -132,7 +132,7 @@ class LayerPasses:
         its.end()
         return made, its
 
-    def backward(self, its: Pass, given: Sequence[Tensor], weights: Weights, take: Take) -> list[Tensor | None]:
+    def backward(self, its: Workspace, given: Sequence[Tensor], weights: Weights, take: Take) -> list[Tensor | None]:
         """The inputs' gradients, of those of the outputs; none for tokens. Empties what was kept.
 
         A sum hands its gradient on: those that are given, taken and made may be the same tensor.
@@ -151,7 +151,7 @@ class LayerPasses:
         its.end()
         return [self._gradient(its, port) for port in self._inputs]
 
-    def _taken(self, its: Pass, port: _Port) -> Tensor:
+    def _taken(self, its: Workspace, port: _Port) -> Tensor:
         """A value that the layer makes; tensors of one value go side by side, in the numbers of the activation."""
         tensors = its.tensors
         made: Tensor = tensors[port.places[0]]
@@ -162,7 +162,7 @@ class LayerPasses:
             made = made.clone()
         return made if port.whole else its.of_sequences(made)
 
-    def _gradient(self, its: Pass, port: _Port) -> Tensor | None:
+    def _gradient(self, its: Workspace, port: _Port) -> Tensor | None:
         """The gradient of a value that the layer is given; zeros for those of its tensors that have none."""
         gradient: Tensor | None = its.gradients[port.places[0]]  # no integers come first
         if gradient is None:
@@ -174,7 +174,7 @@ class LayerPasses:
         return gradient if port.whole else its.of_sequences(gradient)
 
 
-def layer_passes(run: Run, names: Sequence[str], device: str = "cpu", *, attended: bool = False) -> LayerPasses:
+def prepared_layer(run: Run, names: Sequence[str], device: str = "cpu", *, attended: bool = False) -> PreparedLayer:
     """Both passes of a layer.
 
     Args:
@@ -183,7 +183,7 @@ def layer_passes(run: Run, names: Sequence[str], device: str = "cpu", *, attende
         device: the type of that on which it is computed.
         attended: whether it is given what attention has mixed, as an op of its own.
     """
-    at = Places({name: place for place, name in enumerate(names)}, device)
+    at = TensorPlaces({name: place for place, name in enumerate(names)}, device)
     steps = [step.primitive for step in run.steps]
     given = [run.inputs[:1], *run.carried_inputs.values()]
     inputs = [_port(tuple(at.make(name) for name in its), its, _first_reader(steps, its[0])) for its in given]
@@ -208,7 +208,7 @@ def layer_passes(run: Run, names: Sequence[str], device: str = "cpu", *, attende
     outputs = [
         _port(tuple(at.tensors[name] for name in its), its, makers[its[0]]) for its in (run.outputs[:1], *carried)
     ]
-    return LayerPasses(prepared, last, inputs, outputs, run.attend is not None)
+    return PreparedLayer(prepared, last, inputs, outputs, run.attend is not None)
 
 
 def _port(places: tuple[int, ...], names: Sequence[str], indices: str) -> _Port:
@@ -221,19 +221,19 @@ def _first_reader(steps: Sequence[Primitive], name: str) -> str:
     return next((primitive.reads[name] for primitive in steps if name in primitive.reads), "")
 
 
-def _mixed(name: str, at: Places) -> BothPasses:
+def _mixed(name: str, at: TensorPlaces) -> BothPasses:
     """What attention has mixed comes in exact numbers, before each head's log-sum-exp, of which nothing is read.
 
     The layer begins with the linear map of it, whose weight is its first.
     """
     given, made, kind = at.tensors[name], at.make(name), at.make()
 
-    def forward(its: Pass) -> None:
+    def forward(its: Workspace) -> None:
         x, matrix = its.tensors[given], its.weights[0]
         its.tensors[made] = x[:, : matrix.shape[1]].to(matrix.dtype)
         its.tensors[kind] = x.shape[1], x.dtype
 
-    def backward(its: Pass) -> None:
+    def backward(its: Workspace) -> None:
         gradient, (features, dtype) = its.taken(made), its.tensors[kind]
         its.give(given, F.pad(gradient.to(dtype), (0, features - gradient.shape[1])))
 

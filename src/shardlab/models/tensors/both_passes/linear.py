@@ -17,24 +17,24 @@ from torch import Tensor
 
 from shardlab.models.attention import Projection
 from shardlab.models.primitives import Linear, Scores
-from shardlab.models.tensors.both_passes.primitive import BothPasses, Pass, Places, Weights, passes
+from shardlab.models.tensors.both_passes.primitive import BothPasses, TensorPlaces, Weights, Workspace, passes
 from shardlab.models.tensors.onednn import linear_backward, linear_forward
 from shardlab.models.tensors.rotary import turned, turned_back
 
 
 @passes.register
-def _(primitive: Linear, at: Places) -> BothPasses:
+def _(primitive: Linear, at: TensorPlaces) -> BothPasses:
     return _linear(at, primitive.read, primitive.made, *at.weights_of(primitive.name))
 
 
 @passes.register
-def _(primitive: Scores, at: Places) -> BothPasses:
+def _(primitive: Scores, at: TensorPlaces) -> BothPasses:
     """-inf for tokens beyond the vocabulary, where no loss has a gradient."""
     weight = at.weights["wte.weight" if primitive.tied else "lm_head.weight"]
     multiply, backward, keeps = _linear(at, "x", "x", weight, -1)
     logits = at.tensors["x"]
 
-    def forward(its: Pass) -> None:
+    def forward(its: Workspace) -> None:
         multiply(its)
         made: Tensor = its.tensors[logits]
         each = made.shape[-1]
@@ -46,14 +46,14 @@ def _(primitive: Scores, at: Places) -> BothPasses:
 
 
 @passes.register
-def _(primitive: Projection, at: Places) -> BothPasses:
+def _(primitive: Projection, at: TensorPlaces) -> BothPasses:
     """Queries, and keys and values, are views of one tensor."""
     project, backward_of, keeps = _linear(at, "x", "x", *at.weights_of("attn.c_attn"))
     features, q, kv, block = at.tensors["x"], at.make("q"), at.make("kv"), at.block
     heads, turns = primitive.heads + primitive.kv_heads, primitive.rope_theta is not None
     share, of_all = primitive.hidden_size, primitive.outputs
 
-    def forward(its: Pass) -> None:
+    def forward(its: Workspace) -> None:
         project(its)
         whole, its.tensors[features] = its.tensors[features], None
         if turns:
@@ -63,7 +63,7 @@ def _(primitive: Projection, at: Places) -> BothPasses:
         queries = whole.shape[-1] * share // of_all
         its.tensors[q], its.tensors[kv] = whole.split_with_sizes((queries, whole.shape[-1] - queries), -1)
 
-    def backward(its: Pass) -> None:
+    def backward(its: Workspace) -> None:
         of_kv = its.taken(kv)
         whole = torch.cat((its.taken(q), *(of_kv if isinstance(of_kv, list) else (of_kv,))), -1)
         if turns:
@@ -77,12 +77,12 @@ def _(primitive: Projection, at: Places) -> BothPasses:
     return BothPasses(forward, backward, keeps)
 
 
-def _linear(at: Places, read: str, result: str, weight: int, bias: int) -> BothPasses:
+def _linear(at: TensorPlaces, read: str, result: str, weight: int, bias: int) -> BothPasses:
     """A linear map; what it read is made again if it is not kept."""
     x, made = at.tensors[read], at.make(result)
     again = at.again.get(x)
 
-    def forward(its: Pass) -> None:
+    def forward(its: Workspace) -> None:
         weights = its.weights
         its.tensors[made] = linear_forward(its.tensors[x], weights[weight], weights[bias] if bias >= 0 else None)
 
@@ -91,7 +91,7 @@ def _linear(at: Places, read: str, result: str, weight: int, bias: int) -> BothP
         if bias >= 0:
             add_rows(rooms[bias], gradient)
 
-    def backward(its: Pass) -> None:
+    def backward(its: Workspace) -> None:
         if again is not None:
             again(its)
         gradient = its.taken(made)

@@ -12,26 +12,26 @@ from torch import Tensor
 from shardlab.models.mixture import ExpertActivate
 from shardlab.models.primitives import Activate, Activation, Add
 from shardlab.models.tensors.activations import activated
-from shardlab.models.tensors.both_passes.primitive import BothPasses, Pass, Places, Weights, passes
+from shardlab.models.tensors.both_passes.primitive import BothPasses, TensorPlaces, Weights, Workspace, passes
 
 
 @passes.register
-def _(primitive: Activate, at: Places) -> BothPasses:
+def _(primitive: Activate, at: TensorPlaces) -> BothPasses:
     return _activate(primitive.activation, primitive.tensor, at)
 
 
 @passes.register
-def _(primitive: ExpertActivate, at: Places) -> BothPasses:
+def _(primitive: ExpertActivate, at: TensorPlaces) -> BothPasses:
     return _activate(primitive.activation, "x", at)
 
 
-def _activate(activation: Activation, name: str, at: Places) -> BothPasses:
+def _activate(activation: Activation, name: str, at: TensorPlaces) -> BothPasses:
     x, made = at.tensors[name], at.make(name)
 
-    def forward(its: Pass) -> None:
+    def forward(its: Workspace) -> None:
         its.tensors[made] = activated(activation, its.tensors[x])
 
-    def backward(its: Pass) -> None:
+    def backward(its: Workspace) -> None:
         its.give(x, _activated_backward(activation, its.taken(made), its.tensors[x]))
 
     return BothPasses(forward, backward, (x,))
@@ -52,11 +52,11 @@ def _activated_backward(activation: Activation, gradient: Tensor, x: Tensor) -> 
 
 
 @passes.register
-def _(primitive: Add, at: Places) -> BothPasses:
+def _(primitive: Add, at: TensorPlaces) -> BothPasses:
     bias = at.weights[primitive.bias] if primitive.bias else -1
     x, s, total, mask, block = at.tensors[primitive.branch], at.tensors["s"], at.make("s"), at.make(), at.block
 
-    def forward(its: Pass) -> None:
+    def forward(its: Workspace) -> None:
         tensors = its.tensors
         branch = tensors[x] + its.weights[bias] if bias >= 0 else tensors[x]
         dropped = its.factor(primitive, block) if primitive.drops else None
@@ -69,7 +69,7 @@ def _(primitive: Add, at: Places) -> BothPasses:
     def add(rooms: Weights, of_bias: Tensor, _: Tensor) -> None:
         rooms[bias].add_(of_bias)
 
-    def backward(its: Pass) -> None:
+    def backward(its: Workspace) -> None:
         gradient = its.taken(total)
         of_branch = gradient if its.tensors[mask] is None else gradient * its.tensors[mask]
         its.hand_on(x, of_branch)

@@ -33,7 +33,7 @@ def _nothing(add: AddGradients, gradient: Tensor, read: Tensor) -> None:
 
 
 @dataclass(slots=True)
-class Pass:
+class Workspace:
     """One forward pass of a layer, and the backward pass that follows: what their primitives have at hand.
 
     Attributes:
@@ -97,13 +97,13 @@ class BothPasses(NamedTuple):
         keeps: places of what the backward pass reads.
     """
 
-    forward: Callable[[Pass], None]
-    backward: Callable[[Pass], None]
+    forward: Callable[[Workspace], None]
+    backward: Callable[[Workspace], None]
     keeps: tuple[int, ...] = ()
 
 
 @dataclass
-class Places:
+class TensorPlaces:
     """Where the tensors of a layer lie in its list.
 
     Attributes:
@@ -119,7 +119,7 @@ class Places:
     device: str
     block: int = 0
     tensors: dict[str, int] = field(default_factory=dict[str, int])
-    again: dict[int, Callable[[Pass], None]] = field(default_factory=dict[int, Callable[[Pass], None]])
+    again: dict[int, Callable[[Workspace], None]] = field(default_factory=dict[int, Callable[[Workspace], None]])
     count: int = 0
 
     def make(self, name: str = "") -> int:
@@ -131,12 +131,12 @@ class Places:
         return place
 
     def weights_of(self, name: str) -> tuple[int, int]:
-        """Places of a weight and its bias; -1 for none."""
+        """TensorPlaces of a weight and its bias; -1 for none."""
         return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias", -1)
 
 
 @singledispatch
-def passes(primitive: Primitive, at: Places) -> BothPasses | None:
+def passes(primitive: Primitive, at: TensorPlaces) -> BothPasses | None:
     """Both passes of a primitive; None where autograd is to make the second of the first.
 
     A new primitive needs none; one that registers a function here has a backward pass of its own.
