@@ -26,7 +26,9 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     (x, weight, *carried), values, passes = op.inputs, state.values, state.passes[op.layer]
     saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
     outputs, saved = op.outputs[: len(op.outputs) - saves], op.outputs[-1]
-    share, over = state.share(op), at in state.analysis.last_reads and at not in state.analysis.halved
+    share = state.share(op)
+    stays = at in state.analysis.halved and state.model.run(op.layer).keeps_input  # as forecast, to the second half
+    over = at in state.analysis.last_reads and not stays
 
     def run() -> None:
         given, weights = [values[number] for number in (x, *carried)], state.weights_of(op.layer, weight)
@@ -35,8 +37,8 @@ def forward(state: State, at: int, op: Op) -> Instruction:
             values[number] = each
         if saves:
             values[saved] = kept
-            if over:  # between the halves of a backward pass the tape has it
-                values[x] = None
+            if over:
+                values[x] = None  # what is wanted of it is kept
 
     return run
 
