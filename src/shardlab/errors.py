@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 Rule = Literal[
-    "a term", "another rank's value", "autograd's own", "awaited something else",
+    "a term", "another rank's value", "the layer's own", "awaited something else",
     "batch of collectives", "batch of messages", "can hang",
     "counted twice", "cut matrices", "cut sequences", "deadlock", "does not divide", "elsewhere", "endless", "freed",
     "frozen",

@@ -84,7 +84,7 @@ def test_a_second_weight_half_has_nothing_left_to_read() -> None:
 def test_what_is_kept_for_the_second_half_is_no_value_of_the_program() -> None:
     at, op = halves()[0]
     mutant = changed(PROGRAM, 0, at, Op(OpKind.FREE, -1, op.inputs[2:]), op)
-    tells(refused(mutant), "autograd's own", op=at)
+    tells(refused(mutant), "the layer's own", op=at)
 
 
 def test_a_microbatch_whose_weight_half_is_left_out_is_missing() -> None:

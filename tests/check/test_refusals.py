@@ -8,8 +8,8 @@ from tests.support.refused_tapes import TAPES
 from tests.support.refusing import refusal_of, sentence_of
 
 SENTENCES = {
-    "autograd's own": (
-        "rank 0, op 4 free(value 4): value 4 is what autograd saved; leave it to the backward of its activation."
+    "the layer's own": (
+        "rank 0, op 4 free(value 4): value 4 is what a layer keeps; leave it to the backward of its activation."
     ),
     "freed, not made": "rank 0, op 3 forward(layer 0): value 77 has not been made yet; make it before.",
     "freed, on a tape": (
@@ -44,7 +44,7 @@ SENTENCES = {
         " loaded once, and keep the result in a store."
     ),
     "no forward, on a tape": (
-        "rank 0, op 6 backward(layer 0): value 0 is not what autograd saved from this activation's forward; read "
+        "rank 0, op 6 backward(layer 0): value 0 is not what the layer kept of this activation's forward; read "
         "what that saved, once."
     ),
     "unknown layer, on a tape": (
@@ -68,7 +68,7 @@ SENTENCES = {
         "rank 0, op 3 forward(layer 0): has 3 outputs, but this layer makes 1 value; number these, and what is saved."
     ),
     "malformed tape, a gradient's outputs": (
-        "rank 0, op 40 backward_input(layer 6): numbers 2 values, but makes 1 beside what autograd keeps; number "
+        "rank 0, op 40 backward_input(layer 6): numbers 2 values, but makes 1 beside what the layer keeps; number "
         "what it makes."
     ),
     "malformed tape, a wait": (

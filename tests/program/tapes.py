@@ -68,7 +68,7 @@ def says(error: BaseException, *said: str) -> None:
 
 
 def live_at_end(program: Program, rank: int) -> set[int]:
-    """Values that a tape has made, and has neither freed nor ended by an update (but for what autograd keeps)."""
+    """Values that a tape has made, and has neither freed nor ended by an update (but for what layers keep)."""
     live: set[int] = set()
     for op in program.tapes[rank]:
         live |= set(made(op))
@@ -80,7 +80,7 @@ def live_at_end(program: Program, rank: int) -> set[int]:
 
 
 def made(op: Op) -> tuple[int, ...]:
-    """What an op makes, but for what autograd keeps, which comes last."""
+    """What an op makes, but for what layers keep, which comes last."""
     if op.kind is OpKind.RECOMPUTE:
         return ()
     if op.kind is OpKind.BACKWARD_INPUT or (op.kind is OpKind.FORWARD and len(op.outputs) > 1):

@@ -127,7 +127,7 @@ def other_world() -> object:
 
 
 TAPES: Calls = {
-    "autograd's own": tape(OpKind.FORWARD, lambda op: [op, Op(OpKind.FREE, -1, op.outputs[1:])]),
+    "the layer's own": tape(OpKind.FORWARD, lambda op: [op, Op(OpKind.FREE, -1, op.outputs[1:])]),
     "freed, not made": fields(OpKind.FORWARD, inputs=(77, 0)),
     "freed, on a tape": tape(OpKind.UPDATE, lambda op: [op, op._replace(outputs=(70, 71))]),
     "in flight": tape(OpKind.ALL_REDUCE, lambda op: [op, Op(OpKind.FREE, -1, op.inputs)], reducing, 2),

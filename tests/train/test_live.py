@@ -70,5 +70,5 @@ def test_live_bytes_are_as_predicted(ranks: World, strategy: str | Plan, ranks_:
         for at in range(begins, ends):
             if tape[at].kind not in (OpKind.FREE, OpKind.WAIT):
                 assert live[at] - batch <= predicted.before[at] + 0.005 * most, (at, str(tape[at]))
-                if strategy is SP:  # whose residual streams are what autograd keeps of the norms
+                if strategy is SP:  # whose residual streams are what layers keep of the norms
                     assert predicted.before[at] <= live[at] - batch + 0.001 * most, (at, str(tape[at]))

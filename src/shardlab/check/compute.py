@@ -19,7 +19,7 @@ from shardlab.rules.spec import Form, form_of
 Rule = Callable[[RankState, Op], None]
 
 NONE: dict[Form, int] = {}
-"""Of an activation of which autograd keeps nothing."""
+"""Of an activation of which its layer keeps nothing."""
 
 
 def forward(state: RankState, op: Op) -> None:
@@ -79,7 +79,7 @@ def _backward(state: RankState, op: Op) -> tuple[list[Spec], BackwardResult]:
         if saved in known.values():
             given = "the forward pass was by other slices of the layer than the weight and the gradient"
             state.refuse("other forward", given, "give the slices of the forward pass")
-        given = f"value {saved} is not what autograd saved from this activation's forward"
+        given = f"value {saved} is not what the layer kept of this activation's forward"
         state.refuse("no forward", given, "read what that saved, once")
     return made, follows
 

@@ -17,7 +17,7 @@ Place = tuple[int, int]
 
 
 def forward_only(checked: Checked) -> Program:
-    """Leave of a program what its losses need: no gradient, no update, nothing that autograd keeps.
+    """Leave of a program what its losses need: no gradient, no update, nothing that layers keep.
 
     Values end after their last use. All else stays in its order, so that ranks which did not wait for one another in a
     circle do not begin to. `check_forward` proves the result from its tapes alone, like any other.

@@ -23,7 +23,7 @@ class RankState:
         at: index of the op at hand.
         specs: the spec of every value made so far, by number.
         live: those that ops may use now.
-        saved_of: live activation to what autograd saved from its forward passes, by form: of each slice of the layer's
+        saved_of: live activation to what its layer keeps of its forward passes, by form: of each slice of the layer's
             parameters the latest.
         half_of: live activation to what first halves of its backward left for the second ones, by form.
         reading: value to how many communications in flight read it, if any.
@@ -78,7 +78,7 @@ class RankState:
     def make_all(self, numbers: Sequence[int], specs: Sequence[Spec]) -> None:
         """Values come to life, as many as the op says."""
         if len(numbers) != len(specs):
-            given = f"numbers {counted(len(numbers), 'value')}, but makes {len(specs)} beside what autograd keeps"
+            given = f"numbers {counted(len(numbers), 'value')}, but makes {len(specs)} beside what the layer keeps"
             self.refuse("malformed tape", given, "number what it makes")
         known, live = self.specs, self.live
         for number, spec in zip(numbers, specs, strict=True):
@@ -113,7 +113,7 @@ class RankState:
             self.refuse("freed", f"value {number} has not been made yet", "make it before")
         if self.specs[number].kind in AUTOGRAD_KINDS:
             remedy = "leave it to the backward of its activation"
-            self.refuse("autograd's own", f"value {number} is what autograd saved", remedy)
+            self.refuse("the layer's own", f"value {number} is what a layer keeps", remedy)
         given = f"value {number}, {self.specs[number]}, was freed or replaced before this op"
         self.refuse("freed", given, "free it after its last use")
 

@@ -21,10 +21,10 @@ ALIGNMENT = 64
 GATHERS = frozenset({OpKind.ALL_GATHER, OpKind.GATHER})
 RECEIVING = frozenset({OpKind.RECV, OpKind.BROADCAST, OpKind.SCATTER, OpKind.REDUCE_SCATTER})
 MAKERS = WEIGHT_BACKWARDS | GATHERS | RECEIVING | {OpKind.ZERO_GRADIENT}
-"""Ops whose first output is written into memory that the executor has taken for it; others' is autograd's."""
+"""Ops whose first output is written into memory that the executor has taken for it; others' is torch's."""
 
 IN_ARENA = FLAT | {Kind.ACTIVATION, Kind.GRAD_ACTIVATION}
-"""Kinds of values that autograd refers to no longer than the tape."""
+"""Kinds of values that layers refer to no longer than the tape."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ BACKWARDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_W
 def last_reads(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
     """Map each FORWARD or RECOMPUTE that is the last to read its activation to that, by number.
 
-    A backward pass names the activation, but goes through what autograd kept, which is not always that.
+    A backward pass names the activation, but goes through what the layer kept, which is not always that.
     """
     waits = {op[4]: at for at, op in enumerate(tape) if op[0] is OpKind.WAIT}
     last: dict[int, int] = {}

@@ -23,7 +23,7 @@ from shardlab.program import Kind
 from shardlab.program.record import MemoryRecord
 
 NAMED = ("parameters", "optimizer", "arena", "gathered", "gradients")
-"""Categories that are told apart by the tensors that they hold; the rest is activations, with what autograd keeps."""
+"""Categories that are told apart by the tensors that they hold; the rest is activations, with what layers keep."""
 
 
 class Account(Protocol):

@@ -2,7 +2,7 @@
 
 The largest comes first, each goes into the smallest gap that holds it while it lives ("greedy by size", Pisarchyk and
 Lee 2020, arXiv 2001.03288, section 5.2; best fit is among the oldest rules for dynamic storage allocation, Wilson et
-al. 1995). What autograd keeps stays torch's.
+al. 1995). What layers keep stays where torch puts it.
 """
 
 from __future__ import annotations

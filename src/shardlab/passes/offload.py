@@ -52,7 +52,7 @@ class OffloadedTape:
         self._handles = max((op.handle for op in tape), default=-1) + 1
         self._away: dict[int, int] = {}  # number of a value to that of its copy elsewhere, the only one that stays
         self._back: dict[int, int] = {}  # of an activation or a state, to that of its copy that has come back
-        self._again: set[int] = set()  # what autograd kept, and is computed again
+        self._again: set[int] = set()  # what layers kept and compute again
         self._arriving: dict[int, tuple[int, ...]] = {}  # handle to what it brings
         self._reading: dict[int, list[int]] = {}  # handle to the copies that it reads
         self._readers: dict[int, list[OpKind]] = defaultdict(list)  # those still to come
@@ -159,7 +159,7 @@ class OffloadedTape:
         return tuple(copies.get(number, self._away.get(number, number)) for number in numbers), list(copies.values())
 
     def _saving(self, op: Op, before: Op) -> Op:
-        """An op with what it reads of autograd's: computed again where the first pass no longer keeps it."""
+        """An op that reads what its layer keeps: computed again where the first pass no longer keeps it."""
         if op.kind is OpKind.FORWARD and self._leaves(before):
             self._again.add(op.outputs[-1])
             return op._replace(outputs=op.outputs[:-1])

@@ -72,7 +72,7 @@ class TiledTape:
         self._tiled: dict[int, tuple[int, ...]] = {}  # number of a value to those of its tiles
         self._awaited: dict[int, tuple[int, ...]] = {}  # handle to those that stand for it (none: they were awaited)
         self._late: dict[int, Op] = {}  # weight to its gather, which is done for each use of a tile
-        self._again: dict[int, Op] = {}  # what autograd keeps to its RECOMPUTE, which is done before a tile's backward
+        self._again: dict[int, Op] = {}  # what layers keep to its RECOMPUTE, which is done before a tile's backward
         self._freed: set[int] = set()  # what only such gathers still read
         self._reduced: set[int] = set()  # gradients of which each tile's was reduced as soon as it was made
         self._readers: dict[int, list[Op]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Residual streams that lie in what autograd keeps, and so take no room of their own.
+"""Residual streams that lie in what layers keep, and so take no room of their own.
 
 `shardlab.timeline.memory.account` says when that is. A pass of a sample is measured beside the sample's other layers,
 so it is corrected where the layer before it, on the rank that is outlined, keeps more or less.
@@ -15,7 +15,7 @@ from shardlab.strategies.rank_plan import Keeps, RankPlan
 
 
 def layers_given_kept(plan: RankPlan, alike: Sequence[int], saves: Sequence[bool]) -> frozenset[int]:
-    """The layers that are given a residual stream which lies in what autograd keeps of the layer that makes it.
+    """The layers that are given a residual stream which lies in what the layer that makes it keeps.
 
     Args:
         plan: of the rank that has both layers.
@@ -35,7 +35,7 @@ def corrected(done: Pass, keeps: Keeps, bytes: int, slot: int) -> Pass:
     """A forward pass at whose end so many bytes more are held, since its residual stream was not measured as it is.
 
     A layer that keeps all has read the residual by then. Others read it as something that may be there for longer than
-    what autograd keeps, so that it takes room from the layer's own op on.
+    what layers keep, so that it takes room from the layer's own op on.
 
     Args:
         done: the pass of a sample.

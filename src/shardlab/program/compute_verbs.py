@@ -44,13 +44,13 @@ class ComputeVerbs(UpdateVerbs):
     ) -> Value | Values:
         """Compute a layer's outputs: of activation l, activation l + 1.
 
-        What autograd needs for the backward pass is kept with the first input, by each slice of the weight of its own.
+        What the layer needs for the backward pass is kept with the first input, by each slice of the weight of its own.
 
         Args:
             inputs: the layer's input; a tuple if it has several.
             weight: the layer's weight, complete or a slice along which the layer can be cut.
-            save: keep what autograd needs. Otherwise `backward` computes it again, if the layer has one input and one
-                output; any other layer's `forward` must be called again before its backward pass.
+            save: keep what the backward pass needs. Otherwise `backward` computes it again, if the layer has one input
+                and one output; any other layer's `forward` must be called again before its backward pass.
             part: (which, of how many) equal parts of the experts it dispatches tokens to: the other ranks' that are
                 given the same tokens. The gradients of its inputs and its weight are then terms of a sum.
 
@@ -240,7 +240,7 @@ class ComputeVerbs(UpdateVerbs):
             given = f"no backward_input has come before it for {activation.spec}"
             self.refuse("no forward", of_layer(verb, layer), given, "call it first, it leaves what this half needs")
         saved = self._values[half]
-        assert isinstance(saved, Spec), "what autograd keeps is known by its spec alone"
+        assert isinstance(saved, Spec), "what layers keep is known by its spec alone"
         try:
             made = self._rules.layers[layer].backward_weight(spec, [given], saved)
         except Refused as refusal:

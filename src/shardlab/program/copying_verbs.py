@@ -34,7 +34,7 @@ class CopyingVerbs(RankContext):
         """Copy a value elsewhere, so that its memory on the device can be freed.
 
         It can be kept there, and reloaded. In the host's memory weights' gradients are also added, and weights that lie
-        there with their optimizer states updated, by the host's processors. What autograd has kept of an activation is
+        there with their optimizer states updated, by the host's processors. What a layer has kept of an activation is
         not copied: its layer's backward pass computes it again.
 
         Args:

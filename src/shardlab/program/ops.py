@@ -77,8 +77,8 @@ class OpRow:
         combines: how it puts values together (None, of a collective without a root: each member receives another).
         in_place: whether it may write over its first input, where nobody reads that any more.
         ends: places among its inputs of the values that end with it.
-        saved: the place among its inputs of what autograd kept for it (-1: nothing).
-        keeps: what autograd keeps of it, as its last output.
+        saved: the place among its inputs of what its layer kept for it (-1: nothing).
+        keeps: what its layer keeps of it, as its last output.
     """
 
     name: str

@@ -25,7 +25,7 @@ class Precision:
         name: how it is asked for.
         compute: of products of matrices.
         parameters, gradients: of weights and their gradients; gathers move the ones, reductions the others.
-        activations: also of what autograd keeps.
+        activations: also of what layers keep.
         state: of each of the optimizer's moments, and of its copy of the parameters, if it has one.
         copy: whether it has: the parameters are rounded from it, and an update does not read them.
         optimizer: bytes of a parameter's optimizer state, with the copy; as it stands, AdamW's (see `under`).

@@ -26,11 +26,11 @@ class Sizes:
         matrices: elements of layer l's parameters that Muon steps (empty: nobody asks).
         whole_matrices: whether the optimizer is Muon, which steps those as whole matrices.
         activations: elements of activation l for one microbatch, l = 0 .. layers (its gradient has as many).
-        saved: elements that autograd keeps between forward and backward of layer l for one microbatch,
+        saved: elements that layer l keeps between forward and backward for one microbatch,
             beyond the layer's input.
         saved_for_weight: what is left of that between the two halves of a split backward pass, with the gradients that
             the first half keeps for the second, beyond those of the layer's output (empty: as much as `saved`).
-        keeps_input: whether autograd keeps layer l's input for the backward pass (empty: it does).
+        keeps_input: whether layer l keeps its input for the backward pass (empty: it does).
         saves_residual: whether `saved[l]` has the residual stream in it that layer l makes (empty: no layer's has).
         element_bytes: bytes of one element, by kind.
         signatures: what each layer takes and makes (empty: an activation, from a weight that is not sliced).
@@ -77,7 +77,7 @@ class Sizes:
 
     @classmethod
     def puzzle(cls, layers: int) -> Sizes:
-        """The LLM Training Puzzles' layer: a 512 x 512 matrix, 256 tokens a microbatch, nothing saved by autograd."""
+        """The LLM Training Puzzles' layer: a 512 x 512 matrix, 256 tokens a microbatch, of which nothing is kept."""
         return _alike(toy_layers.whole(layers))
 
     @classmethod

@@ -44,7 +44,7 @@ class Tracer:
         self.index = index
         self.sizes = sizes
         self.ops: list[Op] = []
-        self._values: list[Value | Spec] = []  # by number: once freed its spec, and so of what autograd saves
+        self._values: list[Value | Spec] = []  # by number: once freed its spec, and so of what layers keep
         self._outstanding: dict[int, Handle[Any]] = {}
         self.handles = 0
         self._count = count

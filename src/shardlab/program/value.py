@@ -26,7 +26,7 @@ class Value:
         alive: whether ops may use it.
         was_stored: whether a key has named it.
         replaced: whether an update ended it.
-        saved: numbers of what autograd keeps from this activation's forward passes (None: of none yet), by form, which
+        saved: numbers of what its layer keeps of this activation's forward passes (None: of none yet), by form, which
             tells with which slices of the layer's parameters each was made.
         saved_for_weight: number of what `backward_input` leaves for `backward_weight` (-1: nothing).
     """

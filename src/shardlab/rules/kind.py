@@ -52,7 +52,7 @@ of all layers' one after the other)."""
 
 
 AUTOGRAD_KINDS = frozenset({Kind.SAVED, Kind.SAVED_FOR_WEIGHT})
-"""What autograd keeps between passes; no program holds it."""
+"""What layers keep between passes; no program holds it."""
 
 
 class Reduction(Enum):

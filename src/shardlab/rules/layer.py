@@ -40,7 +40,7 @@ GRADIENT_OF = {
 
 
 class ForwardResult(NamedTuple):
-    """What a forward pass makes: the forms of the outputs, and of what autograd keeps."""
+    """What a forward pass makes: the forms of the outputs, and of what layers keep."""
 
     outputs: tuple[Form, ...]
     saved: Form
@@ -53,7 +53,7 @@ class BackwardResult(NamedTuple):
         weight: the form of the weight's gradient.
         spread: by which its cells are multiplied to count the use and all that is summed beside.
         inputs: the forms of the inputs' gradients.
-        saved: the form of what autograd must have kept of the forward pass.
+        saved: the form of what the layer must have kept of the forward pass.
         half: the form of what the first half of the pass leaves for the second.
     """
 
@@ -78,7 +78,7 @@ class LayerRules:
     def forward(
         self, inputs: Sequence[Spec], weight: Spec, op: str = "forward", part: Holds | None = None
     ) -> tuple[list[Spec], Spec]:
-        """The layer's outputs, and what autograd keeps for its backward pass.
+        """The layer's outputs, and what layers keep for its backward pass.
 
         Args:
             inputs, weight: what it is given.
@@ -184,7 +184,7 @@ class LayerRules:
         return ForwardResult(tuple(outputs), self._saved(cut, step))
 
     def _saved(self, cut: dict[str, int], step: int) -> Form:
-        """The form of what autograd keeps of a pass with these pieces of the weight, and of what it deals."""
+        """The form of what a layer keeps of a pass with these pieces of the weight, and of what it deals."""
         slices = derive.sorted_slices({index: mask for index, mask in cut.items() if index not in self.layer.deals})
         return form_of(Kind.SAVED, self.layer_number, step, self.space, slices=slices, term=self._dealt_term(cut))
 

@@ -85,7 +85,7 @@ class Layer:
 
     @property
     def recomputed(self) -> bool:
-        """Whether it can be computed again from its one input, for what autograd keeps alone."""
+        """Whether it can be computed again from its one input, for what layers keep alone."""
         return len(self.inputs) == len(self.outputs) == 1
 
     @property

@@ -11,7 +11,7 @@ from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules.sharding import ReduceGrad, ShardedStep, Unshard
 
 Keeps = Literal["all", "input", "nothing"]
-"""Leavings of a forward pass for the backward pass: input and what autograd needs, or less, to be computed again."""
+"""Leavings of a forward pass for the backward pass: input and what the layer keeps, or less, to be computed again."""
 
 
 Verb = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice"]

@@ -77,7 +77,7 @@ def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list
 
     Only values of some kinds are counted, if `of` names them.
 
-    Results of communication count from issue, what autograd saves goes with its BACKWARD or with its activation,
+    Results of communication count from issue, what layers keep goes with its BACKWARD or with its activation,
     and an update's results take the place of what it was given. A gradient that BACKWARD adds to an older one takes no
     room of its own, and neither does their sum.
     """
@@ -144,9 +144,9 @@ def account(
 
     Args:
         arena: of the rank; what lies there takes no memory of its own.
-        sizes: say which inputs of its layers autograd keeps. An input goes with the last of its layer's
+        sizes: say which of their inputs layers keep. An input goes with the last of its layer's
             backward passes, or, if it is not kept, when it was read for the last time, as the executor lets it (None:
-            when it is freed). They also say where a residual stream lies in what autograd keeps: there it takes no room
+            when it is freed). They also say where a residual stream lies in what layers keep: there it takes no room
             of its own, as long as this lives, and until it is read by anything but a forward pass that keeps all. What
             else reads it, such as a message, may have it for longer.
         memory: which is followed, of `rules.place.PLACES` ("": the device's); other values take none of it.
@@ -169,13 +169,13 @@ def account(
     buffers: dict[int, tuple[list[int], int]] = {}  # handle to those of its batch, and to the bytes of their buffer
     free_of_room = {newer for _, newer in in_place.fused.values()}
     room, category_of = ([0] * (max(specs, default=-1) + 1) for _ in range(2))  # of each value: its bytes, its category
-    owned: dict[int, dict[Form, int]] = {}  # what autograd keeps for an activation
+    owned: dict[int, dict[Form, int]] = {}  # what layers keep for an activation
     views = Views(tape, specs, buckets.first)
     keeps_input, saves_residual = (sizes.keeps_input, sizes.saves_residual) if sizes else ((), ())
     read_last = last_reads(tape, specs) if keeps_input else {}
-    left: set[int] = set()  # activations that autograd alone keeps
-    inside: dict[int, int] = {}  # residual that lies in what autograd keeps, to its bytes
-    residual_in: dict[int, int] = {}  # what autograd keeps, to the residual in it
+    left: set[int] = set()  # activations that their layers alone keep
+    inside: dict[int, int] = {}  # residual that lies in what layers keep, to its bytes
+    residual_in: dict[int, int] = {}  # what layers keep, to the residual in it
     issued: dict[int, tuple[int, ...]] = {}
     live, peak, peak_op = arena.bytes, 0, 0
     by_category = [0] * len(CATEGORIES)
