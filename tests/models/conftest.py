@@ -105,7 +105,7 @@ def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype
 def passes_of(model: Model, layer: int) -> PreparedLayer:
     """Both passes of a layer."""
     attended = layer > 0 and model.run(layer - 1).attend is not None
-    return prepared_layer(model.run(layer), layers_of(model)[layer].names, attended=attended)
+    return prepared_layer(model.run(layer), layers_of(model)[layer].names, "cpu", attended=attended)
 
 
 @pytest.fixture

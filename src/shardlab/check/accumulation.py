@@ -1,6 +1,6 @@
 """Ops of a tape that may write over what they read, because nobody reads it any more.
 
-Autograd adds a gradient to one that is there already; so a BACKWARD or BACKWARD_WEIGHT whose gradient is only added to
+A layer adds a gradient to one that is there already; so a BACKWARD or BACKWARD_WEIGHT whose gradient is only added to
 an older one does the ADD itself, and the new gradient never takes room of its own: simulated memory and the executor
 both follow this.
 The other reuse (`first_input`) is the executor's alone; simulated memory counts input and result of those ops.

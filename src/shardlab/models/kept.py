@@ -47,7 +47,7 @@ class SavedActivations:
 
 
 AUTOGRAD = SavedActivations()
-"""What autograd saves of a model by itself, on a CPU."""
+"""What autograd saves of a model on a CPU, if norms and activation functions are kernels that save their input."""
 
 EXECUTOR = SavedActivations(made_again=True)
 """What our own executor keeps, as measured on a CPU (see `shardlab.models.tensors.both_passes`)."""

@@ -150,7 +150,7 @@ class Run:
 
     @property
     def saves_residual(self) -> bool:
-        """Whether autograd keeps the residual stream that the layer hands on beside its activation."""
+        """Whether the layer keeps the residual stream that it hands on beside its activation."""
         made = self._last("s")
         kept = {self._read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
         return Kind.RESIDUAL in self.carried_outputs and made.step != INPUT and made in kept

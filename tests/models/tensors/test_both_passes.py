@@ -8,8 +8,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import singledispatch
+from typing import ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -17,14 +18,18 @@ import torch
 from torch import Tensor
 
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, Model, MoE, cut
+from shardlab.models.kernels import Kernel
 from shardlab.models.mixture import ExpertActivate
-from shardlab.models.primitive import Primitive
-from shardlab.models.primitives import Activate
+from shardlab.models.primitive import Pieces, Primitive
+from shardlab.models.primitives import Activate, Add, DropoutSite
+from shardlab.models.run import Run
 from shardlab.models.tensors import AddGradients, Dropout, initial_weights, layers_of, views
 from shardlab.models.tensors.both_passes import layer as layer_module
 from shardlab.models.tensors.both_passes import prepared_layer
 from shardlab.models.tensors.both_passes.by_autograd import Graph, by_autograd
-from shardlab.models.tensors.both_passes.primitive import BothPasses, TensorPlaces
+from shardlab.models.tensors.both_passes.primitive import BothPasses, TensorPlaces, passes
+from shardlab.models.tensors.compute import Given, compute
+from shardlab.models.tensors.layers import TensorLayer
 from tests.models.conftest import forward, inputs_of, passes_of, piece_of
 from tests.models.small import WithHeads
 from tests.models.tensors.comparing import error
@@ -232,6 +237,123 @@ def test_autograd_makes_the_backward_pass_of_a_primitive_that_has_none(model: Mo
         assert error(ours, its_own) <= 1e-13
 
 
+class Without:
+    """The primitives' passes, but for those of one kind."""
+
+    def __init__(self, kind: type[Primitive]) -> None:
+        self.registry = {each: its for each, its in passes.registry.items() if each is not kind}
+
+    def __call__(self, primitive: Primitive, at: TensorPlaces) -> BothPasses | None:
+        return passes(primitive, at)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in passes.registry if kind is not object], ids=lambda kind: kind.__name__
+)
+def test_passes_that_autograd_makes_meet_those_that_are_written_out(kind: type[Primitive]) -> None:
+    found = 0
+    for model in (WHOLE[4], WHOLE[6], WHOLE[8], WHOLE[10], WHOLE[11], CUT[-5]):
+        for layer, run in enumerate(model.runs):
+            if any(type(step.primitive) is kind for step in run.steps):
+                found += 1
+                with patch.object(layer_module, "passes", Without(kind)):
+                    test_both_passes_are_those_that_autograd_makes_of_the_definition(model, layer, 0)
+                    test_two_halves_are_the_whole_to_the_bit_and_the_weight_may_go_between_them(model, layer, 0)
+    assert found
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandsOn(Primitive):
+    """A branch that may be dropped, and is handed on otherwise."""
+
+    einsum: ClassVar[str] = "x(width) -> x(width)"
+    hidden_size: int
+
+    def features(self, tensor: str) -> int:
+        return self.hidden_size
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        return ()
+
+
+@compute.register
+def _(primitive: HandsOn, given: Given) -> tuple[Tensor, ...]:
+    return (given.x if given.factor is None else given.x * given.factor,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate(HandsOn):
+    """What attention has mixed, times a gate of its queries, which attention reads as well."""
+
+    einsum: ClassVar[str] = "q(head) x(head) -> x(head)"
+
+
+@compute.register
+def _(primitive: Gate, given: Given) -> tuple[Tensor, ...]:
+    return (given.x * given.tensors["q"].sigmoid(),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(HandsOn):
+    """Keys and values that lie between their projection and attention."""
+
+    einsum: ClassVar[str] = "kv(head) -> kv(head)"
+
+    def features(self, tensor: str) -> int:
+        return 2 * self.hidden_size
+
+
+@compute.register
+def _(primitive: Halved, given: Given) -> tuple[Tensor, ...]:
+    return (given.tensors["kv"] / 2,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unusual(GPT):
+    """A model with primitives between those that usually meet."""
+
+    def attention_part(self) -> tuple[Primitive, ...]:
+        norm, project, attend, *rest = super().attention_part()
+        tokens, width = self.seq_len, self.hidden_size
+        between, after = Halved(tokens=tokens, hidden_size=width), Gate(tokens=tokens, hidden_size=width)
+        return norm, project, between, attend, after, *rest
+
+    def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
+        attention, (name, (*others, add)) = super().block_parts()
+        return attention, (name, (*others, HandsOn(tokens=self.seq_len, hidden_size=self.hidden_size), add))
+
+
+@pytest.mark.parametrize("layer", range(2))
+def test_primitives_may_stand_between_those_that_usually_meet(layer: int) -> None:
+    model = Unusual(**SMALL)
+    test_both_passes_are_those_that_autograd_makes_of_the_definition(model, layer, 0)
+    test_two_halves_are_the_whole_to_the_bit_and_the_weight_may_go_between_them(model, layer, 0)
+
+
+def test_what_a_primitive_hands_on_is_memory_of_its_own() -> None:
+    step = WHOLE[0].run(0).steps[0]._replace(primitive=HandsOn(tokens=8, hidden_size=4))
+    x = torch.randn(2, 8, 4)
+    for keeps in (True, False):
+        (made,), _ = prepared_layer(Run((step,), ("x",), ("x",)), (), "cpu").forward([x], (), keeps=keeps)
+        assert torch.equal(made, x)
+        assert made.data_ptr() != x.data_ptr()
+
+
+def test_a_layer_without_parameters_draws_masks() -> None:
+    step = WHOLE[3].run(0).steps[0]
+    parts = (
+        Activate(tokens=8, activation="gelu", hidden=4),
+        Add(tokens=8, hidden_size=4, bias="", drops=True, site=DropoutSite.FEED_FORWARD_OUTPUT),
+    )
+    run, given = (
+        Run(tuple(step._replace(primitive=part) for part in parts), ("x", "s"), ("s",)),
+        torch.randn(2, 2, 8, 4),
+    )
+    dropout = Dropout(0.2, 0, 0, 0, (0,))
+    (made,), _ = prepared_layer(run, (), "cpu").forward([*given], (), dropout=dropout, keeps=False)
+    assert torch.equal(made, TensorLayer((), run).run((), [*given], dropout=dropout)[0])
+
+
 class Twice(Activate):
     """A primitive that is made of another, and would compute something else."""
 
@@ -245,9 +367,9 @@ def test_a_primitive_that_is_made_of_another_one_does_not_take_its_passes() -> N
         for step in run.steps
     ]
     with patch.object(layer_module, "by_autograd", wraps=by_autograd) as asked:
-        prepared_layer(run, names)
+        prepared_layer(run, names, "cpu")
         assert not asked.called
-        prepared_layer(replace(run, steps=tuple(twice)), names)
+        prepared_layer(replace(run, steps=tuple(twice)), names, "cpu")
         assert [type(call.args[0]) for call in asked.call_args_list] == [Twice]
 
 

@@ -58,7 +58,7 @@ def chosen(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def scores_gradient(router: Router, share: Share, gradient: Tensor, probabilities: Tensor, choices: Tensor) -> Tensor:
-    """The gradient of the scores, of that of the gates; with that of the auxiliary loss (see `route`)."""
+    """Turn the gradient of the gates into that of the scores, and add the auxiliary loss's (see `route`)."""
     gradient, choices = gradient.to(probabilities.dtype), choices.long()
     taken = probabilities.gather(-1, choices)
     if choices.shape[-1] > 1:  # gates = taken / total

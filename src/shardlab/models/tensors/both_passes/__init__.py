@@ -1,7 +1,7 @@
 """A layer's forward and backward pass as the executor runs them: each primitive has both, a layer is a list of them.
 
 Most primitives have both written out, so that small layers wait for no graph of autograd's, and large ones keep and add
-no more than they must. `shardlab.models.tensors.layers` is the definition that they are tested against.
+no more than they must. They are tested against the definitions, `shardlab.models.tensors.compute`.
 """
 
 from shardlab.models.tensors.both_passes import attention, embedding, linear, mixture, norm, pointwise
@@ -10,6 +10,6 @@ from shardlab.models.tensors.both_passes.layer import PreparedLayer, prepared_la
 from shardlab.models.tensors.both_passes.primitive import AddGradients, Take, Weights, Workspace
 
 WRITTEN_OUT = (attention, embedding, linear, mixture, norm, pointwise)
-"""The files that register primitives' passes."""
+"""The files that register primitives' passes, named so that they are imported."""
 
 __all__ = ["AddGradients", "CompiledPasses", "PreparedLayer", "Take", "Weights", "Workspace", "prepared_layer"]

@@ -41,6 +41,8 @@ def _(primitive: Attend, at: TensorPlaces) -> BothPasses | None:
     def backward(its: Workspace) -> None:
         kept = [its.tensors[place] for place in keeps]
         each = attend_backward(heads(its.taken(made), its.tokens), *kept, 0.0, True)
-        its.gradients[q], *its.gradients[kv] = [features(gradient) for gradient in each]
+        of_queries, *of_kv = [features(gradient) for gradient in each]
+        its.give(q, of_queries)
+        its.give(kv, torch.cat(of_kv, -1))
 
     return BothPasses(forward, backward, tuple(keeps))

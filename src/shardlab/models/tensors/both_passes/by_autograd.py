@@ -72,17 +72,18 @@ class Graph:
         self._weights = [weight.detach().requires_grad_() for weight in weights]
         self._inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
         with torch.enable_grad(), saved_tensors_hooks(self._saved.pack, self._saved.unpack):
-            self._made: Sequence[Tensor] = function(self._weights, self._inputs)
+            made = function(self._weights, self._inputs)
         self._saved.weights = ()
+        self._edges = [get_gradient_edge(each) if each.requires_grad else None for each in made]
+        self._made = [each.detach() for each in made]  # before a leaf that is handed on lets go of what is in it
         for leaf in (*self._weights, *self._inputs):
             if leaf.requires_grad:  # what is wanted of it is saved: it only waits for its gradient
                 leaf.data = leaf.new_empty(1).expand(leaf.shape)
-        self._edges = [get_gradient_edge(made) if made.requires_grad else None for made in self._made]
 
     def take_outputs(self) -> list[Tensor]:
         """What the function made, to be taken once: the graph must not keep it alive."""
-        made, self._made = self._made, ()
-        return [each.detach() for each in made]
+        made, self._made = self._made, []
+        return made
 
     def backward(self, weights: Weights, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs, then of the parameters; none where there is none.
@@ -114,7 +115,9 @@ def by_autograd(primitive: Primitive, at: TensorPlaces) -> BothPasses:
     def forward(its: Workspace) -> None:
         tensors, factor = its.tensors, its.factor(primitive, block)
         sequences = its.rows, its.tokens
-        inputs = [tensors[place] if whole else tensors[place].unflatten(0, sequences) for place, whole in read.values()]
+        inputs = [
+            tensors[place] if buffers else tensors[place].unflatten(0, sequences) for place, buffers in read.values()
+        ]
         weights = [its.weights[place] for place in held]
 
         def function(parameters: Weights, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -126,23 +129,28 @@ def by_autograd(primitive: Primitive, at: TensorPlaces) -> BothPasses:
             outputs: Sequence[Tensor] = tensors[graph].take_outputs()
         else:
             outputs = function(weights, inputs)
-        for (place, whole), each in zip(made, outputs, strict=True):
-            tensors[place] = each if whole else each.flatten(0, 1)
-
-    def add(place: int, rooms: Weights, gradient: Tensor, _: Tensor) -> None:
-        rooms[place].add_(gradient)
+        memories = {x.untyped_storage().data_ptr() for x in inputs}
+        for (place, buffers), each in zip(made, outputs, strict=True):
+            own = each.clone() if each.untyped_storage().data_ptr() in memories else each  # others may write over them
+            tensors[place] = own if buffers else own.flatten(0, 1)
 
     def backward(its: Workspace) -> None:
-        arrived = [(its.gradients[place], whole) for place, whole in made]
-        given = [each if whole or each is None else its.of_sequences(each) for each, whole in arrived]
+        arrived = [(its.gradients[place], buffers) for place, buffers in made]
+        given = [each if buffers or each is None else its.of_sequences(each) for each, buffers in arrived]
         for place, _ in made:
             its.gradients[place] = None
         found = its.tensors[graph].backward([its.weights[place] for place in held], given)
-        for (place, whole), gradient in zip(read.values(), found, strict=False):
+        for (place, buffers), gradient in zip(read.values(), found, strict=False):
             if gradient is not None:
-                its.hand_on(place, gradient if whole else gradient.flatten(0, 1))
+                its.hand_on(place, gradient if buffers else gradient.flatten(0, 1))
         for place, gradient in zip(held, found[len(read) :], strict=True):
             if gradient is not None:
-                its.take(partial(add, place), gradient, gradient)
+                its.take(partial(add_gradient, place), gradient, gradient)
 
-    return BothPasses(forward, backward, (graph,))
+    kept = [place for place, _ in read.values()] if primitive.made_again else []
+    return BothPasses(forward, backward, (graph, *kept))
+
+
+def add_gradient(place: int, rooms: Weights, gradient: Tensor, _: Tensor) -> None:
+    """Add the gradient of the parameter in a place, which is made already."""
+    rooms[place].add_(gradient)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardlab.models.tensors.both_passes.by_autograd import Graph
+from shardlab.models.tensors.both_passes.by_autograd import Graph, add_gradient
 from shardlab.models.tensors.both_passes.primitive import Take, Weights
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.layers import TensorLayer
@@ -52,9 +52,5 @@ class CompiledPasses:
         inputs = len(found) - len(weights)
         for place, gradient in enumerate(found[inputs:]):
             if gradient is not None:
-                take(partial(_add, place), gradient, gradient)
+                take(partial(add_gradient, place), gradient, gradient)
         return found[:inputs]
-
-
-def _add(place: int, rooms: Weights, gradient: Tensor, _: Tensor) -> None:
-    rooms[place].add_(gradient)

@@ -22,25 +22,25 @@ from shardlab.models.tensors.tokens import rows_of, runs
 def _(primitive: Lookup, at: TensorPlaces) -> BothPasses:
     """Of a slice of the vocabulary, tokens of other slices give zero, and take nothing."""
     weight, tokens, made = at.weights["wte.weight"], at.tensors["x"], at.make("x")
+    in_order = at.device == "cpu"  # elsewhere rows are added as threads come, by another op than torch's own gradient
 
     def forward(its: Workspace) -> None:
         table, (number, of) = its.weights[weight], its.share.piece("vocab")
         x: Tensor = its.tensors[tokens]
         its.tensors[made] = F.embedding(x, table) if of == 1 else look_up(table, x, number * len(table))
 
-    def add(rooms: Weights, gradient: Tensor, read: Tensor) -> None:
+    def add(number: int, of: int, rooms: Weights, gradient: Tensor, read: Tensor) -> None:
         room = rooms[weight]
-        room.add_(torch.ops.aten.embedding_dense_backward.default(gradient, read, len(room), -1, False))
-
-    def add_of_slice(number: int, rooms: Weights, gradient: Tensor, read: Tensor) -> None:
-        room = rooms[weight]
-        indices, elsewhere = indices_in(read, number * len(room), len(room))
-        total = gradient.new_zeros(room.shape)
-        room.add_(total.index_add_(0, indices, gradient.masked_fill(elsewhere[:, None], 0)))
+        if of > 1:
+            read, elsewhere = indices_in(read, number * len(room), len(room))
+            gradient = gradient.masked_fill(elsewhere[:, None], 0)
+        if in_order:
+            room.index_add_(0, read, gradient.to(room.dtype))
+        else:
+            room.add_(torch.ops.aten.embedding_dense_backward.default(gradient, read, len(room), -1, False))
 
     def backward(its: Workspace) -> None:
-        number, of = its.share.piece("vocab")
-        its.take(add if of == 1 else partial(add_of_slice, number), its.taken(made), its.tensors[tokens])
+        its.take(partial(add, *its.share.piece("vocab")), its.taken(made), its.tensors[tokens])
 
     return BothPasses(forward, backward, (tokens,))
 

@@ -44,16 +44,16 @@ class _Port(NamedTuple):
     Attributes:
         places: of the tensors.
         integers: those of them that have no gradient.
-        whole: whether it is experts' buffers, whose dims are not those of sequences.
+        buffers: whether it is experts' buffers, whose dims are not those of sequences.
     """
 
     places: tuple[int, ...]
     integers: tuple[int, ...]
-    whole: bool
+    buffers: bool
 
     def spread(self, value: Tensor, tensors: list[Any]) -> None:
         """Put its tensors, or their gradients, where they belong."""
-        flat = value if self.whole else value.flatten(0, 1)
+        flat = value if self.buffers else value.flatten(0, 1)
         if len(self.places) == 1:
             tensors[self.places[0]] = flat
             return
@@ -160,7 +160,7 @@ class PreparedLayer:
             made = torch.cat([tensors[place].to(dtype) for place in port.places], -1)
         if self._copies:
             made = made.clone()
-        return made if port.whole else its.of_sequences(made)
+        return made if port.buffers else its.of_sequences(made)
 
     def _gradient(self, its: Workspace, port: _Port) -> Tensor | None:
         """The gradient of a value that the layer is given; zeros for those of its tensors that have none."""
@@ -171,10 +171,10 @@ class PreparedLayer:
             others: list[Tensor | None] = [its.gradients[place] for place in port.places[1:]]
             zeros = (torch.zeros_like(gradient) if each is None else each for each in others)
             gradient = torch.cat([gradient, *zeros], -1)
-        return gradient if port.whole else its.of_sequences(gradient)
+        return gradient if port.buffers else its.of_sequences(gradient)
 
 
-def prepared_layer(run: Run, names: Sequence[str], device: str = "cpu", *, attended: bool = False) -> PreparedLayer:
+def prepared_layer(run: Run, names: Sequence[str], device: str, *, attended: bool = False) -> PreparedLayer:
     """Both passes of a layer.
 
     Args:

@@ -24,7 +24,7 @@ from shardlab.models.tensors.rotary import turned, turned_back
 
 @passes.register
 def _(primitive: Linear, at: TensorPlaces) -> BothPasses:
-    return _linear(at, primitive.read, primitive.made, *at.weights_of(primitive.name))
+    return _linear(at, primitive.read, primitive.made, *at.weights_of(primitive.name, primitive.bias))
 
 
 @passes.register
@@ -48,7 +48,7 @@ def _(primitive: Scores, at: TensorPlaces) -> BothPasses:
 @passes.register
 def _(primitive: Projection, at: TensorPlaces) -> BothPasses:
     """Queries, and keys and values, are views of one tensor."""
-    project, backward_of, keeps = _linear(at, "x", "x", *at.weights_of("attn.c_attn"))
+    project, backward_of, keeps = _linear(at, "x", "x", *at.weights_of("attn.c_attn", primitive.bias))
     features, q, kv, block = at.tensors["x"], at.make("q"), at.make("kv"), at.block
     heads, turns = primitive.heads + primitive.kv_heads, primitive.rope_theta is not None
     share, of_all = primitive.hidden_size, primitive.outputs
@@ -64,8 +64,7 @@ def _(primitive: Projection, at: TensorPlaces) -> BothPasses:
         its.tensors[q], its.tensors[kv] = whole.split_with_sizes((queries, whole.shape[-1] - queries), -1)
 
     def backward(its: Workspace) -> None:
-        of_kv = its.taken(kv)
-        whole = torch.cat((its.taken(q), *(of_kv if isinstance(of_kv, list) else (of_kv,))), -1)
+        whole = torch.cat((its.taken(q), its.taken(kv)), -1)
         if turns:
             angles = its.factor(primitive, block)
             assert angles is not None

@@ -68,7 +68,7 @@ def _(primitive: Dispatch, at: TensorPlaces) -> BothPasses:
 @passes.register
 def _(primitive: ExpertLinear, at: TensorPlaces) -> BothPasses:
     """A linear map for each expert, on one microbatch after the other; what it read is made again if it is not kept."""
-    weight, bias = at.weights_of(primitive.name)
+    weight, bias = at.weights_of(primitive.name, primitive.bias)
     x, made = at.tensors["x"], at.make("x")
     again, sums = at.again.get(x), primitive.in_index == "ffn"
 

@@ -21,7 +21,7 @@ def _(primitive: Norm, at: TensorPlaces) -> BothPasses | None:
 
 
 def _layer_norm(primitive: Norm, at: TensorPlaces) -> BothPasses:
-    weight, bias = at.weights_of(primitive.name)
+    weight, bias = at.weights_of(primitive.name, primitive.bias)
     s, made, mean, scale = at.tensors["s"], at.make("x"), at.make(), at.make()
     eps, wanted = primitive.eps, [True, True, bias >= 0]
     layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
@@ -50,7 +50,7 @@ def _layer_norm(primitive: Norm, at: TensorPlaces) -> BothPasses:
 
 def _rms(primitive: Norm, at: TensorPlaces) -> BothPasses:
     """Keeps 1/deviation of each token: autograd would keep the normalised input as well as the input."""
-    weight, _ = at.weights_of(primitive.name)
+    weight = at.weights[f"{primitive.name}.weight"]
     s, made, scale = at.tensors["s"], at.make("x"), at.make()
 
     def forward(its: Workspace) -> None:

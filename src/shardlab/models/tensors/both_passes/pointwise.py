@@ -38,17 +38,14 @@ def _activate(activation: Activation, name: str, at: TensorPlaces) -> BothPasses
 
 
 def _activated_backward(activation: Activation, gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient of an activation function's features, of that of what it makes of them."""
+    """Turn the gradient of what an activation function makes into that of the features `x` that it was given."""
     if activation == "gelu" or activation == "gelu_tanh":
         how = "tanh" if activation == "gelu_tanh" else "none"
         return torch.ops.aten.gelu_backward.default(gradient, x, approximate=how)
     if activation == "squared_relu":
         return F.relu(x).mul_(gradient).mul_(2)
     gate, up = x.chunk(2, -1)
-    sigmoid = gate.sigmoid()
-    silu = gate * sigmoid
-    of_gate = gradient * up * (sigmoid + silu * (1 - sigmoid))
-    return torch.cat([of_gate, gradient * silu], -1)
+    return torch.cat([torch.ops.aten.silu_backward.default(gradient * up, gate), gradient * F.silu(gate)], -1)
 
 
 @passes.register

@@ -63,7 +63,7 @@ class Workspace:
 
     def factor(self, primitive: Primitive, block: int) -> Tensor | None:
         """What a primitive of a block multiplies by beside its parameters: a mask, or turns."""
-        like = self.weights[0] if self.weights else self.tensors[0]
+        like = next(each for each in (*self.weights, *self.tensors) if isinstance(each, Tensor))
         dropout = self.dropout
         if dropout is not None:
             dropout = replace(dropout, layer=block) if dropout.probability else None
@@ -130,9 +130,9 @@ class TensorPlaces:
             self.tensors[name] = place
         return place
 
-    def weights_of(self, name: str) -> tuple[int, int]:
-        """TensorPlaces of a weight and its bias; -1 for none."""
-        return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias", -1)
+    def weights_of(self, name: str, bias: bool) -> tuple[int, int]:
+        """TensorPlaces of a weight and its bias; -1 for none. One of this name may be another primitive's (`Add`)."""
+        return self.weights[f"{name}.weight"], self.weights[f"{name}.bias"] if bias else -1
 
 
 @singledispatch
