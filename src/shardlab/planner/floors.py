@@ -123,11 +123,6 @@ class Floors:
             seconds += shape.share * (again.backward[-1] - passes.backward[-1])
         return SURE * self._pipelines.each(shape) * seconds / shape.mesh.pp
 
-    def pipeline_seconds(self, shape: PlanShape, plan: Plan) -> float:
-        """Seconds below which no candidate with this pipeline is, whatever is sharded; what its order says is left
-        out."""
-        return float(self.pipelines.seconds(shape, self.pipelines.laid(shape, [plan]))[0])
-
     def seconds_of_ways(self, shape: PlanShape, plan: Plan, ways: Places) -> Array:
         """Seconds below which no candidate with this pipeline is that shares the model in one of some ways: (ways,).
 

@@ -63,6 +63,7 @@ class Waiting(NamedTuple):
         guess: seconds, if nothing ran beside passes.
         shape: whose it is.
         plan: the pipeline or the candidate (None: the shape itself).
+        passes: seconds of a pipeline's passes alone, at least.
         timed: whether its order of work is in its floor.
     """
 
@@ -73,6 +74,7 @@ class Waiting(NamedTuple):
     guess: float
     shape: PlanShape
     plan: Candidate | Plan | None
+    passes: float = 0.0
     timed: bool = False
 
 
@@ -203,6 +205,7 @@ class Search:
     def _answers(self) -> int:
         return len(self.found.outcomes) + len(self.found.refused)
 
+    @gc_paused()  # floors stay, and walking them again and again would cost a fifth
     def _fill(self, *, wholly: bool) -> None:
         """Every shape whose state may fit, with its floors; if not `wholly`, as long as there is time."""
         for shape in self._shapes:
@@ -227,10 +230,11 @@ class Search:
         shape: PlanShape,
         plan: Candidate | Plan | None,
         *,
+        passes: float = 0.0,
         timed: bool = False,
     ) -> None:
         """Let something wait."""
-        waiting = Waiting(0.0, next(self._tie), seconds, bytes, guess, shape, plan, timed)
+        waiting = Waiting(0.0, next(self._tie), seconds, bytes, guess, shape, plan, passes, timed)
         heapq.heappush(self._heap, self._keyed(waiting))
 
     def _keyed(self, waiting: Waiting) -> Waiting:
@@ -297,6 +301,7 @@ class Search:
         self._kept = []
         heapq.heapify(self._heap)
 
+    @gc_paused()
     def _time(self, waiting: Waiting, candidate: Candidate) -> None:
         """Let a candidate wait with the floor of its whole step."""
         seconds = max(waiting.seconds, self._floors.seconds(waiting.shape, candidate))
@@ -312,7 +317,7 @@ class Search:
             return waiting.shape not in self._scouted
         return isinstance(waiting.plan, Candidate) or self._made.get(name, 0) < SCOUTED
 
-    @gc_paused()  # floors stay, and walking them again and again would cost a fifth
+    @gc_paused()
     def _expand(self, waiting: Waiting) -> None:
         """Every pipeline of a shape, with its floors."""
         shape = waiting.shape
@@ -326,8 +331,8 @@ class Search:
         least = inf if self._phase == "scouts" else max(self._best, self._enough())
         floors = self._floors.fitting(shape).least(all)
         for place in np.flatnonzero(floors <= least).tolist():
-            seconds, guess = max(waiting.seconds, float(floors[place])), float(all[place]) + sharing
-            self._push(seconds, guess, waiting.bytes, shape, laid.plans[place])
+            seconds, passes = max(waiting.seconds, float(floors[place])), float(all[place])
+            self._push(seconds, passes + sharing, waiting.bytes, shape, laid.plans[place], passes=passes)
 
     @gc_paused()
     def _deal(self, waiting: Waiting, plan: Plan) -> None:
@@ -339,6 +344,7 @@ class Search:
             self._floors,
             shape,
             plan,
+            waiting.passes,
             least=self._enough() if whole else inf,
             whole=whole,
             open=name in self.found.open,

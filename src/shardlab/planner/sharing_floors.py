@@ -8,13 +8,13 @@ gathered once at least, and collectives over an axis take turns.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardlab.planner.layer_floors import ShapeLayers
-from shardlab.planner.memory_floors import SURE, KeptOfRank, MemoryFloors, shards
+from shardlab.planner.memory_floors import SURE, KeptOfRanks, MemoryFloors, shards
 from shardlab.planner.problem import Candidate
 from shardlab.planner.space import SHARDED, PlanShape, sharded
 from shardlab.planner.traffic import Array, Collective, StepTraffic, gathered, gathered_after, reduced
@@ -50,20 +50,16 @@ class SharingTable:
         """Bytes of tensors of each way, if so many are kept of a microbatch."""
         return SURE * (self.state + np.maximum(kept + self.whole, self.gradients))
 
-    def bytes_of_ranks(self, ranks: Sequence[KeptOfRank], mean: float) -> Array:
+    def bytes_of_ranks(self, ranks: KeptOfRanks, mean: float) -> Array:
         """Bytes of tensors of each way on the fullest of some ranks.
 
         Args:
-            ranks: what each keeps of microbatches.
+            ranks: what they keep of microbatches.
             mean: elements of the mean rank's weights.
         """
-        most = np.zeros(len(self.state))
-        for rank in ranks:
-            summed, ended = rank.summed[:, None] / mean * self.summed, rank.ended[:, None] / mean * self.gradients
-            kept = (rank.bytes[:, None] + summed + ended).max(axis=0, initial=0.0)
-            weights = rank.weights / mean
-            most = np.maximum(most, weights * self.state + np.maximum(kept, weights * self.gradients))
-        return SURE * most
+        summed, ended, weights = (each[:, None] / mean for each in (ranks.summed, ranks.ended, ranks.weights))
+        kept = ranks.bytes[:, None] + summed * self.summed + ended * self.gradients
+        return SURE * (weights * self.state + np.maximum(kept, weights * self.gradients)).max(axis=0)
 
     def seconds(self, each: int) -> Array:
         """Seconds of communication of each way with so many microbatches, and of what follows."""
