@@ -76,7 +76,7 @@ class Floors:
         traffic, ends = StepTraffic(self._layers), PlacedEnds(self._layers, self._pipelines)
         self.sharing = SharingFloors(self._layers, self.memory, traffic)
         self.steps = StepFloors(self._layers, self._pipelines, traffic, ends)
-        self._ways = WayFloors(self._layers, self._pipelines, traffic, ends)
+        self._ways = WayFloors(self._layers, self._pipelines, ends)
 
     def passes(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> LayerFloors:
         """Seconds and bytes of the shape's layers, if so much is computed again."""

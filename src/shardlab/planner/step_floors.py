@@ -265,7 +265,7 @@ def _gathering(
     them."""
     order, plain = timed.order, timed.seconds
     ahead, awaited = gathers[0], np.sum(gathers[1:], axis=0) if gathers[1:] else np.zeros(len(gathers[0]))
-    again, opening, begins = gathering_passes(floors, stages, plain, ahead, awaited)
+    again, opening, begins = gathering_passes(floors, stages, plain, stages.sums(ahead), stages.sums(awaited))
     seconds = plain[order.kind, order.stage]
     if plan.reshard_after != "step":
         if plan.reshard_after == "layer":
@@ -278,17 +278,17 @@ def _gathering(
 
 def _gathered(plan: Plan, timed: Timed, stages: StageEnds, sums: Array) -> Array:
     """Seconds of each rank's gathers over an axis, but for blocks that may be there already."""
-    order = timed.order
+    order, of_stages = timed.order, stages.sums(sums)
     again = np.zeros(len(order.kind))
     if plan.reshard_after == "layer":
-        again = np.where(order.kind == 0, stages.but_head(sums)[order.stage], stages.but_tail(sums)[order.stage])
+        again = np.where(order.kind == 0, of_stages.but_head[order.stage], of_stages.but_tail[order.stage])
         again[order.kind == 3] = 0.0
     all = order.opens if plan.reshard_after == "step" else order.visits
-    taken = np.where(all, stages.all(sums)[order.stage], again)
+    taken = np.where(all, of_stages.all[order.stage], again)
     found = np.zeros(plan.mesh.pp)
     found += np.bincount(stages.rank[order.stage], taken, plan.mesh.pp)
     if plan.reshard_after == "layer":
-        found += timed.more * np.bincount(stages.rank, stages.but_head(sums) + stages.but_tail(sums), plan.mesh.pp)
+        found += timed.more * np.bincount(stages.rank, of_stages.but_head + of_stages.but_tail, plan.mesh.pp)
     return found
 
 
