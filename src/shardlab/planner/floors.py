@@ -23,6 +23,7 @@ from shardlab.planner.rank_orders import Pipelines
 from shardlab.planner.sharing_floors import SharingFloors
 from shardlab.planner.space import PlanShape
 from shardlab.planner.stage_ends import PlacedEnds
+from shardlab.planner.stage_messages import StageMessages
 from shardlab.planner.step_floors import StepFloors
 from shardlab.planner.traffic import StepTraffic
 from shardlab.planner.way_floors import WayFloors
@@ -75,8 +76,9 @@ class Floors:
         self.pipelines = PipelineFloors(self._layers, self._pipelines)
         traffic, ends = StepTraffic(self._layers), PlacedEnds(self._layers, self._pipelines)
         self.sharing = SharingFloors(self._layers, self.memory, traffic)
-        self.steps = StepFloors(self._layers, self._pipelines, traffic, ends)
-        self._ways = WayFloors(self._layers, self._pipelines, ends)
+        messages = StageMessages(self._layers)
+        self.steps = StepFloors(self._layers, self._pipelines, traffic, ends, messages)
+        self._ways = WayFloors(self._layers, self._pipelines, ends, messages)
 
     def passes(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> LayerFloors:
         """Seconds and bytes of the shape's layers, if so much is computed again."""

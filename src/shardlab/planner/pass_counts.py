@@ -22,26 +22,34 @@ class PassCounts(NamedTuple):
         all: of each kind on each stage: (kinds, stages).
         visits: those that compute with weights, and the one before them that does is of another stage: (kinds, stages).
         begins: the stage of each rank's first pass: (ranks,).
+        ahead: forward passes on each stage before the first backward pass of its rank: (stages,).
+        turns: the stage of each rank's first backward pass: (ranks,).
     """
 
     all: Array
     visits: Array
     begins: Places
+    ahead: Array
+    turns: Places
 
 
 def pass_counts(steps: Steps) -> PassCounts:
     """Count the passes of all ranks."""
     all, visits = np.zeros((2, len(KINDS), steps.stages))
-    begins = np.zeros(len(steps.of_ranks), np.intp)
+    ahead = np.zeros(steps.stages)
+    begins, turns = np.zeros((2, len(steps.of_ranks)), np.intp)
     for rank, order in enumerate(steps.of_ranks):
-        before = -1
+        before, turned = -1, False
         for step in order:
             if isinstance(step, Work):
                 kind, stage = NUMBER[type(step)], step.stage
                 all[kind, stage] += 1
+                if not turned:
+                    ahead[stage] += kind == 0
+                    turned, turns[rank] = kind > 0, stage
                 if not isinstance(step, BackwardWeight):
                     if before < 0:
                         begins[rank] = stage
                     visits[kind, stage] += stage != before
                     before = stage
-    return PassCounts(all, visits, begins)
+    return PassCounts(all, visits, begins, ahead, turns)

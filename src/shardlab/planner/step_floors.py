@@ -20,9 +20,8 @@ from shardlab.planner.problem import Candidate
 from shardlab.planner.rank_orders import Pipelines
 from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.planner.stage_ends import PlacedEnds, StageEnds, gathering_passes
+from shardlab.planner.stage_messages import StageMessages
 from shardlab.planner.traffic import Collective, StepTraffic, gathered, gathered_after, reduced
-from shardlab.program import Kind
-from shardlab.rules.layer import GRADIENT_OF
 from shardlab.strategies.plan import Plan
 
 EXTENDED = 0.999
@@ -100,14 +99,21 @@ class Spent(NamedTuple):
 class StepFloors:
     """Floors of steps of a problem's candidates."""
 
-    def __init__(self, layers: ShapeLayers, pipelines: Pipelines, traffic: StepTraffic, ends: PlacedEnds) -> None:
+    def __init__(
+        self,
+        layers: ShapeLayers,
+        pipelines: Pipelines,
+        traffic: StepTraffic,
+        ends: PlacedEnds,
+        messages: StageMessages,
+    ) -> None:
         self.problem = layers.problem
         self._layers, self._pipelines, self._traffic, self._ends = layers, pipelines, traffic, ends
+        self._messages = messages
         self._orders: dict[Hashable, LaidOrder] = {}
         self._timed: dict[Hashable, Timed] = {}
         self._followed: dict[Hashable, Followed] = {}
         self._times_spent: dict[Hashable, Spent] = {}
-        self._between: dict[int, dict[Hashable, float]] = {}  # seconds of messages, by whose prices they are
 
     def of_pipeline(self, shape: PlanShape, plan: Plan) -> float:
         """Seconds below which no candidate with this pipeline is."""
@@ -168,7 +174,7 @@ class StepFloors:
             floors, stages = self._layers.floors(shape, plan.recompute), self._ends.of(shape, plan)
             order, more = self._laid(shape, plan)
             seconds = np.array([stages.all(sums) for sums in floors.arrays[:4]])
-            messages = self._messages(shape, floors, stages)
+            messages = self._messages.of(shape, stages)
             prices = self._layers.prices(shape.candidate)
             adds = np.zeros(len(stages.rank))
             if not prices.adds_in_backward:
@@ -188,27 +194,6 @@ class StepFloors:
             units = blocks_of(self.problem, shape).layers.pipeline_units
             self._orders[key] = LaidOrder(plan.steps(units, few * plan.data_ranks))
         return self._orders[key], more
-
-    def _messages(self, shape: PlanShape, floors: LayerFloors, stages: StageEnds) -> Array:
-        """Seconds of messages from each stage: of activations to the next one, of gradients to the one before."""
-        prices, apart = self._layers.prices(shape.candidate), shape.mesh.world // shape.mesh.pp
-        found = np.zeros((2, len(stages.rank)))
-        model, least = blocks_of(self.problem, shape).layers, min(each for each in floors.given if each)
-        known = self._between.setdefault(id(prices), {})
-        ranks: list[int] = stages.rank.tolist()
-        starts: list[int] = stages.start.tolist()
-        for stage in range(1, len(ranks)):
-            ends = ranks[stage - 1] * apart, ranks[stage] * apart
-            if ends[0] == ends[1]:
-                continue
-            for port in model.layers[starts[stage]].inputs:
-                bytes = floors.given[starts[stage]] if port.kind is Kind.ACTIVATION else least
-                for back, kind in enumerate((port.kind, GRADIENT_OF[port.kind])):
-                    key = kind, bytes, ends, back
-                    if key not in known:
-                        known[key] = prices.message_times(kind, bytes, *(ends[::-1] if back else ends))[0]
-                    found[back, stage - 1 + back] += known[key]  # they take turns
-        return found
 
     def follow(self, shape: PlanShape, candidates: Sequence[Candidate]) -> None:
         """Time the passes of candidates with one pipeline all in one go, with gathers and sums of gradients in them."""

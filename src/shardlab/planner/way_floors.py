@@ -17,6 +17,7 @@ from shardlab.planner.rank_orders import Pipelines
 from shardlab.planner.sharing_floors import SharingTable
 from shardlab.planner.space import PlanShape
 from shardlab.planner.stage_ends import PlacedEnds, StageEnds
+from shardlab.planner.stage_messages import StageMessages
 from shardlab.planner.step_floors import sure
 from shardlab.planner.way_traffic import StageTraffic
 from shardlab.strategies.plan import Plan
@@ -25,8 +26,8 @@ from shardlab.strategies.plan import Plan
 class WayFloors:
     """Floors of steps of all ways to share a problem's model on its pipelines."""
 
-    def __init__(self, layers: ShapeLayers, pipelines: Pipelines, ends: PlacedEnds) -> None:
-        self._layers, self._pipelines, self._ends = layers, pipelines, ends
+    def __init__(self, layers: ShapeLayers, pipelines: Pipelines, ends: PlacedEnds, messages: StageMessages) -> None:
+        self._layers, self._pipelines, self._ends, self._messages = layers, pipelines, ends, messages
         self._known: dict[tuple[SharingTable, StageEnds], StageTraffic] = {}
 
     def of(self, shape: PlanShape, plan: Plan, table: SharingTable, ways: Places) -> Array:
@@ -41,8 +42,8 @@ class WayFloors:
         if (table, stages) not in self._known:
             self._known[table, stages] = all.on(stages, plan.mesh.pp)
         traffic, (few, more) = self._known[table, stages], self._pipelines.timed(shape, plan)
-        floors = self._layers.floors(shape, plan.recompute)
-        times = earliest_passes(plan, floors, stages, self._pipelines.counts(shape, plan), more, traffic)
+        floors, counts = self._layers.floors(shape, plan.recompute), self._pipelines.counts(shape, plan)
+        times = earliest_passes(plan, floors, stages, counts, more, traffic, self._messages.of(shape, stages))
         reduced = (few + more) * traffic.often + traffic.once
         way, reduction = (all.reshard[ways], all.gathering[ways]), all.reduction[ways]
         seconds = times.done[way].max(-1)
