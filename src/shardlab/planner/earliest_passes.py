@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardlab.planner.layer_floors import Array, LayerFloors
-from shardlab.planner.pass_counts import UNSPLIT, PassCounts
+from shardlab.planner.pass_counts import PassCounts, hands_back_last
 from shardlab.planner.stage_ends import StageEnds, StageSums, gathering_passes
 from shardlab.planner.way_traffic import RESHARDS, StageTraffic
 from shardlab.strategies.plan import Plan
@@ -68,9 +68,8 @@ def earliest_passes(
         work.append(passes)
     all = np.array(work)
     begun = entered[:, -1][:, None]
-    unsplit = isinstance(plan.schedule, str) and plan.schedule in UNSPLIT
     lowest = np.unique(stages.rank, return_index=True)[1]
-    after = (floors.arrays.backward[stages.start] + np.cumsum(messages[1]))[lowest] if unsplit else 0.0
+    after = (floors.arrays.backward[stages.start] + np.cumsum(messages[1]))[lowest] if hands_back_last(plan) else 0.0
     handed = np.minimum(plain[1], plain[2]) + messages[1]
     later = handed.sum() - np.cumsum(handed)  # backward passes on the stages after each one
     left = (counts.all[0] - counts.ahead) * plain[0]  # forward passes after a rank's first backward pass

@@ -7,12 +7,18 @@ from typing import NamedTuple
 import numpy as np
 
 from shardlab.planner.order_times import KINDS, NUMBER, Array, Places
+from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules import BackwardWeight
 from shardlab.strategies.schedules.actions import Work
 from shardlab.strategies.schedules.steps import Steps
 
 UNSPLIT = ("gpipe", "1f1b", "interleaved-1f1b", "breadth-first")
 """Schedules whose backward passes hand back a gradient last of all."""
+
+
+def hands_back_last(plan: Plan) -> bool:
+    """Whether each rank of a plan's pipeline is sure to end with a pass that the stage before waits for."""
+    return isinstance(plan.schedule, str) and plan.schedule in UNSPLIT
 
 
 class PassCounts(NamedTuple):
