@@ -15,9 +15,10 @@ import numpy as np
 
 from shardlab.planner.layer_floors import LayerFloors, ShapeLayers
 from shardlab.planner.memory_floors import SURE, shards
-from shardlab.planner.order_times import Array, LaidOrder, PassTimes, Places
+from shardlab.planner.order_times import Array, LaidOrder, PassTimes
 from shardlab.planner.problem import Candidate
 from shardlab.planner.rank_orders import Pipelines
+from shardlab.planner.reductions import LastGradients, Spent, reduced_at, seconds_in_turn
 from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.planner.stage_ends import PlacedEnds, StageEnds, gathering_passes
 from shardlab.planner.stage_messages import StageMessages
@@ -54,17 +55,12 @@ class Followed(NamedTuple):
     Attributes:
         times: of all microbatches.
         gathers: seconds of gathers over each axis, at least: (ranks,) each.
-        turns: the stages of each rank after those of the one before, those first that make their last gradient last:
-            (stages,).
-        made: when their last gradients are made: (stages,).
-        starts: where each rank's stages begin: (ranks,).
+        gradients: when the last ones are made.
     """
 
     times: PassTimes
     gathers: dict[str, Array]
-    turns: Places
-    made: Array
-    starts: Places
+    gradients: LastGradients
 
 
 class Passes(NamedTuple):
@@ -81,19 +77,6 @@ class Passes(NamedTuple):
     adds: bool
     gathers: tuple[Collective, ...]
     shared: tuple[Hashable, ...]
-
-
-class Spent(NamedTuple):
-    """Seconds of a collective on all weights.
-
-    Attributes:
-        layers: sums up to each layer.
-        stages, ranks: of each stage, and of each rank.
-    """
-
-    layers: Array
-    stages: Array
-    ranks: Array
 
 
 class StepFloors:
@@ -137,9 +120,9 @@ class StepFloors:
         late, each = plan.reduce_at == "step", self._pipelines.each(shape)
         in_passes = [*((on, each) for on in often), *((on, 1) for on in once if not late)]
         of_axes = spent(on for on, _ in in_passes)
-        ready = np.maximum(followed.times.done, _reduced(of_axes, followed, weights))
+        ready = np.maximum(followed.times.done, reduced_at(of_axes, followed.gradients, weights))
         if late:
-            ready += _in_turn(spent(once), weights, plan.mesh.pp)
+            ready += seconds_in_turn(spent(once), weights, plan.mesh.pp)
         busy = followed.gathers
         for (on, uses), found in zip(in_passes, of_axes, strict=True):
             seconds = uses * found.ranks
@@ -228,7 +211,7 @@ class StepFloors:
         for key, times, work, found in zip(missing, all, works, gathers, strict=True):
             times = _extended(times, timed.more, work, stages)
             turns = np.lexsort((-times.last, stages.rank))
-            self._followed[key] = Followed(times, found, turns, (times.last + last)[turns], starts)
+            self._followed[key] = Followed(times, found, LastGradients(turns, (times.last + last)[turns], starts))
 
     def _passes(self, timed: Timed, candidate: Candidate) -> Passes:
         """What the time of a candidate's passes depends on."""
@@ -284,35 +267,3 @@ def _extended(times: PassTimes, more: int, seconds: Array, stages: StageEnds) ->
     each = seconds[0] + np.minimum(seconds[1], seconds[2] + seconds[3])
     work = more * np.bincount(stages.rank, each, len(times.done))
     return times._replace(done=times.done + work, last=times.last + work[stages.rank])
-
-
-def _least(axes: Sequence[Array], weights: Array) -> float:
-    """Seconds of the collectives over some axes, one after the other, of the layer for which these are fewest."""
-    return float(np.diff(np.sum(axes, axis=0))[np.diff(weights) > 0].min()) if axes else 0.0
-
-
-def _in_turn(axes: Sequence[Spent], weights: Array, ranks: int) -> Array:
-    """Seconds of collectives on all weights, over one axis after the other, when nothing runs beside: (ranks,)."""
-    found = np.zeros(ranks)
-    for place, axis in enumerate(axes):
-        found = np.maximum(found, _beside(axes, place, weights) + axis.ranks)
-    return found
-
-
-def _reduced(axes: Sequence[Spent], followed: Followed, weights: Array) -> Array:
-    """When every rank's last gradients are reduced, over one axis after the other: (ranks,)."""
-    turns, starts = followed.turns, followed.starts
-    ready = np.zeros(len(starts))
-    counts = np.diff(starts, append=len(turns))
-    for place, axis in enumerate(axes):
-        taken = axis.stages[turns]
-        sums = np.cumsum(taken)
-        busy = sums - np.repeat(sums[starts] - taken[starts], counts)  # of this stage and those of its rank before it
-        ready = np.maximum(ready, np.maximum.reduceat(followed.made + busy, starts) + _beside(axes, place, weights))
-    return ready
-
-
-def _beside(axes: Sequence[Spent], place: int, weights: Array) -> float:
-    """Seconds of the collectives over all axes but one, of the layer for which these are fewest."""
-    sums = [axis.layers for axis in axes]
-    return _least(sums[:place], weights) + _least(sums[place + 1 :], weights)
