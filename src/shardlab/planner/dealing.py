@@ -32,8 +32,8 @@ class DealtCandidate(NamedTuple):
 
     candidate: Candidate
     seconds: float
-    guess: float
     bytes: float
+    guess: float
 
 
 @dataclass
@@ -136,5 +136,5 @@ def deal(
                 dealt.open = dealt.open or held(candidate) < inf
                 continue
         if (kept := held(candidate)) < inf:
-            dealt.candidates.append(DealtCandidate(candidate, floor, guess, kept))
+            dealt.candidates.append(DealtCandidate(candidate, floor, kept, guess))
     return dealt

@@ -61,10 +61,6 @@ class WaysToShare(NamedTuple):
         """Seconds of a step of each way at least, if its passes take so many."""
         return np.maximum(self.sharing, passes + self.after)
 
-    def least(self, passes: Array) -> Array:
-        """Seconds of a step of any way at least, for each of several seconds of passes."""
-        return np.maximum(self.sharing, passes[:, None] + self.after).min(axis=1)
-
 
 class Floors:
     """Floors of a problem's shapes and candidates, each worked out once."""
@@ -101,12 +97,12 @@ class Floors:
         table = self.sharing.of(shape)
         return WaysToShare(list(table.ways.values()), table.seconds(self._pipelines.each(shape)), SURE * table.after)
 
-    def fitting(self, shape: PlanShape) -> WaysToShare:
-        """The ways in which the model may fit, whatever its pipeline's order is."""
+    def least(self, shape: PlanShape, passes: Array) -> Array:
+        """Seconds of a step at least, for each of several seconds of passes, however the model is shared so that it may
+        fit."""
         table, ways = self.sharing.of(shape), self.ways(shape)
         fits = self.memory.reserved(table.bytes(self.memory.kept_of_shape(shape))) <= self.problem.room
-        plans = [plan for plan, fit in zip(ways.plans, fits.tolist(), strict=True) if fit]
-        return WaysToShare(plans, ways.sharing[fits], ways.after[fits])
+        return np.maximum(ways.sharing[fits], passes[:, None] + ways.after[fits]).min(axis=1)
 
     def bytes_of_ways(self, shape: PlanShape, plan: Plan) -> Array:
         """Bytes below which no candidate with this pipeline is that shares the model in a way, in the order of `ways`;
