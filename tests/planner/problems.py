@@ -6,9 +6,12 @@ from dataclasses import replace
 
 from shardlab.hardware import find_cluster
 from shardlab.models import GPT
+from shardlab.planner.floors import Floors
 from shardlab.planner.problem import Limits, Problem
+from shardlab.planner.space import PlanShape
 from shardlab.planner.workers import with_memory
 from shardlab.program.precision import find_precision
+from shardlab.strategies.plan import Plan
 
 GIB = 2**30
 SMALL = GPT(layers=4, heads=8, hidden_size=512, vocab_size=1024, seq_len=512)
@@ -19,3 +22,8 @@ def problem(
 ) -> Problem:
     cluster = with_memory(find_cluster(f"h100x{devices}"), memory)
     return Problem(replace(SMALL, **model), cluster, sequences, (find_precision("bf16"),), limits=limits or Limits())
+
+
+def passes_of(floors: Floors, shape: PlanShape, plan: Plan) -> float:
+    """Seconds of a pipeline's passes alone, at least."""
+    return float(floors.pipelines.seconds(shape, floors.pipelines.laid(shape, [plan]))[0])

@@ -13,7 +13,7 @@ from shardlab.planner.space import PlanShape, dealt, follows, pipelined, shapes
 from shardlab.planner.workers import Asked, answer
 from shardlab.predict.recipe import OWN
 from shardlab.strategies.plan import Plan
-from tests.planner.problems import GIB, problem
+from tests.planner.problems import GIB, passes_of, problem
 
 LITTLE = problem(
     devices=8,
@@ -24,7 +24,8 @@ LITTLE = problem(
 
 
 def dealt_by(floors: Floors, shape: PlanShape, plan: Plan, least: float, *, open: bool = False) -> Dealt:
-    return deal(floors, shape, plan, least=least, whole=True, open=open, nearer=always, too_large=ignore)
+    passes = passes_of(floors, shape, plan)
+    return deal(floors, shape, plan, passes, least=least, whole=True, open=open, nearer=always, too_large=ignore)
 
 
 def always(_family: str, _bytes: float) -> bool:
@@ -77,6 +78,7 @@ def test_what_does_not_fit_is_told_unless_others_are_too_slow() -> None:
         told.append(candidate)
 
     for open in (False, True):
-        deal(floors, shape, plan, least=1e9, whole=True, open=open, nearer=always, too_large=note)
+        passes = passes_of(floors, shape, plan)
+        deal(floors, shape, plan, passes, least=1e9, whole=True, open=open, nearer=always, too_large=note)
         assert bool(told) != open
         told.clear()

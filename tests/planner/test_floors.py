@@ -21,7 +21,7 @@ from shardlab.predict.recipe import OWN, find_recipe
 from shardlab.program import Mesh, OpKind
 from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Context, Plan, Reshard
-from tests.planner.problems import GIB, SMALL, problem
+from tests.planner.problems import GIB, SMALL, passes_of, problem
 
 LLAMA = Llama(layers=5, heads=8, kv_heads=4, hidden_size=512, ffn_hidden_size=1536, vocab_size=1000, seq_len=2048)
 TIED = GPT(layers=4, heads=8, hidden_size=512, vocab_size=4096, seq_len=512, tied=True)
@@ -59,7 +59,7 @@ def test_a_floor_never_exceeds_the_forecast(recipe: str) -> None:
         seen += 1
         seconds, bytes, bare = found.forecast.seconds, found.forecast.memory.wanted, _bare(shape, candidate.plan)
         assert floors.seconds(shape, candidate) <= seconds, candidate
-        assert floors.pipeline_seconds(shape, bare) <= seconds, candidate
+        assert passes_of(floors, shape, bare) <= seconds, candidate
         assert floors.steps.of_pipeline(shape, bare) <= seconds, candidate
         least, way = floors.of_shape(shape), least_of_way(floors, shape, candidate)
         assert max(least.passes, least.sharing, least.seconds, way[0]) <= seconds, candidate
@@ -160,8 +160,8 @@ def test_gathers_that_take_longer_than_all_passes_are_a_floor_of_the_step() -> N
     found = answer(asked, Asked(candidate))
     assert found is not None
     least = floors.seconds(shape, candidate)
-    assert 1.5 * floors.pipeline_seconds(shape, plan) < least <= found.forecast.seconds
-    assert 1.1 * floors.pipeline_seconds(shape, plan) < least_of_way(floors, shape, candidate)[0] <= least
+    assert 1.5 * passes_of(floors, shape, plan) < least <= found.forecast.seconds
+    assert 1.1 * passes_of(floors, shape, plan) < least_of_way(floors, shape, candidate)[0] <= least
 
 
 @pytest.mark.parametrize(("context", "degree"), [("ring", None), ("ring", 2), ("all_gather", None), ("ulysses", None)])

@@ -8,7 +8,7 @@ from typing import Any
 from shardlab.models import Llama
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.reasons import Alternative, neighbours, sentence
-from shardlab.planner.space import SHARDED
+from shardlab.planner.sharded import SHARDED
 from shardlab.planner.workers import Answer, Asked, answer
 from shardlab.predict.recipe import find_recipe
 from shardlab.program import Mesh

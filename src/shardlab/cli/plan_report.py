@@ -20,7 +20,7 @@ from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_o
 
 if TYPE_CHECKING:
     from shardlab.planner.chosen import PlanChoice
-    from shardlab.planner.workers import Change
+    from shardlab.planner.dealer import Change
 
 BAR = 40
 """Characters of the memory's bar."""

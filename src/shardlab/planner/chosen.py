@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlab.errors import UserError
+from shardlab.planner.dealer import Change
 from shardlab.planner.families import by_order
 from shardlab.planner.found import Found, PlanOutcome
 from shardlab.planner.in_time import InTime
@@ -18,7 +19,7 @@ from shardlab.planner.search import Search, Told
 from shardlab.planner.shares import UNTRACED, path_of, trace_seconds
 from shardlab.planner.space import candidates, shapes
 from shardlab.planner.sure import ON_PROFILES, RunErrors, errors_of
-from shardlab.planner.workers import Answer, Ask, Asked, Change, changed, traced
+from shardlab.planner.workers import Answer, Ask, Asked, Workers, changed, traced
 from shardlab.program.toml import toml_value
 from shardlab.rules.pieces import counted
 
@@ -96,7 +97,7 @@ def sure_of(problem: Problem) -> RunErrors:
 
 def choose(
     problem: Problem,
-    ask: Ask,
+    ask: Ask | Workers,
     *,
     seconds: float = float("inf"),
     ahead: int = 1,

@@ -32,8 +32,8 @@ class DealtCandidate(NamedTuple):
 
     candidate: Candidate
     seconds: float
-    guess: float
     bytes: float
+    guess: float
 
 
 @dataclass
@@ -55,6 +55,7 @@ def deal(
     floors: Floors,
     shape: PlanShape,
     plan: Plan,
+    passes: float,
     *,
     least: float,
     whole: bool,
@@ -67,6 +68,7 @@ def deal(
     Args:
         floors: of the problem.
         shape, plan: the pipeline.
+        passes: seconds of its passes alone, at least.
         least: seconds above which a floor discards a candidate.
         whole: whether floors of the whole step are wanted; else its order of work is left out.
         open: whether it is known that some candidates of this kind of parallelism may fit and are too slow. Then nobody
@@ -78,8 +80,7 @@ def deal(
     problem, name, room = floors.problem, model_kinds(shape.mesh), floors.problem.room
     if not follows(problem, shape, plan):
         return dealt
-    ways, passes = floors.ways(shape), floors.pipeline_seconds(shape, plan)
-    bytes = floors.bytes_of_ways(shape, plan)
+    ways, bytes = floors.ways(shape), floors.bytes_of_ways(shape, plan)
     fits, seconds = bytes <= room, ways.seconds(passes)
 
     def held(candidate: Candidate) -> float:
@@ -135,5 +136,5 @@ def deal(
                 dealt.open = dealt.open or held(candidate) < inf
                 continue
         if (kept := held(candidate)) < inf:
-            dealt.candidates.append(DealtCandidate(candidate, floor, guess, kept))
+            dealt.candidates.append(DealtCandidate(candidate, floor, kept, guess))
     return dealt

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from shardlab.planner.layer_floors import Array, LayerFloors
-from shardlab.planner.order_times import Places
-from shardlab.planner.pass_counts import UNSPLIT, PassCounts
-from shardlab.planner.stage_ends import StageEnds, gathering_passes
-from shardlab.planner.way_traffic import RESHARDS, WayTraffic
+from shardlab.planner.pass_counts import PassCounts, hands_back_last
+from shardlab.planner.stage_ends import StageEnds, StageSums, gathering_passes
+from shardlab.planner.way_traffic import RESHARDS, StageTraffic
 from shardlab.strategies.plan import Plan
 
 
@@ -29,7 +28,13 @@ class EarliestPasses(NamedTuple):
 
 
 def earliest_passes(
-    plan: Plan, floors: LayerFloors, stages: StageEnds, counts: PassCounts, more: int, traffic: WayTraffic
+    plan: Plan,
+    floors: LayerFloors,
+    stages: StageEnds,
+    counts: PassCounts,
+    more: int,
+    traffic: StageTraffic,
+    messages: Array,
 ) -> EarliestPasses:
     """Tell when the ranks of a pipeline have done their passes at the earliest, however weights are gathered.
 
@@ -40,14 +45,16 @@ def earliest_passes(
         counts: of passes.
         more: microbatches that are not counted.
         traffic: what is gathered.
+        messages: seconds of a message after a forward pass (0) or a backward pass (1) on a stage: (2, stages).
     """
     plain = np.array([stages.all(sums) for sums in floors.arrays[:4]])
     again, opening, begins = gathering_passes(floors, stages, plain, traffic.ahead, traffic.awaited)
-    placed = placed_stages(stages, plan.mesh.pp)
+    placed = stages.placed(plan.mesh.pp)
     # The first forward pass on a stage gathers all of its weights; no other one on it is earlier
     first = opening[:, 0].copy()
     first[:, counts.begins] = begins[:, counts.begins]
-    entered = np.cumsum(first, axis=1)
+    entered = np.cumsum(first + messages[0], axis=1)
+    before = entered - first - messages[0]
     loose = np.broadcast_to(plain, opening.shape)
     work: list[Array] = []
     for reshard in RESHARDS:
@@ -61,18 +68,17 @@ def earliest_passes(
         work.append(passes)
     all = np.array(work)
     begun = entered[:, -1][:, None]
-    unsplit = isinstance(plan.schedule, str) and plan.schedule in UNSPLIT
-    lowest, highest = _ends(stages.rank)
-    after = floors.arrays.backward[stages.start[lowest]] if unsplit else 0.0
-    handed = np.minimum(plain[1], plain[2])
+    lowest = np.unique(stages.rank, return_index=True)[1]
+    after = (floors.arrays.backward[stages.start] + np.cumsum(messages[1]))[lowest] if hands_back_last(plan) else 0.0
+    handed = np.minimum(plain[1], plain[2]) + messages[1]
     later = handed.sum() - np.cumsum(handed)  # backward passes on the stages after each one
+    left = (counts.all[0] - counts.ahead) * plain[0]  # forward passes after a rank's first backward pass
     done = np.maximum(
-        (entered - first)[:, counts.begins] + all.sum(axis=2) @ placed,
-        begun + later[highest] + all[:, :, 1:].sum(axis=2) @ placed,
+        before[:, counts.begins] + all.sum(axis=2) @ placed,
+        begun + later[counts.turns] + (left + all[:, :, 1:].sum(axis=2)) @ placed,
     )
-    return EarliestPasses(
-        done + after, np.broadcast_to(begun, done.shape), _gathers(stages, counts, more, traffic, placed)
-    )
+    gathers = _gathers(counts, more, traffic.gathers, placed)
+    return EarliestPasses(done + after, np.broadcast_to(begun, done.shape), gathers)
 
 
 def _each(passes: Array) -> Array:
@@ -83,23 +89,11 @@ def _each(passes: Array) -> Array:
     return found
 
 
-def _gathers(stages: StageEnds, counts: PassCounts, more: int, traffic: WayTraffic, placed: Array) -> Array:
+def _gathers(counts: PassCounts, more: int, gathers: StageSums, placed: Array) -> Array:
     """Seconds of each rank's gathers over each axis, but for blocks that may be there already:
     (axes, reshards, gatherings, ranks)."""
-    all, but_head, but_tail = (part(traffic.gathers) for part in (stages.all, stages.but_head, stages.but_tail))
     visits, again = counts.visits.sum(axis=0), counts.all - counts.visits
-    visited = visits * all
-    kept = visited + (again[0] + more) * but_head + (again[1] + again[2] + more) * but_tail
-    of = {"layer": kept, "stage": visited, "step": all}
+    visited = visits * gathers.all
+    kept = visited + (again[0] + more) * gathers.but_head + (again[1] + again[2] + more) * gathers.but_tail
+    of = {"layer": kept, "stage": visited, "step": gathers.all}
     return np.stack([of[reshard] @ placed for reshard in RESHARDS], axis=1)
-
-
-def _ends(ranks: Places) -> tuple[Places, Places]:
-    """The lowest and the highest stage of each rank."""
-    lowest = np.unique(ranks, return_index=True)[1]
-    return lowest, len(ranks) - 1 - np.unique(ranks[::-1], return_index=True)[1]
-
-
-def placed_stages(stages: StageEnds, ranks: int) -> Array:
-    """Tell which stage is on which rank, by 1 and 0: (stages, ranks)."""
-    return (stages.rank[:, None] == np.arange(ranks)).astype(float)

@@ -28,7 +28,7 @@ def family(plan: Plan) -> str:
 
 def model_kinds(mesh: Mesh) -> str:
     """The kinds of parallelism beside the data's: `TP + CP`; "": none."""
-    used = [axis.upper() for axis in ("tp", "pp", "cp", "ep") if axis in mesh.used]
+    used = [axis.upper() for axis in ("tp", "pp", "cp", "ep") if getattr(mesh, axis) > 1]
     named = " + ".join(used)
     return f"{len(used) + 1}D: {named}" if len(used) > 1 and mesh.dp_shard * mesh.dp_replicate > 1 else named
 

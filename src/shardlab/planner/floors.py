@@ -23,6 +23,7 @@ from shardlab.planner.rank_orders import Pipelines
 from shardlab.planner.sharing_floors import SharingFloors
 from shardlab.planner.space import PlanShape
 from shardlab.planner.stage_ends import PlacedEnds
+from shardlab.planner.stage_messages import StageMessages
 from shardlab.planner.step_floors import StepFloors
 from shardlab.planner.traffic import StepTraffic
 from shardlab.planner.way_floors import WayFloors
@@ -60,10 +61,6 @@ class WaysToShare(NamedTuple):
         """Seconds of a step of each way at least, if its passes take so many."""
         return np.maximum(self.sharing, passes + self.after)
 
-    def least(self, passes: Array) -> Array:
-        """Seconds of a step of any way at least, for each of several seconds of passes."""
-        return np.maximum(self.sharing, passes[:, None] + self.after).min(axis=1)
-
 
 class Floors:
     """Floors of a problem's shapes and candidates, each worked out once."""
@@ -75,8 +72,9 @@ class Floors:
         self.pipelines = PipelineFloors(self._layers, self._pipelines)
         traffic, ends = StepTraffic(self._layers), PlacedEnds(self._layers, self._pipelines)
         self.sharing = SharingFloors(self._layers, self.memory, traffic)
-        self.steps = StepFloors(self._layers, self._pipelines, traffic, ends)
-        self._ways = WayFloors(self._layers, self._pipelines, traffic, ends)
+        messages = StageMessages(self._layers)
+        self.steps = StepFloors(self._layers, self._pipelines, traffic, ends, messages)
+        self._ways = WayFloors(self._layers, self._pipelines, ends, messages)
 
     def passes(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> LayerFloors:
         """Seconds and bytes of the shape's layers, if so much is computed again."""
@@ -99,12 +97,12 @@ class Floors:
         table = self.sharing.of(shape)
         return WaysToShare(list(table.ways.values()), table.seconds(self._pipelines.each(shape)), SURE * table.after)
 
-    def fitting(self, shape: PlanShape) -> WaysToShare:
-        """The ways in which the model may fit, whatever its pipeline's order is."""
+    def least(self, shape: PlanShape, passes: Array) -> Array:
+        """Seconds of a step at least, for each of several seconds of passes, however the model is shared so that it may
+        fit."""
         table, ways = self.sharing.of(shape), self.ways(shape)
         fits = self.memory.reserved(table.bytes(self.memory.kept_of_shape(shape))) <= self.problem.room
-        plans = [plan for plan, fit in zip(ways.plans, fits.tolist(), strict=True) if fit]
-        return WaysToShare(plans, ways.sharing[fits], ways.after[fits])
+        return np.maximum(ways.sharing[fits], passes[:, None] + ways.after[fits]).min(axis=1)
 
     def bytes_of_ways(self, shape: PlanShape, plan: Plan) -> Array:
         """Bytes below which no candidate with this pipeline is that shares the model in a way, in the order of `ways`;
@@ -122,11 +120,6 @@ class Floors:
             again = self.passes(shape, "full")
             seconds += shape.share * (again.backward[-1] - passes.backward[-1])
         return SURE * self._pipelines.each(shape) * seconds / shape.mesh.pp
-
-    def pipeline_seconds(self, shape: PlanShape, plan: Plan) -> float:
-        """Seconds below which no candidate with this pipeline is, whatever is sharded; what its order says is left
-        out."""
-        return float(self.pipelines.seconds(shape, self.pipelines.laid(shape, [plan]))[0])
 
     def seconds_of_ways(self, shape: PlanShape, plan: Plan, ways: Places) -> Array:
         """Seconds below which no candidate with this pipeline is that shares the model in one of some ways: (ways,).

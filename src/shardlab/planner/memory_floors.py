@@ -67,19 +67,19 @@ class ElementBytes(NamedTuple):
     optimizer: int
 
 
-class KeptOfRank(NamedTuple):
-    """What a pipeline rank keeps of microbatches when backward passes begin.
+class KeptOfRanks(NamedTuple):
+    """What some pipeline ranks keep of microbatches when backward passes begin: (moments,) each, of all ranks.
 
     Attributes:
-        bytes: of activations: (moments,).
-        summed, ended: elements of gradients of some microbatches, and of all: (moments,) each.
+        bytes: of activations.
+        summed, ended: elements of gradients of some microbatches, and of all.
         weights: elements of the rank's weights.
     """
 
     bytes: Array
     summed: Array
     ended: Array
-    weights: float
+    weights: Array
 
 
 class MemoryFloors:
@@ -99,17 +99,14 @@ class MemoryFloors:
         floors = self._layers.floors(shape, word if word in ("none", "selective") else "full")
         return (floors.kept[-1] + (floors.logits if shape.mesh.pp == 1 else 0.0)) / shape.mesh.pp
 
-    def kept_of_ranks(self, shape: PlanShape, plan: Plan) -> list[KeptOfRank]:
+    def kept_of_ranks(self, shape: PlanShape, plan: Plan) -> KeptOfRanks:
         """What pipeline ranks keep of microbatches."""
         floors, placed = self._layers.floors(shape, plan.recompute), self._pipelines.placed(shape, plan)
         sums = floors.arrays.kept, floors.arrays.halved, floors.arrays.weights
         kept, halved, weights = (each[placed.stop] - each[placed.start] for each in sums)
-        found: list[KeptOfRank] = []
-        for order in self._pipelines.orders(shape, plan):
-            counts, own = order.kept, weights[order.stages]
-            bytes = counts.flights @ kept[order.stages] + counts.halves @ halved[order.stages]
-            found.append(KeptOfRank(bytes, counts.summed @ own, counts.ended @ own, float(own.sum())))
-        return found
+        counts = self._pipelines.kept(shape, plan)
+        bytes = counts.flights @ kept + counts.halves @ halved
+        return KeptOfRanks(bytes, counts.summed @ weights, counts.ended @ weights, counts.own @ weights)
 
     def of_pipeline(self, shape: PlanShape, plan: Plan, room: float = 0.0) -> float:
         """Bytes below which no candidate with this pipeline is, however the model is shared.

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from shardlab.errors import Refused, UserError
 from shardlab.planner.found import Found
 from shardlab.planner.problem import Candidate, Limits, Problem
-from shardlab.planner.space import meshes, sharded
+from shardlab.planner.sharded import sharded
+from shardlab.planner.space import meshes
 from shardlab.planner.words import short
 from shardlab.predict.forecast import forecast
 from shardlab.predict.limits import broken_limit

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from shardlab.planner.layer_floors import Array, ShapeLayers
 from shardlab.planner.memory_floors import SURE
 from shardlab.planner.order_times import Places
-from shardlab.planner.pass_counts import UNSPLIT
+from shardlab.planner.pass_counts import hands_back_last
 from shardlab.planner.rank_orders import Pipelines
 from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.strategies.plan import Plan
@@ -26,7 +26,7 @@ class LaidPipelines(NamedTuple):
         place, start, stop, rank: of the stages of all of them, one pipeline after the other: whose it is, its layers,
             and its rank: (stages,) each.
         first: the first layer of each rank: (pipelines, ranks).
-        split: whether a gradient is handed back before all backward passes end: (pipelines, 1).
+        hands_back: whether each rank ends with a pass that the stage before waits for: (pipelines, 1).
     """
 
     plans: Sequence[Plan]
@@ -36,7 +36,7 @@ class LaidPipelines(NamedTuple):
     stop: Places
     rank: Places
     first: Places
-    split: NDArray[np.bool_]
+    hands_back: NDArray[np.bool_]
 
 
 class PipelineFloors:
@@ -65,7 +65,7 @@ class PipelineFloors:
             stop,
             rank,
             np.array([each.first for each in placed]),
-            np.array([[not isinstance(plan.schedule, str) or plan.schedule not in UNSPLIT] for plan in plans]),
+            np.array([[hands_back_last(plan)] for plan in plans]),
         )
 
     def seconds(self, shape: PlanShape, laid: LaidPipelines) -> Array:
@@ -84,5 +84,5 @@ class PipelineFloors:
         work = forward[laid.stop] - forward[laid.start] + sums[laid.place, laid.stop] - sums[laid.place, laid.start]
         pipelines, ranks = laid.first.shape
         of_ranks = np.bincount(laid.place * ranks + laid.rank, work, pipelines * ranks).reshape(pipelines, ranks)
-        after = np.where(laid.split, 0.0, np.take_along_axis(sums, laid.first, axis=1))
+        after = np.where(laid.hands_back, np.take_along_axis(sums, laid.first, axis=1), 0.0)
         return SURE * (forward[laid.first] + each * of_ranks + after).max(axis=1)

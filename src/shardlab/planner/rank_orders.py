@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardlab.planner.order_times import Array
 from shardlab.planner.pass_counts import PassCounts, pass_counts
 from shardlab.planner.problem import Problem
 from shardlab.planner.space import PlanShape, blocks_of, few_of
@@ -49,21 +49,21 @@ class Moment(NamedTuple):
     ended: frozenset[int] = frozenset()
 
 
-Counts = NDArray[np.int64]
-
-
 class KeptCounts(NamedTuple):
-    """What a rank keeps of its stages: (moments, stages) each.
+    """What ranks keep of a pipeline's stages at their moments, one rank after the other: (moments, stages) each.
 
     Attributes:
-        flights, halves: so many microbatches' activations, and halves of them.
-        summed, ended: whether it keeps gradients of some microbatches, or of all.
+        flights, halves: microbatches of which a rank keeps activations, and what the second half of a backward pass
+            needs.
+        summed, ended: 1 where it keeps gradients of some microbatches, or of all; else 0.
+        own: 1 where the stage is on the rank; else 0.
     """
 
-    flights: Counts
-    halves: Counts
-    summed: Counts
-    ended: Counts
+    flights: Array
+    halves: Array
+    summed: Array
+    ended: Array
+    own: Array
 
 
 @dataclass(frozen=True)
@@ -79,23 +79,6 @@ class RankOrder:
     rank: int
     stages: list[int]
     moments: list[Moment]
-
-    @cached_property
-    def kept(self) -> KeptCounts:
-        """What is kept at each moment."""
-
-        def table(rows: list[list[int]]) -> Counts:
-            return np.array(rows, np.int64).reshape(len(self.moments), len(self.stages))
-
-        stages = range(len(self.stages))
-        return KeptCounts(
-            table([list(each.flight) for each in self.moments]),
-            table([list(each.halves) for each in self.moments]),
-            table(
-                [[s in each.summed and not (each.ends and s == each.stage) for s in stages] for each in self.moments]
-            ),
-            table([[s in each.ended for s in stages] for each in self.moments]),
-        )
 
 
 class PlacedStages(NamedTuple):
@@ -121,6 +104,7 @@ class Pipelines:
         self._stages: dict[Hashable, list[range]] = {}
         self._placed: dict[Hashable, PlacedStages] = {}
         self._orders: dict[Hashable, list[RankOrder]] = {}
+        self._kept: dict[Hashable, KeptCounts] = {}
         self._counts: dict[Hashable, PassCounts] = {}
 
     def each(self, shape: PlanShape) -> int:
@@ -179,6 +163,21 @@ class Pipelines:
                 if rank in (0, 1, plan.mesh.pp // 2, plan.mesh.pp - 1)
             ]
         return self._orders[key]
+
+    def kept(self, shape: PlanShape, plan: Plan) -> KeptCounts:
+        """Count what some pipeline ranks keep of microbatches; see `orders`."""
+        stages = len(self.stages(shape, plan))
+        key = plan.mesh.pp, plan.schedule, stages, few_of(self.each(shape), plan.mesh.pp)
+        if key not in self._kept:
+            rows = [(order, moment) for order in self.orders(shape, plan) for moment in order.moments]
+            counts = np.zeros((len(KeptCounts._fields), len(rows), stages))
+            for row, (order, moment) in enumerate(rows):
+                for place, stage in enumerate(order.stages):
+                    summed = place in moment.summed and not (moment.ends and place == moment.stage)
+                    known = moment.flight[place], moment.halves[place], summed, place in moment.ended, True
+                    counts[:, row, stage] = known
+            self._kept[key] = KeptCounts(*counts)
+        return self._kept[key]
 
 
 def _rank_order(rank: int, stages: list[int], order: Sequence[ShardedStep]) -> RankOrder:

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from shardlab.errors import UserError
 from shardlab.planner.in_time import InTime
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.space import SHARDED, layers_of_stages
+from shardlab.planner.sharded import SHARDED
+from shardlab.planner.space import layers_of_stages
 from shardlab.planner.workers import Answer, Asked
 from shardlab.program.field_types import as_flags
 from shardlab.strategies.plan import Plan

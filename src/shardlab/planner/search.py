@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as futures_wait
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from shardlab.planner.dealing import deal
-from shardlab.planner.families import family, model_kinds
-from shardlab.planner.floors import Floors
+from shardlab.planner.dealer import AskedDeal, Change, Dealer, Deals
+from shardlab.planner.families import family
 from shardlab.planner.found import Found, PlanOutcome
-from shardlab.planner.pipeline_floors import LaidPipelines
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.space import PlanShape, as_fixed, pipelined, shapes
-from shardlab.planner.workers import Answer, Ask, Asked, Change
+from shardlab.planner.space import PlanShape, as_fixed, shapes
+from shardlab.planner.waiting import Phase, Waiting, key_of
+from shardlab.planner.workers import Answer, Ask, Asked, Workers
 from shardlab.program.world import gc_paused
 from shardlab.strategies.plan import Plan
 
@@ -40,44 +38,12 @@ SCOUTED = 48
 ROOMY = 0.9
 """Share of the room that the floor of bytes of every second scout may take: what comes closer often does not fit."""
 
-AHEAD = 0.85
-"""By how much what was worked out further comes earlier than its guess: a shape, its pipelines, their candidates."""
-
-TIGHT = 0.8
-"""Share of the room above which a floor of bytes lets a plan come later."""
-
-MANY = 2**15
-"""Microbatches' passes through a pipeline's ranks for which a plan comes as late as one of twice the time."""
+HANDED_OUT = 128
+"""Shapes and pipelines that a worker deals at a time."""
 
 LATE = 24
 """Forecasts after the deadline at most, as long as none is of a plan that fits; the lowest floors of bytes first."""
 
-
-class Waiting(NamedTuple):
-    """What waits, first by its key: a shape, a shape's pipeline, or a candidate.
-
-    Attributes:
-        key: what comes first has the least.
-        tie: its number.
-        seconds, bytes: its floors.
-        guess: seconds, if nothing ran beside passes.
-        shape: whose it is.
-        plan: the pipeline or the candidate (None: the shape itself).
-        timed: whether its order of work is in its floor.
-    """
-
-    key: float
-    tie: int
-    seconds: float
-    bytes: float
-    guess: float
-    shape: PlanShape
-    plan: Candidate | Plan | None
-    timed: bool = False
-
-
-Phase = Literal["scouts", "all", "late"]
-"""A phase of the search: it forecasts some plans of each family, all that may be faster, or whatever may fit."""
 
 Told = Callable[[Found, int], None]
 """Is told what is found so far, and how many candidates wait."""
@@ -102,7 +68,7 @@ class Search:
     def __init__(
         self,
         problem: Problem,
-        ask: Ask,
+        ask: Ask | Workers,
         *,
         deadline: float = inf,
         ahead: int = 1,
@@ -115,15 +81,18 @@ class Search:
         self.problem = problem
         self._change: Change = change
         self.found = Found()
-        self._floors = Floors(problem)
+        self._dealer = Dealer(problem)
+        self._floors = self._dealer.floors
         self._room = problem.room
         self._began = time.monotonic()
         self._until, self._scouting = self._began + deadline, self._began + SCOUTING * deadline
-        self._ask, self._ahead = ask, ahead
+        self._ahead = ahead
+        self._workers = ask if isinstance(ask, Workers) else Workers(ask)
         self._told = told
         self._heap: list[Waiting] = []
         self._kept: list[Waiting] = []  # out of the heap while families are scouted
-        self._coming: dict[Future[Answer | None], tuple[Candidate, float]] = {}
+        self._coming: dict[Future[Any], tuple[Candidate, float]] = {}
+        self._dealing: dict[Future[Any], list[Waiting]] = {}
         self._in_hand: float | None = None
         self._looked = 0  # forecasts when it was late
         self._generated = False
@@ -135,7 +104,6 @@ class Search:
         self._floor_of: dict[Candidate, float] = {}
         self._made: dict[str, int] = {}
         self._scouted: set[PlanShape] = set()
-        self._pipelined: dict[PlanShape, LaidPipelines | None] = {}
         self._phase: Phase = "scouts"
 
     def run(self) -> Found:
@@ -161,7 +129,7 @@ class Search:
                 for each in self.found.outcomes
                 if each.seconds == self._best or self._floor_of.get(each.candidate, 0.0) <= least
             ]
-        self.found.open |= {model_kinds(each.shape.mesh) for each in (*self._heap, *self._kept)}
+        self.found.open |= {each.kinds for each in self._waiting()}
         self.found.seconds = time.monotonic() - self._began
         return self.found
 
@@ -184,10 +152,14 @@ class Search:
         """The lowest floor of what waits, was asked for or is in hand, if that could be worth a forecast."""
         if not self._generated:
             return 0.0
-        floors = [each.seconds for each in (*self._heap, *self._kept)]
+        floors = [each.seconds for each in self._waiting()]
         floors += [floor for _, floor in self._coming.values()]
         floors += [] if self._in_hand is None else [self._in_hand]
         return min((floor for floor in floors if floor <= self._enough()), default=None)
+
+    def _waiting(self) -> Iterator[Waiting]:
+        """What waits here, and what workers are at."""
+        return chain(self._heap, self._kept, *self._dealing.values())
 
     def _late(self) -> bool:
         return time.monotonic() > self._until
@@ -203,6 +175,7 @@ class Search:
     def _answers(self) -> int:
         return len(self.found.outcomes) + len(self.found.refused)
 
+    @gc_paused()  # floors stay, and walking them again and again would cost a fifth
     def _fill(self, *, wholly: bool) -> None:
         """Every shape whose state may fit, with its floors; if not `wholly`, as long as there is time."""
         for shape in self._shapes:
@@ -214,38 +187,20 @@ class Search:
                 self._note_too_large(shape.candidate, floor.bytes)
                 self._full.add(smallest)
             elif floor.bytes < inf:
-                self._push(floor.seconds, floor.passes + floor.sharing, floor.bytes, shape, None)
+                guess = floor.passes + floor.sharing
+                self._push(Waiting(0.0, 0, floor.seconds, floor.bytes, guess, shape, passes=floor.passes))
             if self._late() and self._heap and not wholly:
                 return
         self._generated = True
 
-    def _push(
-        self,
-        seconds: float,
-        guess: float,
-        bytes: float,
-        shape: PlanShape,
-        plan: Candidate | Plan | None,
-        *,
-        timed: bool = False,
-    ) -> None:
+    def _push(self, waiting: Waiting) -> None:
         """Let something wait."""
-        waiting = Waiting(0.0, next(self._tie), seconds, bytes, guess, shape, plan, timed)
-        heapq.heappush(self._heap, self._keyed(waiting))
+        heapq.heappush(self._heap, self._keyed(waiting._replace(tie=next(self._tie))))
 
     def _keyed(self, waiting: Waiting) -> Waiting:
-        """What waits, with its key: soon comes what is worked out further, takes few passes, or leaves room.
-
-        Scouts take the lowest floors, so that they tell the best of each family.
-        """
-        depth = 0 if waiting.plan is None else 1 if isinstance(waiting.plan, Plan) else 2
-        if self._phase == "scouts":
-            return waiting._replace(key=waiting.seconds)
-        if self._phase == "late":
-            return waiting._replace(key=waiting.bytes - depth * self._room)
+        """What waits, with its key."""
         passes = waiting.shape.mesh.pp * self._floors.each(waiting.shape)
-        tight = max(0.0, waiting.bytes / self._room - TIGHT)
-        return waiting._replace(key=waiting.guess * AHEAD**depth * (1 + passes / MANY) * (1 + tight))
+        return waiting._replace(key=key_of(waiting, self._phase, self._room, passes))
 
     def _nearer(self, name: str, bytes: float) -> bool:
         """Whether so many bytes are less than those of all of a family that do not fit."""
@@ -260,43 +215,88 @@ class Search:
 
     def _forecast_all(self) -> None:
         """Forecast what is wanted, likely ones first."""
-        coming = self._coming
         while not self._over():
-            while self._heap and len(coming) < self._ahead and not self._over():
+            self._take_answers(wait=not self._heap or len(self._coming) >= self._ahead)
+            self._hand_out()
+            if self._heap and len(self._coming) < self._ahead:
                 first = heapq.heappop(self._heap)
                 self._in_hand = first.seconds
-                if self._phase == "all" and first.seconds > self._enough():
-                    self.found.open.add(model_kinds(first.shape.mesh))
-                elif self._phase == "scouts" and not self._wants(first):
-                    self._kept.append(first)
-                elif first.plan is None:
-                    self._expand(first)
-                elif isinstance(first.plan, Plan):
-                    self._deal(first, first.plan)
-                elif not first.timed and self._phase != "late":
-                    self._time(first, first.plan)
-                else:
-                    name = family(first.plan.plan)
-                    self._forecasts[name] = self._forecasts.get(name, 0) + 1
-                    if self._phase == "scouts":
-                        self._scouted.add(first.shape)
-                    else:
-                        self._floor_of[first.plan] = first.seconds
-                    coming[self._ask(Asked(first.plan, change=self._change))] = first.plan, first.seconds
+                self._go_on(first)
                 self._in_hand = None
-            if not coming:
+            elif not self._heap and not self._coming and not self._dealing:
                 break
-            for done in wait(coming, 0.2, FIRST_COMPLETED).done:
-                candidate, self._in_hand = coming[done]
-                del coming[done]
-                self._note(candidate, done.result())
-                self._in_hand = None
-            if self._told is not None:
-                self._told(self.found, len(self._heap))
         self._heap += self._kept
         self._kept = []
         heapq.heapify(self._heap)
 
+    def _go_on(self, first: Waiting) -> None:
+        """Work out what comes first, or ask for its forecast."""
+        if self._phase == "all" and first.seconds > self._enough():
+            self.found.open.add(first.kinds)
+        elif self._phase == "scouts" and not self._wants(first):
+            self._kept.append(first)
+        elif first.plan is None:
+            for each in self._dealer.pipelines(first, self._below()):
+                self._push(each)
+        elif isinstance(first.plan, Plan):
+            self._deal(first)
+        elif not first.timed and self._phase != "late":
+            self._time(first, first.plan)
+        else:
+            name = family(first.plan.plan)
+            self._forecasts[name] = self._forecasts.get(name, 0) + 1
+            if self._phase == "scouts":
+                self._scouted.add(first.shape)
+            else:
+                self._floor_of[first.plan] = first.seconds
+            self._coming[self._workers.forecast(Asked(first.plan, change=self._change))] = first.plan, first.seconds
+
+    def _take_answers(self, *, wait: bool) -> None:
+        """Note the answers that have come; or wait for one, for a while."""
+        asked: set[Future[Any]] = {*self._coming, *self._dealing}
+        if wait and asked:
+            futures_wait(asked, 0.2, FIRST_COMPLETED)
+        done = [each for each in asked if each.done()]
+        for future in done:
+            if future in self._coming:
+                candidate, self._in_hand = self._coming.pop(future)
+                self._note(candidate, future.result())
+            else:
+                self._in_hand = min(each.seconds for each in self._dealing.pop(future))
+                self._note_deals(future.result())
+            self._in_hand = None
+        if self._told is not None and (wait or done):
+            self._told(self.found, len(self._heap))
+
+    def _hand_out(self) -> None:
+        """Let workers deal beside this process, once a plan is known and they have nothing to forecast.
+
+        What takes many pipeline ranks goes first, one mesh after the other: so hardly any floor is worked out twice.
+        """
+        idle = self._phase == "all" and self._best < inf and not self._coming
+        if not idle or len(self._dealing) >= self._workers.beside or len(self._heap) < 2 * HANDED_OUT:
+            return
+        least = self._enough()
+        wanted = [each for each in self._heap if each.seconds <= least]
+        self.found.open |= {each.kinds for each in self._heap if each.seconds > least}
+        wanted.sort(key=lambda each: (each.depth == 2, -each.shape.mesh.pp, each.shape.mesh.tp, each.shape.mesh.cp))
+        given = [each for each in wanted[:HANDED_OUT] if each.depth < 2] if len(wanted) >= 2 * HANDED_OUT else []
+        if given:
+            too_large = {name: bytes for name, (bytes, _) in self.found.too_large.items()}
+            asked = AskedDeal(given, least, frozenset(self.found.open), too_large, self._change)
+            self._dealing[self._workers.deal(asked)] = given
+        self._heap = wanted[len(given) :]
+        heapq.heapify(self._heap)
+
+    def _note_deals(self, deals: Deals) -> None:
+        self.found.space["candidates"] += deals.seen
+        self.found.open |= deals.open
+        for bytes, candidate in deals.too_large.values():
+            self._note_too_large(candidate, bytes)
+        for each in deals.candidates:
+            self._push(each)
+
+    @gc_paused()
     def _time(self, waiting: Waiting, candidate: Candidate) -> None:
         """Let a candidate wait with the floor of its whole step."""
         seconds = max(waiting.seconds, self._floors.seconds(waiting.shape, candidate))
@@ -304,41 +304,24 @@ class Search:
 
     def _wants(self, waiting: Waiting) -> bool:
         """Whether scouts look at this: more is to be known of its family, and half of them need no luck to fit."""
-        name = family(waiting.plan.plan) if isinstance(waiting.plan, Candidate) else model_kinds(waiting.shape.mesh)
+        name = family(waiting.plan.plan) if isinstance(waiting.plan, Candidate) else waiting.kinds
         known = self._forecasts.get(name, 0)
         if known >= SCOUTS or (known >= SCOUTS // 2 and waiting.bytes > ROOMY * self._room):
             return False
-        if isinstance(waiting.plan, Candidate) and model_kinds(waiting.shape.mesh):  # those of one shape are much alike
+        if isinstance(waiting.plan, Candidate) and waiting.kinds:  # those of one shape are much alike
             return waiting.shape not in self._scouted
         return isinstance(waiting.plan, Candidate) or self._made.get(name, 0) < SCOUTED
 
-    @gc_paused()  # floors stay, and walking them again and again would cost a fifth
-    def _expand(self, waiting: Waiting) -> None:
-        """Every pipeline of a shape, with its floors."""
-        shape = waiting.shape
-        alike = replace(shape, micro_batch_size=1, precision=self.problem.precisions[0])
-        if alike not in self._pipelined:
-            plans = list(pipelined(self.problem, shape))
-            self._pipelined[alike] = self._floors.pipelines.laid(shape, plans) if plans else None
-        if (laid := self._pipelined[alike]) is None:
-            return
-        sharing, all = waiting.guess - self._floors.passes_of(shape), self._floors.pipelines.seconds(shape, laid)
-        least = inf if self._phase == "scouts" else max(self._best, self._enough())
-        floors = self._floors.fitting(shape).least(all)
-        for place in np.flatnonzero(floors <= least).tolist():
-            seconds, guess = max(waiting.seconds, float(floors[place])), float(all[place]) + sharing
-            self._push(seconds, guess, waiting.bytes, shape, laid.plans[place])
+    def _below(self) -> float:
+        """The seconds above which no pipeline is let wait; scouts ask for all."""
+        return inf if self._phase == "scouts" else max(self._best, self._enough())
 
-    @gc_paused()
-    def _deal(self, waiting: Waiting, plan: Plan) -> None:
-        """Every candidate with a pipeline that may fit, with its floors."""
-        shape, name = waiting.shape, model_kinds(waiting.shape.mesh)
+    def _deal(self, waiting: Waiting) -> None:
+        """Let every candidate with a pipeline wait that may fit."""
+        name, whole = waiting.kinds, self._phase == "all"
         self._made[name] = self._made.get(name, 0) + 1
-        whole = self._phase == "all"
-        dealt = deal(
-            self._floors,
-            shape,
-            plan,
+        dealt, candidates = self._dealer.deal(
+            waiting,
             least=self._enough() if whole else inf,
             whole=whole,
             open=name in self.found.open,
@@ -348,8 +331,8 @@ class Search:
         self.found.space["candidates"] += dealt.seen
         if dealt.open:
             self.found.open.add(name)
-        for each in dealt.candidates:
-            self._push(each.seconds, each.guess, each.bytes, shape, each.candidate, timed=whole)
+        for each in candidates:
+            self._push(each)
 
     def _note(self, candidate: Candidate, answer: Answer | None) -> None:
         if answer is None:

@@ -8,22 +8,23 @@ gathered once at least, and collectives over an axis take turns.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardlab.planner.layer_floors import ShapeLayers
-from shardlab.planner.memory_floors import SURE, KeptOfRank, MemoryFloors, shards
+from shardlab.planner.memory_floors import SURE, KeptOfRanks, MemoryFloors, shards
 from shardlab.planner.problem import Candidate
-from shardlab.planner.space import SHARDED, PlanShape, sharded
-from shardlab.planner.traffic import Array, Collective, StepTraffic, gathered, gathered_after, reduced
-from shardlab.program import AXES, OpKind
+from shardlab.planner.sharded import SHARDED, sharded
+from shardlab.planner.space import PlanShape
+from shardlab.planner.traffic import Array, Collective, StepTraffic, gathered_after, reduced
+from shardlab.planner.way_traffic import WayTraffic, exchanged
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules.steps import Steps
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SharingTable:
     """The ways to share a model on a mesh; seconds and bytes of the mean pipeline rank.
 
@@ -35,6 +36,7 @@ class SharingTable:
         summed: bytes of gradients of some microbatches: (ways,).
         once, often: seconds of collectives that a step has once, and at every microbatch, by their axis: (axes, ways).
         after: seconds of what follows these: (ways,).
+        traffic: what is exchanged, collective by collective.
     """
 
     ways: Mapping[Hashable, Plan]
@@ -45,29 +47,26 @@ class SharingTable:
     once: Array
     often: Array
     after: Array
+    traffic: WayTraffic
 
     def bytes(self, kept: float) -> Array:
         """Bytes of tensors of each way, if so many are kept of a microbatch."""
         return SURE * (self.state + np.maximum(kept + self.whole, self.gradients))
 
-    def bytes_of_ranks(self, ranks: Sequence[KeptOfRank], mean: float) -> Array:
+    def bytes_of_ranks(self, ranks: KeptOfRanks, mean: float) -> Array:
         """Bytes of tensors of each way on the fullest of some ranks.
 
         Args:
-            ranks: what each keeps of microbatches.
+            ranks: what they keep of microbatches.
             mean: elements of the mean rank's weights.
         """
-        most = np.zeros(len(self.state))
-        for rank in ranks:
-            summed, ended = rank.summed[:, None] / mean * self.summed, rank.ended[:, None] / mean * self.gradients
-            kept = (rank.bytes[:, None] + summed + ended).max(axis=0, initial=0.0)
-            weights = rank.weights / mean
-            most = np.maximum(most, weights * self.state + np.maximum(kept, weights * self.gradients))
-        return SURE * most
+        summed, ended, weights = (each[:, None] / mean for each in (ranks.summed, ranks.ended, ranks.weights))
+        kept = ranks.bytes[:, None] + summed * self.summed + ended * self.gradients
+        return SURE * (weights * self.state + np.maximum(kept, weights * self.gradients)).max(axis=0)
 
     def seconds(self, each: int) -> Array:
         """Seconds of communication of each way with so many microbatches, and of what follows."""
-        return SURE * ((self.once + each * self.often).max(axis=0) + self.after)
+        return SURE * ((self.once + each * self.often).max(axis=0, initial=0.0) + self.after)
 
 
 class SharingFloors:
@@ -83,49 +82,43 @@ class SharingFloors:
         key = shape.mesh, shape.precision.name, shape.recompute == "selective"
         if key not in self._known:
             plans = {words(plan): plan for plan in sharded(self.problem, shape.candidate.plan)}
-            known: dict[Hashable, float] = {}
-            columns = [self._column(shape, plan, known) for plan in plans.values()]
-            state, whole, gradients, summed, after, *axes = np.array(columns or np.empty((0, 5 + 2 * len(AXES)))).T
-            once, often = np.array(axes).reshape(2, len(AXES), -1)
-            self._known[key] = SharingTable(plans, state, whole, gradients, summed, once, often, after)
+            candidates = [Candidate(plan, 1, shape.precision) for plan in plans.values()]
+            traffic = exchanged(self._layers, self._traffic, shape, candidates)
+            once, often = (seconds / shape.mesh.pp for seconds in traffic.totals)
+            held = np.array([self._held(shape, plan) for plan in plans.values()]).reshape(-1, 4)
+            state, whole, gradients, summed = held.T
+            after = np.array([self._after(shape, candidate) for candidate in candidates])
+            self._known[key] = SharingTable(plans, state, whole, gradients, summed, once, often, after, traffic)
         return self._known[key]
 
-    def _column(self, shape: PlanShape, plan: Plan, known: dict[Hashable, float]) -> list[float]:
-        """One way: bytes, seconds after all else, and seconds over each axis, once and often.
-
-        Args:
-            known: seconds of collectives, by themselves and the number of replicas.
-        """
-        candidate, floors = Candidate(plan, 1, shape.precision), self._layers.floors(shape)
-
-        def took(on: Collective) -> float:
-            key = on, plan.mesh.dp_replicate
-            if key not in known:
-                known[key] = float(self._traffic.sums(shape, candidate, floors, on)[-1]) / pp
-            return known[key]
-
-        pp, weights = shape.mesh.pp, floors.weights[-1] / shape.mesh.pp
-        seconds = {(axis, often): 0.0 for often in (False, True) for axis in AXES}
-        late, after = plan.reduce_at == "step", 0.0
-        collectives = [(False, on) for on in gathered(candidate)]
-        collectives += [(often, on) for often in (False, True) for on in reduced(candidate, often=often)]
-        for often, on in collectives:
-            if late and not often and on.kind is not OpKind.ALL_GATHER:
-                after = max(after, took(on))
-            else:
-                seconds[on.axis, often] += took(on)
-        after += sum(took(on) for on in gathered_after(candidate))
+    def _held(self, shape: PlanShape, plan: Plan) -> tuple[float, float, float, float]:
+        """Bytes of one way: the columns of the table, from `state` to `summed`."""
+        weights, numbers = self._weights(shape), self._memory.bytes_of(shape)
         parameters, optimizer = shards(plan, plan.shard_parameters), shards(plan, plan.shard_optimizer)
-        after += self._layers.prices(candidate).update_seconds(weights / optimizer)
-        numbers = self._memory.bytes_of(shape)
+        gradients = shards(plan, plan.shard_gradients)
         kept = plan.reshard_after == "step" and parameters > 1 and not isinstance(plan.order, Steps)
-        held = [
+        return (
             weights * (numbers.weight / parameters + numbers.optimizer / optimizer),
             weights * numbers.weight if kept else 0.0,
-            weights * numbers.gradient / (shards(plan, plan.shard_gradients) if late else optimizer),
-            weights * numbers.gradient / shards(plan, plan.shard_gradients),
-        ]
-        return [*held, after, *seconds.values()]
+            weights * numbers.gradient / (gradients if plan.reduce_at == "step" else optimizer),
+            weights * numbers.gradient / gradients,
+        )
+
+    def _after(self, shape: PlanShape, candidate: Candidate) -> float:
+        """Seconds of one way after all else: reductions that wait for all passes, the update, gathers of weights."""
+        floors, plan = self._layers.floors(shape), candidate.plan
+
+        def took(on: Collective) -> float:
+            return float(self._traffic.sums(shape, candidate, floors, on)[-1]) / shape.mesh.pp
+
+        late = reduced(candidate, often=False) if plan.reduce_at == "step" else ()
+        after = max(map(took, late), default=0.0) + sum(map(took, gathered_after(candidate)))
+        optimizer = shards(plan, plan.shard_optimizer)
+        return after + self._layers.prices(candidate).update_seconds(self._weights(shape) / optimizer)
+
+    def _weights(self, shape: PlanShape) -> float:
+        """Elements of the mean pipeline rank's weights."""
+        return self._layers.floors(shape).weights[-1] / shape.mesh.pp
 
 
 def shared_as(plan: Plan, way: Plan) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,22 @@ from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.strategies.plan import Plan
 
 
-class StageEnds(NamedTuple):
+class StageSums(NamedTuple):
+    """What a pipeline's stages add to sums up to each layer: (..., stages) each.
+
+    Attributes:
+        all: all layers of the stage.
+        but_head: those after its first block.
+        but_tail: those before its last block.
+    """
+
+    all: Array
+    but_head: Array
+    but_tail: Array
+
+
+@dataclass(frozen=True, eq=False)
+class StageEnds:
     """Where a pipeline's stages begin and end, in layers: (stages,) each.
 
     Attributes:
@@ -36,13 +52,14 @@ class StageEnds(NamedTuple):
         """What a stage's layers add to sums up to each layer: (..., layers + 1) to (..., stages)."""
         return sums[..., self.stop] - sums[..., self.start]
 
-    def but_head(self, sums: Array) -> Array:
-        """What those after the first block add."""
-        return sums[..., self.stop] - sums[..., self.head]
+    def sums(self, sums: Array) -> StageSums:
+        """What all of a stage's layers add, and those but for the first block or the last."""
+        start, stop = sums[..., self.start], sums[..., self.stop]
+        return StageSums(stop - start, stop - sums[..., self.head], sums[..., self.tail] - start)
 
-    def but_tail(self, sums: Array) -> Array:
-        """What those before the last block add."""
-        return sums[..., self.tail] - sums[..., self.start]
+    def placed(self, ranks: int) -> Array:
+        """Tell which stage is on which rank, by 1 and 0: (stages, ranks)."""
+        return (self.rank[:, None] == np.arange(ranks)).astype(float)
 
 
 class GatheringPasses(NamedTuple):
@@ -60,7 +77,7 @@ class GatheringPasses(NamedTuple):
 
 
 def gathering_passes(
-    floors: LayerFloors, stages: StageEnds, plain: Array, ahead: Array, awaited: Array
+    floors: LayerFloors, stages: StageEnds, plain: Array, ahead: StageSums, awaited: StageSums
 ) -> GatheringPasses:
     """Time passes while weights are gathered.
 
@@ -71,19 +88,17 @@ def gathering_passes(
         floors: of the layers.
         stages: where they are.
         plain: seconds of each kind of pass without gathers: (kinds, stages).
-        ahead, awaited: seconds of gathers over the first axis and over others, as sums up to each layer:
-            (..., layers + 1).
+        ahead, awaited: seconds of gathers over the first axis and over others.
     """
     forward, backward, inputs = (np.diff(sums) for sums in floors.arrays[:3])
-    again = np.array(np.broadcast_to(plain, (*ahead.shape[:-1], *plain.shape)))
+    again = np.array(np.broadcast_to(plain, (*ahead.all.shape[:-1], *plain.shape)))
     opening = again.copy()
-    all = stages.all(awaited)
     for kind, layer in ((0, forward[stages.last]), (1, backward[stages.first]), (2, inputs[stages.first])):
-        rest = stages.but_tail if kind else stages.but_head
-        beside = rest(ahead) + layer
-        again[..., kind, :] = np.maximum(plain[kind] + rest(awaited), beside)
-        opening[..., kind, :] = np.maximum(plain[kind] + all, beside)
-    begins = np.maximum(opening[..., 0, :], stages.all(ahead) + forward[stages.last])
+        there, waited = (ahead.but_tail, awaited.but_tail) if kind else (ahead.but_head, awaited.but_head)
+        beside = there + layer
+        again[..., kind, :] = np.maximum(plain[kind] + waited, beside)
+        opening[..., kind, :] = np.maximum(plain[kind] + awaited.all, beside)
+    begins = np.maximum(opening[..., 0, :], ahead.all + forward[stages.last])
     return GatheringPasses(again, opening, begins)
 
 

@@ -15,14 +15,14 @@ import numpy as np
 
 from shardlab.planner.layer_floors import LayerFloors, ShapeLayers
 from shardlab.planner.memory_floors import SURE, shards
-from shardlab.planner.order_times import Array, LaidOrder, PassTimes, Places
+from shardlab.planner.order_times import Array, LaidOrder, PassTimes
 from shardlab.planner.problem import Candidate
 from shardlab.planner.rank_orders import Pipelines
+from shardlab.planner.reductions import LastGradients, Spent, reduced_at, seconds_in_turn
 from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.planner.stage_ends import PlacedEnds, StageEnds, gathering_passes
+from shardlab.planner.stage_messages import StageMessages
 from shardlab.planner.traffic import Collective, StepTraffic, gathered, gathered_after, reduced
-from shardlab.program import Kind
-from shardlab.rules.layer import GRADIENT_OF
 from shardlab.strategies.plan import Plan
 
 EXTENDED = 0.999
@@ -55,17 +55,12 @@ class Followed(NamedTuple):
     Attributes:
         times: of all microbatches.
         gathers: seconds of gathers over each axis, at least: (ranks,) each.
-        turns: the stages of each rank after those of the one before, those first that make their last gradient last:
-            (stages,).
-        made: when their last gradients are made: (stages,).
-        starts: where each rank's stages begin: (ranks,).
+        gradients: when the last ones are made.
     """
 
     times: PassTimes
     gathers: dict[str, Array]
-    turns: Places
-    made: Array
-    starts: Places
+    gradients: LastGradients
 
 
 class Passes(NamedTuple):
@@ -84,30 +79,24 @@ class Passes(NamedTuple):
     shared: tuple[Hashable, ...]
 
 
-class Spent(NamedTuple):
-    """Seconds of a collective on all weights.
-
-    Attributes:
-        layers: sums up to each layer.
-        stages, ranks: of each stage, and of each rank.
-    """
-
-    layers: Array
-    stages: Array
-    ranks: Array
-
-
 class StepFloors:
     """Floors of steps of a problem's candidates."""
 
-    def __init__(self, layers: ShapeLayers, pipelines: Pipelines, traffic: StepTraffic, ends: PlacedEnds) -> None:
+    def __init__(
+        self,
+        layers: ShapeLayers,
+        pipelines: Pipelines,
+        traffic: StepTraffic,
+        ends: PlacedEnds,
+        messages: StageMessages,
+    ) -> None:
         self.problem = layers.problem
         self._layers, self._pipelines, self._traffic, self._ends = layers, pipelines, traffic, ends
+        self._messages = messages
         self._orders: dict[Hashable, LaidOrder] = {}
         self._timed: dict[Hashable, Timed] = {}
         self._followed: dict[Hashable, Followed] = {}
         self._times_spent: dict[Hashable, Spent] = {}
-        self._between: dict[int, dict[Hashable, float]] = {}  # seconds of messages, by whose prices they are
 
     def of_pipeline(self, shape: PlanShape, plan: Plan) -> float:
         """Seconds below which no candidate with this pipeline is."""
@@ -131,9 +120,9 @@ class StepFloors:
         late, each = plan.reduce_at == "step", self._pipelines.each(shape)
         in_passes = [*((on, each) for on in often), *((on, 1) for on in once if not late)]
         of_axes = spent(on for on, _ in in_passes)
-        ready = np.maximum(followed.times.done, _reduced(of_axes, followed, weights))
+        ready = np.maximum(followed.times.done, reduced_at(of_axes, followed.gradients, weights))
         if late:
-            ready += _in_turn(spent(once), weights, plan.mesh.pp)
+            ready += seconds_in_turn(spent(once), weights, plan.mesh.pp)
         busy = followed.gathers
         for (on, uses), found in zip(in_passes, of_axes, strict=True):
             seconds = uses * found.ranks
@@ -168,7 +157,7 @@ class StepFloors:
             floors, stages = self._layers.floors(shape, plan.recompute), self._ends.of(shape, plan)
             order, more = self._laid(shape, plan)
             seconds = np.array([stages.all(sums) for sums in floors.arrays[:4]])
-            messages = self._messages(shape, floors, stages)
+            messages = self._messages.of(shape, stages)
             prices = self._layers.prices(shape.candidate)
             adds = np.zeros(len(stages.rank))
             if not prices.adds_in_backward:
@@ -188,27 +177,6 @@ class StepFloors:
             units = blocks_of(self.problem, shape).layers.pipeline_units
             self._orders[key] = LaidOrder(plan.steps(units, few * plan.data_ranks))
         return self._orders[key], more
-
-    def _messages(self, shape: PlanShape, floors: LayerFloors, stages: StageEnds) -> Array:
-        """Seconds of messages from each stage: of activations to the next one, of gradients to the one before."""
-        prices, apart = self._layers.prices(shape.candidate), shape.mesh.world // shape.mesh.pp
-        found = np.zeros((2, len(stages.rank)))
-        model, least = blocks_of(self.problem, shape).layers, min(each for each in floors.given if each)
-        known = self._between.setdefault(id(prices), {})
-        ranks: list[int] = stages.rank.tolist()
-        starts: list[int] = stages.start.tolist()
-        for stage in range(1, len(ranks)):
-            ends = ranks[stage - 1] * apart, ranks[stage] * apart
-            if ends[0] == ends[1]:
-                continue
-            for port in model.layers[starts[stage]].inputs:
-                bytes = floors.given[starts[stage]] if port.kind is Kind.ACTIVATION else least
-                for back, kind in enumerate((port.kind, GRADIENT_OF[port.kind])):
-                    key = kind, bytes, ends, back
-                    if key not in known:
-                        known[key] = prices.message_times(kind, bytes, *(ends[::-1] if back else ends))[0]
-                    found[back, stage - 1 + back] += known[key]  # they take turns
-        return found
 
     def follow(self, shape: PlanShape, candidates: Sequence[Candidate]) -> None:
         """Time the passes of candidates with one pipeline all in one go, with gathers and sums of gradients in them."""
@@ -243,7 +211,7 @@ class StepFloors:
         for key, times, work, found in zip(missing, all, works, gathers, strict=True):
             times = _extended(times, timed.more, work, stages)
             turns = np.lexsort((-times.last, stages.rank))
-            self._followed[key] = Followed(times, found, turns, (times.last + last)[turns], starts)
+            self._followed[key] = Followed(times, found, LastGradients(turns, (times.last + last)[turns], starts))
 
     def _passes(self, timed: Timed, candidate: Candidate) -> Passes:
         """What the time of a candidate's passes depends on."""
@@ -265,7 +233,7 @@ def _gathering(
     them."""
     order, plain = timed.order, timed.seconds
     ahead, awaited = gathers[0], np.sum(gathers[1:], axis=0) if gathers[1:] else np.zeros(len(gathers[0]))
-    again, opening, begins = gathering_passes(floors, stages, plain, ahead, awaited)
+    again, opening, begins = gathering_passes(floors, stages, plain, stages.sums(ahead), stages.sums(awaited))
     seconds = plain[order.kind, order.stage]
     if plan.reshard_after != "step":
         if plan.reshard_after == "layer":
@@ -278,17 +246,17 @@ def _gathering(
 
 def _gathered(plan: Plan, timed: Timed, stages: StageEnds, sums: Array) -> Array:
     """Seconds of each rank's gathers over an axis, but for blocks that may be there already."""
-    order = timed.order
+    order, of_stages = timed.order, stages.sums(sums)
     again = np.zeros(len(order.kind))
     if plan.reshard_after == "layer":
-        again = np.where(order.kind == 0, stages.but_head(sums)[order.stage], stages.but_tail(sums)[order.stage])
+        again = np.where(order.kind == 0, of_stages.but_head[order.stage], of_stages.but_tail[order.stage])
         again[order.kind == 3] = 0.0
     all = order.opens if plan.reshard_after == "step" else order.visits
-    taken = np.where(all, stages.all(sums)[order.stage], again)
+    taken = np.where(all, of_stages.all[order.stage], again)
     found = np.zeros(plan.mesh.pp)
     found += np.bincount(stages.rank[order.stage], taken, plan.mesh.pp)
     if plan.reshard_after == "layer":
-        found += timed.more * np.bincount(stages.rank, stages.but_head(sums) + stages.but_tail(sums), plan.mesh.pp)
+        found += timed.more * np.bincount(stages.rank, of_stages.but_head + of_stages.but_tail, plan.mesh.pp)
     return found
 
 
@@ -299,35 +267,3 @@ def _extended(times: PassTimes, more: int, seconds: Array, stages: StageEnds) ->
     each = seconds[0] + np.minimum(seconds[1], seconds[2] + seconds[3])
     work = more * np.bincount(stages.rank, each, len(times.done))
     return times._replace(done=times.done + work, last=times.last + work[stages.rank])
-
-
-def _least(axes: Sequence[Array], weights: Array) -> float:
-    """Seconds of the collectives over some axes, one after the other, of the layer for which these are fewest."""
-    return float(np.diff(np.sum(axes, axis=0))[np.diff(weights) > 0].min()) if axes else 0.0
-
-
-def _in_turn(axes: Sequence[Spent], weights: Array, ranks: int) -> Array:
-    """Seconds of collectives on all weights, over one axis after the other, when nothing runs beside: (ranks,)."""
-    found = np.zeros(ranks)
-    for place, axis in enumerate(axes):
-        found = np.maximum(found, _beside(axes, place, weights) + axis.ranks)
-    return found
-
-
-def _reduced(axes: Sequence[Spent], followed: Followed, weights: Array) -> Array:
-    """When every rank's last gradients are reduced, over one axis after the other: (ranks,)."""
-    turns, starts = followed.turns, followed.starts
-    ready = np.zeros(len(starts))
-    counts = np.diff(starts, append=len(turns))
-    for place, axis in enumerate(axes):
-        taken = axis.stages[turns]
-        sums = np.cumsum(taken)
-        busy = sums - np.repeat(sums[starts] - taken[starts], counts)  # of this stage and those of its rank before it
-        ready = np.maximum(ready, np.maximum.reduceat(followed.made + busy, starts) + _beside(axes, place, weights))
-    return ready
-
-
-def _beside(axes: Sequence[Spent], place: int, weights: Array) -> float:
-    """Seconds of the collectives over all axes but one, of the layer for which these are fewest."""
-    sums = [axis.layers for axis in axes]
-    return _least(sums[:place], weights) + _least(sums[place + 1 :], weights)

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardlab.planner.earliest_passes import earliest_passes, placed_stages
+from shardlab.planner.earliest_passes import earliest_passes
 from shardlab.planner.layer_floors import Array, ShapeLayers
 from shardlab.planner.memory_floors import SURE
 from shardlab.planner.order_times import Places
 from shardlab.planner.rank_orders import Pipelines
 from shardlab.planner.sharing_floors import SharingTable
 from shardlab.planner.space import PlanShape
-from shardlab.planner.stage_ends import PlacedEnds
+from shardlab.planner.stage_ends import PlacedEnds, StageEnds
+from shardlab.planner.stage_messages import StageMessages
 from shardlab.planner.step_floors import sure
-from shardlab.planner.traffic import StepTraffic
-from shardlab.planner.way_traffic import WayTraffic, exchanged
+from shardlab.planner.way_traffic import StageTraffic
 from shardlab.strategies.plan import Plan
 
 
 class WayFloors:
     """Floors of steps of all ways to share a problem's model on its pipelines."""
 
-    def __init__(self, layers: ShapeLayers, pipelines: Pipelines, traffic: StepTraffic, ends: PlacedEnds) -> None:
-        self._layers, self._pipelines, self._traffic, self._ends = layers, pipelines, traffic, ends
-        self._known: dict[int, WayTraffic] = {}
+    def __init__(self, layers: ShapeLayers, pipelines: Pipelines, ends: PlacedEnds, messages: StageMessages) -> None:
+        self._layers, self._pipelines, self._ends, self._messages = layers, pipelines, ends, messages
+        self._known: dict[tuple[SharingTable, StageEnds], StageTraffic] = {}
 
     def of(self, shape: PlanShape, plan: Plan, table: SharingTable, ways: Places) -> Array:
         """Seconds below which no candidate with this pipeline is that shares the model in one of some ways: (ways,).
@@ -38,20 +38,16 @@ class WayFloors:
             table: all ways.
             ways: the places of those that are asked for.
         """
-        traffic, stages = self._of_ways(shape, table).of(ways), self._ends.of(shape, plan)
-        (few, more), pp = self._pipelines.timed(shape, plan), plan.mesh.pp
-        floors = self._layers.floors(shape, plan.recompute)
-        times = earliest_passes(plan, floors, stages, self._pipelines.counts(shape, plan), more, traffic)
-        reduced = ((few + more) * stages.all(traffic.often) + stages.all(traffic.once)) @ placed_stages(stages, pp)
-        way, reduction = (traffic.reshard, traffic.gathering), traffic.reduction
+        all, stages = table.traffic, self._ends.of(shape, plan)
+        if (table, stages) not in self._known:
+            self._known[table, stages] = all.on(stages, plan.mesh.pp)
+        traffic, (few, more) = self._known[table, stages], self._pipelines.timed(shape, plan)
+        floors, counts = self._layers.floors(shape, plan.recompute), self._pipelines.counts(shape, plan)
+        times = earliest_passes(plan, floors, stages, counts, more, traffic, self._messages.of(shape, stages))
+        reduced = (few + more) * traffic.often + traffic.once
+        way, reduction = (all.reshard[ways], all.gathering[ways]), all.reduction[ways]
         seconds = times.done[way].max(-1)
         for gathers, reductions in zip(times.gathers, reduced, strict=True):
             busy = reductions[reduction] + np.maximum(gathers[way], times.begun[way])
             seconds = np.maximum(seconds, busy.max(-1))
         return sure(plan, more) * (seconds + SURE * table.after[ways])
-
-    def _of_ways(self, shape: PlanShape, table: SharingTable) -> WayTraffic:
-        """What the ways of a table exchange."""
-        if id(table) not in self._known:
-            self._known[id(table)] = exchanged(self._layers, self._traffic, shape, table)
-        return self._known[id(table)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -10,8 +11,8 @@ import numpy as np
 from shardlab.planner.layer_floors import Array, ShapeLayers
 from shardlab.planner.order_times import Places
 from shardlab.planner.problem import Candidate
-from shardlab.planner.sharing_floors import SharingTable
 from shardlab.planner.space import PlanShape
+from shardlab.planner.stage_ends import StageEnds, StageSums
 from shardlab.planner.traffic import Collective, StepTraffic, gathered, reduced
 from shardlab.strategies.plan import Reshard
 
@@ -19,52 +20,74 @@ RESHARDS: tuple[Reshard, ...] = get_args(Reshard)
 """When gathered weights are let go of."""
 
 
-class WayTraffic(NamedTuple):
-    """What each way to share a model exchanges, in seconds, as sums up to each layer.
+class StageTraffic(NamedTuple):
+    """Seconds of what the ways to share a model exchange on a pipeline's stages and ranks.
 
     Attributes:
-        gathers: over each axis that has any: (axes, gatherings, layers + 1).
-        ahead, awaited: over the first axis, and over others: (gatherings, layers + 1) each.
+        gathers: over each axis that has any: (axes, gatherings, stages).
+        ahead, awaited: over the first axis, and over others: (gatherings, stages) each.
         often, once: reductions over each axis at every microbatch, and once a step before all passes have ended:
-            (axes, reductions, layers + 1) each.
+            (axes, reductions, ranks) each.
+    """
+
+    gathers: StageSums
+    ahead: StageSums
+    awaited: StageSums
+    often: Array
+    once: Array
+
+
+@dataclass(frozen=True, eq=False)
+class WayTraffic:
+    """What each way to share a model exchanges; the collectives of a gathering or a reduction are told by their rows.
+
+    Attributes:
+        sums: seconds of each collective on the layers' weights, as sums up to each layer, and of none in the last row:
+            (collectives + 1, layers + 1).
+        gathers: over each axis that has any: (axes, gatherings).
+        ahead: over the first axis: (gatherings,).
+        often, once: reductions over each axis at every microbatch, and once a step before all passes have ended:
+            (axes, reductions) each.
         gathering, reshard, reduction: of each way, by their places: (ways,) each.
     """
 
-    gathers: Array
-    ahead: Array
-    awaited: Array
-    often: Array
-    once: Array
+    sums: Array
+    gathers: Places
+    ahead: Places
+    often: Places
+    once: Places
     gathering: Places
     reshard: Places
     reduction: Places
 
-    def of(self, ways: Places) -> WayTraffic:
-        """What some of the ways exchange."""
-        gatherings, gathering = np.unique(self.gathering[ways], return_inverse=True)
-        reductions, reduction = np.unique(self.reduction[ways], return_inverse=True)
-        return WayTraffic(
-            self.gathers[:, gatherings],
-            self.ahead[gatherings],
-            self.awaited[gatherings],
-            self.often[:, reductions],
-            self.once[:, reductions],
-            gathering,
-            self.reshard[ways],
-            reduction,
-        )
+    @property
+    def totals(self) -> tuple[Array, Array]:
+        """Seconds of what each way exchanges once, and of what it exchanges at every microbatch: (axes, ways) each."""
+        all = self.sums[:, -1]
+        once = all[self.gathers][:, self.gathering] + all[self.once][:, self.reduction]
+        return once, all[self.often][:, self.reduction]
+
+    def on(self, stages: StageEnds, ranks: int) -> StageTraffic:
+        """Share it out among a pipeline's stages and ranks."""
+        sums, placed = stages.sums(self.sums), stages.placed(ranks)
+        gathers, ahead = (StageSums(*(part[rows] for part in sums)) for rows in (self.gathers, self.ahead))
+        awaited = StageSums(*(each.sum(axis=0) - first for each, first in zip(gathers, ahead, strict=True)))
+        of_ranks = sums.all @ placed
+        return StageTraffic(gathers, ahead, awaited, of_ranks[self.often], of_ranks[self.once])
 
 
-def exchanged(layers: ShapeLayers, traffic: StepTraffic, shape: PlanShape, table: SharingTable) -> WayTraffic:
-    """List what the ways of a table exchange.
+def exchanged(
+    layers: ShapeLayers, traffic: StepTraffic, shape: PlanShape, candidates: Sequence[Candidate]
+) -> WayTraffic:
+    """List what some ways to share a model exchange.
 
     Args:
         layers: of the problem's shapes.
         traffic: what collectives on their weights take.
         shape: whose ways they are.
-        table: the ways.
+        candidates: one that shares it so, of each way.
     """
-    floors, candidates = layers.floors(shape), [Candidate(w, 1, shape.precision) for w in table.ways.values()]
+    floors = layers.floors(shape)
     gathers = [tuple(gathered(each)) for each in candidates]
     often = [tuple(reduced(each, often=True)) for each in candidates]
     once = [tuple(reduced(each, often=False)) if each.plan.reduce_at != "step" else () for each in candidates]
@@ -72,28 +95,33 @@ def exchanged(layers: ShapeLayers, traffic: StepTraffic, shape: PlanShape, table
     gatherings, gathering = _distinct(list(zip(meshes, gathers, strict=True)))
     reductions, reduction = _distinct(list(zip(meshes, often, once, strict=True)))
     axes = sorted({on.axis for each in (*gathers, *often, *once) for on in each})
-    none = np.zeros(len(floors.weights))
+    rows: dict[Hashable, int] = {}
+    sums: list[Array] = []
 
-    def of_axes(ways: Sequence[int], collectives: Sequence[tuple[Collective, ...]]) -> Array:
-        """Sums of collectives over each axis: (axes, ways, layers + 1)."""
-        found = np.zeros((len(axes), len(ways), len(none)))
+    def row(way: int, on: Collective) -> int:
+        key = meshes[way], on
+        if key not in rows:
+            rows[key] = len(sums)
+            sums.append(traffic.sums(shape, candidates[way], floors, on))
+        return rows[key]
+
+    def of_axes(ways: Sequence[int], collectives: Sequence[tuple[Collective, ...]]) -> Places:
+        """Rows of the collectives over each axis; the last one where there are none: (axes, ways)."""
+        found = np.full((len(axes), len(ways)), -1)
         for place, way in enumerate(ways):
             for on in collectives[way]:
-                found[axes.index(on.axis), place] = traffic.sums(shape, candidates[way], floors, on)
+                found[axes.index(on.axis), place] = row(way, on)
         return found
 
-    gathers_of = of_axes(gatherings, gathers)
-    first = [axes.index(gathers[way][0].axis) if gathers[way] else None for way in gatherings]
-    ahead = np.array([none if axis is None else gathers_of[axis, place] for place, axis in enumerate(first)])
     return WayTraffic(
-        gathers_of,
-        ahead,
-        gathers_of.sum(axis=0) - ahead,
-        of_axes(reductions, often),
-        of_axes(reductions, once),
-        gathering,
-        np.array([RESHARDS.index(each.plan.reshard_after) for each in candidates], np.intp),
-        reduction,
+        gathers=of_axes(gatherings, gathers),
+        ahead=np.array([row(way, gathers[way][0]) if gathers[way] else -1 for way in gatherings], np.intp),
+        often=of_axes(reductions, often),
+        once=of_axes(reductions, once),
+        gathering=gathering,
+        reshard=np.array([RESHARDS.index(each.plan.reshard_after) for each in candidates], np.intp),
+        reduction=reduction,
+        sums=np.array([*sums, np.zeros(len(floors.weights))]),
     )
 
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import active_children, get_context
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from shardlab.errors import Refused, UserError
 from shardlab.hardware import Cluster
 from shardlab.hardware.cores import cores
+from shardlab.planner.dealer import AskedDeal, Change, Dealer, Deals
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.shares import StepShares, shares_of
 from shardlab.predict.forecast import Forecast, forecast
@@ -21,10 +23,6 @@ from shardlab.predict.limits import broken_limit
 from shardlab.program.bounds import Endless
 
 T = TypeVar("T")
-
-Change = Literal["", "memory", "links", "batch"]
-"""A doubling that the planner tries on a problem: of each device's memory, of the bandwidth between nodes, or of the
-global batch ("": none)."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,32 @@ class Answer:
 
 Ask = Callable[[Asked], "Future[Answer | None]"]
 """An answer that comes: None if the code that runs plans does not accept the candidate."""
+
+AskDeal = Callable[[AskedDeal], "Future[Deals]"]
+"""Candidates that come."""
+
+
+def _deals_nothing(_: AskedDeal) -> Future[Deals]:
+    raise AssertionError("nobody deals beside this process")
+
+
+@dataclass(frozen=True)
+class Workers:
+    """What answers questions.
+
+    Attributes:
+        forecast: forecasts candidates.
+        deal: deals candidates beside this process.
+        beside: how many questions of these it may be asked at a time.
+    """
+
+    forecast: Ask
+    deal: AskDeal = _deals_nothing
+    beside: int = 0
+
+    def __call__(self, asked: Asked) -> Future[Answer | None]:
+        """Ask for a forecast."""
+        return self.forecast(asked)
 
 
 def answer(problem: Problem, asked: Asked) -> Answer | None:
@@ -93,7 +117,7 @@ def with_memory(cluster: Cluster, bytes: float) -> Cluster:
 
 
 @contextmanager
-def workers(problem: Problem, count: int | None = None) -> Generator[Ask]:
+def workers(problem: Problem, count: int | None = None) -> Generator[Workers]:
     """What forecasts candidates while this context lasts: processes forked from this one; of one, this one itself.
 
     Args:
@@ -107,14 +131,14 @@ def workers(problem: Problem, count: int | None = None) -> Generator[Ask]:
             future.set_result(answer(problem, asked))
             return future
 
-        yield here
+        yield Workers(here)
         return
     others = active_children()
     pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (problem,))
     pool.submit(os.getpid).result()  # all are forked before anything else has threads
     forked = [each for each in active_children() if each not in others]
     try:
-        yield lambda asked: pool.submit(_answer_here, asked)
+        yield Workers(partial(pool.submit, _answer_here), partial(pool.submit, _deal_here), count - 1)
     finally:  # nobody waits for what they are still at, which may take long; all are killed, so that no lock is missed
         pool.shutdown(wait=False, cancel_futures=True)
         for each in forked:
@@ -126,6 +150,9 @@ def workers(problem: Problem, count: int | None = None) -> Generator[Ask]:
 _problems: list[Problem] = []
 """The problem of a worker's process."""
 
+_dealers: dict[Change, Dealer] = {}
+"""What a worker's process has worked out of it."""
+
 
 def _begin(problem: Problem) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
@@ -135,3 +162,9 @@ def _begin(problem: Problem) -> None:
 
 def _answer_here(asked: Asked) -> Answer | None:
     return answer(_problems[0], asked)
+
+
+def _deal_here(asked: AskedDeal) -> Deals:
+    if asked.change not in _dealers:
+        _dealers[asked.change] = Dealer(changed(_problems[0], asked.change))
+    return _dealers[asked.change].all(asked)

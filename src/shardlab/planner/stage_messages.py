@@ -1,0 +1,51 @@
+"""Seconds of the messages between a pipeline's stages, alone on their links."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from shardlab.planner.layer_floors import Array, ShapeLayers
+from shardlab.planner.space import PlanShape, blocks_of
+from shardlab.planner.stage_ends import StageEnds
+from shardlab.program import Kind
+from shardlab.rules.layer import GRADIENT_OF
+
+
+class StageMessages:
+    """Messages between the stages of a problem's pipelines, each priced once."""
+
+    def __init__(self, layers: ShapeLayers) -> None:
+        self._layers = layers
+        self._known: dict[Hashable, Array] = {}
+        self._between: dict[Hashable, dict[Hashable, float]] = {}
+
+    def of(self, shape: PlanShape, stages: StageEnds) -> Array:
+        """Seconds of messages from each stage: of activations to the next one, of gradients to the one before:
+        (2, stages)."""
+        key = stages, shape.mesh, shape.micro_batch_size, shape.precision.name, shape.recompute == "selective"
+        key = (*key, shape.sequence_parallel, shape.context, shape.ulysses_degree, shape.stripes)
+        if key not in self._known:
+            self._known[key] = self._priced(shape, stages)
+        return self._known[key]
+
+    def _priced(self, shape: PlanShape, stages: StageEnds) -> Array:
+        prices, apart = self._layers.prices(shape.candidate), shape.mesh.world // shape.mesh.pp
+        found, given = np.zeros((2, len(stages.rank))), self._layers.floors(shape).given
+        model, least = blocks_of(self._layers.problem, shape).layers, min(each for each in given if each)
+        known = self._between.setdefault((shape.mesh, shape.precision.name), {})
+        ranks: list[int] = stages.rank.tolist()
+        starts: list[int] = stages.start.tolist()
+        for stage in range(1, len(ranks)):
+            ends = ranks[stage - 1] * apart, ranks[stage] * apart
+            if ends[0] == ends[1]:
+                continue
+            for port in model.layers[starts[stage]].inputs:
+                bytes = given[starts[stage]] if port.kind is Kind.ACTIVATION else least
+                for back, kind in enumerate((port.kind, GRADIENT_OF[port.kind])):
+                    key = kind, bytes, ends, back
+                    if key not in known:
+                        known[key] = prices.message_times(kind, bytes, *(ends[::-1] if back else ends))[0]
+                    found[back, stage - 1 + back] += known[key]  # they take turns
+        return found

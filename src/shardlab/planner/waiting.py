@@ -1,0 +1,77 @@
+"""What waits in a search, and what comes first: shapes, the pipelines of shapes, and candidates."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from shardlab.planner.families import model_kinds
+from shardlab.planner.problem import Candidate
+from shardlab.planner.space import PlanShape
+from shardlab.strategies.plan import Plan
+
+AHEAD = 0.85
+"""By how much what was worked out further comes earlier than its guess: a shape, its pipelines, their candidates."""
+
+TIGHT = 0.8
+"""Share of the room above which a floor of bytes lets a plan come later."""
+
+MANY = 2**15
+"""Microbatches' passes through a pipeline's ranks for which a plan comes as late as one of twice the time."""
+
+Phase = Literal["scouts", "all", "late"]
+"""A phase of the search: it forecasts some plans of each family, all that may be faster, or whatever may fit."""
+
+
+class Waiting(NamedTuple):
+    """What waits, first by its key: a shape, a shape's pipeline, or a candidate.
+
+    Attributes:
+        key: what comes first has the least.
+        tie: its number.
+        seconds, bytes: its floors.
+        guess: seconds, if nothing ran beside passes.
+        shape: whose it is.
+        plan: the pipeline or the candidate (None: the shape itself).
+        passes: seconds of passes alone, at least; of a candidate they are not kept.
+        timed: whether its order of work is in its floor.
+    """
+
+    key: float
+    tie: int
+    seconds: float
+    bytes: float
+    guess: float
+    shape: PlanShape
+    plan: Candidate | Plan | None = None
+    passes: float = 0.0
+    timed: bool = False
+
+    @property
+    def kinds(self) -> str:
+        """The kinds of parallelism beside the data's."""
+        return model_kinds(self.shape.mesh)
+
+    @property
+    def depth(self) -> int:
+        """How far it was worked out: a shape, its pipeline, that one's candidate."""
+        return 0 if self.plan is None else 1 if isinstance(self.plan, Plan) else 2
+
+
+def key_of(waiting: Waiting, phase: Phase, room: float, passes: int) -> float:
+    """The key of what waits: soon comes what is worked out further, takes few passes, or leaves room.
+
+    Scouts take the lowest floors, so that they tell the best of each family. When it is late, what is worked out
+    further comes first, and what takes the least room.
+
+    Args:
+        waiting: what.
+        phase: of the search.
+        room: bytes of a device.
+        passes: microbatches' passes through its pipeline's ranks.
+    """
+    if phase == "scouts":
+        return waiting.seconds
+    if phase == "late":
+        return waiting.bytes - waiting.depth * room
+    tight = max(0.0, waiting.bytes / room - TIGHT)
+    return waiting.guess * AHEAD**waiting.depth * (1 + passes / MANY) * (1 + tight)
