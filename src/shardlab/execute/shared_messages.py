@@ -22,14 +22,14 @@ from shardlab.execute.neighbours import Channel, Expected, Neighbours, SharedTen
 
 
 def send(here: Neighbours, tensor: Tensor, to: int) -> Messages:
-    """Send a tensor to a rank; it may change at once."""
-    here.send(tensor, [to])
-    return Messages()
+    """Send a tensor to a rank; it may change at once, but the wait holds back who is far ahead (see `lead`)."""
+    count = here.send_message(tensor, to)
+    return Messages(then=lambda: here.wait_for_receives(to, count))
 
 
 def recv(here: Neighbours, tensor: Tensor, source: int) -> Messages:
     """Receive into a tensor, when it is waited for."""
-    expected = here.expect(source)
+    expected = here.expect_message(source)
     return Messages(then=lambda: _take(here, expected, tensor))
 
 
