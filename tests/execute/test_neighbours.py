@@ -23,7 +23,18 @@ from torch import Tensor
 
 from shardlab.check import check
 from shardlab.execute import connecting, lead
-from shardlab.execute.collectives import all_gather, all_reduce, all_to_all, recv, reduce_scatter, send
+from shardlab.execute.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    recv,
+    reduce_scatter,
+    scatter,
+    send,
+)
 from shardlab.execute.connecting import connect_neighbours
 from shardlab.execute.neighbours import Neighbours
 from shardlab.program import Op, OpKind, Program
@@ -35,6 +46,7 @@ World = Callable[[int], Ranks]
 
 LIMIT = timedelta(minutes=5)
 LENGTH = 6
+KINDS = [all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter, gather, barrier, send]
 MANY = 3000
 """Letters that no socket holds at once."""
 
@@ -60,7 +72,9 @@ def mixed(rank: int, size: int, seed: int, shared: bool) -> list[Tensor]:
         for number in range(12):
             group, members = cast("tuple[Any, int]", kinds.choice(groups))
             given = _values(rank, number, members)
-            match kinds.choice(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "messages"]):
+            place = kinds.randrange(members)
+            root = place if members == size else pair[place]
+            match kinds.choice(KINDS).__name__:
                 case "all_reduce":
                     results.append(given)
                     works.append(all_reduce(given, dist.ReduceOp.SUM, group))
@@ -73,6 +87,17 @@ def mixed(rank: int, size: int, seed: int, shared: bool) -> list[Tensor]:
                 case "all_to_all":
                     results.append(torch.empty_like(given))
                     works.append(all_to_all(results[-1], given, group))
+                case "broadcast":
+                    results.append(given)
+                    works.append(broadcast(given, root, group))
+                case "scatter":
+                    results.append(torch.empty(LENGTH))
+                    works.append(scatter(results[-1], given if rank == root else None, root, group))
+                case "gather":
+                    results.append(torch.zeros(members * len(given)))
+                    works.append(gather(results[-1] if rank == root else None, given, root, group))
+                case "barrier":
+                    works.append(barrier(group))
                 case _:
                     results.append(torch.empty_like(given))
                     works += [send(given, (rank + 1) % size), recv(results[-1], (rank - 1) % size)]
@@ -124,6 +149,23 @@ def ahead_of_a_slow_reader(rank: int) -> float:
     return (_shared_bytes() - before) / tensor.nbytes
 
 
+def one_gives(rank: int) -> float:
+    """Rank 0 gives, and does so faster than rank 1 takes: how much it has written, in messages."""
+    connect_neighbours(LIMIT)
+    before = _shared_bytes()
+    tensor, both, world = torch.ones(LARGE), torch.ones(2 * LARGE), cast(Any, dist.group.WORLD)
+    starts: list[Callable[[], Any]] = [
+        lambda: broadcast(tensor, 0, world),
+        lambda: scatter(tensor, None if rank else both, 0, world),
+        lambda: gather(both if rank else None, tensor, 1, world),
+    ]
+    for start in starts:
+        for _ in range(20):
+            time.sleep(0.002 * rank)
+            start().wait()
+    return (_shared_bytes() - before) / tensor.nbytes
+
+
 def _shared_bytes() -> int:
     found = re.search(r"RssShmem:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
@@ -132,6 +174,10 @@ def _shared_bytes() -> int:
 
 def test_who_is_faster_holds_no_more_than_a_few_messages(ranks: World) -> None:
     assert ranks(2).call(ahead_of_a_slow_reader)[0] < lead.MESSAGES + 3  # one is sent, and one or two are read
+
+
+def test_who_gives_alone_waits_for_who_takes(ranks: World) -> None:
+    assert ranks(2).call(one_gives)[0] < 5
 
 
 def crossing(rank: int) -> float:
