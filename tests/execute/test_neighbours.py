@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -18,17 +21,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute import connecting
-from shardlab.execute.collectives import all_gather, all_reduce, all_to_all, recv, reduce_scatter, send
+from shardlab.check import check
+from shardlab.execute import connecting, lead
+from shardlab.execute.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    recv,
+    reduce_scatter,
+    scatter,
+    send,
+)
 from shardlab.execute.connecting import connect_neighbours
 from shardlab.execute.neighbours import Neighbours
+from shardlab.program import Op, OpKind, Program
 from shardlab.train.processes import is_lost
+from tests.support.random_chatter import chatter
 from tests.support.ranks import Ranks
 
 World = Callable[[int], Ranks]
 
 LIMIT = timedelta(minutes=5)
 LENGTH = 6
+KINDS = [all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter, gather, barrier, send]
 MANY = 3000
 """Letters that no socket holds at once."""
 
@@ -54,7 +72,9 @@ def mixed(rank: int, size: int, seed: int, shared: bool) -> list[Tensor]:
         for number in range(12):
             group, members = cast("tuple[Any, int]", kinds.choice(groups))
             given = _values(rank, number, members)
-            match kinds.choice(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "messages"]):
+            place = kinds.randrange(members)
+            root = place if members == size else pair[place]
+            match kinds.choice(KINDS).__name__:
                 case "all_reduce":
                     results.append(given)
                     works.append(all_reduce(given, dist.ReduceOp.SUM, group))
@@ -67,6 +87,17 @@ def mixed(rank: int, size: int, seed: int, shared: bool) -> list[Tensor]:
                 case "all_to_all":
                     results.append(torch.empty_like(given))
                     works.append(all_to_all(results[-1], given, group))
+                case "broadcast":
+                    results.append(given)
+                    works.append(broadcast(given, root, group))
+                case "scatter":
+                    results.append(torch.empty(LENGTH))
+                    works.append(scatter(results[-1], given if rank == root else None, root, group))
+                case "gather":
+                    results.append(torch.zeros(members * len(given)))
+                    works.append(gather(results[-1] if rank == root else None, given, root, group))
+                case "barrier":
+                    works.append(barrier(group))
                 case _:
                     results.append(torch.empty_like(given))
                     works += [send(given, (rank + 1) % size), recv(results[-1], (rank - 1) % size)]
@@ -98,6 +129,120 @@ def flooded_before_gloo(rank: int) -> None:
 
 def test_who_sends_waits_for_nobody(ranks: World) -> None:
     ranks(2).call(flooded_before_gloo)
+
+
+LARGE = 2**18
+"""Elements of a message of 1 MiB."""
+
+
+def ahead_of_a_slow_reader(rank: int) -> float:
+    """Rank 0 sends faster than rank 1 receives: how much of the memory that it shares it has written, in messages."""
+    connect_neighbours(LIMIT)  # to memory of which nothing is written
+    before = _shared_bytes()
+    tensor = torch.ones(LARGE)
+    for _ in range(60):
+        if rank == 0:
+            send(tensor, 1).wait()
+        else:
+            time.sleep(0.002)
+            recv(tensor, 0).wait()
+    return (_shared_bytes() - before) / tensor.nbytes
+
+
+def one_gives(rank: int) -> float:
+    """Rank 0 gives, and does so faster than rank 1 takes: how much it has written, in messages."""
+    connect_neighbours(LIMIT)
+    before = _shared_bytes()
+    tensor, both, world = torch.ones(LARGE), torch.ones(2 * LARGE), cast(Any, dist.group.WORLD)
+    starts: list[Callable[[], Any]] = [
+        lambda: broadcast(tensor, 0, world),
+        lambda: scatter(tensor, None if rank else both, 0, world),
+        lambda: gather(both if rank else None, tensor, 1, world),
+    ]
+    for start in starts:
+        for _ in range(20):
+            time.sleep(0.002 * rank)
+            start().wait()
+    return (_shared_bytes() - before) / tensor.nbytes
+
+
+def _shared_bytes() -> int:
+    found = re.search(r"RssShmem:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def test_who_is_faster_holds_no_more_than_a_few_messages(ranks: World) -> None:
+    assert ranks(2).call(ahead_of_a_slow_reader)[0] < lead.MESSAGES + 3  # one is sent, and one or two are read
+
+
+def test_who_gives_alone_waits_for_who_takes(ranks: World) -> None:
+    assert ranks(2).call(one_gives)[0] < 5
+
+
+def crossing(rank: int) -> float:
+    """Both ranks wait for what they send, and meet, before they wait for what they receive."""
+    other, given = 1 - rank, torch.ones(LARGE)
+    came = [torch.zeros(LARGE) for _ in range(10)]
+    receives = [recv(each, other) for each in came]
+    for work in [send(given, other) for _ in came]:
+        work.wait()
+    dist.barrier()
+    for work in receives:
+        work.wait()
+    return float(sum(each[-1] for each in came))
+
+
+def test_a_send_is_over_once_its_receive_has_begun(ranks: World) -> None:
+    assert ranks(2).call(crossing) == [10.0] * 2
+
+
+def talked(rank: int, programs: list[Program]) -> list[dict[int, float]]:
+    """What comes of the messages and sums of some programs, by op, where no message may go ahead of its receive."""
+    made: dict[tuple[int, ...], Any] = {}
+    for members in sorted({op.group.ranks for each in programs for tape in each.tapes for op in tape if op.group}):
+        made[members] = dist.new_group(list(members))
+    connect_neighbours(timedelta(seconds=20))
+    try:
+        with patch.object(lead, "MESSAGES", 0), patch.object(lead, "BYTES", 0):
+            return [_talk(rank, each.tapes[rank], made) for each in programs if rank < len(each.tapes)]
+    finally:
+        connect_neighbours(LIMIT)
+
+
+def _talk(rank: int, tape: Sequence[Op], made: dict[tuple[int, ...], Any]) -> dict[int, float]:
+    works: dict[int, Any] = {}
+    came: dict[int, Tensor] = {}
+    for at, op in enumerate(tape):
+        if op.kind is OpKind.WAIT:
+            works.pop(op.handle).wait()
+        elif op.kind is OpKind.SEND:
+            works[op.handle] = send(torch.tensor([_given(rank, at)]), op.peer)
+        elif op.kind is OpKind.RECV:
+            came[at] = torch.empty(1)
+            works[op.handle] = recv(came[at], op.peer)
+        elif op.group is not None:
+            came[at] = torch.tensor([_given(rank, at)])
+            works[op.handle] = all_reduce(came[at], dist.ReduceOp.SUM, made[op.group.ranks])
+    return {at: float(tensor) for at, tensor in came.items()}
+
+
+def _given(rank: int, at: int) -> float:
+    return 1000.0 * rank + at
+
+
+def test_programs_that_a_rendezvous_lets_pass_end(ranks: World) -> None:
+    """Their ranks begin and await messages in orders that cross; a send that lasts until it is read would hang some."""
+    checked = [check(program) for program in map(chatter, range(150)) if program is not None]
+    right = [each for each in checked if each.why_not("gloo") is None]
+    assert len(right) > 50
+    ends = ranks(4).call(talked, [each.program for each in right])
+    for each in right:
+        came = [ends[rank].pop(0) for rank in range(len(each.program.tapes))]
+        for _, _, members in each.communications:
+            given = [_given(rank, at) for rank, _, at in members]
+            receives = [came[rank][at] for rank, _, at in members if at in came[rank]]
+            assert receives == ([given[0]] if len(receives) < len(given) else [sum(given)] * len(given))
 
 
 def reused(rank: int) -> float:
@@ -248,6 +393,12 @@ def late(rank: int) -> None:
             said = "Timed out waiting for rank 1: nothing came within 0.2 s"
             with pytest.raises(RuntimeError, match=said) as caught:
                 recv(torch.empty(1), 1).wait()
+            assert is_lost(caught.value)
+            for _ in range(lead.MESSAGES):
+                send(torch.ones(2 * LARGE), 1).wait()
+            said = "Timed out waiting for rank 1: it took nothing for 0.2 s"
+            with pytest.raises(RuntimeError, match=said) as caught:
+                send(torch.ones(2 * LARGE), 1).wait()
             assert is_lost(caught.value)
     finally:
         dist.barrier()

@@ -125,6 +125,63 @@ def all_to_all(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Any:
     return dist.all_to_all_single(output, whole, group=group, async_op=True)
 
 
+def broadcast(tensor: Tensor, root: int, group: dist.ProcessGroup) -> Any:
+    """Start to bring the root's tensor into the others'.
+
+    Args:
+        root: its rank in the default process group.
+
+    Returns:
+        The work: until its `wait` has ended, nothing may touch the tensor.
+    """
+    if here := _channel(group):
+        return shared_messages.broadcast(*here, tensor, root)
+    return dist.broadcast(tensor, root, group, async_op=True)
+
+
+def scatter(output: Tensor, whole: Tensor | None, root: int, group: dist.ProcessGroup) -> Any:
+    """Start to give each member one of equal pieces of the root's `whole`, in group order.
+
+    Args:
+        whole: None on all but the root.
+        root: its rank in the default process group.
+
+    Returns:
+        The work: the output is there when its `wait` has ended, and until then `whole` must not change.
+    """
+    pieces = None if whole is None else [*whole.chunk(group.size())]
+    if here := _channel(group):
+        return shared_messages.scatter(*here, output, pieces, root)
+    return dist.scatter(output, pieces, root, group, async_op=True)
+
+
+def gather(output: Tensor | None, piece: Tensor, root: int, group: dist.ProcessGroup) -> Any:
+    """Start to gather the members' equal pieces into the root's `output`, in group order.
+
+    Args:
+        output: None on all but the root.
+        root: its rank in the default process group.
+
+    Returns:
+        The work: the output is whole when its `wait` has ended, and until then the piece must not change.
+    """
+    pieces = None if output is None else [*output.chunk(group.size())]
+    if here := _channel(group):
+        return shared_messages.gather(*here, pieces, piece, root)
+    return dist.gather(piece, pieces, root, group, async_op=True)
+
+
+def barrier(group: dist.ProcessGroup) -> Any:
+    """Start to meet the other members.
+
+    Returns:
+        The work: its `wait` ends when all have come.
+    """
+    if here := _channel(group):
+        return shared_messages.barrier(*here)
+    return dist.barrier(group, async_op=True)
+
+
 def send(tensor: Tensor, to: int) -> Any:
     """Start to send a tensor to a rank.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.collectives import all_gather, all_reduce, all_to_all, recv, reduce_scatter, send
+from shardlab.execute import collectives
 from shardlab.execute.groups import Groups, make_groups
 from shardlab.execute.neighbours import Neighbours
 from shardlab.program import Group, Program, Reduction
@@ -59,7 +59,7 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor, group: Group, by: Reduction = Reduction.SUM) -> Wait:
         """Reduce in place."""
-        return self._wait(all_reduce(tensor, _REDUCE_OP[by], self._groups[group]))
+        return self._wait(collectives.all_reduce(tensor, _REDUCE_OP[by], self._groups[group]))
 
     def reduce(self, tensor: Tensor, group: Group, root: int, by: Reduction = Reduction.SUM) -> Wait:
         """Reduce in place on the root; the others' tensors are written over with something else."""
@@ -67,44 +67,42 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, group: Group, root: int) -> Wait:
         """The root's tensor into the others'."""
-        return self._wait(dist.broadcast(tensor, root, self._groups[group], async_op=True))
+        return self._wait(collectives.broadcast(tensor, root, self._groups[group]))
 
     def scatter(self, output: Tensor, whole: Tensor | None, group: Group, root: int) -> Wait:
         """Equal pieces of the root's `whole` into `output`, in group order."""
-        pieces = None if whole is None else list(whole.chunk(len(group.ranks)))
-        return self._wait(dist.scatter(output, pieces, root, self._groups[group], async_op=True))
+        return self._wait(collectives.scatter(output, whole, root, self._groups[group]))
 
     def gather(self, output: Tensor | None, piece: Tensor, group: Group, root: int) -> Wait:
         """The members' equal pieces into the root's `output`, in group order."""
-        pieces = None if output is None else list(output.chunk(len(group.ranks)))
-        return self._wait(dist.gather(piece, pieces, root, self._groups[group], async_op=True))
+        return self._wait(collectives.gather(output, piece, root, self._groups[group]))
 
     def barrier(self, group: Group) -> Wait:
         """Nothing is moved; the wait ends when all members have come."""
-        return self._wait(dist.barrier(self._groups[group], async_op=True))
+        return self._wait(collectives.barrier(self._groups[group]))
 
     def all_gather(self, output: Tensor, piece: Tensor, group: Group) -> Wait:
         """The members' equal pieces into `output`, in group order."""
-        return self._wait(all_gather(output, piece, self._groups[group]))
+        return self._wait(collectives.all_gather(output, piece, self._groups[group]))
 
     def reduce_scatter(self, output: Tensor, whole: Tensor, group: Group) -> Wait:
         """This member's piece of the sum."""
-        return self._wait(reduce_scatter(output, whole, self._groups[group]))
+        return self._wait(collectives.reduce_scatter(output, whole, self._groups[group]))
 
     def all_to_all(self, output: Tensor, whole: Tensor, group: Group) -> Wait:
         """Equal pieces of `whole` to the members in group order, and theirs for this one into `output`."""
-        return self._wait(all_to_all(output, whole, self._groups[group]))
+        return self._wait(collectives.all_to_all(output, whole, self._groups[group]))
 
     def send(self, tensor: Tensor, to: int, batch: int) -> Wait:
         """Send; the tensor must not change until the wait is over."""
         if self.starts_alone(to, batch):
-            return self._wait(send(tensor, to))
+            return self._wait(collectives.send(tensor, to))
         return self._batched(dist.isend, tensor, to, batch)
 
     def recv(self, tensor: Tensor, source: int, batch: int) -> Wait:
         """Receive into `tensor`."""
         if self.starts_alone(source, batch):
-            return self._wait(recv(tensor, source))
+            return self._wait(collectives.recv(tensor, source))
         return self._batched(dist.irecv, tensor, source, batch)
 
     def starts_alone(self, peer: int, batch: int) -> bool:

@@ -3,8 +3,8 @@
 gloo sends within a host as it does between hosts, by TCP: the kernel copies twice, and threads wake up on both sides.
 Here a rank copies what it sends into memory of its own (`shared_memory`), writes a letter there, which says where it
 lies and which channel it is for, and rings at a Unix socket. Who waits for it reads it there, or adds it from there.
-Nothing runs beside the ranks' own threads, and no one waits to send. A rank that has gone has closed its sockets, which
-the others see at once.
+Nothing runs beside the ranks' own threads, and no one waits to send: who waits for what it has sent is held back, if it
+is far ahead of the reader (`lead`). A rank that has gone has closed its sockets, which the others see at once.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
@@ -24,6 +25,7 @@ from typing import ClassVar, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.execute.lead import MessageLead
 from shardlab.execute.shared_memory import Outbox, SharedMemory
 
 LONGEST = 2**31 // 1000 - 1
@@ -34,6 +36,9 @@ RING_BELL = b"!"
 
 MESSAGES = 0
 """The channel of messages between two ranks; each process group has one of its own."""
+
+PAUSE = 0.001
+"""Seconds after which a rank that is held back looks again: its reader rings no bell, since it need not know of it."""
 
 
 class Channel(NamedTuple):
@@ -110,6 +115,7 @@ class Neighbours:
         self._expected: dict[tuple[int, int], int] = defaultdict(int)
         self._arrived: dict[tuple[int, int], int] = defaultdict(int)
         self._rooms: dict[Expected, int] = {}
+        self._leads = {other: MessageLead() for other in sockets}
         self._channels: dict[str, Channel | None] = {}
         self._ranks = {each.fileno(): other for other, each in sockets.items()}
         self._gone: set[int] = set()
@@ -142,7 +148,31 @@ class Neighbours:
             self._channels[name] = Channel(number, members, members.index(self._rank)) if here else None
         return self._channels[name]
 
-    def send(self, tensor: Tensor, to: Sequence[int], channel: int = MESSAGES, *, keeps: bool = False) -> SharedTensor:
+    def send_message(self, tensor: Tensor, to: int) -> int:
+        """Send a rank a message, as `send` does.
+
+        Returns:
+            How many messages that rank must have begun to receive before this one goes on (see `wait_for_receives`).
+        """
+        self.send(tensor, [to], MESSAGES)
+        return self._leads[to].count(tensor.nbytes)
+
+    def wait_for_receives(self, reader: int, count: int) -> None:
+        """Wait until a rank has begun to receive so many of this one's messages.
+
+        Raises:
+            RuntimeError: when it has gone, or has not begun within the limit.
+        """
+        if self._outbox.receives(reader) >= count:
+            return
+        end = time.monotonic() + self._limit
+        with self._turn:
+            while self._outbox.receives(reader) < count:
+                self._want(reader)
+                if not self._read(PAUSE) and time.monotonic() > end:
+                    raise RuntimeError(f"Timed out waiting for rank {reader}: it took nothing for {self._limit:g} s")
+
+    def send(self, tensor: Tensor, to: Sequence[int], channel: int, *, keeps: bool = False) -> SharedTensor:
         """Send a tensor to some ranks; it may change as soon as this has ended, which waits for nobody.
 
         Returns:
@@ -164,7 +194,13 @@ class Neighbours:
                 raise RuntimeError(f"Connection closed by peer: rank {rank} has gone ({error})") from None
         return self._shared(self._outbox, room, tensor)
 
-    def expect(self, source: int, channel: int = MESSAGES) -> Expected:
+    def expect_message(self, source: int) -> Expected:
+        """Begin to receive a rank's next message."""
+        expected = self.expect(source, MESSAGES)
+        self._memories[source].note_receives(self._rank, expected.number)
+        return expected
+
+    def expect(self, source: int, channel: int) -> Expected:
         """Note that the next tensor which nobody expects yet of a rank on a channel is wanted."""
         self._expected[source, channel] += 1
         return Expected(source, channel, self._expected[source, channel])
@@ -178,9 +214,10 @@ class Neighbours:
         with self._turn:
             self._take_in(expected.source)
             while expected not in self._rooms:
-                if expected.source in self._gone:
-                    raise RuntimeError(f"Connection closed by peer: rank {expected.source} has gone")
-                self._read(expected.source)
+                self._want(expected.source)
+                if not self._read(self._limit):
+                    said = f"nothing came within {self._limit:g} s"
+                    raise RuntimeError(f"Timed out waiting for rank {expected.source}: {said}")
             return self._shared(self._memories[expected.source], self._rooms.pop(expected), like)
 
     def _shared(self, memory: SharedMemory, room: int, like: Tensor) -> SharedTensor:
@@ -194,24 +231,25 @@ class Neighbours:
                 each.close()
         cls.here = None
 
-    def _read(self, awaited: int) -> None:
-        """Wait until some rank rings.
+    def _want(self, rank: int) -> None:
+        if rank in self._gone:
+            raise RuntimeError(f"Connection closed by peer: rank {rank} has gone")
+
+    def _read(self, seconds: float) -> bool:
+        """Wait for some seconds until some rank rings, and read its letters; false if none has.
 
         While ops are timed, each is waited for on a thread of its own: one of them reads for all, in its turn.
         """
         if self._reads:
-            self._turn.wait(self._limit)
-            return
+            return self._turn.wait(seconds)
         self._reads = True
         self._turn.release()
         try:
-            rung = self._bells.poll(1000 * self._limit)
+            rung = self._bells.poll(1000 * seconds)
         finally:
             self._turn.acquire()
             self._reads = False
             self._turn.notify_all()
-        if not rung:
-            raise RuntimeError(f"Timed out waiting for rank {awaited}: nothing came within {self._limit:g} s")
         for file, _ in rung:
             rank = self._ranks[file]
             has_gone = not self._silenced(rank)
@@ -219,6 +257,7 @@ class Neighbours:
             if has_gone:
                 self._gone.add(rank)
                 self._bells.unregister(file)
+        return bool(rung)
 
     def _silenced(self, rank: int) -> bool:
         """Take all that a rank has rung; false if it has gone."""

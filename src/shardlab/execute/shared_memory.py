@@ -27,8 +27,8 @@ SMALLEST = 4096
 LETTERS = 2**16
 """Letters to a rank that it need not have read."""
 
-RING = 2 + 2 * LETTERS
-"""Words of the letters to a rank."""
+RING = 3 + 2 * LETTERS
+"""Words of the letters to a rank: three counts, and two words for each letter."""
 
 IN_ORDER = "x86_64"
 """The processors, by Linux's name for them, on which all processes see each other's writes in order."""
@@ -39,8 +39,8 @@ class SharedMemory:
 
     It is a file without a name, so nothing of it stays whoever is killed. Each tensor in it lies in a room, which
     begins with a byte for every rank: a rank sets its own when it has read what is there. Before the rooms lie the
-    letters to each rank, which say what there is for it: how many were written, how many it has read, and of the last
-    ones, around a ring, the channel and the room.
+    letters to each rank, which say what there is for it: how many were written, how many it has read, how many messages
+    it has begun to receive, and of the last letters, around a ring, the channel and the room.
 
     Attributes:
         file: its descriptor.
@@ -84,7 +84,7 @@ class SharedMemory:
         written = words[ring]
         if written - words[ring + 1] == LETTERS:
             raise MemoryError(f"{LETTERS:,} messages to rank {reader} are sent and not received")
-        place = ring + 2 + 2 * (written % LETTERS)
+        place = ring + 3 + 2 * (written % LETTERS)
         words[place], words[place + 1] = channel, room
         words[ring] = written + 1  # only now does the reader look at it
 
@@ -92,10 +92,18 @@ class SharedMemory:
         """The channel and the room of each letter that this rank has not read yet."""
         words, ring = self._words, reader * RING
         while (read := words[ring + 1]) < words[ring]:
-            place = ring + 2 + 2 * (read % LETTERS)
+            place = ring + 3 + 2 * (read % LETTERS)
             letter = words[place], words[place + 1]
             words[ring + 1] = read + 1
             yield letter
+
+    def note_receives(self, reader: int, count: int) -> None:
+        """Let the sender know how many of its messages this reader has begun to receive."""
+        self._words[reader * RING + 2] = count
+
+    def receives(self, reader: int) -> int:
+        """How many messages this reader has begun to receive."""
+        return self._words[reader * RING + 2]
 
 
 class Outbox(SharedMemory):

@@ -3,8 +3,8 @@
 Each starts by copying what this rank gives, so that no one is waited for; the rank that waits takes the rest from where
 the others have put it, and adds it there in group order.
 
-Broadcasts, and what else goes from or to one rank, are left to gloo. Nobody answers who gives there, so that it might
-run ahead of who takes for as long as its memory lasts; and no built-in strategy has any.
+What goes from or to one rank alone is answered: who receives sends back a tensor without elements when it begins, and
+who gives waits for it. Else it might run ahead for as long as memory lasts.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -20,16 +20,19 @@ from torch import Tensor
 from shardlab.execute.messages import Messages
 from shardlab.execute.neighbours import Channel, Expected, Neighbours, SharedTensor
 
+NOTHING = torch.empty(0)
+"""What a rank sends that has come, and gives nothing."""
+
 
 def send(here: Neighbours, tensor: Tensor, to: int) -> Messages:
-    """Send a tensor to a rank; it may change at once."""
-    here.send(tensor, [to])
-    return Messages()
+    """Send a tensor to a rank; it may change at once, but the wait holds back who is far ahead (see `lead`)."""
+    count = here.send_message(tensor, to)
+    return Messages(then=lambda: here.wait_for_receives(to, count))
 
 
 def recv(here: Neighbours, tensor: Tensor, source: int) -> Messages:
     """Receive into a tensor, when it is waited for."""
-    expected = here.expect(source)
+    expected = here.expect_message(source)
     return Messages(then=lambda: _take(here, expected, tensor))
 
 
@@ -58,6 +61,49 @@ def all_to_all(here: Neighbours, channel: Channel, taken: Sequence[Tensor], give
     """A piece to each member, and from each one."""
     _give(here, channel, given)
     return _taken(here, channel, taken, given[channel.mine])
+
+
+def broadcast(here: Neighbours, channel: Channel, tensor: Tensor, root: int) -> Messages:
+    """The root's tensor into the others'."""
+    if channel.members[channel.mine] != root:
+        return _with_root(here, channel, NOTHING, tensor, root)
+    here.send(tensor, channel.others, channel.number)
+    return _all_come(here, channel)
+
+
+def scatter(here: Neighbours, channel: Channel, output: Tensor, pieces: Sequence[Tensor] | None, root: int) -> Messages:
+    """A piece of the root's to each member."""
+    if pieces is None:
+        return _with_root(here, channel, NOTHING, output, root)
+    output.copy_(pieces[channel.mine])
+    _give(here, channel, pieces)
+    return _all_come(here, channel)
+
+
+def gather(here: Neighbours, channel: Channel, pieces: Sequence[Tensor] | None, piece: Tensor, root: int) -> Messages:
+    """The members' pieces, each into its place on the root."""
+    if pieces is None:
+        return _with_root(here, channel, piece, NOTHING, root)
+    here.send(NOTHING, channel.others, channel.number)
+    return _taken(here, channel, pieces, piece)
+
+
+def barrier(here: Neighbours, channel: Channel) -> Messages:
+    """Nothing of each member."""
+    here.send(NOTHING, channel.others, channel.number)
+    return _all_come(here, channel)
+
+
+def _with_root(here: Neighbours, channel: Channel, given: Tensor, place: Tensor, root: int) -> Messages:
+    """Give the root a tensor, and take what it gives this rank into its place."""
+    here.send(given, [root], channel.number)
+    expected = here.expect(root, channel.number)
+    return Messages(then=lambda: _take(here, expected, place))
+
+
+def _all_come(here: Neighbours, channel: Channel) -> Messages:
+    """Wait until all others have said that they have come."""
+    return _taken(here, channel, [NOTHING] * len(channel.members), NOTHING)
 
 
 def _give(here: Neighbours, channel: Channel, pieces: Sequence[Tensor]) -> None:

@@ -14,7 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.collectives import all_gather, all_reduce, all_to_all, recv, reduce_scatter, send
+from shardlab.execute.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    recv,
+    reduce_scatter,
+    scatter,
+    send,
+)
 
 Wait = Callable[[], Any]
 Start = Callable[[], Wait]
@@ -96,15 +107,14 @@ def _case(
     expected: Tensor | None,
     sent: Tensor | None = None,
 ) -> CollectiveCase:
-    """One of torch's collectives, which is given all but its group."""
-    work = partial(call, group=team.group, async_op=True)
+    """A collective that is given all but its group."""
+    work = partial(call, group=team.group)
     return CollectiveCase(4 * elements, lambda: work().wait, result, expected, sent)
 
 
 def _all_reduce(elements: int, team: Team) -> CollectiveCase:
     x = team.values(team.index, elements)
-    start = partial(all_reduce, x, dist.ReduceOp.SUM, team.group)
-    return CollectiveCase(4 * elements, lambda: start().wait, x, team.sum(elements), sent=x)
+    return _case(elements, team, partial(all_reduce, x, dist.ReduceOp.SUM), x, team.sum(elements), sent=x)
 
 
 def _gathered(elements: int, team: Team) -> Tensor:
@@ -114,55 +124,50 @@ def _gathered(elements: int, team: Team) -> Tensor:
 def _all_gather(elements: int, team: Team) -> CollectiveCase:
     piece = team.values(team.index, elements // team.size)
     whole = piece.new_empty(elements)
-    start = partial(all_gather, whole, piece, team.group)
-    return CollectiveCase(4 * elements, lambda: start().wait, whole, _gathered(elements, team))
+    return _case(elements, team, partial(all_gather, whole, piece), whole, _gathered(elements, team))
 
 
 def _reduce_scatter(elements: int, team: Team) -> CollectiveCase:
     whole = team.values(team.index, elements)
     piece = whole.new_empty(elements // team.size)
     expected = team.sum(elements).chunk(team.size)[team.index]
-    start = partial(reduce_scatter, piece, whole, team.group)
-    return CollectiveCase(4 * elements, lambda: start().wait, piece, expected)
+    return _case(elements, team, partial(reduce_scatter, piece, whole), piece, expected)
 
 
 def _all_to_all(elements: int, team: Team) -> CollectiveCase:
     given = team.values(team.index, elements)
     taken = torch.empty_like(given)
     pieces = [team.values(rank, elements).chunk(team.size)[team.index] for rank in range(team.size)]
-    start = partial(all_to_all, taken, given, team.group)
-    return CollectiveCase(4 * elements, lambda: start().wait, taken, torch.cat(pieces))
+    return _case(elements, team, partial(all_to_all, taken, given), taken, torch.cat(pieces))
 
 
 def _broadcast(elements: int, team: Team) -> CollectiveCase:
     x = team.values(team.index, elements)
-    return _case(elements, team, partial(dist.broadcast, x, team.ranks[0]), x, team.values(0, elements))
+    return _case(elements, team, partial(broadcast, x, team.ranks[0]), x, team.values(0, elements))
 
 
 def _reduce(elements: int, team: Team) -> CollectiveCase:
     x = team.values(team.index, elements)
     expected = team.sum(elements) if team.index == 0 else None
-    return _case(elements, team, partial(dist.reduce, x, team.ranks[0]), x, expected, sent=x)
+    return _case(elements, team, partial(dist.reduce, x, team.ranks[0], async_op=True), x, expected, sent=x)
 
 
 def _gather(elements: int, team: Team) -> CollectiveCase:
     piece = team.values(team.index, elements // team.size)
-    if team.index:
-        return _case(elements, team, partial(dist.gather, piece, None, team.ranks[0]), None, None)
-    whole = piece.new_empty(elements)
-    into = list(whole.chunk(team.size))
-    return _case(elements, team, partial(dist.gather, piece, into, team.ranks[0]), whole, _gathered(elements, team))
+    whole = None if team.index else piece.new_empty(elements)
+    expected = None if team.index else _gathered(elements, team)
+    return _case(elements, team, partial(gather, whole, piece, team.ranks[0]), whole, expected)
 
 
 def _scatter(elements: int, team: Team) -> CollectiveCase:
-    given = list(team.values(0, elements).chunk(team.size))
-    piece = torch.empty_like(given[0])
-    call = partial(dist.scatter, piece, None if team.index else given, team.ranks[0])
-    return _case(elements, team, call, piece, given[team.index].clone())
+    given = team.values(0, elements)
+    piece = torch.empty_like(given.chunk(team.size)[0])
+    call = partial(scatter, piece, None if team.index else given, team.ranks[0])
+    return _case(elements, team, call, piece, given.chunk(team.size)[team.index].clone())
 
 
 def _barrier(elements: int, team: Team) -> CollectiveCase:
-    return _case(0, team, dist.barrier, None, None)
+    return _case(0, team, barrier, None, None)
 
 
 def _send_recv(elements: int, team: Team) -> CollectiveCase:
