@@ -76,7 +76,7 @@ class LayerPrices:
 
     def kept(self, sizes: Sizes, layer: int, keeps: Keeps) -> float:
         """Bytes of one microbatch that stay from a layer's forward pass to its backward pass; of experts, none is sure:
-        its input, if that is no tokens, and what autograd keeps."""
+        its input, if that is no tokens, and what the layer keeps."""
         run, mesh = self.model.run(layer), self.mesh
         if "expert" in run.cut or keeps == "nothing":
             return 0.0
@@ -91,7 +91,7 @@ class LayerPrices:
 
     def halved(self, sizes: Sizes, layer: int) -> float:
         """Bytes of one microbatch that stay between the halves of a backward pass: input, output's gradient, and what
-        autograd keeps; of experts, none is sure."""
+        layers keep; of experts, none is sure."""
         run, mesh = self.model.run(layer), self.mesh
         if "expert" in run.cut:
             return 0.0
@@ -102,7 +102,7 @@ class LayerPrices:
         return self._entered(sizes, layer) + saved + output
 
     def _entered(self, sizes: Sizes, layer: int) -> float:
-        """Bytes of a layer's input that autograd keeps."""
+        """Bytes of a layer's input that it keeps."""
         return self.given(sizes, layer) if not sizes.keeps_input or sizes.keeps_input[layer] else 0.0
 
     def given(self, sizes: Sizes, activation: int) -> float:

@@ -2,7 +2,7 @@
 
 Nothing is followed from pass to pass. A rank has all of its passes to do after the stages before it have passed a
 microbatch, and all of its backward passes after all stages have. What it gathers and reduces over an axis takes turns.
-These floors are lower than `StepFloors`, and discard most plans in a fraction of the time.
+These floors are mostly lower than `StepFloors`, and discard most plans in a fraction of the time.
 """
 
 from __future__ import annotations
