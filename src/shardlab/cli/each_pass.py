@@ -10,7 +10,7 @@ from typing import Any
 from shardlab.cli.settling import passed_here
 from shardlab.measure.side_by_side.each_pass import PassTurns, time_passes_rank
 from shardlab.measure.side_by_side.pairs import Size, StrategyPair
-from shardlab.passes import Passed, settled
+from shardlab.passes import GAIN, Passed, settled
 from shardlab.program import Refused, UserError
 from shardlab.strategies.load import load
 from shardlab.train.launch import run_ranks
@@ -81,7 +81,8 @@ def passes_row(pair: StrategyPair, size: Size, ranks: int, turns: int) -> Passes
     if row.why_not:
         return row
     try:
-        passed, cluster = passed_here(load(pair.name), pair.job(size, ranks), pair.passes, lenient=True)
+        its = load(pair.name), pair.job(size, ranks), pair.passes
+        passed, cluster = passed_here(*its, least=GAIN, lenient=True)
         row = replace(row, passed=passed, device=cluster.device.name)
         variants = [settled(row.helped[: count + 1]) for count in range(len(row.helped))]
         if len(variants) == 1:

@@ -104,12 +104,20 @@ def _choice(entry: StrategyEntry, job: Job, others: Sequence[int], lenient: bool
     return settled(found)
 
 
-def passed_here(entry: StrategyEntry, job: Job, names: str, *, lenient: bool = False) -> tuple[list[Passed], Cluster]:
+SURE_GAIN = 0.02
+"""The share of a step that a pass must gain by prices of cores to be run where nobody gives its number. Of those that
+gain less, some were measured to lose as much or more (docs/measuring.md)."""
+
+
+def passed_here(
+    entry: StrategyEntry, job: Job, names: str, *, least: float = SURE_GAIN, lenient: bool = False
+) -> tuple[list[Passed], Cluster]:
     """A job's program as it is written, and as each pass leaves it, by the prices of the machine that is also given.
 
     On GPUs without a price only passes that are named themselves are run: what helps cores need not help them.
 
     Args:
+        least: the share of a step that a pass must gain.
         lenient: leave passes out that are named and have nothing to do.
 
     Raises:
@@ -126,7 +134,9 @@ def passed_here(entry: StrategyEntry, job: Job, names: str, *, lenient: bool = F
         return written
 
     def on(cluster: Cluster, names: str) -> list[Passed]:
-        return replace(workload_of(timed, cluster), trace=trace).rewritten(names, MOST_TRIED, lenient=lenient)
+        return replace(workload_of(timed, cluster), trace=trace).rewritten(
+            names, MOST_TRIED, least=least, lenient=lenient
+        )
 
     *measured, assumed = _clusters(job.ranks)
     for cluster in measured:

@@ -35,12 +35,14 @@ class Goal:
         memory: bytes of a rank that must not be exceeded; a program that needs more already must not need more still.
         kept: how large values are in memory, if not as traced.
         most: ops of rewritten programs that are looked at; passes share them evenly.
+        least: the share of a step that a pass must gain whose number is not given, if it saves no memory.
     """
 
     prices: Prices = UNIT_COSTS
     memory: float = math.inf
     kept: Sizes | None = None
     most: float = math.inf
+    least: float = GAIN
 
     def of(self, checked: Checked) -> tuple[float, int]:
         """When a program's step ends, and the bytes of its fullest rank."""
@@ -131,6 +133,8 @@ def _best(each: TapePass, before: Passed, goal: Goal, most: float) -> tuple[Pass
         elif best is before:
             faster = passed.better(before, math.inf)
             why_not = "what is faster takes more memory than there is" if faster else "no change is faster"
+    if not each.chosen and best.peak >= before.peak and best.end > (1 - goal.least) * before.end:
+        return before, why_not or f"it gains less than {goal.least:.0%}"
     return best, why_not
 
 

@@ -11,7 +11,7 @@ from shardlab.check import Checked, check
 from shardlab.hardware import Cluster
 from shardlab.models import Blocks, Model, cut_for
 from shardlab.models.repeated import Repeated, sampled
-from shardlab.passes import Goal, Passed, find_passes, run_named, run_passes
+from shardlab.passes import GAIN, Goal, Passed, find_passes, run_named, run_passes
 from shardlab.predict.estimate import Estimate, estimate
 from shardlab.predict.folding import fold
 from shardlab.predict.held import room_of_tensors
@@ -110,12 +110,15 @@ class Workload:
         """The program of all ranks as it was written, and as each pass left it, for the cluster's prices and memory."""
         return self.rewritten(self.pass_names)
 
-    def rewritten(self, names: str, most: float = math.inf, *, lenient: bool = False) -> list[Passed]:
+    def rewritten(
+        self, names: str, most: float = math.inf, *, least: float = GAIN, lenient: bool = False
+    ) -> list[Passed]:
         """The program of all ranks as it was written, and as each of other passes left it.
 
         Args:
             names: of the passes (see `find_passes`).
             most: ops of rewritten programs that are looked at (see `Goal`).
+            least: the share of a step that a pass must gain (see `Goal`).
             lenient: leave passes out that are named and have nothing to do.
 
         Raises:
@@ -124,7 +127,7 @@ class Workload:
         """
         written = replace(self, passes="none", trace=self.trace or self._whole)
         assert isinstance(written.traced, Checked)
-        goal = Goal(self.prices, room_of_tensors(written), self.kept_sizes, most)
+        goal = Goal(self.prices, room_of_tensors(written), self.kept_sizes, most, least)
         if lenient:
             return run_passes(written.traced, find_passes(names), goal)
         return run_named(written.traced, names, goal)
