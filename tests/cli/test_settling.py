@@ -156,8 +156,16 @@ def test_passes_of_a_runs_own_file_may_have_nothing_to_do_on_other_ranks(
     assert run.config.plan.as_dict()["passes"] == left
 
 
-def test_steps_of_other_numbers_of_microbatches_take_the_passes_that_all_can() -> None:
+def test_a_pass_that_nobody_has_named_must_surely_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settled_on(load("zero-3"), None) == "prefetch=1"
+    assert "fuse-steps" in settled_on(load("zero-3", "prefetch,fuse-steps"), None)
+    monkeypatch.setattr(settling, "SURE_GAIN", 0.0)
+    assert "fuse-steps" in settled_on(load("zero-3"), None)
+
+
+def test_steps_of_other_numbers_of_microbatches_take_the_passes_that_all_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is carried from step to step may differ between numbers, and the next step would not find it."""
+    monkeypatch.setattr(settling, "SURE_GAIN", 0.0)
     entry = load("zero-3")
     assert "fuse-steps" in settled_on(entry, None)
     assert "fuse-steps" not in settled_on(entry, None, counts=(2, 4))

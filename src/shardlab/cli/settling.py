@@ -14,7 +14,7 @@ from shardlab.cli.first_rank import of_first_rank
 from shardlab.cli.passes_report import useless_offload
 from shardlab.cli.strategy import checked
 from shardlab.errors import Refused, UserError
-from shardlab.passes import settled
+from shardlab.passes import GAIN, settled
 from shardlab.program.pass_names import UNSAID, named_passes
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.train.config_sources import ConfigSource, merged, origin
@@ -105,19 +105,19 @@ def _choice(entry: StrategyEntry, job: Job, others: Sequence[int], lenient: bool
 
 
 SURE_GAIN = 0.02
-"""The share of a step that a pass must gain by prices of cores to be run where nobody gives its number. Of those that
-gain less, some were measured to lose as much or more (docs/measuring.md)."""
+"""The share of a step that a pass must gain by the machine's prices to be run where nobody has named any. Of those that
+gain less, some were measured to lose as much or more (docs/passes.md)."""
 
 
 def passed_here(
-    entry: StrategyEntry, job: Job, names: str, *, least: float = SURE_GAIN, lenient: bool = False
+    entry: StrategyEntry, job: Job, names: str, *, least: float | None = None, lenient: bool = False
 ) -> tuple[list[Passed], Cluster]:
     """A job's program as it is written, and as each pass leaves it, by the prices of the machine that is also given.
 
     On GPUs without a price only passes that are named themselves are run: what helps cores need not help them.
 
     Args:
-        least: the share of a step that a pass must gain.
+        least: the share of a step that a pass must gain (None: what is sure, or any where some are named).
         lenient: leave passes out that are named and have nothing to do.
 
     Raises:
@@ -126,6 +126,8 @@ def passed_here(
     """
     from shardlab.train.launch import device_type
 
+    if least is None:
+        least = GAIN if any(each.by_name for each in named_passes(names)) else SURE_GAIN
     entry.require_ops(job.ranks, job.model.layers, job.microbatches)
     written = checked(entry, job.ranks, job.sizes, job.microbatches)
     timed = replace(job, precision=_timed(job.precision))
