@@ -19,7 +19,7 @@ from shardlab.rules.spec import Form, form_of
 Rule = Callable[[RankState, Op], None]
 
 NONE: dict[Form, int] = {}
-"""Of an activation of which its layer keeps nothing."""
+"""Values that layers keep, by form, of an activation of which they keep none."""
 
 
 def forward(state: RankState, op: Op) -> None:

@@ -216,8 +216,8 @@ class Neighbours:
             while expected not in self._rooms:
                 self._want(expected.source)
                 if not self._read(self._limit):
-                    said = f"nothing came within {self._limit:g} s"
-                    raise RuntimeError(f"Timed out waiting for rank {expected.source}: {said}")
+                    why = f"nothing came within {self._limit:g} s"
+                    raise RuntimeError(f"Timed out waiting for rank {expected.source}: {why}")
             return self._shared(self._memories[expected.source], self._rooms.pop(expected), like)
 
     def _shared(self, memory: SharedMemory, room: int, like: Tensor) -> SharedTensor:

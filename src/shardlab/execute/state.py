@@ -134,10 +134,9 @@ class State:
             return {number: CompiledPasses(compiled[number]) for number in numbers}
         layers, device = layers_of(model), self.settings.device.type
         attended = {number + 1 for number, run in enumerate(model.runs) if run.attend is not None}
-        its = {number: layers[number] for number in numbers}
         return {
-            number: prepared_layer(layer.layer, layer.names, device, attended=number in attended)
-            for number, layer in its.items()
+            number: prepared_layer(model.run(number), layers[number].names, device, attended=number in attended)
+            for number in numbers
         }
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:

@@ -19,7 +19,7 @@ from shardlab.models.tensors import mixture
 from shardlab.models.tensors.activations import activated
 from shardlab.models.tensors.attention_with_dropout import attention_with_dropout
 from shardlab.models.tensors.cache import KeysValues
-from shardlab.models.tensors.lookup import look_up
+from shardlab.models.tensors.lookup import look_up, without_padding
 from shardlab.models.tensors.rms_norm import rms_norm
 from shardlab.models.tensors.rotary import turned
 from shardlab.models.tensors.share import Share
@@ -102,13 +102,8 @@ def _(primitive: Linear, given: Given) -> tuple[Tensor, ...]:
 
 @compute.register
 def _(primitive: Scores, given: Given) -> tuple[Tensor, ...]:
-    """-inf for tokens beyond the vocabulary."""
     logits = given.linear("x", "wte.weight" if primitive.tied else "lm_head.weight")
-    each = logits.shape[-1]
-    real = max(0, primitive.outputs - given.share.piece("vocab")[0] * each)
-    if real < each:
-        logits[..., real:].fill_(float("-inf"))
-    return (logits,)
+    return (without_padding(logits, primitive.outputs, given.share),)
 
 
 @compute.register

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ class Dropout:
     step: int
     layer: int
     microbatches: tuple[int, ...]
+
+    def of_block(self, block: int) -> Dropout | None:
+        """The masks of a block, which may be one of several in a layer; None if nothing is dropped."""
+        return replace(self, layer=block) if self.probability else None
 
     def mask(
         self, site: DropoutSite, shape: tuple[int, ...], like: Tensor, dim: int = 0, part: Sequence[int] | None = None

@@ -74,15 +74,13 @@ class TensorLayer:
         self, parameters: Sequence[Tensor], inputs: Sequence[Tensor], share: Share, dropout: Dropout | None
     ) -> Iterator[Tensor | None]:
         """What each step multiplies by beside its parameters, made one after the other."""
-        if dropout is not None and dropout.probability == 0:
-            dropout = None
         rows, length = inputs[-1].shape[:2]  # the first may be experts' buffers
         around = Surroundings(rows, length, share, None, parameters[0] if parameters else inputs[0])
         for step, made_by in zip(self.layer.steps, self._factors, strict=True):
             if made_by is None:
                 yield None
                 continue
-            masks = None if dropout is None else replace(dropout, layer=step.block)
+            masks = None if dropout is None else dropout.of_block(step.block)
             yield made_by(step.primitive, around if masks is None else replace(around, dropout=masks))
 
     def compute(

@@ -1,9 +1,11 @@
-"""The embedding of one slice of the vocabulary."""
+"""One slice of the vocabulary: its embedding, and its scores."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
+
+from shardlab.models.tensors.share import Share
 
 
 def look_up(weight: Tensor, tokens: Tensor, first: int) -> Tensor:
@@ -20,3 +22,12 @@ def indices_in(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Find each token's index in the slice of `count` tokens from `first` (0 for others), and whether it is another."""
     elsewhere = (tokens < first) | (tokens >= first + count)
     return (tokens - first).masked_fill(elsewhere, 0), elsewhere
+
+
+def without_padding(logits: Tensor, tokens: int, share: Share) -> Tensor:
+    """Set a slice's scores (..., tokens of the slice) to -inf in place, beyond a vocabulary of so many tokens."""
+    each = logits.shape[-1]
+    real = max(0, tokens - share.piece("vocab")[0] * each)
+    if real < each:
+        logits[..., real:].fill_(float("-inf"))
+    return logits

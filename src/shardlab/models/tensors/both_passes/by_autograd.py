@@ -14,11 +14,18 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from shardlab.models.primitive import Primitive
-from shardlab.models.tensors.both_passes.primitive import BothPasses, TensorPlaces, Weights, Workspace
+from shardlab.models.tensors.both_passes.primitive import (
+    BothPasses,
+    Take,
+    TensorPlaces,
+    Weights,
+    Workspace,
+    are_buffers,
+)
 from shardlab.models.tensors.compute import Given, compute
 
 Function = Callable[[Weights, Sequence[Tensor]], Sequence[Tensor]]
-"""Of parameters and tensors."""
+"""Computes some tensors, given parameters and other tensors."""
 
 
 class View(NamedTuple):
@@ -59,7 +66,7 @@ class Saved:
 
 
 class Graph:
-    """What is kept of a function between its two passes; the forward pass is done when it is made.
+    """A function's forward pass, which is done when this is made, and what its backward pass needs of it.
 
     Args:
         function: what is computed.
@@ -108,8 +115,8 @@ def by_autograd(primitive: Primitive, at: TensorPlaces) -> BothPasses:
     """Both passes of a primitive, the second by autograd through what computes it (`compute`)."""
     names = [*(parameter.name for parameter in primitive.parameters()), *primitive.borrows]
     held = [at.weights[name] for name in names]
-    read = {name: (at.tensors[name], "expert" in indices.split()) for name, indices in primitive.reads.items()}
-    made = [(at.make(name), "expert" in indices.split()) for name, indices in primitive.makes.items()]
+    read = {name: (at.tensors[name], are_buffers(indices)) for name, indices in primitive.reads.items()}
+    made = [(at.make(name), are_buffers(indices)) for name, indices in primitive.makes.items()]
     graph, block = at.make(), at.block
 
     def forward(its: Workspace) -> None:
@@ -143,14 +150,18 @@ def by_autograd(primitive: Primitive, at: TensorPlaces) -> BothPasses:
         for (place, buffers), gradient in zip(read.values(), found, strict=False):
             if gradient is not None:
                 its.hand_on(place, gradient if buffers else gradient.flatten(0, 1))
-        for place, gradient in zip(held, found[len(read) :], strict=True):
-            if gradient is not None:
-                its.take(partial(add_gradient, place), gradient, gradient)
+        take_gradients(its.take, held, found[len(read) :])
 
     kept = [place for place, _ in read.values()] if primitive.made_again else []
     return BothPasses(forward, backward, (graph, *kept))
 
 
-def add_gradient(place: int, rooms: Weights, gradient: Tensor, _: Tensor) -> None:
-    """Add the gradient of the parameter in a place, which is made already."""
+def take_gradients(take: Take, places: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+    """Take the gradients of parameters, by their places, that are made already; none where there is none."""
+    for place, gradient in zip(places, gradients, strict=True):
+        if gradient is not None:
+            take(partial(_add_gradient, place), gradient, gradient)
+
+
+def _add_gradient(place: int, rooms: Weights, gradient: Tensor, _: Tensor) -> None:
     rooms[place].add_(gradient)

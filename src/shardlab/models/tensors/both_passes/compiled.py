@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from shardlab.models.tensors.both_passes.by_autograd import Graph, add_gradient
+from shardlab.models.tensors.both_passes.by_autograd import Graph, take_gradients
 from shardlab.models.tensors.both_passes.primitive import Take, Weights
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.layers import TensorLayer
@@ -50,7 +49,5 @@ class CompiledPasses:
         """The inputs' gradients, of those of the outputs; none for tokens."""
         found = kept.backward(weights, given)
         inputs = len(found) - len(weights)
-        for place, gradient in enumerate(found[inputs:]):
-            if gradient is not None:
-                take(partial(add_gradient, place), gradient, gradient)
+        take_gradients(take, range(len(weights)), found[inputs:])
         return found[:inputs]

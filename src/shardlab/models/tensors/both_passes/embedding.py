@@ -20,7 +20,7 @@ from shardlab.models.tensors.tokens import rows_of, runs
 
 @passes.register
 def _(primitive: Lookup, at: TensorPlaces) -> BothPasses:
-    """Of a slice of the vocabulary, tokens of other slices give zero, and take nothing."""
+    """A slice of the vocabulary gives zero for tokens of other slices, and adds nothing of their gradients."""
     weight, tokens, made = at.weights["wte.weight"], at.tensors["x"], at.make("x")
     in_order = at.device == "cpu"  # elsewhere rows are added as threads come, by another op than torch's own gradient
 

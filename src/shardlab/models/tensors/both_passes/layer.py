@@ -16,7 +16,15 @@ from torch import Tensor
 from shardlab.models.primitive import INTEGERS, Primitive
 from shardlab.models.run import Run
 from shardlab.models.tensors.both_passes.by_autograd import by_autograd
-from shardlab.models.tensors.both_passes.primitive import BothPasses, Take, TensorPlaces, Weights, Workspace, passes
+from shardlab.models.tensors.both_passes.primitive import (
+    BothPasses,
+    Take,
+    TensorPlaces,
+    Weights,
+    Workspace,
+    are_buffers,
+    passes,
+)
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.share import ALL, Share
 
@@ -213,7 +221,7 @@ def prepared_layer(run: Run, names: Sequence[str], device: str, *, attended: boo
 
 def _port(places: tuple[int, ...], names: Sequence[str], indices: str) -> _Port:
     integers = tuple(place for place, name in zip(places, names, strict=True) if name in INTEGERS)
-    return _Port(places, integers, "expert" in indices.split())
+    return _Port(places, integers, are_buffers(indices))
 
 
 def _first_reader(steps: Sequence[Primitive], name: str) -> str:

@@ -10,6 +10,7 @@ kept anyway: the output of an activation function, which is the largest tensor o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from shardlab.models.attention import Projection
 from shardlab.models.primitives import Linear, Scores
 from shardlab.models.tensors.both_passes.primitive import BothPasses, TensorPlaces, Weights, Workspace, passes
+from shardlab.models.tensors.lookup import without_padding
 from shardlab.models.tensors.onednn import linear_backward, linear_forward
 from shardlab.models.tensors.rotary import turned, turned_back
 
@@ -29,18 +31,14 @@ def _(primitive: Linear, at: TensorPlaces) -> BothPasses:
 
 @passes.register
 def _(primitive: Scores, at: TensorPlaces) -> BothPasses:
-    """-inf for tokens beyond the vocabulary, where no loss has a gradient."""
+    """Scores beyond the vocabulary are -inf, where no loss has a gradient."""
     weight = at.weights["wte.weight" if primitive.tied else "lm_head.weight"]
     multiply, backward, keeps = _linear(at, "x", "x", weight, -1)
     logits = at.tensors["x"]
 
     def forward(its: Workspace) -> None:
         multiply(its)
-        made: Tensor = its.tensors[logits]
-        each = made.shape[-1]
-        real = max(0, primitive.outputs - its.share.piece("vocab")[0] * each)
-        if real < each:
-            made[..., real:].fill_(float("-inf"))
+        without_padding(its.tensors[logits], primitive.outputs, its.share)
 
     return BothPasses(forward, backward, keeps)
 
@@ -53,24 +51,23 @@ def _(primitive: Projection, at: TensorPlaces) -> BothPasses:
     heads, turns = primitive.heads + primitive.kv_heads, primitive.rope_theta is not None
     share, of_all = primitive.hidden_size, primitive.outputs
 
+    def turn(its: Workspace, whole: Tensor, how: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
+        """Turn queries and keys, or turn them back."""
+        if not turns:
+            return whole
+        angles = its.factor(primitive, block)
+        assert angles is not None, "rotary positions have angles"
+        return how(its.of_sequences(whole), angles, heads // its.share.piece("head")[1]).flatten(0, 1)
+
     def forward(its: Workspace) -> None:
         project(its)
-        whole, its.tensors[features] = its.tensors[features], None
-        if turns:
-            angles = its.factor(primitive, block)
-            assert angles is not None
-            whole = turned(its.of_sequences(whole), angles, heads // its.share.piece("head")[1]).flatten(0, 1)
+        whole, its.tensors[features] = turn(its, its.tensors[features], turned), None
         queries = whole.shape[-1] * share // of_all
         its.tensors[q], its.tensors[kv] = whole.split_with_sizes((queries, whole.shape[-1] - queries), -1)
 
     def backward(its: Workspace) -> None:
         whole = torch.cat((its.taken(q), its.taken(kv)), -1)
-        if turns:
-            angles = its.factor(primitive, block)
-            assert angles is not None
-            of = its.share.piece("head")[1]
-            whole = turned_back(its.of_sequences(whole), angles, heads // of).flatten(0, 1)
-        its.gradients[features] = whole
+        its.gradients[features] = turn(its, whole, turned_back)
         backward_of(its)
 
     return BothPasses(forward, backward, keeps)

@@ -7,7 +7,7 @@ are one dim, (rows x T, features), since products take it so; experts' buffers a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import singledispatch
 from typing import Any, NamedTuple
 
@@ -64,9 +64,7 @@ class Workspace:
     def factor(self, primitive: Primitive, block: int) -> Tensor | None:
         """What a primitive of a block multiplies by beside its parameters: a mask, or turns."""
         like = next(each for each in (*self.weights, *self.tensors) if isinstance(each, Tensor))
-        dropout = self.dropout
-        if dropout is not None:
-            dropout = replace(dropout, layer=block) if dropout.probability else None
+        dropout = None if self.dropout is None else self.dropout.of_block(block)
         return factor(primitive, Surroundings(self.rows, self.tokens, self.share, dropout, like))
 
     def of_sequences(self, x: Tensor) -> Tensor:
@@ -133,6 +131,11 @@ class TensorPlaces:
     def weights_of(self, name: str, bias: bool) -> tuple[int, int]:
         """TensorPlaces of a weight and its bias; -1 for none. One of this name may be another primitive's (`Add`)."""
         return self.weights[f"{name}.weight"], self.weights[f"{name}.bias"] if bias else -1
+
+
+def are_buffers(indices: str) -> bool:
+    """Whether a tensor with these indices is experts' buffers, whose dims are not those of sequences."""
+    return "expert" in indices.split()
 
 
 @singledispatch
