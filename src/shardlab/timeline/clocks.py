@@ -252,18 +252,24 @@ def waited_until(
         start, end: of the communication.
         contention, lag: see `Prices`; the lag is none where ranks do not meet, as for copies.
     """
+    again = clock if clock > end else end
     if end <= start:
-        return max(clock, end)
-    lost = contention * computing(idle, start, min(clock, end))
-    computed = clock - (idle[-1].until if idle else 0.0)
-    return max(clock, end) + lost + lag.seconds(computed, hidden=end <= clock)
+        return again
+    if contention:
+        again += contention * computing(idle, start, clock if clock < end else end)
+    if lag.most:
+        again += lag.seconds(clock - (idle[-1].until if idle else 0.0), hidden=end <= clock)
+    return again
 
 
 def computing(idle: Sequence[Idle], since: float, until: float) -> float:
     """How long a rank computes between two moments."""
-    seconds = max(0.0, until - since)
+    seconds = until - since
     for each in reversed(idle):
-        if each.until <= since:
+        if seconds <= 0 or each.until <= since:
             break
-        seconds -= max(0.0, min(each.until, until) - max(each.since, since))
-    return max(0.0, seconds)
+        start = each.since if each.since > since else since
+        end = each.until if each.until < until else until
+        if end > start:
+            seconds -= end - start
+    return seconds if seconds > 0 else 0.0
