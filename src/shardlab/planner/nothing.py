@@ -77,7 +77,7 @@ def nothing_found(problem: Problem, found: Found) -> str:
     lifted, state = _lifted(problem.limits, candidate), ""
     context = 0.0 if problem.cluster.on_cpu else problem.recipe.memory.context_bytes
     if (alone := _state(problem, candidate) + context) > room:
-        beside = ", and CUDA's context," if context else ""
+        beside = ", and CUDA's context," if context else ","
         state = (
             f"; weights and {problem.optimizer}'s state, shared over all devices{beside} alone take "
             f"{bytes_text(alone, 1)}"
