@@ -137,7 +137,7 @@ def _peak(crowd: Crowd, dtype: str) -> PeakPoint:
         for each in (product, layers_product):
             each()
             crowd.meet()
-            seconds = crowd.mean(median(clock.seconds(each, 2) for _ in range(5)))
+            seconds = crowd.mean(median(clock.seconds(each, 1) for _ in range(5)))
             best = max(best, (2.0 * size**3 / seconds, size))
     return PeakPoint(dtype, crowd.processes, best[1], best[0])
 
