@@ -14,7 +14,7 @@ from shardlab.planner.families import family, model_kinds
 from shardlab.planner.floors import Floors
 from shardlab.planner.problem import Candidate
 from shardlab.planner.sharing_floors import shared_as
-from shardlab.planner.space import PlanShape, follows, legal
+from shardlab.planner.space import PlanShape, legal
 from shardlab.strategies.plan import Plan
 
 TooLarge = Callable[[Candidate, float], None]
@@ -78,7 +78,7 @@ def deal(
     """
     dealt = Dealt(open=open)
     problem, name, room = floors.problem, model_kinds(shape.mesh), floors.problem.room
-    if not follows(problem, shape, plan):
+    if not floors.follows(shape, plan):
         return dealt
     ways, bytes = floors.ways(shape), floors.bytes_of_ways(shape, plan)
     fits, seconds = bytes <= room, ways.seconds(passes)

@@ -49,27 +49,24 @@ def earliest_passes(
     """
     plain = np.array([stages.all(sums) for sums in floors.arrays[:4]])
     again, opening, begins = gathering_passes(floors, stages, plain, traffic.ahead, traffic.awaited)
-    placed = stages.placed(plan.mesh.pp)
+    placed = stages.placed
     # The first forward pass on a stage gathers all of its weights; no other one on it is earlier
     first = opening[:, 0].copy()
     first[:, counts.begins] = begins[:, counts.begins]
     entered = np.cumsum(first + messages[0], axis=1)
     before = entered - first - messages[0]
-    loose = np.broadcast_to(plain, opening.shape)
-    work: list[Array] = []
-    for reshard in RESHARDS:
-        base = again if reshard == "layer" else loose
-        passes = counts.all * base + more * _each(base)
+    all = np.empty((len(RESHARDS), *opening.shape))
+    for place, reshard in enumerate(RESHARDS):
+        base, passes = again if reshard == "layer" else plain, all[place]
+        passes[:] = counts.all * base + more * _each(base)
         if reshard != "step":
-            passes = passes + counts.visits * (opening - base)
+            passes += counts.visits * (opening - base)
         else:
             passes[:, 0] += opening[:, 0] - plain[0]
         passes[:, 0] += first - opening[:, 0]
-        work.append(passes)
-    all = np.array(work)
     begun = entered[:, -1][:, None]
-    lowest = np.unique(stages.rank, return_index=True)[1]
-    after = (floors.arrays.backward[stages.start] + np.cumsum(messages[1]))[lowest] if hands_back_last(plan) else 0.0
+    handed_back = floors.arrays.backward[stages.start] + np.cumsum(messages[1])
+    after = handed_back[stages.lowest] if hands_back_last(plan) else 0.0
     handed = np.minimum(plain[1], plain[2]) + messages[1]
     later = handed.sum() - np.cumsum(handed)  # backward passes on the stages after each one
     left = (counts.all[0] - counts.ahead) * plain[0]  # forward passes after a rank's first backward pass

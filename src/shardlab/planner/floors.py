@@ -20,7 +20,7 @@ from shardlab.planner.order_times import Places
 from shardlab.planner.pipeline_floors import PipelineFloors
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.rank_orders import Pipelines
-from shardlab.planner.sharing_floors import SharingFloors
+from shardlab.planner.sharing_floors import SharingFloors, SharingTable
 from shardlab.planner.space import PlanShape
 from shardlab.planner.stage_ends import PlacedEnds
 from shardlab.planner.stage_messages import StageMessages
@@ -74,6 +74,7 @@ class Floors:
         self.sharing = SharingFloors(self._layers, self.memory, traffic)
         messages = StageMessages(self._layers)
         self.steps = StepFloors(self._layers, self._pipelines, traffic, ends, messages)
+        self._shared: dict[tuple[SharingTable, int], WaysToShare] = {}
         self._ways = WayFloors(self._layers, self._pipelines, ends, messages)
 
     def passes(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> LayerFloors:
@@ -83,6 +84,10 @@ class Floors:
     def each(self, shape: PlanShape) -> int:
         """Microbatches of each data-parallel rank."""
         return self._pipelines.each(shape)
+
+    def follows(self, shape: PlanShape, plan: Plan) -> bool:
+        """Whether a plan's schedule can be followed with as many microbatches as there are."""
+        return self._pipelines.follows(shape, plan)
 
     def of_shape(self, shape: PlanShape) -> ShapeFloor:
         """What no candidate of a shape goes below, however the model is shared."""
@@ -94,8 +99,10 @@ class Floors:
 
     def ways(self, shape: PlanShape) -> WaysToShare:
         """Every way to share the model on a shape's mesh."""
-        table = self.sharing.of(shape)
-        return WaysToShare(list(table.ways.values()), table.seconds(self._pipelines.each(shape)), SURE * table.after)
+        table, each = self.sharing.of(shape), self._pipelines.each(shape)
+        if (table, each) not in self._shared:
+            self._shared[table, each] = WaysToShare(list(table.ways.values()), table.seconds(each), SURE * table.after)
+        return self._shared[table, each]
 
     def least(self, shape: PlanShape, passes: Array) -> Array:
         """Seconds of a step at least, for each of several seconds of passes, however the model is shared so that it may

@@ -75,6 +75,11 @@ class LayerFloors:
         return SumArrays(*(np.array(getattr(self, name)) for name in SumArrays._fields))
 
     @cached_property
+    def passes(self) -> Array:
+        """Seconds of each kind of pass through each layer, from `forward` to `halves`: (kinds, layers)."""
+        return np.diff(np.array(self.arrays[:4]))
+
+    @cached_property
     def kinds(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Layers that are the first of their kind: (kinds,); and the place of each layer's among these: (layers,)."""
         first, of_layers = np.unique(np.array(self.like, np.intp), return_inverse=True)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from shardlab.planner.order_times import Array
 from shardlab.planner.pass_counts import PassCounts, pass_counts
 from shardlab.planner.problem import Problem
-from shardlab.planner.space import PlanShape, blocks_of, few_of
+from shardlab.planner.space import PlanShape, blocks_of, few_of, follows
 from shardlab.predict.forecast import enough
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
@@ -104,6 +104,7 @@ class Pipelines:
         self._stages: dict[Hashable, list[range]] = {}
         self._placed: dict[Hashable, PlacedStages] = {}
         self._orders: dict[Hashable, list[RankOrder]] = {}
+        self._follows: dict[Hashable, bool] = {}
         self._kept: dict[Hashable, KeptCounts] = {}
         self._counts: dict[Hashable, PassCounts] = {}
 
@@ -151,11 +152,23 @@ class Pipelines:
             )
         return self._placed[key]
 
+    def follows(self, shape: PlanShape, plan: Plan) -> bool:
+        """Whether a plan's schedule can be followed with as many microbatches as there are."""
+        key = self._order_of(shape, plan)
+        if key not in self._follows:
+            self._follows[key] = follows(self.problem, shape, plan)
+        return self._follows[key]
+
+    def _order_of(self, shape: PlanShape, plan: Plan) -> Hashable:
+        """What a pipeline's order of work depends on, if it has few microbatches."""
+        pp = plan.mesh.pp
+        return pp, plan.schedule, len(self.stages(shape, plan)), few_of(self.each(shape), pp)
+
     def orders(self, shape: PlanShape, plan: Plan) -> list[RankOrder]:
         """The order of work of some pipeline ranks, with few microbatches: the first ones, one between, the last."""
-        few, stages = few_of(self.each(shape), plan.mesh.pp), self.stages(shape, plan)
-        key = plan.mesh.pp, plan.schedule, len(stages), few
+        key = self._order_of(shape, plan)
         if key not in self._orders:
+            few = few_of(self.each(shape), plan.mesh.pp)
             steps = plan.steps(blocks_of(self.problem, shape).layers.pipeline_units, few * plan.data_ranks)
             self._orders[key] = [
                 _rank_order(rank, [stage for stage, at in enumerate(steps.ranks_of_stages) if at == rank], order)
@@ -166,9 +179,9 @@ class Pipelines:
 
     def kept(self, shape: PlanShape, plan: Plan) -> KeptCounts:
         """Count what some pipeline ranks keep of microbatches; see `orders`."""
-        stages = len(self.stages(shape, plan))
-        key = plan.mesh.pp, plan.schedule, stages, few_of(self.each(shape), plan.mesh.pp)
+        key = self._order_of(shape, plan)
         if key not in self._kept:
+            stages = len(self.stages(shape, plan))
             rows = [(order, moment) for order in self.orders(shape, plan) for moment in order.moments]
             counts = np.zeros((len(KeptCounts._fields), len(rows), stages))
             for row, (order, moment) in enumerate(rows):

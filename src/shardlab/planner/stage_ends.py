@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -57,9 +58,15 @@ class StageEnds:
         start, stop = sums[..., self.start], sums[..., self.stop]
         return StageSums(stop - start, stop - sums[..., self.head], sums[..., self.tail] - start)
 
-    def placed(self, ranks: int) -> Array:
+    @cached_property
+    def placed(self) -> Array:
         """Tell which stage is on which rank, by 1 and 0: (stages, ranks)."""
-        return (self.rank[:, None] == np.arange(ranks)).astype(float)
+        return (self.rank[:, None] == np.arange(int(self.rank.max()) + 1)).astype(float)
+
+    @cached_property
+    def lowest(self) -> Places:
+        """Find the first stage of each rank: (ranks,)."""
+        return np.unique(self.rank, return_index=True)[1]
 
 
 class GatheringPasses(NamedTuple):
@@ -90,7 +97,7 @@ def gathering_passes(
         plain: seconds of each kind of pass without gathers: (kinds, stages).
         ahead, awaited: seconds of gathers over the first axis and over others.
     """
-    forward, backward, inputs = (np.diff(sums) for sums in floors.arrays[:3])
+    forward, backward, inputs, _ = floors.passes
     again = np.array(np.broadcast_to(plain, (*ahead.all.shape[:-1], *plain.shape)))
     opening = again.copy()
     for kind, layer in ((0, forward[stages.last]), (1, backward[stages.first]), (2, inputs[stages.first])):

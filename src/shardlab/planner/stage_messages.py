@@ -19,7 +19,7 @@ class StageMessages:
     def __init__(self, layers: ShapeLayers) -> None:
         self._layers = layers
         self._known: dict[Hashable, Array] = {}
-        self._between: dict[Hashable, dict[Hashable, float]] = {}
+        self._between: dict[Hashable, dict[Hashable, tuple[float, float]]] = {}
 
     def of(self, shape: PlanShape, stages: StageEnds) -> Array:
         """Seconds of messages from each stage: of activations to the next one, of gradients to the one before:
@@ -38,14 +38,17 @@ class StageMessages:
         ranks: list[int] = stages.rank.tolist()
         starts: list[int] = stages.start.tolist()
         for stage in range(1, len(ranks)):
-            ends = ranks[stage - 1] * apart, ranks[stage] * apart
+            start, ends = starts[stage], (ranks[stage - 1] * apart, ranks[stage] * apart)
             if ends[0] == ends[1]:
                 continue
-            for port in model.layers[starts[stage]].inputs:
-                bytes = given[starts[stage]] if port.kind is Kind.ACTIVATION else least
-                for back, kind in enumerate((port.kind, GRADIENT_OF[port.kind])):
-                    key = kind, bytes, ends, back
-                    if key not in known:
-                        known[key] = prices.message_times(kind, bytes, *(ends[::-1] if back else ends))[0]
-                    found[back, stage - 1 + back] += known[key]  # they take turns
+            kinds = tuple([port.kind for port in model.layers[start].inputs])
+            key = kinds, given[start], least, ends
+            if key not in known:
+                there = back = 0.0
+                for kind in kinds:  # they take turns
+                    bytes = given[start] if kind is Kind.ACTIVATION else least
+                    there += prices.message_times(kind, bytes, *ends)[0]
+                    back += prices.message_times(GRADIENT_OF[kind], bytes, *ends[::-1])[0]
+                known[key] = there, back
+            found[0, stage - 1], found[1, stage] = known[key]
         return found

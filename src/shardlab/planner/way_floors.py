@@ -40,7 +40,7 @@ class WayFloors:
         """
         all, stages = table.traffic, self._ends.of(shape, plan)
         if (table, stages) not in self._known:
-            self._known[table, stages] = all.on(stages, plan.mesh.pp)
+            self._known[table, stages] = all.on(stages)
         traffic, (few, more) = self._known[table, stages], self._pipelines.timed(shape, plan)
         floors, counts = self._layers.floors(shape, plan.recompute), self._pipelines.counts(shape, plan)
         times = earliest_passes(plan, floors, stages, counts, more, traffic, self._messages.of(shape, stages))

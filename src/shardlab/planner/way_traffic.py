@@ -67,12 +67,12 @@ class WayTraffic:
         once = all[self.gathers][:, self.gathering] + all[self.once][:, self.reduction]
         return once, all[self.often][:, self.reduction]
 
-    def on(self, stages: StageEnds, ranks: int) -> StageTraffic:
+    def on(self, stages: StageEnds) -> StageTraffic:
         """Share it out among a pipeline's stages and ranks."""
-        sums, placed = stages.sums(self.sums), stages.placed(ranks)
+        sums = stages.sums(self.sums)
         gathers, ahead = (StageSums(*(part[rows] for part in sums)) for rows in (self.gathers, self.ahead))
         awaited = StageSums(*(each.sum(axis=0) - first for each, first in zip(gathers, ahead, strict=True)))
-        of_ranks = sums.all @ placed
+        of_ranks = sums.all @ stages.placed
         return StageTraffic(gathers, ahead, awaited, of_ranks[self.often], of_ranks[self.once])
 
 

@@ -44,8 +44,12 @@ class ModelLayers:
 
         Ranks that cut sequences share their experts: what all of them would compute alike, each does for some.
         """
-        cut = self.layers[layer].cut
-        return tuple(axis for index in cut for axis in (("cp", "ep") if index == "expert" else ("tp",)))
+        return self._cut_axes[layer]
+
+    @cached_property
+    def _cut_axes(self) -> list[tuple[str, ...]]:
+        axes = {"expert": ("cp", "ep")}
+        return [tuple(axis for index in layer.cut for axis in axes.get(index, ("tp",))) for layer in self.layers]
 
     @cached_property
     def feeding_attention(self) -> frozenset[int]:
@@ -87,7 +91,12 @@ class ModelLayers:
 
     def gathered_with(self, layer: int) -> int:
         """A number that layers share whose weights are gathered together: those of one block, as FSDP wraps it."""
-        return bisect_right(self.blocks, layer) if self.blocks else layer
+        return self._gathered_with[layer]
+
+    @cached_property
+    def _gathered_with(self) -> list[int]:
+        layers = range(len(self.layers))
+        return [bisect_right(self.blocks, layer) for layer in layers] if self.blocks else list(layers)
 
     def reduced_with(self, layer: int) -> int:
         """A number that layers share whose gradients count together as one block's.
@@ -96,14 +105,14 @@ class ModelLayers:
         """
         return bisect_right((self.blocks or self.pipeline_cuts)[1:-1], layer)
 
-    @property
+    @cached_property
     def _attention_inside(self) -> bool:
         """Whether attention lies within a layer, or layers are whole blocks."""
         sliced = [layer for layer in self.layers if layer.sliced]
         return not sliced or any(layer.mixes_tokens for layer in sliced)
 
     def _is_cut_along(self, axis: str) -> bool:
-        return any(axis in self.cut_axes(layer) for layer in range(len(self.layers)))
+        return any(axis in axes for axes in self._cut_axes)
 
     def require(self, plan: Plan) -> None:
         """Refuse a plan whose mesh or recomputation asks for finer layers than these.

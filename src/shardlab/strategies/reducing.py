@@ -55,6 +55,7 @@ class GradientReducer(Generic[V]):
         reduced_over = (*(w.reduce_every_microbatch for w in weights), *(w.reduce_once for w in weights))
         axes = dict.fromkeys(axis for axes in reduced_over for axis in axes)
         self._in_flight = {axis: deque[PendingReduction[V]]() for axis in axes}
+        self._elements = dict.fromkeys(axes, 0)  # of the gradients in flight
         owners = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in rank_plan.bare}
         self._reduced = {l: (owner, rank_plan.weights[owner].reduce_every_microbatch) for l, owner in owners.items()}
         self._coming = Counter[int]()  # of each layer, gradients that are being reduced
@@ -75,6 +76,10 @@ class GradientReducer(Generic[V]):
         self._in_flight = {
             axis: deque([PendingReduction(layer, handle(told), axes) for layer, told, axes in pending])
             for axis, pending in state.in_flight
+        }
+        weights = self._plan.weights
+        self._elements = {
+            axis: sum([weights[layer].elements for layer, _, _ in pending]) for axis, pending in state.in_flight
         }
         self._uses, self._coming = dict(state.uses), Counter(dict(state.coming))
         self._complete, self._late = set(state.complete), list(state.late)
@@ -181,17 +186,17 @@ class GradientReducer(Generic[V]):
 
     async def _reduce(self, layer: int, gradient: V, axes: tuple[str, ...]) -> None:
         """Start to reduce a gradient over the first of some axes, as soon as there is room for it."""
-        axis, weights = axes[0], self._plan.weights
-        in_flight = self._in_flight[axis]
-        size = weights[layer].elements
-        while in_flight and size + sum(weights[other.layer].elements for other in in_flight) > self._plan.room:
+        axis, in_flight, size = axes[0], self._in_flight[axes[0]], self._plan.weights[layer].elements
+        while in_flight and size + self._elements[axis] > self._plan.room:
             await self._land(axis)
         start = self._rank.reduce_scatter if axis in self._plan.scatter_axes else self._rank.all_reduce
         in_flight.append(PendingReduction(layer, start(gradient, axis=axis), axes[1:]))
+        self._elements[axis] += size
 
     async def _land(self, axis: str) -> None:
         """Wait for the oldest reduction over an axis; reduce what it gives over the next one, or add it up."""
         layer, handle, axes = self._in_flight[axis].popleft()
+        self._elements[axis] -= self._plan.weights[layer].elements
         gradient = await handle
         if axes:
             await self._reduce(layer, gradient, axes)
