@@ -7,9 +7,10 @@ import time
 from unittest.mock import patch
 
 from shardlab.planner import workers as module
+from shardlab.planner.dealer import AskedDeal, Deals
 from shardlab.planner.problem import Problem
 from shardlab.planner.space import candidates, shapes
-from shardlab.planner.workers import Asked, answer, workers
+from shardlab.planner.workers import Asked, answer, changed, workers
 from tests.planner.problems import problem
 
 LONG = 600.0
@@ -44,3 +45,32 @@ def test_nobody_waits_for_what_a_worker_is_at_when_time_is_up() -> None:
         time.sleep(0.2)  # they are at it
     assert time.monotonic() - began < LONG / 2
     assert multiprocessing.active_children() == others
+
+
+def _knows(asked: AskedDeal) -> Deals:
+    """Whether a worker has a dealer before it deals, as a number."""
+    known = module._dealers.get(asked.change)  # pyright: ignore[reportPrivateUsage]
+    return Deals(seen=0 if known is None else len(known.floors.sharing._known))  # pyright: ignore[reportPrivateUsage]
+
+
+def test_workers_begin_with_the_floors_that_are_known_at_the_first_question() -> None:
+    asked = problem()
+    with patch.object(module, "_deal_here", _knows), workers(asked, 2) as ask:
+        dealer = ask.dealer(asked, "")
+        for shape in shapes(asked):
+            dealer.floors.of_shape(shape)
+        found = ask.deal(AskedDeal([], 1.0, frozenset(), {})).result()
+        other = ask.deal(AskedDeal([], 1.0, frozenset(), {}, "memory")).result()
+    assert found.seen == len(dealer.floors.sharing._known) > 0  # pyright: ignore[reportPrivateUsage]
+    assert other.seen == 0
+
+
+def test_a_process_deals_a_problem_with_what_it_has_worked_out() -> None:
+    asked = problem()
+    larger = changed(asked, "batch")
+    with workers(asked, 2) as ask:
+        dealer = ask.dealer(asked, "")
+        assert ask.dealer(asked, "") is dealer
+        assert ask.dealer(larger, "batch").problem is larger
+        assert ask.dealer(asked, "") is dealer
+        assert ask.dealer(larger, "").problem is larger  # never another problem's floors

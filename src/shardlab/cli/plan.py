@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,6 +31,9 @@ from shardlab.timeline.units import seconds_text
 if TYPE_CHECKING:
     from shardlab.planner.found import Found
     from shardlab.planner.problem import Limits, Problem
+
+REFRESHED = 0.1
+"""Seconds after which a search's progress is shown anew."""
 
 MOST_TOKENS = 16 * 2**20
 """Tokens of a step, if nobody says how many: no more than these, and no more than 16 sequences for each device."""
@@ -297,7 +301,11 @@ class SearchLine:
 
     def __init__(self, console: Console) -> None:
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        # No thread may refresh it: workers are forked while it is shown
+        self._progress = Progress(
+            *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
+        )
+        self._next = 0.0
 
     def __enter__(self) -> Any:
         self._task = self._progress.add_task("generating plans")
@@ -308,6 +316,9 @@ class SearchLine:
         self._progress.stop()
 
     def _tell(self, found: Found, waiting: int) -> None:
+        if (now := time.monotonic()) < self._next:
+            return
+        self._next = now + REFRESHED
         best = f"; best so far {seconds_text(found.best.seconds)} a step" if found.best else ""
         text = f"{counted(len(found.outcomes), 'plan')} simulated, {waiting:,} wait{best}"
-        self._progress.update(self._task, description=text)
+        self._progress.update(self._task, description=text, refresh=True)

@@ -16,7 +16,7 @@ from itertools import chain, count
 from math import inf
 from typing import Any
 
-from shardlab.planner.dealer import AskedDeal, Change, Dealer, Deals
+from shardlab.planner.dealer import AskedDeal, Change, Deals
 from shardlab.planner.families import family
 from shardlab.planner.found import Found, PlanOutcome
 from shardlab.planner.problem import Candidate, Problem
@@ -39,7 +39,13 @@ ROOMY = 0.9
 """Share of the room that the floor of bytes of every second scout may take: what comes closer often does not fit."""
 
 HANDED_OUT = 128
-"""Shapes and pipelines that a worker deals at a time."""
+"""Shapes and pipelines that a worker deals at a time, at least."""
+
+HANDS = 32
+"""A worker deals one of so many parts of all of them, once likely plans are forecast and so many of them are left."""
+
+TOLD = 64
+"""Shapes after which it is told how many there are so far."""
 
 LATE = 24
 """Forecasts after the deadline at most, as long as none is of a plan that fits; the lowest floors of bytes first."""
@@ -81,13 +87,13 @@ class Search:
         self.problem = problem
         self._change: Change = change
         self.found = Found()
-        self._dealer = Dealer(problem)
-        self._floors = self._dealer.floors
         self._room = problem.room
         self._began = time.monotonic()
         self._until, self._scouting = self._began + deadline, self._began + SCOUTING * deadline
         self._ahead = ahead
         self._workers = ask if isinstance(ask, Workers) else Workers(ask)
+        self._dealer = self._workers.dealer(problem, change)
+        self._floors = self._dealer.floors
         self._told = told
         self._heap: list[Waiting] = []
         self._kept: list[Waiting] = []  # out of the heap while families are scouted
@@ -189,6 +195,8 @@ class Search:
             elif floor.bytes < inf:
                 guess = floor.passes + floor.sharing
                 self._push(Waiting(0.0, 0, floor.seconds, floor.bytes, guess, shape, passes=floor.passes))
+            if self._told is not None and self.found.space["shapes"] % TOLD == 0:
+                self._told(self.found, len(self._heap))
             if self._late() and self._heap and not wholly:
                 return
         self._generated = True
@@ -280,7 +288,8 @@ class Search:
         wanted = [each for each in self._heap if each.seconds <= least]
         self.found.open |= {each.kinds for each in self._heap if each.seconds > least}
         wanted.sort(key=lambda each: (each.depth == 2, -each.shape.mesh.pp, each.shape.mesh.tp, each.shape.mesh.cp))
-        given = [each for each in wanted[:HANDED_OUT] if each.depth < 2] if len(wanted) >= 2 * HANDED_OUT else []
+        many = max(HANDED_OUT, len(wanted) // HANDS if self._floor_of else 0)
+        given = [each for each in wanted[:many] if each.depth < 2] if len(wanted) >= 2 * HANDED_OUT else []
         if given:
             too_large = {name: bytes for name, (bytes, _) in self.found.too_large.items()}
             asked = AskedDeal(given, least, frozenset(self.found.open), too_large, self._change)

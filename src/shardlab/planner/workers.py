@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import gc
 import signal
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import active_children, get_context
 from typing import TypeVar
@@ -69,15 +69,29 @@ class Workers:
         forecast: forecasts candidates.
         deal: deals candidates beside this process.
         beside: how many questions of these it may be asked at a time.
+        dealers: what deals candidates in this process; whoever answers in another one begins with what these have
+            worked out until the first question.
     """
 
     forecast: Ask
     deal: AskDeal = _deals_nothing
     beside: int = 0
+    dealers: dict[Change, Dealer] = field(default_factory=dict[Change, Dealer])
 
     def __call__(self, asked: Asked) -> Future[Answer | None]:
         """Ask for a forecast."""
         return self.forecast(asked)
+
+    def dealer(self, problem: Problem, change: Change) -> Dealer:
+        """Find what deals a problem's candidates in this process.
+
+        Args:
+            change: what the problem has more of than the one that all questions are about.
+        """
+        known = self.dealers.get(change)
+        if known is None or known.problem != problem:
+            known = self.dealers[change] = Dealer(problem)
+        return known
 
 
 def answer(problem: Problem, asked: Asked) -> Answer | None:
@@ -120,6 +134,9 @@ def with_memory(cluster: Cluster, bytes: float) -> Cluster:
 def workers(problem: Problem, count: int | None = None) -> Generator[Workers]:
     """What forecasts candidates while this context lasts: processes forked from this one; of one, this one itself.
 
+    They are forked at the first question, so that they begin with all floors that are known by then. Until then this
+    process must start no thread.
+
     Args:
         count: how many (None: one for each core that this process may use).
     """
@@ -133,13 +150,12 @@ def workers(problem: Problem, count: int | None = None) -> Generator[Workers]:
 
         yield Workers(here)
         return
-    others = active_children()
-    pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (problem,))
-    pool.submit(os.getpid).result()  # all are forked before anything else has threads
-    forked = [each for each in active_children() if each not in others]
+    others, dealers = active_children(), dict[Change, Dealer]()
+    pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (problem, dealers))
     try:
-        yield Workers(partial(pool.submit, _answer_here), partial(pool.submit, _deal_here), count - 1)
+        yield Workers(partial(pool.submit, _answer_here), partial(pool.submit, _deal_here), count - 1, dealers)
     finally:  # nobody waits for what they are still at, which may take long; all are killed, so that no lock is missed
+        forked = [each for each in active_children() if each not in others]
         pool.shutdown(wait=False, cancel_futures=True)
         for each in forked:
             each.kill()
@@ -154,10 +170,12 @@ _dealers: dict[Change, Dealer] = {}
 """What a worker's process has worked out of it."""
 
 
-def _begin(problem: Problem) -> None:
+def _begin(problem: Problem, dealers: dict[Change, Dealer]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.freeze()  # what is shared with the parent stays, and walking it would copy it
     _problems[:] = [problem]
+    _dealers.update(dealers)
 
 
 def _answer_here(asked: Asked) -> Answer | None:
