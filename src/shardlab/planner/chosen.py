@@ -155,8 +155,8 @@ def choose(
     for change, future in zip(doubled, more, strict=True):
         if (study := timed.answer(future, "what would help")) is not None:
             helps[change] = (2 if change == "batch" else 1) * best.forecast.seconds / study.forecast.seconds - 1
-    if roomy.fitting or roomy.left is None:
-        least = min([best.forecast.seconds, *(each.seconds for each in roomy.fitting)])
+    least = min([best.forecast.seconds, *(each.seconds for each in roomy.fitting)])
+    if least < best.forecast.seconds or roomy.left is None:
         helps["memory"] = best.forecast.seconds / least - 1
     families = [
         (each, answer if each is best else studied.get(each.family) or Answer(each.forecast, None)) for each in rows

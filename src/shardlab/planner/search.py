@@ -29,7 +29,7 @@ from shardlab.strategies.plan import Plan
 SCOUTS = 6
 """Forecasts of each family before all others; the lowest floors come first."""
 
-SCOUTING = 0.25
+SCOUTING = 0.4
 """Share of the time that they may take."""
 
 SCOUTED = 48
