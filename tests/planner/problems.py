@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 
 from shardlab.hardware import find_cluster
@@ -9,7 +11,7 @@ from shardlab.models import GPT
 from shardlab.planner.floors import Floors
 from shardlab.planner.problem import Limits, Problem
 from shardlab.planner.space import PlanShape
-from shardlab.planner.workers import with_memory
+from shardlab.planner.workers import Answer, Asked, answer, with_memory
 from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Plan
 
@@ -27,3 +29,14 @@ def problem(
 def passes_of(floors: Floors, shape: PlanShape, plan: Plan) -> float:
     """Seconds of a pipeline's passes alone, at least."""
     return float(floors.pipelines.seconds(shape, floors.pipelines.laid(shape, [plan]))[0])
+
+
+def asked_at_once(asked: Problem) -> Callable[[Asked], Future[Answer | None]]:
+    """What answers questions in this process, as they are asked."""
+
+    def ask(question: Asked) -> Future[Answer | None]:
+        future: Future[Answer | None] = Future()
+        future.set_result(answer(asked, question))
+        return future
+
+    return ask

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from math import inf
-
 import pytest
 
 from shardlab.planner.dealing import Dealt, deal
 from shardlab.planner.floors import Floors
-from shardlab.planner.problem import Candidate, Limits, Problem
+from shardlab.planner.problem import Limits, Problem
 from shardlab.planner.space import PlanShape, dealt, follows, pipelined, shapes
 from shardlab.planner.workers import Asked, answer
 from shardlab.predict.recipe import OWN
@@ -23,17 +21,8 @@ LITTLE = problem(
 )
 
 
-def dealt_by(floors: Floors, shape: PlanShape, plan: Plan, least: float, *, open: bool = False) -> Dealt:
-    passes = passes_of(floors, shape, plan)
-    return deal(floors, shape, plan, passes, least=least, whole=True, open=open, nearer=always, too_large=ignore)
-
-
-def always(_family: str, _bytes: float) -> bool:
-    return True
-
-
-def ignore(_candidate: Candidate, _bytes: float) -> None:
-    pass
+def dealt_by(floors: Floors, shape: PlanShape, plan: Plan, least: float, *, whole: bool = True) -> Dealt:
+    return deal(floors, shape, plan, passes_of(floors, shape, plan), least=least, whole=whole)
 
 
 def pipelines(asked: Problem) -> list[tuple[PlanShape, Plan]]:
@@ -41,7 +30,7 @@ def pipelines(asked: Problem) -> list[tuple[PlanShape, Plan]]:
 
 
 @pytest.mark.parametrize("share", [0.4, 0.8])
-def test_what_fits_and_is_fast_enough_is_dealt_whatever_is_known_of_others(share: float) -> None:
+def test_what_fits_and_is_fast_enough_is_dealt(share: float) -> None:
     floors, forecasts = Floors(LITTLE), dict[str, float]()
     every = pipelines(LITTLE)
     assert len(every) > 5
@@ -52,33 +41,8 @@ def test_what_fits_and_is_fast_enough_is_dealt_whatever_is_known_of_others(share
                 forecasts[repr(candidate)] = found.forecast.seconds
     least = sorted(forecasts.values())[int(share * len(forecasts))]
     wanted = {name for name, seconds in forecasts.items() if seconds <= least}
-    for open in (False, True):
-        found = [each for shape, plan in every for each in dealt_by(floors, shape, plan, least, open=open).candidates]
+    for whole in (False, True):
+        found = [each for shape, plan in every for each in dealt_by(floors, shape, plan, least, whole=whole).candidates]
         assert wanted <= {repr(each.candidate) for each in found}
         assert all(each.seconds <= least for each in found)
         assert len(found) < sum(1 for shape, plan in every for _ in dealt(LITTLE, shape, plan))
-
-
-def test_a_pipeline_with_plans_that_fit_and_are_too_slow_is_left_open() -> None:
-    floors, (shape, plan) = Floors(problem()), pipelines(problem())[0]
-    assert dealt_by(floors, shape, plan, 1e-9) == Dealt(open=True)
-    assert not dealt_by(floors, shape, plan, inf).open
-
-
-def test_what_does_not_fit_is_told_unless_others_are_too_slow() -> None:
-    floors, told = Floors(LITTLE), list[Candidate]()
-    shape, plan = next(
-        (shape, plan)
-        for shape, plan in pipelines(LITTLE)
-        if len(dealt_by(floors, shape, plan, inf).candidates) < sum(1 for _ in dealt(LITTLE, shape, plan))
-    )
-
-    def note(candidate: Candidate, bytes: float) -> None:
-        assert bytes > LITTLE.room
-        told.append(candidate)
-
-    for open in (False, True):
-        passes = passes_of(floors, shape, plan)
-        deal(floors, shape, plan, passes, least=1e9, whole=True, open=open, nearer=always, too_large=note)
-        assert bool(told) != open
-        told.clear()

@@ -11,7 +11,7 @@ from shardlab.planner.search import Search
 from shardlab.planner.space import candidates, shapes
 from shardlab.planner.workers import Answer, Asked, answer
 from shardlab.predict.recipe import OWN
-from tests.planner.problems import GIB, problem
+from tests.planner.problems import GIB, asked_at_once, problem
 
 
 def every(asked: Problem) -> list[tuple[Candidate, Answer]]:
@@ -25,12 +25,7 @@ def every(asked: Problem) -> list[tuple[Candidate, Answer]]:
 
 
 def search(asked: Problem, deadline: float = float("inf")) -> Search:
-    def ask(question: Asked) -> Future[Answer | None]:
-        future: Future[Answer | None] = Future()
-        future.set_result(answer(asked, question))
-        return future
-
-    return Search(asked, ask, deadline=deadline)
+    return Search(asked, asked_at_once(asked), deadline=deadline)
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,8 @@ def test_workers_begin_with_the_floors_that_are_known_at_the_first_question() ->
         dealer = ask.dealer(asked, "")
         for shape in shapes(asked):
             dealer.floors.of_shape(shape)
-        found = ask.deal(AskedDeal([], 1.0, frozenset(), {})).result()
-        other = ask.deal(AskedDeal([], 1.0, frozenset(), {}, "memory")).result()
+        found = ask.deal(AskedDeal([], 1.0)).result()
+        other = ask.deal(AskedDeal([], 1.0, "memory")).result()
     assert found.seen == len(dealer.floors.sharing._known) > 0  # pyright: ignore[reportPrivateUsage]
     assert other.seen == 0
 

@@ -97,6 +97,12 @@ class Floors:
         sharing, seconds = ways.sharing[fits], ways.seconds(passes)[fits]
         return ShapeFloor(passes, *(float(each.min(initial=inf)) for each in (sharing, seconds, bytes)))
 
+    def filled(self, shape: PlanShape) -> float:
+        """Bytes by which the smallest plans of shapes are compared, and no floor: of the fullest device, and once more
+        of activations, with as many microbatches under way as there are pipeline ranks."""
+        kept = self.memory.kept_of_shape(shape) * shape.mesh.pp
+        return float(self.memory.reserved(self.sharing.of(shape).bytes(kept) + kept).min(initial=inf))
+
     def ways(self, shape: PlanShape) -> WaysToShare:
         """Every way to share the model on a shape's mesh."""
         table, each = self.sharing.of(shape), self._pipelines.each(shape)

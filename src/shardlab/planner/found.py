@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardlab.planner.families import family, model_kinds
+from shardlab.planner.families import family
 from shardlab.planner.problem import Candidate
 from shardlab.predict.forecast import Forecast
 
@@ -52,9 +52,7 @@ class Found:
     Attributes:
         outcomes: every candidate that was forecast.
         space: how many shapes and candidates were seen; those of shapes that a floor discards were not generated.
-        too_large: of each family, the candidate with the lowest floor of bytes that does not fit, and that floor.
         refused: candidates that the code which runs plans does not accept.
-        open: kinds of parallelism beside the data's of plans that were not forecast.
         left: the lowest floor of what was not forecast, 0 if not all was generated (None: nothing is left that could be
             faster).
         seconds: how long it took.
@@ -62,9 +60,7 @@ class Found:
 
     outcomes: list[PlanOutcome] = field(default_factory=list[PlanOutcome])
     space: dict[str, int] = field(default_factory=lambda: {"shapes": 0, "candidates": 0})
-    too_large: dict[str, tuple[float, Candidate]] = field(default_factory=dict[str, tuple[float, Candidate]])
     refused: list[Candidate] = field(default_factory=list[Candidate])
-    open: set[str] = field(default_factory=set[str])
     left: float | None = None
     seconds: float = 0.0
 
@@ -86,15 +82,10 @@ class Found:
         return best
 
     def misses(self) -> dict[str, tuple[float, Candidate]]:
-        """Tell which plan comes nearest, of each family of which none fits, and its bytes or a floor of them."""
-        nearest = dict(self.too_large)
+        """Tell which plan comes nearest, of each family of which none fits, and its bytes."""
+        fitting, nearest = self.families(), dict[str, tuple[float, Candidate]]()
         for each in self.outcomes:
-            known = nearest.get(each.family)
-            if not each.fits and (known is None or each.forecast.memory.wanted < known[0]):
-                nearest[each.family] = each.forecast.memory.wanted, each.candidate
-        fitting, shown = self.families(), {name: miss for name, miss in nearest.items() if name not in self.open}
-        return {
-            name: miss
-            for name, miss in shown.items()
-            if name not in fitting and not ("" in self.open and not model_kinds(miss[1].plan.mesh))
-        }
+            known, wanted = nearest.get(each.family), each.forecast.memory.wanted
+            if each.family not in fitting and (known is None or wanted < known[0]):
+                nearest[each.family] = wanted, each.candidate
+        return nearest

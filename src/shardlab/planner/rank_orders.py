@@ -15,6 +15,7 @@ from shardlab.planner.order_times import Array
 from shardlab.planner.pass_counts import PassCounts, pass_counts
 from shardlab.planner.problem import Problem
 from shardlab.planner.space import PlanShape, blocks_of, few_of, follows
+from shardlab.predict.changes import ALL_AT_ONCE
 from shardlab.predict.forecast import enough
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
@@ -47,6 +48,11 @@ class Moment(NamedTuple):
     ends: bool
     summed: frozenset[int] = frozenset()
     ended: frozenset[int] = frozenset()
+
+    def with_more(self, microbatches: int) -> Moment:
+        """This moment with so many microbatches more, on every stage that keeps any: all have passed forward, as those
+        that are kept have."""
+        return self._replace(flight=tuple(count + microbatches if count else 0 for count in self.flight))
 
 
 class KeptCounts(NamedTuple):
@@ -160,18 +166,26 @@ class Pipelines:
         return self._follows[key]
 
     def _order_of(self, shape: PlanShape, plan: Plan) -> Hashable:
-        """What a pipeline's order of work depends on, if it has few microbatches."""
-        pp = plan.mesh.pp
-        return pp, plan.schedule, len(self.stages(shape, plan)), few_of(self.each(shape), pp)
+        """What a pipeline's order of work depends on, and what its ranks keep."""
+        return plan.mesh.pp, plan.schedule, len(self.stages(shape, plan)), *self._few(shape, plan)
+
+    def _few(self, shape: PlanShape, plan: Plan) -> tuple[int, int]:
+        """With how many microbatches an order is worked out; how many more its ranks then keep."""
+        each = self.each(shape)
+        few = few_of(each, plan.mesh.pp)
+        return few, each - few if plan.schedule in ALL_AT_ONCE else 0
 
     def orders(self, shape: PlanShape, plan: Plan) -> list[RankOrder]:
-        """The order of work of some pipeline ranks, with few microbatches: the first ones, one between, the last."""
+        """The order of work of some pipeline ranks: the first ones, one between, the last.
+
+        It is that with few microbatches, whose moments keep as many more as the schedule does with all.
+        """
         key = self._order_of(shape, plan)
         if key not in self._orders:
-            few = few_of(self.each(shape), plan.mesh.pp)
+            few, more = self._few(shape, plan)
             steps = plan.steps(blocks_of(self.problem, shape).layers.pipeline_units, few * plan.data_ranks)
             self._orders[key] = [
-                _rank_order(rank, [stage for stage, at in enumerate(steps.ranks_of_stages) if at == rank], order)
+                _rank_order(rank, [stage for stage, at in enumerate(steps.ranks_of_stages) if at == rank], order, more)
                 for rank, order in enumerate(steps.of_ranks)
                 if rank in (0, 1, plan.mesh.pp // 2, plan.mesh.pp - 1)
             ]
@@ -193,7 +207,7 @@ class Pipelines:
         return self._kept[key]
 
 
-def _rank_order(rank: int, stages: list[int], order: Sequence[ShardedStep]) -> RankOrder:
+def _rank_order(rank: int, stages: list[int], order: Sequence[ShardedStep], more: int) -> RankOrder:
     place = {stage: number for number, stage in enumerate(stages)}
     work = [step for step in order if isinstance(step, Work)]
     left = Counter(place[step.stage] for step in work if isinstance(step, Backward | BackwardWeight))
@@ -217,7 +231,7 @@ def _rank_order(rank: int, stages: list[int], order: Sequence[ShardedStep]) -> R
         if part != "input":
             left[at] -= 1
             summed, ended = (summed - {at}, ended | {at}) if ends else (summed | {at}, ended)
-    return RankOrder(rank, stages, most.moments)
+    return RankOrder(rank, stages, [moment.with_more(more) for moment in most.moments])
 
 
 PARTS: dict[type, Part] = {Backward: "whole", BackwardInput: "input", BackwardWeight: "weight"}

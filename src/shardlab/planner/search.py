@@ -14,13 +14,14 @@ from concurrent.futures import wait as futures_wait
 from dataclasses import replace
 from itertools import chain, count
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardlab.planner.dealer import AskedDeal, Change, Deals
-from shardlab.planner.families import family
+from shardlab.planner.families import family, model_kinds
 from shardlab.planner.found import Found, PlanOutcome
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.space import PlanShape, as_fixed, shapes
+from shardlab.planner.smallest import SmallestPlans
+from shardlab.planner.space import PlanShape, shapes
 from shardlab.planner.waiting import Phase, Waiting, key_of
 from shardlab.planner.workers import Answer, Ask, Asked, Workers
 from shardlab.program.world import gc_paused
@@ -47,12 +48,16 @@ HANDS = 32
 TOLD = 64
 """Shapes after which it is told how many there are so far."""
 
-LATE = 24
-"""Forecasts after the deadline at most, as long as none is of a plan that fits; the lowest floors of bytes first."""
-
-
 Told = Callable[[Found, int], None]
 """Is told what is found so far, and how many candidates wait."""
+
+
+class Coming(NamedTuple):
+    """A candidate whose forecast was asked for, with its floors of seconds and bytes."""
+
+    candidate: Candidate
+    seconds: float
+    bytes: float
 
 
 class Search:
@@ -60,7 +65,7 @@ class Search:
 
     Args:
         problem: what is planned.
-        deadline: seconds that it may take; then it goes on until a plan is found that fits, for `LATE` forecasts.
+        deadline: seconds that it may take. The smallest plans are forecast even then, until one fits.
         ask: what forecasts candidates.
         ahead: how many it is asked for at a time.
         told: is called again and again.
@@ -97,13 +102,15 @@ class Search:
         self._told = told
         self._heap: list[Waiting] = []
         self._kept: list[Waiting] = []  # out of the heap while families are scouted
-        self._coming: dict[Future[Any], tuple[Candidate, float]] = {}
+        self._coming: dict[Future[Any], Coming] = {}
         self._dealing: dict[Future[Any], list[Waiting]] = {}
         self._in_hand: float | None = None
-        self._looked = 0  # forecasts when it was late
         self._generated = False
         self._shapes = shapes(problem)
         self._full: set[PlanShape] = set()  # of which a larger microbatch does not fit either
+        self._smallest = SmallestPlans(self._floors)
+        self._known: set[Candidate] = set()  # small plans, which need no second forecast
+        self._above: dict[str, float] = {}  # by kinds of parallelism, the least ratio of forecast bytes to their floor
         self._tie = count()
         self._best, self._within, self._ran_out = best, within, ran_out
         self._forecasts: dict[str, int] = {}
@@ -117,14 +124,13 @@ class Search:
         try:
             self._fill(wholly=False)
             if not self._change:
+                self._forecast_smallest()
+                if self._best == inf and not self._generated:
+                    self._fill(wholly=True)
+                    self._forecast_smallest()
                 self._forecast_all()
             self._begin("all")
             self._forecast_all()
-            if self._best == inf and (self._heap or not self._generated):
-                self._looked = self._answers()
-                self._fill(wholly=True)
-                self._begin("late")
-                self._forecast_all()
             self.found.left = self._left()
         except KeyboardInterrupt:
             self.found.left = self._left()
@@ -135,19 +141,13 @@ class Search:
                 for each in self.found.outcomes
                 if each.seconds == self._best or self._floor_of.get(each.candidate, 0.0) <= least
             ]
-        self.found.open |= {each.kinds for each in self._waiting()}
         self.found.seconds = time.monotonic() - self._began
         return self.found
 
     def _begin(self, phase: Phase) -> None:
-        """Go on to a phase, in which other things come first: late, the smallest shapes."""
+        """Go on to a phase, in which other things come first."""
         self._phase = phase
-        self._heap = [
-            each._replace(key=each.bytes + (each.plan is not None) * self._room)
-            if phase == "late"
-            else self._keyed(each)
-            for each in self._heap
-        ]
+        self._heap = [self._keyed(each) for each in self._heap]
         heapq.heapify(self._heap)
 
     def _enough(self) -> float:
@@ -159,7 +159,7 @@ class Search:
         if not self._generated:
             return 0.0
         floors = [each.seconds for each in self._waiting()]
-        floors += [floor for _, floor in self._coming.values()]
+        floors += [each.seconds for each in self._coming.values()]
         floors += [] if self._in_hand is None else [self._in_hand]
         return min((floor for floor in floors if floor <= self._enough()), default=None)
 
@@ -171,15 +171,8 @@ class Search:
         return time.monotonic() > self._until
 
     def _over(self) -> bool:
-        """Whether it is late; or, when it is late already, whether something fits or enough was looked for."""
-        if self._phase == "scouts":
-            return time.monotonic() > self._scouting
-        if self._phase == "all":
-            return self._late()
-        return self._best < inf or self._answers() >= self._looked + LATE
-
-    def _answers(self) -> int:
-        return len(self.found.outcomes) + len(self.found.refused)
+        """Whether it is late, or scouts have had their share of the time."""
+        return time.monotonic() > self._scouting if self._phase == "scouts" else self._late()
 
     @gc_paused()  # floors stay, and walking them again and again would cost a fifth
     def _fill(self, *, wholly: bool) -> None:
@@ -189,8 +182,9 @@ class Search:
             if (smallest := replace(shape, micro_batch_size=1)) in self._full:
                 continue
             floor = self._floors.of_shape(shape)
+            if floor.bytes < inf:
+                self._smallest.note(shape, floor.bytes)
             if self._room < floor.bytes < inf:
-                self._note_too_large(shape.candidate, floor.bytes)
                 self._full.add(smallest)
             elif floor.bytes < inf:
                 guess = floor.passes + floor.sharing
@@ -208,18 +202,28 @@ class Search:
     def _keyed(self, waiting: Waiting) -> Waiting:
         """What waits, with its key."""
         passes = waiting.shape.mesh.pp * self._floors.each(waiting.shape)
-        return waiting._replace(key=key_of(waiting, self._phase, self._room, passes))
+        likely = waiting.bytes * self._above.get(waiting.kinds, 1.0)
+        return waiting._replace(key=key_of(waiting, self._phase, likely / self._room, passes))
 
-    def _nearer(self, name: str, bytes: float) -> bool:
-        """Whether so many bytes are less than those of all of a family that do not fit."""
-        known = self.found.too_large.get(name)
-        return known is None or bytes < known[0]
+    def _forecast_smallest(self) -> None:
+        """Forecast the smallest plan of each family, in time or until one fits."""
+        for bytes, candidate in self._smallest.candidates():
+            if candidate in self._known:
+                continue
+            while len(self._coming) >= self._ahead:
+                self._take_answers(wait=True)
+            if self._late() and self._best < inf:
+                break
+            self._known.add(candidate)
+            self._forecast(candidate, inf, bytes)
+        while self._coming:
+            self._take_answers(wait=True)
 
-    def _note_too_large(self, candidate: Candidate, bytes: float) -> None:
-        candidate = as_fixed(self.problem, candidate)
+    def _forecast(self, candidate: Candidate, seconds: float, bytes: float) -> None:
         name = family(candidate.plan)
-        if name not in self.found.too_large or bytes < self.found.too_large[name][0]:
-            self.found.too_large[name] = bytes, candidate
+        self._forecasts[name] = self._forecasts.get(name, 0) + 1
+        asked = self._workers.forecast(Asked(candidate, change=self._change))
+        self._coming[asked] = Coming(candidate, seconds, bytes)
 
     def _forecast_all(self) -> None:
         """Forecast what is wanted, likely ones first."""
@@ -240,24 +244,22 @@ class Search:
     def _go_on(self, first: Waiting) -> None:
         """Work out what comes first, or ask for its forecast."""
         if self._phase == "all" and first.seconds > self._enough():
-            self.found.open.add(first.kinds)
-        elif self._phase == "scouts" and not self._wants(first):
+            return
+        if self._phase == "scouts" and not self._wants(first):
             self._kept.append(first)
         elif first.plan is None:
             for each in self._dealer.pipelines(first, self._below()):
                 self._push(each)
         elif isinstance(first.plan, Plan):
             self._deal(first)
-        elif not first.timed and self._phase != "late":
+        elif not first.timed:
             self._time(first, first.plan)
-        else:
-            name = family(first.plan.plan)
-            self._forecasts[name] = self._forecasts.get(name, 0) + 1
+        elif first.plan not in self._known:
             if self._phase == "scouts":
                 self._scouted.add(first.shape)
             else:
                 self._floor_of[first.plan] = first.seconds
-            self._coming[self._workers.forecast(Asked(first.plan, change=self._change))] = first.plan, first.seconds
+            self._forecast(first.plan, first.seconds, first.bytes)
 
     def _take_answers(self, *, wait: bool) -> None:
         """Note the answers that have come; or wait for one, for a while."""
@@ -267,8 +269,9 @@ class Search:
         done = [each for each in asked if each.done()]
         for future in done:
             if future in self._coming:
-                candidate, self._in_hand = self._coming.pop(future)
-                self._note(candidate, future.result())
+                coming = self._coming.pop(future)
+                self._in_hand = coming.seconds
+                self._note(coming, future.result())
             else:
                 self._in_hand = min(each.seconds for each in self._dealing.pop(future))
                 self._note_deals(future.result())
@@ -286,22 +289,17 @@ class Search:
             return
         least = self._enough()
         wanted = [each for each in self._heap if each.seconds <= least]
-        self.found.open |= {each.kinds for each in self._heap if each.seconds > least}
         wanted.sort(key=lambda each: (each.depth == 2, -each.shape.mesh.pp, each.shape.mesh.tp, each.shape.mesh.cp))
         many = max(HANDED_OUT, len(wanted) // HANDS if self._floor_of else 0)
         given = [each for each in wanted[:many] if each.depth < 2] if len(wanted) >= 2 * HANDED_OUT else []
         if given:
-            too_large = {name: bytes for name, (bytes, _) in self.found.too_large.items()}
-            asked = AskedDeal(given, least, frozenset(self.found.open), too_large, self._change)
+            asked = AskedDeal(given, least, self._change)
             self._dealing[self._workers.deal(asked)] = given
         self._heap = wanted[len(given) :]
         heapq.heapify(self._heap)
 
     def _note_deals(self, deals: Deals) -> None:
         self.found.space["candidates"] += deals.seen
-        self.found.open |= deals.open
-        for bytes, candidate in deals.too_large.values():
-            self._note_too_large(candidate, bytes)
         for each in deals.candidates:
             self._push(each)
 
@@ -327,26 +325,20 @@ class Search:
 
     def _deal(self, waiting: Waiting) -> None:
         """Let every candidate with a pipeline wait that may fit."""
-        name, whole = waiting.kinds, self._phase == "all"
-        self._made[name] = self._made.get(name, 0) + 1
-        dealt, candidates = self._dealer.deal(
-            waiting,
-            least=self._enough() if whole else inf,
-            whole=whole,
-            open=name in self.found.open,
-            nearer=self._nearer,
-            too_large=self._note_too_large,
-        )
+        whole = self._phase == "all"
+        self._made[waiting.kinds] = self._made.get(waiting.kinds, 0) + 1
+        dealt, candidates = self._dealer.deal(waiting, least=self._enough() if whole else inf, whole=whole)
         self.found.space["candidates"] += dealt.seen
-        if dealt.open:
-            self.found.open.add(name)
         for each in candidates:
             self._push(each)
 
-    def _note(self, candidate: Candidate, answer: Answer | None) -> None:
+    def _note(self, coming: Coming, answer: Answer | None) -> None:
+        candidate = coming.candidate
         if answer is None:
             self.found.refused.append(candidate)
             return
+        kinds, wanted = model_kinds(candidate.plan.mesh), answer.forecast.memory.wanted
+        self._above[kinds] = min(self._above.get(kinds, inf), wanted / coming.bytes)
         outcome = PlanOutcome(candidate, answer.forecast, ran_out=candidate in self._ran_out)
         self.found.outcomes.append(outcome)
         if outcome.fits:

@@ -195,14 +195,6 @@ def legal(problem: Problem, shape: PlanShape, plan: Plan) -> Candidate | None:
     return candidate if problem.limits.allow(plan) and not broken_limit(problem.workload(candidate)) else None
 
 
-def as_fixed(problem: Problem, candidate: Candidate) -> Candidate:
-    """A candidate with the values of a plan's fields that are not left open, if they go together."""
-    try:
-        return replace(candidate, plan=replace(candidate.plan, **problem.limits.fields))
-    except UserError:
-        return candidate
-
-
 def pipelined(problem: Problem, shape: PlanShape) -> Iterator[Plan]:
     """The plans of a shape with every schedule and number of stages, that shard nothing; `follows` knows the legal."""
     model, limits, pp = blocks_of(problem, shape).layers, problem.limits, shape.mesh.pp
@@ -242,8 +234,9 @@ def follows(problem: Problem, shape: PlanShape, plan: Plan) -> bool:
 
 
 def few_of(each: int, pp: int) -> int:
-    """Fewer microbatches for each data-parallel rank, with which a schedule is legal if it is with all of them."""
-    return each if each <= 4 * pp else 2 * pp + each % (2 * pp)
+    """Fewer microbatches for each data-parallel rank, with which a schedule is legal if it is with all of them; some of
+    them are neither the first nor the last."""
+    return each if each <= 4 * pp else max(4, 2 * pp) + each % (2 * pp)
 
 
 def _stages(layers: int, pp: int) -> tuple[int, ...]:

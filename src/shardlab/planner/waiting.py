@@ -15,11 +15,14 @@ AHEAD = 0.85
 TIGHT = 0.8
 """Share of the room above which a floor of bytes lets a plan come later."""
 
+UNLIKELY = 3.0
+"""So many times later comes a plan that would not fit if its floor were as far below as the nearest one was."""
+
 MANY = 2**15
 """Microbatches' passes through a pipeline's ranks for which a plan comes as late as one of twice the time."""
 
-Phase = Literal["scouts", "all", "late"]
-"""A phase of the search: it forecasts some plans of each family, all that may be faster, or whatever may fit."""
+Phase = Literal["scouts", "all"]
+"""A phase of the search: it forecasts some plans of each family, or all that may be faster."""
 
 
 class Waiting(NamedTuple):
@@ -57,21 +60,18 @@ class Waiting(NamedTuple):
         return 0 if self.plan is None else 1 if isinstance(self.plan, Plan) else 2
 
 
-def key_of(waiting: Waiting, phase: Phase, room: float, passes: int) -> float:
+def key_of(waiting: Waiting, phase: Phase, full: float, passes: int) -> float:
     """The key of what waits: soon comes what is worked out further, takes few passes, or leaves room.
 
-    Scouts take the lowest floors, so that they tell the best of each family. When it is late, what is worked out
-    further comes first, and what takes the least room.
+    Scouts take the lowest floors, so that they tell the best of each family.
 
     Args:
         waiting: what.
         phase: of the search.
-        room: bytes of a device.
+        full: the share of the room that it takes, likely.
         passes: microbatches' passes through its pipeline's ranks.
     """
     if phase == "scouts":
         return waiting.seconds
-    if phase == "late":
-        return waiting.bytes - waiting.depth * room
-    tight = max(0.0, waiting.bytes / room - TIGHT)
-    return waiting.guess * AHEAD**waiting.depth * (1 + passes / MANY) * (1 + tight)
+    tight = (1 + max(0.0, full - TIGHT)) * (UNLIKELY if full > 1 else 1.0)
+    return waiting.guess * AHEAD**waiting.depth * (1 + passes / MANY) * tight
