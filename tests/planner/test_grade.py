@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,7 @@ def test_a_row_is_predicted_by_the_recipe_that_is_given() -> None:
 def test_a_row_that_breaks_a_limit_says_which() -> None:
     found = candidate_of(row(pp=8, micro_batch=64))
     assert not found.legal
+    assert found.breaks_limit
     assert found.predicted is None
     assert found.reason == (
         "nanotron's 1f1b needs at least pp - 1 microbatches; with pp 8 give at least 7 to each data-parallel rank, "
@@ -105,9 +107,54 @@ def test_a_row_that_breaks_a_limit_says_which() -> None:
 
 
 def test_a_row_whose_numbers_do_not_go_together_says_so() -> None:
-    found = candidate_of(row(pp=64))
+    found = candidate_of(row(pp=2) | {"batch": {"global_sequences": 5, "micro_batch": 2}})
     assert not found.legal
+    assert not found.breaks_limit
     assert found.reason
+
+
+def test_what_a_row_leaves_open_is_assumed_aloud() -> None:
+    silent = row(tp=2, dp=16)
+    silent["hardware"]["interconnect"] = "a fast network"
+    found = candidate_of(silent)
+    assert found.legal
+    assert "network: 8 x efa-100 a node" not in found.assumed
+    assert "network: 8 x infiniband-ndr a node, since a fast network is none that is known here" in found.assumed
+    assert "network: 32 x efa-100 a node" in candidate_of(row(tp=2, dp=16)).assumed
+
+
+def test_a_row_that_breaks_a_limit_says_what_it_leaves_open_all_the_same() -> None:
+    assert candidate_of(row(pp=8, micro_batch=64)).assumed
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "told"),
+    [
+        ("hardware", {"device": "h1000"}, "there is no device 'h1000'; did you mean h100?"),
+        ("hardware", {"gpu": "H1000"}, "ran on an unknown GPU, H1000; did you mean h100?"),
+        ("hardware", {"network": "carrier-pigeon"}, "there is no link 'carrier-pigeon'"),
+        ("parallelism", {"schedule": "1f2b"}, "a schedule that is unknown here, 1f2b; did you mean 1f1b?"),
+        ("", {"framework": "nanotronn"}, "there is no recipe 'nanotronn'; did you mean nanotron?"),
+        ("", {"precision": "int4"}, "computes in int4, which is unknown here"),
+        ("", {"recompute": "selectiv"}, "recomputes selectiv, which is unknown here; did you mean selective"),
+        ("model", {"ffn_type": "tanh"}, "activation function that is unknown here, tanh"),
+        ("measured", {"tokens_per_s_per_gpu": -5}, "gives -5 as measured tokens_per_s_per_gpu; give a number above 0"),
+        ("measured", {"tokens_per_s_per_gpu": "fast"}, "gives 'fast' as measured tokens_per_s_per_gpu; give a number"),
+        ("measured", {"iteration_s": float("nan")}, "gives nan as measured iteration_s; give a number above 0"),
+    ],
+)
+def test_a_name_or_a_speed_that_is_none_is_refused(section: str, fields: dict[str, Any], told: str) -> None:
+    wrong = row(pp=2, dp=8)
+    (wrong[section] if section else wrong).update(fields)
+    with pytest.raises(UserError, match=r"^run playbook-small ") as refused:
+        candidate_of(wrong)
+    assert told in str(refused.value)
+
+
+def test_a_run_out_of_memory_is_one_that_has_no_speed() -> None:
+    out = candidate_of(row() | {"measured": {"tokens_per_s_per_gpu": "OOM"}})
+    assert out.legal
+    assert out.measured is None
 
 
 def test_a_row_that_says_too_little_is_named() -> None:

@@ -69,6 +69,7 @@ def test_tokens_per_second_give_the_seconds_of_a_step() -> None:
         ("hardware", {"network": "infiniband-hd"}, "no link 'infiniband-hd'; did you mean infiniband-hdr"),
         ("parallelism", {"schedule": "1f2b"}, "schedule that is unknown here, 1f2b; did you mean 1f1b"),
         ("hardware", {"gpus": 16}, "a mesh of 8 ranks on 16 GPUs"),
+        ("measured", {"iteration_s": -5}, "gives -5 as measured iteration_s; give a number above 0"),
         ("measured", {"iteration_s": None}, "neither the seconds of a step nor memory"),
     ],
 )

@@ -11,11 +11,13 @@ from rich.console import Console
 from rich.progress import track
 
 from shardlab.cli.console import print_json, stdout_console, table_of
+from shardlab.cli.validate import print_phrases
 from shardlab.planner.grade import FIRST, GradedCell, Grades, cells_of
 from shardlab.planner.tried import TriedPlan, candidate_of
 from shardlab.predict.recipe import Recipe
 from shardlab.program import UserError
 from shardlab.published.outcomes import on_every_core
+from shardlab.published.report import assumed_by
 from shardlab.published.rows import GIB, read_rows
 
 MANY_NODES = 64
@@ -69,6 +71,8 @@ def _row(each: TriedPlan) -> dict[str, Any]:
         "safe": each.safe,
         "legal": each.legal,
         "reason": each.reason or None,
+        "breaks_limit": each.breaks_limit,
+        "assumed": list(each.assumed),
         "measured_tokens_per_s_per_device": each.measured,
     }
 
@@ -103,6 +107,13 @@ def _print(cells: Sequence[GradedCell], grades: dict[str, Grades], seen: Sequenc
         figures.add_row(name, *map(text, grades.values()))
     console.print(figures, "")
     console.print(NOTE, style="dim")
-    if refused := [each for each in seen if not each.legal]:
-        console.print(f"{len(refused)} of {len(seen)} runs break a limit, such as:", style="dim")
-        console.print(f"  {refused[0].id}: {refused[0].reason}", style="dim", soft_wrap=True)
+    refused = [each for each in seen if not each.legal]
+    limited, wrong = ([each for each in refused if each.breaks_limit is limit] for limit in (True, False))
+    for what, some in (("break a limit of their framework", limited), ("have numbers that make no plan", wrong)):
+        if some:
+            console.print(f"{len(some)} of {len(seen)} runs {what}, such as:", style="dim")
+            console.print(f"  {some[0].id}: {some[0].reason}", style="dim", markup=False, soft_wrap=True)
+    if assumed := assumed_by(seen):
+        open = sum(bool(each.assumed) for each in seen)
+        console.print(f"{open} of {len(seen)} runs leave something open. Assumed, because they do not say it:")
+        print_phrases(assumed, console)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -129,10 +129,15 @@ def _print_assumed(outcomes: Sequence[Outcome], console: Console, *, each: bool)
         console.print(f"{count} of {len(outcomes)} runs leave something open; --assumed lists what was assumed.")
     else:
         console.print("Assumed, because runs do not say it:")
-        for phrase, names in runs.items():
-            whose = names[0] if len(names) == 1 else f"{len(names)} runs, {names[0]} and others"
-            console.print(f"  {phrase} ({whose})", highlight=False, soft_wrap=True)
+        print_phrases(runs, console)
     console.print()
+
+
+def print_phrases(runs: Mapping[str, Sequence[str]], console: Console) -> None:
+    """Print each thing that was assumed, with how many runs leave it open and the id of one of them."""
+    for phrase, names in runs.items():
+        whose = names[0] if len(names) == 1 else f"{len(names)} runs, {names[0]} and others"
+        console.print(f"  {phrase} ({whose})", markup=False, highlight=False, soft_wrap=True)
 
 
 def _worst_table(figure: Figure, worst: Sequence[tuple[float, Outcome]]) -> Table:

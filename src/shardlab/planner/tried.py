@@ -11,10 +11,11 @@ from shardlab.predict.forecast import forecast
 from shardlab.predict.limits import broken_limit
 from shardlab.predict.recipe import Recipe
 from shardlab.program import Refused, UserError
+from shardlab.published.assumed import assumptions
 from shardlab.published.predict import measured_as
 from shardlab.published.reading import recipe_of, workload_of
-from shardlab.published.records import Incomplete, record_of
-from shardlab.published.rows import measured_of
+from shardlab.published.records import Incomplete, Unknown, record_of
+from shardlab.published.rows import measured_of, wrong_measurement
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class TriedPlan:
         bytes: predicted, of the fullest device, as they were measured.
         fits: whether they find room.
         safe: whether they leave free what the recipe wants free of a plan that is chosen.
-        reason: why there is no prediction, such as a limit of the framework.
+        assumed: what the prediction takes for granted because the row does not say it.
+        reason: why there is no prediction.
+        breaks_limit: whether the reason is a limit of the framework; else it is that the row's numbers make no plan.
         seconds: that the prediction took.
     """
 
@@ -43,12 +46,14 @@ class TriedPlan:
     bytes: float | None = None
     fits: bool = False
     safe: bool = False
+    assumed: tuple[str, ...] = ()
     reason: str = ""
+    breaks_limit: bool = False
     seconds: float = 0.0
 
     @property
     def legal(self) -> bool:
-        """Whether the framework runs such a plan at all."""
+        """Whether the row is a plan at all, and the framework runs it."""
         return not self.reason
 
 
@@ -56,12 +61,14 @@ def candidate_of(row: dict[str, Any], recipe: Recipe | None = None) -> TriedPlan
     """Predict one row of a file of runs, as this recipe runs it (None: as the row's framework does).
 
     Raises:
-        UserError: it says too little to be graded.
+        UserError: it says too little to be graded, names what is unknown here, or has a speed that is none.
     """
     try:
         record = record_of(row)
     except Incomplete as error:
         raise UserError(f"run {row['id']} {error}; every run that is graded needs it") from None
+    if wrong := wrong_measurement(row):
+        raise UserError(f"run {row['id']} {wrong}")
     measured, written = measured_of(row), row["model"]
     devices, tokens = record.hardware.gpus, record.batch.global_sequences * record.model.seq_len
     name = str(written.get("name") or f"{written['layers']} layers of {written['hidden']}")
@@ -71,9 +78,12 @@ def candidate_of(row: dict[str, Any], recipe: Recipe | None = None) -> TriedPlan
     began = time.process_time()
     try:
         workload = workload_of(record, recipe or recipe_of(record))
+        found = replace(found, assumed=assumptions(record, workload, told=recipe is not None))
         if reason := broken_limit(workload):
-            return replace(found, reason=reason)
+            return replace(found, reason=reason, breaks_limit=True)
         made = forecast(workload)
+    except Unknown as error:
+        raise UserError(f"run {row['id']} {error}") from None
     except (Incomplete, UserError, Refused) as error:
         return replace(found, reason=str(error))
     return replace(

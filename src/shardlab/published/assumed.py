@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from shardlab.hardware import Cluster
 from shardlab.models import Blocks
 from shardlab.predict.workload import Workload
+from shardlab.published.names import network_in
 from shardlab.published.records import HardwareRecord, ModelRecord, ParallelismRecord, RunRecord
 from shardlab.strategies.plan import Plan
 
@@ -54,7 +55,9 @@ def _of_hardware(written: HardwareRecord, cluster: Cluster) -> Iterator[str]:
     if written.device is None:
         yield f"device: {cluster.device.name}"
     if cluster.nodes > 1 and not (written.network and written.nics):
-        yield f"network: {cluster.nics} x {cluster.inter_node.name} a node"
+        unknown = written.interconnect and not (written.network or network_in(written.interconnect))
+        since = f", since {written.interconnect} is none that is known here" if unknown else ""
+        yield f"network: {cluster.nics} x {cluster.inter_node.name} a node{since}"
 
 
 def _of_plan(written: ParallelismRecord, least_stage: int, plan: Plan) -> Iterator[str]:

@@ -5,6 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from shardlab.hardware import LINKS
+
+NETWORKS = {"efa": ("efa-100", 4)}
+"""Networks that are called by a family's name: the link, and how many of them a device has (AWS p5: 32 of 100 Gb/s)."""
+
+
+def network_in(text: str | None) -> tuple[str, int] | None:
+    """The link that a text names, and how many of them a device has (None: it names none that is known here).
+
+    >>> network_in("NVLink; EFA"), network_in("a fast network")
+    (('efa-100', 4), None)
+    """
+    if (family := named(text, NETWORKS)) is not None:
+        return NETWORKS[family]
+    link = named(text, LINKS)
+    return None if link is None else (link, 1)
+
 
 def named(text: str | None, names: Iterable[str]) -> str | None:
     """The known name whose words all stand in a text: the first one, and of those that begin alike the longest.

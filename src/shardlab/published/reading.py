@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from shardlab.errors import nearest
-from shardlab.hardware import DEVICES, LINKS, Cluster, Device, find_device, find_link
+from shardlab.hardware import DEVICES, Cluster, Device, find_device, find_link
 from shardlab.hardware.clusters import NODES
 from shardlab.hardware.devices import ALIASES
 from shardlab.models import GPT, Blocks, Llama
@@ -17,12 +18,14 @@ from shardlab.predict.workload import Workload
 from shardlab.program import Mesh, UserError
 from shardlab.program.precision import Precision
 from shardlab.published.assumed import assumptions
-from shardlab.published.names import named
-from shardlab.published.records import HardwareRecord, Incomplete, RunRecord, record_of
-from shardlab.published.rows import Measurement, measured_of
+from shardlab.published.names import named, network_in
+from shardlab.published.records import HardwareRecord, Incomplete, RunRecord, Unknown, record_of
+from shardlab.published.rows import Measurement, measured_of, wrong_measurement
 from shardlab.published.stages import layers_per_stage
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules import SCHEDULES
+
+T = TypeVar("T")
 
 RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "selective", "full": "full", "selective-per-op": "none"}
 """Words for what is recomputed, and the plan's; of `SavedActivations.per_op` only some results of a block are kept."""
@@ -33,9 +36,6 @@ DTYPES = {"fp8": "float8", "float8": "float8", "bf16": "bfloat16", "bfloat16": "
     "float32": "float32",
 }
 """Words for a precision, and the dtype of its products of matrices."""
-
-NETWORKS = {"efa": ("efa-100", 4)}
-"""Networks that are called by a family's name: the link, and how many of them a device has (AWS p5: 32 of 100 Gb/s)."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ def read_run(row: dict[str, Any], recipe: Recipe | None = None) -> PublishedRun:
     Raises:
         Incomplete: it does not say all that a prediction needs.
     """
+    if wrong := wrong_measurement(row):
+        raise Incomplete(wrong)
     measured = measured_of(row)
     if measured.seconds is None and measured.bytes is None and not measured.out_of_memory:
         raise Incomplete("measured neither the seconds of a step nor memory")
@@ -84,13 +86,14 @@ def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
     """A step of a run.
 
     Raises:
-        Incomplete: it says something that is unknown here, or numbers that do not go together.
+        Unknown: it names something that is unknown here.
+        Incomplete: its numbers do not go together.
         UserError: no plan or model has such sizes.
     """
     recompute = named(record.recompute or "none", RECOMPUTE)
     if recompute is None:
         near = nearest(str(record.recompute), RECOMPUTE)
-        raise Incomplete(f"recomputes {record.recompute}, which is unknown here; {near}")
+        raise Unknown(f"recomputes {record.recompute}, which is unknown here; {near}")
     saved = replace(recipe.memory.saved, per_op=recompute == "selective-per-op")
     recipe = replace(recipe, memory=replace(recipe.memory, saved=saved))
     zero = max(recipe.defaults.zero_stage, record.parallelism.zero_stage or 0)
@@ -110,11 +113,19 @@ def recipe_of(record: RunRecord) -> Recipe:
     """How the run's framework runs a step; where it names none, one that its source names, or that is usual.
 
     Raises:
-        UserError: the framework is unknown here; the nearest is named.
+        Unknown: the framework or the device is unknown here; the nearest is named.
     """
     if record.framework is not None:
-        return find_recipe(record.framework)
+        return _known(find_recipe, record.framework)
     return find_recipe(named(record.source, recipes()) or _usual(record))
+
+
+def _known(find: Callable[[str], T], name: str) -> T:
+    """The recipe, device or link of a name that a run gives."""
+    try:
+        return find(name)
+    except UserError as error:
+        raise Unknown(f"names what is unknown here: {error}") from None
 
 
 def _usual(record: RunRecord) -> str:
@@ -139,8 +150,10 @@ def device_of(hardware: HardwareRecord) -> Device:
     """The device that a run used; where no field says, the one whose name stands in what it calls its GPU."""
     name = hardware.device or named(hardware.gpu, [*DEVICES, *ALIASES])
     if name is None:
-        raise Incomplete("does not say device" if hardware.gpu is None else f"ran on an unknown GPU, {hardware.gpu}")
-    return find_device(name)
+        if hardware.gpu is None:
+            raise Incomplete("does not say device")
+        raise Unknown(f"ran on an unknown GPU, {hardware.gpu}; {nearest(hardware.gpu, DEVICES)}")
+    return _known(find_device, name)
 
 
 def cluster_of(record: RunRecord) -> Cluster:
@@ -148,17 +161,12 @@ def cluster_of(record: RunRecord) -> Cluster:
     hardware, device = record.hardware, device_of(record.hardware)
     usual = NODES[device.name]
     per_node = min(hardware.gpus_per_node or usual.devices, hardware.gpus)
-    network, each = (
-        (hardware.network, 1)
-        if hardware.network
-        else NETWORKS.get(
-            named(hardware.interconnect, NETWORKS) or "", (named(hardware.interconnect, LINKS) or usual.inter_node, 1)
-        )
-    )
+    told = (hardware.network, 1) if hardware.network else network_in(hardware.interconnect)
+    network, each = told or (usual.inter_node, 1)
     nics = hardware.nics or per_node * each
     nodes = math.ceil(hardware.gpus / per_node)
     intra_node, host = find_link(usual.intra_node), find_link(usual.host)
-    return Cluster(device, per_node, nodes, intra_node, find_link(network), host, nics)
+    return Cluster(device, per_node, nodes, intra_node, _known(find_link, network), host, nics)
 
 
 def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
@@ -188,7 +196,7 @@ def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
     if kind == "squared_relu":  # Nemotron: rotary positions, no biases
         return GPT(**common, activation="squared_relu", rope_theta=10000.0, bias=False)
     if kind != "gelu":
-        raise Incomplete(f"has an activation function that is unknown here, {kind}")
+        raise Unknown(f"has an activation function that is unknown here, {kind}")
     return GPT(**common, bias=recipe.defaults.bias, dropout=recipe.defaults.dropout)
 
 
@@ -237,14 +245,14 @@ def _schedule(record: RunRecord) -> str | None:
     """The run's schedule (None: it has none).
 
     Raises:
-        Incomplete: it is unknown here; the nearest is named.
+        Unknown: it is unknown here; the nearest is named.
     """
     text = record.parallelism.schedule
     if text is None or text == "none":
         return None
     text = BY_HAND.get(text, text)
     if (name := named(text, SCHEDULES)) is None:
-        raise Incomplete(f"has a schedule that is unknown here, {text}; {nearest(text, SCHEDULES)}")
+        raise Unknown(f"has a schedule that is unknown here, {text}; {nearest(text, SCHEDULES)}")
     return name
 
 
@@ -253,12 +261,12 @@ def precision_of(record: RunRecord, recipe: Recipe, zero: int) -> Precision:
     width.
 
     Raises:
-        Incomplete: for a dtype that is unknown here.
+        Unknown: for a dtype that is unknown here.
     """
     text = record.precision or "fp16"
     name = named(text, DTYPES)
     if name is None:
-        raise Incomplete(f"computes in {text}, which is unknown here; {nearest(text, DTYPES)}")
+        raise Unknown(f"computes in {text}, which is unknown here; {nearest(text, DTYPES)}")
     compute = DTYPES[name]
     usual = (compute == "bfloat16" and recipe.defaults.bf16_gradient_bytes) or recipe.defaults.gradient_bytes
     gradients = usual if record.gradients is None else 4 if record.gradients == "fp32" else 2

@@ -13,6 +13,10 @@ class Incomplete(Exception):
     """A run does not say enough to be predicted; the message says what is missing."""
 
 
+class Unknown(Incomplete):
+    """A run names a device, a network, a framework or the like that is unknown here; the message says which."""
+
+
 def limited(most: int, *, least: int = 1, wanted: bool = False) -> Any:
     """A field that is a whole number of `least` to `most`; what is replayed op by op has a limit."""
     limits = {"least": least, "most": most}

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
+from typing import Protocol
 
 from shardlab.published.outcomes import Figure, Outcome
 
@@ -59,7 +60,17 @@ def misjudged(outcomes: Sequence[Outcome]) -> list[Outcome]:
     ]
 
 
-def assumed_by(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
+class Assuming(Protocol):
+    """A prediction of a run, with what it takes for granted."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def assumed(self) -> tuple[str, ...]: ...
+
+
+def assumed_by(outcomes: Sequence[Assuming]) -> dict[str, list[str]]:
     """List what predictions take for granted, with the ids of the runs that leave it open."""
     runs: dict[str, list[str]] = {}
     for outcome in outcomes:

@@ -86,6 +86,29 @@ def measured_of(row: dict[str, Any]) -> Measurement:
     return Measurement(seconds, None, "allocated", out)
 
 
+TIMES = {
+    "measured": (
+        *("iteration_s", "tokens_per_s_per_gpu", "tokens_per_s"),
+        *("layer_total_ms", "layer_forward_ms", "layer_backward_ms"),
+    ),
+    "derived": ("iteration_s",),
+}
+"""Fields that give a step's time or speed, by section."""
+
+
+def wrong_measurement(row: dict[str, Any]) -> str:
+    """Say which time or speed of a row is no number above 0, and no word for a run out of memory ("": none)."""
+    for part, names in TIMES.items():
+        for name in names:
+            value = section(row, part).get(name)
+            if value is not None and number(value) is None and not _says_so(value):
+                return (
+                    f"gives {value!r} as {part} {name}; give a number above 0, or leave it out where the run did not "
+                    "end"
+                )
+    return ""
+
+
 def ran_out_of_memory(row: dict[str, Any]) -> bool:
     """Whether a run says that it ended for want of memory.
 
