@@ -78,13 +78,26 @@ def test_what_measure_prints_is_taken_in_with_the_seconds_filled_in(capsys: pyte
     others[0]["measured_seconds"] = 0.96 * others[0]["predicted_seconds"]
     Path("results.json").write_text(json.dumps(todo))
     after = planned(capsys, *H100, "--measured", "results.json", "--measure", "1")
-    assert after["chosen"]["plan"] == others[0]["plan"]
+    assert after["chosen"]["plan"] == first["plan"], "all may be as much faster as the one that was measured"
     assert [each["plan"] for each in after["experiments"]] == [first["plan"]]
     assert main(["plan", *H100, "--measured", "results.json", "--measure", "1"]) == 0
     shown = capsys.readouterr().out
     assert "after 1 measured step" in shown
     assert "after measuring" in shown
     assert "--measured results.json runs/measure-1" in shown.splitlines()[-1]
+    first["measured_seconds"] = 1.02 * first["predicted_seconds"]
+    Path("results.json").write_text(json.dumps(todo))
+    assert planned(capsys, *H100, "--measured", "results.json")["chosen"]["plan"] == others[0]["plan"]
+
+
+def test_milliseconds_in_the_place_of_seconds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    todo = planned(capsys, *H100, "--measure", "1")
+    (first,) = todo["experiments"]
+    first["measured_seconds"] = 1000 * first["predicted_seconds"]
+    Path("results.json").write_text(json.dumps(todo))
+    told = refused(capsys, *H100, "--measured", "results.json")
+    assert told.startswith(f"results.json, experiment 1: {first['family']}, ")
+    assert told.endswith("more than 10 times off; is it in seconds? give those of one step, or leave it out")
 
 
 def test_a_run_that_ended_out_of_memory_is_a_result(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -31,12 +32,35 @@ def test_nothing_measured_leaves_predictions_as_they_are() -> None:
     assert found.sure[0] == pytest.approx(0.05)
 
 
-def test_one_measured_step_corrects_all_by_nearly_the_same_factor_and_stands_for_itself() -> None:
+@pytest.mark.parametrize("factor", [0.5, 0.9, 1.0, 1.1, 2.15, 5.0])
+@pytest.mark.parametrize("ran", [[0], [1], [2], [0, 1], [1, 2], [0, 1, 2]])
+def test_what_all_measured_plans_share_leaves_the_ranking_as_it_was(factor: float, ran: list[int]) -> None:
+    plans: list[Row] = [
+        (DDP, 1.0, {}),
+        (ZERO_1, 1.001, {"all-gather on dp_shard": 0.02}),
+        (TP, 1.01, {"all-reduce on tp": 0.3}),
+        (PP, 1.02, {"bubble": 0.4}),
+        (GPIPE, 1.0201, {"bubble": 0.4}),
+    ]
+    found = beliefs(plans, {at: factor * plans[at][1] for at in ran})
+    assert found.seconds == pytest.approx([factor * seconds for _, seconds, _ in plans])
+    assert [*found.factors.values()] == pytest.approx([factor] * len(found.factors))
+    assert max(found.sure) < 0.06
+
+
+def test_what_measured_plans_do_not_share_is_shrunk_around_what_they_do() -> None:
+    plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.0, {"all-reduce on tp": 0.3}), (PP, 1.0, {}), (GPIPE, 1.0, {})]
+    found = beliefs(plans, {0: 2.0, 1: 2.2})
+    assert 2.0 < found.seconds[2] < 2.2
+    assert 2.0 < found.factors["compute"] < found.factors["communication on tp"] < 2.3
+
+
+def test_one_measured_step_corrects_all_by_the_same_factor_and_stands_for_itself() -> None:
     plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.2, {"all-reduce on tp": 0.2}), (PP, 1.1, {"bubble": 0.3})]
     found = beliefs(plans, {0: 1.1})
     assert found.seconds[0] == 1.1
     for seconds, (_, predicted, _) in zip(found.seconds[1:], plans[1:], strict=True):
-        assert 1.03 < seconds / predicted < 1.1
+        assert seconds / predicted == pytest.approx(1.1)
     assert found.sure[0] < found.sure[1] < 0.05
 
 
@@ -91,6 +115,26 @@ def test_of_several_measurements_the_median_counts() -> None:
     best = chosen(PROBLEM, None).best.candidate
     made = chosen(PROBLEM, [MeasuredStep(best, seconds, "here") for seconds in (9.0, 1e-3, 2e-3)])
     assert 2e-3 in [each.seconds for each in made.found.fitting]
+
+
+@pytest.mark.parametrize("times", [1000, 1 / 11, 1e9, 11])
+def test_a_time_that_is_written_in_another_unit_is_refused(times: float) -> None:
+    best = chosen(PROBLEM, None).best
+    step = MeasuredStep(best.candidate, times * best.seconds, "results.json, experiment 1", by_hand=True)
+    with pytest.raises(UserError) as refused:
+        chosen(PROBLEM, [step])
+    told = str(refused.value)
+    assert told.startswith(f"results.json, experiment 1: {best.family}, ")
+    assert f"is said to take {step.seconds:g} s, and {best.seconds:.3g} s are predicted" in told
+    assert "more than 10 times off; is it in seconds?" in told
+    assert chosen(PROBLEM, [replace(step, seconds=9 * best.seconds)]).best.seconds == pytest.approx(9 * best.seconds)
+
+
+def test_a_run_of_whatever_length_is_taken_at_its_word() -> None:
+    best = chosen(PROBLEM, None).best
+    first, second = (MeasuredStep(Candidate(plan, 1, PRECISIONS["bf16"]), 1e9, "runs/x") for plan in (DDP, PP))
+    assert chosen(PROBLEM, [first, second]).best.seconds > best.seconds
+    assert chosen(PROBLEM, [first, replace(second, seconds=1e-9)]).best.seconds == pytest.approx(1e-9)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,7 @@ def _of_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterator
         except UserError as error:
             raise UserError(f"{source}: {error}") from None
         ran += 1
-        yield MeasuredStep(Candidate(read, size, precision), float(seconds) if number_given else None, source)
+        taken = float(seconds) if number_given else None
+        yield MeasuredStep(Candidate(read, size, precision), taken, source, by_hand=True)
     if not ran:
         raise UserError(f"no experiment in {path} has {SECONDS}; run one, and give it the seconds of its step")

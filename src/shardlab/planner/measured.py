@@ -1,11 +1,15 @@
 """Measured steps in the place of predicted ones, and what they tell of the plans that were not measured.
 
-The error of a predicted step, measured over predicted less 1, is taken for the sum of random numbers: one that all
-plans of a problem share; one of each part of a step (compute, communication on an axis), in proportion to the part; one
-that plans share to the extent to which their ranks compute alike; and one of its own, which plans share only if their
-steps go to the same in nearly the same shares. Given some errors, the others' best linear prediction follows (Rasmussen
-and Williams 2006, "Gaussian processes for machine learning", equations 2.25 and 2.26). One or two measured steps so
-correct all plans by nearly the same factor; more of them tell parts apart.
+The error of a predicted step, the logarithm of measured over predicted, is taken for the sum of random numbers: one
+that all plans of a problem share; one of each part of a step (compute, communication on an axis), in proportion to the
+part; one that plans share to the extent to which their ranks compute alike; and one of its own, which plans share only
+if their steps go to the same in nearly the same shares. Given some errors, the others' best linear prediction follows
+(Rasmussen and Williams 2006, "Gaussian processes for machine learning", equations 2.25 and 2.26).
+
+The number that all share may be any: what all measured plans have in common counts in full for those that were not
+measured (a basis function with a vague prior, section 2.7 there). Else a machine that is twice as slow as predicted
+would have plans win that nobody measured. One measured step so corrects all plans by the same factor; more of them tell
+parts apart.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import pi, sqrt
+from math import exp, log, pi, sqrt
 from statistics import median
 from typing import Any
 
@@ -21,11 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlab.errors import UserError
+from shardlab.planner.families import family
 from shardlab.planner.found import Found, PlanOutcome
 from shardlab.planner.in_time import InTime
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.reasons import TELLING
 from shardlab.planner.shares import BUBBLE, COMPUTE, StepShares
+from shardlab.planner.words import short
 from shardlab.planner.workers import Ask, Asked
 
 Array = NDArray[np.float64]
@@ -33,13 +39,17 @@ Array = NDArray[np.float64]
 COMMON, OF_PARTS, OF_COMPUTING, OWN = 0.5, 0.1, 0.25, 0.15
 """Shares of the variance of an error.
 
-Of the 17 steps of docs/agreement.md 60 % were common to all. Of 154 good runs of the ultra-scale playbook nothing was,
-since nanotron's recipe was fitted to them, but 63 % to plans that compute alike. The share of parts is assumed.
+The first counts only until something is measured. Of the 17 steps of docs/agreement.md 60 % were common to all. Of 154
+good runs of the ultra-scale playbook nothing was, since nanotron's recipe was fitted to them, but 63 % to plans that
+compute alike. The share of parts is assumed.
 """
 
 STEEP = 3
 """With which power of their likeness plans share errors: in those 154 runs, plans of which half, 0.7 and all that ranks
 compute by was the same had covariances of 0.1, 0.25 and 0.63 of the variance."""
+
+FARTHEST = 10
+"""How many times longer or shorter than predicted a step may be said to take: what is further off has another unit."""
 
 NOISE = 0.01
 """Standard deviation of a median over ten steps, as a share of it, on a machine that does nothing else."""
@@ -62,11 +72,13 @@ class MeasuredStep:
         candidate: which.
         seconds: of a step (None: it ran out of memory).
         source: the file or folder that says so.
+        by_hand: whether somebody has written the seconds, maybe in another unit; a run's own record is in seconds.
     """
 
     candidate: Candidate
     seconds: float | None
     source: str
+    by_hand: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,10 +109,14 @@ class Beliefs:
         usual, known = (self.error / TO_MEAN) ** 2, [*self.measured]
         if len(known) < 2:
             return usual
-        inverse = np.linalg.inv(usual * self.kernel[np.ix_(known, known)] + NOISE**2 * np.eye(len(known)))
-        mean = float(inverse.sum(axis=0) @ self.errors / inverse.sum())
-        apart = self.errors - mean
-        return usual * max(1.0, float(apart @ inverse @ apart) / (len(known) - 1))
+        inner = self._covariance(usual, known)
+        ones = np.linalg.solve(inner, np.ones(len(known)))
+        apart = self.errors - float(ones @ self.errors / ones.sum())
+        return usual * max(1.0, float(apart @ np.linalg.solve(inner, apart)) / (len(known) - 1))
+
+    def _covariance(self, variance: float, known: Sequence[int]) -> Array:
+        """Covariance of the errors of some measured plans, but for what all plans share: (known, known)."""
+        return variance * self.kernel[np.ix_(known, known)] + NOISE**2 * np.eye(len(known))
 
     @cached_property
     def kernel(self) -> Array:
@@ -138,22 +154,30 @@ class Beliefs:
 
     def given(self, places: Sequence[int]) -> tuple[Array, Array]:
         """What steps at some places tell of the error of each plan: how it follows from theirs, (plans, places), and
-        the covariance that is left, (plans, plans)."""
+        the covariance that is left, (plans, plans).
+
+        Each plan's weights sum to 1, so that errors which are all the same are every plan's.
+        """
         known = list(places)
-        inner = self.prior[np.ix_(known, known)] + NOISE**2 * np.eye(len(known))
-        gain: Array = np.linalg.solve(inner, self.prior[known]).T.astype(np.float64)
-        return gain, self.prior - gain @ self.prior[known]
+        if not known:
+            return np.zeros((len(self.plans), 0)), self.prior
+        apart, inner = self.variance * self.kernel, self._covariance(self.variance, known)
+        gain: Array = np.linalg.solve(inner, apart[known]).T.astype(np.float64)
+        ones = np.linalg.solve(inner, np.ones(len(known)))
+        rest = 1 - gain.sum(axis=1)  # of what all plans share, as far as the plan's own likes do not tell it
+        left = apart - gain @ apart[known] + np.outer(rest, rest) / ones.sum()
+        return gain + np.outer(rest, ones / ones.sum()), left
 
     @cached_property
     def errors(self) -> Array:
         """Errors of the measured plans' predictions: (measured,)."""
-        return np.array([seconds / self.plans[at].seconds - 1 for at, seconds in self.measured.items()])
+        return np.array([log(seconds / self.plans[at].seconds) for at, seconds in self.measured.items()])
 
     @cached_property
     def seconds(self) -> list[float]:
         """Seconds of each plan's step: as measured, or the prediction corrected."""
         off = self.given([*self.measured])[0] @ self.errors
-        made = [each.seconds * (1 + float(more)) for each, more in zip(self.plans, off, strict=True)]
+        made = [each.seconds * exp(float(more)) for each, more in zip(self.plans, off, strict=True)]
         return [self.measured.get(at, seconds) for at, seconds in enumerate(made)]
 
     @cached_property
@@ -170,11 +194,14 @@ class Beliefs:
     def factors(self) -> dict[str, float]:
         """How many times as long as predicted each part of a step takes, as far as measured steps tell."""
         known = [*self.measured]
-        inner = self.prior[np.ix_(known, known)] + NOISE**2 * np.eye(len(known))
-        told = self.variance * np.linalg.solve(inner, self.errors)
-        common = COMMON * float(told.sum())
+        if not known:
+            return dict.fromkeys(self.names, 1.0)
+        inner = self._covariance(self.variance, known)
+        ones = np.linalg.solve(inner, np.ones(len(known)))
+        common = float(ones @ self.errors / ones.sum())
+        told = self.variance * np.linalg.solve(inner, self.errors - common)
         of_parts = OF_PARTS * self.parts[known].T @ told
-        return {name: 1 + common + float(more) for name, more in zip(self.names, of_parts, strict=True)}
+        return {name: exp(common + float(more)) for name, more in zip(self.names, of_parts, strict=True)}
 
 
 def _part(name: str) -> str:
@@ -206,7 +233,7 @@ def measured_outcomes(problem: Problem, measured: Sequence[MeasuredStep], ask: A
     """Forecasts of plans that were measured and fit, and the seconds of a step; of several measurements the median.
 
     Raises:
-        UserError: when a plan is not one that the problem has.
+        UserError: when a plan is not one that the problem has, or a time is so far off that its unit must be another.
     """
     candidates = [each.candidate for each in measured if _is_of(problem, each)]
     coming = {each: ask(Asked(each)) for each in candidates if each not in ran_out(measured)}
@@ -217,6 +244,8 @@ def measured_outcomes(problem: Problem, measured: Sequence[MeasuredStep], ask: A
             raise UserError(
                 f"{own[0][1]}: this plan is none that {problem.recipe.name} runs on {problem.cluster}; leave it out"
             )
+        for step in (each for each in measured if each.candidate == candidate):
+            _want_seconds(step, answer.forecast.seconds)
         found.append((PlanOutcome(candidate, answer.forecast), median(seconds for seconds, _ in own)))
     return found
 
@@ -244,6 +273,20 @@ def _is_of(problem: Problem, step: MeasuredStep) -> bool:
     return True
 
 
+def _want_seconds(step: MeasuredStep, predicted: float) -> None:
+    """Refuse a time that somebody wrote and that cannot be in seconds.
+
+    Raises:
+        UserError: with the plan, and with both times.
+    """
+    if step.by_hand and step.seconds and not 1 / FARTHEST <= step.seconds / predicted <= FARTHEST:
+        plan = f"{family(step.candidate.plan)}, {short(step.candidate)}"
+        raise UserError(
+            f"{step.source}: {plan} is said to take {step.seconds:g} s, and {predicted:.3g} s are predicted, more than "
+            f"{FARTHEST} times off; is it in seconds? give those of one step, or leave it out"
+        )
+
+
 def slack(measured: Sequence[MeasuredOutcome], error: float) -> float:
     """How much slower than the fastest one a plan may be predicted, as a share, that corrections may make the fastest.
 
@@ -251,7 +294,6 @@ def slack(measured: Sequence[MeasuredOutcome], error: float) -> float:
         error: mean size of a prediction's.
     """
     times = [seconds / outcome.seconds for outcome, seconds in measured]
-    times += [1 + COMMON * (each - 1) for each in times]  # of plans that have no more in common with those
     return max(error, max(times, default=1.0) / min(times, default=1.0) - 1)
 
 
