@@ -90,8 +90,9 @@ def test_a_batch_that_does_not_divide_is_refused(capsys: pytest.CaptureFixture[s
     limits = ("--max-tp", "1", "--max-pp", "1")
     told = refused(capsys, *SMALL[:4], "--global-batch", "3", *limits)
     assert told == (
-        "no plan divides 2 devices and 3 sequences under the limits --max-tp 1 --max-pp 1; give others, or a "
-        "--global-batch that is a multiple of 2"
+        "no plan divides 2 devices and 3 sequences under the limits --max-tp 1 --max-pp 1: every plan has at least 2 "
+        "data-parallel ranks, which share a batch evenly; give a --global-batch that is a multiple of 2, or other "
+        "limits"
     )
     told = refused(capsys, *SMALL[:4], "--tokens-per-step", "1000")
     assert told == ("1,000 tokens are no whole sequences of 512 tokens; give --global-batch 1 or 2 (512 tokens)")

@@ -11,7 +11,7 @@ import pytest
 from shardlab.errors import UserError
 from shardlab.models import Llama
 from shardlab.planner.floors import Floors
-from shardlab.planner.nothing import nothing_to_search
+from shardlab.planner.nothing_divides import nothing_to_search
 from shardlab.planner.problem import Limits, Problem
 from shardlab.planner.space import candidates, shapes
 from shardlab.planner.workers import Asked, answer

@@ -12,7 +12,8 @@ from shardlab.planner.families import by_order
 from shardlab.planner.found import Found, PlanOutcome
 from shardlab.planner.in_time import InTime
 from shardlab.planner.measured import Beliefs, MeasuredStep, corrected, measured_outcomes, ran_out, slack
-from shardlab.planner.nothing import nothing_found, nothing_to_search
+from shardlab.planner.nothing import nothing_found
+from shardlab.planner.nothing_divides import nothing_to_search
 from shardlab.planner.problem import Problem
 from shardlab.planner.reasons import Alternative, explained, nearest
 from shardlab.planner.search import Search, Told

@@ -1,71 +1,22 @@
-"""Sentences for a search that finds no plan: what hinders, what comes nearest, and which limit could go."""
+"""Sentences for a search in which no plan fits: what hinders, what comes nearest, and which limit could go."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from shardlab.errors import Refused, UserError
 from shardlab.planner.found import Found
+from shardlab.planner.nothing_divides import reason_of, refused
 from shardlab.planner.problem import Candidate, Limits, Problem
-from shardlab.planner.sharded import sharded
-from shardlab.planner.space import meshes
 from shardlab.planner.words import short
-from shardlab.predict.forecast import forecast
-from shardlab.predict.limits import broken_limit
 from shardlab.program import AXES, Kind
 from shardlab.program.field_types import as_flags
 from shardlab.rules.pieces import counted
-from shardlab.strategies.plan import Plan
 from shardlab.timeline.units import bytes_text
-
-
-def nothing_to_search(problem: Problem) -> str:
-    """Say why the space of plans is empty."""
-    devices, limits = problem.cluster.size, str(problem.limits)
-    if any(meshes(problem)):
-        return _refused(problem, next(_reasons(problem), ""))
-    what = f"no plan divides {counted(devices, 'device')} and {counted(problem.sequences, 'sequence')}"
-    if limits:
-        return f"{what} under the limits {limits}; give others, or a --global-batch that is a multiple of {devices}"
-    return f"{what}; give a --global-batch that is a multiple of {devices}"
-
-
-def _reasons(problem: Problem) -> Iterator[str]:
-    """Why plans with the values that are fixed, and nothing else, are refused: a sentence for each mesh."""
-    limits = problem.limits
-    for mesh in meshes(problem):
-        try:
-            plan = Plan(mesh, **limits.fields)
-            plan = next(sharded(problem, plan), plan)
-            candidate = Candidate(plan, limits.micro_batch_size or 1, problem.precisions[0])
-        except UserError as error:
-            yield str(error)
-        else:
-            if reason := _reason(problem, candidate):
-                yield reason
-
-
-def _reason(problem: Problem, candidate: Candidate) -> str:
-    """Why a candidate is refused ("": it is not)."""
-    workload = problem.workload(candidate)
-    try:
-        if not (reason := broken_limit(workload)):
-            forecast(workload)
-        return reason
-    except (UserError, Refused) as error:
-        return str(error)
-
-
-def _refused(problem: Problem, reason: str) -> str:
-    under = f" under the limits {problem.limits}" if str(problem.limits) else ""
-    return f"no plan{under} can be run: {reason or 'give other limits or another --global-batch'}"
 
 
 def nothing_found(problem: Problem, found: Found) -> str:
     """Say what comes nearest, and what is missing, where no plan of a search fits."""
     room, margin, misses = problem.room, problem.recipe.memory.margin_bytes, found.misses()
     if found.refused and not found.outcomes:
-        return _refused(problem, _reason(problem, found.refused[0]))
+        return refused(problem, reason_of(problem, found.refused[0]))
     if found.left is not None or not misses:
         seen = f"of {counted(found.space['shapes'], 'shape')} {counted(len(found.outcomes), 'plan')} were simulated"
         return f"no plan that fits was found in the time ({seen}); give more --seconds, or limits such as --max-tp 8"
