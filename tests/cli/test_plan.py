@@ -83,7 +83,9 @@ def test_limits_that_contradict_each_other_are_refused(capsys: pytest.CaptureFix
     assert refused(capsys, *SMALL, "--tp", "2", "--max-tp", "1") == ("--tp 2 is more than --max-tp 1; give one of them")
     assert "--plan names a plan" in refused(capsys, *SMALL, "--plan", "small.toml")
     assert "more than h100 has" in refused(capsys, *SMALL, "--memory", "90GiB")
-    assert "give bytes above 0" in refused(capsys, *SMALL, "--memory", "much")
+    assert "give bytes above 0 with their unit" in refused(capsys, *SMALL, "--memory", "much")
+    told = refused(capsys, *SMALL, "--memory", "72")
+    assert told == "--memory 72 has no unit; write 72GiB, 72GB, or 72B where bytes are meant"
 
 
 def test_a_batch_that_does_not_divide_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,9 @@ import re
 
 from shardlab.program import UserError
 
-BYTES = {"": 1, "b": 1} | {
+NUMBER = r"\d+(?:\.\d+)?(?:e\d+)?"
+
+BYTES = {"b": 1} | {
     f"{letter}{end}": base**power for power, letter in enumerate("kmgt", 1) for end, base in (("ib", 1024), ("b", 1000))
 }
 
@@ -15,12 +17,14 @@ TOKENS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def read_bytes(text: str, flag: str) -> float:
-    """So many bytes: `72GiB`, `80GB`, `5e9`.
+    """So many bytes: `72GiB`, `80GB`, `5e9B`; a number alone is refused, since it may be meant as GiB.
 
     Raises:
-        UserError: it is no amount above 0.
+        UserError: it is no amount above 0, or it has no unit.
     """
-    return _amount(text, BYTES, f"{flag} {text}: give bytes above 0, such as 72GiB or 80GB")
+    if re.fullmatch(NUMBER, text.strip().lower()):
+        raise UserError(f"{flag} {text} has no unit; write {text}GiB, {text}GB, or {text}B where bytes are meant")
+    return _amount(text, BYTES, f"{flag} {text}: give bytes above 0 with their unit, such as 72GiB or 80GB")
 
 
 def read_tokens(text: str, flag: str) -> int:
@@ -37,7 +41,7 @@ def read_tokens(text: str, flag: str) -> int:
 
 
 def _amount(text: str, units: dict[str, int], wrong: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
+    found = re.fullmatch(rf"({NUMBER})\s*([a-z]*)", text.strip().lower())
     if found is None or found[2] not in units or not float(found[1]):
         raise UserError(wrong)
     return float(found[1]) * units[found[2]]
