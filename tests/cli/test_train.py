@@ -199,6 +199,21 @@ def test_a_run_that_cannot_write_its_weights_says_so_and_gives_the_rest(
     assert record["command"] == shlex.join(["shardlab", *OPTIONS.split(), str(out)])
 
 
+@pytest.mark.parametrize(("words", "told"), [([], True), (["--model", "gpt"], False)])
+def test_a_plan_in_a_file_does_not_say_which_model_is_trained_so_train_does(
+    words: list[str], told: bool, warm: WarmStarts, tmp_path: Path
+) -> None:
+    plan = tmp_path / "p.toml"
+    plan.write_text("mesh = { dp_shard = 1 }\n")
+    small = ["--steps", "1", "--hidden-size", "16", "--layers", "2", "--out", str(tmp_path / "run")]
+    done = warm.run(["-m", "shardlab", "train", "--plan", str(plan), *words, *small])
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith(f"{plan} does not say which model")]
+    assert bool(lines) is told
+    if lines:
+        assert re.search(r"so gpt is trained, of [\d,]+ parameters in 2 layers; --model takes another$", lines[0])
+
+
 def test_what_starts_ranks_imports_torch_only_to_ask_for_gpus(
     limited: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:

@@ -30,12 +30,14 @@ from shardlab.data import sources_of
 from shardlab.models.counts import count_parameters
 from shardlab.program import AXES, UserError
 from shardlab.program.precision import find_precision
+from shardlab.rules.pieces import counted
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.train.config import TrainingConfig
 from shardlab.train.config_sources import (
     ConfigSource,
     config_file,
+    merged,
     of_data,
     origin,
     plan_below,
@@ -232,6 +234,14 @@ class Train:
         chosen, ranks = self.layout.entry(name, ranks or launched, base, passes=passes, follows=follows)
         return chosen, resolved(sources, chosen, ranks), None
 
+    def _tell_model(self, config: TrainingConfig, sources: list[ConfigSource]) -> None:
+        """Say which model is trained where a file has a plan of it, and nobody has said which."""
+        path, unsaid = self.layout.plan, origin(sources, "model", "model") == "default" and config.train.init is None
+        if path not in (None, AUTO) and unsaid:
+            name, layers = merged(sources, "model")["model"], counted(config.model.layers, "layer")
+            size = f"{config.model.parameter_count:,} parameters in {layers}"
+            print(f"{path} does not say which model, so {name} is trained, of {size}; --model takes another")
+
     def _run(
         self,
         heartbeat: Heartbeat,
@@ -285,6 +295,7 @@ class Train:
         proof = self._proved(chosen, run)
         if first and not self.json:
             print_config(stdout_console(), config, sources if resumed is None else sources[1:], all=False)
+            self._tell_model(config, sources)
             sys.stdout.flush()
         heartbeat.doing = "start of the ranks"
         heartbeat.until = lambda: not first or (out.exists() and not again)  # then rank 0 says what it does
