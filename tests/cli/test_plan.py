@@ -44,6 +44,8 @@ def test_the_plan_that_is_written_takes_as_long_as_was_said(capsys: pytest.Captu
     simulated = json.loads(capsys.readouterr().out)
     assert simulated["step_seconds"] == pytest.approx(chosen["step_seconds"])
     assert simulated["plan"] == chosen["plan"]
+    assert simulated["assumed"]
+    assert said["assumed"] == simulated["assumed"]
     assert sum(chosen["shares"].values()) == pytest.approx(1)
     assert sum(said["critical_path"].values()) == pytest.approx(chosen["step_seconds"])
     assert said["searched"]["complete"]
@@ -59,6 +61,7 @@ def test_all_of_it_is_on_one_screen(capsys: pytest.CaptureFixture[str], monkeypa
     for part in (
         "step time",
         "MFU",
+        "assumed",
         "node 0",
         "best of each family",
         "why, choice by choice",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shardlab.cli.plan_experiments import measured_as_json
 from shardlab.planner.explain import decisions
 from shardlab.planner.families import family
 from shardlab.planner.reasons import sentence
+from shardlab.predict.assumed_figures import assumed_figures
 
 if TYPE_CHECKING:
     from shardlab.planner.chosen import PlanChoice
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 def as_json(choice: PlanChoice, model: str, cluster: str, top: int) -> dict[str, Any]:
     """Describe all of it."""
     problem, found = choice.problem, choice.found
-    tokens = problem.tokens
+    tokens, workload = problem.tokens, problem.workload(choice.best.candidate)
     return {
         "model": model,
         "cluster": cluster,
@@ -32,6 +34,7 @@ def as_json(choice: PlanChoice, model: str, cluster: str, top: int) -> dict[str,
         "decisions": [vars(decision) for decision in decisions(choice)],
         "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1 : top + 1]],
         "error_on_published_runs": vars(choice.sure),
+        "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
         "measured": measured_as_json(choice.beliefs) if choice.beliefs and choice.beliefs.measured else None,
         "critical_path": choice.path,
         "alternatives": [

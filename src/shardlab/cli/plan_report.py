@@ -14,6 +14,7 @@ from shardlab.planner.chosen import EQUAL, NOTABLE
 from shardlab.planner.explain import decisions
 from shardlab.planner.reasons import TELLING, sentence
 from shardlab.planner.words import described, flags_of, picture, short
+from shardlab.predict.assumed_figures import assumed_figures
 from shardlab.predict.held import left_out
 from shardlab.rules.pieces import counted
 from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_of
@@ -62,6 +63,8 @@ def print_choice(
     print_figures(console, _figures(choice))
     print_fact(console, "", _bar(choice))
     print_fact(console, "how sure", how_sure(choice))
+    if assumed := assumed_figures(problem.workload(best.candidate)):
+        print_fact(console, "assumed", ", ".join(assumed))
     console.print()
     for line in picture(best.candidate.plan.mesh, problem.cluster):
         console.print(Text(line), soft_wrap=True)
