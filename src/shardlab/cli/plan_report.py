@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 BAR = 40
 """Characters of the memory's bar."""
 
+WIDE = 80
+"""Columns of a terminal in which families, and what limits them, need no second line."""
+
+NODE = 10
+"""Characters of a node's name, before its devices."""
+
+WORDS = 0.4
+"""Share of the line that an alternative's name has at most, before what it would cost."""
+
 SIGNS = {
     "parameters": "P",
     "gradients": "G",
@@ -67,7 +76,7 @@ def print_choice(
         print_fact(console, "assumed", ", ".join(assumed))
     console.print()
     for line in picture(best.candidate.plan.mesh, problem.cluster):
-        console.print(Text(line), soft_wrap=True)
+        print_fact(console, line[:NODE], line[NODE:], indent=NODE)
     _print_families(choice, console)
     if choice.beliefs is not None and choice.beliefs.measured:
         print_measured(choice.beliefs, top, console)
@@ -110,6 +119,7 @@ def _bar(choice: PlanChoice) -> str:
 def _print_families(choice: PlanChoice, console: Console) -> None:
     table = table_of("", "best of each family", "step", "memory", "what limits it", words=2)
     table.columns[1].no_wrap = False
+    table.columns[0].no_wrap = table.columns[4].no_wrap = console.width >= WIDE
     table.columns[4].justify = "left"
     for outcome, answer in choice.families:
         limit = ""
@@ -150,11 +160,16 @@ def _print_reasons(choice: PlanChoice, console: Console) -> None:
     if not choice.alternatives:
         return
     predicted = ", as predicted" if choice.beliefs and choice.beliefs.measured else ""
-    console.print(f"\nwhy, choice by choice: what the nearest alternative would cost{predicted}", style="dim")
-    width = max((len(each.choice) for each in choice.alternatives), default=0)
+    heading = f"why, choice by choice: another one, all else as it is{predicted} (shares of this step)"
+    console.print(f"\n{heading}", style="dim")
+    table = table_of("", "", words=2)
+    table.show_header = False
+    table.columns[0].max_width = int(WORDS * console.width)
+    for column in table.columns:
+        column.no_wrap = False
     for each in choice.alternatives:
-        text = f"  {each.choice:<{width}}  {sentence(each, choice.answer, choice.problem)}"
-        console.print(Text(text), soft_wrap=True)
+        table.add_row(each.choice, sentence(each, choice.answer, choice.problem))
+    console.print(table)
 
 
 def _print_misses(choice: PlanChoice, console: Console) -> None:
