@@ -235,23 +235,44 @@ def table(rows: Sequence[dict[str, Any]], kind: int, columns: Sequence[Sequence[
         yield f"| {source} | {len(some)} | {' | '.join(f'{each:.1%}' for each in means)} |"
 
 
-def main() -> None:
-    words = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    words.add_argument("runs", nargs="?", type=Path, default=RUNS)
-    words.add_argument("--every", type=int, default=1)
-    told = words.parse_args()
+@dataclass(frozen=True)
+class Refit:
+    """Fits of all constants to runs.
+
+    Attributes:
+        rows: of the runs that can be predicted.
+        slopes: of each constant, by the place of a row: how much an error changes for a relative change of it.
+        together: changes of constants, as all sources have it.
+        now, refitted, left_out: errors of each row with today's constants, with a fit to all sources, and with one to
+            all but the row's own.
+    """
+
+    rows: list[dict[str, Any]]
+    slopes: list[Mapping[int, Errors]]
+    together: Change
+    now: list[Errors]
+    refitted: list[Errors]
+    left_out: list[Errors]
+
+
+def rows_of(path: Path, every: int) -> list[dict[str, Any]]:
+    """Runs of a file that name their framework: of each source the first, and then one in so many."""
     by_source = defaultdict[str, list[dict[str, Any]]](list)
-    for row in read_rows(told.runs):
+    for row in read_rows(path):
         if row.get("framework"):
             by_source[row["publication"]].append(row)
-    rows = [row for some in by_source.values() for row in some[:: told.every]]
+    return [row for some in by_source.values() for row in some[::every]]
+
+
+def refit(rows: Sequence[dict[str, Any]]) -> Refit:
+    """Fit every constant to all sources, and to all but each one; predict the runs with these."""
     every = constants()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         found = list(pool.map(errors_of, [(row, {}) for row in rows]))
         rows = [row for row, each in zip(rows, found, strict=True) if each is not None]
         now: list[Errors] = [each for each in found if each is not None]
         workloads = [read_run(row).workload for row in rows]
-        slopes: list[dict[int, Errors]] = []
+        slopes: list[Mapping[int, Errors]] = []
         for constant in every:
             at = [n for n, row in enumerate(rows) if constant.matters(row["id"], workloads[n])]
             moved = pool.map(errors_of, [(rows[n], {constant: STEP}) for n in at])
@@ -264,15 +285,24 @@ def main() -> None:
         }
         again = pool.map(errors_of, [(row, together) for row in rows])
         unseen = pool.map(errors_of, [(row, without[row["publication"]]) for row in rows])
-        columns = [now, *([each or (None, None) for each in column] for column in (again, unseen))]
+        refitted, left_out = ([each or (None, None) for each in column] for column in (again, unseen))
+    return Refit(rows, slopes, together, now, refitted, left_out)
+
+
+def main() -> None:
+    """Print every constant, as it is and as the runs have it, and the errors of each source."""
+    words = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    words.add_argument("runs", nargs="?", type=Path, default=RUNS)
+    words.add_argument("--every", type=int, default=1)
+    told = words.parse_args()
+    made = refit(rows_of(told.runs, told.every))
     print("| constant | runs | now | refitted |\n| --- | ---: | ---: | ---: |")
-    for constant, each in zip(every, slopes, strict=True):
+    for constant, each in zip(constants(), made.slopes, strict=True):
         if each:
-            print(
-                f"| {constant} | {len(each)} | {constant.value:.4g} | {constant.value * (1 + together[constant]):.4g} |"
-            )
+            refitted = constant.value * (1 + made.together[constant])
+            print(f"| {constant} | {len(each)} | {constant.value:.4g} | {refitted:.4g} |")
     for kind in (0, 1):
-        print("", *table(rows, kind, columns), sep="\n")
+        print("", *table(made.rows, kind, (made.now, made.refitted, made.left_out)), sep="\n")
 
 
 def _slope(before: Errors, after: Errors) -> Errors:

@@ -1,36 +1,35 @@
 """Errors of predicted steps by recipe and device, as the planner prints them.
 
-`python benchmarks/planner_errors.py RUNS.json` prints src/shardlab/planner/errors.toml; without a file, of the
-published runs in this folder.
+    python benchmarks/planner_errors.py [RUNS.json] [--every N]
+
+prints src/shardlab/planner/errors.toml, but for its rows of runs that are not in this repository. Each error is that of
+a run whose own source had no part in the constants that it is predicted with, as in fit_devices.py's column "left out".
 """
 
 from __future__ import annotations
 
-import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import defaultdict
 from pathlib import Path
+from statistics import mean
 
-from shardlab.published.outcomes import outcomes_of
-from shardlab.published.rows import read_rows
-
-RUNS = Path(__file__).parent / "published_runs.json"
+from fit_devices import RUNS, refit, rows_of
 
 
 def main() -> None:
-    """Predict every run, and print the mean and the worst error of each recipe on each device."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RUNS
-    rows = read_rows(path)
+    """Print the mean and the worst error of each recipe on each device."""
+    words = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    words.add_argument("runs", nargs="?", type=Path, default=RUNS)
+    words.add_argument("--every", type=int, default=1)
+    told = words.parse_args()
+    made = refit(rows_of(told.runs, told.every))
     errors = defaultdict[tuple[str, str], list[float]](list)
-    for row, outcome in zip(rows, outcomes_of(rows), strict=True):
-        measured, predicted = outcome.measured.seconds, outcome.prediction and outcome.prediction.seconds
-        if measured and predicted:
-            errors[row["framework"], row["hardware"]["device"]].append(abs(predicted / measured - 1))
-    print("# benchmarks/planner_errors.py writes this: step times of published runs, predicted over measured, less 1\n")
-    print(f'source = "benchmarks/{path.name}"')
+    for row, (seconds, _) in zip(made.rows, made.left_out, strict=True):
+        if seconds is not None:
+            errors[row["framework"], row["hardware"]["device"]].append(abs(seconds))
     for (recipe, device), found in sorted(errors.items()):
-        mean, worst = sum(found) / len(found), max(found)
         print(f'\n[[error]]\nrecipe = "{recipe}"\ndevice = "{device}"')
-        print(f"runs = {len(found)}\nmean = {mean:.3f}\nworst = {worst:.3f}")
+        print(f"runs = {len(found)}\nmean = {mean(found):.3f}\nworst = {max(found):.3f}")
 
 
 if __name__ == "__main__":
