@@ -22,6 +22,7 @@ WRITES = [
     ("simulate ddp --model gpt2 --cluster h100x4 --svg", "new.svg"),
     ("simulate ddp --model gpt2 --cluster h100x4 --trace", "new.json"),
     ("schedule 1f1b --csv", "new.csv"),
+    ("plan --model gpt2 --cluster h100x2 --layers 2 --tp 1 --pp 1 --recompute none --out", "new.toml"),
 ]
 
 

@@ -86,6 +86,9 @@ def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 def test_limits_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, *SMALL, "--tp", "2", "--max-tp", "1") == ("--tp 2 is more than --max-tp 1; give one of them")
     assert "--plan names a plan" in refused(capsys, *SMALL, "--plan", "small.toml")
+    assert "--plan names a plan" in refused(capsys, *SMALL, "--plan=small.toml")
+    for words in (["--passes", "prefetch"], ["--offload", "optimizer=host"]):
+        assert refused(capsys, *SMALL, *words).startswith(f"{words[0]} rewrites a plan's program, and plan compares")
     assert "more than h100 has" in refused(capsys, *SMALL, "--memory", "90GiB")
     assert "give bytes above 0 with their unit" in refused(capsys, *SMALL, "--memory", "much")
     told = refused(capsys, *SMALL, "--memory", "72")
@@ -114,7 +117,18 @@ def test_a_search_without_time_gives_the_best_so_far_and_says_so(capsys: pytest.
     assert main(["plan", *SMALL, "--seconds", "1e-9"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "time was up before all were generated, so faster ones may be left: give more --seconds" in told
-    assert "give a number above 0" in refused(capsys, *SMALL, "--seconds", "0")
+    for seconds in ("0", "-1", "nan"):
+        assert f"--seconds {seconds} is no time; give a number above 0" in refused(capsys, *SMALL, "--seconds", seconds)
+
+
+def test_what_is_refused_is_not_listed_and_no_option_has_two_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--help"]) == 0
+    listed = capsys.readouterr().out
+    names = {word for line in listed.splitlines() for word in line.split() if word.startswith("--")}
+    assert {"--layers", "--tp", "--schedule", "--max-tp"} <= names
+    assert not any(f"│ {flag} " in listed for flag in ("--plan", "--passes", "--offload"))
+    assert listed.count("(default: its own)") == 1
+    assert "one for each stage" not in listed
 
 
 def test_the_critical_path_of_a_simulation_is_its_step(capsys: pytest.CaptureFixture[str]) -> None:

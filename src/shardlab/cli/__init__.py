@@ -152,6 +152,8 @@ def _unrecognized(word: str, command: object) -> UserError:
     """A sentence about a word of the command line that is no option of the command."""
     if not word.startswith("-"):
         return UserError(f"{word!r} is one word too many; options begin with --, and --help lists them")
+    if told := getattr(command, "elsewhere", {}).get(word.partition("=")[0]):
+        return UserError(told)
     flags = sorted(f"--{name.replace('_', '-')}" for name in option_names(command))
     meant = closest(word.partition("=")[0].replace("_", "-"), flags)
     return UserError(f"there is no option {word}; {f'did you mean {meant}?' if meant else '--help lists them'}")

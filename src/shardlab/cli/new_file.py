@@ -13,6 +13,7 @@ OWN_MARKS = (
     b'"otherData": {"generator": "shardlab"}',  # a trace
     b"Creator\0shardlab",  # PNG
     b"/Creator (shardlab)",  # PDF
+    b"# written by shardlab plan: ",  # TOML
 )
 """Marks of the files that Shardlab writes; one stands near the beginning or the end of each."""
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 from rich.console import Console
@@ -18,8 +18,8 @@ from shardlab.cli.cluster import DeviceMemory, cluster_called
 from shardlab.cli.console import print_json, stdout_console
 from shardlab.cli.grade_report import print_grades
 from shardlab.cli.new_file import check_new_file, writing
-from shardlab.cli.options import Count, Flag, Layers, Name, NewFile, OptionalCount
-from shardlab.cli.plan_options import NO_FLAGS, Layout
+from shardlab.cli.options import Count, Flag, Name, NewFile, OptionalCount
+from shardlab.cli.plan_options import NO_LIMITS, Layout
 from shardlab.cli.recipe_option import RecipeName, recipe_called
 from shardlab.program import AXES, UserError
 from shardlab.program.field_types import as_flags, field_types
@@ -37,6 +37,16 @@ REFRESHED = 0.1
 
 MOST_TOKENS = 16 * 2**20
 """Tokens of a step, if nobody says how many: no more than these, and no more than 16 sequences for each device."""
+
+
+ELSEWHERE = {
+    "--plan": "--plan names a plan that is made; plan makes one: leave it out, or give it to simulate",
+    **{
+        flag: f"{flag} rewrites a plan's program, and plan compares plans; leave it out, or give it to simulate"
+        for flag in ("--passes", "--offload")
+    },
+}
+"""Sentences for options of other commands that are none of this one."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class PlanCommand:
     sequence: OptionalCount = None
     """Tokens of a sequence (default: the model's)."""
 
-    layers: Layers = None
+    layers: OptionalCount = None
     """Layers of the model (default: its own)."""
 
     tokens_per_step: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
@@ -132,7 +142,9 @@ class PlanCommand:
     json: Flag = False
     """Print JSON alone."""
 
-    layout: Layout = NO_FLAGS
+    layout: Layout = NO_LIMITS
+
+    elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     def run(self) -> int:
         if self.grade is not None:
@@ -212,7 +224,7 @@ class PlanCommand:
         if self.model is None or self.cluster is None:
             missing = "--model, such as llama3-8b" if self.model is None else "--cluster, such as h100x32"
             raise UserError(f"a plan is for a model on a cluster; give {missing}")
-        if self.seconds <= 0:
+        if not self.seconds > 0:
             raise UserError(f"--seconds {self.seconds:g} is no time; give a number above 0")
         cluster = cluster_called(self.cluster, other_machine=self.other_machine, memory=self.memory)
         changes = {"seq_len": self.sequence, "layers": self.layers}
@@ -231,12 +243,6 @@ class PlanCommand:
         from shardlab.planner.problem import Limits
 
         fixed = self.layout.given()
-        if "plan" in fixed:
-            raise UserError("--plan names a plan that is made; plan makes one: leave it out, or give it to simulate")
-        if "passes" in fixed:
-            raise UserError(
-                "--passes rewrites a plan's program, and plan compares plans; leave it out, or give it to simulate"
-            )
         types = field_types(Plan)
         fixed = {name: value if name in AXES else types[name].of_words(value) for name, value in fixed.items()}
         names = [name.removeprefix("max_") for name in vars(self) if name.startswith("max_")]

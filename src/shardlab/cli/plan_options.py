@@ -156,5 +156,18 @@ plan_flags: Callable[..., PlanOptions] = make_dataclass("PlanFlags", _flags(), b
 
 NO_FLAGS = plan_flags()
 
+
+_ABSENT: Any = Annotated[None, tyro.conf.Suppress]
+
+limit_flags: Callable[..., PlanOptions] = make_dataclass(
+    "LimitFlags",
+    [(name, _ABSENT, None) for name in ("plan", "passes", "offload")],
+    bases=(plan_flags,),
+    frozen=True,
+)
+"""The flags of a search: none names a whole plan, or rewrites its program."""
+
+NO_LIMITS = limit_flags()
+
 Layout = Annotated[PlanOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
 """The flags, as a command's field; their names stand alone."""

@@ -86,7 +86,9 @@ class PlanChoice:
         lines = [f"{name} = {toml_value(value)}\n" for name, value in plan.as_dict().items()]
         candidate, sequences = self.best.candidate, self.problem.sequences
         batch = f"{counted(sequences, 'sequence')} a step in microbatches of {candidate.micro_batch_size}"
-        told = f"# a plan for {model} on {self.problem.cluster}: {batch}, in {candidate.precision.name}"
+        told = (
+            f"# written by shardlab plan: for {model} on {self.problem.cluster}: {batch}, in {candidate.precision.name}"
+        )
         return f"{told}\n{''.join(lines)}"
 
 
