@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -70,11 +71,12 @@ def test_all_of_it_is_as_wide_as_the_terminal(
         "best",
         "why, choice by choice",
         "simulate it",
+        "train it",
         "searched",
     ):
         assert part in shown
     assert "pp 2" not in shown
-    assert [line for line in shown.splitlines() if len(line) > columns and "shardlab simulate" not in line] == []
+    assert [line for line in shown.splitlines() if len(line) > columns and " it  " not in line] == []
 
 
 def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,6 +161,40 @@ def test_the_command_that_simulates_the_plan_prices_the_same_step(
     simulated = json.loads(capsys.readouterr().out)
     assert simulated["step_seconds"] == pytest.approx(chosen["step_seconds"])
     assert simulated["plan"] == chosen["plan"]
+
+
+def test_the_command_that_trains_the_plan_has_its_plan_and_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--pp", "1", "--recompute", "none", "--max-micro-batch-size", "1"]
+    assert main(["plan", *SMALL, *limits, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert main(["plan", *SMALL, *limits, "--out", "a plan.toml"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("train it"))
+    by_flags, by_file = said["commands"]["train"], line.removeprefix("train it").strip()
+    plan = said["chosen"]["plan"]
+    for command in (by_flags, by_file):
+        assert main([*shlex.split(command)[1:], "--print-config"]) == 0
+        rows = re.findall(r"(\w+) {2,}(\S+(?: \S+)*) {2,}\S+(?: \S+)*$", capsys.readouterr().out, re.MULTILINE)
+        settings = dict(rows)
+        assert int(settings["microbatches"]) * int(settings["micro_batch_size"]) == said["global_batch"]
+        assert settings["precision"] == "bf16"
+        assert settings["mesh"] == "dp_shard 2" == " ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
+        for field in ("shard_parameters", "shard_gradients", "shard_optimizer"):
+            assert settings[field] == (" ".join(plan.get(field, [])) or "none")
+
+
+def test_a_plan_on_several_nodes_is_trained_by_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "small.toml", "--cluster", "h100x16", "--global-batch", "16", "--pp", "1", "--tp", "1"]
+    assert main(["plan", *words, "--recompute", "none", "--json"]) == 0
+    command = shlex.split(json.loads(capsys.readouterr().out)["commands"]["train"])
+    assert command[:2] == ["shardlab", "submit"]
+    assert main([*command[1:2], "--scheduler", "slurm", "--dry-run", *command[2:]]) == 0
+    assert "--nodes=2" in capsys.readouterr().out
+
+
+def test_another_frameworks_plan_has_no_command_that_trains_it(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--pp", "1", "--recompute", "none", "--max-micro-batch-size", "1"]
+    assert main(["plan", *SMALL, *limits, "--recipe", "fsdp2", "--json"]) == 0
+    assert [*json.loads(capsys.readouterr().out)["commands"]] == ["simulate"]
 
 
 def test_where_a_margin_is_missing_it_is_said_how_much_and_which_limit_could_go(

@@ -34,12 +34,12 @@ def test_a_plan_whose_step_has_more_ops_than_are_traced_is_chosen_all_the_same()
     assert cut.answer.forecast == whole.answer.forecast
     assert (cut.answer.shares, cut.path) == (None, {})
     assert whole.path
-    told = as_json(cut, "small", "h100x4", 1)
+    told = as_json(cut, "small", "h100x4", {}, 1)
     assert told["chosen"]["shares"] == {}
     console = Console(record=True, width=80)
-    print_choice(cut, "small", "h100x4", "", None, 1, console)
+    print_choice(cut, "small", "h100x4", {}, None, 1, console)
     assert console.export_text().count("the step has more ops than are traced") == 2, "its time and its path"
-    print_explained(cut, "small", "h100x4", "", None, console)
+    print_explained(cut, "small", "h100x4", {}, None, console)
     assert "is not known: the step has more ops than are traced" in " ".join(console.export_text().split())
 
 
@@ -50,11 +50,11 @@ def test_what_there_was_no_time_for_is_said_to_be_left_out() -> None:
     assert late.best.fits
     assert (late.alternatives, late.path, late.answer.shares) == ([], {}, None)
     console = Console(record=True, width=80)
-    print_choice(late, "small", "h100x4", "", None, 1, console)
+    print_choice(late, "small", "h100x4", {}, None, 1, console)
     told = " ".join(console.export_text().split())
     assert "critical path time was up" in told
     assert re.search(r"left out as time was up: an alternative \(\d+\), what the step.s time goes to \(1\)", told)
-    assert as_json(late, "small", "h100x4", 1)["searched"]["left_out"] == late.missed
+    assert as_json(late, "small", "h100x4", {}, 1)["searched"]["left_out"] == late.missed
 
 
 def test_what_a_search_has_left_is_told_as_the_step_that_it_could_take() -> None:

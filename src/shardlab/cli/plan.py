@@ -29,6 +29,7 @@ from shardlab.strategies.plan import Plan
 from shardlab.timeline.units import seconds_text
 
 if TYPE_CHECKING:
+    from shardlab.planner.chosen import PlanChoice
     from shardlab.planner.found import Found
     from shardlab.planner.problem import Limits, Problem
 
@@ -178,15 +179,16 @@ class PlanCommand:
         if self.out is not None:
             with writing("--out", self.out):
                 self.out.write_text(choice.as_toml(), encoding="utf-8")
+        how = self._commands(choice)
         if self.json:
             from shardlab.cli.plan_json import as_json
 
             told_next = {"experiments": experiments_as_json(asked, run, problem)} if self.measure else {}
-            print_json({**as_json(choice, self.model, self.cluster, self.top), **told_next})
+            print_json({**as_json(choice, self.model, self.cluster, how, self.top), **told_next})
             return 0
         from shardlab.cli.plan_report import print_choice, print_explained
 
-        shown = choice, self.model, self.cluster, self._rerun(), self.out
+        shown = choice, self.model, self.cluster, how, self.out
         if self.explain:
             print_explained(*shown, stdout_console())
             if choice.beliefs and choice.beliefs.measured:
@@ -267,6 +269,18 @@ class PlanCommand:
                 f"({max(sequences, 1) * length:,} tokens)"
             )
         return sequences
+
+    def _commands(self, choice: PlanChoice) -> dict[str, str]:
+        """The commands that run the chosen plan, by what they do: another framework's plans are only simulated."""
+        from shardlab.planner.words import flags_of, train_command
+        from shardlab.predict.recipe import OWN
+
+        problem, candidate = choice.problem, choice.best.candidate
+        plan = shlex.quote(str(self.out)) if self.out else None
+        found = {"simulate": f"shardlab simulate {self._rerun()} {flags_of(problem, candidate, plan)}"}
+        if problem.recipe.name == OWN.name:
+            found["train"] = train_command(problem, candidate, self._model_words(), plan)
+        return found
 
     def _rerun(self) -> str:
         """The words of the command that tell the model, the cluster and how a step is run, but for the plan's."""

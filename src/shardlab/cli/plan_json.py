@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from shardlab.planner.workers import Answer
 
 
-def as_json(choice: PlanChoice, model: str, cluster: str, top: int) -> dict[str, Any]:
-    """Describe all of it."""
+def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str, str], top: int) -> dict[str, Any]:
+    """Describe all of it; arguments as of `print_choice`."""
     problem, found = choice.problem, choice.found
     tokens, workload = problem.tokens, problem.workload(choice.best.candidate)
     return {
@@ -30,6 +31,7 @@ def as_json(choice: PlanChoice, model: str, cluster: str, top: int) -> dict[str,
         "tokens": tokens,
         "device_memory": problem.cluster.device.memory,
         "chosen": {**_outcome(problem, choice.best), **_shares(choice.answer)},
+        "commands": dict(commands),
         "families": [{**_outcome(problem, outcome), **_shares(answer)} for outcome, answer in choice.families],
         "decisions": [vars(decision) for decision in decisions(choice)],
         "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1 : top + 1]],

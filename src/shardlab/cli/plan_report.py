@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from shardlab.cli.console import print_fact, print_figures, print_path, table_of
+from shardlab.cli.console import INDENT, print_fact, print_figures, print_path, table_of
 from shardlab.cli.plan_experiments import how_sure, print_measured
 from shardlab.planner.chosen import EQUAL, NOTABLE
 from shardlab.planner.explain import decisions
 from shardlab.planner.reasons import TELLING, sentence
-from shardlab.planner.words import described, flags_of, picture, short
+from shardlab.planner.words import described, picture, short
 from shardlab.predict.assumed_figures import assumed_figures
 from shardlab.predict.held import left_out
 from shardlab.rules.pieces import counted
@@ -53,12 +54,18 @@ HELPS: dict[Change, str] = {
 
 
 def print_choice(
-    choice: PlanChoice, model: str, cluster: str, words: str, out: Path | None, top: int, console: Console
+    choice: PlanChoice,
+    model: str,
+    cluster: str,
+    commands: Mapping[str, str],
+    out: Path | None,
+    top: int,
+    console: Console,
 ) -> None:
     """Print all of it.
 
     Args:
-        words: of the command, which tell the model and the cluster.
+        commands: that run the plan, by what they do.
         out: the file that holds the plan, if there is one.
         top: how many plans are listed.
     """
@@ -88,7 +95,7 @@ def print_choice(
     _print_misses(choice, console)
     console.print()
     _print_helps(choice, console)
-    _print_end(choice, words, out, console)
+    _print_end(choice, commands, out, console)
 
 
 def _figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
@@ -189,7 +196,7 @@ def path_text(path: dict[str, float]) -> str:
 
 
 def print_explained(
-    choice: PlanChoice, model: str, cluster: str, words: str, out: Path | None, console: Console
+    choice: PlanChoice, model: str, cluster: str, commands: Mapping[str, str], out: Path | None, console: Console
 ) -> None:
     """Print the decisions one after the other; arguments as of `print_choice`."""
     console.print(Text.assemble(("plan", "bold cyan"), f" of {model} on {cluster}, decision by decision"))
@@ -200,15 +207,14 @@ def print_explained(
     console.print("\nchosen", style="bold")
     for line in described(choice.problem, choice.best.candidate):
         print_fact(console, "  -", line, indent=4)
-    _print_end(choice, words, out, console)
+    _print_end(choice, commands, out, console)
 
 
-def _print_end(choice: PlanChoice, words: str, out: Path | None, console: Console) -> None:
-    """The command that simulates the plan, what was searched, and the file that was written."""
-    flags = flags_of(choice.problem, choice.best.candidate, str(out) if out else None)
+def _print_end(choice: PlanChoice, commands: Mapping[str, str], out: Path | None, console: Console) -> None:
+    """The commands that run the plan, what was searched, and the file that was written."""
     console.print()
-    command = f"shardlab simulate {words} {flags}"
-    console.print(Text.assemble(("simulate it".ljust(16), "dim"), command), soft_wrap=True)
+    for what, command in commands.items():
+        console.print(Text.assemble((f"{what} it".ljust(INDENT), "dim"), command), soft_wrap=True)
     print_fact(console, "searched", searched(choice))
     if choice.missed:
         print_fact(console, "left out", f"as time was up: {choice.missed}; give more --seconds")

@@ -146,6 +146,25 @@ def flags_of(problem: Problem, candidate: Candidate, plan: str | None = None) ->
     )
 
 
+def train_command(problem: Problem, candidate: Candidate, words: str, plan: str | None = None) -> str:
+    """The command that trains under this candidate: on this machine, or as a job on several nodes.
+
+    Args:
+        words: of the command that tell the model.
+        plan: a file that holds the plan, if there is one.
+    """
+    size, cluster = candidate.micro_batch_size, problem.cluster
+    layout = f"--plan {plan}" if plan else layout_flags(problem, candidate.plan)
+    train = (
+        f"train {words} {layout} --microbatches {problem.sequences // size} --micro-batch-size {size} "
+        f"--precision {candidate.precision.name}"
+    )
+    if cluster.nodes == 1:
+        return f"shardlab {train}"
+    each = cluster.per_node
+    return f"shardlab submit --nodes {cluster.nodes} --ranks-per-node {each} --gpus-per-node {each} -- {train}"
+
+
 def layout_flags(problem: Problem, plan: Plan) -> str:
     """A plan's flags; those that the recipe would choose otherwise are said."""
     fields, defaults = chosen_fields(plan), problem.recipe.defaults
