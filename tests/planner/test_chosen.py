@@ -37,6 +37,8 @@ def test_a_plan_whose_step_has_more_ops_than_are_traced_is_chosen_all_the_same()
     told = as_json(cut, "small", "h100x4", {}, 1)
     assert told["chosen"]["shares"] == {}
     console = Console(record=True, width=80)
+    print_choice(whole, "small", "h100x4", {}, None, 1, console)
+    assert "what the step waits for" in console.export_text()
     print_choice(cut, "small", "h100x4", {}, None, 1, console)
     assert console.export_text().count("the step has more ops than are traced") == 2, "its time and its path"
     print_explained(cut, "small", "h100x4", {}, None, console)

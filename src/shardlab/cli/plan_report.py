@@ -30,6 +30,9 @@ BAR = 40
 WIDE = 80
 """Columns of a terminal in which families, and what limits them, need no second line."""
 
+PATH = "what the step waits for, one after the other: of a message and the compute beside it, only what ends last"
+"""Why a critical path has less compute than the step."""
+
 NODE = 10
 """Characters of a node's name, before its devices."""
 
@@ -91,6 +94,8 @@ def print_choice(
         _print_runners_up(choice, console, top)
     console.print()
     print_fact(console, "critical path", path_text(choice.path) if choice.path else choice.unknown)
+    if choice.path:
+        print_fact(console, "", PATH, style="dim")
     _print_reasons(choice, console)
     _print_misses(choice, console)
     console.print()
