@@ -123,6 +123,26 @@ def test_what_a_row_changes_of_its_base_is_not_told_as_the_bases() -> None:
     assert less["attention.flash2"].fitted_to == "torchtitan's runs"
 
 
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [("h100-pcie", "h100"), ("a100-pcie", "a100-80gb"), ("a100-pcie", "a100-40gb"), ("b200", "gb200")],
+)
+def test_what_another_device_was_fitted_to_is_assumed_of_one_that_no_run_was_of(name: str, owner: str) -> None:
+    theirs, fitted = find_device(name).efficiency, find_device(owner).efficiency
+    assert theirs.matmul == fitted.matmul
+    assert all(figure.assumed for figure in theirs.figures.values())
+    assert fitted.figures["matmul.bfloat16"].fitted_to
+
+
+@pytest.mark.parametrize("name", ["infiniband-edr", "infiniband-ndr", "infiniband-xdr"])
+def test_what_one_generation_of_a_network_was_fitted_to_is_assumed_of_the_others(name: str) -> None:
+    link, fitted = LINKS[name], LINKS["infiniband-hdr"]
+    assert (link.efficiency, link.latency) == (fitted.efficiency, fitted.latency)
+    assert link.figures["efficiency"].assumed
+    assert fitted.figures["efficiency"].fitted_to
+    assert not link.figures["latency"].assumed
+
+
 @pytest.mark.parametrize("what", SOURCES)
 def test_every_row_says_where_it_was_looked_up_or_that_it_was_not(what: str) -> None:
     """A page or a paper that can be opened, another row, a unit by its name, or honestly none."""
