@@ -69,3 +69,15 @@ def test_what_a_search_has_left_is_told_as_the_step_that_it_could_take() -> None
 def test_a_small_model_is_not_said_to_have_no_parameters() -> None:
     first = decisions(chosen())[0].lines[0]
     assert first.startswith(f"{problem().model.parameter_count:,} parameters in bf16")
+
+
+def test_what_would_help_says_what_stays_as_it_is() -> None:
+    """Twice the memory is planned anew; with the others the plan stays."""
+    console = Console(record=True, width=80)
+    for helps in ({"links": 0.023, "batch": 0.001, "memory": 0.082}, {"batch": 0.1, "memory": 0.001}, {}):
+        print_choice(replace(chosen(), helps=helps), "small", "h100x4", {}, None, 1, console)
+    told = " ".join(console.export_text().split())
+    links = "twice the bandwidth between nodes +2.3% and twice the batch +0.1% tokens/s with this very plan"
+    assert f"{links}; twice the memory, planned anew, +8.2%" in told
+    assert "twice the batch +10.0% tokens/s with this very plan; twice the memory, planned anew, less than +2%" in told
+    assert "would help twice the memory, planned anew, was not searched to the end" in told

@@ -228,13 +228,12 @@ def _print_end(choice: PlanChoice, commands: Mapping[str, str], out: Path | None
 
 
 def _print_helps(choice: PlanChoice, console: Console) -> None:
-    words: list[str] = []
-    for change, gain in choice.helps.items():
-        told = f"less than +{NOTABLE:.0%}" if change == "memory" and gain < NOTABLE else f"{gain:+.1%}"
-        words.append(f"{HELPS[change]} {told} tokens/s")
-    if "memory" not in choice.helps:
-        words.append(f"{HELPS['memory']} was not searched to the end")
-    print_fact(console, "would help", ", ".join(words))
+    kept = [f"{HELPS[change]} {gain:+.1%}" for change, gain in choice.helps.items() if change != "memory"]
+    words = [f"{' and '.join(kept)} tokens/s with this very plan"] if kept else []
+    gain = choice.helps.get("memory")
+    anew = "was not searched to the end" if gain is None else f"less than +{NOTABLE:.0%}" if gain < NOTABLE else ""
+    words.append(f"{HELPS['memory']}, planned anew, {anew or f'{gain:+.1%}'}")
+    print_fact(console, "would help", "; ".join(words))
 
 
 def searched(choice: PlanChoice) -> str:

@@ -77,7 +77,7 @@ def _batch(choice: PlanChoice) -> list[str]:
         f"{counted(each // size, 'microbatch')} of {size}",
     ]
     if "batch" in choice.helps:
-        lines.append(f"twice the batch would give {choice.helps['batch']:+.1%} tokens/s")
+        lines.append(f"twice the batch would give this very plan {choice.helps['batch']:+.1%} tokens/s")
     return lines
 
 
