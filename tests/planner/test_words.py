@@ -32,3 +32,10 @@ def test_the_ranks_that_share_the_model_are_named() -> None:
     plan = Plan(Mesh(cp=4), shard_parameters=shared, shard_gradients=shared, shard_optimizer=shared)
     candidate = Candidate(plan, 1, find_precision("bf16"))
     assert described(problem(4), candidate)[0] == "ZeRO-3 over the 4 ranks of cp, weights gathered for each use"
+
+
+def test_ranks_that_share_nothing_are_replicas() -> None:
+    bf16 = find_precision("bf16")
+    assert short(Candidate(Plan(Mesh(dp_shard=8)), 2, bf16)) == "replicate 8, mb 2"
+    assert short(Candidate(Plan(Mesh(dp_shard=4, tp=2)), 1, bf16)) == "replicate 4, tp 2, no sequence parallelism, mb 1"
+    assert short(Candidate(Plan(Mesh(dp_shard=8), shard_optimizer=("dp_shard",)), 2, bf16)) == "shard 8, mb 2"

@@ -176,7 +176,10 @@ def layout_flags(problem: Problem, plan: Plan) -> str:
 def short(candidate: Candidate) -> str:
     """A candidate in a table's cell, beside its family: all by which it may differ from its neighbours."""
     plan, mesh = candidate.plan, candidate.plan.mesh
-    words = [f"{axis.replace('dp_', '')} {size}" for axis, size in mesh.used.items()]
+    used = {axis.removeprefix("dp_"): size for axis, size in mesh.used.items()}
+    if "shard" in used and not plan.shard_optimizer:  # whose ranks share nothing
+        used = {"replicate": used.get("replicate", 1) * used.pop("shard"), **used}
+    words = [f"{axis} {size}" for axis, size in used.items()]
     if model_kinds(mesh) and plan.zero_stage:
         words.append(f"ZeRO-{plan.zero_stage}")
     words += [word for word, said in _particulars(plan).items() if said]
