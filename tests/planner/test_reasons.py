@@ -9,6 +9,7 @@ from shardlab.models import Llama
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.reasons import Alternative, neighbours, sentence
 from shardlab.planner.sharded import SHARDED
+from shardlab.planner.shares import StepShares
 from shardlab.planner.workers import Answer, Asked, answer
 from shardlab.predict.recipe import find_recipe
 from shardlab.program import Mesh
@@ -70,3 +71,14 @@ def test_memory_is_as_much_only_where_a_hundredth_differs() -> None:
     assert isinstance(other, Answer)
     assert sentence(Alternative("batch", "", two, other), chosen, plain).startswith("+")
     assert sentence(Alternative("batch", "", one, chosen), chosen, plain).startswith("as much memory")
+
+
+def test_shares_below_nothing_are_said_to_be_nothing() -> None:
+    """As parts of a step are when they are extended to all microbatches."""
+    asked = problem(2, 4)
+    one = Candidate(Plan(Mesh(dp_shard=2)), 1, find_precision("bf16"))
+    made = answer(asked, Asked(one, shares=True))
+    assert isinstance(made, Answer)
+    chosen = replace(made, shares=StepShares({"compute": 1.0004, "bubble": -0.0004}))
+    other = replace(made, shares=StepShares({"compute": 0.891, "bubble": 0.109 + 0.002}))
+    assert sentence(Alternative("speed", "", one, other), chosen, asked).endswith("(bubble 0.0% → 11.1%)")

@@ -198,4 +198,5 @@ def _why(answer: Answer, chosen: Answer) -> str:
     if abs(apart[name]) < TELLING:
         return ""
     what = "compute" if name == "compute" else "bubble" if name == "bubble" else f"exposed {name}"
-    return f" ({what} {ours.get(name, 0.0):.1%} → {theirs.get(name, 0.0) * times:.1%})"
+    before, after = (max(0.0, share) for share in (ours.get(name, 0.0), theirs.get(name, 0.0) * times))  # of rounding
+    return f" ({what} {before:.1%} → {after:.1%})"
