@@ -6,8 +6,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from shardlab.models import Llama
+from shardlab.planner.found import PlanOutcome
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.reasons import Alternative, neighbours, sentence
+from shardlab.planner.reasons import Alternative, better_than, neighbours, sentence
 from shardlab.planner.sharded import SHARDED
 from shardlab.planner.shares import StepShares
 from shardlab.planner.workers import Answer, Asked, answer
@@ -82,3 +83,21 @@ def test_shares_below_nothing_are_said_to_be_nothing() -> None:
     chosen = replace(made, shares=StepShares({"compute": 1.0004, "bubble": -0.0004}))
     other = replace(made, shares=StepShares({"compute": 0.891, "bubble": 0.109 + 0.002}))
     assert sentence(Alternative("speed", "", one, other), chosen, asked).endswith("(bubble 0.0% → 11.1%)")
+
+
+def test_a_plan_found_with_as_many_ranks_along_an_axis_is_named_where_it_is_faster() -> None:
+    asked = problem(4, 8)
+    bf16 = find_precision("bf16")
+    chosen, alone = Candidate(Plan(Mesh(dp_shard=4)), 1, bf16), Candidate(Plan(Mesh(dp_shard=2, tp=2)), 1, bf16)
+    with_more = Candidate(Plan(Mesh(dp_shard=2, tp=2), sequence_parallel=True), 4, bf16)
+    made = answer(asked, Asked(chosen))
+    assert isinstance(made, Answer)
+    slow, fast = (replace(made.forecast, seconds=made.forecast.seconds * times) for times in (1.8, 1.012))
+    found = [PlanOutcome(chosen, made.forecast), PlanOutcome(with_more, fast), PlanOutcome(alone, slow)]
+    better = better_than(alone, chosen, found)
+    assert better == found[1]
+    assert better_than(with_more, chosen, found) is None
+    assert better_than(replace(chosen, micro_batch_size=2), chosen, found) is None, "it names no axis"
+    told = sentence(Alternative("speed", "", alone, Answer(slow, None), better), made, asked)
+    assert told == "as much memory, step +80.0%; with others changed too, step +1.2%: replicate 2, tp 2, mb 4"
+    assert "others changed" not in sentence(Alternative("speed", "", alone, Answer(fast, None), better), made, asked)

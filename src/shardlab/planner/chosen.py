@@ -135,7 +135,7 @@ def choose(
     own = timed.ask(Asked(best.candidate, best.forecast, shares=True))
     doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
     more = [timed.ask(Asked(best.candidate, change=change)) for change in doubled]
-    near = nearest(problem, best.candidate, timed)
+    near = nearest(problem, best.candidate, timed, found.fitting)
     rows = sorted(found.families().values(), key=lambda each: by_order(each.family))
     others = [each for each in rows if each.candidate != best.candidate]
     roomy = Search(

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardlab.errors import UserError
+from shardlab.planner.found import PlanOutcome
 from shardlab.planner.in_time import InTime
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.sharded import SHARDED
 from shardlab.planner.space import layers_of_stages
+from shardlab.planner.words import short
 from shardlab.planner.workers import Answer, Asked
 from shardlab.program.field_types import as_flags
 from shardlab.strategies.plan import Plan
@@ -18,6 +20,9 @@ from shardlab.timeline.units import bytes_text
 
 ZERO = ("data parallelism", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 """How much of the model data-parallel ranks share, least first."""
+
+MODEL_AXES = ("tp", "pp", "cp", "ep")
+"""Axes along which ranks share the model or a sequence."""
 
 Topic = Literal["fit", "batch", "speed"]
 """The question that a choice answers: whether the model fits, what batch a rank takes, or how fast a step is."""
@@ -35,23 +40,43 @@ class Alternative:
         choice: which, in words: `tp 4 instead of 8`.
         candidate: the plan.
         answer: its forecast, and what its step's time goes to (None: the code that runs plans does not accept it).
+        better: the fastest plan found with as many ranks along that axis, where that is another one (None: none is).
     """
 
     topic: Topic
     choice: str
     candidate: Candidate
     answer: Answer | None
+    better: PlanOutcome | None = None
 
 
-def nearest(problem: Problem, chosen: Candidate, timed: InTime) -> list[Alternative]:
-    """The nearest alternative of each choice, forecast; those that cannot be run are left out."""
+def nearest(
+    problem: Problem, chosen: Candidate, timed: InTime, fitting: Sequence[PlanOutcome] = ()
+) -> list[Alternative]:
+    """The nearest alternative of each choice, forecast; those that cannot be run are left out.
+
+    Args:
+        fitting: plans that were found, fastest first.
+    """
     near = [each for each in neighbours(problem, chosen) if problem.limits.allow(each[2].plan)]
     coming = [(*each, timed.ask(Asked(each[2]))) for each in near]
     found = [
-        Alternative(topic, choice, other, timed.answer(future, "an alternative"))
+        Alternative(topic, choice, other, timed.answer(future, "an alternative"), better_than(other, chosen, fitting))
         for topic, choice, other, future in coming
     ]
     return [each for each in found if each.answer is not None]
+
+
+def better_than(other: Candidate, chosen: Candidate, fitting: Sequence[PlanOutcome]) -> PlanOutcome | None:
+    """The fastest plan with as many ranks as an alternative along the axis that it names (None: it is that, or names
+    none)."""
+    one, mesh = chosen.plan.mesh, other.plan.mesh
+    axis = next((axis for axis in MODEL_AXES if getattr(mesh, axis) != getattr(one, axis)), None)
+    if axis is None:
+        return None
+    alike = (each for each in fitting if getattr(each.candidate.plan.mesh, axis) == getattr(mesh, axis))
+    found = next(alike, None)
+    return found if found and found.candidate != other else None
 
 
 def explained(near: Sequence[Alternative], timed: InTime) -> Callable[[], list[Alternative]]:
@@ -93,7 +118,7 @@ Neighbour = tuple[Topic, str, dict[str, Any], dict[str, Any]]
 def _meshes(problem: Problem, plan: Plan) -> Iterator[Neighbour]:
     """Twice or half as many ranks along an axis, and half or twice as many that share the batch."""
     mesh = plan.mesh
-    for axis in ("tp", "pp", "cp", "ep"):
+    for axis in MODEL_AXES:
         size = getattr(mesh, axis)
         for other in (size * 2, size // 2):
             if not other or (mesh.dp_shard * size) % other:
@@ -175,14 +200,26 @@ def sentence(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
         peak = max(answer.forecast.peaks, key=lambda peak: peak.bytes)
         most = max(peak.by_category, key=lambda category: peak.by_category[category])
         over = max(memory.total - room, 0.0)
-        return f"{bytes_text(over, 1)} too many: {most} {bytes_text(peak.by_category[most], 1)}"
+        much = f"{most} {bytes_text(peak.by_category[most], 1)}"
+        return f"{bytes_text(over, 1)} too many: {much}{_better(alternative, chosen)}"
     sign = "+" if more >= 0 else "-"
     least = min(2**26, 0.01 * chosen.forecast.memory.total)
     size = f"{sign}{bytes_text(abs(more), 1)}" if abs(more) >= least else "as much memory"
     kept = f"leaves less than the {bytes_text(margin, 0)} that the recipe keeps free: "
     reused = "fits only if the allocator gives back what it holds in reserve: "
     full = "" if memory.safe else reused if memory.wanted > room else kept
-    return f"{full}{size}, step {step:+.1%}{_why(answer, chosen)}"
+    return f"{full}{size}, step {step:+.1%}{_why(answer, chosen)}{_better(alternative, chosen)}"
+
+
+def _better(alternative: Alternative, chosen: Answer) -> str:
+    """The plan found with as many ranks along that axis, and other choices changed too, where its step is shorter."""
+    better, answer = alternative.better, alternative.answer
+    if better is None or answer is None:
+        return ""
+    seconds, own = better.forecast.seconds, answer.forecast.seconds if answer.forecast.memory.fits else float("inf")
+    if seconds > own * (1 - TELLING):
+        return ""
+    return f"; with others changed too, step {seconds / chosen.forecast.seconds - 1:+.1%}: {short(better.candidate)}"
 
 
 def _why(answer: Answer, chosen: Answer) -> str:
