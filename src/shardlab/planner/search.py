@@ -43,7 +43,7 @@ HANDED_OUT = 128
 """Shapes and pipelines that a worker deals at a time, at least."""
 
 HANDS = 32
-"""A worker deals one of so many parts of all of them, once likely plans are forecast and so many of them are left."""
+"""A worker deals one of so many parts of all of them, where that is more."""
 
 TOLD = 64
 """Shapes after which it is told how many there are so far."""
@@ -124,11 +124,11 @@ class Search:
         try:
             self._fill(wholly=False)
             if not self._change:
+                self._forecast_all()
                 self._forecast_smallest()
                 if self._best == inf and not self._generated:
                     self._fill(wholly=True)
                     self._forecast_smallest()
-                self._forecast_all()
             self._begin("all")
             self._forecast_all()
             self.found.left = self._left()
@@ -206,9 +206,10 @@ class Search:
         return waiting._replace(key=key_of(waiting, self._phase, likely / self._room, passes))
 
     def _forecast_smallest(self) -> None:
-        """Forecast the smallest plan of each family, in time or until one fits."""
+        """Forecast the smallest plan of each family of which none fits so far, in time or until one does."""
+        fitting = self.found.families()
         for bytes, candidate in self._smallest.candidates():
-            if candidate in self._known:
+            if candidate in self._known or family(candidate.plan) in fitting:
                 continue
             while len(self._coming) >= self._ahead:
                 self._take_answers(wait=True)
@@ -280,17 +281,17 @@ class Search:
             self._told(self.found, len(self._heap))
 
     def _hand_out(self) -> None:
-        """Let workers deal beside this process, once a plan is known and they have nothing to forecast.
+        """Let workers deal beside this process, once a likely plan is forecast and they have nothing to forecast.
 
         What takes many pipeline ranks goes first, one mesh after the other: so hardly any floor is worked out twice.
         """
-        idle = self._phase == "all" and self._best < inf and not self._coming
+        idle = self._best < inf and self._floor_of and not self._coming
         if not idle or len(self._dealing) >= self._workers.beside or len(self._heap) < 2 * HANDED_OUT:
             return
         least = self._enough()
         wanted = [each for each in self._heap if each.seconds <= least]
         wanted.sort(key=lambda each: (each.depth == 2, -each.shape.mesh.pp, each.shape.mesh.tp, each.shape.mesh.cp))
-        many = max(HANDED_OUT, len(wanted) // HANDS if self._floor_of else 0)
+        many = max(HANDED_OUT, len(wanted) // HANDS)
         given = [each for each in wanted[:many] if each.depth < 2] if len(wanted) >= 2 * HANDED_OUT else []
         if given:
             asked = AskedDeal(given, least, self._change)

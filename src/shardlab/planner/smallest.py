@@ -18,6 +18,9 @@ from shardlab.program import Mesh
 TRIED = 4
 """Meshes with the same kinds of parallelism on which the smallest plans are looked for."""
 
+SMALL = "1f1b"
+"""The schedule that holds least, but for what finer stages may save; others are looked at where it is not allowed."""
+
 
 class SmallestPlans:
     """The plans that take least memory, of shapes that are noted one after the other."""
@@ -54,7 +57,8 @@ class SmallestPlans:
         bytes."""
         problem, ways = self._floors.problem, self._floors.ways(shape)
         found: list[tuple[float, Candidate]] = []
-        for plan in pipelined(problem, shape):
+        plans = list(pipelined(problem, shape))
+        for plan in [each for each in plans if each.schedule == SMALL] or plans:
             if not self._floors.follows(shape, plan):
                 continue
             named = set[str]()
