@@ -13,7 +13,7 @@ from rich.text import Text
 from shardlab.cli.console import print_fact, table_of
 from shardlab.planner.experiments import Experiment
 from shardlab.planner.families import family
-from shardlab.planner.words import described, layout_flags, short
+from shardlab.planner.words import described, short, train_command
 from shardlab.predict.recipe import OWN
 from shardlab.rules.pieces import counted
 from shardlab.timeline.units import seconds_text
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardlab.planner.chosen import PlanChoice
     from shardlab.planner.found import Found
     from shardlab.planner.measured import Beliefs
-    from shardlab.planner.problem import Candidate, Problem
+    from shardlab.planner.problem import Problem
 
 STEPS = 13
 """Steps of a run: three that do not count, and ten of which the median does."""
@@ -37,7 +37,10 @@ def commands(experiments: list[Experiment], problem: Problem, words: str) -> lis
     if problem.recipe.name != OWN.name:
         return []
     named = zip((each.outcome.candidate for each in experiments), _free(Path("runs")), strict=False)
-    return [(_command(candidate, problem, words, folder), folder) for candidate, folder in named]
+    return [
+        (train_command(problem, each, words, run=f"--steps {STEPS} --out {folder}", name=folder.name), folder)
+        for each, folder in named
+    ]
 
 
 def _free(parent: Path) -> Iterator[Path]:
@@ -47,19 +50,6 @@ def _free(parent: Path) -> Iterator[Path]:
         number += 1
         if not (path := parent / f"measure-{number}").exists():
             yield path
-
-
-def _command(candidate: Candidate, problem: Problem, words: str, folder: Path) -> str:
-    size, cluster = candidate.micro_batch_size, problem.cluster
-    train = (
-        f"train {words} {layout_flags(problem, candidate.plan)} --microbatches {problem.sequences // size} "
-        f"--micro-batch-size {size} --precision {candidate.precision.name} --steps {STEPS} --out {folder}"
-    )
-    if cluster.nodes == 1:
-        return f"shardlab {train}"
-    each = cluster.per_node
-    job = f"--nodes {cluster.nodes} --ranks-per-node {each} --gpus-per-node {each} --name {folder.name}"
-    return f"shardlab submit {job} -- {train}"
 
 
 def experiments_as_json(

@@ -129,7 +129,7 @@ def _bar(choice: PlanChoice) -> str:
 
 
 def _print_families(choice: PlanChoice, console: Console) -> None:
-    table = table_of("", "best of each family", "step", "memory", "what limits it", words=2)
+    table = table_of("", "best found of each family", "step", "memory", "what limits it", words=2)
     table.columns[1].no_wrap = False
     table.columns[0].no_wrap = table.columns[4].no_wrap = console.width >= WIDE
     table.columns[4].justify = "left"

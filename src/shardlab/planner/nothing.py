@@ -15,12 +15,16 @@ from shardlab.timeline.units import bytes_text
 def nothing_found(problem: Problem, found: Found) -> str:
     """Say what comes nearest, and what is missing, where no plan of a search fits."""
     room, margin, misses = problem.room, problem.recipe.memory.margin_bytes, found.misses()
+    nearest = min(misses.items(), key=lambda miss: miss[1][0], default=None)
     if found.refused and not found.outcomes:
         return refused(problem, reason_of(problem, found.refused[0]))
-    if found.left is not None or not misses:
+    if found.left is not None or nearest is None:
         seen = f"of {counted(found.space['shapes'], 'shape')} {counted(len(found.outcomes), 'plan')} were simulated"
+        if nearest is not None:
+            over = bytes_text(nearest[1][0] - room, 1)
+            seen = f"{seen}, and {nearest[0]} ({short(nearest[1][1])}) comes nearest, with {over} too many"
         return f"no plan that fits was found in the time ({seen}); give more --seconds, or limits such as --max-tp 8"
-    name, (bytes, candidate) = min(misses.items(), key=lambda miss: miss[1][0])
+    name, (bytes, candidate) = nearest
     times, limits = (bytes / room if room > 0 else 1.0), str(problem.limits)
     more = f"about {times:.1f} times as many devices" if times >= 1.5 else "more devices"
     under = f" under the limits {limits}" if limits else ""

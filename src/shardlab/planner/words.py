@@ -146,23 +146,28 @@ def flags_of(problem: Problem, candidate: Candidate, plan: str | None = None) ->
     )
 
 
-def train_command(problem: Problem, candidate: Candidate, words: str, plan: str | None = None) -> str:
+def train_command(
+    problem: Problem, candidate: Candidate, words: str, plan: str | None = None, *, run: str = "", name: str = ""
+) -> str:
     """The command that trains under this candidate: on this machine, or as a job on several nodes.
 
     Args:
         words: of the command that tell the model.
         plan: a file that holds the plan, if there is one.
+        run: of the command that tell the run.
+        name: of the job ("": it has none).
     """
     size, cluster = candidate.micro_batch_size, problem.cluster
     layout = f"--plan {plan}" if plan else layout_flags(problem, candidate.plan)
     train = (
         f"train {words} {layout} --microbatches {problem.sequences // size} --micro-batch-size {size} "
-        f"--precision {candidate.precision.name}"
-    )
+        f"--precision {candidate.precision.name} {run}"
+    ).rstrip()
     if cluster.nodes == 1:
         return f"shardlab {train}"
     each = cluster.per_node
-    return f"shardlab submit --nodes {cluster.nodes} --ranks-per-node {each} --gpus-per-node {each} -- {train}"
+    job = f"--nodes {cluster.nodes} --ranks-per-node {each} --gpus-per-node {each}{f' --name {name}' if name else ''}"
+    return f"shardlab submit {job} -- {train}"
 
 
 def layout_flags(problem: Problem, plan: Plan) -> str:
