@@ -213,7 +213,9 @@ def test_as_many_runners_up_are_listed_as_were_asked_for(capsys: pytest.CaptureF
     said = json.loads(capsys.readouterr().out)
     assert len(said["runners_up"]) == 3
     size = said["chosen"]["micro_batch_size"]
-    assert f"4 sequences a step in microbatches of {size}, in bf16" in Path("p.toml").read_text().splitlines()[0]
+    heading, *comments = (line for line in Path("p.toml").read_text().splitlines() if line.startswith("# "))
+    assert f"4 sequences a step in microbatches of {size}, in bf16" in heading
+    assert [line.removeprefix("# ") for line in comments] == list(said["commands"].values())
 
 
 def test_a_value_that_no_plan_can_have_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:

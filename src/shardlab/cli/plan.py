@@ -176,10 +176,10 @@ class PlanCommand:
             choice = choose(problem, ask, seconds=self.seconds, ahead=2 * cores(), told=told, measured=wanted)
         asked = experiments(choice.beliefs, self.measure) if choice.beliefs and self.measure else []
         run = commands(asked, problem, self._model_words())
+        how = self._commands(choice)
         if self.out is not None:
             with writing("--out", self.out):
-                self.out.write_text(choice.as_toml(), encoding="utf-8")
-        how = self._commands(choice)
+                self.out.write_text(choice.as_toml(how.values()), encoding="utf-8")
         if self.json:
             from shardlab.cli.plan_json import as_json
 

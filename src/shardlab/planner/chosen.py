@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardlab.errors import UserError
@@ -80,16 +80,19 @@ class PlanChoice:
         """Why it is not known what the step's time goes to, where it is not."""
         return "time was up" if self.missed else UNTRACED
 
-    def as_toml(self) -> str:
-        """The chosen plan, as a file that --plan takes."""
-        plan, model = self.best.candidate.plan, type(self.problem.model).__name__
-        lines = [f"{name} = {toml_value(value)}\n" for name, value in plan.as_dict().items()]
+    def as_toml(self, commands: Iterable[str]) -> str:
+        """The chosen plan, as a file that --plan takes.
+
+        Args:
+            commands: that run it. The file says them, since model, batch and precision are theirs.
+        """
         candidate, sequences = self.best.candidate, self.problem.sequences
         batch = f"{counted(sequences, 'sequence')} a step in microbatches of {candidate.micro_batch_size}"
         told = (
-            f"# written by shardlab plan: for {model} on {self.problem.cluster}: {batch}, in {candidate.precision.name}"
+            f"for {type(self.problem.model).__name__} on {self.problem.cluster}: {batch}, in {candidate.precision.name}"
         )
-        return f"{told}\n{''.join(lines)}"
+        lines = [f"# written by shardlab plan: {told}\n", *(f"# {command}\n" for command in commands)]
+        return "".join(lines + [f"{name} = {toml_value(value)}\n" for name, value in candidate.plan.as_dict().items()])
 
 
 def sure_of(problem: Problem) -> RunErrors:
