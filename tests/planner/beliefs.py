@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from shardlab.planner.beliefs import Beliefs
 from shardlab.planner.found import PlanOutcome
-from shardlab.planner.measured import Beliefs
 from shardlab.planner.problem import Candidate
 from shardlab.planner.shares import StepShares
 from shardlab.predict.forecast import Forecast

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from shardlab.planner.beliefs import Beliefs
 from shardlab.planner.experiments import experiments
-from shardlab.planner.measured import Beliefs
 from tests.planner.beliefs import DDP, GPIPE, PP, TP, ZERO_1, Row, beliefs
 
 NEAR: list[Row] = [

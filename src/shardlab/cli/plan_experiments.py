@@ -19,9 +19,9 @@ from shardlab.rules.pieces import counted
 from shardlab.timeline.units import seconds_text
 
 if TYPE_CHECKING:
+    from shardlab.planner.beliefs import Beliefs
     from shardlab.planner.chosen import PlanChoice
     from shardlab.planner.found import Found
-    from shardlab.planner.measured import Beliefs
     from shardlab.planner.problem import Problem
 
 STEPS = 13

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardlab.errors import UserError
+from shardlab.planner.beliefs import Beliefs
+from shardlab.planner.corrections import corrected, slack
 from shardlab.planner.dealer import Change
 from shardlab.planner.families import by_order
 from shardlab.planner.found import Found, PlanOutcome
 from shardlab.planner.in_time import InTime
-from shardlab.planner.measured import Beliefs, MeasuredStep, corrected, measured_outcomes, ran_out, slack
+from shardlab.planner.measured import MeasuredStep, measured_outcomes, ran_out
 from shardlab.planner.nothing import nothing_found
 from shardlab.planner.nothing_divides import nothing_to_search
 from shardlab.planner.problem import Problem
