@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardlab.errors import UserError
+from shardlab.planner.alternatives import Alternative, explained, nearest
 from shardlab.planner.beliefs import Beliefs
 from shardlab.planner.corrections import corrected, slack
 from shardlab.planner.dealer import Change
@@ -17,7 +18,6 @@ from shardlab.planner.measured import MeasuredStep, measured_outcomes, ran_out
 from shardlab.planner.nothing import nothing_found
 from shardlab.planner.nothing_divides import nothing_to_search
 from shardlab.planner.problem import Problem
-from shardlab.planner.reasons import Alternative, explained, nearest
 from shardlab.planner.search import Search, Told
 from shardlab.planner.shares import UNTRACED, path_of, trace_seconds
 from shardlab.planner.space import candidates, shapes

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from shardlab.planner.chosen import PlanChoice
 from shardlab.planner.floors import Floors
-from shardlab.planner.reasons import Topic, sentence
+from shardlab.planner.neighbours import Topic
+from shardlab.planner.reasons import sentence
 from shardlab.planner.space import PlanShape
 from shardlab.program import Kind, Mesh
 from shardlab.rules.pieces import counted
