@@ -18,8 +18,8 @@ from shardlab.planner.layer_floors import Array, LayerFloors, ShapeLayers
 from shardlab.planner.memory_floors import SURE, MemoryFloors
 from shardlab.planner.order_times import Places
 from shardlab.planner.pipeline_floors import PipelineFloors
+from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.rank_orders import Pipelines
 from shardlab.planner.sharing_floors import SharingFloors, SharingTable
 from shardlab.planner.space import PlanShape
 from shardlab.planner.stage_ends import PlacedEnds

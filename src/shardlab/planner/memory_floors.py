@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from shardlab.planner.layer_floors import Array, LayerFloors, ShapeLayers, between
 from shardlab.planner.pass_memory import Gradients, LayerHolds, PassHolds, pass_holds
+from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.problem import Candidate
-from shardlab.planner.rank_orders import Moment, Pipelines, RankOrder
+from shardlab.planner.rank_orders import Moment, RankOrder
 from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.predict.estimate import Peak
 from shardlab.predict.held import held_memory

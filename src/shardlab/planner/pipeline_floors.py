@@ -12,7 +12,7 @@ from shardlab.planner.layer_floors import Array, ShapeLayers
 from shardlab.planner.memory_floors import SURE
 from shardlab.planner.order_times import Places
 from shardlab.planner.pass_counts import hands_back_last
-from shardlab.planner.rank_orders import Pipelines
+from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.strategies.plan import Plan
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardlab.planner.layer_floors import Array, LayerFloors, ShapeLayers
 from shardlab.planner.order_times import Places
-from shardlab.planner.rank_orders import Pipelines
+from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.strategies.plan import Plan
 

@@ -13,7 +13,7 @@ from shardlab.planner.earliest_passes import earliest_passes
 from shardlab.planner.layer_floors import Array, ShapeLayers
 from shardlab.planner.memory_floors import SURE
 from shardlab.planner.order_times import Places
-from shardlab.planner.rank_orders import Pipelines
+from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.sharing_floors import SharingTable
 from shardlab.planner.space import PlanShape
 from shardlab.planner.stage_ends import PlacedEnds, StageEnds
