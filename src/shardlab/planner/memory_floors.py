@@ -7,55 +7,27 @@ microbatches: these, the rank's own slices, gathered weights, and gradients on t
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from math import inf, prod
+from math import inf
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardlab.planner.layer_floors import Array, LayerFloors, ShapeLayers, between
-from shardlab.planner.pass_memory import Gradients, LayerHolds, PassHolds, pass_holds
+from shardlab.planner.pass_memory import LayerHolds, PassHolds, pass_holds
 from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.problem import Candidate
-from shardlab.planner.rank_orders import Moment, RankOrder
+from shardlab.planner.rank_orders import RankOrder
+from shardlab.planner.sharing import Sharing, least_sharings, sharing_of
 from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.predict.estimate import Peak
 from shardlab.predict.held import held_memory
 from shardlab.program import Kind, OpKind
-from shardlab.strategies.plan import CUT_AXES, Plan
-from shardlab.strategies.schedules.steps import Steps
+from shardlab.strategies.plan import Plan
 from shardlab.timeline.memory import Category
 
-
-@dataclass(frozen=True)
-class Sharing:
-    """How the ranks that see different tokens share a model.
-
-    Attributes:
-        parameters, gradients, optimizer: among how many ranks each is cut.
-        late: among how many the gradients are when the last backward pass has ended.
-        reshard: when gathered weights are freed ("": none is gathered).
-        ahead: the share of a weight that is gathered before it is used: all, or next to nothing.
-        passing: the gradients of a pass itself that take room.
-        reduces: whether a layer's gradients are reduced as soon as they have all microbatches.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    late: int
-    reshard: str = ""
-    ahead: float = 1.0
-    passing: Gradients = ""
-    reduces: bool = False
-
-    @cached_property
-    def passes(self) -> Sharing:
-        """This sharing as the memory of passes sees it, so that sharings with almost the same figures share them."""
-        return replace(self, parameters=1, optimizer=1, gradients=_many(self.gradients), late=_many(self.late))
-
+SURE = 1 - 1e-9
+"""Floors are multiplied by this, since sums of numbers depend on their order."""
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
 
@@ -115,19 +87,8 @@ class MemoryFloors:
         Args:
             room: fewer bytes need not be told exactly, since there is room for them.
         """
-        sizes = plan.mesh.sizes()
-        every = prod(sizes[axis] for axis in CUT_AXES)
-        ways = [Sharing(1, 1, 1, 1, passing="new")]
-        if isinstance(plan.order, Steps):
-            ways = [Sharing(every, every, every, every)]
-        elif every > 1:
-            ways = [
-                Sharing(parameters, gradients, every, every, reshard, 0.0, "moving" if gradients > 1 else "new", True)
-                for parameters, reshard in ((1, ""), (every, "layer"))
-                for gradients in (1, every)
-            ]
         least = inf
-        for sharing in ways:
+        for sharing in least_sharings(plan):
             least = min(least, self.reserved(max(bytes for bytes, _ in self._of_ranks(shape, plan, sharing))))
             if least <= room:
                 break
@@ -136,7 +97,7 @@ class MemoryFloors:
     def of(self, shape: PlanShape, candidate: Candidate) -> float:
         """Bytes below which a candidate's fullest device is not."""
         plan, each = candidate.plan, candidate.plan.mesh.world // candidate.plan.mesh.pp
-        sharing, numbers = _sharing(plan), self.bytes_of(shape)
+        sharing, numbers = sharing_of(plan), self.bytes_of(shape)
         peaks: list[Peak] = []
         orders = self._pipelines.orders(shape, plan)
         for order, (bytes, weights) in zip(orders, self._of_ranks(shape, plan, sharing), strict=True):
@@ -184,7 +145,7 @@ class MemoryFloors:
         weight, gradient, _ = self.bytes_of(shape)
         most = 0.0
         for moment in order.moments:
-            how = _held(sharing, moment, weight, gradient)
+            how = sharing.held(moment, weight, gradient)
             held = sum(count * bytes for count, bytes in zip(moment.flight, kept, strict=True))
             if any(moment.halves):
                 held += sum(count * bytes for count, bytes in zip(moment.halves, halved, strict=True))
@@ -206,53 +167,3 @@ class MemoryFloors:
                 self._holds[key[:2]] = pass_holds(floors, blocks_of(self.problem, shape).layers, stage)
             self._crests[key] = max(held.bytes(layer) for layer in self._holds[key[:2]])
         return self._crests[key]
-
-
-def _many(shards: int) -> int:
-    """Round a number of shards above 8 to so many that a shard takes next to nothing."""
-    return shards if shards <= 8 else 1 << 40
-
-
-SURE = 1 - 1e-9
-"""Floors are multiplied by this, since sums of numbers depend on their order."""
-
-
-def _held(sharing: Sharing, moment: Moment, weight: float, gradient: float) -> PassHolds:
-    """How a stage's weights and gradients are held during the backward pass of a moment."""
-    whole = sharing.reshard == "step" or (sharing.reshard == "stage" and moment.resumed)
-    gathers = "" if moment.part == "weight" or not sharing.reshard else "left" if whole else "layers"
-    passing = "" if moment.part == "input" else sharing.passing
-    if passing == "new" and moment.ends and sharing.reduces:
-        passing = "ending" if moment.stage in moment.summed else "moving"
-    elif passing == "new" and moment.stage in moment.summed:  # to which the pass adds
-        passing = ""
-    return PassHolds(moment.part, gathers, passing, weight, gradient, sharing.ahead)
-
-
-def shards(plan: Plan, axes: tuple[str, ...]) -> int:
-    """Into how many pieces something is cut over axes."""
-    sizes = plan.mesh.sizes()
-    return prod(sizes[axis] for axis in axes)
-
-
-def _sharing(plan: Plan) -> Sharing:
-    """How a plan shares a model; if its schedule itself says what is gathered and reduced when, that is left out."""
-    parameters, gradients, optimizer = (
-        shards(plan, axes) for axes in (plan.shard_parameters, plan.shard_gradients, plan.shard_optimizer)
-    )
-    late = gradients if plan.reduce_at == "step" else optimizer
-    sizes = plan.mesh.sizes()
-    gathered = [sizes[axis] for axis in plan.shard_parameters if sizes[axis] > 1]  # the last one is gathered first
-    moving = any(sizes[axis] > 1 for axis in plan.axes_of_every_microbatch if axis != "ep")
-    if isinstance(plan.order, Steps):
-        return Sharing(parameters, gradients, optimizer, late)
-    return Sharing(
-        parameters,
-        gradients,
-        optimizer,
-        late,
-        plan.reshard_after if gathered else "",
-        1.0 if len(gathered) < 2 else 0.0,
-        "moving" if moving else "new",
-        plan.reduce_at == "layer" and any(sizes[axis] > 1 for axis in CUT_AXES),
-    )

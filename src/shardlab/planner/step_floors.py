@@ -14,11 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from shardlab.planner.layer_floors import LayerFloors, ShapeLayers
-from shardlab.planner.memory_floors import SURE, shards
+from shardlab.planner.memory_floors import SURE
 from shardlab.planner.order_times import Array, LaidOrder, PassTimes
 from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.problem import Candidate
 from shardlab.planner.reductions import LastGradients, Spent, reduced_at, seconds_in_turn
+from shardlab.planner.sharing import shards
 from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.planner.stage_ends import PlacedEnds, StageEnds, gathering_passes
 from shardlab.planner.stage_messages import StageMessages

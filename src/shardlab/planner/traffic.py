@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlab.planner.layer_floors import LayerFloors, ShapeLayers, between
-from shardlab.planner.memory_floors import shards
 from shardlab.planner.problem import Candidate
+from shardlab.planner.sharing import shards
 from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.program import Kind, OpKind
 from shardlab.strategies.plan import CUT_AXES, Plan
