@@ -76,7 +76,7 @@ def deal(floors: Floors, shape: PlanShape, plan: Plan, passes: float, *, least: 
             made.append((candidate, float(seconds[place]), passes + float(ways.sharing[place])))
     dealt.seen = len(made)
     if made and whole:
-        floors.steps.follow(shape, [candidate for candidate, *_ in made])
+        floors.timed.follow(shape, [candidate for candidate, *_ in made])
     for candidate, floor, guess in made:
         if whole:
             floor = guess = max(floor, floors.seconds(shape, candidate))

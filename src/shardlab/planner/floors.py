@@ -25,6 +25,7 @@ from shardlab.planner.space import PlanShape
 from shardlab.planner.stage_ends import PlacedEnds
 from shardlab.planner.stage_messages import StageMessages
 from shardlab.planner.step_floors import StepFloors
+from shardlab.planner.timed_passes import TimedPasses
 from shardlab.planner.traffic import StepTraffic
 from shardlab.planner.way_floors import WayFloors
 from shardlab.strategies.plan import Plan
@@ -73,7 +74,8 @@ class Floors:
         traffic, ends = StepTraffic(self._layers), PlacedEnds(self._layers, self._pipelines)
         self.sharing = SharingFloors(self._layers, self.memory, traffic)
         messages = StageMessages(self._layers)
-        self.steps = StepFloors(self._layers, self._pipelines, traffic, ends, messages)
+        self.timed = TimedPasses(self._layers, self._pipelines, traffic, ends, messages)
+        self.steps = StepFloors(self._layers, self._pipelines, self.timed, traffic, ends)
         self._shared: dict[tuple[SharingTable, int], WaysToShare] = {}
         self._ways = WayFloors(self._layers, self._pipelines, ends, messages)
 

@@ -1,6 +1,5 @@
 """Floors of a whole step: its passes in their order, what they wait for, and what comes after them.
 
-A pass waits for what others make, for the message that brings it, and for the weights that are gathered while it runs.
 When the last gradient of a stage is made, it is reduced, and so are those of the stages after it, over one axis in
 turn. Ranks of a pipeline meet when all of that is done, for the norm of the gradient. Then each takes its optimizer's
 step. What is left out: messages that wait for those before them, streams that are not free, and what runs beside.
@@ -8,76 +7,24 @@ step. What is left out: messages that wait for those before them, streams that a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 
 from shardlab.planner.layer_floors import LayerFloors, ShapeLayers
 from shardlab.planner.memory_floors import SURE
-from shardlab.planner.order_times import Array, LaidOrder, PassTimes
 from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.problem import Candidate
-from shardlab.planner.reductions import LastGradients, Spent, reduced_at, seconds_in_turn
+from shardlab.planner.reductions import Spent, reduced_at, seconds_in_turn
 from shardlab.planner.sharing import shards
-from shardlab.planner.space import PlanShape, blocks_of
-from shardlab.planner.stage_ends import PlacedEnds, StageEnds, gathering_passes
-from shardlab.planner.stage_messages import StageMessages
-from shardlab.planner.traffic import Collective, StepTraffic, gathered, gathered_after, reduced
+from shardlab.planner.space import PlanShape
+from shardlab.planner.stage_ends import PlacedEnds, StageEnds
+from shardlab.planner.timed_passes import TimedPasses
+from shardlab.planner.traffic import Collective, StepTraffic, gathered_after, reduced
 from shardlab.strategies.plan import Plan
 
 EXTENDED = 0.999
 """Share of the time of a step of many microbatches that its forecast has at least; see `enough`."""
-
-
-class Timed(NamedTuple):
-    """A pipeline's passes, timed with so many microbatches as a forecast replays.
-
-    Attributes:
-        order: what was timed.
-        seconds: of each kind of pass on each stage: (kinds, stages).
-        adds: to add a stage's gradients to older ones: (stages,).
-        messages: see `LaidOrder.times`.
-        more: microbatches that are not timed.
-        times: of all microbatches, whose gradients are added nowhere.
-    """
-
-    order: LaidOrder
-    seconds: Array
-    adds: Array
-    messages: Array
-    more: int
-    times: PassTimes
-
-
-class Followed(NamedTuple):
-    """A candidate's passes, timed.
-
-    Attributes:
-        times: of all microbatches.
-        gathers: seconds of gathers over each axis, at least: (ranks,) each.
-        gradients: when the last ones are made.
-    """
-
-    times: PassTimes
-    gathers: dict[str, Array]
-    gradients: LastGradients
-
-
-class Passes(NamedTuple):
-    """What the time of a pipeline's passes depends on.
-
-    Attributes:
-        timed: which pipeline.
-        adds: whether gradients are added to older ones.
-        gathers: of weights.
-        shared: the mesh and when weights are let go of, if any are gathered.
-    """
-
-    timed: int
-    adds: bool
-    gathers: tuple[Collective, ...]
-    shared: tuple[Hashable, ...]
 
 
 class StepFloors:
@@ -87,36 +34,30 @@ class StepFloors:
         self,
         layers: ShapeLayers,
         pipelines: Pipelines,
+        passes: TimedPasses,
         traffic: StepTraffic,
         ends: PlacedEnds,
-        messages: StageMessages,
     ) -> None:
-        self.problem = layers.problem
-        self._layers, self._pipelines, self._traffic, self._ends = layers, pipelines, traffic, ends
-        self._messages = messages
-        self._orders: dict[Hashable, LaidOrder] = {}
-        self._timed: dict[Hashable, Timed] = {}
-        self._followed: dict[Hashable, Followed] = {}
-        self._times_spent: dict[Hashable, Spent] = {}
+        self._layers, self._pipelines, self._passes = layers, pipelines, passes
+        self._traffic, self._ends = traffic, ends
+        self._known: dict[Hashable, Spent] = {}
 
     def of_pipeline(self, shape: PlanShape, plan: Plan) -> float:
         """Seconds below which no candidate with this pipeline is."""
-        timed = self._of(shape, plan)
+        timed = self._passes.of(shape, plan)
         return sure(plan, timed.more) * float(timed.times.done.max())
 
     def of(self, shape: PlanShape, candidate: Candidate) -> float:
         """Seconds below which a candidate is not."""
         plan, prices = candidate.plan, self._layers.prices(candidate)
         floors = self._layers.floors(shape, plan.recompute)
-        timed, stages = self._of(shape, plan), self._ends.of(shape, plan)
+        timed, stages = self._passes.of(shape, plan), self._ends.of(shape, plan)
         weights = floors.arrays.weights
 
         def spent(collectives: Iterable[Collective]) -> list[Spent]:
             return [self._spent(shape, candidate, floors, stages, on) for on in collectives]
 
-        if (passes := self._passes(timed, candidate)) not in self._followed:
-            self.follow(shape, [candidate])
-        followed = self._followed[passes]
+        followed = self._passes.followed(shape, candidate)
         often, once = (list(reduced(candidate, often=each)) for each in (True, False))
         late, each = plan.reduce_at == "step", self._pipelines.each(shape)
         in_passes = [*((on, each) for on in often), *((on, 1) for on in once if not late)]
@@ -145,126 +86,14 @@ class StepFloors:
         """Seconds of a collective on the weights of a candidate's layers, stages and ranks."""
         sums = self._traffic.sums(shape, candidate, floors, on)
         key = id(sums), id(stages)
-        if key not in self._times_spent:
+        if key not in self._known:
             of_stages = stages.all(sums)
             of_ranks = np.zeros(candidate.plan.mesh.pp) + np.bincount(stages.rank, of_stages, candidate.plan.mesh.pp)
-            self._times_spent[key] = Spent(sums, of_stages, of_ranks)
-        return self._times_spent[key]
-
-    def _of(self, shape: PlanShape, plan: Plan) -> Timed:
-        """Time a pipeline's passes."""
-        key = shape, plan.schedule, plan.stages_per_rank, plan.layers_per_stage, plan.recompute
-        if key not in self._timed:
-            floors, stages = self._layers.floors(shape, plan.recompute), self._ends.of(shape, plan)
-            order, more = self._laid(shape, plan)
-            seconds = np.array([stages.all(sums) for sums in floors.arrays[:4]])
-            messages = self._messages.of(shape, stages)
-            prices = self._layers.prices(shape.candidate)
-            adds = np.zeros(len(stages.rank))
-            if not prices.adds_in_backward:
-                weights: list[float] = stages.all(floors.arrays.weights).tolist()
-                adds = np.array([prices.add_seconds(int(elements)) for elements in weights])
-            times = _extended(
-                order.times(seconds[order.kind, order.stage], messages, prices.blocking_p2p), more, seconds, stages
-            )
-            self._timed[key] = Timed(order, seconds, adds, messages, more, times)
-        return self._timed[key]
-
-    def _laid(self, shape: PlanShape, plan: Plan) -> tuple[LaidOrder, int]:
-        """The order of a pipeline's ranks, on so many microbatches that it then repeats itself; how many are left."""
-        few, more = self._pipelines.timed(shape, plan)
-        key = plan.mesh.pp, plan.schedule, len(self._pipelines.stages(shape, plan)), few
-        if key not in self._orders:
-            units = blocks_of(self.problem, shape).layers.pipeline_units
-            self._orders[key] = LaidOrder(plan.steps(units, few * plan.data_ranks))
-        return self._orders[key], more
-
-    def follow(self, shape: PlanShape, candidates: Sequence[Candidate]) -> None:
-        """Time the passes of candidates with one pipeline all in one go, with gathers and sums of gradients in them."""
-        plan = candidates[0].plan
-        timed, stages = self._of(shape, plan), self._ends.of(shape, plan)
-        missing = {
-            key: candidate for candidate in candidates if (key := self._passes(timed, candidate)) not in self._followed
-        }
-        if not missing:
-            return
-        order, floors, pp = timed.order, self._layers.floors(shape, plan.recompute), plan.mesh.pp
-        last = np.minimum(np.diff(floors.arrays.backward), np.diff(floors.arrays.halves))[stages.last]
-        asked: list[Array] = []
-        works: list[Array] = []
-        gathers: list[dict[str, Array]] = []
-        for key, candidate in missing.items():
-            seconds, work, found = timed.seconds[order.kind, order.stage], timed.seconds, dict[str, Array]()
-            if key.gathers:
-                sums = [self._traffic.sums(shape, candidate, floors, on) for on in key.gathers]
-                seconds, work = _gathering(candidate.plan, timed, stages, floors, sums)
-                for on, of_axis in zip(key.gathers, sums, strict=True):
-                    found[on.axis] = _gathered(candidate.plan, timed, stages, of_axis)
-            if key.adds:
-                seconds = seconds + np.where(order.sums, timed.adds[order.stage], 0.0)
-                work = work + timed.adds * np.array([[0], [1], [0], [1]])
-            asked.append(seconds)
-            works.append(work)
-            gathers.append(found)
-        blocks = self._layers.prices(candidates[0]).blocking_p2p
-        all = timed.order.all_times(asked, timed.messages, blocks)
-        starts = np.searchsorted(np.sort(stages.rank), np.arange(pp))
-        for key, times, work, found in zip(missing, all, works, gathers, strict=True):
-            times = _extended(times, timed.more, work, stages)
-            turns = np.lexsort((-times.last, stages.rank))
-            self._followed[key] = Followed(times, found, LastGradients(turns, (times.last + last)[turns], starts))
-
-    def _passes(self, timed: Timed, candidate: Candidate) -> Passes:
-        """What the time of a candidate's passes depends on."""
-        plan, collectives = candidate.plan, tuple(gathered(candidate))
-        adds = bool(timed.adds.any()) and not any(reduced(candidate, often=True))  # what is reduced is added later
-        return Passes(id(timed), adds, collectives, (plan.mesh, plan.reshard_after) if collectives else ())
+            self._known[key] = Spent(sums, of_stages, of_ranks)
+        return self._known[key]
 
 
 def sure(plan: Plan, more: int) -> float:
     """The share of a time that no forecast goes below, if so many microbatches were not timed: one pipeline rank does
     the same again and again."""
     return EXTENDED if more and plan.mesh.pp > 1 else SURE
-
-
-def _gathering(
-    plan: Plan, timed: Timed, stages: StageEnds, floors: LayerFloors, gathers: Sequence[Array]
-) -> tuple[Array, Array]:
-    """Seconds of each pass when weights are gathered, and of each kind of pass on each stage that always gathers
-    them."""
-    order, plain = timed.order, timed.seconds
-    ahead, awaited = gathers[0], np.sum(gathers[1:], axis=0) if gathers[1:] else np.zeros(len(gathers[0]))
-    again, opening, begins = gathering_passes(floors, stages, plain, stages.sums(ahead), stages.sums(awaited))
-    seconds = plain[order.kind, order.stage]
-    if plan.reshard_after != "step":
-        if plan.reshard_after == "layer":
-            seconds = again[order.kind, order.stage]
-        seconds = np.where(order.visits, opening[order.kind, order.stage], seconds)
-    seconds = np.where(order.opens, np.maximum(seconds, opening[order.kind, order.stage]), seconds)
-    seconds = np.where(order.begins, np.maximum(seconds, begins[order.stage]), seconds)
-    return seconds, again if plan.reshard_after == "layer" else plain
-
-
-def _gathered(plan: Plan, timed: Timed, stages: StageEnds, sums: Array) -> Array:
-    """Seconds of each rank's gathers over an axis, but for blocks that may be there already."""
-    order, of_stages = timed.order, stages.sums(sums)
-    again = np.zeros(len(order.kind))
-    if plan.reshard_after == "layer":
-        again = np.where(order.kind == 0, of_stages.but_head[order.stage], of_stages.but_tail[order.stage])
-        again[order.kind == 3] = 0.0
-    all = order.opens if plan.reshard_after == "step" else order.visits
-    taken = np.where(all, of_stages.all[order.stage], again)
-    found = np.zeros(plan.mesh.pp)
-    found += np.bincount(stages.rank[order.stage], taken, plan.mesh.pp)
-    if plan.reshard_after == "layer":
-        found += timed.more * np.bincount(stages.rank, of_stages.but_head + of_stages.but_tail, plan.mesh.pp)
-    return found
-
-
-def _extended(times: PassTimes, more: int, seconds: Array, stages: StageEnds) -> PassTimes:
-    """Passes of more microbatches: each rank has its work on them to do, before its last one."""
-    if not more:
-        return times
-    each = seconds[0] + np.minimum(seconds[1], seconds[2] + seconds[3])
-    work = more * np.bincount(stages.rank, each, len(times.done))
-    return times._replace(done=times.done + work, last=times.last + work[stages.rank])

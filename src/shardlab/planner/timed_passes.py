@@ -1,0 +1,211 @@
+"""Passes of a pipeline, timed: with messages, gathers of weights, and sums of gradients.
+
+A pass waits for what others make, for the message that brings it, and for the weights that are gathered while it runs.
+So many microbatches are timed as a forecast replays; ranks have their work on more of them to do beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardlab.planner.layer_floors import LayerFloors, ShapeLayers
+from shardlab.planner.order_times import Array, LaidOrder, PassTimes
+from shardlab.planner.pipelines import Pipelines
+from shardlab.planner.problem import Candidate
+from shardlab.planner.reductions import LastGradients
+from shardlab.planner.space import PlanShape, blocks_of
+from shardlab.planner.stage_ends import PlacedEnds, StageEnds, gathering_passes
+from shardlab.planner.stage_messages import StageMessages
+from shardlab.planner.traffic import Collective, StepTraffic, gathered, reduced
+from shardlab.strategies.plan import Plan
+
+
+class Timed(NamedTuple):
+    """A pipeline's passes, timed with so many microbatches as a forecast replays.
+
+    Attributes:
+        order: what was timed.
+        seconds: of each kind of pass on each stage: (kinds, stages).
+        adds: to add a stage's gradients to older ones: (stages,).
+        messages: see `LaidOrder.times`.
+        more: microbatches that are not timed.
+        times: of all microbatches, whose gradients are added nowhere.
+    """
+
+    order: LaidOrder
+    seconds: Array
+    adds: Array
+    messages: Array
+    more: int
+    times: PassTimes
+
+
+class Followed(NamedTuple):
+    """A candidate's passes, timed.
+
+    Attributes:
+        times: of all microbatches.
+        gathers: seconds of gathers over each axis, at least: (ranks,) each.
+        gradients: when the last ones are made.
+    """
+
+    times: PassTimes
+    gathers: dict[str, Array]
+    gradients: LastGradients
+
+
+class Passes(NamedTuple):
+    """What the time of a pipeline's passes depends on.
+
+    Attributes:
+        timed: which pipeline.
+        adds: whether gradients are added to older ones.
+        gathers: of weights.
+        shared: the mesh and when weights are let go of, if any are gathered.
+    """
+
+    timed: int
+    adds: bool
+    gathers: tuple[Collective, ...]
+    shared: tuple[Hashable, ...]
+
+
+class TimedPasses:
+    """Passes of a problem's pipelines and candidates, timed."""
+
+    def __init__(
+        self,
+        layers: ShapeLayers,
+        pipelines: Pipelines,
+        traffic: StepTraffic,
+        ends: PlacedEnds,
+        messages: StageMessages,
+    ) -> None:
+        self.problem = layers.problem
+        self._layers, self._pipelines, self._traffic, self._ends = layers, pipelines, traffic, ends
+        self._messages = messages
+        self._orders: dict[Hashable, LaidOrder] = {}
+        self._timed: dict[Hashable, Timed] = {}
+        self._followed: dict[Hashable, Followed] = {}
+
+    def followed(self, shape: PlanShape, candidate: Candidate) -> Followed:
+        """A candidate's passes."""
+        passes = self._passes(self.of(shape, candidate.plan), candidate)
+        if passes not in self._followed:
+            self.follow(shape, [candidate])
+        return self._followed[passes]
+
+    def of(self, shape: PlanShape, plan: Plan) -> Timed:
+        """A pipeline's passes, whatever is gathered."""
+        key = shape, plan.schedule, plan.stages_per_rank, plan.layers_per_stage, plan.recompute
+        if key not in self._timed:
+            floors, stages = self._layers.floors(shape, plan.recompute), self._ends.of(shape, plan)
+            order, more = self._laid(shape, plan)
+            seconds = np.array([stages.all(sums) for sums in floors.arrays[:4]])
+            messages = self._messages.of(shape, stages)
+            prices = self._layers.prices(shape.candidate)
+            adds = np.zeros(len(stages.rank))
+            if not prices.adds_in_backward:
+                weights: list[float] = stages.all(floors.arrays.weights).tolist()
+                adds = np.array([prices.add_seconds(int(elements)) for elements in weights])
+            times = _extended(
+                order.times(seconds[order.kind, order.stage], messages, prices.blocking_p2p), more, seconds, stages
+            )
+            self._timed[key] = Timed(order, seconds, adds, messages, more, times)
+        return self._timed[key]
+
+    def _laid(self, shape: PlanShape, plan: Plan) -> tuple[LaidOrder, int]:
+        """The order of a pipeline's ranks, on so many microbatches that it then repeats itself; how many are left."""
+        few, more = self._pipelines.timed(shape, plan)
+        key = plan.mesh.pp, plan.schedule, len(self._pipelines.stages(shape, plan)), few
+        if key not in self._orders:
+            units = blocks_of(self.problem, shape).layers.pipeline_units
+            self._orders[key] = LaidOrder(plan.steps(units, few * plan.data_ranks))
+        return self._orders[key], more
+
+    def follow(self, shape: PlanShape, candidates: Sequence[Candidate]) -> None:
+        """Time the passes of candidates with one pipeline all in one go, with gathers and sums of gradients in them."""
+        plan = candidates[0].plan
+        timed, stages = self.of(shape, plan), self._ends.of(shape, plan)
+        missing = {
+            key: candidate for candidate in candidates if (key := self._passes(timed, candidate)) not in self._followed
+        }
+        if not missing:
+            return
+        order, floors, pp = timed.order, self._layers.floors(shape, plan.recompute), plan.mesh.pp
+        last = np.minimum(np.diff(floors.arrays.backward), np.diff(floors.arrays.halves))[stages.last]
+        asked: list[Array] = []
+        works: list[Array] = []
+        gathers: list[dict[str, Array]] = []
+        for key, candidate in missing.items():
+            seconds, work, found = timed.seconds[order.kind, order.stage], timed.seconds, dict[str, Array]()
+            if key.gathers:
+                sums = [self._traffic.sums(shape, candidate, floors, on) for on in key.gathers]
+                seconds, work = _gathering(candidate.plan, timed, stages, floors, sums)
+                for on, of_axis in zip(key.gathers, sums, strict=True):
+                    found[on.axis] = _gathered(candidate.plan, timed, stages, of_axis)
+            if key.adds:
+                seconds = seconds + np.where(order.sums, timed.adds[order.stage], 0.0)
+                work = work + timed.adds * np.array([[0], [1], [0], [1]])
+            asked.append(seconds)
+            works.append(work)
+            gathers.append(found)
+        blocks = self._layers.prices(candidates[0]).blocking_p2p
+        all = timed.order.all_times(asked, timed.messages, blocks)
+        starts = np.searchsorted(np.sort(stages.rank), np.arange(pp))
+        for key, times, work, found in zip(missing, all, works, gathers, strict=True):
+            times = _extended(times, timed.more, work, stages)
+            turns = np.lexsort((-times.last, stages.rank))
+            self._followed[key] = Followed(times, found, LastGradients(turns, (times.last + last)[turns], starts))
+
+    def _passes(self, timed: Timed, candidate: Candidate) -> Passes:
+        """What the time of a candidate's passes depends on."""
+        plan, collectives = candidate.plan, tuple(gathered(candidate))
+        adds = bool(timed.adds.any()) and not any(reduced(candidate, often=True))  # what is reduced is added later
+        return Passes(id(timed), adds, collectives, (plan.mesh, plan.reshard_after) if collectives else ())
+
+
+def _gathering(
+    plan: Plan, timed: Timed, stages: StageEnds, floors: LayerFloors, gathers: Sequence[Array]
+) -> tuple[Array, Array]:
+    """Seconds of each pass when weights are gathered, and of each kind of pass on each stage that always gathers
+    them."""
+    order, plain = timed.order, timed.seconds
+    ahead, awaited = gathers[0], np.sum(gathers[1:], axis=0) if gathers[1:] else np.zeros(len(gathers[0]))
+    again, opening, begins = gathering_passes(floors, stages, plain, stages.sums(ahead), stages.sums(awaited))
+    seconds = plain[order.kind, order.stage]
+    if plan.reshard_after != "step":
+        if plan.reshard_after == "layer":
+            seconds = again[order.kind, order.stage]
+        seconds = np.where(order.visits, opening[order.kind, order.stage], seconds)
+    seconds = np.where(order.opens, np.maximum(seconds, opening[order.kind, order.stage]), seconds)
+    seconds = np.where(order.begins, np.maximum(seconds, begins[order.stage]), seconds)
+    return seconds, again if plan.reshard_after == "layer" else plain
+
+
+def _gathered(plan: Plan, timed: Timed, stages: StageEnds, sums: Array) -> Array:
+    """Seconds of each rank's gathers over an axis, but for blocks that may be there already."""
+    order, of_stages = timed.order, stages.sums(sums)
+    again = np.zeros(len(order.kind))
+    if plan.reshard_after == "layer":
+        again = np.where(order.kind == 0, of_stages.but_head[order.stage], of_stages.but_tail[order.stage])
+        again[order.kind == 3] = 0.0
+    all = order.opens if plan.reshard_after == "step" else order.visits
+    taken = np.where(all, of_stages.all[order.stage], again)
+    found = np.zeros(plan.mesh.pp)
+    found += np.bincount(stages.rank[order.stage], taken, plan.mesh.pp)
+    if plan.reshard_after == "layer":
+        found += timed.more * np.bincount(stages.rank, of_stages.but_head + of_stages.but_tail, plan.mesh.pp)
+    return found
+
+
+def _extended(times: PassTimes, more: int, seconds: Array, stages: StageEnds) -> PassTimes:
+    """Passes of more microbatches: each rank has its work on them to do, before its last one."""
+    if not more:
+        return times
+    each = seconds[0] + np.minimum(seconds[1], seconds[2] + seconds[3])
+    work = more * np.bincount(stages.rank, each, len(times.done))
+    return times._replace(done=times.done + work, last=times.last + work[stages.rank])
