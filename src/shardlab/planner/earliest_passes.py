@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardlab.planner.gathering_passes import gathering_passes
 from shardlab.planner.layer_floors import Array, LayerFloors
 from shardlab.planner.pass_counts import PassCounts, hands_back_last
-from shardlab.planner.stage_ends import StageEnds, StageSums, gathering_passes
+from shardlab.planner.stage_ends import StageEnds, StageSums
 from shardlab.planner.way_traffic import RESHARDS, StageTraffic
 from shardlab.strategies.plan import Plan
 

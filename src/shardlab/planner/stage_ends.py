@@ -1,4 +1,4 @@
-"""Where a pipeline's stages begin and end, and how long their passes take when weights are gathered for them."""
+"""Where a pipeline's stages begin and end, and what their layers add."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardlab.planner.layer_floors import Array, LayerFloors, ShapeLayers
+from shardlab.planner.layer_floors import Array, ShapeLayers
 from shardlab.planner.order_times import Places
 from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.space import PlanShape, blocks_of
@@ -67,46 +67,6 @@ class StageEnds:
     def lowest(self) -> Places:
         """Find the first stage of each rank: (ranks,)."""
         return np.unique(self.rank, return_index=True)[1]
-
-
-class GatheringPasses(NamedTuple):
-    """Seconds of each kind of pass on each stage, when weights are gathered.
-
-    Attributes:
-        again: if all are gathered but for the block with which the pass begins: (..., kinds, stages).
-        opening: if all are: (..., kinds, stages).
-        begins: of a rank's first pass, if it is on this stage: (..., stages).
-    """
-
-    again: Array
-    opening: Array
-    begins: Array
-
-
-def gathering_passes(
-    floors: LayerFloors, stages: StageEnds, plain: Array, ahead: StageSums, awaited: StageSums
-) -> GatheringPasses:
-    """Time passes while weights are gathered.
-
-    Over the first axis a block is gathered while the one before it computes, over others when it is wanted. The block
-    with which a pass begins may be there already, if the pass before was on the same stage.
-
-    Args:
-        floors: of the layers.
-        stages: where they are.
-        plain: seconds of each kind of pass without gathers: (kinds, stages).
-        ahead, awaited: seconds of gathers over the first axis and over others.
-    """
-    forward, backward, inputs, _ = floors.passes
-    again = np.array(np.broadcast_to(plain, (*ahead.all.shape[:-1], *plain.shape)))
-    opening = again.copy()
-    for kind, layer in ((0, forward[stages.last]), (1, backward[stages.first]), (2, inputs[stages.first])):
-        there, waited = (ahead.but_tail, awaited.but_tail) if kind else (ahead.but_head, awaited.but_head)
-        beside = there + layer
-        again[..., kind, :] = np.maximum(plain[kind] + waited, beside)
-        opening[..., kind, :] = np.maximum(plain[kind] + awaited.all, beside)
-    begins = np.maximum(opening[..., 0, :], ahead.all + forward[stages.last])
-    return GatheringPasses(again, opening, begins)
 
 
 class PlacedEnds:

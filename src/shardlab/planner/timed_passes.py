@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardlab.planner.layer_floors import LayerFloors, ShapeLayers
+from shardlab.planner.gathering_passes import gathers_of_ranks, while_gathering
+from shardlab.planner.layer_floors import ShapeLayers
 from shardlab.planner.order_times import Array, LaidOrder, PassTimes
 from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.problem import Candidate
 from shardlab.planner.reductions import LastGradients
 from shardlab.planner.space import PlanShape, blocks_of
-from shardlab.planner.stage_ends import PlacedEnds, StageEnds, gathering_passes
+from shardlab.planner.stage_ends import PlacedEnds, StageEnds
 from shardlab.planner.stage_messages import StageMessages
 from shardlab.planner.traffic import Collective, StepTraffic, gathered, reduced
 from shardlab.strategies.plan import Plan
@@ -144,9 +145,9 @@ class TimedPasses:
             seconds, work, found = timed.seconds[order.kind, order.stage], timed.seconds, dict[str, Array]()
             if key.gathers:
                 sums = [self._traffic.sums(shape, candidate, floors, on) for on in key.gathers]
-                seconds, work = _gathering(candidate.plan, timed, stages, floors, sums)
+                seconds, work = while_gathering(candidate.plan, order, timed.seconds, stages, floors, sums)
                 for on, of_axis in zip(key.gathers, sums, strict=True):
-                    found[on.axis] = _gathered(candidate.plan, timed, stages, of_axis)
+                    found[on.axis] = gathers_of_ranks(candidate.plan, order, timed.more, stages, of_axis)
             if key.adds:
                 seconds = seconds + np.where(order.sums, timed.adds[order.stage], 0.0)
                 work = work + timed.adds * np.array([[0], [1], [0], [1]])
@@ -166,40 +167,6 @@ class TimedPasses:
         plan, collectives = candidate.plan, tuple(gathered(candidate))
         adds = bool(timed.adds.any()) and not any(reduced(candidate, often=True))  # what is reduced is added later
         return Passes(id(timed), adds, collectives, (plan.mesh, plan.reshard_after) if collectives else ())
-
-
-def _gathering(
-    plan: Plan, timed: Timed, stages: StageEnds, floors: LayerFloors, gathers: Sequence[Array]
-) -> tuple[Array, Array]:
-    """Seconds of each pass when weights are gathered, and of each kind of pass on each stage that always gathers
-    them."""
-    order, plain = timed.order, timed.seconds
-    ahead, awaited = gathers[0], np.sum(gathers[1:], axis=0) if gathers[1:] else np.zeros(len(gathers[0]))
-    again, opening, begins = gathering_passes(floors, stages, plain, stages.sums(ahead), stages.sums(awaited))
-    seconds = plain[order.kind, order.stage]
-    if plan.reshard_after != "step":
-        if plan.reshard_after == "layer":
-            seconds = again[order.kind, order.stage]
-        seconds = np.where(order.visits, opening[order.kind, order.stage], seconds)
-    seconds = np.where(order.opens, np.maximum(seconds, opening[order.kind, order.stage]), seconds)
-    seconds = np.where(order.begins, np.maximum(seconds, begins[order.stage]), seconds)
-    return seconds, again if plan.reshard_after == "layer" else plain
-
-
-def _gathered(plan: Plan, timed: Timed, stages: StageEnds, sums: Array) -> Array:
-    """Seconds of each rank's gathers over an axis, but for blocks that may be there already."""
-    order, of_stages = timed.order, stages.sums(sums)
-    again = np.zeros(len(order.kind))
-    if plan.reshard_after == "layer":
-        again = np.where(order.kind == 0, of_stages.but_head[order.stage], of_stages.but_tail[order.stage])
-        again[order.kind == 3] = 0.0
-    all = order.opens if plan.reshard_after == "step" else order.visits
-    taken = np.where(all, of_stages.all[order.stage], again)
-    found = np.zeros(plan.mesh.pp)
-    found += np.bincount(stages.rank[order.stage], taken, plan.mesh.pp)
-    if plan.reshard_after == "layer":
-        found += timed.more * np.bincount(stages.rank, of_stages.but_head + of_stages.but_tail, plan.mesh.pp)
-    return found
 
 
 def _extended(times: PassTimes, more: int, seconds: Array, stages: StageEnds) -> PassTimes:
