@@ -9,8 +9,8 @@ from dataclasses import replace
 from shardlab.hardware import find_cluster
 from shardlab.models import GPT
 from shardlab.planner.floors import Floors
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Limits, Problem
-from shardlab.planner.space import PlanShape
 from shardlab.planner.workers import Answer, Asked, answer, with_memory
 from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Plan

@@ -6,8 +6,10 @@ import pytest
 
 from shardlab.planner.dealing import Dealt, deal
 from shardlab.planner.floors import Floors
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Limits, Problem
-from shardlab.planner.space import PlanShape, dealt, follows, pipelined, shapes
+from shardlab.planner.shape_pipelines import follows, pipelined
+from shardlab.planner.space import dealt, shapes
 from shardlab.planner.workers import Asked, answer
 from shardlab.predict.recipe import OWN
 from shardlab.strategies.plan import Plan

@@ -13,9 +13,10 @@ from shardlab.hardware import find_cluster
 from shardlab.models import GPT, Llama
 from shardlab.models.blocks import Blocks
 from shardlab.planner.floors import Floors
+from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.planner.problem import Candidate, Limits, Problem
 from shardlab.planner.sharing_floors import words
-from shardlab.planner.space import PlanShape, blocks_of, candidates, shapes
+from shardlab.planner.space import candidates, shapes
 from shardlab.planner.workers import Asked, answer, with_memory
 from shardlab.predict.recipe import OWN, find_recipe
 from shardlab.program import Mesh, OpKind

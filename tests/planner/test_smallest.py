@@ -9,10 +9,12 @@ import pytest
 
 from shardlab.planner.families import family
 from shardlab.planner.floors import Floors
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Candidate, Limits, Problem
 from shardlab.planner.search import Search
+from shardlab.planner.shape_pipelines import pipelined
 from shardlab.planner.smallest import SmallestPlans
-from shardlab.planner.space import PlanShape, candidates, pipelined, shapes
+from shardlab.planner.space import candidates, shapes
 from shardlab.planner.workers import Asked, answer
 from shardlab.predict.recipe import OWN
 from shardlab.strategies.plan import Plan

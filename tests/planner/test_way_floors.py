@@ -11,9 +11,11 @@ import pytest
 from shardlab.hardware import find_cluster
 from shardlab.models import GPT, Llama
 from shardlab.planner.floors import Floors
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Candidate, Limits, Problem
+from shardlab.planner.shape_pipelines import follows, pipelined
 from shardlab.planner.sharing_floors import shared_as
-from shardlab.planner.space import PlanShape, follows, legal, pipelined, shapes
+from shardlab.planner.space import legal, shapes
 from shardlab.planner.workers import Asked, answer, with_memory
 from shardlab.predict.recipe import find_recipe
 from shardlab.program import UserError

@@ -11,8 +11,9 @@ import numpy as np
 from shardlab.planner.dealing import Dealt, deal
 from shardlab.planner.floors import Floors
 from shardlab.planner.pipeline_floors import LaidPipelines
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Problem
-from shardlab.planner.space import PlanShape, pipelined
+from shardlab.planner.shape_pipelines import pipelined
 from shardlab.planner.waiting import Waiting
 from shardlab.program.world import gc_paused
 from shardlab.strategies.plan import Plan

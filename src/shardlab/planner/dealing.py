@@ -9,9 +9,10 @@ import numpy as np
 
 from shardlab.errors import UserError
 from shardlab.planner.floors import Floors
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Candidate
 from shardlab.planner.sharing_floors import shared_as
-from shardlab.planner.space import PlanShape, legal
+from shardlab.planner.space import legal
 from shardlab.strategies.plan import Plan
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from shardlab.planner.chosen import PlanChoice
 from shardlab.planner.floors import Floors
 from shardlab.planner.neighbours import Topic
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.reasons import sentence
-from shardlab.planner.space import PlanShape
 from shardlab.program import Kind, Mesh
 from shardlab.rules.pieces import counted
 from shardlab.timeline.units import bytes_text, seconds_text

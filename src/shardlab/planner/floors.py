@@ -19,9 +19,9 @@ from shardlab.planner.memory_floors import SURE, MemoryFloors
 from shardlab.planner.order_times import Places
 from shardlab.planner.pipeline_floors import PipelineFloors
 from shardlab.planner.pipelines import Pipelines
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.sharing_floors import SharingFloors, SharingTable
-from shardlab.planner.space import PlanShape
 from shardlab.planner.stage_ends import PlacedEnds
 from shardlab.planner.stage_messages import StageMessages
 from shardlab.planner.step_floors import StepFloors

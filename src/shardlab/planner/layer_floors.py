@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from shardlab.models import CutModel, MoE
 from shardlab.planner.alike import alike_blocks
 from shardlab.planner.layer_prices import LayerPrices
+from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.predict.priced import ClusterPrices
 from shardlab.program import Kind, Sizes
 from shardlab.strategies.model_layers import model_layers

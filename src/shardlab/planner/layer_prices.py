@@ -8,7 +8,7 @@ from typing import Any
 
 from shardlab.errors import UserError
 from shardlab.models import Model
-from shardlab.planner.space import PlanShape
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.predict.priced import ClusterPrices, backward_input
 from shardlab.program import Group, Kind, OpKind, Sizes
 from shardlab.program.mesh import group_of

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from shardlab.planner.layer_floors import Array, LayerFloors, ShapeLayers, between
 from shardlab.planner.pass_memory import LayerHolds, PassHolds, pass_holds
 from shardlab.planner.pipelines import Pipelines
+from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.planner.problem import Candidate
 from shardlab.planner.rank_orders import RankOrder
 from shardlab.planner.sharing import Sharing, least_sharings, sharing_of
-from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.predict.estimate import Peak
 from shardlab.predict.held import held_memory
 from shardlab.program import Kind, OpKind

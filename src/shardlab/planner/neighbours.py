@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from shardlab.errors import UserError
 from shardlab.planner.problem import Candidate, Problem
+from shardlab.planner.shape_pipelines import layers_of_stages
 from shardlab.planner.sharded import SHARDED
-from shardlab.planner.space import layers_of_stages
 from shardlab.program.field_types import as_flags
 from shardlab.strategies.plan import Plan
 

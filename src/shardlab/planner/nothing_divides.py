@@ -14,9 +14,10 @@ from typing import TypeVar
 
 from shardlab.errors import Refused, UserError
 from shardlab.models.moe import MoE
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.sharded import sharded
-from shardlab.planner.space import PlanShape, candidates, meshes, shapes
+from shardlab.planner.space import candidates, meshes, shapes
 from shardlab.predict.forecast import forecast
 from shardlab.predict.limits import broken_limit
 from shardlab.program import AXES, Mesh

@@ -13,7 +13,7 @@ from shardlab.planner.memory_floors import SURE
 from shardlab.planner.order_times import Places
 from shardlab.planner.pass_counts import hands_back_last
 from shardlab.planner.pipelines import Pipelines
-from shardlab.planner.space import PlanShape, blocks_of
+from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.strategies.plan import Plan
 
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from shardlab.planner.order_times import Array, Places
 from shardlab.planner.pass_counts import PassCounts, pass_counts
+from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.planner.problem import Problem
 from shardlab.planner.rank_orders import RankOrder, rank_order
-from shardlab.planner.space import PlanShape, blocks_of, few_of, follows
+from shardlab.planner.shape_pipelines import few_of, follows
 from shardlab.predict.changes import ALL_AT_ONCE
 from shardlab.predict.forecast import enough
 from shardlab.strategies.plan import Plan

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 from shardlab.planner.dealer import AskedDeal, Change, Deals
 from shardlab.planner.families import family, model_kinds
 from shardlab.planner.found import Found, PlanOutcome
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.smallest import SmallestPlans
-from shardlab.planner.space import PlanShape, shapes
+from shardlab.planner.space import shapes
 from shardlab.planner.waiting import Phase, Waiting, key_of
 from shardlab.planner.workers import Answer, Ask, Asked, Workers
 from shardlab.program.world import gc_paused

@@ -10,9 +10,11 @@ import numpy as np
 from shardlab.errors import UserError
 from shardlab.planner.families import family, model_kinds
 from shardlab.planner.floors import Floors
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Candidate
+from shardlab.planner.shape_pipelines import pipelined
 from shardlab.planner.sharing_floors import shared_as
-from shardlab.planner.space import PlanShape, legal, pipelined
+from shardlab.planner.space import legal
 from shardlab.program import Mesh
 
 TRIED = 4

@@ -29,85 +29,27 @@ be better than one that is there:
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import ceil
-from typing import Any, get_args
+from dataclasses import replace
+from typing import get_args
 
-from shardlab.errors import UserError
 from shardlab.models.moe import MoE
-from shardlab.planner.alike import AlikeBlocks, alike_blocks
+from shardlab.planner.plan_shape import SHARES, PlanShape, divides
 from shardlab.planner.problem import Candidate, Problem
+from shardlab.planner.shape_pipelines import follows, pipelined
 from shardlab.planner.sharded import divisors, sharded, splits
 from shardlab.predict.limits import broken_limit
-from shardlab.predict.staging import stages_by_cost
 from shardlab.program import Mesh
-from shardlab.program.precision import Precision
-from shardlab.strategies.model_layers import ModelLayers
-from shardlab.strategies.plan import Context, Plan, Recompute
-from shardlab.strategies.resolve import named_blocks
-from shardlab.strategies.schedules import SCHEDULES, Schedule
-
-SHARES = {"none": 0.0, "1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "3/4": 0.75, "7/8": 0.875, "full": 1.0}
-"""Shares of a stage's blocks that are computed again."""
-
-WORDS: dict[str | tuple[int, ...], Recompute] = {"selective": "selective", "full": "full"}
-"""Recomputation that is the same for every number of stages."""
+from shardlab.strategies.plan import Context, Plan
 
 LEAST_SEQUENCE = 1024
 """Tokens of a sequence on each context-parallel rank, at least: what is cut finer is all messages."""
 
 
-@dataclass(frozen=True)
-class PlanShape:
-    """What the time of a microbatch's own passes depends on.
-
-    Attributes:
-        mesh: the ranks; those of the data-parallel axes are all on `dp_shard`.
-        micro_batch_size: sequences of a microbatch.
-        precision: in which numbers.
-        sequence_parallel, context, ulysses_degree, stripes: as in a plan.
-        recompute: which share of blocks is computed again, of `SHARES`; or "selective", or blocks by number.
-    """
-
-    mesh: Mesh
-    micro_batch_size: int
-    precision: Precision
-    sequence_parallel: bool = False
-    context: Context = "ring"
-    ulysses_degree: int | None = None
-    recompute: str | tuple[int, ...] = "none"
-    stripes: int | None = None
-
-    @property
-    def share(self) -> float:
-        """The share of blocks that are computed again, at least."""
-        return 0.0 if isinstance(self.recompute, tuple) else SHARES.get(self.recompute, 0.0)
-
-    @property
-    def candidate(self) -> Candidate:
-        """The candidate that shards nothing, of one pipeline stage if blocks by number are computed again.
-
-        Raises:
-            UserError: the mesh does not go together with the rest.
-        """
-        plan = Plan(
-            self.mesh,
-            sequence_parallel=self.sequence_parallel,
-            context=self.context,
-            ulysses_degree=self.ulysses_degree,
-            recompute=WORDS.get(self.recompute, "none"),
-            stripes=self.stripes,
-        )
-        return Candidate(plan, self.micro_batch_size, self.precision)
-
-
 def shapes(problem: Problem) -> Iterator[PlanShape]:
     """Every shape whose mesh divides the devices, the batch and the model."""
     for mesh in meshes(problem):
-        cuttings = [shape for shape in _of_mesh(problem, mesh) if _divides(problem, shape)]
+        cuttings = [shape for shape in _of_mesh(problem, mesh) if divides(problem, shape)]
         per_rank = problem.sequences // (mesh.dp_shard * mesh.ep)
         for size in divisors(per_rank):
             if not problem.limits.allows("micro_batch_size", size):
@@ -155,26 +97,6 @@ def _of_mesh(problem: Problem, mesh: Mesh) -> Iterator[PlanShape]:
                         yield PlanShape(mesh, 1, precision, sequence_parallel, context, degree, recompute, stripes)
 
 
-def _divides(problem: Problem, shape: PlanShape) -> bool:
-    """Whether `Plan` and the code that cuts models accept a shape."""
-    try:
-        return bool(shape.candidate) and _blocks(problem, shape) is not None
-    except UserError:
-        return False
-
-
-def blocks_of(problem: Problem, shape: PlanShape) -> AlikeBlocks:
-    """The model in the layers of a shape's plans."""
-    found = _blocks(problem, shape)
-    assert found is not None, "shapes are of models that divide"
-    return found
-
-
-def _blocks(problem: Problem, shape: PlanShape) -> AlikeBlocks | None:
-    ulysses = shape.ulysses_degree or (shape.mesh.cp if shape.context == "ulysses" else 1)
-    return alike_blocks(problem.model, shape.mesh, apart=shape.recompute == "selective", ulysses=ulysses)
-
-
 def candidates(problem: Problem, shape: PlanShape) -> Iterator[Candidate]:
     """Every candidate of a shape."""
     for plan in pipelined(problem, shape):
@@ -193,74 +115,3 @@ def legal(problem: Problem, shape: PlanShape, plan: Plan) -> Candidate | None:
     """A shape's candidate with a plan, if the limits allow it and the recipe's framework runs it."""
     candidate = Candidate(plan, shape.micro_batch_size, shape.precision)
     return candidate if problem.limits.allow(plan) and not broken_limit(problem.workload(candidate)) else None
-
-
-def pipelined(problem: Problem, shape: PlanShape) -> Iterator[Plan]:
-    """The plans of a shape with every schedule and number of stages, that shard nothing; `follows` knows the legal."""
-    model, limits, pp = blocks_of(problem, shape).layers, problem.limits, shape.mesh.pp
-    bare = shape.candidate.plan
-    base = replace(bare, layers_per_stage=layers_of_stages(problem, bare))
-    for schedule in limits.tried("schedule", tuple(SCHEDULES) if pp > 1 else ("1f1b",)):
-        order = replace(base, schedule=schedule).order
-        looped = pp > 1 and isinstance(order, Schedule) and order.stages_per_rank is None
-        for stages in limits.tried("stages_per_rank", _stages(problem.model.layers, pp) if looped else (None,)):
-            try:
-                plan = replace(base, schedule=schedule, stages_per_rank=stages)
-                again = _recomputed(shape, model, plan.bounds(model.pipeline_units))
-                yield plan if plan.recompute == again else replace(plan, recompute=again)
-            except UserError:
-                continue
-
-
-def layers_of_stages(problem: Problem, plan: Plan) -> tuple[int, ...]:
-    """The layers of each stage of a plan: as they are fixed, or as the recipe deals them (empty: evenly)."""
-    if "layers_per_stage" in problem.limits.fixed:
-        return problem.limits.fixed["layers_per_stage"]
-    if plan.mesh.pp == 1 or problem.recipe.defaults.stages == "even":
-        return ()
-    found = alike_blocks(problem.model, plan.mesh, apart=plan.attention_apart, ulysses=plan.ulysses)
-    return stages_by_cost(problem.model, plan.mesh.pp, halves=bool(found and found.layers.blocks))
-
-
-def follows(problem: Problem, shape: PlanShape, plan: Plan) -> bool:
-    """Whether a plan's schedule can be followed with as many microbatches as there are."""
-    each = problem.sequences // (plan.data_ranks * shape.micro_batch_size)
-    units = blocks_of(problem, shape).layers.pipeline_units
-    try:
-        plan.steps(units, few_of(each, shape.mesh.pp) * plan.data_ranks)
-    except UserError:
-        return False
-    return True
-
-
-def few_of(each: int, pp: int) -> int:
-    """Fewer microbatches for each data-parallel rank, with which a schedule is legal if it is with all of them; some of
-    them are neither the first nor the last."""
-    return each if each <= 4 * pp else max(4, 2 * pp) + each % (2 * pp)
-
-
-def _stages(layers: int, pp: int) -> tuple[int, ...]:
-    """Numbers of stages of each rank: all that divide the layers, or, if the ranks do not, all up to 8."""
-    found = range(2, layers // pp + 1)
-    return tuple(each for each in found if layers % (pp * each) == 0 or (layers % pp and each <= 8))
-
-
-def _recomputed(shape: PlanShape, model: ModelLayers, bounds: list[int]) -> Any:
-    """The plan's word for a share of the blocks: so many of each stage's first ones.
-
-    Raises:
-        UserError: blocks by number of which the model lacks some, or a share of so few blocks that it is all.
-    """
-    if isinstance(shape.recompute, tuple):
-        named_blocks(shape.recompute, model)
-        return shape.recompute
-    if shape.recompute in ("none", "selective", "full"):
-        return shape.recompute
-    starts = [block.start for block in model.recomputable]
-    cuts = [bisect_left(starts, model.pipeline_cuts[unit]) for unit in bounds]
-    chosen: list[int] = []
-    for blocks in (range(*cut) for cut in pairwise(cuts)):
-        chosen += blocks[: ceil(shape.share * len(blocks))]
-    if len(chosen) == len(model.recomputable):
-        raise UserError("so few blocks are all computed again, as full says")
-    return tuple(chosen)

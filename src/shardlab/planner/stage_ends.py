@@ -12,7 +12,7 @@ import numpy as np
 from shardlab.planner.layer_floors import Array, ShapeLayers
 from shardlab.planner.order_times import Places
 from shardlab.planner.pipelines import Pipelines
-from shardlab.planner.space import PlanShape, blocks_of
+from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.strategies.plan import Plan
 
 

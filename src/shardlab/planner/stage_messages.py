@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import numpy as np
 
 from shardlab.planner.layer_floors import Array, ShapeLayers
-from shardlab.planner.space import PlanShape, blocks_of
+from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.planner.stage_ends import StageEnds
 from shardlab.program import Kind
 from shardlab.rules.layer import GRADIENT_OF

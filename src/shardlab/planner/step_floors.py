@@ -14,10 +14,10 @@ import numpy as np
 from shardlab.planner.layer_floors import LayerFloors, ShapeLayers
 from shardlab.planner.memory_floors import SURE
 from shardlab.planner.pipelines import Pipelines
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Candidate
 from shardlab.planner.reductions import Spent, reduced_at, seconds_in_turn
 from shardlab.planner.sharing import shards
-from shardlab.planner.space import PlanShape
 from shardlab.planner.stage_ends import PlacedEnds, StageEnds
 from shardlab.planner.timed_passes import TimedPasses
 from shardlab.planner.traffic import Collective, StepTraffic, gathered_after, reduced

@@ -15,9 +15,9 @@ from shardlab.planner.gathering_passes import gathers_of_ranks, while_gathering
 from shardlab.planner.layer_floors import ShapeLayers
 from shardlab.planner.order_times import Array, LaidOrder, PassTimes
 from shardlab.planner.pipelines import Pipelines
+from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.planner.problem import Candidate
 from shardlab.planner.reductions import LastGradients
-from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.planner.stage_ends import PlacedEnds, StageEnds
 from shardlab.planner.stage_messages import StageMessages
 from shardlab.planner.traffic import Collective, StepTraffic, gathered, reduced

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlab.planner.layer_floors import LayerFloors, ShapeLayers, between
+from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.planner.problem import Candidate
 from shardlab.planner.sharing import shards
-from shardlab.planner.space import PlanShape, blocks_of
 from shardlab.program import Kind, OpKind
 from shardlab.strategies.plan import CUT_AXES, Plan
 from shardlab.strategies.schedules.steps import Steps

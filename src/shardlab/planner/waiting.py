@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from shardlab.planner.families import model_kinds
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Candidate
-from shardlab.planner.space import PlanShape
 from shardlab.strategies.plan import Plan
 
 AHEAD = 0.85

@@ -14,8 +14,8 @@ from shardlab.planner.layer_floors import Array, ShapeLayers
 from shardlab.planner.memory_floors import SURE
 from shardlab.planner.order_times import Places
 from shardlab.planner.pipelines import Pipelines
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.sharing_floors import SharingTable
-from shardlab.planner.space import PlanShape
 from shardlab.planner.stage_ends import PlacedEnds, StageEnds
 from shardlab.planner.stage_messages import StageMessages
 from shardlab.planner.step_floors import sure

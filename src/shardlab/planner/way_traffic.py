@@ -10,8 +10,8 @@ import numpy as np
 
 from shardlab.planner.layer_floors import Array, ShapeLayers
 from shardlab.planner.order_times import Places
+from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Candidate
-from shardlab.planner.space import PlanShape
 from shardlab.planner.stage_ends import StageEnds, StageSums
 from shardlab.planner.traffic import Collective, StepTraffic, gathered, reduced
 from shardlab.strategies.plan import Reshard
