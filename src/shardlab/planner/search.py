@@ -21,6 +21,7 @@ from shardlab.planner.families import family, model_kinds
 from shardlab.planner.found import Found, PlanOutcome
 from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Candidate, Problem
+from shardlab.planner.scouts import Scouts
 from shardlab.planner.smallest import SmallestPlans
 from shardlab.planner.space import shapes
 from shardlab.planner.waiting import Phase, Waiting, key_of
@@ -28,17 +29,8 @@ from shardlab.planner.workers import Answer, Ask, Asked, Workers
 from shardlab.program.world import gc_paused
 from shardlab.strategies.plan import Plan
 
-SCOUTS = 6
-"""Forecasts of each family before all others; the lowest floors come first."""
-
 SCOUTING = 0.4
-"""Share of the time that they may take."""
-
-SCOUTED = 48
-"""Pipelines of each family at most whose candidates are made for those; where hardly any fits, there is no end."""
-
-ROOMY = 0.9
-"""Share of the room that the floor of bytes of every second scout may take: what comes closer often does not fit."""
+"""Share of the time that scouts may take."""
 
 HANDED_OUT = 128
 """Shapes and pipelines that a worker deals at a time, at least."""
@@ -94,6 +86,7 @@ class Search:
         self._change: Change = change
         self.found = Found()
         self._room = problem.room
+        self._scouts = Scouts(problem.room)
         self._began = time.monotonic()
         self._until, self._scouting = self._began + deadline, self._began + SCOUTING * deadline
         self._ahead = ahead
@@ -114,10 +107,7 @@ class Search:
         self._above: dict[str, float] = {}  # by kinds of parallelism, the least ratio of forecast bytes to their floor
         self._tie = count()
         self._best, self._within, self._ran_out = best, within, ran_out
-        self._forecasts: dict[str, int] = {}
         self._floor_of: dict[Candidate, float] = {}
-        self._made: dict[str, int] = {}
-        self._scouted: set[PlanShape] = set()
         self._phase: Phase = "scouts"
 
     def run(self) -> Found:
@@ -222,8 +212,7 @@ class Search:
             self._take_answers(wait=True)
 
     def _forecast(self, candidate: Candidate, seconds: float, bytes: float) -> None:
-        name = family(candidate.plan)
-        self._forecasts[name] = self._forecasts.get(name, 0) + 1
+        self._scouts.note_forecast(candidate)
         asked = self._workers.forecast(Asked(candidate, change=self._change))
         self._coming[asked] = Coming(candidate, seconds, bytes)
 
@@ -247,7 +236,7 @@ class Search:
         """Work out what comes first, or ask for its forecast."""
         if self._phase == "all" and first.seconds > self._enough():
             return
-        if self._phase == "scouts" and not self._wants(first):
+        if self._phase == "scouts" and not self._scouts.want(first):
             self._kept.append(first)
         elif first.plan is None:
             for each in self._dealer.pipelines(first, self._below()):
@@ -258,7 +247,7 @@ class Search:
             self._time(first, first.plan)
         elif first.plan not in self._known:
             if self._phase == "scouts":
-                self._scouted.add(first.shape)
+                self._scouts.note_shape(first.shape)
             else:
                 self._floor_of[first.plan] = first.seconds
             self._forecast(first.plan, first.seconds, first.bytes)
@@ -311,16 +300,6 @@ class Search:
         seconds = max(waiting.seconds, self._floors.seconds(waiting.shape, candidate))
         heapq.heappush(self._heap, self._keyed(waiting._replace(seconds=seconds, guess=seconds, timed=True)))
 
-    def _wants(self, waiting: Waiting) -> bool:
-        """Whether scouts look at this: more is to be known of its family, and half of them need no luck to fit."""
-        name = family(waiting.plan.plan) if isinstance(waiting.plan, Candidate) else waiting.kinds
-        known = self._forecasts.get(name, 0)
-        if known >= SCOUTS or (known >= SCOUTS // 2 and waiting.bytes > ROOMY * self._room):
-            return False
-        if isinstance(waiting.plan, Candidate) and waiting.kinds:  # those of one shape are much alike
-            return waiting.shape not in self._scouted
-        return isinstance(waiting.plan, Candidate) or self._made.get(name, 0) < SCOUTED
-
     def _below(self) -> float:
         """The seconds above which no pipeline is let wait; scouts ask for all."""
         return inf if self._phase == "scouts" else max(self._best, self._enough())
@@ -328,7 +307,7 @@ class Search:
     def _deal(self, waiting: Waiting) -> None:
         """Let every candidate with a pipeline wait that may fit."""
         whole = self._phase == "all"
-        self._made[waiting.kinds] = self._made.get(waiting.kinds, 0) + 1
+        self._scouts.note_dealt(waiting)
         dealt, candidates = self._dealer.deal(waiting, least=self._enough() if whole else inf, whole=whole)
         self.found.space["candidates"] += dealt.seen
         for each in candidates:
