@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from shardlab.planner import scouts, search
+from shardlab.planner import scouts, waiting_queue
 from shardlab.planner.dealer import AskedDeal, Dealer, Deals
 from shardlab.planner.problem import Limits
 from shardlab.planner.search import Search
@@ -60,7 +60,7 @@ def test_a_search_finds_the_same_plans_when_workers_deal_beside_it(beside: int) 
         future.set_result(dealer.all(asked))
         return future
 
-    with patch.object(search, "HANDED_OUT", 2), patch.object(scouts, "SCOUTS", 0):
+    with patch.object(waiting_queue, "HANDED_OUT", 2), patch.object(scouts, "SCOUTS", 0):
         alone = Search(PROBLEM, forecast, ahead=2).run()
         found = Search(PROBLEM, Workers(forecast, deal, beside), ahead=2).run()
     assert len(handed) > 2

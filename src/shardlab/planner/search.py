@@ -6,13 +6,12 @@ a good plan is found early, and floors leave out most of the rest.
 
 from __future__ import annotations
 
-import heapq
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as futures_wait
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
@@ -24,19 +23,14 @@ from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.scouts import Scouts
 from shardlab.planner.smallest import SmallestPlans
 from shardlab.planner.space import shapes
-from shardlab.planner.waiting import Phase, Waiting, key_of
+from shardlab.planner.waiting import Waiting
+from shardlab.planner.waiting_queue import WaitingQueue
 from shardlab.planner.workers import Answer, Ask, Asked, Workers
 from shardlab.program.world import gc_paused
 from shardlab.strategies.plan import Plan
 
 SCOUTING = 0.4
 """Share of the time that scouts may take."""
-
-HANDED_OUT = 128
-"""Shapes and pipelines that a worker deals at a time, at least."""
-
-HANDS = 32
-"""A worker deals one of so many parts of all of them, where that is more."""
 
 TOLD = 64
 """Shapes after which it is told how many there are so far."""
@@ -94,8 +88,7 @@ class Search:
         self._dealer = self._workers.dealer(problem, change)
         self._floors = self._dealer.floors
         self._told = told
-        self._heap: list[Waiting] = []
-        self._kept: list[Waiting] = []  # out of the heap while families are scouted
+        self._queue = WaitingQueue(self._floors)
         self._coming: dict[Future[Any], Coming] = {}
         self._dealing: dict[Future[Any], list[Waiting]] = {}
         self._in_hand: float | None = None
@@ -104,11 +97,8 @@ class Search:
         self._full: set[PlanShape] = set()  # of which a larger microbatch does not fit either
         self._smallest = SmallestPlans(self._floors)
         self._known: set[Candidate] = set()  # small plans, which need no second forecast
-        self._above: dict[str, float] = {}  # by kinds of parallelism, the least ratio of forecast bytes to their floor
-        self._tie = count()
         self._best, self._within, self._ran_out = best, within, ran_out
         self._floor_of: dict[Candidate, float] = {}
-        self._phase: Phase = "scouts"
 
     def run(self) -> Found:
         """Search to the end, to the deadline, or until it is interrupted."""
@@ -120,7 +110,7 @@ class Search:
                 if self._best == inf and not self._generated:
                     self._fill(wholly=True)
                     self._forecast_smallest()
-            self._begin("all")
+            self._queue.begin("all")
             self._forecast_all()
             self.found.left = self._left()
         except KeyboardInterrupt:
@@ -135,12 +125,6 @@ class Search:
         self.found.seconds = time.monotonic() - self._began
         return self.found
 
-    def _begin(self, phase: Phase) -> None:
-        """Go on to a phase, in which other things come first."""
-        self._phase = phase
-        self._heap = [self._keyed(each) for each in self._heap]
-        heapq.heapify(self._heap)
-
     def _enough(self) -> float:
         """The floor above which nothing is worth a forecast."""
         return self._best * (1.0 - self._within)
@@ -149,21 +133,17 @@ class Search:
         """The lowest floor of what waits, was asked for or is in hand, if that could be worth a forecast."""
         if not self._generated:
             return 0.0
-        floors = [each.seconds for each in self._waiting()]
+        floors = [each.seconds for each in chain(self._queue, *self._dealing.values())]
         floors += [each.seconds for each in self._coming.values()]
         floors += [] if self._in_hand is None else [self._in_hand]
         return min((floor for floor in floors if floor <= self._enough()), default=None)
-
-    def _waiting(self) -> Iterator[Waiting]:
-        """What waits here, and what workers are at."""
-        return chain(self._heap, self._kept, *self._dealing.values())
 
     def _late(self) -> bool:
         return time.monotonic() > self._until
 
     def _over(self) -> bool:
         """Whether it is late, or scouts have had their share of the time."""
-        return time.monotonic() > self._scouting if self._phase == "scouts" else self._late()
+        return time.monotonic() > self._scouting if self._queue.phase == "scouts" else self._late()
 
     @gc_paused()  # floors stay, and walking them again and again would cost a fifth
     def _fill(self, *, wholly: bool) -> None:
@@ -179,22 +159,12 @@ class Search:
                 self._full.add(smallest)
             elif floor.bytes < inf:
                 guess = floor.passes + floor.sharing
-                self._push(Waiting(0.0, 0, floor.seconds, floor.bytes, guess, shape, passes=floor.passes))
+                self._queue.push(Waiting(0.0, 0, floor.seconds, floor.bytes, guess, shape, passes=floor.passes))
             if self._told is not None and self.found.space["shapes"] % TOLD == 0:
-                self._told(self.found, len(self._heap))
-            if self._late() and self._heap and not wholly:
+                self._told(self.found, len(self._queue))
+            if self._late() and self._queue and not wholly:
                 return
         self._generated = True
-
-    def _push(self, waiting: Waiting) -> None:
-        """Let something wait."""
-        heapq.heappush(self._heap, self._keyed(waiting._replace(tie=next(self._tie))))
-
-    def _keyed(self, waiting: Waiting) -> Waiting:
-        """What waits, with its key."""
-        passes = waiting.shape.mesh.pp * self._floors.each(waiting.shape)
-        likely = waiting.bytes * self._above.get(waiting.kinds, 1.0)
-        return waiting._replace(key=key_of(waiting, self._phase, likely / self._room, passes))
 
     def _forecast_smallest(self) -> None:
         """Forecast the smallest plan of each family of which none fits so far, in time or until one does."""
@@ -219,34 +189,32 @@ class Search:
     def _forecast_all(self) -> None:
         """Forecast what is wanted, likely ones first."""
         while not self._over():
-            self._take_answers(wait=not self._heap or len(self._coming) >= self._ahead)
+            self._take_answers(wait=not self._queue or len(self._coming) >= self._ahead)
             self._hand_out()
-            if self._heap and len(self._coming) < self._ahead:
-                first = heapq.heappop(self._heap)
+            if self._queue and len(self._coming) < self._ahead:
+                first = self._queue.pop()
                 self._in_hand = first.seconds
                 self._go_on(first)
                 self._in_hand = None
-            elif not self._heap and not self._coming and not self._dealing:
+            elif not self._queue and not self._coming and not self._dealing:
                 break
-        self._heap += self._kept
-        self._kept = []
-        heapq.heapify(self._heap)
+        self._queue.take_back()
 
     def _go_on(self, first: Waiting) -> None:
         """Work out what comes first, or ask for its forecast."""
-        if self._phase == "all" and first.seconds > self._enough():
+        if self._queue.phase == "all" and first.seconds > self._enough():
             return
-        if self._phase == "scouts" and not self._scouts.want(first):
-            self._kept.append(first)
+        if self._queue.phase == "scouts" and not self._scouts.want(first):
+            self._queue.set_aside(first)
         elif first.plan is None:
             for each in self._dealer.pipelines(first, self._below()):
-                self._push(each)
+                self._queue.push(each)
         elif isinstance(first.plan, Plan):
             self._deal(first)
         elif not first.timed:
             self._time(first, first.plan)
         elif first.plan not in self._known:
-            if self._phase == "scouts":
+            if self._queue.phase == "scouts":
                 self._scouts.note_shape(first.shape)
             else:
                 self._floor_of[first.plan] = first.seconds
@@ -268,50 +236,42 @@ class Search:
                 self._note_deals(future.result())
             self._in_hand = None
         if self._told is not None and (wait or done):
-            self._told(self.found, len(self._heap))
+            self._told(self.found, len(self._queue))
 
     def _hand_out(self) -> None:
-        """Let workers deal beside this process, once a likely plan is forecast and they have nothing to forecast.
-
-        What takes many pipeline ranks goes first, one mesh after the other: so hardly any floor is worked out twice.
-        """
-        idle = self._best < inf and self._floor_of and not self._coming
-        if not idle or len(self._dealing) >= self._workers.beside or len(self._heap) < 2 * HANDED_OUT:
-            return
+        """Let workers deal beside this process, once a likely plan is forecast and they have nothing to forecast."""
         least = self._enough()
-        wanted = [each for each in self._heap if each.seconds <= least]
-        wanted.sort(key=lambda each: (each.depth == 2, -each.shape.mesh.pp, each.shape.mesh.tp, each.shape.mesh.cp))
-        many = max(HANDED_OUT, len(wanted) // HANDS)
-        given = [each for each in wanted[:many] if each.depth < 2] if len(wanted) >= 2 * HANDED_OUT else []
-        if given:
-            asked = AskedDeal(given, least, self._change)
-            self._dealing[self._workers.deal(asked)] = given
-        self._heap = wanted[len(given) :]
-        heapq.heapify(self._heap)
+
+        def deal(waiting: list[Waiting]) -> None:
+            self._dealing[self._workers.deal(AskedDeal(waiting, least, self._change))] = waiting
+
+        idle = self._best < inf and self._floor_of and not self._coming
+        if idle and len(self._dealing) < self._workers.beside:
+            self._queue.hand_out(least, deal)
 
     def _note_deals(self, deals: Deals) -> None:
         self.found.space["candidates"] += deals.seen
         for each in deals.candidates:
-            self._push(each)
+            self._queue.push(each)
 
     @gc_paused()
     def _time(self, waiting: Waiting, candidate: Candidate) -> None:
         """Let a candidate wait with the floor of its whole step."""
         seconds = max(waiting.seconds, self._floors.seconds(waiting.shape, candidate))
-        heapq.heappush(self._heap, self._keyed(waiting._replace(seconds=seconds, guess=seconds, timed=True)))
+        self._queue.push_back(waiting._replace(seconds=seconds, guess=seconds, timed=True))
 
     def _below(self) -> float:
         """The seconds above which no pipeline is let wait; scouts ask for all."""
-        return inf if self._phase == "scouts" else max(self._best, self._enough())
+        return inf if self._queue.phase == "scouts" else max(self._best, self._enough())
 
     def _deal(self, waiting: Waiting) -> None:
         """Let every candidate with a pipeline wait that may fit."""
-        whole = self._phase == "all"
+        whole = self._queue.phase == "all"
         self._scouts.note_dealt(waiting)
         dealt, candidates = self._dealer.deal(waiting, least=self._enough() if whole else inf, whole=whole)
         self.found.space["candidates"] += dealt.seen
         for each in candidates:
-            self._push(each)
+            self._queue.push(each)
 
     def _note(self, coming: Coming, answer: Answer | None) -> None:
         candidate = coming.candidate
@@ -319,7 +279,7 @@ class Search:
             self.found.refused.append(candidate)
             return
         kinds, wanted = model_kinds(candidate.plan.mesh), answer.forecast.memory.wanted
-        self._above[kinds] = min(self._above.get(kinds, inf), wanted / coming.bytes)
+        self._queue.note_bytes(kinds, wanted / coming.bytes)
         outcome = PlanOutcome(candidate, answer.forecast, ran_out=candidate in self._ran_out)
         self.found.outcomes.append(outcome)
         if outcome.fits:
