@@ -9,45 +9,26 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from shardlab.cli.console import INDENT, print_fact, print_figures, print_path, table_of
+from shardlab.cli.console import INDENT, print_fact, print_figures, print_path
 from shardlab.cli.plan_experiments import how_sure, print_measured
+from shardlab.cli.plan_figures import figures, memory_bar, path_text
+from shardlab.cli.plan_tables import print_families, print_misses, print_reasons, print_runners_up
 from shardlab.planner.chosen import EQUAL, NOTABLE
 from shardlab.planner.explain import decisions
-from shardlab.planner.reasons import TELLING, sentence
-from shardlab.planner.words import described, picture, short
+from shardlab.planner.words import described, picture
 from shardlab.predict.assumed_figures import assumed_figures
-from shardlab.predict.held import left_out
 from shardlab.rules.pieces import counted
-from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_of
+from shardlab.timeline.units import seconds_text
 
 if TYPE_CHECKING:
     from shardlab.planner.chosen import PlanChoice
     from shardlab.planner.dealer import Change
-
-BAR = 40
-"""Characters of the memory's bar."""
-
-WIDE = 80
-"""Columns of a terminal in which families, and what limits them, need no second line."""
 
 PATH = "what the step waits for, one after the other: of a message and the compute beside it, only what ends last"
 """Why a critical path has less compute than the step."""
 
 NODE = 10
 """Characters of a node's name, before its devices."""
-
-WORDS = 0.4
-"""Share of the line that an alternative's name has at most, before what it would cost."""
-
-SIGNS = {
-    "parameters": "P",
-    "gradients": "G",
-    "optimizer": "O",
-    "activations": "A",
-    "gathered": "g",
-    "communication": "c",
-}
-"""A letter of the bar for each category of memory; what else is held is `+`."""
 
 HELPS: dict[Change, str] = {
     "memory": "twice the memory",
@@ -79,125 +60,28 @@ def print_choice(
     for number, line in enumerate(described(problem, best.candidate)):
         print_fact(console, "" if number else "plan", line)
     console.print()
-    print_figures(console, _figures(choice))
-    print_fact(console, "", _bar(choice))
+    print_figures(console, figures(choice))
+    print_fact(console, "", memory_bar(choice))
     print_fact(console, "how sure", how_sure(choice))
     if assumed := assumed_figures(problem.workload(best.candidate)):
         print_fact(console, "assumed", ", ".join(assumed))
     console.print()
     for line in picture(best.candidate.plan.mesh, problem.cluster):
         print_fact(console, line[:NODE], line[NODE:], indent=NODE)
-    _print_families(choice, console)
+    print_families(choice, console)
     if choice.beliefs is not None and choice.beliefs.measured:
         print_measured(choice.beliefs, top, console)
     else:
-        _print_runners_up(choice, console, top)
+        print_runners_up(choice, console, top)
     console.print()
     print_fact(console, "critical path", path_text(choice.path) if choice.path else choice.unknown)
     if choice.path:
         print_fact(console, "", PATH, style="dim")
-    _print_reasons(choice, console)
-    _print_misses(choice, console)
+    print_reasons(choice, console)
+    print_misses(choice, console)
     console.print()
     _print_helps(choice, console)
     _print_end(choice, commands, out, console)
-
-
-def _figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
-    problem, best = choice.problem, choice.best
-    workload, memory = problem.workload(best.candidate), best.forecast.memory
-    room, shares = problem.cluster.device.memory, choice.answer.shares
-    speed, of_room = problem.tokens / best.seconds, f"of {bytes_text(room, 0)} on the fullest device"
-    return [
-        ("step time", seconds_text(best.seconds), str(shares or choice.unknown)),
-        ("tokens/s", f"{speed:,.0f}", f"{speed / problem.cluster.size:,.0f} on each device"),
-        ("MFU", share_text(workload.mfu(best.seconds)), f"of {problem.cluster.device.name}'s peak"),
-        ("memory", bytes_text(memory.total), "; ".join(filter(None, (of_room, left_out(workload))))),
-    ]
-
-
-def _bar(choice: PlanChoice) -> str:
-    """The fullest device's memory by category, and the amounts."""
-    memory, room = choice.best.forecast.memory, choice.problem.cluster.device.memory
-    peak = max(choice.best.forecast.peaks, key=lambda peak: peak.bytes)
-    shares = sorted(peak.by_category.items(), key=lambda item: -item[1])
-    shares.append(("beyond tensors", max(0, int(memory.total - peak.bytes))))
-    bar = "".join(SIGNS.get(name, "+") * round(bytes / room * BAR) for name, bytes in shares)[:BAR]
-    _, size = unit_of(peak.bytes)
-    words = [f"{SIGNS.get(name, '+')} {name} {bytes / size:,.1f}" for name, bytes in shares if bytes >= 0.05 * size]
-    return f"[{bar:·<{BAR}}] {', '.join(words)}"
-
-
-def _print_families(choice: PlanChoice, console: Console) -> None:
-    table = table_of("", "best found of each family", "step", "memory", "what limits it", words=2)
-    table.columns[1].no_wrap = False
-    table.columns[0].no_wrap = table.columns[4].no_wrap = console.width >= WIDE
-    table.columns[4].justify = "left"
-    for outcome, answer in choice.families:
-        limit = ""
-        if answer.shares is not None:
-            name, share = answer.shares.limit
-            name, share = (name, share) if share >= 0.02 else ("compute", answer.shares.compute)
-            limit = f"{name.replace(' on', '')} {share:.0%}"
-        table.add_row(
-            outcome.family,
-            short(outcome.candidate),
-            seconds_text(outcome.seconds),
-            bytes_text(outcome.forecast.memory.total, 1),
-            limit,
-            style="bold" if outcome.candidate == choice.best.candidate else "",
-        )
-    console.print()
-    console.print(table)
-
-
-def _print_runners_up(choice: PlanChoice, console: Console, top: int) -> None:
-    shown = choice.found.fitting[1 : top + 1]
-    if not shown:
-        return
-    table = table_of("", "runners-up", "step", "slower by", "memory", words=2)
-    table.columns[1].no_wrap = False
-    for outcome in shown:
-        slower = outcome.seconds / choice.best.seconds - 1
-        equal = " (equal)" if slower < choice.sure_now else ""
-        memory = bytes_text(outcome.forecast.memory.total, 1)
-        table.add_row(
-            outcome.family, short(outcome.candidate), seconds_text(outcome.seconds), f"{slower:.1%}{equal}", memory
-        )
-    console.print()
-    console.print(table)
-
-
-def _print_reasons(choice: PlanChoice, console: Console) -> None:
-    if not choice.alternatives:
-        return
-    predicted = ", as predicted" if choice.beliefs and choice.beliefs.measured else ""
-    heading = f"why, choice by choice: another one, all else as it is{predicted} (shares of this step)"
-    console.print(f"\n{heading}", style="dim")
-    table = table_of("", "", words=2)
-    table.show_header = False
-    table.columns[0].max_width = int(WORDS * console.width)
-    for column in table.columns:
-        column.no_wrap = False
-    for each in choice.alternatives:
-        table.add_row(each.choice, sentence(each, choice.answer, choice.problem))
-    console.print(table)
-
-
-def _print_misses(choice: PlanChoice, console: Console) -> None:
-    if misses := choice.found.misses():
-        console.print("\nwhat does not fit", style="dim")
-    for name, (bytes, _) in misses.items():
-        over = bytes_text(bytes - choice.problem.room, 1)
-        console.print(f"  {name}: at least {over} too many", highlight=False, soft_wrap=True)
-
-
-def path_text(path: dict[str, float]) -> str:
-    """The parts of a step's critical path, each with its share."""
-    step = sum(path.values())
-    shown = [f"{name} {seconds / step:.1%}" for name, seconds in path.items() if seconds >= TELLING * step]
-    rest = 1 - sum(seconds for seconds in path.values() if seconds >= TELLING * step) / step
-    return ", ".join([*shown, *([f"others {rest:.1%}"] if rest >= 0.0005 else [])])
 
 
 def print_explained(
