@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from shardlab.cli.amounts import read_tokens
 from shardlab.cli.cluster import DeviceMemory, cluster_called
 from shardlab.cli.console import print_json, stdout_console
 from shardlab.cli.grade_report import print_grades
@@ -21,24 +18,16 @@ from shardlab.cli.new_file import check_new_file, writing
 from shardlab.cli.options import Count, Flag, Name, NewFile, OptionalCount
 from shardlab.cli.plan_options import NO_LIMITS, Layout
 from shardlab.cli.recipe_option import RecipeName, recipe_called
+from shardlab.cli.search_line import SearchLine
+from shardlab.cli.tokens_per_step import sequences_of_step
 from shardlab.program import AXES, UserError
 from shardlab.program.field_types import as_flags, field_types
 from shardlab.program.precision import Optimizer
-from shardlab.rules.pieces import counted
 from shardlab.strategies.plan import Plan
-from shardlab.timeline.units import seconds_text
 
 if TYPE_CHECKING:
     from shardlab.planner.chosen import PlanChoice
-    from shardlab.planner.found import Found
     from shardlab.planner.problem import Limits, Problem
-
-REFRESHED = 0.1
-"""Seconds after which a search's progress is shown anew."""
-
-MOST_TOKENS = 16 * 2**20
-"""Tokens of a step, if nobody says how many: no more than these, and no more than 16 sequences for each device."""
-
 
 ELSEWHERE = {
     "--plan": "--plan names a plan that is made; plan makes one: leave it out, or give it to simulate",
@@ -172,7 +161,7 @@ class PlanCommand:
         assert self.cluster is not None
         measured = read_measured(self.measured, problem, self.model, self.cluster)
         wanted = measured if self.measured or self.measure else None
-        with workers(problem) as ask, self._progress() as told:
+        with workers(problem) as ask, SearchLine(Console(stderr=True)) as told:
             choice = choose(problem, ask, seconds=self.seconds, ahead=2 * cores(), told=told, measured=wanted)
         asked = experiments(choice.beliefs, self.measure) if choice.beliefs and self.measure else []
         run = commands(asked, problem, self._model_words())
@@ -236,7 +225,7 @@ class PlanCommand:
         precisions = tuple(find_precision(name) for name in (self.precision or usual).split(","))
         for precision in precisions:
             cluster.device.peak(precision.compute)
-        sequences = self._sequences(model.seq_len, cluster.size)
+        sequences = sequences_of_step(self.tokens_per_step, self.global_batch, model.seq_len, cluster.size)
         return Problem(
             model, cluster, sequences, precisions, recipe_called(self.recipe), self.optimizer, self._limits()
         )
@@ -250,25 +239,6 @@ class PlanCommand:
         names = [name.removeprefix("max_") for name in vars(self) if name.startswith("max_")]
         most = {name: size for name in names if (size := getattr(self, f"max_{name}")) is not None}
         return Limits(fixed, most, self.micro_batch_size)
-
-    def _sequences(self, length: int, devices: int) -> int:
-        """Sequences of the global batch."""
-        if self.global_batch is not None:
-            if self.tokens_per_step is not None:
-                raise UserError("both --tokens-per-step and --global-batch were given; give one of them")
-            return self.global_batch
-        if self.tokens_per_step is None:
-            most = MOST_TOKENS // length // devices * devices or 1 << ((MOST_TOKENS // length) | 1).bit_length() - 1
-            return min(16 * devices, most)
-        tokens = read_tokens(self.tokens_per_step, "--tokens-per-step")
-        sequences, rest = divmod(tokens, length)
-        if rest or not sequences:
-            near = f"{max(sequences, 1)} or {sequences + 1}" if sequences else "1"
-            raise UserError(
-                f"{tokens:,} tokens are no whole sequences of {length:,} tokens; give --global-batch {near} "
-                f"({max(sequences, 1) * length:,} tokens)"
-            )
-        return sequences
 
     def _commands(self, choice: PlanChoice) -> dict[str, str]:
         """The commands that run the chosen plan, by what they do: another framework's plans are only simulated."""
@@ -306,39 +276,3 @@ class PlanCommand:
         same = f"{self._rerun()} --global-batch {problem.sequences} --precision {precisions} {problem.limits}"
         before = shlex.join(map(str, self.measured))
         return " ".join(["shardlab plan", *same.split(), "--measured", *([before] if before else [])])
-
-    def _progress(self) -> Any:
-        """A line on the terminal that tells how far the search is."""
-        return SearchLine(Console(stderr=True))
-
-
-class SearchLine:
-    """A live line of a search's progress, on a terminal alone.
-
-    Args:
-        console: where it is shown.
-    """
-
-    def __init__(self, console: Console) -> None:
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        # No thread may refresh it: workers are forked while it is shown
-        self._progress = Progress(
-            *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
-        )
-        self._next = 0.0
-
-    def __enter__(self) -> Any:
-        self._task = self._progress.add_task("generating plans")
-        self._progress.start()
-        return self._tell
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def _tell(self, found: Found, waiting: int) -> None:
-        if (now := time.monotonic()) < self._next:
-            return
-        self._next = now + REFRESHED
-        best = f"; best so far {seconds_text(found.best.seconds)} a step" if found.best else ""
-        text = f"{counted(len(found.outcomes), 'plan')} simulated, {waiting:,} wait{best}"
-        self._progress.update(self._task, description=text, refresh=True)
