@@ -21,14 +21,12 @@ from math import exp, log, pi, sqrt
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardlab.planner.arrays import Array
 from shardlab.planner.found import PlanOutcome
 from shardlab.planner.problem import Candidate
 from shardlab.planner.reasons import TELLING
 from shardlab.planner.shares import BUBBLE, COMPUTE, StepShares
-
-Array = NDArray[np.float64]
 
 COMMON, OF_PARTS, OF_COMPUTING, OWN = 0.5, 0.1, 0.25, 0.15
 """Shares of the variance of an error.

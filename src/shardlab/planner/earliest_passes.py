@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardlab.planner.arrays import Array
 from shardlab.planner.gathering_passes import gathering_passes
-from shardlab.planner.layer_floors import Array, LayerFloors
+from shardlab.planner.layer_floors import LayerFloors
 from shardlab.planner.pass_counts import PassCounts, hands_back_last
 from shardlab.planner.stage_ends import StageEnds, StageSums
 from shardlab.planner.way_traffic import RESHARDS, StageTraffic

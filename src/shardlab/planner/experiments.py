@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from math import erf, exp, isclose, pi, sqrt
 from typing import Any
 
-from shardlab.planner.beliefs import Array, Beliefs, computing
+from shardlab.planner.arrays import Array
+from shardlab.planner.beliefs import Beliefs, computing
 from shardlab.planner.found import PlanOutcome
 from shardlab.planner.reasons import TELLING
 from shardlab.planner.words import chosen_fields

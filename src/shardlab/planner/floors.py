@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardlab.planner.layer_floors import Array, LayerFloors, ShapeLayers
+from shardlab.planner.arrays import Array, Places
+from shardlab.planner.layer_floors import LayerFloors, ShapeLayers
 from shardlab.planner.memory_floors import SURE, MemoryFloors
-from shardlab.planner.order_times import Places
 from shardlab.planner.pipeline_floors import PipelineFloors
 from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.plan_shape import PlanShape

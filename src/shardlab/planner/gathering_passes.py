@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardlab.planner.layer_floors import Array, LayerFloors
+from shardlab.planner.arrays import Array
+from shardlab.planner.layer_floors import LayerFloors
 from shardlab.planner.order_times import LaidOrder
 from shardlab.planner.stage_ends import StageEnds, StageSums
 from shardlab.strategies.plan import Plan

@@ -9,10 +9,10 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardlab.models import CutModel, MoE
 from shardlab.planner.alike import alike_blocks
+from shardlab.planner.arrays import Array, Places
 from shardlab.planner.layer_prices import LayerPrices
 from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.planner.problem import Candidate, Problem
@@ -22,8 +22,6 @@ from shardlab.strategies.model_layers import model_layers
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.rank_plan import LayerPlan
 from shardlab.strategies.resolve import resolve
-
-Array = NDArray[np.float64]
 
 
 class SumArrays(NamedTuple):
@@ -80,7 +78,7 @@ class LayerFloors:
         return np.diff(np.array(self.arrays[:4]))
 
     @cached_property
-    def kinds(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    def kinds(self) -> tuple[Places, Places]:
         """Layers that are the first of their kind: (kinds,); and the place of each layer's among these: (layers,)."""
         first, of_layers = np.unique(np.array(self.like, np.intp), return_inverse=True)
         return first, of_layers

@@ -10,10 +10,8 @@ from collections.abc import Hashable, Iterator
 from math import inf
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shardlab.planner.layer_floors import Array, LayerFloors, ShapeLayers, between
+from shardlab.planner.arrays import Array
+from shardlab.planner.layer_floors import LayerFloors, ShapeLayers, between
 from shardlab.planner.pass_memory import LayerHolds, PassHolds, pass_holds
 from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.plan_shape import PlanShape, blocks_of
@@ -29,7 +27,7 @@ from shardlab.timeline.memory import Category
 SURE = 1 - 1e-9
 """Floors are multiplied by this, since sums of numbers depend on their order."""
 
-Amount = TypeVar("Amount", float, NDArray[np.float64])
+Amount = TypeVar("Amount", float, Array)
 
 
 class ElementBytes(NamedTuple):

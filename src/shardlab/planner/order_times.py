@@ -11,15 +11,12 @@ from itertools import count, pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardlab.planner.arrays import Array
 from shardlab.planner.order_events import OrderEvents
 from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
 from shardlab.strategies.schedules.actions import Work
 from shardlab.strategies.schedules.steps import Steps
-
-Array = NDArray[np.float64]
-Places = NDArray[np.intp]
 
 KINDS = (Forward, Backward, BackwardInput, BackwardWeight)
 """Kinds of passes, by their place in tables of seconds."""

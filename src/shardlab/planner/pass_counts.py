@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardlab.planner.order_times import KINDS, NUMBER, Array, Places
+from shardlab.planner.arrays import Array, Places
+from shardlab.planner.order_times import KINDS, NUMBER
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules import BackwardWeight
 from shardlab.strategies.schedules.actions import Work

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlab.planner.layer_floors import Array, ShapeLayers
+from shardlab.planner.arrays import Array, Places
+from shardlab.planner.layer_floors import ShapeLayers
 from shardlab.planner.memory_floors import SURE
-from shardlab.planner.order_times import Places
 from shardlab.planner.pass_counts import hands_back_last
 from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.plan_shape import PlanShape, blocks_of

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardlab.planner.order_times import Array, Places
+from shardlab.planner.arrays import Array, Places
 from shardlab.planner.pass_counts import PassCounts, pass_counts
 from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.planner.problem import Problem

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardlab.planner.order_times import Array, Places
+from shardlab.planner.arrays import Array, Places
 
 
 class Spent(NamedTuple):

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardlab.planner.arrays import Array
 from shardlab.planner.layer_floors import ShapeLayers
 from shardlab.planner.memory_floors import SURE, KeptOfRanks, MemoryFloors
 from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Candidate
 from shardlab.planner.sharded import SHARDED, sharded
 from shardlab.planner.sharing import shards
-from shardlab.planner.traffic import Array, Collective, StepTraffic, gathered_after, reduced
+from shardlab.planner.traffic import Collective, StepTraffic, gathered_after, reduced
 from shardlab.planner.way_traffic import WayTraffic, exchanged
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules.steps import Steps

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardlab.planner.layer_floors import Array, ShapeLayers
-from shardlab.planner.order_times import Places
+from shardlab.planner.arrays import Array, Places
+from shardlab.planner.layer_floors import ShapeLayers
 from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.strategies.plan import Plan

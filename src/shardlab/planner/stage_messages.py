@@ -6,7 +6,8 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from shardlab.planner.layer_floors import Array, ShapeLayers
+from shardlab.planner.arrays import Array
+from shardlab.planner.layer_floors import ShapeLayers
 from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.planner.stage_ends import StageEnds
 from shardlab.program import Kind

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardlab.planner.arrays import Array
 from shardlab.planner.gathering_passes import gathers_of_ranks, while_gathering
 from shardlab.planner.layer_floors import ShapeLayers
-from shardlab.planner.order_times import Array, LaidOrder, PassTimes
+from shardlab.planner.order_times import LaidOrder, PassTimes
 from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.planner.problem import Candidate

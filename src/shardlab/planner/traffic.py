@@ -9,8 +9,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardlab.planner.arrays import Array
 from shardlab.planner.layer_floors import LayerFloors, ShapeLayers, between
 from shardlab.planner.plan_shape import PlanShape, blocks_of
 from shardlab.planner.problem import Candidate
@@ -18,8 +18,6 @@ from shardlab.planner.sharing import shards
 from shardlab.program import Kind, OpKind
 from shardlab.strategies.plan import CUT_AXES, Plan
 from shardlab.strategies.schedules.steps import Steps
-
-Array = NDArray[np.float64]
 
 
 class Collective(NamedTuple):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from shardlab.planner.arrays import Array, Places
 from shardlab.planner.earliest_passes import earliest_passes
-from shardlab.planner.layer_floors import Array, ShapeLayers
+from shardlab.planner.layer_floors import ShapeLayers
 from shardlab.planner.memory_floors import SURE
-from shardlab.planner.order_times import Places
 from shardlab.planner.pipelines import Pipelines
 from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.sharing_floors import SharingTable

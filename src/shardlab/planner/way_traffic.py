@@ -8,8 +8,8 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
-from shardlab.planner.layer_floors import Array, ShapeLayers
-from shardlab.planner.order_times import Places
+from shardlab.planner.arrays import Array, Places
+from shardlab.planner.layer_floors import ShapeLayers
 from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.problem import Candidate
 from shardlab.planner.stage_ends import StageEnds, StageSums
