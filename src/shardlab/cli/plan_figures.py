@@ -26,7 +26,7 @@ SIGNS = {
 
 
 def figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
-    """The chosen plan's figures: what each is of, itself, and words on it."""
+    """The chosen plan's figures, each with its name and words beside it."""
     problem, best = choice.problem, choice.best
     workload, memory = problem.workload(best.candidate), best.forecast.memory
     room, shares = problem.cluster.device.memory, choice.answer.shares

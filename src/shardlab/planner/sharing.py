@@ -85,7 +85,8 @@ def sharing_of(plan: Plan) -> Sharing:
 
 
 def least_sharings(plan: Plan) -> list[Sharing]:
-    """Sharings of which one holds no more than any with a plan's pipeline does."""
+    """Sharings that hold least: however a candidate with a plan's pipeline shares the model, one of them holds no
+    more."""
     every = shards(plan, CUT_AXES)
     if isinstance(plan.order, Steps):
         return [Sharing(every, every, every, every)]

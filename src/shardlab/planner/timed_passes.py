@@ -1,7 +1,7 @@
 """Passes of a pipeline, timed: with messages, gathers of weights, and sums of gradients.
 
 A pass waits for what others make, for the message that brings it, and for the weights that are gathered while it runs.
-So many microbatches are timed as a forecast replays; ranks have their work on more of them to do beside.
+As many microbatches are timed as a forecast replays; the ranks' work on the others is added.
 """
 
 from __future__ import annotations
