@@ -147,6 +147,7 @@ def refused(capsys: Captured, *arguments: str) -> tuple[int, str]:
         ("simulate --pp 2 --schedule user.py:right", "right in user.py is not a schedule; write it as a generator of"),
         ("simulate --pp 2 --schedule user.py:rigth", "user.py has no function 'rigth'; its generators are: gradients"),
         ("simulate zb-v --pp 2 --stages-per-rank 3", "zb-v has 2 stages on each rank, but stages_per_rank is 3"),
+        ("simulate --layers-per-stage 3 9", "are to be cut into 1 stage; give 1 number of 1 or more that add up to 12"),
         ("simulate --pp 2 --layers-per-stage 1 2 3", "layers_per_stage is 1, 2, 3, but 6 layers are to be cut into 2"),
         ("simulate --pp 2 --layers-per-stage 3 -1", "give 2 numbers of 1 or more that add up to 2"),
         ("simulate --dp-shard 2 --shard-parameters dp_shard", "let shard_optimizer begin with dp_shard"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -206,6 +207,39 @@ def test_where_a_margin_is_missing_it_is_said_how_much_and_which_limit_could_go(
     assert "leaves nanotron's margin of 10.0 GiB" in told
     assert " -" not in told.split("takes at least")[1].split("too many")[0]
     assert told.endswith("or leave out --recompute none")
+
+
+def test_what_runs_only_without_the_allocators_reserve_is_told_from_what_does_not_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """simulate takes the same plan on as much memory."""
+    words = [*SMALL, "--memory"]
+    sharded = [word for each in ("parameters", "gradients", "optimizer") for word in (f"--shard-{each}", "dp_shard")]
+    plan = ["--dp-shard", "2", *sharded, "--reshard-after", "layer", "--micro-batch-size", "1"]
+    fixed = [*plan, "--recompute", "none"]
+    assert main(["plan", *words, "80GiB", *fixed, "--json"]) == 0
+    bytes = json.loads(capsys.readouterr().out)["chosen"]["memory"]
+    told = refused(capsys, *words, f"{int(bytes) - 1}B", *fixed)
+    assert "with all that the allocator may hold in reserve" in told
+    assert "; it runs if the allocator gives that back;" in told
+    assert main(["simulate", *words, f"{int(bytes) - 1}B", *plan]) == 0
+    assert "allocator" not in refused(capsys, *words, "1.05GiB", *fixed)
+
+
+def test_where_the_state_alone_is_too_much_the_fewest_devices_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the sentence's own figures: beside 1 GiB of CUDA's context, all devices together hold the state."""
+    told = refused(capsys, "--model", "llama3-8b", "--cluster", "h100x2", "--memory", "8GiB", "--max-pp", "1")
+    found = re.search(r"alone take ([\d.]+) GiB; take at least (\d+) devices", told)
+    assert found
+    assert int(found[2]) == math.ceil(2 * (float(found[1]) - 1) / (8 - 1))
+
+
+def test_how_a_sequence_is_shared_is_not_asked_of_no_context_parallel_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words in (["--max-cp", "1"], ["--cp", "1"]):
+        told = refused(capsys, *SMALL, "--context", "ulysses", *words)
+        assert told.endswith(f"and {' '.join(words)} leaves none; give one of them")
 
 
 def test_as_many_runners_up_are_listed_as_were_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

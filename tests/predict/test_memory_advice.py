@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,13 @@ def test_the_sentence_says_by_how_much_and_what_dominates() -> None:
     sentence = refusal(Plan(Mesh(dp_shard=8)), 2**28)
     assert f"{peak.bytes / 2**20:.1f} MiB of 256.0 MiB, {(peak.bytes - 2**28) / 2**20:.1f} MiB too much" in sentence
     assert "most of it is optimizer" in sentence
+
+
+def test_amounts_that_are_nearly_equal_are_told_apart() -> None:
+    peak = workload(Plan(Mesh(dp_shard=8)), 2**28).estimate().peak
+    found = re.search(r"would hold ([\d.]+ \w+) of ([\d.]+ \w+)", refusal(Plan(Mesh(dp_shard=8)), peak.bytes - 2**12))
+    assert found
+    assert found[1] != found[2]
 
 
 def test_a_change_that_is_advised_does_fit() -> None:

@@ -112,7 +112,7 @@ class PlanCommand:
     """Walk through the decisions in the order in which an expert takes them, with the numbers of each."""
 
     out: NewFile = None
-    """A new TOML file for the chosen plan, which simulate, verify and train take by --plan."""
+    """A TOML file for the chosen plan, which simulate, verify and train take by --plan; an earlier plan is replaced."""
 
     measure: OptionalCount = None
     """Tell which plans to run next, at most so many: those whose measured steps could change the choice, each with its
@@ -127,7 +127,7 @@ class PlanCommand:
     the run that is predicted fastest is chosen, and its measured speed compared with the best one's."""
 
     force: Flag = False
-    """Replace the file of --out."""
+    """Write --out over a file that Shardlab did not write."""
 
     json: Flag = False
     """Print JSON alone."""

@@ -74,8 +74,8 @@ def _batch(choice: PlanChoice) -> list[str]:
         f"{counted(problem.sequences, 'sequence')} a step are {problem.tokens:,} tokens; at most "
         f"{counted(problem.sequences, 'data-parallel rank')} can share them, and others must cut the model or the "
         "sequences",
-        f"{counted(ranks, 'data-parallel rank')} get{'s' * (ranks == 1)} {counted(each, 'sequence')} each, in "
-        f"{counted(each // size, 'microbatch')} of {size}",
+        f"{counted(ranks, 'data-parallel rank')} get{'s' * (ranks == 1)} {counted(each, 'sequence')}"
+        f"{' each' * (ranks > 1)}, in {counted(each // size, 'microbatch')} of {size}",
     ]
     if "batch" in choice.helps:
         lines.append(f"twice the batch would give this very plan {choice.helps['batch']:+.1%} tokens/s")

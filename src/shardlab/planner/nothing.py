@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from shardlab.planner.found import Found
 from shardlab.planner.nothing_divides import reason_of, refused
 from shardlab.planner.problem import Candidate, Limits, Problem
@@ -25,10 +27,13 @@ def nothing_found(problem: Problem, found: Found) -> str:
             seen = f"{seen}, and {nearest[0]} ({short(nearest[1][1])}) comes nearest, with {over} too many"
         return f"no plan that fits was found in the time ({seen}); give more --seconds, or limits such as --max-tp 8"
     name, (bytes, candidate) = nearest
-    times, limits = (bytes / room if room > 0 else 1.0), str(problem.limits)
-    more = f"about {times:.1f} times as many devices" if times >= 1.5 else "more devices"
+    limits, more = str(problem.limits), "more devices"
     under = f" under the limits {limits}" if limits else ""
     free = f" and leaves {problem.recipe.name}'s margin of {bytes_text(margin, 1)}" if margin else ""
+    runs = next(each.forecast.memory.fits for each in found.outcomes if each.candidate == candidate)
+    if runs and not margin:
+        free = " with all that the allocator may hold in reserve"
+    reused = "; it runs if the allocator gives that back" if runs and not margin else ""
     lifted, state = _lifted(problem.limits, candidate), ""
     context = 0.0 if problem.cluster.on_cpu else problem.recipe.memory.context_bytes
     if (alone := _state(problem, candidate) + context) > room:
@@ -38,10 +43,13 @@ def nothing_found(problem: Problem, found: Found) -> str:
             f"{bytes_text(alone, 1)}"
         )
         lifted = ""  # no limit hinders that
+        if room > context:
+            least = ceil(problem.cluster.size * (alone - context) / (room - context))
+            more = f"at least {least:,} devices"
     return (
         f"no plan{under} fits into {bytes_text(room + margin, 1)} a device{free}: {name} comes nearest "
         f"({short(candidate)}) and takes at least {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many"
-        f"{state}; take {more}, or larger ones{f', or leave out {lifted}' if lifted else ''}"
+        f"{reused}{state}; take {more}, or larger ones{f', or leave out {lifted}' if lifted else ''}"
     )
 
 

@@ -62,6 +62,12 @@ class Limits:
             if (value := given.get(name)) is not None and value > most:
                 flag = name.replace("_", "-")
                 raise UserError(f"--{flag} {value} is more than --max-{flag} {most}; give one of them")
+        if "context" in self.fixed and 1 in (self.fixed.get("cp"), self.most.get("cp")):
+            one = as_flags({"cp" if "cp" in self.fixed else "max_cp": 1})
+            raise UserError(
+                f"--context {self.fixed['context']} says how context-parallel ranks share a sequence, and {one} leaves "
+                "none; give one of them"
+            )
 
     @property
     def fields(self) -> dict[str, Any]:

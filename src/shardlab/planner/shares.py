@@ -90,7 +90,7 @@ def _extended(workload: Workload, parts: Callable[[Estimate], dict[str, float]])
         times = (each - few) / more
         names = {*seconds, *longer}
         seconds = {name: extended(seconds.get(name, 0.0), longer.get(name, 0.0), times) for name in names}
-    return dict(sorted(seconds.items(), key=lambda part: -part[1]))
+    return dict(sorted(seconds.items(), key=lambda part: (-part[1], part[0])))
 
 
 def _seconds(estimate: Estimate) -> dict[str, float]:

@@ -33,8 +33,11 @@ def require_memory(workload: Workload, estimate: Estimate, whole: Blocks | None 
         return held
     most = max(peak.by_category, key=lambda category: peak.by_category[category])
     beyond = f", {bytes_text(held.needed - peak.bytes, 1)} of it beyond tensors" if held.needed > peak.bytes else ""
+    needed, room = (bytes_text(bytes, 1) for bytes in (held.needed, held.room))
+    if needed == room:
+        needed, room = (bytes_text(bytes, 3) for bytes in (held.needed, held.room))
     raise UserError(
-        f"rank {peak.rank} would hold {bytes_text(held.needed, 1)} of {bytes_text(held.room, 1)}{beyond}, "
+        f"rank {peak.rank} would hold {needed} of {room}{beyond}, "
         f"{bytes_text(held.needed - held.room, 1)} too much ({peak.cause}); most of it is {most}, "
         f"{bytes_text(peak.by_category[most], 1)}; {advice(workload, held, whole)}"
     )

@@ -270,8 +270,8 @@ class Plan:
         if given:
             if len(given) != stages or sum(given) != units or min(given) < 1:
                 raise UserError(
-                    f"layers_per_stage is {as_text(given)}, but {units} layers are to be cut into {stages} stages; "
-                    f"give {stages} numbers of 1 or more that add up to {units}"
+                    f"layers_per_stage is {as_text(given)}, but {units} layers are to be cut into "
+                    f"{counted(stages, 'stage')}; give {counted(stages, 'number')} of 1 or more that add up to {units}"
                 )
             return [sum(given[:stage]) for stage in range(stages + 1)]
         if units < stages:
