@@ -80,6 +80,19 @@ def test_all_of_it_is_as_wide_as_the_terminal(
     assert [line for line in shown.splitlines() if len(line) > columns and " it  " not in line] == []
 
 
+def test_what_is_chosen_and_what_does_not_fit_come_on_the_first_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", *SMALL, "--pp", "1", "--recompute", "none", "--memory", "1.2GiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    starts = ("plan ", "step time", "MFU", "memory", "how sure", "node 0", "what does not fit", "critical path", "why")
+    places = [next(at for at, line in enumerate(lines) if line.startswith(start)) for start in starts]
+    assert places == sorted(places)
+    assert places[starts.index("what does not fit")] < 40
+    assert re.search(r"^memory +1\.\d\d GiB  of 1\.20 GiB on the fullest device", "\n".join(lines), re.MULTILINE)
+
+
 def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "give --model" in refused(capsys, "--cluster", "h100x8")
     assert "give --cluster" in refused(capsys, "--model", "gpt2")

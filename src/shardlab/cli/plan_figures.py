@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardlab.planner.reasons import TELLING
 from shardlab.predict.held import left_out
-from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_of
+from shardlab.timeline.units import bytes_text, room_text, seconds_text, share_text, unit_of
 
 if TYPE_CHECKING:
     from shardlab.planner.chosen import PlanChoice
@@ -30,7 +30,7 @@ def figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
     problem, best = choice.problem, choice.best
     workload, memory = problem.workload(best.candidate), best.forecast.memory
     room, shares = problem.cluster.device.memory, choice.answer.shares
-    speed, of_room = problem.tokens / best.seconds, f"of {bytes_text(room, 0)} on the fullest device"
+    speed, of_room = problem.tokens / best.seconds, f"of {room_text(room)} on the fullest device"
     return [
         ("step time", seconds_text(best.seconds), str(shares or choice.unknown)),
         ("tokens/s", f"{speed:,.0f}", f"{speed / problem.cluster.size:,.0f} on each device"),

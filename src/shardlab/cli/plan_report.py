@@ -1,4 +1,4 @@
-"""Report of a planner's choice on one screen, for a reader."""
+"""Report of a planner's choice, for a reader: on the first screen what is chosen, and then why."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def print_choice(
     top: int,
     console: Console,
 ) -> None:
-    """Print all of it.
+    """Print all of it, the choice and the best of each family first.
 
     Args:
         commands: that run the plan, by what they do.
@@ -69,6 +69,7 @@ def print_choice(
     for line in picture(best.candidate.plan.mesh, problem.cluster):
         print_fact(console, line[:NODE], line[NODE:], indent=NODE)
     print_families(choice, console)
+    print_misses(choice, console)
     if choice.beliefs is not None and choice.beliefs.measured:
         print_measured(choice.beliefs, top, console)
     else:
@@ -78,7 +79,6 @@ def print_choice(
     if choice.path:
         print_fact(console, "", PATH, style="dim")
     print_reasons(choice, console)
-    print_misses(choice, console)
     console.print()
     _print_helps(choice, console)
     _print_end(choice, commands, out, console)

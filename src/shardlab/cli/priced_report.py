@@ -14,7 +14,7 @@ from shardlab.cli.timeline_rows import print_timeline
 from shardlab.predict.held import left_out
 from shardlab.rules.pieces import counted
 from shardlab.timeline.traced import rank_of, stands_for
-from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_of
+from shardlab.timeline.units import bytes_text, room_text, seconds_text, share_text, unit_of
 
 NAMED_STAGES = 4
 """Stages of folded ranks that are named at most: the first ones and the last."""
@@ -73,7 +73,7 @@ def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
         (
             "memory held",
             bytes_text(held.total),
-            "; ".join(filter(None, (f"of {bytes_text(device.memory, 0)}: {parts}", left_out(workload)))),
+            "; ".join(filter(None, (f"of {room_text(device.memory)}: {parts}", left_out(workload)))),
         ),
     ]
 

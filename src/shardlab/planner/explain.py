@@ -11,7 +11,7 @@ from shardlab.planner.plan_shape import PlanShape
 from shardlab.planner.reasons import sentence
 from shardlab.program import Kind, Mesh
 from shardlab.rules.pieces import counted
-from shardlab.timeline.units import bytes_text, seconds_text
+from shardlab.timeline.units import bytes_text, room_text, seconds_text
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def _state(choice: PlanChoice) -> list[str]:
     lines = [
         f"{many} parameters in {precision.name}: weights {bytes_text(weights, 1)}, gradients "
         f"{bytes_text(gradients, 1)}, {problem.optimizer}'s state {bytes_text(optimizer, 1)}; together "
-        f"{bytes_text(whole, 1)}, {than} the {bytes_text(room, 0)} of a device"
+        f"{bytes_text(whole, 1)}, {than} the {room_text(room)} of a device"
     ]
     if devices > 1:
         ways = {

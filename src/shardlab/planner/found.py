@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardlab.planner.families import family
+from shardlab.planner.families import by_order, family
 from shardlab.planner.problem import Candidate
 from shardlab.predict.forecast import Forecast
 
@@ -82,10 +82,9 @@ class Found:
         return best
 
     def misses(self) -> dict[str, tuple[float, Candidate]]:
-        """Tell which plan comes nearest, of each family of which none fits, and its bytes."""
+        """Tell which plan comes nearest, of each family of which none fits, and its bytes; in a table's order."""
         fitting, nearest = self.families(), dict[str, tuple[float, Candidate]]()
-        for each in self.outcomes:
-            known, wanted = nearest.get(each.family), each.forecast.memory.wanted
-            if each.family not in fitting and (known is None or wanted < known[0]):
-                nearest[each.family] = wanted, each.candidate
-        return nearest
+        for each in sorted(self.outcomes, key=lambda each: (each.forecast.memory.wanted, repr(each.candidate))):
+            if each.family not in fitting:
+                nearest.setdefault(each.family, (each.forecast.memory.wanted, each.candidate))
+        return dict(sorted(nearest.items(), key=lambda miss: by_order(miss[0])))

@@ -18,6 +18,15 @@ def bytes_text(bytes: float, digits: int = 2) -> str:
     return f"{bytes / size:,.{digits}f} {unit}"
 
 
+def room_text(bytes: float) -> str:
+    """Write how much memory a device has: without digits where these would be zeros.
+
+    >>> room_text(80 * 2**30), room_text(1.2 * 2**30)
+    ('80 GiB', '1.20 GiB')
+    """
+    return bytes_text(bytes).replace(".00 ", " ")
+
+
 def unit_of(bytes: float) -> tuple[str, int]:
     """Find the largest unit that so many bytes fill, and its size in bytes."""
     return next((unit for unit in UNITS if bytes >= unit[1]), UNITS[-1])
