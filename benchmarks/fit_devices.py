@@ -289,13 +289,18 @@ def refit(rows: Sequence[dict[str, Any]]) -> Refit:
     return Refit(rows, slopes, together, now, refitted, left_out)
 
 
-def main() -> None:
-    """Print every constant, as it is and as the runs have it, and the errors of each source."""
-    words = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+def refit_as_told(about: str | None) -> Refit:
+    """Refit the runs that the command line names; its help says what the script is about."""
+    words = ArgumentParser(description=about, formatter_class=RawDescriptionHelpFormatter)
     words.add_argument("runs", nargs="?", type=Path, default=RUNS)
     words.add_argument("--every", type=int, default=1)
     told = words.parse_args()
-    made = refit(rows_of(told.runs, told.every))
+    return refit(rows_of(told.runs, told.every))
+
+
+def main() -> None:
+    """Print every constant, as it is and as the runs have it, and the errors of each source."""
+    made = refit_as_told(__doc__)
     print("| constant | runs | now | refitted |\n| --- | ---: | ---: | ---: |")
     for constant, each in zip(constants(), made.slopes, strict=True):
         if each:

@@ -8,21 +8,15 @@ a run whose own source had no part in the constants that it is predicted with, a
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import defaultdict
-from pathlib import Path
 from statistics import mean
 
-from fit_devices import RUNS, refit, rows_of
+from fit_devices import refit_as_told
 
 
 def main() -> None:
     """Print the mean and the worst error of each recipe on each device."""
-    words = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    words.add_argument("runs", nargs="?", type=Path, default=RUNS)
-    words.add_argument("--every", type=int, default=1)
-    told = words.parse_args()
-    made = refit(rows_of(told.runs, told.every))
+    made = refit_as_told(__doc__)
     errors = defaultdict[tuple[str, str], list[float]](list)
     for row, (seconds, _) in zip(made.rows, made.left_out, strict=True):
         if seconds is not None:

@@ -13,7 +13,7 @@ from shardlab.planner.shares import StepShares
 from shardlab.planner.workers import Asked
 
 LOOKED_FOR = "what a plan's time goes to"
-"""What is left out of a correction when time is up."""
+"""What reports say is left out, if time is up before it is known."""
 
 LOOKED_AT = 24
 """How many plans, the fastest ones, are asked what their time goes to."""

@@ -30,10 +30,10 @@ def nothing_found(problem: Problem, found: Found) -> str:
     limits, more = str(problem.limits), "more devices"
     under = f" under the limits {limits}" if limits else ""
     free = f" and leaves {problem.recipe.name}'s margin of {bytes_text(margin, 1)}" if margin else ""
-    runs = next(each.forecast.memory.fits for each in found.outcomes if each.candidate == candidate)
-    if runs and not margin:
+    reused = ""
+    if not margin and next(each.forecast.memory.fits for each in found.outcomes if each.candidate == candidate):
         free = " with all that the allocator may hold in reserve"
-    reused = "; it runs if the allocator gives that back" if runs and not margin else ""
+        reused = "; it runs if the allocator gives that back"
     lifted, state = _lifted(problem.limits, candidate), ""
     context = 0.0 if problem.cluster.on_cpu else problem.recipe.memory.context_bytes
     if (alone := _state(problem, candidate) + context) > room:

@@ -77,7 +77,8 @@ def _has_plan(problem: Problem, shape: PlanShape) -> bool:
 
 
 def _with_room(problem: Problem) -> Problem:
-    """The same problem with so many sequences that ranks of any mesh can share them, in microbatches of one."""
+    """Make a problem that differs in its batch: a sequence for each device, in microbatches of one, which ranks of any
+    mesh can share."""
     limits = replace(problem.limits, most=_without(problem.limits.most, "micro_batch_size"), micro_batch_size=1)
     return replace(problem, sequences=problem.cluster.size, limits=limits)
 

@@ -197,7 +197,7 @@ def short(candidate: Candidate) -> str:
 
 
 def _particulars(plan: Plan) -> dict[str, bool]:
-    """What is not as it mostly is, in two or three words, and whether a plan has it so."""
+    """Unusual choices that a plan can make, each in two or three words, and whether this plan makes it."""
     mesh, shards = plan.mesh, plan.shard_optimizer
     return {
         "state along cp": "cp" in shards,
