@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a worker; torch reads it when it is imported
+
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 from hypothesis import settings
 
 from shardlab.program.stoppable import Stoppable
+from tests.support.processes import left_processes, mark_processes, stop_ignoring_signals
 from tests.support.ranks import Ranks
+from tests.support.waiting import PATIENCE
 from tests.support.warm import WarmStarts
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's, also in processes that tests start: each core has a worker
+ENDING_SECONDS = 30.0
+"""Time that processes have to end by themselves after the last test: ranks that notice that their starter has gone."""
+
+_mark = mark_processes()
+stop_ignoring_signals()
 
 settings.register_profile("shardlab", deadline=None, derandomize=True)  # the machine is noisy; results repeat
 settings.load_profile("shardlab")
@@ -28,13 +40,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group("even" if files.index(item.path) % 2 == 0 else "odd"))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Kill the processes that tests have left running, and fail the session if there were any."""
+    if hasattr(session.config, "workerinput"):  # a worker, whose processes the controller sees too
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    for process in left_processes(_mark, ENDING_SECONDS):
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        if reporter is not None:
+            reporter.write_line(f"\n{process}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(autouse=True)
+def _random_numbers_repeat() -> None:
+    """Seed torch's generator, so that a test draws the same numbers whichever tests ran before it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def _no_program_goes_on() -> Iterator[None]:
     """What a test's program leaves running would take a core from all tests after it."""
     yield
     for thread in threading.enumerate():
         if isinstance(thread, Stoppable):
-            thread.join(10)
+            thread.join(PATIENCE)
             assert not thread.is_alive(), "a program of this test goes on; let a process of its own run it"
 
 

@@ -21,6 +21,7 @@ from shardlab.strategies.plan import Plan
 from shardlab.train.described import described, job_of
 from shardlab.train.job import Job
 from tests.models.tensors import alone, test_compute
+from tests.support.waiting import PATIENCE
 from tests.support.warm import WarmStarts
 from tests.test_readme import BLOCKS, ROOT, TEXTS, Block
 
@@ -194,7 +195,7 @@ def built(line: str, changed: Path) -> Any:
     """What a command of the changed package says, as JSON."""
     env = {**os.environ, "PYTHONPATH": str(changed), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "shardlab", *line.split(), "--json"]
-    done = subprocess.run(command, cwd=changed, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=changed, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,8 @@ from shardlab.cli import main
 from shardlab.cli.bench_summary import hidden_text, print_collectives, print_compute
 from shardlab.hardware import Profile
 from shardlab.measure.points import KINDS, CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point, append
+from tests.support.processes import started
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.xdist_group("ranks")
 Captured = pytest.CaptureFixture[str]
@@ -125,15 +126,13 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     options = ["--min", "4", "--max", "1KB", "--factor", "2", "--seconds", "1", "--json"]
     files = ["--profile", str(tmp_path / "profile.json")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    bench = subprocess.Popen(
-        [*command, *options, *files], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert bench.stderr is not None
-    first = bench.stderr.readline()
-    assert first.startswith("    1/9  all_reduce")
-    time.sleep(0.1)
-    bench.send_signal(signal.SIGINT)
-    out, err = bench.communicate(timeout=120)
+    with started([*command, *options, *files], env=environment) as bench:
+        assert bench.stderr is not None
+        first = bench.stderr.readline()
+        assert first.startswith("    1/9  all_reduce")
+        time.sleep(0.1)
+        bench.send_signal(signal.SIGINT)
+        out, err = bench.communicate(timeout=PATIENCE)
     assert bench.returncode == 130, err
     told = json.loads(out)
     assert told["failure"] == "interrupted"

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from shardlab.cli import main
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.xdist_group("ranks")
 Captured = pytest.CaptureFixture[str]
@@ -30,7 +31,7 @@ def test_this_machine_is_examined_with_two_ranks_that_meet(capsys: Captured) -> 
 
 def test_too_few_open_files_are_an_error_with_a_remedy() -> None:
     command = f"ulimit -n 200; exec {sys.executable} -m shardlab doctor"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 1
     assert "ulimit -n 4096" in done.stdout
     assert "1 error" in done.stdout
@@ -46,7 +47,7 @@ def test_ranks_that_do_not_meet_are_an_error_and_the_host_is_examined_all_the_sa
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=PATIENCE,
     )
     assert done.returncode == 1
     findings = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
+from tests.support.processes import started
+from tests.support.waiting import PATIENCE, until
 from tests.test_readme import ROOT
 
 BILLION = "1000000000"
@@ -134,10 +135,11 @@ def test_a_loop_that_catches_all_is_refused_too(user: Path) -> None:
     """In a process of its own: nothing ends the loop but the end of its process, and here it would go on for ever."""
     words = [sys.executable, "-m", "shardlab", "simulate", "user.py:catches_all", "--max-seconds-per-op", "0.2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "rank 0, op 0" in done.stderr
-    assert "has not come within 0.2 s" in done.stderr
+    with started(words, env=environment) as process:
+        _, said = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, said.count("\n")) == (1, 1)
+    assert "rank 0, op 0" in said
+    assert "has not come within 0.2 s" in said
 
 
 def test_a_schedule_that_loops_without_an_action_is_refused(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,13 +221,11 @@ def test_a_file_nested_3000_deep_is_refused(command: str, user: Path, capsys: py
 def test_ctrl_c_prints_one_line(command: str, after: float, user: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     words = ["bash", "-c", 'ulimit -v 6000000; exec "$@"', "-", sys.executable, "-m", "shardlab", *command.split()]
-    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not has_started(process.pid):
-        time.sleep(0.01)
-    time.sleep(after)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    with started(words, env=environment) as process:
+        until(lambda: has_started(process.pid))
+        time.sleep(after)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=PATIENCE)
     assert (process.returncode, said) == (130, "shardlab: interrupted\n")
 
 

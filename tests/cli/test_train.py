@@ -18,6 +18,7 @@ from shardlab.cli import main
 from shardlab.execute.gpus import has_driver
 from shardlab.train.job import Job
 from shardlab.train.verify import SMALL_NORM, Verdict
+from tests.support.waiting import PATIENCE
 from tests.support.warm import WarmStarts
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -176,7 +177,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
     out = tmp_path_factory.mktemp("limited") / "run"
     command = [sys.executable, "-c", code, *OPTIONS.split(), str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    return out, subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return out, subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def test_a_run_that_cannot_write_its_weights_says_so_and_gives_the_rest(
@@ -224,6 +225,6 @@ def test_what_is_no_file_is_refused_before_torch_is_imported(tmp_path: Path) -> 
     os.mkfifo(tmp_path / "fifo")
     program = "import sys; from shardlab.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     words = [sys.executable, "-c", program, "train", "--data", str(tmp_path / "fifo")]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert ended.stdout.split() == ["2", "False"]
     assert "fifo is a pipe, but text is read from random places" in ended.stderr

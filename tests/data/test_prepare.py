@@ -120,7 +120,7 @@ from shardlab.data.prepare import prepare
 
 def wait(doing, done):
     print(doing, flush=True)
-    time.sleep(100)
+    time.sleep(100000)
 
 prepare([Input(Path("a.txt"), "text")], Path("out"), progress=wait)
 """

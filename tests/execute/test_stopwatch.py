@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shardlab.execute.stopwatch import HostStopwatch
 from tests.support.ranks import Ranks
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -32,7 +33,7 @@ def watched(rank: int) -> list[tuple[str, bool, bool]]:
     }
     for name, start in starts.items():
         wait, over = stopwatch.watch(start(), batched=False)
-        until = time.perf_counter() + 60
+        until = time.perf_counter() + PATIENCE
         while over() is None and time.perf_counter() < until:
             time.sleep(0.001)
         waited, end = time.perf_counter(), over()

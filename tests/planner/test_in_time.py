@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from math import inf
 
+import pytest
+
 from shardlab.planner.in_time import InTime
 from shardlab.planner.space import candidates, shapes
 from shardlab.planner.workers import Answer, Asked
@@ -19,8 +21,12 @@ def never(_: Asked) -> Future[Answer | None]:
     return Future()
 
 
-def test_an_answer_that_does_not_come_in_time_is_missed_and_its_question_withdrawn() -> None:
-    timed = InTime(problem(), never, time.monotonic() + 0.05)
+def test_an_answer_that_does_not_come_in_time_is_missed_and_its_question_withdrawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    timed = InTime(problem(), never, now + 0.05)
     coming = timed.ask(ASKED)
     assert timed.answer(coming, "an alternative") is None
     assert coming is not None

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import signal
-import subprocess
 import sys
 import time
 from typing import Any
@@ -13,6 +12,8 @@ import pytest
 from shardlab.program import Rank, UserError
 from shardlab.puzzles import Model, grade
 from tests.puzzles import solutions
+from tests.support.processes import started
+from tests.support.waiting import PATIENCE
 
 
 async def spins(model: Model) -> None:
@@ -55,7 +56,6 @@ ENDLESS = [spins, yields, sleeps, computes, catches_all, strategy]
 
 @pytest.mark.parametrize("solution", ENDLESS, ids=lambda solution: solution.__name__)
 def test_a_solution_that_never_ends_is_stopped_with_a_sentence(solution: Any) -> None:
-    start = time.monotonic()
     verdict = grade("ddp", solution, seconds=0.3).verdict
     assert verdict.startswith("Wrong: the solution had not ended after 0.3 s")
     assert verdict.endswith("; make its loops end, or give it more time: grade(..., seconds=3).")
@@ -63,7 +63,6 @@ def test_a_solution_that_never_ends_is_stopped_with_a_sentence(solution: Any) ->
         code = solution.__code__
         number = int(verdict.split("test_bounded.py:")[1].split(";")[0])
         assert code.co_firstlineno < number <= max(line for _, _, line in code.co_lines() if line)
-    assert time.monotonic() - start < 30
 
 
 def test_what_took_too_long_does_not_go_on() -> None:
@@ -99,13 +98,11 @@ def test_a_solution_may_have_any_time() -> None:
 def test_ctrl_c_ends_an_endless_solution(solution: Any) -> None:
     name = solution.__name__
     program = f"from tests.puzzles.test_bounded import *; print('go', flush=True); grade('ddp', {name}, seconds=120)"
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with started([sys.executable, "-c", program]) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "go\n"
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert errors.strip().endswith("KeyboardInterrupt")

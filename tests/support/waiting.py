@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PATIENCE = 180.0
-"""Seconds, of which a test that passes needs a few: only one that fails takes so long."""
+PATIENCE = 600.0
+"""Seconds that a test waits for what surely happens. A test that passes takes a few; one that fails takes them all."""
 
 
 def until(happens: Callable[[], object], said: Callable[[], object] = lambda: "it has not happened") -> None:

@@ -22,6 +22,7 @@ from shardlab.train.launch import run_ranks
 from shardlab.train.processes import RankFailed, run_processes
 from tests.support.ports import free_port
 from tests.support.ranks import PRELOAD
+from tests.support.waiting import PATIENCE
 from tests.train import jobs
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -76,7 +77,7 @@ def launched(environments: list[dict[str, str]]) -> list[float | str]:
         ours, theirs = context.Pipe()
         context.Process(target=_join, args=(theirs, {**os.environ, **more}), daemon=True).start()
         pipes.append(ours)
-    assert all(pipe.poll(120) for pipe in pipes)
+    assert all(pipe.poll(PATIENCE) for pipe in pipes)
     return [pipe.recv() for pipe in pipes]
 
 
@@ -132,7 +133,7 @@ def test_torchrun_itself_can_start_the_training_command(tmp_path: os.PathLike[st
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shardlab"]
     command += ["train", "--strategy", "ddp", "--steps", "2", "--hidden-size", "16", "--json", "--out", out]
     env = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('"validation_after"') == 1
     assert os.path.exists(os.path.join(out, "weights.safetensors"))
