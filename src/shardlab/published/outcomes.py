@@ -98,5 +98,11 @@ def on_every_core(
     if processes < 2:
         yield from map(predict, rows, repeat(recipe))
         return
-    with ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), _end_when_interrupted) as pool:
         yield from pool.map(predict, rows, repeat(recipe))
+
+
+def _end_when_interrupted() -> None:
+    """Let Ctrl-C end this process without a traceback, unless it is ignored: in the background of a script."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
