@@ -30,8 +30,8 @@ from tests.support.random_programs import Shape, random_program
 from tests.support.refusing import Told, refusal, says, tells, told
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
-SAMPLE, SAMPLE_OF_PLANS = 4, 2
-"""Mutants of one kind and program that are tried; there may be thousands, which `tests.support.long_run` tries."""
+SAMPLE, SAMPLE_OF_PLANS = 2, 1
+"""Mutants tried of one kind and program. There may be thousands, which `make verify-all` tries."""
 
 RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two have states finer than their weights
     Shape(pp=2, dp_replicate=1, dp_shard=2, layers=3, microbatches=5, seed=15),
@@ -262,8 +262,13 @@ def test_tapes_of_another_world_are_refused() -> None:
     ],
 )
 def test_the_refusal_says_what_the_mistake_is(kind: str, name: str, said: Told) -> None:
-    found = [refusal(mutant) for mutant in MUTATIONS[kind](subjects()[name])]
-    assert any(each and says(each, said) for each in found), sorted({str(each) for each in found})
+    others: set[str] = set()
+    for mutant in MUTATIONS[kind](subjects()[name]):
+        refused = refusal(mutant)
+        if refused and says(refused, said):
+            return
+        others.add(str(refused))
+    pytest.fail(f"no mutant is refused so, only with: {sorted(others)}")
 
 
 def test_swapped_sends_are_refused_by_name() -> None:

@@ -6,12 +6,16 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from shardlab.errors import UserError
 from shardlab.execute.connecting import connect_neighbours
+from shardlab.train.job import Job
 from shardlab.train.wakeups import set_wakeups
 
 PRELOAD = ["shardlab.train.verify", "shardlab.train.loop", "torch._dynamo"]
@@ -46,9 +50,17 @@ class Ranks:
             self._processes.append(process)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call `function(rank, *arguments)` on every rank; raise with all tracebacks if one raised."""
+        """Call `function(rank, *arguments)` on every rank; raise with all tracebacks if one raised.
+
+        Jobs among the arguments are traced and checked here, once for all ranks.
+        """
+        for job in arguments:
+            if isinstance(job, Job):
+                with suppress(UserError):  # which the ranks raise as well
+                    job.checked()
+        call = ForkingPickler.dumps((function, arguments))
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            pipe.send_bytes(call)
         answers: dict[int, tuple[bool, Any]] = {}
         while waiting := {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}:
             failed = any(not ok for ok, _ in answers.values())

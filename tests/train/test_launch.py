@@ -6,8 +6,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +21,7 @@ from shardlab.train.processes import RankFailed, run_processes
 from tests.support.ports import free_port
 from tests.support.ranks import PRELOAD
 from tests.support.waiting import PATIENCE
+from tests.support.warm import WarmStarts
 from tests.train import jobs
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -128,15 +127,13 @@ def test_no_rank_can_leave_before_all_have_met(tmp_path: Path) -> None:
     assert run_processes(2, PRELOAD, jobs.connect_slowly, environments, tmp_path / "met")
 
 
-def test_torchrun_itself_can_start_the_training_command(tmp_path: os.PathLike[str]) -> None:
-    out = os.path.join(tmp_path, "run")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shardlab"]
-    command += ["train", "--strategy", "ddp", "--steps", "2", "--hidden-size", "16", "--json", "--out", out]
-    env = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
+def test_torchrun_itself_can_start_the_training_command(warm: WarmStarts, tmp_path: Path) -> None:
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shardlab", "train"]
+    words += ["--strategy", "ddp", "--steps", "2", "--hidden-size", "16", "--json", "--out", str(tmp_path / "run")]
+    done = warm.run(words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('"validation_after"') == 1
-    assert os.path.exists(os.path.join(out, "weights.safetensors"))
+    assert (tmp_path / "run" / "weights.safetensors").exists()
 
 
 def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,11 +34,11 @@ CPU = torch.device("cpu")
 on_ranks = pytest.mark.xdist_group("ranks")
 
 
-def on_a_rank(rank: int, case: Verified) -> Verdict | None:
+def on_a_rank(rank: int, job: Job, steps: int, clip: float | None, uneven: bool) -> Verdict | None:
     with pytest.MonkeyPatch.context() as patch:
-        if case.uneven:
+        if uneven:
             patch.setattr(verify, "Batches", Uneven)
-        return verify_rank(rank, CPU, case.job(), case.steps, {}, case.clip)
+        return verify_rank(rank, CPU, job, steps, {}, clip)
 
 
 class Uneven(Batches):
@@ -59,7 +59,7 @@ class Uneven(Batches):
 def test_the_numbers_are_those_of_one_device(ranks: World, tmp_path: Path, case: Verified) -> None:
     if case.exported:
         case = through_a_file(case, case.exported, tmp_path / "schedule.csv")
-    verdict = ranks(case.world).call(on_a_rank, case)[0]
+    verdict = ranks(case.world).call(on_a_rank, case.job(), case.steps, case.clip, case.uneven)[0]
     assert verdict.ok, verdict
 
 

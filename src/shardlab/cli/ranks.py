@@ -31,7 +31,7 @@ from shardlab.train.saved import saved_in, sweep
 
 
 def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> Checked:
-    """Check a strategy for a job, before any rank is started; what its passes make of it is what ranks run.
+    """Check a strategy for a job, before any rank is started. The job keeps the program that its ranks run.
 
     Raises:
         Refused: when the program is wrong, or does not run on the backend that its ranks would use.
@@ -39,6 +39,7 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> C
     """
     entry.require_ops(job.ranks, job.model.layers, job.microbatches)
     proof = passed(checked(entry, job.ranks, job.sizes, job.microbatches), entry.passes_on(job.ranks))
+    job.keep(proof)
     want_norm(job.numbers, proof)
     if (clip := config.clip) is not None and not any(
         op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape

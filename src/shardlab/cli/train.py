@@ -348,7 +348,8 @@ class Train:
         """The program of the last steps; those of other numbers of microbatches are checked as well."""
         from shardlab.cli.ranks import checked_to_run
 
-        jobs = (replace(run.job, microbatches=count) for count in run.config.train.ramp.counts)
+        others = [count for count in run.config.train.ramp.counts if count != run.job.microbatches]
+        jobs = [run.job, *(replace(run.job, microbatches=count) for count in others)]
         proofs = {job.microbatches: checked_to_run(chosen, job, run.config.optimizer) for job in jobs}
         if len(proofs) > 1:
             from shardlab.train.ramped import want_same_slices

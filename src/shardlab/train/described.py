@@ -16,7 +16,7 @@ from shardlab.train.job import Job
 
 def described(job: Job) -> dict[str, Any]:
     """Describe a job in words and numbers, from which `job_of` makes it again."""
-    return vars(job) | {
+    return {field.name: getattr(job, field.name) for field in fields(job)} | {
         "strategy": job.strategy if isinstance(job.strategy, str) else job.strategy.as_dict(),
         "model": {"kind": name_of(type(job.model)), **asdict(job.model)},
     }

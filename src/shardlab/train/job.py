@@ -6,6 +6,7 @@ import contextlib
 import math
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardlab.check import Checked, check
 from shardlab.models import Blocks, Model, cut_for
@@ -64,17 +65,27 @@ class Job:
     def checked(self) -> Checked:
         """The strategy traced for this job, checked, and rewritten by its passes, which unit costs guide.
 
+        The job keeps the result, also when it is pickled: ranks that are started with the job do not trace again.
+
         Raises:
             Refused: when the program is wrong.
             UserError: when there is no such strategy, or sizes do not fit it.
         """
+        return self._checked
+
+    def keep(self, checked: Checked) -> None:
+        """Keep the checked program that the caller has made of this job's strategy and passes."""
+        self.__dict__["_checked"] = checked
+
+    @cached_property
+    def _checked(self) -> Checked:
         entry = self.entry
         unbounded = bounded(sys.maxsize, math.inf)  # whoever made the job has traced it within bounds
         with unbounded, contextlib.redirect_stdout(sys.stderr):  # stdout is the command's, whatever the program prints
             checked = check(trace(entry.program, entry.grid(self.ranks), self.sizes, self.microbatches))
         return passed(checked, entry.passes_on(self.ranks))
 
-    @property
+    @cached_property
     def cut(self) -> Model:
         """The model as the program's layers are: cut finer where the mesh, the plan, a tie or the pass `tile` says so.
 

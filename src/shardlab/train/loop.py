@@ -59,8 +59,8 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     job, corpus = run.job, run.corpus()
     ramp = run.config.train.ramp
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed, ramp)
-    proofs = {count: replace(job, microbatches=count).checked() for count in ramp.counts}
-    checked = proofs[job.microbatches]
+    checked = job.checked()
+    proofs = {count: replace(job, microbatches=count).checked() for count in ramp.counts} | {job.microbatches: checked}
     for proof in proofs.values():
         agree(proof, corpus.identity, str(run.resume))
     world = RunningWorld.gathered(rank, device, checked.program.mesh)
