@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardlab.program import Mesh, Rank, Store, Value
+from shardlab.rules.factor import ONE, Factor
 
 
 def terms_added_by_hand_mesh(ranks: int) -> Mesh:
@@ -55,8 +56,12 @@ def experts_interleaved_batch_mesh(ranks: int) -> Mesh:
     return Mesh(ep=ranks)
 
 
-async def experts_interleaved_batch(rank: Rank) -> None:
-    """Microbatches dealt as a distributed sampler does, m % world; they go to the experts, and come home."""
+async def experts_interleaved_batch(rank: Rank, loss: Factor = ONE) -> None:
+    """Microbatches dealt as a distributed sampler does, m % world; they go to the experts, and come home.
+
+    Args:
+        loss: by what the loss is multiplied, and gradients are divided before the update.
+    """
     last = len(rank.layers)
     for l in rank.layers:
         cut = (rank.index, rank.world) if "expert" in rank.sizes.signatures[l].cut else (0, 1)
@@ -70,7 +75,8 @@ async def experts_interleaved_batch(rank: Rank) -> None:
         else:
             given = (rank.activations[l], *carried)
             rank.activations[l + 1], *carried = rank.forward(l, given, rank.weights[l])
-    rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
+    made = rank.loss(rank.activations.pop(last))
+    rank.grad_activations[last] = made if loss is ONE else rank.scale(made, loss)
     for l in reversed(rank.layers):
         x, gradient = rank.activations.pop(l), rank.grad_activations.pop(l + 1)
         if "expert" in rank.sizes.signatures[l].cut:
@@ -80,7 +86,19 @@ async def experts_interleaved_batch(rank: Rank) -> None:
         else:
             made, rank.grad_activations[l], *carried = rank.backward(l, x, (gradient, *carried), rank.weights[l])
             rank.grad_weights[l] = await rank.all_reduce(made)
+    if loss is not ONE:
+        for l in rank.layers:
+            rank.grad_weights[l] = rank.scale(rank.grad_weights.pop(l), 1 / loss)
     _update(rank)
+
+
+def auxiliary_loss_scaled_mesh(ranks: int) -> Mesh:
+    return Mesh(ep=ranks)
+
+
+async def auxiliary_loss_scaled(rank: Rank) -> None:
+    """The gradient that a router adds for its auxiliary loss is multiplied as the loss's own is."""
+    await experts_interleaved_batch(rank, rank.tokens() / 2)
 
 
 def striped_context_mesh(ranks: int) -> Mesh:

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from shardlab.models import GPT, MLP, MoE, cut
 from shardlab.program import Kind, Sizes, Spec
 from shardlab.rules import derive
+from shardlab.rules.compose import layers_of
 from shardlab.rules.derive import Held
 from shardlab.rules.index import INDICES
 from shardlab.rules.layer import GRADIENT_OF, LayerRules
-from shardlab.rules.node import Layer
+from shardlab.rules.node import Layer, Node
 from shardlab.rules.pieces import Holds
 from shardlab.rules.spec import Space, form_of
 from tests.rules.toys import matrices
+from tests.support.refusing import refuses
 
 MODELS: Sequence[Sequence[Layer]] = (
     Sizes.puzzle(1).signatures,
@@ -107,6 +109,17 @@ def test_every_slice_of_the_weight_is_held_or_summed_on_either_side(layer: Layer
             assert spec.form.term is not None
             assert (spec.form.slices, spec.form.term.over, spec.form.term.bits) == ((), layer.cut, mask)
     assert all(spec.cells == CELLS for spec in (*inputs, *outputs, *made))
+
+
+def test_a_term_reaches_no_primitive_that_adds_a_gradient_of_its_own() -> None:
+    x, up = Node("own", {"x": "width"}, {"x": "width"}), Node("up", {"x": "width"}, {"x": "ffn"}, {"w": "ffn width"})
+    for affine in (False, True):
+        (layer,) = layers_of([("toy", (replace(x, affine=affine), up), ("ffn",))])
+        if affine:
+            with refuses("missing pieces", layer=0, missing=(1,)):
+                passes(layer, 2, 0b01)
+        else:
+            passes(layer, 2, 0b01)
 
 
 COLUMNS = [layer for layer in LAYERS if any(node.takes_own for node in layer.nodes)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardlab.program import Holds, Kind, Sizes, Spec
+from shardlab.rules.factor import factor_of
 from shardlab.rules.pieces import WHOLE
+from shardlab.rules.sums import scale
 from tests.rules.toys import Refusals, Toy, is_refused
 from tests.support.refusing import told
 
@@ -141,6 +143,10 @@ REFUSALS: Refusals = {
     "backward_weight, gradient's layer": (
         lambda: LAYER.backward_weight(activation(), [gradient(1)], half()),
         told("wrong layer", layer=1),
+    ),
+    "backward_weight, gradient's factor": (
+        lambda: LAYER.backward_weight(activation(), [scale(gradient(), factor_of(2))], half()),
+        told("other factors", layer=1),
     ),
     "backward_weight, microbatches": (
         lambda: LAYER.backward_weight(activation(cells=0b1), [gradient(cells=0b10)], half()),

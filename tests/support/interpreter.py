@@ -17,6 +17,7 @@ from tests.support.judged_dtypes import dtype_made
 from tests.support.judged_links import Links
 from tests.support.judged_places import place_made
 from tests.support.judged_rank import JudgedRank
+from tests.support.judged_scales import scale_made
 from tests.support.one_device import one_device
 from tests.support.pieces import ELEMENTS, BrokenTape
 from tests.support.toy_network import network_of
@@ -115,11 +116,15 @@ class Interpreter:
                         break
                 elif op.kind in COMPUTE:
                     dtype, place = dtype_made(rank, op), place_made(rank, op)
+                    scale = scale_made(rank, op, self.program.microbatches)
                     COMPUTE[op.kind](rank, op, self.network, self.program.microbatches)
                     if dtype is not None:
                         rank.memory[op.outputs[0]].dtype = dtype
                     for number in op.outputs if place else ():
                         rank.memory[number].place = place
+                    for number in op.outputs:
+                        if number in rank.memory:
+                            rank.memory[number].scale = scale
                 else:
                     self.links.start(rank, op, place_made(rank, op))
             except ValueError as error:  # arrays of other shapes

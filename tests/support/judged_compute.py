@@ -11,6 +11,7 @@ from shardlab.program import Op, OpKind
 from tests.support.judged_collectives import combined, scattered_columns, scattered_rows
 from tests.support.judged_memory import elements_of
 from tests.support.judged_rank import JudgedRank
+from tests.support.judged_scales import number_of
 from tests.support.one_device import direction as direction_of
 from tests.support.one_device import initial, squares, update_slice, way_of_whole
 from tests.support.pieces import PRIME, Array, BrokenTape, Piece, owned, summed
@@ -121,16 +122,8 @@ def add(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
 
 
 def scale(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
-    """Counts of tokens are any numbers: another one for each set of microbatches."""
-    piece, factor = rank.read(op.inputs[0]), op.factor
-    if factor is None:
-        raise BrokenTape("the factor is not told")
-    number = factor.ratio.numerator * pow(factor.ratio.denominator, -1, PRIME)
-    for mask, power in factor.tokens:
-        if not 0 < mask < 1 << microbatches:
-            raise BrokenTape("there are no such microbatches")
-        number = number * pow(1000 + 77 * mask * mask, power, PRIME) % PRIME
-    rank.write(op.outputs[0], replace(piece, data=piece.data * (number % PRIME) % PRIME))
+    piece = rank.read(op.inputs[0])
+    rank.write(op.outputs[0], replace(piece, data=piece.data * number_of(op.factor, microbatches) % PRIME))
 
 
 def cast(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from shardlab.program import Op, OpKind
 from tests.support.judged_rank import JudgedRank
 from tests.support.judged_roots import received
+from tests.support.judged_scales import common_scale
 from tests.support.pieces import BrokenTape, Piece
 
 
@@ -72,6 +73,7 @@ class Links:
         dtypes = {given.dtype for _, given in ordered if given is not None}
         if len(dtypes) > 1:
             raise BrokenTape("the members of a collective give other numbers")
+        scale = common_scale(given for _, given in ordered if given is not None)
         results = received(op, op.group.ranks, [given for _, given in ordered], self.sequence)
         for index, (call, _), result in zip(op.group.ranks, ordered, results, strict=True):
-            self.ranks[index].arrived[call.handle] = result and replace(result, dtype=max(dtypes))
+            self.ranks[index].arrived[call.handle] = result and replace(result, dtype=max(dtypes), scale=scale)

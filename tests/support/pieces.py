@@ -30,7 +30,8 @@ class Piece:
     A row is a microbatch, or a token: number microbatch * (tokens of a sequence) + place. Where the numbers of a row
     may be on several ranks, `columns` says which these are: logits, buffers of experts, keys and values of heads.
     Rows that were put together remember whose they were, in `owners`: what takes them apart gives each rank back what
-    it sent. `dtype` names the numbers after a cast, `place` where they lie beside the device.
+    it sent. `dtype` names the numbers after a cast, `place` where they lie beside the device; `scale` is the number by
+    which gradients have been multiplied since the loss.
     """
 
     where: tuple[int, ...]
@@ -39,6 +40,7 @@ class Piece:
     owners: tuple[Owner, ...] = ()
     dtype: str = ""
     place: str = ""
+    scale: int = 1
 
 
 Owner = tuple[tuple[int, ...], "tuple[Owner, ...]"]

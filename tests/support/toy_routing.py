@@ -1,6 +1,7 @@
 """The judge's routing: with v = x' M + shift, where x' has all tokens of the sequence in it as in a body, expert e is
 given (1 + v_e) x_e, and its gate is v_e + v_e * v_e. What experts made, each times its gate, is a branch with one
-feature for each expert; of some experts, it is a term.
+feature for each expert; of some experts, it is a term. Where there are gates, v has a gradient of its own beside that
+of what was made of it, as by an auxiliary loss: another one for each token and expert, times the gradients' scale.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Routing:
     """(x,) to (buffers, gates)."""
 
     def __init__(self, place: Place) -> None:
-        self.shift, self.sequence = 29 * place.number + 3, place.sequence
+        self.shift, self.sequence, self.affine = 29 * place.number + 3, place.sequence, place.gates
 
     def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Array]:
         x, weight = inputs
@@ -35,6 +36,9 @@ class Routing:
         dv = each * alike(rows(x).data, kept) % PRIME
         for gate in gates:
             dv = dv + alike(rows(gate).data, kept) * ((1 + 2 * kept) % PRIME)
+        if self.affine:
+            own = [number for _, number in gradient.columns]
+            dv[:, own] += gradient.scale * ((kept * kept + np.array(x.where)[:, None])[:, own] % PRIME) % PRIME
         dv = dv % PRIME
         below = dv @ whole(weight).reshape(WIDTH, WIDTH).T % PRIME
         dx = mixed(mixing(x.where, self.sequence).T, below) + (1 + kept) * each

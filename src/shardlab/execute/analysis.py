@@ -27,6 +27,8 @@ class Analysis:
         buckets: the memory of collectives that run as one.
         halved: indices of FORWARDs and RECOMPUTEs whose backward pass comes in two halves.
         saved_of: number of an activation to those of what its layer keeps of its forward passes.
+        gradient_factor: number of what a layer keeps of a forward pass to the factor of the gradients that its backward
+            pass is given.
         kept: the weights that outlive the step, and what is received in their place.
         roots: number of a slice to that of the value whose memory it lies in.
         stepped_at: (layer, slices) of each optimizer state to the place where its update is computed.
@@ -49,6 +51,11 @@ class Analysis:
             for number in op.outputs:
                 if self.specs[number].kind in AUTOGRAD_KINDS:
                     self.saved_of[op.inputs[0]].append(number)
+        self.gradient_factor = {
+            op.inputs[op.kind.row.saved]: self.specs[op.inputs[1]].form.factor
+            for op in self.tape
+            if op.kind is OpKind.BACKWARD or op.kind is OpKind.BACKWARD_INPUT
+        }
         self.kept = Kept(self.tape, self.specs)
         self.roots = roots_of(self.tape, self.specs)
         updates = [(at, op) for at, op in enumerate(self.tape) if op.kind is OpKind.UPDATE]

@@ -41,9 +41,7 @@ def scale(state: State, at: int, op: Op) -> Instruction:
     assert factor is not None
 
     def run() -> None:
-        number = float(factor.ratio)
-        for microbatches, power in factor.tokens:
-            number *= float(state.tokens_of(microbatches)) ** power
+        number = state.value_of(factor)
         values[output] = values[given].mul_(number) if in_place else values[given] * number
 
     return run

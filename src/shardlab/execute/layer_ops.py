@@ -26,13 +26,15 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     (x, weight, *carried), values, passes = op.inputs, state.values, state.passes[op.layer]
     saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
     outputs, saved = op.outputs[: len(op.outputs) - saves], op.outputs[-1]
-    share = state.share(op)
-    stays = at in state.analysis.halved and state.model.run(op.layer).keeps_input  # as forecast, to the second half
+    share, run_of_layer = state.share(op), state.model.run(op.layer)
+    factor = state.analysis.gradient_factor.get(saved) if run_of_layer.affine else None
+    stays = at in state.analysis.halved and run_of_layer.keeps_input  # as forecast, to the second half
     over = at in state.analysis.last_reads and not stays
 
     def run() -> None:
         given, weights = [values[number] for number in (x, *carried)], state.weights_of(op.layer, weight)
-        made, kept = passes.forward(given, weights, state.scaled(share), state.dropout(op), keeps=saves)
+        scaled = share if factor is None else state.scaled(share, factor)
+        made, kept = passes.forward(given, weights, scaled, state.dropout(op), keeps=saves)
         for number, each in zip(outputs, made, strict=op.kind is OpKind.FORWARD):
             values[number] = each
         if saves:

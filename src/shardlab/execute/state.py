@@ -36,6 +36,7 @@ from shardlab.models.tensors import (
 )
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
 from shardlab.program.precision import FP64
+from shardlab.rules.factor import Factor
 from shardlab.rules.pieces import bits
 
 
@@ -224,9 +225,17 @@ class State:
             op.holds or Holds(spec.pieces("expert"), spec.form.space.count("expert")),
         )
 
-    def scaled(self, share: Share) -> Share:
-        """A share of a layer with this step's scale of losses."""
-        return replace(share, loss_scale=self.loss_scale.scale) if self.settings.precision.scaled else share
+    def value_of(self, factor: Factor) -> float:
+        """This step's number for a factor of the program."""
+        number = float(factor.ratio)
+        for microbatches, power in factor.tokens:
+            number *= float(self.tokens_of(microbatches)) ** power
+        return number
+
+    def scaled(self, share: Share, factor: Factor) -> Share:
+        """A share of a layer to whose backward pass gradients of a factor come, beside this step's scale of losses."""
+        scale = self.loss_scale.scale * self.value_of(factor)
+        return share if scale == 1 else replace(share, gradient_scale=scale)
 
     def dropout(self, op: Op) -> Dropout | None:
         """This step's masks of a layer, for the microbatches that an op reads."""

@@ -65,6 +65,7 @@ class Route(Routing):
     einsum: ClassVar[str] = "x(width) -> gates choices"
     whole: ClassVar[frozenset[str]] = frozenset({"width"})
     mixes_tokens: ClassVar[bool] = True
+    affine: ClassVar[bool] = True
 
     def features(self, tensor: str) -> int:
         return self.router.top_k

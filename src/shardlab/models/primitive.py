@@ -63,6 +63,9 @@ class Primitive(ABC):
     """Whether tokens of a sequence are mixed."""
     atomic: ClassVar[bool] = False
     """Whether its backward pass may add with atomics on a GPU, in no fixed order."""
+    affine: ClassVar[bool] = False
+    """Whether its backward pass adds a gradient of its own, as that of an auxiliary loss, to what follows from the
+    gradient that it is given: then it multiplies its own by `Share.gradient_scale`. Otherwise the pass is linear."""
 
     product: ClassVar[bool] = False
     """Whether it multiplies by a weight, and what it reads is kept for that weight's gradient alone."""
@@ -162,6 +165,7 @@ class Primitive(ABC):
         return Node(
             type(self).__name__.lower(), reads, makes, weights | self._borrowed_indices(), self.whole,
             mixes_tokens=self.mixes_tokens, takes_own=self.takes_own, deals=self.deals, atomic=self.atomic,
+            affine=self.affine,
         )  # fmt: skip
 
     def _borrowed_indices(self) -> dict[str, str]:

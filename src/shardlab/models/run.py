@@ -68,6 +68,11 @@ class Run:
         """The pieces of the indices that its parameters are cut along."""
         return {index: self.pieces.get(index, 1) for index in self.cut}
 
+    @cached_property
+    def affine(self) -> bool:
+        """Whether its backward pass adds a gradient of its own to what follows from the gradients that it is given."""
+        return any(step.primitive.affine for step in self.steps)
+
     def parameters(self) -> list[tuple[int, Parameter]]:
         """Its parameters, whole, each with the block that holds it in the whole model."""
         return [(step.block, parameter) for step in self.steps for parameter in step.primitive.parameters()]

@@ -23,7 +23,9 @@ _OUTPUT = Node("linear", {"x": "head"}, {"x": "width"}, {"w2": "width head"})
 _DISPATCH = Node("dispatch", {"x": "width"}, {"x": "expert width"}, deals=frozenset({"expert"}), mixes_tokens=True)
 _EXPERTS = Node("experts", {"x": "expert width"}, {"x": "expert width"}, {"w": "expert width in"})
 _COMBINE = Node("combine", {"x": "expert width"}, {"x": "width"})
-_ROUTE = Node("route", {"x": "width"}, {"gates": ""}, {"w": "choice width"}, frozenset({"width"}), mixes_tokens=True)
+_ROUTE = Node(
+    "route", {"x": "width"}, {"gates": ""}, {"w": "choice width"}, frozenset({"width"}), mixes_tokens=True, affine=True
+)
 _EXPERTS_UP = Node("experts", {"x": "expert width"}, {"x": "expert ffn"}, {"w1": "expert ffn width"})
 _EXPERTS_DOWN = Node("experts", {"x": "expert ffn"}, {"x": "expert width"}, {"w2": "expert width ffn"})
 _GATED = Node("combine", {"x": "expert width", "gates": ""}, {"x": "width"}, whole=frozenset({"width"}))

@@ -73,7 +73,8 @@ def backward(
 ) -> Gradients:
     """The gradients of a layer, from what `forward` says of its tensors and the gradients of its results.
 
-    A backward pass is linear in the gradient that it is given: of a term it makes terms.
+    A linear backward pass makes terms of a term. An affine one adds a gradient of its own: of a term over an index that
+    the layer deals it adds what belongs to these pieces, and no other term may reach it.
 
     Raises:
         Misfit: when a gradient does not fit what was computed.
@@ -87,6 +88,8 @@ def backward(
             if made in gradients:
                 _want_gradient(node, made, indices, gradients[made], joint)
                 given_term = gradients[made].term or given_term
+        if node.affine and given_term is not None and not layer.deals.issuperset(given_term.over):
+            raise Misfit(layer.outputs[0].tensor, given_term.over[0], None, given_term.bits, of_gradient=True)
         if node.weights:
             of_weights = given_term
         for read, indices in node.reads.items():

@@ -54,7 +54,7 @@ class BackwardResult(NamedTuple):
         spread: by which its cells are multiplied to count the use and all that is summed beside.
         inputs: the forms of the inputs' gradients.
         saved: the form of what the layer must have kept of the forward pass.
-        half: the form of what the first half of the pass leaves for the second.
+        half: the form of what the first half of the pass leaves for the second, times the gradients' factor.
     """
 
     weight: Form
@@ -151,9 +151,11 @@ class LayerRules:
             about, cut = self._about(op), dict(half.form.slices)
             holds = flat_of_pieces(cut, self.layer.cut, self.space)
             cut |= self._dealt_of(gradients)
-            made = self._backward_weight[key] = self._derive_backward(
-                about, first, gradients, holds, cut, None, both=False
-            )
+            made = self._derive_backward(about, first, gradients, holds, cut, None, both=False)
+            if made[0].factor is not half[0].factor:
+                given = f"{gradients[0]} was given, but the first half was given a gradient times {half[0].factor}"
+                raise Refused("other factors", about, given, "give both halves the same gradient")
+            self._backward_weight[key] = made
         for gradient in gradients:
             if gradient[1] != cells:
                 self._refuse_apart(op, gradient, first)
@@ -255,7 +257,8 @@ class LayerRules:
         uses = self.space.uses if layer.weight == 0 else 1
         terms = bits(summed.bits) if summed else (0,)
         spread = sum(1 << (number * uses + layer.use) * self.space.cells for number in terms)
-        return BackwardResult(own, spread, tuple(inputs), saved, saved.but(kind=Kind.SAVED_FOR_WEIGHT))
+        half = saved.but(kind=Kind.SAVED_FOR_WEIGHT, factor=factor)
+        return BackwardResult(own, spread, tuple(inputs), saved, half)
 
     def _form(self, kind: Kind, layer: int, step: int, held: Held, factor: Factor = ONE) -> Form:
         slices = derive.sorted_slices(held.slices)

@@ -25,6 +25,7 @@ class Node:
         takes_own: whether of a complete gradient of its result it takes what belongs to its own slices.
         deals: indices of its result of which it may make some pieces alone, as the program says.
         atomic: whether a device may add in any order, so that two ranks round alike only by chance.
+        affine: whether its backward pass adds a gradient of its own to what follows from that of its results.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Node:
     takes_own: bool = False
     deals: frozenset[str] = frozenset()
     atomic: bool = False
+    affine: bool = False
 
     def __hash__(self) -> int:
         tensors = (self.reads, self.makes, self.weights)

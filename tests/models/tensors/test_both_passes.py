@@ -83,7 +83,7 @@ class Passes:
 
     def __init__(self, model: Model, layer: int, number: int = 0, dtype: torch.dtype = torch.float64) -> None:
         torch.manual_seed(layer)
-        self.share = piece_of(model, layer, number)
+        self.share = replace(piece_of(model, layer, number), gradient_scale=3)
         owner = 0 if model.borrowed(layer) else layer
         self.flat = initial_weights(model, owner, 0, dtype).chunk(model.layout(owner).slices)[number]
         self.flat += torch.randn_like(self.flat) / 5

@@ -67,7 +67,7 @@ def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def passes(model: Model, layer: int, compile: bool) -> list[Tensor]:
+def passes(model: Model, layer: int, compile: bool, scale: float = 1) -> list[Tensor]:
     """Outputs and gradients of one layer, whose weight is gathered elsewhere between its two passes."""
     torch.manual_seed(layer)
     flat = initial_weights(model, layer, 0, torch.float64)
@@ -76,7 +76,7 @@ def passes(model: Model, layer: int, compile: bool) -> list[Tensor]:
     dropout = Dropout(model.dropout, 1, 2, layer, (3,))
     its: Any = CompiledPasses(compiled_layers_of(model)[layer]) if compile else passes_of(model, layer)
     layout = model.layout(layer)
-    made, kept = its.forward([x], views(layout, flat), Share(tokens=range(8)), dropout)
+    made, kept = its.forward([x], views(layout, flat), Share(tokens=range(8), gradient_scale=scale), dropout)
     elsewhere, into = flat.clone(), torch.zeros_like(flat)
     rooms = views(layout, into)
     flat.fill_(float("nan"))
@@ -95,6 +95,16 @@ def test_outputs_and_gradients_are_those_of_plain_layers(kind: str) -> None:
         for ours, theirs in zip(*(passes(MODELS[kind], layer, compile) for compile in (True, False)), strict=True):
             assert error(ours, theirs) <= 1e-12
     assert graphs() == 3, "first, middle and last layers"
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_another_scale_of_gradients_needs_no_other_graph() -> None:
+    for scale in (1, 0.5, 2**16):
+        for ours, theirs in zip(
+            *(passes(MODELS["mixtral"], 1, compile, scale) for compile in (True, False)), strict=True
+        ):
+            assert error(ours, theirs) <= 1e-12
+    assert graphs() == 1
 
 
 def test_kernels_compute_what_plain_layers_do() -> None:

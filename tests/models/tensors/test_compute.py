@@ -156,6 +156,19 @@ def test_any_tokens_are_computed_alone_unless_it_mixes_them(primitive: Primitive
 
 
 @every_primitive
+def test_its_backward_pass_is_linear_or_affine_as_it_declares(primitive: Primitive) -> None:
+    whole = Whole(primitive)
+    given, doubled = whole.tensors | whole.parameters, {name: 2 * each for name, each in whole.above.items()}
+
+    def is_doubled(share: Share) -> bool:
+        found = gradients(made_by(primitive, whole.parameters, whole.tensors, share), doubled, given)
+        return all(error(each, 2 * whole.gradients[name]) <= 1e-12 for name, each in found.items())
+
+    assert is_doubled(Share(gradient_scale=2))
+    assert is_doubled(Share()) is not primitive.affine
+
+
+@every_primitive
 def test_its_passes_keep_what_it_declares(primitive: Primitive) -> None:
     """By storages, beyond its parameters: tensors that it reads or makes, and what lies beside them."""
     names = [parameter.name for parameter in parameters_of(primitive)]

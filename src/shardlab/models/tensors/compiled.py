@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -41,8 +42,11 @@ class CompiledLayer(TensorLayer):
         """Run it as `TensorLayer.run` does; the compiler chooses what is kept."""
         assert cache is None, "text is written by layers that are not compiled"
         factors = list(self.factors(parameters, inputs, share, dropout))
-        given = (torch.view_as_real(each) if each.is_complex() else each for each in factors if each is not None)
+        given = [torch.view_as_real(each) if each.is_complex() else each for each in factors if each is not None]
         function = self._function(share, tuple(each is not None for each in factors))
+        if self.layer.affine:  # a tensor, so that another scale needs no other graph
+            device = inputs[0].device
+            given.append(torch.full((), float(share.gradient_scale), dtype=torch.float64, device=device))
         return function(*parameters, *inputs, *given)
 
     def _function(self, share: Share, factors: tuple[bool, ...]) -> Compiled:
@@ -62,7 +66,8 @@ def compiled_layers_of(model: Model) -> list[TensorLayer]:
 
 
 def _compiled(layer: TensorLayer, share: Share, factors: tuple[bool, ...]) -> Compiled:
-    held, taken = len(layer.names), sum(factors)
+    affine = layer.layer.affine
+    held, taken = len(layer.names), sum(factors) + affine
 
     # Dynamo would read our Python; the layer is a function of tensors, so that tracing it on tensors is enough.
     @torch.compiler.allow_in_graph
@@ -70,7 +75,8 @@ def _compiled(layer: TensorLayer, share: Share, factors: tuple[bool, ...]) -> Co
         first = len(tensors) - taken
         given = iter(tensors[first:])
         its = (next(given) if has else None for has in factors)
-        return layer.compute(tensors[:held], tensors[held:first], its, share)
+        scaled = replace(share, gradient_scale=tensors[-1]) if affine else share
+        return layer.compute(tensors[:held], tensors[held:first], its, scaled)
 
     def traced(*tensors: Tensor) -> tuple[Tensor, ...]:
         return compute(*tensors)

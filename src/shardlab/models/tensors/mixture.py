@@ -65,7 +65,7 @@ def scores_gradient(router: Router, share: Share, gradient: Tensor, probabilitie
         total = taken.sum(-1, keepdim=True)
         gradient = (gradient - (gradient * taken).sum(-1, keepdim=True) / total) / total
     of_probabilities = torch.zeros_like(probabilities).scatter_(-1, choices, gradient)
-    auxiliary, here = router.auxiliary * share.loss_scale / share.of_step, experts_here(router, share)
+    auxiliary, here = router.auxiliary * share.gradient_scale / share.of_step, experts_here(router, share)
     parts = zip(of_probabilities.chunk(share.microbatches), choices.chunk(share.microbatches), strict=True)
     for mine, its in parts:
         experts, tokens = mine.shape[-1], its[..., 0].numel()
