@@ -126,3 +126,25 @@ doubled = data_parallel(recursive_doubling)
 all_reduced = data_parallel(reduced)
 in_slices = data_parallel(reduced_in_slices)
 broadcast = data_parallel(summed_on_one)
+
+
+async def fused_on_one_rank(rank: Rank) -> None:
+    """Every rank computes the whole batch; the last one reads each new gradient once more before it is added.
+
+    So its sums are no part of the backward passes. The first layer's gradients are made equal by a mean.
+    """
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    for m in rank.microbatches:
+        gradient = computed(rank, [m])
+        for l in reversed(rank.layers):
+            made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+            rank.grad_weights["new"] = made
+            rank.accumulate(made)
+            if rank.index == rank.world - 1:
+                rank.slice(made, 0, 2)
+            del rank.grad_weights["new"]
+    rank.grad_weights[0] = await rank.all_reduce(rank.grad_weights[0], reduction="mean")
+    for l in rank.layers:
+        total = rank.grad_weights.pop(l)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])

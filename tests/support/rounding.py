@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
 from unittest.mock import patch
 
 from shardlab.check import Checked
-from shardlab.program import Kind
+from shardlab.check.accumulation import InPlace
+from shardlab.program import Kind, Op, OpKind
 from tests.support import judged_collectives, judged_compute, judged_roots
 from tests.support.interpreter import Interpreter
+from tests.support.judged_rank import JudgedRank
 from tests.support.pieces import PRIME, Array, Piece
+from tests.support.toy_network import Network
 
 
 def replicas_apart(checked: Checked) -> set[int]:
     """The layers of whose weights or optimizer states two ranks end with other numbers."""
     judged = Interpreter(checked.program)
-    with _rounding():
+    with _rounding([InPlace(tape).fused for tape in checked.program.tapes]):
         judged.judge()
     found: dict[tuple[Kind, int, int], set[int]] = defaultdict(set)
     for rank, specs in zip(judged.ranks, checked.specs, strict=True):
@@ -35,14 +38,27 @@ def _added(one: Array, other: Array) -> Array:
     return (one + other + one * other % PRIME * ((one + other) % PRIME)) % PRIME
 
 
+def _fused(older: Array, newer: Array) -> Array:
+    """A gradient that its backward pass adds to an older one, which is rounded once."""
+    return (older + newer + older * older % PRIME * newer) % PRIME
+
+
 def _summed(pieces: list[Piece]) -> Piece:
     return replace(pieces[0], data=reduce(_added, [piece.data for piece in pieces]))
 
 
 @contextmanager
-def _rounding() -> Generator[None, None, None]:
-    users = (judged_compute, judged_collectives, judged_roots)
-    patches = [patch.object(user, "summed", _summed) for user in users]
+def _rounding(fused: Sequence[Mapping[int, tuple[int, int]]]) -> Generator[None, None, None]:
+    """Have sums round; `fused` says of each rank which of its ADDs are done by backward passes, and of what."""
+
+    def add(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+        pair = fused[rank.index].get(rank.at)
+        older, newer = (rank.read(number) for number in pair or op.inputs)
+        made = _summed([older, newer]) if pair is None else replace(older, data=_fused(older.data, newer.data))
+        rank.write(op.outputs[0], made)
+
+    patches = [patch.object(user, "summed", _summed) for user in (judged_collectives, judged_roots)]
+    patches.append(patch.dict(judged_compute.COMPUTE, {OpKind.ADD: add}))
     for each in patches:
         each.start()
     try:

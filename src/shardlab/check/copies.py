@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardlab.check.accumulation import InPlace
 from shardlab.check.checked import Checked
-from shardlab.check.numbering import Numbering
+from shardlab.check.drift import settled
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
 from shardlab.program.world import gc_paused
 from shardlab.rules.kind import ROW_KINDS
@@ -41,9 +41,9 @@ class Replica(NamedTuple):
 
 
 def replicas_of(checked: Checked) -> list[Replica]:
-    """List all replicas that stay equal, as rounding is concerned (see `Numbering`), layer by layer."""
+    """List all replicas that stay equal, as rounding is concerned, in steps to come too (see `settled`), layer by layer."""
     with gc_paused():
-        numbering = Numbering(checked)
+        numbering = settled(checked)
     copies: dict[tuple[int, int], list[tuple[Holds, int]]] = defaultdict(list)  # (layer, number) -> where, on whom
     for rank, live in enumerate(numbering.live):
         for value, number in live.items():

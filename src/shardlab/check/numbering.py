@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
+from shardlab.check.accumulation import InPlace
+from shardlab.check.buckets import batches_of
 from shardlab.check.checked import Checked
 from shardlab.check.numbers import Numbers, positions
-from shardlab.program import Op, OpKind, Spec
+from shardlab.program import Holds, Op, OpKind, Spec
 from shardlab.program.matching import Communication
 from shardlab.program.ops import COMMUNICATION, COPIES, POINT_TO_POINT, ROOT_GIVES, Combiner
 from shardlab.rules.kind import ROW_KINDS, Reduction
@@ -17,22 +19,38 @@ _ONE_GIVES = ROOT_GIVES | POINT_TO_POINT | COPIES
 """Ops that deliver what one rank gives."""
 
 
+FUSED_ADD = OpKind.ADD, OpKind.BACKWARD
+"""How a gradient is computed that its backward pass has added to an older one: a product rounds with the sum."""
+
+Loaded = tuple[int, OpKind, int, Holds | None]
+"""(rank, op, layer, slices) of what a rank keeps from step to step."""
+
+
 class Numbering:
-    """Replays a checked program.
+    """Replays one step of a checked program.
+
+    Args:
+        checked: the program.
+        begins: for what ranks load, which parts of it are equal to which: to those with the same label. None: all that
+            is loaded of a layer is equal.
 
     Attributes:
         numbers: the table.
         live: for each rank, the numbers of the values that are left when its tape ends.
     """
 
-    def __init__(self, checked: Checked) -> None:
+    def __init__(self, checked: Checked, begins: Mapping[Loaded, Sequence[tuple[Holds, int]]] | None = None) -> None:
         self.checked = checked
+        self._begins = begins or {}
+        self._fused = [InPlace(tape).fused for tape in checked.program.tapes]
         self.numbers = Numbers()
         tapes = checked.program.tapes
         self.live: list[dict[int, int]] = [{} for _ in tapes]
         layers = checked.program.rules.layers
+        self._directed = checked.program.sizes.directed
         self._atomic = {rules.layer_number for rules in layers if any(node.atomic for node in rules.layer.nodes)}
         self._given: list[dict[int, int]] = [{} for _ in checked.communications]  # by rank
+        self._batches: dict[int, dict[int, list[int]]] = {}
         self._made: dict[int, int] = {}  # communication -> the number of all that it delivers
         self._apart: set[int] = set()  # communications that deliver another value to each member
         self._waiting: dict[int, list[int]] = defaultdict(list)  # communication -> ranks
@@ -65,6 +83,10 @@ class Numbering:
                 coming[handle] = outputs
                 if inputs:
                     self._give(rank, op, communication_of[handle], live[inputs[0]])
+            elif kind is OpKind.ADD and index in self._fused[rank]:
+                made = partial(numbers.of_all, FUSED_ADD)
+                given = [live[number] for number in self._fused[rank][index]]
+                live[outputs[0]] = numbers.element_wise(made, given, positions(specs[outputs[0]]))
             elif kind is OpKind.ADD:
                 term = specs[inputs[0]].form.term
                 plain = term is None or not term.merged
@@ -86,7 +108,9 @@ class Numbering:
                 live[outputs[0]] = numbers.element_wise(made, given, positions(specs[state]))
             elif kind is OpKind.UPDATE:
                 _, weight, state, *others = inputs
-                made = partial(numbers.of_all, (OpKind.UPDATE, layer, *[live[number] for number in others]))
+                form = specs[state].form  # a host rounds otherwise than a device, and a matrix otherwise than several
+                where = form.place, form.holds if layer in self._directed else None
+                made = partial(numbers.of_all, (OpKind.UPDATE, layer, *where, *[live[number] for number in others]))
                 given = [live[number] for number in inputs[:3]]
                 del live[weight], live[state]
                 number = numbers.element_wise(made, given, positions(specs[state]))
@@ -101,7 +125,11 @@ class Numbering:
         given = tuple([live[number] for number in inputs])
         what: tuple[object, ...] = (OpKind.FORWARD if kind is OpKind.RECOMPUTE else kind, layer)
         if not inputs:
-            live[outputs[0]] = self.numbers.of(what)
+            parts = self._begins.get((rank, kind, layer, op.holds))
+            number = self.numbers.of(what)
+            if parts is not None:
+                number = self.numbers.joined([(holds, self.numbers.of((*what, label))) for holds, label in parts])
+            live[outputs[0]] = number
             return
         what += (specs[inputs[0]][1], *[specs[number][0] for number in inputs])
         if kind is OpKind.ATTEND_BACKWARD or (kind.row.saved >= 0 and layer in self._atomic):
@@ -132,6 +160,17 @@ class Numbering:
         # along another index than the batch
         return self.numbers.of((op.kind, *forms, *[spec.cells for spec in specs]), tuple(given))
 
+    def _bucket(self, communication: Communication) -> tuple[object, ...]:
+        """Describe the buffer in which a collective runs as one with others: these, and its own place."""
+        rank, _, at = communication.participants[0]
+        tape = self.checked.program.tapes[rank]
+        if tape[at].batch < 0:
+            return ()
+        batches = self._batches.setdefault(rank, batches_of(tape))
+        together = batches[tape[at].batch]
+        specs = [self.checked.specs[rank][tape[each].inputs[0]] for each in together]
+        return (together.index(at), *[(spec.layer, spec.holds) for spec in specs])
+
     def _united(self, op: Op, communication: Communication, given: Sequence[int]) -> int:
         """Number what a collective makes of all that is given, in the group's order: one number for all members."""
         tapes, numbers = self.checked.program.tapes, self.numbers
@@ -144,5 +183,5 @@ class Numbering:
         if len(given) == 2 and op.reduction is Reduction.SUM:
             return numbers.element_wise(numbers.sum, given, positions(first))
         # in which order more are added up depends on the algorithm, and on the element's place in the buffer
-        how = (op.kind, op.reduction, positions(first))
+        how = (op.kind, op.reduction, positions(first), *self._bucket(communication))
         return numbers.element_wise(partial(numbers.of_all, how), given, positions(first))

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.check import Checked
 from shardlab.check.copies import COMPARED, Replica, Result, replicas_of, results_of
 from shardlab.errors import UserError
 from shardlab.execute import Executor, Sampler
@@ -216,6 +217,13 @@ def accusation(camps: Sequence[tuple[int, ...]]) -> str:
     return f"{' and '.join(names(camp) for camp in camps)} differ, and two opinions cannot tell who is right"
 
 
+def advice(checked: Checked) -> str:
+    """Say what to do about a fault: a host is to blame only where the program keeps all replicas equal."""
+    if checked.drifts:
+        return f"It may be rounding, and no host's fault: {str(checked.drifts[0]).removesuffix('.')}"
+    return "Leave the host out, and go on from what was saved before the last audit that passed"
+
+
 def _op_text(key: Hashable) -> str:
     kind, layer = cast(tuple[OpKind, int], key)[:2]
     return f"{kind.value}(layer {layer})"
@@ -254,6 +262,6 @@ class AuditedExecutor:
                 raise SystemExit(1)
             raise UserError(
                 f"the audit after step {state.step} found a silent fault: {fault}. Training has stopped; "
-                f"{self._saved()}. Leave the host out, and go on from what was saved before the last audit that passed"
+                f"{self._saved()}. {advice(state.checked)}"
             )
         return loss
