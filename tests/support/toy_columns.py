@@ -6,10 +6,10 @@ A row adds up sum_j (x_j + shift) W_j over its inputs j; after attention it read
 
 from __future__ import annotations
 
-from tests.support.pieces import PRIME, WIDTH, Array, BrokenTape, Column, Piece, labels, rows
+from tests.support.pieces import PRIME, Piece, rows
 from tests.support.toy_attention import met
 from tests.support.toy_halves import Kept
-from tests.support.toy_layers import Place, matrix_of, product, rows_of_matrix
+from tests.support.toy_layers import Place, matrix_of, own_columns, product, rows_of_matrix
 
 
 class ByColumns:
@@ -54,12 +54,3 @@ class ByRows:
     def backward_weight(self, activation: Piece, gradient: Piece, half: Kept) -> Piece:
         rows(activation)
         return Piece(half.where, product(half.first, rows(gradient).data).reshape(-1))
-
-
-def own_columns(gradient: Piece, mine: tuple[Column, ...]) -> Array:
-    """Of a gradient, complete or in slices, the columns of some outputs."""
-    has = gradient.columns or labels(range(WIDTH), "feature")
-    data = rows(gradient).data
-    if len(has) != data.shape[1] or any(column not in has for column in mine):
-        raise BrokenTape("the gradient lacks the layer's own columns")
-    return data[:, [has.index(column) for column in mine]]

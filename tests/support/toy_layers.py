@@ -111,6 +111,15 @@ def rows_of_matrix(weight: Piece, *sorts: str) -> tuple[Column, ...]:
     return labels((place // WIDTH for place in weight.where[::WIDTH]), *sorts)
 
 
+def own_columns(gradient: Piece, mine: tuple[Column, ...]) -> Array:
+    """Of a gradient, complete or in slices, the columns of some outputs."""
+    has = gradient.columns or labels(range(WIDTH), "feature")
+    data = rows(gradient).data
+    if len(has) != data.shape[1] or any(column not in has for column in mine):
+        raise BrokenTape("the gradient lacks the layer's own columns")
+    return data[:, [has.index(column) for column in mine]]
+
+
 def batch_rows(places: tuple[int, ...]) -> Array:
     numbers = 100 * (np.array(places, np.int64)[:, None] + 1) + np.arange(WIDTH, dtype=np.int64)
     return numbers**3 % PRIME
