@@ -52,6 +52,37 @@ def _update(rank: Rank) -> None:
         )
 
 
+def logits_gathered_mesh(ranks: int) -> Mesh:
+    return Mesh(tp=ranks)
+
+
+async def logits_gathered(rank: Rank) -> None:
+    """Tensor parallelism that gathers the logits and has every rank compute the whole loss, as Megatron-LM does with
+    `parallel_output=False`; the head's slices take their own of the gradient.
+    """
+    last, residual = rank.layers[-1], list[Value]()
+    for l in rank.layers:
+        cut = (0, 1) if rank.sizes.signatures[l].carries else (rank.index, rank.world)
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+    for l in rank.layers:
+        if rank.sizes.signatures[l].carries:
+            rank.activations[l + 1], *residual = rank.forward(l, (rank.activations[l], *residual), rank.weights[l])
+        else:
+            made = rank.forward(l, rank.activations[l], rank.weights[l])
+            whole = rank.all_gather(made, axis="tp") if l == last else rank.all_reduce(made, axis="tp")
+            rank.activations[l + 1] = await whole
+    gradient, residual = rank.loss(rank.activations.pop(last + 1)), []
+    for l in reversed(rank.layers):
+        x = rank.activations.pop(l)
+        if rank.sizes.signatures[l].carries:
+            rank.grad_weights[l], gradient, *residual = rank.backward(l, x, (gradient, *residual), rank.weights[l])
+        else:
+            rank.grad_weights[l], terms = rank.backward(l, x, gradient, rank.weights[l])
+            gradient = await rank.all_reduce(terms, axis="tp") if l else terms
+    _update(rank)
+
+
 def experts_interleaved_batch_mesh(ranks: int) -> Mesh:
     return Mesh(ep=ranks)
 

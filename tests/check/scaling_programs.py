@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 from shardlab.program import Rank, Value
 from shardlab.rules.factor import ONE, Factor
+from tests.check.drifting import computed
 
 
 async def weighed(
@@ -97,4 +99,71 @@ async def divided_at_each_step(rank: Rank) -> None:
         rank.grad_weights[0] = rank.scale(so_far, Fraction(1, 2))
 
 
+async def in_shares(rank: Rank, microbatches: Sequence[int], share: Fraction, how: str = "all_reduce") -> None:
+    """A rank computes some microbatches, which others compute as well, and gives a share of its gradients to a sum."""
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    gradient = computed(rank, microbatches)
+    for l in reversed(rank.layers):
+        made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+        mine = rank.grad_weights["mine"] = rank.scale(made, share)
+        if how == "all_reduce":
+            rank.grad_weights[l] = await rank.all_reduce(mine)
+        elif how == "reduce_scatter":
+            rank.grad_weights["slice"] = await rank.reduce_scatter(mine)
+            rank.grad_weights[l] = await rank.all_gather(rank.grad_weights.pop("slice"))
+        else:
+            theirs = await rank.exchange(mine, to=1 - rank.index, source=1 - rank.index)
+            rank.grad_weights[l] = mine + theirs
+        del rank.grad_weights["mine"]
+        total = rank.grad_weights.pop(l)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
+
+
+async def replicas_in_shares(rank: Rank) -> None:
+    """As Megatron-LM averages gradients of replicated parameters."""
+    await in_shares(rank, rank.microbatches, Fraction(1, rank.world))
+
+
+async def slices_of_replicas_in_shares(rank: Rank) -> None:
+    await in_shares(rank, rank.microbatches, Fraction(1, rank.world), "reduce_scatter")
+
+
+async def unequal_shares_by_message(rank: Rank) -> None:
+    await in_shares(rank, rank.microbatches, Fraction(1 + rank.index, 3), "exchange")
+
+
+async def each_on_two_of_three_ranks(rank: Rank) -> None:
+    """No two ranks compute the same microbatches, and every microbatch is computed by two."""
+    await in_shares(rank, [m for m in rank.microbatches if m % 3 != rank.index], Fraction(1, 2))
+
+
+async def halves_of_different_microbatches(rank: Rank) -> None:
+    await in_shares(rank, rank.share(), Fraction(1, rank.world))
+
+
+async def shares_of_less_than_all(rank: Rank) -> None:
+    await in_shares(rank, rank.microbatches, Fraction(1, rank.world + 1))
+
+
+async def shares_that_vanish(rank: Rank) -> None:
+    await in_shares(rank, rank.microbatches, Fraction(1 - 2 * rank.index))
+
+
+async def shares_of_some_microbatches(rank: Rank) -> None:
+    """Microbatch 0 is computed by all ranks, the others by one each: their sum has halves of these."""
+    await in_shares(rank, sorted({0, *rank.share()}), Fraction(1, rank.world))
+
+
+async def one_share_is_all(rank: Rank) -> None:
+    await in_shares(rank, rank.microbatches, Fraction(1, 1 + rank.index))
+
+
 RIGHT = (mean_over_ranks, sum_of_tokens, means_weighted_by_tokens)
+SHARED = {
+    replicas_in_shares: 3,
+    slices_of_replicas_in_shares: 2,
+    unequal_shares_by_message: 2,
+    each_on_two_of_three_ranks: 3,
+}
+"""Right programs in which ranks give shares of the same gradients, and how many ranks these are."""

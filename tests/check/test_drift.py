@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from examples.parameter_server import parameter_server
 from shardlab.check import Checked, check
+from shardlab.check.copies import replicas_of
+from shardlab.check.drift import FOLLOWS
 from shardlab.models import GPT, MLP, MoE, cut
 from shardlab.program import Program, Rank, Sizes, Strategy, Value, trace
 from shardlab.strategies import STRATEGIES
@@ -59,12 +61,17 @@ def test_attention_and_experts_dealt_at_random_do_not_drift(seed: int, random: C
     assert check(program).drifts == []
 
 
+def apart_at_once(proof: Checked) -> set[int]:
+    """The layers that are said to drift in the first step, and not because others do."""
+    return {layer for drift in proof.drifts if drift.cause != FOLLOWS for layer in drift.layers}
+
+
 @settings(max_examples=150)
 @given(shapes())
 def test_random_programs_drift_just_where_sums_that_mind_their_order_do(shape: Shape) -> None:
     """Some of them add what was reduced microbatch by microbatch in an order that each rank draws for itself."""
     proof = check(random_program(shape))
-    assert {layer for drift in proof.drifts for layer in drift.layers} == replicas_apart(proof)
+    assert apart_at_once(proof) == replicas_apart(proof)
 
 
 @pytest.mark.parametrize("seed", [126, 134])
@@ -112,6 +119,66 @@ def test_sums_made_once_or_in_one_order_do_not_drift(program: Strategy) -> None:
     proof = checked(program)
     assert proof.drifts == []
     assert replicas_apart(proof) == set()
+
+
+def in_columns(program: Strategy, ranks: int = 2, microbatches: int = 2) -> Checked:
+    """A program of layers whose gradient is one product, which adds in a fixed order."""
+    mesh, sizes = STRATEGIES["column-parallel"].mesh(ranks), built_in("column-parallel").sizes
+    return check(trace(program, mesh, sizes, microbatches))
+
+
+def test_a_sum_that_is_part_of_a_backward_pass_rounds_otherwise_than_one_after_it() -> None:
+    proof = in_columns(drifting.fused_on_one_rank)
+    (drift,) = proof.drifts
+    assert drift.layers == (1,)
+    assert "some ranks add a gradient within its backward pass" in str(drift)
+    assert replicas_apart(proof) == {1}
+
+
+async def at_once_or_one_by_one(rank: Rank) -> None:
+    """Rank 0 computes all microbatches at once, and the others one after the other."""
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    for microbatches in [rank.microbatches] if rank.index == 0 else [[m] for m in rank.microbatches]:
+        gradient = computed(rank, microbatches)
+        for l in reversed(rank.layers):
+            made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+            rank.accumulate(made)
+    for l in rank.layers:
+        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
+        rank.weights[l], rank.opt_states[l] = made
+
+
+def test_a_product_over_microbatches_rounds_otherwise_than_one_for_each() -> None:
+    (drift,) = in_columns(at_once_or_one_by_one).drifts
+    assert drift.layers == (0, 1)
+
+
+async def last_layer_drifts(rank: Rank) -> None:
+    """Every rank computes the whole batch; only the last layer's gradients are summed otherwise on the last rank."""
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    for m in rank.microbatches:
+        gradient = computed(rank, [m])
+        for l in reversed(rank.layers):
+            made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+            rank.grad_weights["new"] = made
+            rank.accumulate(made)
+            if l and rank.index == rank.world - 1:
+                rank.slice(made, 0, 2)
+            del rank.grad_weights["new"]
+    for l in rank.layers:
+        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
+        rank.weights[l], rank.opt_states[l] = made
+
+
+def test_what_is_computed_of_a_weight_that_drifts_is_said_to_follow_and_not_audited() -> None:
+    proof = in_columns(last_layer_drifts)
+    first, later = proof.drifts
+    assert (first.layers, later.layers) == ((1,), (0,))
+    assert "other weights, which drift, enter their gradients" in str(later)
+    assert later.groups == ((0,), (1,))
+    assert replicas_of(proof) == []
 
 
 def test_two_values_add_up_to_the_same_in_either_order() -> None:

@@ -28,6 +28,7 @@ MIXTURE = MoE(layers=2, hidden_size=16, heads=2, seq_len=8, capacity_factor=0.7,
 
 PROGRAMS: dict[str, tuple[Strategy, Mesh | int, int, Blocks]] = {
     "terms_added_by_hand": (right.terms_added_by_hand, Mesh(tp=2), 2, CUT),
+    "logits_gathered": (right.logits_gathered, Mesh(tp=2), 2, CUT),
     "experts_interleaved_batch": (right.experts_interleaved_batch, Mesh(ep=2), 2, MIXTURE),
     "auxiliary_loss_scaled": (right.auxiliary_loss_scaled, Mesh(ep=2), 2, MIXTURE),
     "striped_context": (right.striped_context, Mesh(cp=2), 1, CUT),

@@ -6,14 +6,24 @@ from fractions import Fraction
 from typing import cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardlab.check import check
+from shardlab.errors import About
 from shardlab.program import Rank, Refused, Strategy, trace
 from shardlab.rules.factor import ONE, factor_of
+from shardlab.rules.kind import Kind
+from shardlab.rules.pieces import bits
+from shardlab.rules.spec import Space, Spec, form_of
+from shardlab.rules.sums import add, scale
 from tests.check import scaling_programs as programs
 from tests.program.tapes import alone
 from tests.support.interpreter import judge
+from tests.support.passing import is_right_everywhere
 from tests.support.refusing import Told, tells, told
+
+GRADIENT = Spec(form_of(Kind.GRAD_WEIGHT, 0, 0, Space(4)))
 
 
 @pytest.mark.parametrize("program_of", programs.RIGHT)
@@ -21,6 +31,29 @@ def test_a_mean_that_is_really_a_mean_passes(program_of: Strategy) -> None:
     program = trace(program_of, 2, 2, 4)
     assert check(program).backends() == ["gloo", "nccl"]
     assert judge(program).right
+
+
+@pytest.mark.parametrize("program_of", programs.SHARED, ids=lambda program: program.__name__)
+def test_shares_of_the_same_gradients_add_up_to_each_once(program_of: Strategy) -> None:
+    is_right_everywhere(trace(program_of, programs.SHARED[program_of], 2, 6))
+
+
+@given(st.lists(st.tuples(st.integers(1, 15), st.sampled_from([Fraction(n, 6) for n in (-1, 1, 2, 3, 4, 6, 7)]))))
+def test_a_sum_of_gradients_is_what_each_contribution_adds_up_to(shares: list[tuple[int, Fraction]]) -> None:
+    """Whatever is accepted; and shares of the same contributions are, where nobody gives all."""
+    specs = [scale(GRADIENT._replace(cells=cells), factor_of(ratio)) for cells, ratio in shares]
+    if not specs:
+        return
+    expected = {cell: sum(r for mask, r in shares if mask >> cell & 1) for cell in range(4)}
+    present = {cell for cell in range(4) if any(mask >> cell & 1 for mask, _ in shares)}
+    try:
+        total = add(About("add"), specs, ["a value"] * len(specs))
+    except Refused:
+        shared = all(mask == shares[0][0] and ratio != 1 for mask, ratio in shares)
+        assert not shared or not expected[min(present)]
+    else:
+        assert present == set(bits(total.cells))
+        assert {expected[cell] for cell in present} == {total.form.factor.ratio}
 
 
 @pytest.mark.parametrize(
@@ -31,6 +64,11 @@ def test_a_mean_that_is_really_a_mean_passes(program_of: Strategy) -> None:
         (programs.a_mean_of_shares, 2, told("scaled gradient", layer=0)),
         (programs.means_of_means, 2, told("other factors", layer=0)),
         (programs.divided_at_each_step, 1, told("other factors", layer=0)),
+        (programs.halves_of_different_microbatches, 2, told("scaled gradient", layer=0)),
+        (programs.shares_of_less_than_all, 2, told("scaled gradient", layer=0)),
+        (programs.shares_that_vanish, 2, told("other factors", layer=0)),
+        (programs.shares_of_some_microbatches, 2, told("counted twice", layer=0, doubled=(0,))),
+        (programs.one_share_is_all, 2, told("other factors", layer=0)),
     ],
 )
 def test_what_does_not_cancel_is_refused_with_the_factor(program_of: Strategy, ranks: int, words: Told) -> None:

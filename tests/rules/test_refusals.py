@@ -165,8 +165,8 @@ SENTENCES = {
     ),
     ("half blocks", "forward, slices"): (
         "forward(layer 2): the activation given is activations[2] (microbatch 0, head slice 0 of 2); head "
-        "slice 1 is missing. Put all together first: heads stay where they are, since attention and the layer"
-        " after it take their own."
+        "slice 1 is missing. Give it to the layer that takes it with the same head slice of the weight: heads stay "
+        "where they are, since attention and the layer after it take their own."
     ),
     ("half blocks", "forward, sequence"): (
         "forward(layer 2): activations[2] (sequence slice 1 of microbatch 0) was given; this layer wants "
@@ -178,12 +178,12 @@ SENTENCES = {
     ),
     ("half blocks", "backward, gradient's slices"): (
         "backward(layer 2): the gradient given is grad_activations[3] (microbatch 0, head slice 0 of 2); head"
-        " slice 1 is missing. Put all together first: heads stay where they are, since attention and the "
-        "layer after it take their own."
+        " slice 1 is missing. Give it to the layer that takes it with the same head slice of the weight: heads stay "
+        "where they are, since attention and the layer after it take their own."
     ),
-    ("half blocks", "backward, head's gradient of all"): (
-        "backward(layer 6): the gradient given is grad_activations[7] (microbatch 0); give vocabulary slice 0 of "
-        "2 alone, as the weight has."
+    ("half blocks", "backward, head's gradient of another slice"): (
+        "backward(layer 6): the gradient given is grad_activations[7] (microbatch 0, vocabulary slice 1 of 2); give "
+        "vocabulary slice 0 of 2 alone, as the weight has."
     ),
     ("half blocks", "loss_stats, all logits"): (
         "loss_stats: activations[7] (microbatch 0) was given; give slices of the logits, activations[7]."

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.support.pieces import PRIME, Array, Piece, rows
-from tests.support.toy_layers import Place, matrix_of, product, rows_of_matrix
+from tests.support.toy_layers import Place, matrix_of, own_columns, product, rows_of_matrix
 
 
 class Kept(NamedTuple):
@@ -43,7 +43,8 @@ class Body:
     def backward_input(self, inputs: list[Piece], kept: Kept) -> tuple[list[Piece], Kept]:
         activation, gradient, weight = inputs
         x, dy, matrix = rows(activation), rows(gradient), matrix_of(weight)
-        dh = dy.data if self.is_last else dy.data @ matrix.T % PRIME
+        own = rows_of_matrix(weight, "feature")
+        dh = own_columns(dy, own) if self.is_last else dy.data @ matrix.T % PRIME
         dz = dh * ((1 + 2 * kept.first) % PRIME) % PRIME
         dx = mixed(mixing(x.where, self.sequence).T, dz @ matrix % PRIME)
         return [Piece(x.where, dx)], Kept(dz, kept.second, weight.where)

@@ -149,7 +149,7 @@ def kind_of(program: Program, number: int) -> str:
         return "norm" if any(each.cut for each in layers) else "whole"
     if "expert" in layer.cut:
         return "experts"
-    if any(node.takes_own for node in layer.nodes):
+    if any(node.takes_own for node in layer.nodes) and "vocab" not in layer.cut:
         return "column"
     if layer.projects:
         return "project"

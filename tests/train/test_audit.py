@@ -12,9 +12,9 @@ from shardlab.check.copies import compared_ranks, replicas_of, results_of
 from shardlab.data import Corpus
 from shardlab.errors import UserError
 from shardlab.execute import Executor, Settings
-from shardlab.models.gpt import GPT
+from shardlab.models import GPT, MLP
 from shardlab.strategies.plan import Plan
-from shardlab.train.audit import Audit, AuditedExecutor, hash_of
+from shardlab.train.audit import Audit, AuditedExecutor, advice, hash_of
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
 from tests.support.ranks import Ranks
@@ -174,6 +174,14 @@ def test_a_fault_ends_the_run_on_all_ranks_after_the_audited_step(ranks: Make) -
     assert sentence.startswith("the audit after step 2 found a silent fault: weights[0], which ranks keep")
     assert "differ: rank 0 from ranks 1-2. Training has stopped; nothing is saved." in sentence
     assert others == ["exit 1", "exit 1"]
+
+
+def test_replicas_that_may_drift_are_no_fault_of_a_host(ranks: Make) -> None:
+    model = MLP(layers=3, hidden_size=16, seq_len=16, vocab_size=256)
+    job = Job("tests/check/drifting.py:fused_on_one_rank", 2, 4, model, 2, "fp32")
+    assert ranks(2).call(faults, job, "nothing", 0) == [[""] * STEPS] * 2
+    assert advice(job.checked()).startswith("It may be rounding, and no host's fault: replicas of weights[1-2]")
+    assert advice(job_of("ddp", 2).checked()).startswith("Leave the host out")
 
 
 def test_where_no_two_ranks_have_anything_alike_there_is_nothing_to_audit() -> None:

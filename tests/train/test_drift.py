@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardlab.data import Corpus
 from shardlab.execute import Executor, OptimizerConfig, Settings
-from shardlab.models import GPT
+from shardlab.models import GPT, MLP
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
 from tests.support.ranks import Ranks
@@ -54,9 +54,18 @@ def kept(rank: int, job: Job) -> dict[tuple[int, ...], bytes]:
     ids=lambda value: value.rpartition(":")[2] if isinstance(value, str) else str(value),
 )
 def test_replicas_differ_bitwise_just_where_they_are_said_to_drift(ranks: World, strategy: str, count: int) -> None:
-    job = Job(strategy, count, count, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2, "fp32")
+    compare(ranks, Job(strategy, count, count, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2, "fp32"))
+
+
+def test_a_sum_that_is_part_of_a_backward_pass_is_another_than_one_after_it(ranks: World) -> None:
+    model = MLP(layers=3, hidden_size=16, seq_len=16)
+    compare(ranks, Job(f"{PROGRAMS}:fused_on_one_rank", 2, 4, model, 2, "fp32"))
+
+
+def compare(ranks: World, job: Job) -> None:
+    """Want replicas to end apart just where the check says so."""
     groups = [list(map(list, drift.groups)) for drift in job.checked().drifts for _ in drift.layers]
-    found = ranks(count).call(kept, job)
+    found = ranks(job.ranks).call(kept, job)
     apart: list[list[list[int]]] = []
     for key in sorted({key for each in found for key in each}):
         bits: dict[bytes, list[int]] = {}

@@ -41,7 +41,7 @@ class Replica(NamedTuple):
 
 
 def replicas_of(checked: Checked) -> list[Replica]:
-    """List all replicas that stay equal, as rounding is concerned, in steps to come too (see `settled`), layer by layer."""
+    """List all replicas that stay equal as rounding is concerned, also in later steps (see `settled`), by layer."""
     with gc_paused():
         numbering = settled(checked)
     copies: dict[tuple[int, int], list[tuple[Holds, int]]] = defaultdict(list)  # (layer, number) -> where, on whom

@@ -181,8 +181,10 @@ class Linear(Primitive):
 @dataclass(frozen=True, kw_only=True)
 class Scores(Linear):
     """A score (logit) for every token of the vocabulary. If `tied`, the scores are products with the token embedding,
-    and there is no matrix of its own.
+    and there is no matrix of its own. A slice takes its own part of the gradient of gathered logits.
     """
+
+    takes_own: bool = True
 
     tied: bool
 

@@ -49,7 +49,7 @@ def tile(checked: Checked, tiles: int) -> Tapes:
 
 def _makes_terms(layer: Layer) -> bool:
     """Whether slices of a layer make terms of its result, or logits, from one whole input."""
-    own = any(node.takes_own for node in layer.nodes)
+    own = any(node.takes_own for node in layer.nodes) and "vocab" not in layer.cut
     return layer.recomputed and not own and not layer.routes and "expert" not in layer.cut
 
 

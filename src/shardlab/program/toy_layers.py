@@ -14,7 +14,7 @@ _NORM = Node("norm", {"s": "width"}, {"x": "width"}, {"w": "width"}, whole=froze
 _ADD = Node("add", {"x": "width", "s": "width"}, {"s": "width"})
 _EMBED = Node("embed", {"x": "width"}, {"s": "width"})
 _LOOKUP = Node("lookup", {"x": ""}, {"x": "width"}, {"w": "vocab width"}, atomic=True)
-_SCORES = Node("scores", {"x": "width"}, {"x": "vocab"}, {"w": "vocab width"})
+_SCORES = Node("scores", {"x": "width"}, {"x": "vocab"}, {"w": "vocab width"}, takes_own=True)
 _UP = Node("linear", {"x": "width"}, {"x": "ffn"}, {"w1": "ffn width"})
 _DOWN = Node("linear", {"x": "ffn"}, {"x": "width"}, {"w2": "width ffn"})
 _PROJECT = Node("projection", {"x": "width"}, {"q": "head", "kv": "head"}, {"w1": "head width"})

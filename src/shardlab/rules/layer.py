@@ -346,8 +346,10 @@ class LayerRules:
         if misfit.wanted is None:
             assert misfit.given is not None
             missing = self.space.full(index) & ~misfit.given
-            given, remedy = f"{given}; {missing_text(piece_of(index), missing)}", INDICES[index].together
-            return Refused("missing pieces", op, given, f"put all together first: {remedy}", missing=bits(missing))
+            given, known = f"{given}; {missing_text(piece_of(index), missing)}", INDICES[index]
+            own = f"give it to the layer that takes it with the same {known.piece} of the weight"
+            first = "put all together first" if known.gathered or known.stacked else own
+            return Refused("missing pieces", op, given, f"{first}: {known.together}", missing=bits(missing))
         wanted = numbered(piece_of(index), misfit.wanted)
         if misfit.of_gradient:
             remedy = f"give {wanted} of {self.space.count(index)} alone, as the weight has"

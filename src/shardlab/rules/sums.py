@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import NoReturn
 
 from shardlab.errors import About, Refused
 from shardlab.rules import attention
 from shardlab.rules.dtype import DTYPES
-from shardlab.rules.factor import Factor
+from shardlab.rules.factor import ONE, Factor, factor_of
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import Holds, bits, common, numbered
@@ -61,18 +62,49 @@ def add_two(one: Spec, other: Spec) -> Spec:
 
 def _add_gradients(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     first, total = specs[0], 0
+    factor = _factor_of_shares(specs)
     for spec, name in zip(specs, names, strict=True):
-        _want_one_value(op, first, spec, names[0], name, "sum gradients of one layer")
+        its = spec if factor is None else spec._replace(form=spec.form.but(factor=first.form.factor))
+        _want_one_value(op, first, its, names[0], name, "sum gradients of one layer")
         if spec.form is not first.form and not spec.form.holds.same(first.form.holds):
             given = f"{names[0]} gave slices {first.form.holds} and {name} {spec.form.holds}"
             raise Refused("other slices", op, given, "sum equal slices")
-        if twice := total & spec.cells:
+        if (twice := total & spec.cells) and factor is None:
             mask = twice & -twice
             other = next(n for s, n in zip(specs, names, strict=True) if s.cells & mask)
             given = f"{summed_text(spec.form, twice)} would be counted twice ({other} and {name} both summed it)"
             raise Refused("counted twice", op, given, "let each microbatch reach a gradient once", doubled=bits(twice))
         total |= spec.cells
-    return Spec(first.form, total)
+    return Spec(first.form if factor is None else first.form.but(factor=factor), total)
+
+
+def _factor_of_shares(specs: Sequence[Spec]) -> Factor | None:
+    """Return the factor of a sum to which several values give shares of the same contributions.
+
+    Two halves of a contribution are all of it: factors of one contribution add up. A value that nobody has scaled is no
+    share of one.
+
+    Returns:
+        The factor that all contributions have in the sum; None if they have several, or none was given twice.
+    """
+    (_, tokens), *others = [(spec.form.factor.ratio, spec.form.factor.tokens) for spec in specs]
+    if any(spec.form.factor is ONE for spec in specs) or any(also != tokens for _, also in others):
+        return None
+    ratios: dict[int, Fraction] = {}  # of contributions as a bit set, none of which is in two of these
+    given_twice = False
+    for spec in specs:
+        rest, ratio, before = spec.cells, spec.form.factor.ratio, ratios
+        ratios = {}
+        for cells, known in before.items():
+            both, alone = cells & spec.cells, cells & ~spec.cells
+            given_twice |= bool(both)
+            ratios |= {part: of for part, of in ((both, known + ratio), (alone, known)) if part}
+            rest &= ~cells
+        if rest:
+            ratios[rest] = ratio
+    if not given_twice or len(set(ratios.values())) > 1 or not all(ratios.values()):
+        return None
+    return factor_of(next(iter(ratios.values())), tokens)
 
 
 def _add_terms(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
