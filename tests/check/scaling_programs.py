@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from shardlab.program import Rank, Value
+from shardlab.program import Rank, Strategy, Value
 from shardlab.rules.factor import ONE, Factor
 from tests.check.drifting import computed
 
@@ -160,7 +160,7 @@ async def one_share_is_all(rank: Rank) -> None:
 
 
 RIGHT = (mean_over_ranks, sum_of_tokens, means_weighted_by_tokens)
-SHARED = {
+SHARED: dict[Strategy, int] = {
     replicas_in_shares: 3,
     slices_of_replicas_in_shares: 2,
     unequal_shares_by_message: 2,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import reduce
 from unittest.mock import patch
@@ -57,12 +57,8 @@ def _rounding(fused: Sequence[Mapping[int, tuple[int, int]]]) -> Generator[None,
         made = _summed([older, newer]) if pair is None else replace(older, data=_fused(older.data, newer.data))
         rank.write(op.outputs[0], made)
 
-    patches = [patch.object(user, "summed", _summed) for user in (judged_collectives, judged_roots)]
-    patches.append(patch.dict(judged_compute.COMPUTE, {OpKind.ADD: add}))
-    for each in patches:
-        each.start()
-    try:
+    with ExitStack() as patches:
+        for user in (judged_collectives, judged_roots):
+            patches.enter_context(patch.object(user, "summed", _summed))
+        patches.enter_context(patch.dict(judged_compute.COMPUTE, {OpKind.ADD: add}))
         yield
-    finally:
-        for each in patches:
-            each.stop()
