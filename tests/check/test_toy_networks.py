@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,6 +84,7 @@ def test_a_backward_pass_is_the_derivative_of_the_forward(name: str, layer: int)
     toy, given = network.layer(layer), inputs_of(network, layer)
     outputs, kept = toy.forward(given)
     above = [some(len(y.where), y.data.shape[1], 7 + i, y.columns) for i, y in enumerate(outputs)]
+    above[0].scale = 0  # so nothing adds a gradient of its own
     below, half = toy.backward_input([given[0], above[0], given[1], *above[1:]], kept)
     gradients = [below[0], toy.backward_weight(given[0], above[0], half), *below[1:]]
     read = given
@@ -92,6 +94,19 @@ def test_a_backward_pass_is_the_derivative_of_the_forward(name: str, layer: int)
         read = [Piece(given[0].where, np.concatenate([met, ones], axis=1)), *given[1:]]
         gradients[0] = Piece(read[0].where, np.concatenate([below[0].data, below[0].data * met % PRIME], axis=1))
     assert_derivative(lambda changed: toy.forward(changed)[0], read, above, gradients)
+
+
+@pytest.mark.parametrize(("name", "layer"), [("gated", 0), ("routed", 4)])
+def test_what_routing_adds_to_its_gradient_is_multiplied_by_the_scale_of_gradients(name: str, layer: int) -> None:
+    toy, given = NETWORKS[name].layer(layer), inputs_of(NETWORKS[name], layer)
+    outputs, kept = toy.forward(given)
+    zero, *others = [replace(y, data=np.zeros_like(y.data)) for y in outputs]
+    once, twice = (
+        toy.backward_input([given[0], replace(zero, scale=scale), given[1], *others], kept)[0][0].data
+        for scale in (1, 2)
+    )
+    assert once.any()
+    assert (twice == 2 * once % PRIME).all()
 
 
 def test_attentions_backward_pass_is_the_derivative_of_what_the_next_layer_reads() -> None:
