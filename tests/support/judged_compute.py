@@ -123,7 +123,7 @@ def add(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
 
 def scale(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     piece = rank.read(op.inputs[0])
-    rank.write(op.outputs[0], replace(piece, data=piece.data * number_of(op.factor, microbatches) % PRIME))
+    rank.write(op.outputs[0], replace(piece, data=piece.data * number_of(op, microbatches) % PRIME))
 
 
 def cast(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardlab.program import Op, OpKind
-from shardlab.rules.factor import Factor
 from tests.support.judged_rank import JudgedRank
 from tests.support.pieces import PRIME, BrokenTape, Piece
 
@@ -27,7 +26,7 @@ def scale_made(rank: JudgedRank, op: Op, microbatches: int) -> int:
         return 1
     given = op.inputs[_GRADIENTS.get(op.kind, slice(None))]
     scale = common_scale(rank.memory[number] for number in given if number in rank.memory)
-    return scale * number_of(op.factor, microbatches) % PRIME if op.kind is OpKind.SCALE else scale
+    return scale * number_of(op, microbatches) % PRIME if op.kind is OpKind.SCALE else scale
 
 
 def common_scale(pieces: Iterable[Piece]) -> int:
@@ -36,8 +35,9 @@ def common_scale(pieces: Iterable[Piece]) -> int:
     return scales.pop() if len(scales) == 1 else UNLIKE
 
 
-def number_of(factor: Factor | None, microbatches: int) -> int:
-    """A factor's number. Counts of tokens are any numbers: another one for each set of microbatches."""
+def number_of(op: Op, microbatches: int) -> int:
+    """The number of an op's factor. Counts of tokens are any numbers: another one for each set of microbatches."""
+    factor = op.factor
     if factor is None:
         raise BrokenTape("the factor is not told")
     number = factor.ratio.numerator * pow(factor.ratio.denominator, -1, PRIME)
