@@ -21,8 +21,8 @@ class ScalingVerbs(RankContext):
         """A gradient times a rational, or times token counts: those of `tokens`, multiplied and divided.
 
         Gradients are shares of the step's mean: each microbatch's loss is weighted by its share of the tokens. One that
-        was scaled is summed with others that were scaled alike, and is used by an update when all factors cancel. Weights'
-        gradients of the same microbatches may be summed in shares: two halves are all of it.
+        was scaled is summed with others that were scaled alike, and is used by an update when all factors cancel.
+        Gradients of a weight from the same microbatches may be summed in shares: two halves are all of it.
         """
         spec = self._read(value, "scale")
         if by.__class__ is not Factor:
