@@ -14,8 +14,11 @@ from shardlab.check import Checked, check
 from shardlab.check.copies import replicas_of
 from shardlab.check.drift import FOLLOWS
 from shardlab.models import GPT, MLP, MoE, cut
-from shardlab.program import Program, Rank, Sizes, Strategy, Value, trace
+from shardlab.passes.run import passed
+from shardlab.program import Mesh, Program, Rank, Sizes, Strategy, Value, trace
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.planned import planned
 from shardlab.timeline import simulate
 from tests.check import drifting
 from tests.check.drifting import added, computed, data_parallel, turned
@@ -44,6 +47,14 @@ def test_no_built_in_strategy_drifts(name: str) -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_no_plan_drifts(name: str) -> None:
     assert check(PLANS[name].program).drifts == []
+
+
+def test_no_plan_drifts_whose_reductions_run_in_buckets() -> None:
+    """Ranks of `tp` have other slices of layers in their buckets, and replicas of norms beside them."""
+    plan = Plan(Mesh(dp_replicate=4, tp=2))
+    proof = passed(check(trace(planned(plan), plan.mesh, Sizes.half_blocks(1), 4)), "bucket")
+    assert any(op.batch >= 0 for op in proof.program.tapes[0])
+    assert proof.drifts == []
 
 
 @settings(max_examples=30)

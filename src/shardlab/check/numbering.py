@@ -161,7 +161,7 @@ class Numbering:
         return self.numbers.of((op.kind, *forms, *[spec.cells for spec in specs]), tuple(given))
 
     def _bucket(self, communication: Communication) -> tuple[object, ...]:
-        """Describe the buffer in which a collective runs as one with others: these, and its own place."""
+        """Describe the buffer in which a collective runs as one with others: its own place, and how long each is."""
         rank, _, at = communication.participants[0]
         tape = self.checked.program.tapes[rank]
         if tape[at].batch < 0:
@@ -169,7 +169,8 @@ class Numbering:
         batches = self._batches.setdefault(rank, batches_of(tape))
         together = batches[tape[at].batch]
         specs = [self.checked.specs[rank][tape[each].inputs[0]] for each in together]
-        return (together.index(at), *[(spec.layer, spec.holds) for spec in specs])
+        lengths = [(spec.layer, spec.holds.mask.bit_count(), spec.holds.of) for spec in specs]
+        return (together.index(at), *lengths)
 
     def _united(self, op: Op, communication: Communication, given: Sequence[int]) -> int:
         """Number what a collective makes of all that is given, in the group's order: one number for all members."""
