@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import Any
+from inspect import signature
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
-from shardlab.program import Group, Program
+from shardlab.program import Group, Program, UserError
 
 Groups = dict[Group, dist.ProcessGroup | None]
 """Process groups that exist, by the ranks that meet; None for those of others."""
@@ -26,16 +28,38 @@ def make_groups(program: Program, rank: int, known: Groups) -> dict[Group, dist.
     many groups each has made before: a rank that has none to make while others do makes one of itself alone, so that
     all count alike, also in the next program. With NCCL's `device_id` torch also splits every group off from the
     world's communicator, in which each process must take part.
+
+    Raises:
+        UserError: for a group that is not in ascending order, if this torch can only make groups that are.
     """
     for groups in rounds(program, known):
         mine = next((group for group in groups if rank in group.ranks), None)
         ranks = [rank] if mine is None else list(mine.ranks)
-        group = dist.new_group(ranks, timeout=_limit(), use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup), f"rank {rank} is not in {ranks}"
+        group = _new_group(ranks)
         known |= dict.fromkeys(groups)
         if mine is not None:
             known[mine] = group
     return {group: made for group, made in known.items() if made is not None}
+
+
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Make the process group of these ranks, in this order: a rank's place in it says which piece it gives and takes.
+
+    Torch sorts the ranks unless it is told not to, which versions before `sort_ranks` cannot be.
+    """
+    new_group = cast(Any, dist.new_group)
+    order: dict[str, bool] = {}
+    if list(ranks) != sorted(ranks):
+        if "sort_ranks" not in signature(new_group).parameters:
+            named = ", ".join(map(str, ranks))
+            raise UserError(
+                f"the ranks {named} meet in this order, but torch {torch.__version__} makes groups in ascending order "
+                "alone; name the ranks of `among` in ascending order, or use a newer torch"
+            )
+        order["sort_ranks"] = False
+    group = new_group(list(ranks), timeout=_limit(), use_local_synchronization=True, **order)
+    assert isinstance(group, dist.ProcessGroup), f"this rank is not in {ranks}"
+    return group
 
 
 def _limit() -> timedelta:
