@@ -6,6 +6,7 @@ import pytest
 
 from shardlab.program import Holds, Kind, Mesh, OpKind, Sizes, Spec
 from shardlab.rules import update
+from shardlab.rules.dealing import slice_of
 from shardlab.rules.pieces import WHOLE
 from shardlab.rules.spec import Term
 from tests.rules.toys import Refusals, Toy, is_refused
@@ -138,6 +139,19 @@ def test_the_loss_of_slices_of_the_logits_takes_the_stats_of_all() -> None:
     assert gathered == [stats()] * 2
     assert update.loss(LAYERS, x(7, slices=0b10), gathered[0]) == dx(7, slices=0b10)
     assert update.loss(LAYERS, x(7)) == dx(7)
+
+
+OTHER_MICROBATCH = 0b1100
+
+
+def test_stats_of_other_tokens_are_put_together_before_those_of_other_slices_or_after() -> None:
+    whole = stats(cells=BOTH)
+    slices = [meet(OpKind.ALL_GATHER, stats(mask), stats(mask, OTHER_MICROBATCH))[0] for mask in (0b01, 0b10)]
+    assert [made._replace(joined=()) for made in slices] == [stats(0b01, BOTH), stats(0b10, BOTH)]
+    assert meet(OpKind.ALL_GATHER, *slices)[0]._replace(joined=()) == whole
+    made, _ = meet(OpKind.ALL_GATHER, stats(), stats(cells=OTHER_MICROBATCH))
+    assert made._replace(joined=()) == whole
+    assert [slice_of(made, place, 2) for place in (0, 1)] == [stats(), stats(cells=OTHER_MICROBATCH)]
 
 
 REFUSED: Refusals = {
@@ -317,6 +331,10 @@ REFUSED: Refusals = {
     "gather, one sequence slice twice": (
         lambda: meet(OpKind.ALL_GATHER, x(3, FIRST), x(3, FIRST)),
         told("pieces overlap", layer=3, doubled=(0,)),
+    ),
+    "gather, stats of other slices and other tokens": (
+        lambda: meet(OpKind.ALL_GATHER, stats(0b01), stats(0b10, OTHER_MICROBATCH)),
+        told("other values", layer=LAYERS),
     ),
     "gather, one slice's stats twice": (
         lambda: meet(OpKind.ALL_GATHER, stats(0b01), stats(0b01)),

@@ -11,7 +11,7 @@ import torch
 from shardlab.execute import exchange
 from shardlab.execute.communicator import Communicator, Wait
 from shardlab.execute.places import copy
-from shardlab.execute.slicing import Join, along_sequence, cut_of, join_of
+from shardlab.execute.slicing import Join, along_sequence, cut_of, index_apart, join_of
 from shardlab.execute.state import State
 from shardlab.models.tensors.tokens import index_on
 from shardlab.program import Kind, Op, OpKind, Spec
@@ -62,8 +62,7 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     (output,) = op.outputs
     shape = state.shapes.shape(state.specs[output])
     members = _given(state, op)
-    features = any(member.form.slices != members[0].form.slices for member in members)
-    if (features and members[0].kind is not Kind.STATS) or along_sequence(members):
+    if index_apart(members) is not None or along_sequence(members):
         return _gather_apart(state, gather, op, join_of(state.shapes, members))
     places = places_of(state, op)
 
@@ -127,9 +126,7 @@ def places_of(state: State, op: Op) -> list[int]:
 
 
 def _pieces(member: Spec, of: int) -> int:
-    """What a member gives, as a bit set: slices of the logits, microbatches, or some of `of` slices of a layer."""
-    if member.kind is Kind.STATS:
-        return sum(pieces for _, pieces in member.form.slices)
+    """What a member gives, as a bit set: microbatches, or some of `of` slices of a layer."""
     if member.kind in ROW_KINDS:
         return member.microbatches
     return member.holds.refined(of).mask

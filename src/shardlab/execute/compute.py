@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -103,22 +104,23 @@ def loss(state: State, at: int, op: Op) -> Instruction:
     """
     (x, *stats), values = op.inputs, state.values
     spec = state.specs[x]
-    slices = 1 if spec.whole_sequences else len(state.shapes.slices(spec))
-    pieces = list(bits(spec.cells))[:: spec.form.space.sequence if spec.whole_sequences else 1]
-    reported = [place for place, piece in enumerate(pieces) if state.loss_owners[piece] == (state.rank, at)]
+    microbatches = spec.microbatches.bit_count()
+    owned = [state.loss_owners[cell] == (state.rank, at) for cell in bits(spec.cells)]
+    slices = len(owned) // microbatches  # of each sequence, which are summed one by one
+    if spec.whole_sequences and owned == [mine for mine in owned[::slices] for _ in range(slices)]:
+        owned, slices = owned[::slices], 1  # nobody else reports a part of one
     first = state.first_token(spec) if stats else 0
 
     def apart(whole: Tensor, dim: int = 0) -> list[Tensor]:
         """The pieces of something with rows in `dim` and tokens in the next dim."""
-        if len(pieces) == 1:
+        if len(owned) == 1:
             return [whole]
-        rows = whole.chunk(spec.microbatches.bit_count(), dim)
-        return [piece for row in rows for piece in row.chunk(slices, dim + 1)]
+        return [piece for row in whole.chunk(microbatches, dim) for piece in row.chunk(slices, dim + 1)]
 
     def report(losses: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        for place in reported:
-            state.loss[0] += losses[place].detach()
-            state.loss[1] += (targets[place] >= 0).sum()
+        for loss, its in compress(zip(losses, targets, strict=True), owned):
+            state.loss[0] += loss.detach()
+            state.loss[1] += (its >= 0).sum()
 
     def run() -> None:
         logits: Tensor = values[x].detach().requires_grad_(bool(op.outputs))
@@ -133,7 +135,7 @@ def loss(state: State, at: int, op: Op) -> Instruction:
     def run_on_slices() -> None:
         logits: Tensor = values[x]
         whole = _rows(state, spec, 1)
-        gathered = values[stats[0]].view(-1, *whole.shape, 3)  # (slices, rows, T, 3)
+        gathered = values[stats[0]].view(*whole.shape, -1, 3).movedim(2, 0)  # (slices, rows, T, 3)
         for output in op.outputs:
             scale = state.loss_scale.scale / state.tokens
             values[output] = tensors.loss_gradient(logits, gathered, whole, first, scale)

@@ -59,7 +59,7 @@ class Shapes:
         if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
             features = [self.model.attention_features[1]]
         if spec.kind is Kind.STATS:
-            return (spec.pieces(self._sizes.scores_index).bit_count() * rows, len(self.tokens(spec)), 3)
+            return (rows, len(self.tokens(spec)), 3 * spec.pieces(self._sizes.scores_index).bit_count())
         if spec.form.slices:
             features = [int(features[0] * share_of(spec.form))]
         return (rows, len(self.tokens(spec)), *features)

@@ -70,19 +70,23 @@ def join_of(shapes: Shapes, members: Sequence[Spec]) -> Join:
     first = members[0]
     if first.kind not in ROW_KINDS:
         return _of_parameters(shapes, members)
-    if first.kind is Kind.STATS:
-        return _of_pieces([list(bits(mask)) for member in members for _, mask in member.form.slices], 0)
-    if any(member.form.slices != first.form.slices for member in members):
-        return _of_pieces([list(bits(mask)) for member in members for _, mask in member.form.slices], -1)
+    if (index := index_apart(members)) is not None:
+        return _of_pieces([list(bits(member.pieces(index))) for member in members], -1)
     if along_sequence(members):
         return _of_tokens([shapes.tokens(member) for member in members])
     return _of_pieces([list(bits(member.microbatches)) for member in members], 0)
 
 
+def index_apart(members: Sequence[Spec]) -> str | None:
+    """Find the index of which pieces hold different parts: their features lie side by side (None: they are of rows)."""
+    indices = {index for member in members for index, _ in member.form.slices}
+    return next((index for index in indices if len({member.pieces(index) for member in members}) > 1), None)
+
+
 def along_sequence(members: Sequence[Spec]) -> bool:
     """Whether pieces are slices of the same sequences; the check sees to it that they are not of others as well."""
     first = members[0]
-    if first.kind not in ROW_KINDS or first.kind is Kind.STATS or first.whole_sequences:
+    if first.kind not in ROW_KINDS or first.whole_sequences:
         return False
     return all(member.microbatches == first.microbatches for member in members)
 

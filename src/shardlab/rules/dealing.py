@@ -60,14 +60,14 @@ def slice_of(value: Spec, place: int, parts: int) -> Spec:
     """One of the equal parts of what a value holds, of its parameters or of its tokens.
 
     Raises:
-        Refused: for a part that there is not, a scalar or statistics, or tokens that do not divide.
+        Refused: for a part that there is not, a scalar, or tokens that do not divide.
     """
     op = value.about("slice")
     if not 0 <= place < parts or parts * value.holds.of > MOST_SLICES:
         most = MOST_SLICES // value.holds.of
         remedy = f"count slices from 0, below their number, which is {most:,} at most"
         raise Refused("unknown slice", op, f"slice {place} of {parts} was asked for", remedy)
-    if value.kind in (Kind.SCALAR, Kind.STATS):
+    if value.kind is Kind.SCALAR:
         remedy = "slice weights, optimizer states, activations or gradients"
         raise Refused("wrong kind", op, f"{value} was given", remedy)
     if value.kind not in ROW_KINDS:

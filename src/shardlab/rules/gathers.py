@@ -44,7 +44,7 @@ def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
         raise no_slices(op)
     if form.kind not in ROW_KINDS:
         _refuse_slices(op, specs, names)
-    pieces = form.slices and (form.kind is Kind.STATS or all(spec.cells == first.cells for spec in specs))
+    pieces = form.slices and all(spec.cells == first.cells for spec in specs)
     if pieces or any(spec.form is not form for spec in specs):
         return _gathered_pieces(op, specs, names)
     return Spec(form, *united_cells(op, specs, names))
