@@ -10,11 +10,15 @@ from shardlab.errors import Refused
 from shardlab.program import Kind, Op, OpKind, Program, Spec
 from shardlab.program.matching import Communication
 from shardlab.program.ops import COPIES, Combiner
+from shardlab.rules.attention import pattern
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits
-from shardlab.rules.spec import Form, share_of
+from shardlab.rules.spec import Form, pieces_share
 
 OPT_STATE, GRAD_ACTIVATION, UNION = Kind.OPT_STATE, Kind.GRAD_ACTIVATION, Combiner.UNION
+DEALS = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL})
+"""Collectives that give each member a part of its own, as the value was put together."""
+
 FORWARDS = frozenset(kind for kind in OpKind if kind.row.keeps is Kind.SAVED)
 LOCAL = frozenset({OpKind.SCALE, OpKind.CAST, OpKind.SLICE, OpKind.CONCATENATE})
 STEPS = frozenset({OpKind.DIRECTION, OpKind.UPDATE})
@@ -60,6 +64,9 @@ def why_not_runnable(
             why = "the model's input is tokens, which have no gradient", f"do not communicate {spec}"
         elif kind.row.combines is UNION:
             why = _no_gather([specs[rank][tapes[rank][at][2][0]] for rank, _, at in members])
+        elif kind in DEALS and form.kind in ROW_KINDS:
+            ops = [(specs[rank], tapes[rank][at]) for rank, _, at in members]
+            why = _no_deal([own[op.inputs[0]] for own, op in ops], [own[op.outputs[0]] for own, op in ops])
         else:
             sound.add((kind, form))
         if why is not None:
@@ -116,6 +123,18 @@ def _no_gather(given: Sequence[Spec]) -> Why | None:
     return _apart_twice(given)
 
 
+def _no_deal(given: Sequence[Spec], received: Sequence[Spec]) -> Why | None:
+    """Why the members of a collective cannot be dealt their parts of what they give."""
+    for verb, specs in (("give", given), ("receive", received)):
+        shares = [_share(spec) for spec in specs]
+        if any(share != shares[0] for share in shares):
+            return f"the members {verb} {', '.join(map(str, shares))} of the whole", "let all deal equal pieces"
+    uneven = next((spec for spec in received if not _even(spec)), None)
+    if uneven is None:
+        return None
+    return f"{uneven} has other slices of some microbatches than of others", "deal the same slices of all microbatches"
+
+
 def _apart_twice(given: Sequence[Spec]) -> Why | None:
     """Why pieces of rows have no place in one tensor: they differ in two dims."""
     first = given[0]
@@ -130,7 +149,7 @@ def _apart_twice(given: Sequence[Spec]) -> Why | None:
 def _share(spec: Spec) -> Fraction:
     """Share of the whole that a value holds: of parameters, or of the batch and the indices that it is cut along."""
     if spec.kind in ROW_KINDS:
-        return Fraction(spec.cells.bit_count(), spec.form.space.cells) * share_of(spec.form)
+        return Fraction(spec.cells.bit_count(), spec.form.space.cells) * pieces_share(spec.form)
     return Fraction(spec.holds.pieces, spec.holds.of)
 
 
@@ -161,4 +180,4 @@ def _no_tensor(op: Op, specs: dict[int, Spec], cuts: Sequence[int]) -> Why | Non
 
 def _even(spec: Spec) -> bool:
     """Whether a value holds the same slices of each microbatch."""
-    return spec.microbatches.bit_count() * len(_slices(spec)) == spec.cells.bit_count()
+    return pattern(spec.cells, spec.form.space.sequence)[1] >= 0

@@ -22,7 +22,8 @@ class SlicingVerbs(RankContext):
         """Slice `index`, from 0, of `of` equal ones: of what a value holds of its parameters, or of its tokens.
 
         Tokens are cut as `reduce_scatter` deals them: every sequence, where the mesh cuts sequences; else the batch, in
-        whole microbatches. The slice is a view of the value's memory, which stays until the last of both is freed.
+        whole microbatches. Tokens that were put together from so many pieces are cut into these, which may be unequal.
+        The slice is a view of the value's memory, which stays until the last of both is freed.
         """
         spec = self._read(value, "slice")
         if index.__class__ is not int or of.__class__ is not int:
