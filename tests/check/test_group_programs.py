@@ -74,16 +74,22 @@ def test_unequal_parts_are_not_dealt_to_ranks() -> None:
     program = trace(right.unequal_parts_scattered, Mesh(tp=2), 1, 4)
     assert judge(program).right
     found = check(program).not_runnable
-    tells(found, "not runnable", rank=0, remedy="let all deal equal pieces")
+    tells(found, "not runnable", rank=0, remedy="put the value together from equal pieces, since it is dealt in these")
     assert "the members receive 1/4, 3/4 of the whole" in str(found)
 
 
-def test_an_exchange_of_other_slices_of_other_microbatches_runs_nowhere() -> None:
-    """No tensor has some slices of one sequence and others of the next."""
+@pytest.mark.parametrize(
+    ("end", "cells", "remedy"),
+    [
+        ("inputs", 0b0001, "give equal pieces"),
+        ("outputs", 0b1001_0110, "deal the same slices of all microbatches"),  # no tensor has these
+    ],
+)
+def test_an_exchange_of_unequal_pieces_runs_nowhere(end: str, cells: int, remedy: str) -> None:
     checked = check(trace(planned(Plan(Mesh(cp=2), context="ulysses")), Mesh(cp=2), 1, 2))
     tapes = checked.program.tapes
     exchange = next(op for op in tapes[0] if op.kind is OpKind.ALL_TO_ALL)
-    made = checked.specs[0][exchange.outputs[0]]
-    checked.specs[0][exchange.outputs[0]] = made._replace(cells=0b1001_0110)
+    (number,), specs = getattr(exchange, end), checked.specs[0]
+    specs[number] = specs[number]._replace(cells=cells)
     why = why_not_runnable(checked.program, checked.specs, checked.communications, [range(len(tape)) for tape in tapes])
-    tells(why, "not runnable", rank=0, remedy="deal the same slices of all microbatches")
+    tells(why, "not runnable", rank=0, remedy=remedy)

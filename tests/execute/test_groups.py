@@ -72,7 +72,7 @@ def met(rank: int, ranks: tuple[int, ...], shares_memory: bool) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["in shared memory", "by gloo"])
-@pytest.mark.parametrize("order", [(1, 0), (2, 0, 1)])
+@pytest.mark.parametrize("order", [(0,), (1, 0), (2, 0, 1)])
 def test_pieces_and_sums_are_in_the_order_in_which_ranks_are_named(
     ranks: World, order: tuple[int, ...], shares_memory: bool
 ) -> None:

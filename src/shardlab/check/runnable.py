@@ -125,10 +125,13 @@ def _no_gather(given: Sequence[Spec]) -> Why | None:
 
 def _no_deal(given: Sequence[Spec], received: Sequence[Spec]) -> Why | None:
     """Why the members of a collective cannot be dealt their parts of what they give."""
-    for verb, specs in (("give", given), ("receive", received)):
+    for verb, specs, remedy in (
+        ("give", given, "give equal pieces"),
+        ("receive", received, "put the value together from equal pieces, since it is dealt in these"),
+    ):
         shares = [_share(spec) for spec in specs]
         if any(share != shares[0] for share in shares):
-            return f"the members {verb} {', '.join(map(str, shares))} of the whole", "let all deal equal pieces"
+            return f"the members {verb} {', '.join(map(str, shares))} of the whole", remedy
     uneven = next((spec for spec in received if not _even(spec)), None)
     if uneven is None:
         return None
