@@ -15,14 +15,17 @@ SILENCE = 9.0
 class Heartbeat:
     """Prints lines on stderr; after each silence, also what is under way and for how long. Use it as a context.
 
+    Args:
+        silence: seconds, by default SILENCE.
+
     Attributes:
         doing: what is under way; setting it starts its clock.
         until: whether somebody else gives signs of life from now on.
     """
 
-    def __init__(self, doing: str, silence: float = SILENCE, until: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, doing: str, silence: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
         self.until = until
-        self._silence = silence
+        self._silence = SILENCE if silence is None else silence
         self._changed = threading.Condition()
         self._ended = False
         self._printed = time.monotonic()

@@ -224,7 +224,7 @@ class _Ranks:
     def _note_end(self, rank: int) -> None:
         """A rank's pipe has ended, and so has the rank: the kernel says so, also where the fork server is gone."""
         process = self._processes[rank]
-        process.join(1)
+        process.join(LAST_WORDS)  # until the server that forked it, if it is still there, tells its exit code
         self._ended[rank] = process.exitcode or 0
         if self._ended[rank] or rank not in self._answers:
             self._look_at_others()

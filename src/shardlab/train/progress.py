@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from shardlab.train import heartbeat
 from shardlab.train.figures import VALIDATION, VALIDATION_EMA
-from shardlab.train.heartbeat import SILENCE, Heartbeat
+from shardlab.train.heartbeat import Heartbeat
 
 PIPE_LINES = 10
 """How many lines a fast run prints where no line can be drawn over; a slow one prints more."""
@@ -34,16 +35,17 @@ class TrainingProgress:
 
     Args:
         steps: of the run.
-        silence: seconds after which a pipe gets a line in any case; a step ends with one after half as many.
+        silence: seconds after which a pipe gets a line in any case, by default `heartbeat.SILENCE`. A step ends with
+            one after half as many.
     """
 
-    def __init__(self, steps: int, silence: float = SILENCE) -> None:
+    def __init__(self, steps: int, silence: float | None = None) -> None:
         self._steps = steps
-        self._silence = silence
+        self._silence = heartbeat.SILENCE if silence is None else silence
         self._shown = time.monotonic()
         console = Console(file=sys.stderr)
         live = console.is_interactive
-        self._lines = Heartbeat("starting", silence) if not live else None
+        self._lines = Heartbeat("starting", self._silence) if not live else None
         self._bar = Progress(
             TextColumn("step {task.completed:>5.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
