@@ -6,11 +6,12 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
 # Without bytecode each worker, and each process that tests start, would compile all again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: chaos help train test gpu verify-all clean
+.PHONY: chaos check help train test gpu verify-all clean
 
 help:
 	@echo "make train   train a small GPT with fully sharded data parallelism on four processes"
 	@echo "make test    lint, types and all tests"
+	@echo "make check   lint, types and the fast tests, for whoever edits"
 	@echo "make gpu     the tests and measurements that need a GPU"
 	@echo "make verify-all"
 	@echo "             every strategy and every pair of strategies against one device, in minutes"
@@ -25,6 +26,14 @@ test: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/pytest
+
+# Types are checked beside the tests.
+check: .venv/installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright & types=$$!; \
+	$(BIN)/pytest -m 'not gpu and not slow'; tests=$$?; \
+	wait $$types && exit $$tests
 
 gpu: .venv/installed
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu: torch sees no GPU here')"

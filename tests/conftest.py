@@ -11,11 +11,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from shardlab.program.stoppable import Stoppable
+from shardlab.train import heartbeat
 from tests.support.processes import left_processes, mark_processes, stop_ignoring_signals
 from tests.support.ranks import Ranks
 from tests.support.waiting import PATIENCE
@@ -27,13 +29,48 @@ ENDING_SECONDS = 30.0
 _mark = mark_processes()
 stop_ignoring_signals()
 
+TESTS = Path(__file__).parent
+
+SLOW_FILES = (
+    "check/test_channels_by_chance.py",
+    "check/test_forward_only.py",
+    "check/test_judge.py",
+    "check/test_mutations.py",
+    "check/test_properties.py",
+    "check/test_roots.py",
+    "check/test_tracing_agrees.py",
+    "planner/test_contenders.py",
+    "planner/test_dealer.py",
+    "planner/test_dealing.py",
+    "planner/test_floors.py",
+    "test_adding.py",
+    "test_hands_on.py",
+    "test_readme.py",
+    "test_trainers.py",
+    "train/test_data.py",
+    "train/test_heap.py",
+    "train/test_launch_environment.py",
+    "train/test_loggers.py",
+)
+"""Files whose tests take more than five seconds of a core in all, although they start no ranks."""
+
 settings.register_profile("shardlab", deadline=None, derandomize=True)  # the machine is noisy; results repeat
 settings.load_profile("shardlab")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker by which `make check` leaves tests out."""
+    config.addinivalue_line("markers", "slow: starts ranks, or is in a file of SLOW_FILES")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Deal the files whose tests start ranks to two workers: one alone would be at it long after the others' end."""
+    """Mark slow tests, and deal the files whose tests start ranks to two workers: one alone would end long after."""
+    for item in items:
+        shares_processes = {"ranks", "warm"} & set(getattr(item, "fixturenames", ()))
+        place = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+        if shares_processes or item.get_closest_marker("xdist_group") or place in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
     starting = [item for item in items if item.get_closest_marker("xdist_group")]
     files = list(dict.fromkeys(item.path for item in starting))
     for item in starting:
@@ -52,6 +89,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         if reporter is not None:
             reporter.write_line(f"\n{process}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _a_busy_machine_adds_no_lines() -> Iterator[None]:
+    """Leave out the lines that say what is under way for long, which a test's output has on a busy machine alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heartbeat, "SILENCE", PATIENCE)
+        yield
 
 
 @pytest.fixture(autouse=True)
