@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.execute.functional import TensorOptimizer
 from shardlab.execute.places import tensor_at
 from shardlab.program import Holds, OpKind
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 Ranges = Sequence[tuple[int, int]]
 
 
-class Average(torch.optim.Optimizer):
+class Average(TensorOptimizer):
     """Follows tensors instead of moving them: the mean of what each was after its steps, the latest counting most.
 
     What a tensor was n steps ago counts decay ** n; that the first steps have fewer before them is corrected as in Adam
@@ -30,10 +31,10 @@ class Average(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Sequence[Tensor], decay: float) -> None:
-        super().__init__(params, {"decay": decay})
+        super().__init__([{"params": params}], decay=decay)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self) -> None:
         """Take the tensors as they are now into their averages."""
         for group in self.param_groups:
             decay = group["decay"]

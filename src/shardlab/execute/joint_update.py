@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from shardlab.check.accumulation import FREE
+from shardlab.execute.functional import AdamW, TensorOptimizer, update_by_adamw
 from shardlab.execute.optimizer import Slice
 from shardlab.program import Op, OpKind
 
@@ -38,11 +38,11 @@ def step_together(slices: Sequence[Slice]) -> None:
     calls: dict[float, list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
     settings: dict[str, Any] = {}
     dropped = next((each.dropped for each in slices if each.dropped is not None), None)  # by the norm of all of them
-    alone: list[torch.optim.Optimizer] = []
+    alone: list[TensorOptimizer] = []
     for each in slices:
         for optimizer in each.optimizers:
             together = len(slices) > 1 or dropped is not None
-            if isinstance(optimizer, torch.optim.AdamW) and optimizer.state and together:
+            if isinstance(optimizer, AdamW) and optimizer.state and together:
                 for group in optimizer.param_groups:
                     settings = group
                     calls[group["weight_decay"]] += [(leaf, optimizer.state[leaf]) for leaf in group["params"]]
@@ -50,23 +50,10 @@ def step_together(slices: Sequence[Slice]) -> None:
                 alone.append(optimizer)
     with torch.no_grad():
         for decay, leaves in calls.items():
-            beta1, beta2 = settings["betas"]
-            adamw(
-                [leaf for leaf, _ in leaves],
-                [gradient for leaf, _ in leaves if (gradient := leaf.grad) is not None],
-                [state["exp_avg"] for _, state in leaves],
-                [state["exp_avg_sq"] for _, state in leaves],
-                [],
-                [state["step"] for _, state in leaves],
-                fused=True,
-                found_inf=dropped,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=settings["lr"],
-                weight_decay=decay,
-                eps=settings["eps"],
-                maximize=False,
+            weights, states = [leaf for leaf, _ in leaves], [state for _, state in leaves]
+            gradients = [gradient for leaf in weights if (gradient := leaf.grad) is not None]
+            update_by_adamw(
+                {**settings, "weight_decay": decay}, weights, gradients, states, fused=True, found_inf=dropped
             )
     for optimizer in alone:
         optimizer.step()

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlab.execute.functional import TensorOptimizer
 
-class OneMoment(torch.optim.Optimizer):
+
+class OneMoment(TensorOptimizer):
     """Torch's loop over weights, with decoupled decay; how far each goes is a method's."""
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+        super().__init__(params, lr=lr, weight_decay=0.0)
 
     @abstractmethod
     def move(self, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
@@ -35,7 +37,7 @@ class OneMoment(torch.optim.Optimizer):
         return state["momentum_buffer"]
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self) -> None:
         """Move every weight that has a gradient."""
         for group in self.param_groups:
             rate = group["lr"]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardlab.execute.average import Average
 from shardlab.execute.communicator import Wait
+from shardlab.execute.functional import SGD, AdamW, TensorOptimizer
 from shardlab.execute.lion import Lion
 from shardlab.execute.muon import Muon, iterated_in, length, orthogonal
 from shardlab.execute.places import Parked
@@ -31,22 +32,22 @@ def torch_optimizers(
     matrices: Sequence[Tensor] = (),
     *,
     fused: bool = True,
-) -> list[torch.optim.Optimizer]:
+) -> list[TensorOptimizer]:
     """The optimizers of some leaf tensors: of Muon's `matrices`, which decay, and of the rest; last an average."""
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
     groups, rate = [group for group in groups if group["params"]], config.learning_rate
-    found: list[torch.optim.Optimizer] = []
+    found: list[TensorOptimizer] = []
     if matrices:
         found.append(Muon([{"params": matrices, "weight_decay": config.weight_decay}], rate, config.momentum))
     if groups and config.optimizer == "sgd":
-        found.append(torch.optim.SGD(groups, lr=rate, momentum=config.momentum, fused=fused))
+        found.append(SGD(groups, rate, config.momentum, fused=fused))
     elif groups and config.optimizer == "lion":
         found.append(Lion(groups, rate, config.betas))
     elif groups:
-        found.append(torch.optim.AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, fused=fused))
+        found.append(AdamW(groups, rate, config.betas, config.eps, fused=fused))
     if config.ema is not None:
         found.append(Average([*decayed, *others, *matrices], config.ema))
     return found
@@ -234,7 +235,7 @@ class Slice:
     @property
     def may_wait(self) -> bool:
         """Whether it may be stepped with those that follow: by AdamW, and what is handed on is stepped with it."""
-        return len(self.weights) == 1 and any(isinstance(each, torch.optim.AdamW) for each in self.optimizers[:1])
+        return len(self.weights) == 1 and any(isinstance(each, AdamW) for each in self.optimizers[:1])
 
     def finish(self) -> None:
         """The leaves have been stepped: let go of the gradient, and round the weights from their exact copy."""
