@@ -138,6 +138,8 @@ sys.meta_path.insert(0, NoTorch())
 
 COMMANDS = """
 from shardlab.cli import main
+from shardlab.train import verdict
+verdict.run_ranks = lambda *_, **__: verdict.Verdict(0.0, 0.0, 0, 0.0, 0)  # ranks are other processes
 for arguments in {commands!r}:
     assert main(arguments) == 0, arguments
     assert ("matplotlib" in sys.modules) == ("--svg" in arguments), arguments
@@ -153,7 +155,7 @@ for package in {packages!r}:
 
 
 def test_checking_timing_and_drawing_need_no_torch(tmp_path: Path) -> None:
-    """And only drawing needs matplotlib."""
+    """Nor does starting the ranks that verify a strategy; and only drawing needs matplotlib."""
     commands = [
         ["strategies"],
         ["simulate", "fsdp", "--json"],
@@ -162,7 +164,7 @@ def test_checking_timing_and_drawing_need_no_torch(tmp_path: Path) -> None:
         ["launch", "--help"],
         ["doctor", "--help"],
         ["data", "prepare", "--help"],
-        ["verify", "--help"],
+        ["verify", "fsdp", "--ranks", "2"],
         ["convert", "--help"],
         ["bench", "collectives", "--help"],
         ["compare", "--help"],

@@ -13,11 +13,11 @@ from unittest.mock import Mock
 
 import pytest
 
-import shardlab.train.verify as verifying
+import shardlab.train.verdict as verifying
 from shardlab.cli import main
 from shardlab.execute.gpus import has_driver
 from shardlab.train.job import Job
-from shardlab.train.verify import SMALL_NORM, Verdict
+from shardlab.train.verdict import SMALL_NORM, Verdict
 from tests.support.waiting import PATIENCE
 from tests.support.warm import WarmStarts
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardlab.doctor.links import MeasuredLink
 from shardlab.doctor.smoke import SmokeResult, Trained, _unequal, smoke_rank
 from shardlab.measure.points import CollectivePoint
-from shardlab.train.verify import Verdict
+from shardlab.train.verdict import Verdict
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -20,7 +20,8 @@ from shardlab.strategies import Plan
 from shardlab.train import verify
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
-from shardlab.train.verify import Verdict, verify_rank
+from shardlab.train.verdict import Verdict
+from shardlab.train.verify import verify_rank
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")

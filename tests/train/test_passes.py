@@ -22,7 +22,8 @@ from shardlab.train import job as jobs
 from shardlab.train.cases import ALONE, CASES, Case
 from shardlab.train.described import described, job_of
 from shardlab.train.job import Job
-from shardlab.train.verify import Verdict, verify_rank
+from shardlab.train.verdict import Verdict
+from shardlab.train.verify import verify_rank
 from tests.support.ranks import Ranks
 
 World = Callable[[int], Ranks]

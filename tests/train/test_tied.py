@@ -16,7 +16,8 @@ from shardlab.models.tensors import Choice, Writer, named_views
 from shardlab.program import Mesh, Op, OpKind, Refused, UserError
 from shardlab.strategies.plan import Plan
 from shardlab.train.job import Job
-from shardlab.train.verify import Verdict, verify_rank
+from shardlab.train.verdict import Verdict
+from shardlab.train.verify import verify_rank
 from tests.support.ranks import Ranks
 from tests.train.tied_plans import CPU, trained, verdict
 

@@ -24,7 +24,8 @@ from shardlab.train import verify
 from shardlab.train.cases import PIPELINES, SHARDINGS
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
-from shardlab.train.verify import TOLERANCE, Verdict, verify_rank
+from shardlab.train.verdict import TOLERANCE, Verdict
+from shardlab.train.verify import verify_rank
 from tests.strategies.csv_files import csv_of
 from tests.support.ranks import Ranks
 from tests.train.verify_cases import BY_HAND, TABLE, Verified, sharded_pipelines

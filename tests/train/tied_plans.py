@@ -13,7 +13,8 @@ from shardlab.program.precision import FP64
 from shardlab.strategies.plan import Plan
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
-from shardlab.train.verify import Verdict, verify_rank
+from shardlab.train.verdict import Verdict
+from shardlab.train.verify import verify_rank
 
 CPU = torch.device("cpu")
 

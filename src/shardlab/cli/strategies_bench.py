@@ -140,14 +140,14 @@ class BenchStrategies:
         from shardlab.cli.each_pass import settled_pair
         from shardlab.measure.side_by_side.report import PairRow
         from shardlab.measure.side_by_side.turns import compare_rank
-        from shardlab.train.launch import run_ranks
+        from shardlab.train.launch import Joining, run_ranks
         from shardlab.train.processes import RankFailed
 
         if why_not := pair.why_not(size, self.ranks):
             return PairRow(pair, size, None, why_not)
         try:
             pair = settled_pair(pair, size, self.ranks)
-            compared = run_ranks(self.ranks, compare_rank, pair, size, self.turns)
+            compared = run_ranks(self.ranks, compare_rank, pair, size, self.turns, joining=Joining(dynamo=True))
         except (RankFailed, Refused, UserError) as error:
             return PairRow(pair, size, None, str(error), failed=True)
         if not compared.agrees:

@@ -283,7 +283,7 @@ class Train:
             resumed.want_same_data(corpus.identity)
         if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
             raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
-        joining = Joining(self.bind, limit_of(config.train.timeout))
+        joining = Joining(self.bind, limit_of(config.train.timeout), config.train.compile)
         if planned is not None and len(planned.runs) > 1:
             heartbeat.doing = "plans in turns"
             fast = fastest(planned, run, self._proved, joining, tell=first and not self.json)

@@ -84,7 +84,7 @@ class Verify:
         from shardlab.execute.compiling import want_compilable
         from shardlab.train.job import Job
         from shardlab.train.launch import device_type, ranks_here
-        from shardlab.train.verify import TOLERANCE, clip_for, verify
+        from shardlab.train.verdict import TOLERANCE, clip_for, verify
 
         chosen, ranks = self.layout.entry(self.strategy, self.ranks or ranks_here(0) or None)
         ep = chosen.grid(ranks).ep

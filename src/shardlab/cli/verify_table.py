@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shardlab.cli.console import table_of
 from shardlab.train.cases import ALONE
-from shardlab.train.verify import TOLERANCE
+from shardlab.train.verdict import TOLERANCE
 from shardlab.train.verify_all import CaseResult
 
 

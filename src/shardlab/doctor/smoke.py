@@ -22,7 +22,8 @@ from shardlab.measure.world import MeasuringRanks
 from shardlab.models import GPT
 from shardlab.strategies import find
 from shardlab.train.job import Job
-from shardlab.train.verify import Verdict, verify_rank
+from shardlab.train.verdict import Verdict
+from shardlab.train.verify import verify_rank
 
 STRATEGIES = ("ddp", "fsdp")
 STEPS = 3

@@ -56,10 +56,13 @@ class Joining:
     Attributes:
         bound: each gets CPUs of its own.
         timeout: after which a rank that waits for another fails, also at the start.
+        dynamo: torch._dynamo is imported once, for all ranks that are started here; torch.compile and the classes of
+            torch.optim need it.
     """
 
     bound: bool = False
     timeout: timedelta = timedelta(minutes=30)  # torch's own
+    dynamo: bool = False
 
 
 JOINING = Joining()
@@ -174,7 +177,7 @@ def _start_local(
     ranks: int, joining: Joining, watching: Watching | None, function: Callable[..., Result], *arguments: Any
 ) -> Result:
     module = getattr(function, "module", function.__module__)
-    preload = (module, "torch._dynamo")  # the second is what torch's optimizers import at their first use
+    preload = (module, "torch._dynamo") if joining.dynamo else (module,)
     with meeting_file() as store:  # it outlives every rank
         meeting = ranks, str(store), joining
         return run_processes(ranks, preload, _started, *meeting, function, *arguments, watching=watching)

@@ -15,7 +15,8 @@ from shardlab.execute.communicator import Groups
 from shardlab.program import Refused, UserError
 from shardlab.train.cases import Case
 from shardlab.train.launch import run_ranks
-from shardlab.train.verify import TOLERANCE, verify_rank
+from shardlab.train.verdict import TOLERANCE
+from shardlab.train.verify import verify_rank
 
 
 @dataclass(frozen=True)
