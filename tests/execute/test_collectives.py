@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.execute.collectives import _by_messages as by_messages
 from shardlab.execute.collectives import all_gather, all_reduce, reduce_scatter
 from shardlab.execute.messages import Messages
 from shardlab.program.ways import BY_MESSAGES
@@ -82,3 +83,11 @@ def test_sums_are_in_group_order_and_gathers_whole(ranks: World, size: int) -> N
 def test_messages_have_no_future_as_those_of_gloo() -> None:
     with pytest.raises(RuntimeError, match="no future"):
         Messages([]).get_future()
+
+
+def test_a_group_without_a_backend_for_the_cpu_sends_no_messages() -> None:
+    """NCCL's groups are such; torch raises when it is asked for a backend that a group has not."""
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        group._get_backend(torch.device("cpu"))
+    assert not by_messages(group)

@@ -217,8 +217,8 @@ def _exchanged(group: dist.ProcessGroup, rooms: Sequence[Tensor], given: Sequenc
 
 
 def _by_messages(group: dist.ProcessGroup) -> bool:
-    backend: Any = group._get_backend(_CPU)
-    return isinstance(backend, dist.ProcessGroupGloo)
+    """Whether the group is gloo's. One of NCCL's has no backend for the CPU, and torch raises when asked for it."""
+    return _CPU in group._device_types and isinstance(group._get_backend(_CPU), dist.ProcessGroupGloo)
 
 
 def _first(*names: str) -> Callable[..., Any]:
