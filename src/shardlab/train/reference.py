@@ -19,6 +19,8 @@ from shardlab.models.layout import Parameter
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, views, with_borrowed
 from shardlab.program.precision import Precision
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -50,6 +52,7 @@ def train_reference(
     precision: Precision,
     config: OptimizerConfig,
     trained: Sequence[Tensor] | None = None,
+    device: torch.device = CPU,
 ) -> Reference:
     """Plain autograd through all layers, one optimizer over all parameters, one microbatch after the other.
 
@@ -58,12 +61,19 @@ def train_reference(
         precision: of the parameters, their gradients, and the optimizer's copy of the parameters if it has one.
         trained: for each layer, like its flat weights, 1 where parameters are trained and 0 where they are frozen
             (None: all are trained).
+        device: on which all of it is computed.
+
+    Returns:
+        The results, on the CPU.
     """
     layouts = [model.layout(layer) for layer in range(model.layers)]
-    flats = [initial_weights(model, layer, seed, torch_dtype(precision.parameters)) for layer in range(model.layers)]
-    exact = flats
-    if precision.copy:
-        exact = [initial_weights(model, layer, seed, torch_dtype(precision.state)) for layer in range(model.layers)]
+
+    def first_weights(dtype: str) -> list[Tensor]:
+        each = (initial_weights(model, layer, seed, torch_dtype(dtype)) for layer in range(model.layers))
+        return [flat.to(device) for flat in each]
+
+    flats = first_weights(precision.parameters)
+    exact = first_weights(precision.state) if precision.copy else flats
     parameters = [
         [view.detach().requires_grad_() for view in views(layout, flat)]
         for layout, flat in zip(layouts, flats, strict=True)
@@ -71,7 +81,8 @@ def train_reference(
     sums = [torch.zeros_like(flat, dtype=torch_dtype(precision.gradients)) for flat in flats]
     stepped: list[tuple[Tensor, Tensor]] = []
     roles: list[list[Tensor]] = [[], [], []]
-    for layout, copy, total, moves in zip(layouts, exact, sums, trained or map(torch.ones_like, flats), strict=True):
+    moving = map(torch.ones_like, flats) if trained is None else trained
+    for layout, copy, total, moves in zip(layouts, exact, sums, moving, strict=True):
         of_layer = zip(layout.parameters, views(layout, copy), views(layout, total), views(layout, moves), strict=True)
         for parameter, tensor, gradient, its in of_layer:
             if not its.any():
@@ -90,17 +101,17 @@ def train_reference(
             total.zero_()
         mean = torch.zeros((), dtype=torch.float64)
         for microbatch in range(count):
-            x, targets = batches.microbatch(step, microbatch)
+            x, targets = (each.to(device) for each in batches.microbatch(step, microbatch))
             layers = zip(layers_of(model), with_borrowed(model, parameters), strict=True)
             for number, (layer, weights) in enumerate(layers):
                 dropout = Dropout(model.dropout, seed, step, number, (microbatch,))
                 x = layer(weights, x, dropout, Share(of_step=count))
             loss = loss_of(x, targets) / batches.counted(step, count)
             loss.backward()
-            mean += loss.detach()
+            mean += loss.detach().cpu()
             for layout, total, its in zip(layouts, sums, parameters, strict=True):
                 _add_gradients(views(layout, total), its)
-        gradients.append([total.clone() for total in sums])
+        gradients.append([total.to(CPU, copy=True) for total in sums])
         losses.append(float(mean))
         for tensor, gradient in stepped:
             tensor.grad = gradient.to(tensor.dtype, copy=True)
@@ -119,9 +130,9 @@ def train_reference(
     averages = (
         []
         if config.ema is None
-        else [(total / counted).to(flat.dtype) for total, flat in zip(followed, flats, strict=True)]
+        else [(total / counted).to(CPU, flat.dtype) for total, flat in zip(followed, flats, strict=True)]
     )
-    return Reference(losses, gradients, flats, averages)
+    return Reference(losses, gradients, [flat.cpu() for flat in flats], averages)
 
 
 def _matrices(tensor: Tensor, parameter: Parameter) -> list[Tensor]:

@@ -27,7 +27,7 @@ from shardlab.program.precision import FP64, Precision
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
 from shardlab.train.launch import backend_of
-from shardlab.train.reference import Reference, train_reference
+from shardlab.train.reference import CPU, Reference, train_reference
 from shardlab.train.verdict import Errors, Verdict, clip_for
 from shardlab.train.world import agree
 
@@ -79,9 +79,14 @@ def verify_rank(
     executor = Executor(checked, rank, model, batches, settings, backend_of(device.type), observe, groups)
 
     def one_device(numbers: Precision) -> Reference:
-        """What rank 0 alone computes, so that the others' cores are free; every rank calls this."""
+        """Train on rank 0 alone, so that the others' cores are free; every rank calls this.
+
+        Float64 is computed on the CPU. Lower precision is computed on a device like the ranks': where a router's scores
+        are nearly equal, the rounding of other kernels chooses another expert, and that says nothing of the strategy.
+        """
         task = job.model, batches, [job.microbatches] * steps, job.seed, numbers, settings.optimizer
-        found = [train_reference(*task, _unfrozen(job, checked)) if rank == 0 else None]
+        where = CPU if numbers is FP64 else device
+        found = [train_reference(*task, _unfrozen(job, checked), where) if rank == 0 else None]
         dist.broadcast_object_list(found, device=device)
         assert found[0] is not None
         return found[0]
