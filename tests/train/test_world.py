@@ -27,9 +27,9 @@ def test_every_rank_knows_all_places(ranks: Callable[[int], Ranks]) -> None:
     assert here.versions["torch"]
 
 
-def printed(places: list[RankPlace]) -> str:
+def printed(places: list[RankPlace], backend: str = "nccl") -> str:
     console = Console(file=io.StringIO(), width=80)
-    RunningWorld(places, "nccl", "torchrun", {"python": "3.11", "shardlab": None}).print(console)
+    RunningWorld(places, backend, "torchrun", {"python": "3.11", "shardlab": None}).print(console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -56,3 +56,14 @@ def test_the_table_has_cpus_where_ranks_of_a_host_have_their_own() -> None:
     bound = printed([RankPlace(0, "a", "cpu", {}, "0-3"), RankPlace(1, "a", "cpu", {}, "4-7")])
     assert bound.splitlines()[:2] == ["rank  host  device  cpus", "   0  a     cpu      0-3"]
     assert "cpus" not in printed([RankPlace(0, "a", "cpu", {}, "0-7"), RankPlace(1, "a", "cpu", {}, "0-7")])
+
+
+def test_ranks_that_leave_a_gpu_idle_are_told_how_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [RankPlace(rank, "a", "cpu", {}) for rank in range(4)]
+    monkeypatch.setattr("shardlab.train.world.gpu_count", lambda: 1)
+    assert printed(places, "gloo").splitlines()[-1] == (
+        "4 ranks on 1 GPU: all compute on the CPU; --ranks 1 takes the GPU"
+    )
+    assert "all compute" not in printed(places, "nccl")
+    monkeypatch.setattr("shardlab.train.world.gpu_count", lambda: 0)
+    assert "all compute" not in printed(places, "gloo")

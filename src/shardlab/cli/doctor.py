@@ -34,7 +34,7 @@ class Doctor:
     """
 
     ranks: OptionalCount = None
-    """How many processes meet, where no launcher started them; without it 2."""
+    """How many processes meet, where no launcher started them; without it one for each GPU, or 2."""
 
     timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
     """How long a rank waits for the others."""
@@ -61,6 +61,7 @@ class Doctor:
         from shardlab.doctor.finding import Finding
         from shardlab.doctor.links import world_facts
         from shardlab.doctor.world_checks import all_findings
+        from shardlab.execute.gpus import gpu_count
         from shardlab.train.launch import Joining, ranks_here, run_ranks
         from shardlab.train.launch_environment import find_launch_environment
 
@@ -70,7 +71,7 @@ class Doctor:
             place = find_launch_environment(os.environ)
             launched = place is not None and place.world > 1
             here = (place.local_rank, place.local_world) if place is not None and launched else (None, None)
-            ranks = ranks_here(self.ranks or 2)
+            ranks = ranks_here(self.ranks or gpu_count() or 2)
             joining = Joining(timeout=timedelta(seconds=self.timeout))
             world = run_ranks(ranks, world_facts, *here, joining=joining)
         except Exception as error:  # whatever torch says of a network

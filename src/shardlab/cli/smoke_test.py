@@ -28,7 +28,7 @@ class SmokeTest:
     """
 
     ranks: OptionalCount = None
-    """How many, where no launcher started them; without it 2."""
+    """How many, where no launcher started them; without it one for each GPU, or 2."""
 
     json: Flag = False
     """Print JSON alone."""
@@ -38,9 +38,10 @@ class SmokeTest:
 
         from shardlab.cli.ranks import failures_as_exit
         from shardlab.doctor.smoke import STRATEGIES, smoke_rank
+        from shardlab.execute.gpus import gpu_count
         from shardlab.train.launch import ranks_here, run_ranks
 
-        ranks = self.ranks or ranks_here(2)
+        ranks = self.ranks or ranks_here(gpu_count() or 2)
         began = time.monotonic()
         with failures_as_exit():
             result = run_ranks(ranks, smoke_rank, STRATEGIES)

@@ -51,8 +51,11 @@ def _backend(facts: HostFacts) -> Judged:
 
 def _devices(facts: HostFacts) -> Judged:
     if facts.gpus and facts.ranks > len(facts.gpus):
-        fewer = f"start {len(facts.gpus)} ranks on a host"
-        return "error", f"{counted(len(facts.gpus), 'GPU')} for {counted(facts.ranks, 'rank')}", fewer
+        found = f"{counted(len(facts.gpus), 'GPU')} for {counted(facts.ranks, 'rank')}"
+        fewer = f"start {counted(len(facts.gpus), 'rank')} on a host"
+        if facts.launcher == "shardlab":
+            return "warning", f"{found}: all compute on the CPU", fewer
+        return "error", found, fewer
     if facts.gpus:
         return f"{len(facts.gpus)} x {facts.gpus[0]}"
     if facts.driver and facts.cuda is None:

@@ -8,6 +8,7 @@ from statistics import median
 from shardlab.doctor.checks import Judged, examined, finding
 from shardlab.doctor.finding import Finding
 from shardlab.doctor.links import WorldFacts
+from shardlab.rules.pieces import counted
 
 CLOCKS_APART = 1.0
 """Seconds from which on logs of several hosts mislead."""
@@ -23,7 +24,7 @@ def _versions(facts: WorldFacts) -> Judged:
             if version != reference[name]:
                 found = f"{name} {reference[name]} on rank 0, {version} on rank {other.rank} ({other.host})"
                 return "error", found, "install the same everywhere, such as by constraints.txt"
-    return f"the same on {len(facts.hosts)} ranks"
+    return f"the same on {counted(len(facts.hosts), 'rank')}"
 
 
 def _clocks(facts: WorldFacts) -> Judged:

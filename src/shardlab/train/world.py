@@ -19,7 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from shardlab.check import Checked
+from shardlab.execute.gpus import gpu_count
 from shardlab.program import Mesh
+from shardlab.rules.pieces import counted
 from shardlab.train.binding import as_ranges, usable_cpus
 from shardlab.train.launch_environment import launcher_of
 
@@ -99,6 +101,10 @@ class RunningWorld:
             console.print(f"and {left} more, in run.json", highlight=False)
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items() if number)
         console.print(f"{self.backend}, started by {self.launcher}; {versions}", highlight=False, soft_wrap=True)
+        if self.backend == "gloo" and (gpus := gpu_count()):
+            ranks, them = counted(len(self.places), "rank"), "GPU" if gpus == 1 else "GPUs"
+            said = f"{ranks} on {counted(gpus, 'GPU')}: all compute on the CPU; --ranks {gpus} takes the {them}"
+            console.print(said, highlight=False, soft_wrap=True)
 
 
 def versions() -> dict[str, str | None]:
