@@ -20,6 +20,7 @@ def nothing(name: str) -> None:
 
 
 def test_a_compiler_is_looked_for_where_torch_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
     want_compilable(CHECKED, "cpu")
     monkeypatch.setenv("CXX", str(tmp_path / "nobody"))
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and .*nobody is not here; install one"):
@@ -32,6 +33,7 @@ def test_kernels_of_a_gpu_need_triton_and_a_compiler(monkeypatch: pytest.MonkeyP
         want_compilable(CHECKED, "cuda")
     monkeypatch.setattr("shardlab.execute.compiling.find_spec", bool)
     monkeypatch.setattr("shardlab.execute.compiling.which", nothing)
+    monkeypatch.delenv("CC", raising=False)
     with pytest.raises(UserError, match="needs a C compiler, and gcc is not here; install one, name another in CC"):
         want_compilable(CHECKED, "cuda")
 
