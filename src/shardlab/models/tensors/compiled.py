@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -84,4 +85,6 @@ def _compiled(layer: TensorLayer, share: Share, factors: tuple[bool, ...]) -> Co
     # Graphs are kept, and their number is limited, for each code object: every kind of layer gets one of its own.
     code = traced.__code__.replace(co_name=f"layer_{layer.layer.name.replace('-', '_')}")
     own = FunctionType(code, traced.__globals__, code.co_name, None, traced.__closure__)
+    # Products in float32 stay exact on a GPU. Torch advises TF32, which has 10 bits of a fraction.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
     return torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND)
