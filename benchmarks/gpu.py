@@ -266,6 +266,7 @@ def loops(model: GPT, options: Options) -> list[Row]:
     def row(name: str, ranks: int, compile: bool, took: Took) -> Row:
         tokens = ranks * options.sequences * model.seq_len / took.seconds
         mfu = None if peak is None else flops_per_token(model) * tokens / peak / ranks
+        print(f"gpu: {name}{', compiled' * compile}: {1000 * took.seconds:.1f} ms/step", file=sys.stderr, flush=True)
         return Row(name, ranks, compile, took.losses[-1], took.seconds, tokens, mfu, took.memory)
 
     compiles = (False, True) if options.compile else (False,)

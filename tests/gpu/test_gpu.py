@@ -58,6 +58,16 @@ def test_one_gpu_has_the_numbers_of_the_cpu(options: str, precision: str) -> Non
     assert main(["verify", *ONE_RANK.split(), *options.split(), "--precision", precision]) == 0
 
 
+@pytest.mark.parametrize("strategy", ["single", "ddp", "wsdp", "fsdp", "zero-1", "zero-3"])
+def test_a_group_of_one_rank_communicates_by_nccl(strategy: str) -> None:
+    assert main(["verify", strategy, "--ranks", "1"]) == 0
+
+
+def test_the_smoke_test_takes_the_gpus_that_are_there(capsys: pytest.CaptureFixture[str], gpus: int) -> None:
+    assert main(["test", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == gpus
+
+
 @pytest.mark.parametrize(("words", "ranks"), PLANS)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_ranks_on_nccl_have_the_numbers_of_one_device(words: str, ranks: int, precision: str, gpus: int) -> None:
