@@ -30,7 +30,7 @@ def collect(state: State, slices: Mapping[tuple[int, Holds], Tensor], layer: int
             if source == state.rank:
                 part = slices[layer, holds][at : at + stop - start]
                 if flat is None:
-                    dist.send(part, to)
+                    dist.send(part.to(device), to)  # it may be kept on the host, where NCCL sends nothing
                 else:
                     flat[start:stop] = part
             elif flat is not None:
