@@ -13,6 +13,7 @@ from shardlab.models import GPT, Blocks, MoE
 from shardlab.program import Mesh, Program, Rank, Strategy, Value, trace
 from shardlab.train.job import Job
 from shardlab.train.verify import verify_rank
+from tests.check import empty_programs as empty
 from tests.check import right_programs as right
 from tests.support.interpreter import judge
 from tests.support.passing import is_right_everywhere
@@ -54,6 +55,23 @@ def test_on_two_processes_its_numbers_are_those_of_one_device(ranks: World, name
     strategy = f"{Path(right.__file__)}:{name}"
     verdict = ranks(2).call(verify_rank, CPU, Job(strategy, 2, 4, PROGRAMS[name][-1], 2, "fp64"), 3)[0]
     assert verdict.ok, verdict
+
+
+# Layers without parameters, and ranks without ops.
+
+
+def test_layers_without_parameters_are_moved_and_stepped_as_others() -> None:
+    job = Job(f"{empty.__file__}:layers_without_parameters", 2, 4, MIXTURE, 2)
+    program = trace(empty.layers_without_parameters, Mesh(tp=2), job.sizes, 4)
+    assert 0 in program.sizes.weights
+    is_right_everywhere(program)
+
+
+@pytest.mark.parametrize("program", [empty.last_rank_is_idle, empty.first_rank_is_idle])
+def test_a_rank_may_have_nothing_to_do(program: Strategy) -> None:
+    traced = trace(program, 3, 2, 4)
+    assert [] in traced.tapes
+    is_right_everywhere(traced)
 
 
 # Freezing.

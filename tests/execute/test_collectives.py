@@ -14,7 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.execute.collectives import _by_messages as by_messages
-from shardlab.execute.collectives import all_gather, all_reduce, reduce_scatter
+from shardlab.execute.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    recv,
+    reduce_scatter,
+    scatter,
+    send,
+)
 from shardlab.execute.messages import Messages
 from shardlab.program.ways import BY_MESSAGES
 from tests.support.ranks import Ranks
@@ -78,6 +88,30 @@ def test_sums_are_in_group_order_and_gathers_whole(ranks: World, size: int) -> N
             expected += each[rank]
         assert torch.equal(summed, expected)
         assert torch.equal(gathered, whole)
+
+
+def without_elements(rank: int) -> int:
+    """Take part in each collective of nothing, as for a layer without parameters."""
+    group: Any = dist.group.WORLD
+    nothing, size = torch.empty(0), dist.get_world_size()
+    works = [
+        all_reduce(nothing, dist.ReduceOp.SUM, group),
+        all_gather(nothing, nothing, group),
+        reduce_scatter(nothing, nothing, group),
+        all_to_all(nothing, nothing, group),
+        broadcast(nothing, 0, group),
+        scatter(nothing, None if rank else nothing, 0, group),
+        gather(None if rank else nothing, nothing, 0, group),
+    ]
+    works.append(send(nothing, 1) if not rank else recv(nothing, 0) if rank == 1 else Messages())
+    for work in works:
+        work.wait()
+    return size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_of_nothing_end(ranks: World, size: int) -> None:
+    assert ranks(size).call(without_elements) == [size] * size
 
 
 def test_messages_have_no_future_as_those_of_gloo() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardlab.execute.optimizer import Slice
 from shardlab.optimizers import OptimizerConfig
+from shardlab.optimizers.config import Optimizer
 from tests.support.stepped import stepped
 
 
@@ -32,6 +33,17 @@ def test_slices_updated_apart_equal_the_whole_updated_at_once(cuts: int, decayed
             stepped(part, gradient[a:b], step)
     for part, (a, b) in zip(parts, order, strict=True):
         assert torch.allclose(part.flat, whole.flat[a:b], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "muon"])
+def test_a_layer_without_parameters_is_stepped(optimizer: Optimizer) -> None:
+    nothing = torch.empty(0)
+    kept = Slice([nothing], [0], [], OptimizerConfig(optimizer, clip=1.0, ema=0.9))
+    stepped(kept, torch.empty(0, dtype=torch.bfloat16), 0, 4.0)
+    kept.make_moments(1)
+    kept.carry([torch.empty(0)])
+    assert not len(kept.flat)
+    assert not kept.moments
 
 
 def test_only_the_front_of_a_buffer_decays() -> None:

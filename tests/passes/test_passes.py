@@ -8,6 +8,7 @@ import pytest
 
 from shardlab.check import Checked
 from shardlab.errors import UserError
+from shardlab.models import MoE
 from shardlab.passes import PASSES, find_passes, run_named, run_passes, settled
 from shardlab.program import Strategy
 from shardlab.program.pass_names import ONLY_NAMED, PASS_NAMES, named_passes
@@ -16,6 +17,8 @@ from shardlab.strategies.fsdp import fsdp
 from shardlab.strategies.load import load
 from shardlab.strategies.pipeline import pipeline
 from shardlab.strategies.plan import Plan
+from shardlab.train.job import Job
+from tests.check import empty_programs
 from tests.passes.late_programs import awaited_at_once, checked, received_late, updated_last
 
 
@@ -157,3 +160,10 @@ def test_a_number_that_is_given_is_taken_even_where_it_gains_nothing() -> None:
     before, after = run_named(checked(fsdp, 4), "prefetch=3")
     assert after.setting == 3
     assert after.peak > before.peak
+
+
+def test_collectives_of_no_bytes_share_a_bucket() -> None:
+    program = f"{empty_programs.__file__}:layers_without_parameters"
+    job = Job(program, 2, 4, MoE(layers=3, hidden_size=16, heads=2, seq_len=8), 2)
+    after = run_named(job.checked(), "bucket=2")[-1].checked
+    assert any(op.batch >= 0 for op in after.program.tapes[0])

@@ -56,6 +56,24 @@ def test_communication_that_compute_waits_for_is_exposed_by_kind_and_axis() -> N
     assert found.bubble_share == pytest.approx(0)
 
 
+async def one_is_idle(rank: Rank) -> None:
+    """One layer on the first rank alone."""
+    if rank.index:
+        return
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+    grad = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
+    grad_weight, _ = rank.backward(0, rank.activations.pop(0), grad, rank.weights[0])
+    rank.weights[0], rank.opt_states[0] = rank.update(0, grad_weight, rank.weights[0], rank.opt_states[0])
+
+
+def test_a_rank_that_does_nothing_holds_nothing() -> None:
+    found = estimate(check(trace(one_is_idle, 2, 1, 2)), FakePrices())
+    assert found.peaks[1].bytes == 0
+    assert found.peaks[1].cause == "a rank without ops"
+    assert found.bubble_share == pytest.approx(0.5)
+
+
 def test_waiting_for_others_is_bubble_and_not_exposed() -> None:
     found = of_program("gpipe", 4, 4, 8, FakePrices(start=-0.5))  # an activation is half a MiB: messages take no time
     assert found.exposed_share == pytest.approx(0, abs=1e-6)

@@ -279,5 +279,5 @@ def _peak(peak: Peak, ranks: range) -> dict[str, Any]:
         "last_rank": ranks[-1],
         "bytes": peak.bytes,
         "by_category": peak.by_category,
-        "cause": {"op": peak.op.value, "layer": peak.layer, "part": peak.part, "text": peak.cause},
+        "cause": {"op": peak.op and peak.op.value, "layer": peak.layer, "part": peak.part, "text": peak.cause},
     }

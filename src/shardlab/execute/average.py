@@ -73,7 +73,7 @@ def _fill(state: State) -> None:
     """Write every average where its slices are kept, from a rank that has it to those that have not."""
     shapes, stepped = state.shapes, [_of_kind(state, rank, OpKind.UPDATE) for rank in range(dist.get_world_size())]
     loaded = [_of_kind(state, rank, OpKind.LOAD_WEIGHT) for rank in range(dist.get_world_size())]
-    for layer, holds in dict.fromkeys(key for keys in stepped for key in keys):
+    for layer, holds in dict.fromkeys(key for keys in stepped for key in keys if shapes.flat[key[0]]):
         ranges = shapes.ranges(layer, holds)
         mine = (layer, holds) in stepped[state.rank]
         average = _average(state, layer, holds) if mine else None

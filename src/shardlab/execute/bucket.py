@@ -70,9 +70,9 @@ def all_gather(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
             wait()
             for whole, order, in_order, (begin, end) in zip(wholes, places, ascending, columns, strict=True):
                 if in_order:
-                    whole.view(len(group.ranks), -1).copy_(inbox[:, begin:end])
+                    whole.view(len(group.ranks), end - begin).copy_(inbox[:, begin:end])
                 else:
-                    pieces = inbox[:, begin:end].reshape(len(order), -1)
+                    pieces = inbox[:, begin:end].reshape(len(order), len(whole) // len(order))
                     whole.view(pieces.shape)[index_on(whole.device, tuple(order))] = pieces
 
         return sort
@@ -90,7 +90,8 @@ def reduce_scatter(state: State, links: Communicator, ops: Sequence[Op]) -> Star
     def start() -> Wait:
         wholes: list[Tensor] = [values[op.inputs[0]] for op in ops]
         mine = wholes[0].new_empty(sum(lengths)) if in_arena is None else in_arena
-        given = torch.cat([whole.view(len(group.ranks), -1) for whole in wholes], 1).flatten()
+        rows = [whole.view(len(group.ranks), length) for whole, length in zip(wholes, lengths, strict=True)]
+        given = torch.cat(rows, 1).flatten()
         wait = links.reduce_scatter(mine, given, group)
         delivered = _delivered(state, ops, torch.split(mine, lengths), wait)
 

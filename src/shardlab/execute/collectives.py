@@ -74,10 +74,10 @@ def all_gather(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Any:
     """
     mine, size = group.rank(), group.size()
     if here := _channel(group):
-        return shared_messages.all_gather(*here, [*output.view(size, -1)], piece.view(-1))
+        return shared_messages.all_gather(*here, _pieces(output, size), piece.view(-1))
     if not _by_messages(group):
         return _all_gather_single(output, piece, group=group, async_op=True)
-    pieces, piece = output.view(size, -1), piece.view(-1)
+    pieces, piece = _pieces(output, size), piece.view(-1)
     works = _exchanged(group, [*pieces[:mine], *pieces[mine + 1 :]], [piece] * size)
     pieces[mine].copy_(piece)
     return Messages(works)
@@ -94,11 +94,11 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> A
     """
     mine, size = group.rank(), group.size()
     if here := _channel(group):
-        return shared_messages.reduce_scatter(*here, output.view(-1), [*whole.view(size, -1)])
+        return shared_messages.reduce_scatter(*here, output.view(-1), _pieces(whole, size))
     if not _by_messages(group):
         return _reduce_scatter_single(output, whole, group=group, async_op=True)
-    pieces, total = whole.view(size, -1), output.view(-1)
-    came = [total, *pieces.new_empty((max(0, size - 2), len(total)))]  # the first is added to where it arrives
+    pieces, total = _pieces(whole, size), output.view(-1)
+    came = [total, *total.new_empty((max(0, size - 2), len(total)))]  # the first is added to where it arrives
     works = _exchanged(group, came[: size - 1], pieces)
 
     def add_up() -> None:
@@ -120,7 +120,7 @@ def all_to_all(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Any:
         The work: the output is whole when its `wait` has ended, and until then `whole` must not change.
     """
     if here := _channel(group):
-        taken, given = ([*tensor.view(group.size(), -1)] for tensor in (output, whole))
+        taken, given = (_pieces(tensor, group.size()) for tensor in (output, whole))
         return shared_messages.all_to_all(*here, taken, given)
     return dist.all_to_all_single(output, whole, group=group, async_op=True)
 
@@ -209,7 +209,12 @@ def _channel(group: dist.ProcessGroup) -> tuple[Neighbours, Channel] | None:
     return None if here is None or channel is None else (here, channel)
 
 
-def _exchanged(group: dist.ProcessGroup, rooms: Sequence[Tensor], given: Sequence[Tensor] | Tensor) -> list[Any]:
+def _pieces(whole: Tensor, size: int) -> list[Tensor]:
+    """Equal pieces of a tensor, each flat; it may have no elements."""
+    return [*whole.view(size, whole.numel() // size)]
+
+
+def _exchanged(group: dist.ProcessGroup, rooms: Sequence[Tensor], given: Sequence[Tensor]) -> list[Any]:
     """Start a message from and to every other member: into its room, in group order, and of what each is given."""
     others = [member for member in range(group.size()) if member != group.rank()]
     receives = [group.recv([room], member, TAG) for member, room in zip(others, rooms, strict=True)]

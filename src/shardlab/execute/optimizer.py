@@ -33,7 +33,10 @@ def torch_optimizers(
     *,
     fused: bool = True,
 ) -> list[TensorOptimizer]:
-    """The optimizers of some leaf tensors: of Muon's `matrices`, which decay, and of the rest; last an average."""
+    """The optimizers of some leaf tensors: of Muon's `matrices`, which decay, and of the rest; last an average.
+
+    There are none of no tensors, as a layer without parameters has.
+    """
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -48,8 +51,8 @@ def torch_optimizers(
         found.append(Lion(groups, rate, config.betas))
     elif groups:
         found.append(AdamW(groups, rate, config.betas, config.eps, fused=fused))
-    if config.ema is not None:
-        found.append(Average([*decayed, *others, *matrices], config.ema))
+    if config.ema is not None and (followed := [*decayed, *others, *matrices]):
+        found.append(Average(followed, config.ema))
     return found
 
 
@@ -235,7 +238,7 @@ class Slice:
     @property
     def may_wait(self) -> bool:
         """Whether it may be stepped with those that follow: by AdamW, and what is handed on is stepped with it."""
-        return len(self.weights) == 1 and any(isinstance(each, AdamW) for each in self.optimizers[:1])
+        return len(self.weights) == 1 and all(isinstance(each, AdamW) for each in self.optimizers[:1])
 
     def finish(self) -> None:
         """The leaves have been stepped: let go of the gradient, and round the weights from their exact copy."""
@@ -246,7 +249,7 @@ class Slice:
                 run.copy_(exact)
 
     def _clipped(self, gradient: Tensor, squared_norm: float | Tensor | None, scale: float) -> Tensor:
-        gradient = gradient.to(self._parts[0].leaf.dtype)
+        gradient = gradient.to((self.exact or self.weights)[0].dtype)
         if scale != 1.0:
             gradient = gradient / scale
         if squared_norm is not None and self.config.clip is not None:

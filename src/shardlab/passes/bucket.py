@@ -51,11 +51,12 @@ def _buckets(tape: Sequence[Op], specs: Mapping[int, Spec], bytes_of: Bytes, par
     for places in alike.values():
         sizes = [max(bytes_of(specs[number]) for number in (*tape[at].inputs, *tape[at].outputs)) for at in places]
         room, left = sum(sizes) / parts, 0.0
+        together: list[int] = []
         for at, size in zip(places, sizes, strict=True):
-            if size > left:
-                found.append([])
+            if not together or size > left:
+                found.append(together := [])
                 left = room
-            found[-1].append(at)
+            together.append(at)
             left -= size
     return [each for each in found if len(each) > 1]
 

@@ -27,14 +27,15 @@ class Peak:
         rank: which (of folded ranks, the one that stands for those of its stage).
         bytes: how many.
         by_category: what for.
-        op, layer, microbatches: during which op, on which of the program's layers and which microbatches (a bit set).
+        op, layer, microbatches: during which op (None: the rank does nothing), on which of the program's layers and
+            which microbatches (a bit set).
         part: of the model, if it is known: what that layer is to a reader.
     """
 
     rank: int
     bytes: int
     by_category: dict[str, int]
-    op: OpKind
+    op: OpKind | None
     layer: int
     microbatches: int
     part: str = ""
@@ -42,6 +43,8 @@ class Peak:
     @property
     def cause(self) -> str:
         """`backward of block 3, feed-forward, microbatch 0`; a part that is not in a block has an article."""
+        if self.op is None:
+            return "a rank without ops"
         part = self.part if not self.part or self.part.startswith("block") else f"the {self.part}"
         where = f" of {part or f'layer {self.layer}'}" if self.layer >= 0 else ""
         plural = "es" * (self.microbatches.bit_count() > 1)
@@ -155,7 +158,10 @@ def estimate(
 
 def peak_of(traced: Traced, row: int, memory: RankMemory, rank: int) -> Peak:
     """A row's peak, with what was done at that moment."""
-    op, specs = traced.program.tapes[row][memory.peak_op], traced.specs[row]
-    about = [specs[number].microbatches for number in (*op.inputs[:1], *op.outputs[:1])]
+    tape, specs = traced.program.tapes[row], traced.specs[row]
     by_category = {category.value: bytes for category, bytes in zip(CATEGORIES, memory.by_category, strict=True)}
+    if not tape:
+        return Peak(rank, memory.peak, by_category, None, -1, 0)
+    op = tape[memory.peak_op]
+    about = [specs[number].microbatches for number in (*op.inputs[:1], *op.outputs[:1])]
     return Peak(rank, memory.peak, by_category, op.kind, op.layer, about[0] if about else 0)
