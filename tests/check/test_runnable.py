@@ -131,3 +131,31 @@ def test_the_loss_is_of_one_slice_of_the_logits_or_of_all() -> None:
     checked.specs[0][loss.inputs[0]] = logits._replace(form=logits.form.but(slices=(("vocab", 0b11),)))
     why = why_not_runnable(checked.program, checked.specs, checked.communications, [range(len(tape)) for tape in tapes])
     tells(why, "not runnable", remedy="compute the loss of one slice, or of all")
+
+
+def cuts_into(*numbers: int) -> Strategy:
+    """Looks at slices of a gradient, and frees them at once."""
+
+    async def strategy(rank: Rank) -> None:
+        rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+        rank.activations[0] = rank.load_batch(rank.microbatches)
+        gradient = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
+        made = rank.grad_weights[0] = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])[0]
+        for number in numbers:
+            rank.slice(made, 0, number)
+        rank.weights[0], rank.opt_states[0] = rank.update(0, made, rank.weights[0], rank.opt_states[0])
+        del rank.grad_weights[0]
+
+    return strategy
+
+
+@pytest.mark.parametrize("numbers", [(1021, 1019, 1013), (999_983, 999_979)])
+def test_slices_of_which_a_buffer_is_mostly_padding_run_nowhere(numbers: tuple[int, ...]) -> None:
+    found = check(trace(cuts_into(*numbers), 1, 1, 1)).not_runnable
+    tells(found, "not runnable", layer=0)
+    assert "cut by numbers of which one divides the other" in str(found)
+
+
+@pytest.mark.parametrize("numbers", [(7, 11, 13), (1 << 20,), (3, 1 << 15), (1 << 10, 1 << 20)])
+def test_slices_of_which_padding_is_short_or_cannot_be_shorter_run(numbers: tuple[int, ...]) -> None:
+    assert check(trace(cuts_into(*numbers), 1, 1, 1)).not_runnable is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardlab.check import check
 from shardlab.errors import About
 from shardlab.program import Rank, Refused, Strategy, trace
-from shardlab.rules.factor import ONE, factor_of
+from shardlab.rules.factor import ONE, Factor, factor_of
 from shardlab.rules.kind import Kind
 from shardlab.rules.pieces import bits
 from shardlab.rules.spec import Space, Spec, form_of
@@ -100,3 +100,38 @@ def test_only_gradients_are_scaled_and_by_what_is_not_zero() -> None:
         with pytest.raises(Refused) as refusal:
             lines(by)
         tells(refusal.value, words)
+
+
+@pytest.mark.parametrize(
+    ("factors", "dtype"),
+    [
+        ([10**400], ""),
+        ([10**5000], ""),
+        ([Fraction(1, 10**200), Fraction(1, 10**200)], ""),
+        ([2**40, 2**40], ""),
+        ([2**10], "float16"),
+        ([factor_of(1, ((1, 5),))], ""),
+    ],
+)
+def test_a_factor_by_which_gradients_would_overflow_or_be_lost_is_refused(
+    factors: list[Factor | Fraction | int], dtype: str
+) -> None:
+    def scale(rank: Rank) -> None:
+        value = rank.zero_gradient(0)
+        for factor in factors:
+            value = rank.scale(value, factor)
+        rank.cast(value, dtype)
+
+    with pytest.raises(Refused) as refusal:
+        alone(scale)
+    tells(refusal.value, told("wrong factor", layer=0))
+    assert len(str(refusal.value)) < 300
+
+
+def test_factors_that_cancel_at_every_moment_are_not_refused() -> None:
+    def scale(rank: Rank) -> None:
+        value = rank.scale(rank.zero_gradient(0), Fraction(1, 2**60))
+        value = rank.scale(rank.scale(value, 2**60), rank.tokens() * 2**60)
+        rank.cast(rank.cast(rank.scale(value, Fraction(1, 2**60) / rank.tokens()), "float16"))
+
+    alone(scale)

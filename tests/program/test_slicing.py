@@ -53,6 +53,9 @@ def test_batches_are_cut_into_microbatches() -> None:
 REFUSED: list[tuple[Callable[[Rank], Value], Told]] = [
     (lambda rank: rank.slice(rank.weights[0], 2, 2), told("unknown slice", layer=0)),
     (lambda rank: rank.slice(rank.weights[0], 0, 10**9), told("unknown slice", layer=0)),
+    (lambda rank: rank.slice(rank.weights[0], 0, 10**5000), told("unknown slice", layer=0)),
+    (lambda rank: rank.load_weight(0, 0, 10**12), told("unknown slice", layer=0)),
+    (lambda rank: rank.load_weight(0, 10**5000, 10**5000 + 1), told("unknown slice", layer=0)),
     (lambda rank: rank.slice(rank.weights[0], 0, 0), told("unknown slice", layer=0)),
     (lambda rank: rank.slice(rank.weights[0], cast(int, 0.5), 2), told("unknown slice", layer=0)),
     (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardlab.errors import Refused
 from shardlab.rules.pieces import WHOLE, Holds, bits, common, counted, listed, mask_of, microbatches_text, repeated
 
 FINEST = 2520
@@ -91,6 +93,15 @@ def test_split_cuts_into_equal_slices_in_order_that_together_are_the_whole(holds
 @given(st.integers(1, 8))
 def test_the_whole_splits_into_the_shards_that_load_weights_gives(parts: int) -> None:
     assert list(WHOLE.split(parts)) == [Holds(1 << shard, parts) for shard in range(parts)]
+
+
+@pytest.mark.parametrize("compare", [Holds.contains, Holds.same, common])
+def test_slices_of_coprime_numbers_are_counted_together_as_far_as_memory_goes(
+    compare: Callable[[Holds, Holds], object],
+) -> None:
+    compare(Holds(1, 1021), Holds(1, 1019))
+    with pytest.raises(Refused, match=r"counted in 999,962,000,357 pieces"):
+        compare(Holds(1, 999_983), Holds(1, 999_979))
 
 
 def test_pieces_are_not_cut_finer_than_needed() -> None:

@@ -12,7 +12,7 @@ from shardlab.program.tape import LOAD_FIRST, NO_WEIGHT
 from shardlab.rules import dealing, gathers, sums
 from shardlab.rules import update as steps
 from shardlab.rules.layer import BackwardResult
-from shardlab.rules.pieces import counted
+from shardlab.rules.pieces import MOST_SLICES, counted
 from shardlab.rules.place import want_place
 from shardlab.rules.spec import Form, form_of
 
@@ -194,7 +194,12 @@ def load_batch(state: RankState, op: Op) -> None:
 def _slice_of_weights(state: RankState, op: Op) -> Holds:
     """The slices of a layer's own weights that an op makes a value of."""
     holds, layer = op.holds, op[1]
-    if holds is None or holds.of < 1 or not 0 < holds.mask < 1 << holds.of or not 0 <= layer < state.program.layers:
+    if (
+        holds is None
+        or not 0 < holds.of <= MOST_SLICES
+        or not 0 < holds.mask < 1 << holds.of
+        or not 0 <= layer < state.program.layers
+    ):
         state.refuse(
             "unknown slice", f"there is no slice {_holds_text(holds)} of layer {layer}", "name slices that it has"
         )

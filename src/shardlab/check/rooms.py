@@ -14,6 +14,7 @@ from shardlab.check.kept import Kept
 from shardlab.check.views import ends_of, roots_of
 from shardlab.program import Kind, Op, OpKind, Program, Sizes, Spec
 from shardlab.rules.kind import ROW_KINDS
+from shardlab.rules.spec import Form
 
 ALIGNMENT = 64
 """Bytes between the offsets at which a room may begin: one cache line."""
@@ -140,11 +141,20 @@ class RoomBytes:
 
 def cuts_of(specs: Sequence[Mapping[int, Spec]]) -> dict[int, int]:
     """For each layer the least number of equal slices that every value of its weights is some of."""
-    cuts: dict[int, int] = defaultdict(lambda: 1)
-    for form in {spec.form for each in specs for spec in each.values()}:
+    cuts = {layer: math.lcm(*numbers) for layer, numbers in slices_of(specs).items()}
+    return defaultdict(lambda: 1, cuts)
+
+
+def slices_of(specs: Sequence[Mapping[int, Spec]]) -> dict[int, set[int]]:
+    """For each layer the numbers of equal slices into which values of its weights are cut."""
+    numbers: dict[int, set[int]] = defaultdict(set)
+    forms: set[Form] = set()
+    for each in specs:
+        forms.update([spec[0] for spec in each.values()])
+    for form in forms:
         if form.kind not in ROW_KINDS and form.kind is not Kind.SCALAR:
-            cuts[form.layer] = math.lcm(cuts[form.layer], form.holds.of)
-    return cuts
+            numbers[form.layer].add(form.holds.of)
+    return numbers
 
 
 def offsets_in(room: Room, begin: int, size: RoomBytes, specs: Mapping[int, Spec]) -> dict[int, int]:

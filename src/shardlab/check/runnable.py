@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from shardlab.errors import Refused
+from shardlab.check.rooms import slices_of
+from shardlab.errors import About, Refused
 from shardlab.program import Kind, Op, OpKind, Program, Spec
 from shardlab.program.matching import Communication
 from shardlab.program.ops import COPIES, Combiner
 from shardlab.rules.attention import pattern
 from shardlab.rules.kind import ROW_KINDS
-from shardlab.rules.pieces import bits
+from shardlab.rules.pieces import bits, number_text
 from shardlab.rules.spec import Form, pieces_share
 
 OPT_STATE, GRAD_ACTIVATION, UNION = Kind.OPT_STATE, Kind.GRAD_ACTIVATION, Combiner.UNION
@@ -26,6 +27,9 @@ CUT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
 CONCERNED = LOCAL | STEPS | CUT
 """Ops, beside communication, that may have no tensors."""
 
+
+MOST_PADDED = 1 << 20
+"""Elements of a flat buffer that may be padding in any case: 4 MB of float32."""
 
 Why = tuple[str, str]
 """What was given, and what to do."""
@@ -42,6 +46,8 @@ def why_not_runnable(
     Args:
         places: for each rank the indices of its ops of the kinds in `CONCERNED`, perhaps with others.
     """
+    if why_not := _too_long(program, specs):
+        return why_not
     tapes = program.tapes
     sound: set[tuple[OpKind, Form]] = set()  # most communications are of few ops and forms
     for _, _, members in communications:
@@ -92,6 +98,29 @@ def why_not_runnable(
             if op[0] in CUT and (why := _no_tensor(op, specs[rank], cuts)):
                 return _refusal(rank, at, op, why)
     return None
+
+
+def _too_long(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | None:
+    """The refusal of a layer whose flat buffer is mostly what makes it divide into slices of every number.
+
+    It is as long as it needs to be for one of these numbers, and may always be as long again as the layer.
+    """
+    for layer, numbers in slices_of(specs).items():
+        length = 16 * math.lcm(*numbers)
+        if length > max(16 * max(numbers), MOST_PADDED) and length > 2 * program.sizes.weights[layer]:
+            given = (
+                f"layer {layer} is cut into {_listed(numbers)} slices, and only {number_text(length)} elements or a "
+                "multiple divide into all of these"
+            )
+            remedy = "cut by numbers of which one divides the other"
+            return Refused("not runnable", About(f"weights[{layer}]", layer), given, remedy)
+    return None
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    """`2, 3 and 5`."""
+    *others, last = sorted(numbers)
+    return f"{', '.join(map(str, others))} and {last}"
 
 
 def _refusal(rank: int, at: int, op: Op, why: Why) -> Refused:

@@ -14,7 +14,7 @@ from shardlab.check.blame import Retrace
 from shardlab.check.copies import compared_ranks, replicas_of, results_of
 from shardlab.cli.room import require_room
 from shardlab.cli.strategy import checked
-from shardlab.execute.loss_scale import want_norm
+from shardlab.execute.loss_scale import want_scalable
 from shardlab.faults.waits import LineOf
 from shardlab.optimizers import OptimizerConfig
 from shardlab.passes import passed
@@ -40,7 +40,7 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> C
     entry.require_ops(job.ranks, job.model.layers, job.microbatches)
     proof = passed(checked(entry, job.ranks, job.sizes, job.microbatches), entry.passes_on(job.ranks))
     job.keep(proof)
-    want_norm(job.numbers, proof)
+    want_scalable(job.numbers, proof)
     if (clip := config.clip) is not None and not any(
         op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape
     ):

@@ -17,7 +17,7 @@ from shardlab.execute.communication import START
 from shardlab.execute.communicator import Communicator, Groups, Wait
 from shardlab.execute.compiling import want_compilable
 from shardlab.execute.compute import COMPUTE, Instruction
-from shardlab.execute.loss_scale import want_norm
+from shardlab.execute.loss_scale import want_scalable
 from shardlab.execute.progress import begin_tape
 from shardlab.execute.settings import GradientObserver, Sampler, Settings
 from shardlab.execute.state import State
@@ -70,7 +70,7 @@ class Executor:
         if why_not is not None:
             raise why_not
         if checked.trains:
-            want_norm(settings.precision, checked)
+            want_scalable(settings.precision, checked)
             muon = settings.optimizer.optimizer == "muon"
             assert muon == checked.program.sizes.whole_matrices, (
                 "a program is traced for the optimizer that it runs with"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardlab.check import Checked
 from shardlab.errors import UserError
 from shardlab.program.precision import Precision
+from shardlab.rules.factor import MOST_DOUBLINGS_IN_FLOAT16
 
 FIRST = 2.0**16
 """Scale of a run's first step: torch.amp.GradScaler's."""
@@ -37,8 +38,8 @@ class LossScale:
             self.scale, self.calm = self.scale * 2, 0
 
 
-def want_norm(precision: Precision, checked: Checked) -> None:
-    """Refuse float16 for a program by which ranks would not know of one another's overflows.
+def want_scalable(precision: Precision, checked: Checked) -> None:
+    """Refuse float16 for a program by which ranks would not know of one another's overflows, or that scales by much.
 
     Raises:
         UserError: with what to do.
@@ -48,3 +49,10 @@ def want_norm(precision: Precision, checked: Checked) -> None:
             f"{precision.name} needs a program that gives updates the gradient's norm, which tells all ranks of an "
             "overflow; take a plan, such as zero-3, or bf16"
         )
+    if precision.scaled:
+        factors = {spec.form.factor for specs in checked.specs for spec in specs.values()}
+        for why in filter(None, (factor.beyond(MOST_DOUBLINGS_IN_FLOAT16) for factor in factors)):
+            raise UserError(
+                f"the program multiplies gradients by {why}, which {precision.name} has no room for beside its loss "
+                "scale; scale by less, or take bf16"
+            )

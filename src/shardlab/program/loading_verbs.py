@@ -10,7 +10,7 @@ from shardlab.program.rank_context import RankContext
 from shardlab.program.tape import LOAD_FIRST, NO_WEIGHT, Op
 from shardlab.program.value import Value
 from shardlab.rules.kind import Kind
-from shardlab.rules.pieces import WHOLE, Holds, mask_of
+from shardlab.rules.pieces import MOST_SLICES, WHOLE, Holds, mask_of, number_text
 from shardlab.rules.place import want_place
 from shardlab.rules.spec import Spec, form_of
 
@@ -88,9 +88,10 @@ class LoadingVerbs(RankContext):
             self.refuse("tied weight", about, NO_WEIGHT, LOAD_FIRST)
         if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
             self.refuse("unknown slice", about, f"shard {shard!r} of {of!r} was asked for", "give whole numbers")
-        if not 0 <= shard < of:
-            given = f"shard {shard} of {of} does not exist"
-            self.refuse("unknown slice", about, given, "count shards from 0, below their number")
+        if not 0 <= shard < of <= MOST_SLICES:
+            given = f"shard {number_text(shard)} of {number_text(of)} does not exist"
+            remedy = f"count shards from 0, below their number, which is {MOST_SLICES:,} at most"
+            self.refuse("unknown slice", about, given, remedy)
         return Holds(1 << shard, of)
 
     def zero_gradient(self, layer: int, shard: int = 0, of: int = 1) -> Value:

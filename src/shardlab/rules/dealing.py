@@ -10,7 +10,7 @@ from itertools import islice
 
 from shardlab.errors import About, Refused
 from shardlab.rules.kind import ROW_KINDS, Kind
-from shardlab.rules.pieces import bits, counted, mask_of
+from shardlab.rules.pieces import MOST_SLICES, bits, counted, mask_of, number_text
 from shardlab.rules.spec import Form, Joined, Spec
 from shardlab.rules.wanted import no_slices
 
@@ -52,10 +52,6 @@ def _split(form: Form, parts: int) -> list[Form]:
     return [form.but(holds=holds) for holds in form.holds.split(parts)]
 
 
-MOST_SLICES = 1 << 20
-"""Slices of a layer or a batch at most, slices of slices counted together."""
-
-
 def slice_of(value: Spec, place: int, parts: int) -> Spec:
     """One of the equal parts of what a value holds, of its parameters or of its tokens.
 
@@ -66,7 +62,7 @@ def slice_of(value: Spec, place: int, parts: int) -> Spec:
     if not 0 <= place < parts or parts * value.holds.of > MOST_SLICES:
         most = MOST_SLICES // value.holds.of
         remedy = f"count slices from 0, below their number, which is {most:,} at most"
-        raise Refused("unknown slice", op, f"slice {place} of {parts} was asked for", remedy)
+        raise Refused("unknown slice", op, f"slice {number_text(place)} of {number_text(parts)} was asked for", remedy)
     if value.kind is Kind.SCALAR:
         remedy = "slice weights, optimizer states, activations or gradients"
         raise Refused("wrong kind", op, f"{value} was given", remedy)

@@ -7,6 +7,15 @@ from fractions import Fraction
 
 from shardlab.rules.pieces import microbatches_text
 
+MOST_DOUBLINGS = 64
+"""By how many powers of 2 gradients may be multiplied or divided: float32 and bfloat16 have 126 either way."""
+
+MOST_DOUBLINGS_IN_FLOAT16 = 8
+"""The same of float16, which has 15 and 14, and needs most of them for a loss scale."""
+
+MOST_TOKEN_COUNTS = 4
+"""How many counts of tokens may multiply and divide a gradient."""
+
 Tokens = tuple[tuple[int, int], ...]
 """(microbatches as a bit set, power): how often the number of their tokens is multiplied (below 0: divided by)."""
 
@@ -23,6 +32,14 @@ class Factor:
 
     def __init__(self, ratio: Fraction, tokens: Tokens) -> None:
         self.ratio, self.tokens = ratio, tokens
+
+    def beyond(self, most: int = MOST_DOUBLINGS) -> str:
+        """Say why numbers that may be doubled or halved so often have no room for this; nothing if they have."""
+        doublings = self.ratio.numerator.bit_length() - self.ratio.denominator.bit_length()
+        if abs(doublings) > most:
+            return f"about 2^{doublings}, beyond 2^-{most} and 2^{most}"
+        counts = sum(abs(power) for _, power in self.tokens)
+        return "" if counts <= MOST_TOKEN_COUNTS else f"{counts} counts of tokens, more than {MOST_TOKEN_COUNTS}"
 
     def __mul__(self, other: Factor | Fraction | int) -> Factor:
         ratio, tokens = (other.ratio, other.tokens) if isinstance(other, Factor) else (other, ())

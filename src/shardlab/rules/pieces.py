@@ -7,6 +7,14 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
+from shardlab.errors import Refused
+
+MOST_SLICES = 1 << 20
+"""Slices of a layer or a batch at most, slices of slices counted together."""
+
+MOST_PIECES = 1 << 26
+"""Pieces at most in which slices of several sizes are counted; a bit set of them takes 8 MB."""
+
 
 class Holds(NamedTuple):
     """Which of `of` equal pieces of the whole a value contains: piece i is bit i of `mask`.
@@ -30,7 +38,14 @@ class Holds(NamedTuple):
         return self.mask.bit_count()
 
     def refined(self, of: int) -> Holds:
-        """Count the same slices in `of` pieces (a multiple of the present number)."""
+        """Count the same slices in `of` pieces (a multiple of the present number).
+
+        Raises:
+            Refused: for more pieces than are counted.
+        """
+        if of > MOST_PIECES:
+            given = f"slices of {self.of:,} would be counted in {number_text(of)} pieces, to be compared with others"
+            raise Refused("unknown slice", "", given, "cut by numbers of which one divides the other")
         times = of // self.of
         if times == 1 or not self.mask:
             return Holds(self.mask, of)
@@ -120,6 +135,15 @@ def listed(numbers: Iterable[int]) -> str:
         else:
             runs.append((n, n))
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+
+
+def number_text(number: int) -> str:
+    """A whole number, by its digits if they can be read.
+
+    >>> number_text(12_000), number_text(10**400)
+    ('12,000', 'about 2^1328')
+    """
+    return f"{number:,}" if abs(number) < 10**15 else f"about {'-' * (number < 0)}2^{abs(number).bit_length() - 1}"
 
 
 def plural(noun: str, count: int) -> str:

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from shardlab.errors import About, Refused
 from shardlab.rules import sums
+from shardlab.rules.factor import factor_of
 from shardlab.rules.kind import Kind, Reduction
 from shardlab.rules.pieces import Holds, common
 from shardlab.rules.spec import KEY, Form, Spec
@@ -86,8 +87,7 @@ def replicas(op: About, reduction: Reduction, specs: Sequence[Spec], names: Sequ
         given = f"{gave}; the {by} of different weights is no weight"
         raise Refused("replicas differ", op, given, "give the same on all ranks")
     if reduction is Reduction.MEAN:
-        total = reduce(op, specs, names)
-        return total._replace(form=total.form.but(factor=total.form.factor / len(specs)))
+        return sums.multiplied(op, reduce(op, specs, names), 1 / factor_of(len(specs)))
     given = f"{gave}; the {by} of different gradients is no gradient"
     raise Refused("replicas differ", op, given, 'take reduction="sum"')
 

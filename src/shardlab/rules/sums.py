@@ -9,7 +9,7 @@ from typing import NoReturn
 from shardlab.errors import About, Refused
 from shardlab.rules import attention
 from shardlab.rules.dtype import DTYPES
-from shardlab.rules.factor import ONE, Factor, factor_of
+from shardlab.rules.factor import MOST_DOUBLINGS, MOST_DOUBLINGS_IN_FLOAT16, ONE, Factor, factor_of
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import Holds, bits, common, numbered
@@ -171,7 +171,8 @@ def scale(value: Spec, factor: Factor) -> Spec:
     """A gradient times a factor.
 
     Raises:
-        Refused: for anything but a gradient, or a factor of 0.
+        Refused: for anything but a gradient, and a factor of 0 or one that gradients have no room for, alone or with
+            those before it.
     """
     if value.kind not in _GRADIENTS:
         remedy = "scale gradients alone, and so the loss's own"
@@ -179,7 +180,30 @@ def scale(value: Spec, factor: Factor) -> Spec:
     if not factor.ratio:
         raise Refused("wrong factor", value.about("scale"), "the factor is 0", "give zero_gradient instead")
     want_here(value.about("scale"), value)
-    return value._replace(form=value.form.but(factor=value.form.factor * factor))
+    want_room(value.about("scale"), factor, value.form.dtype)
+    return multiplied(value.about("scale"), value, factor)
+
+
+def multiplied(op: About, value: Spec, factor: Factor) -> Spec:
+    """A gradient that an op has multiplied.
+
+    Raises:
+        Refused: for a factor that gradients have no room for, with those before it.
+    """
+    total = value.form.factor * factor
+    want_room(op, total, value.form.dtype)
+    return value._replace(form=value.form.but(factor=total))
+
+
+def want_room(op: About, factor: Factor, dtype: str) -> None:
+    """Refuse a factor by which gradients would overflow, or be lost.
+
+    Raises:
+        Refused: saying how large it is.
+    """
+    if why := factor.beyond(MOST_DOUBLINGS_IN_FLOAT16 if dtype == "float16" else MOST_DOUBLINGS):
+        given = f"the gradient would be multiplied by {why}; {dtype or 'its numbers'} would overflow or be lost"
+        raise Refused("wrong factor", op, given, "scale by less, and cancel it before more is multiplied")
 
 
 _CAST = _GRADIENTS | {Kind.WEIGHT, Kind.ACTIVATION, Kind.RESIDUAL, Kind.QUERIES, Kind.KEYS_VALUES}
@@ -203,6 +227,7 @@ def cast(value: Spec, dtype: str) -> Spec:
         given = f"{value} was given, which this step has updated; what is rounded now would be lost for ever"
         raise Refused("wrong step", op, given, "leave it as it is, and cast it where it is used in the next step")
     want_here(op, value)
+    want_room(op, form.factor, dtype)
     return value._replace(form=form.but(dtype=dtype))
 
 
