@@ -90,7 +90,8 @@ SENTENCES = {
         "rank 0, op 0 recv(layer 0): microbatches [9] were expected; the step has 0-1, expect some of these."
     ),
     ("programs", "unknown slice"): (
-        "rank 0, op 0 load_weight(layer 0): shard 2 of 2 does not exist; count shards from 0, below their number."
+        "rank 0, op 0 load_weight(layer 0): shard 2 of 2 does not exist; count shards from 0, below their number, "
+        "which is 1,048,576 at most."
     ),
     ("programs", "unknown slice, no number"): (
         "rank 0, op 0 load_weight(layer 0): shard 'a' of 2 was asked for; give whole numbers."
@@ -164,8 +165,8 @@ SENTENCES = {
         " second step. Update before they arrive, or load no optimizer state of what other ranks update."
     ),
     ("programs", "in flight, written"): (
-        "rank 0, op 18 update(layer 0): writes over weights[0], whatever copy of it is given, but send to "
-        "rank 1 (handle 3) is still reading that; wait for it first."
+        "rank 0, op 18 update(layer 0): writes over weights[0], but send to rank 1 (handle 3) is still reading that; "
+        "wait for it first."
     ),
     ("programs", "not received"): (
         "rank 1, op 14 send to rank 0: no receive on rank 0 takes this message, weights[0] (step 1); receive "
@@ -190,8 +191,7 @@ SENTENCES = {
     ),
     ("programs", "written over"): (
         "rank 0, op 16 all_gather(layer 0) on world: weights[0] (shard 0 of 2) is read here, but op 14 "
-        "update(layer 0) was given another copy of it and has written over it; read it before that, or update"
-        " it itself."
+        "update(layer 0) has written its new values there; read it before that, or update it itself."
     ),
     ("programs", "norm on some ranks"): (
         "rank 0, op 10 update(layer 0): is not given the gradient's norm, but rank 1's updates are; replicas "

@@ -111,4 +111,75 @@ async def clipped_here(rank: Rank) -> None:
         rank.weights[l] = await rank.offload(rank.weights[l])
 
 
-RIGHT = [offloaded, state_away, weights_away, sums_away, state_goes_to_weight, clipped_here]
+async def slice_outlives_the_update(rank: Rank) -> None:
+    """Weights kept on the host; a slice of the copy that is stepped, which nobody reads, still lives then."""
+    for l in rank.layers:
+        weight = rank.load_weight(l, place="host")
+        rank.weights[l], rank.opt_states[l] = await rank.reload(weight), rank.load_opt_state(l)
+        rank.weights["half", l] = rank.slice(rank.weights[l], 0, 2)
+    for l, made in gradients(rank):
+        total = await rank.all_reduce(made)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
+        del rank.weights["half", l]
+        rank.weights[l] = await rank.offload(rank.weights[l])
+
+
+async def slices_are_stepped_one_by_one(rank: Rank) -> None:
+    """Weights kept on the host; the copy is gone before slices of it are stepped, of the first also a new slice."""
+    for l in rank.layers:
+        rank.weights[l, "host"] = rank.load_weight(l, place="host")
+        for half in range(2):
+            rank.opt_states[l, half] = rank.load_opt_state(l, half, 2)
+        rank.weights[l] = await rank.reload(rank.weights[l, "host"])
+    for l, made in gradients(rank):
+        total = rank.grad_weights[l] = await rank.all_reduce(made)
+        for half in range(2):
+            rank.weights[l, half] = rank.slice(rank.weights[l], half, 2)
+        del rank.weights[l]
+        for half in range(2):
+            made = rank.update(l, total, rank.weights[l, half], rank.opt_states[l, half])
+            rank.weights[l, half], rank.opt_states[l, half] = made
+            quarters = [rank.slice(rank.weights[l, half], i, 2) for i in range(2)]
+            rank.weights[l, half] = rank.concatenate(quarters) if half else quarters[0]
+            if not half:
+                rank.weights[l, half, "rest"] = quarters[1]
+        del rank.grad_weights[l], rank.weights[l, "host"]
+        pieces = [rank.weights.pop(key) for key in [(l, 0), (l, 0, "rest"), (l, 1)]]
+        rank.weights[l, "host"] = await rank.offload(rank.concatenate(pieces))
+
+
+async def two_copies_are_stepped(rank: Rank) -> None:
+    """Weights kept on the disk that are loaded twice; each copy is stepped in a half, and the other one is read on."""
+    for l in rank.layers:
+        rank.weights[l, "disk"] = rank.load_weight(l, place="disk")
+        for half in range(2):
+            rank.opt_states[l, half] = rank.load_opt_state(l, half, 2)
+        rank.weights[l] = await rank.reload(rank.weights[l, "disk"])
+    for l, made in gradients(rank):
+        total = rank.grad_weights[l] = await rank.all_reduce(made)
+        rank.weights[l, "copy"] = await rank.reload(rank.weights.pop((l, "disk")))
+        new = rank.update(l, total, rank.weights.pop(l), rank.opt_states[l, 0])
+        rank.weights[l, 0], rank.opt_states[l, 0] = new
+        await rank.all_gather(rank.slice(rank.weights[l, "copy"], rank.index, rank.world))
+        new = rank.update(l, total, rank.weights.pop((l, "copy")), rank.opt_states[l, 1])
+        rank.weights[l, 1], rank.opt_states[l, 1] = new
+        del rank.grad_weights[l]
+        whole = rank.concatenate(rank.weights.pop((l, half)) for half in range(2))
+        rank.weights[l, "disk"] = await rank.offload(whole, "disk")
+
+
+async def rounded_on_its_way(rank: Rank) -> None:
+    """Weights kept on the host; the copy that is stepped came in bfloat16, so it is renewed before."""
+    for l in rank.layers:
+        weight = await rank.reload(rank.load_weight(l, place="host"))
+        rank.weights[l], rank.opt_states[l] = rank.cast(rank.cast(weight, "bfloat16")), rank.load_opt_state(l)
+    for l, made in gradients(rank):
+        total = await rank.all_reduce(made)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
+        rank.weights[l] = await rank.offload(rank.weights[l])
+
+
+CARRIED = [slice_outlives_the_update, slices_are_stepped_one_by_one, two_copies_are_stepped, rounded_on_its_way]
+"""Programs whose updates write copies of weights that are kept elsewhere."""
+
+RIGHT = [offloaded, state_away, weights_away, sums_away, state_goes_to_weight, clipped_here, *CARRIED]

@@ -156,3 +156,86 @@ def test_a_state_steps_the_first_weight_that_contains_it() -> None:
     assert judge(program).right
     _, refusal = refused(loads_both("whole"))
     tells(refusal, "written over", layer=0)
+
+
+def steps_a_copy(read: str) -> Strategy:
+    """The weight is kept on the host; of the copy that is stepped a slice is read before or after that, or not."""
+
+    async def strategy(rank: Rank) -> None:
+        rank.opt_states[0] = rank.load_opt_state(0)
+        weight = rank.weights[0] = await rank.reload(rank.load_weight(0, place="host"))
+        half = rank.weights["half"] = rank.slice(weight, 1, 2)
+        rank.activations[0] = rank.load_batch(rank.share())
+        gradient = rank.loss(rank.forward(0, rank.activations[0], weight))
+        total = await rank.all_reduce(rank.backward(0, rank.activations[0], gradient, weight)[0])
+        if read == "before":
+            await rank.offload(half)
+        if read == "meanwhile":
+            rank.offload(half)
+        rank.weights[0], rank.opt_states[0] = rank.update(0, total, weight, rank.opt_states[0])
+        if read == "after":
+            await rank.offload(half)
+        rank.weights[0] = await rank.offload(rank.weights[0])
+
+    return strategy
+
+
+@pytest.mark.parametrize("read", ["never", "before"])
+def test_a_slice_of_a_copy_may_outlive_the_update_of_the_copy(read: str) -> None:
+    program = trace(steps_a_copy(read), 2, 1, 2)
+    assert check(program).backends() == ["gloo", "nccl"]
+    assert judge(program).right
+
+
+@pytest.mark.parametrize(
+    ("read", "why"), [("after", told("written over", layer=0)), ("meanwhile", told("in flight", layer=0))]
+)
+def test_what_an_update_has_written_over_in_a_copy_is_not_read(read: str, why: Told) -> None:
+    with refuses(why) as refusal:
+        check(trace(steps_a_copy(read), 2, 1, 2))
+    assert "weights[0] (shard 1 of 2)" in str(refusal.value)
+
+
+async def reads_a_slice_in_the_next_forward(rank: Rank) -> None:
+    """Both halves of a copy are put together after its update: they are what the update has written."""
+    rank.opt_states[0] = rank.load_opt_state(0)
+    weight = rank.weights[0] = await rank.reload(rank.load_weight(0, place="host"))
+    for half in range(2):
+        rank.weights["half", half] = rank.slice(weight, half, 2)
+    rank.activations[0] = rank.load_batch([rank.index])
+    gradient = rank.loss(rank.forward(0, rank.activations[0], weight))
+    total = await rank.all_reduce(rank.backward(0, rank.activations.pop(0), gradient, weight)[0])
+    rank.weights[0], rank.opt_states[0] = rank.update(0, total, weight, rank.opt_states[0])
+    old = rank.concatenate(rank.weights.pop(("half", half)) for half in range(2))
+    rank.activations[0] = rank.load_batch([0])
+    rank.forward(0, rank.activations.pop(0), old, save=False)
+    rank.weights[0] = await rank.offload(rank.weights[0])
+
+
+def test_slices_of_a_copy_are_not_the_old_weight_after_its_update() -> None:
+    _, refusal = refused(reads_a_slice_in_the_next_forward)
+    tells(refusal, "written over", layer=0)
+
+
+async def steps_one_memory_twice(rank: Rank) -> None:
+    """A half that is kept on the host is stepped where the whole is kept on the device, which is then stepped too."""
+    rank.weights["half"] = rank.load_weight(0, 0, 2, place="host")
+    rank.opt_states["half"] = rank.load_opt_state(0, 0, 2)
+    rank.weights["whole"], rank.opt_states["whole"] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch(rank.share())
+    gradient = rank.loss(rank.forward(0, rank.activations[0], rank.weights["whole"]))
+    made = rank.backward(0, rank.activations.pop(0), gradient, rank.weights["whole"])[0]
+    total = rank.grad_weights[0] = await rank.all_reduce(made)
+    half = rank.slice(rank.weights["whole"], 0, 2)
+    rank.weights["new"], rank.opt_states["half"] = rank.update(0, total, half, rank.opt_states["half"])
+    rank.weights["whole"], rank.opt_states["whole"] = rank.update(
+        0, total, rank.weights["whole"], rank.opt_states["whole"]
+    )
+    rank.weights["half"] = await rank.offload(rank.weights.pop("new"))
+    del rank.grad_weights[0]
+
+
+def test_two_updates_do_not_step_one_memory_though_each_weight_is_kept_apart() -> None:
+    program, refusal = refused(steps_one_memory_twice)
+    tells(refusal, "moved twice", layer=0, doubled=(0,))
+    assert judge(program).outcome is Outcome.WRONG

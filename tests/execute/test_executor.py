@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from shardlab.check import ChannelModel, check
+from shardlab.check.views import ends_of
 from shardlab.data import Corpus
 from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.analysis import Analysis
@@ -15,6 +17,7 @@ from shardlab.models import GPT
 from shardlab.program import OpKind, Rank, Refused, Strategy, trace
 from shardlab.strategies import STRATEGIES
 from shardlab.train.data import Batches
+from tests.check.offloading_programs import CARRIED, rounded_on_its_way
 from tests.support.ranks import Ranks
 from tests.train import user_programs
 
@@ -88,6 +91,21 @@ def test_a_new_weight_is_gathered_into_the_place_of_the_old_one() -> None:
     gathers = [op.outputs[0] for op in found.tape if op.kind is OpKind.ALL_GATHER]
     assert found.kept.arrives == set(gathers) == set(found.kept.final)
     assert found.slots == 0
+
+
+def ends_there(found: Analysis, root: int) -> int:
+    """When the last value ends that lies in the memory of one."""
+    ends = ends_of(found.tape)
+    return max(ends[number] for number in (root, *found.homes) if found.homes.get(number, number) == root)
+
+
+@pytest.mark.parametrize("program", CARRIED)
+def test_a_buffer_is_emptied_when_the_last_value_ends_that_lies_there(program: Strategy) -> None:
+    """Also what an update has written there, and all slices."""
+    found = analysis_of(program, 2, 2, 2)
+    assert found.kept.carried
+    for root, slot in found.slot.items():
+        assert found.empties[ends_there(found, root)] == slot
 
 
 def test_weight_halves_accumulate_where_they_are_made() -> None:
@@ -177,6 +195,23 @@ def test_gathered_weights_have_memory_from_their_gather_to_their_free_and_no_lon
     for held, expected in ranks(2).call(elements_in_buffers):
         assert held == expected
         assert max(held) > 0
+
+
+def moved_by_tiny_steps(rank: int) -> float:
+    """How far weights go in a rehearsal and a step of almost no length; the copy that is stepped came in bfloat16."""
+    checked = check(trace(rounded_on_its_way, 2, MODEL.sizes(2, 4), 4))
+    batches = Batches(Corpus.split(bytes(range(256)) * 8, MODEL.seq_len), MODEL.seq_len, 2, 4, 0)
+    config = OptimizerConfig(learning_rate=1e-9, schedule_steps=2, warmup_steps=1)
+    executor = Executor(checked, rank, MODEL, batches, Settings(optimizer=config))
+    before = torch.cat([*executor.state.kept.values()])
+    executor.rehearse(batches, executor.instructions)
+    executor.step()
+    return float((torch.cat([*executor.state.kept.values()]) - before).abs().max())
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_copy_that_was_rounded_on_its_way_does_not_round_what_is_kept(ranks: World) -> None:
+    assert max(ranks(2).call(moved_by_tiny_steps)) < 1e-7
 
 
 async def one_f_one_b_with_blocking_receives(rank: Rank) -> None:

@@ -208,7 +208,7 @@ def update(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> Non
     new, new_state = update_slice(op.layer, parts[1], state.data, parts[0], squared, way)
     rank.delete(op.inputs[1])
     rank.delete(op.inputs[2])
-    new = rank.weights.step(op.layer, state, parts[1], new, rank.being_read())
+    new = rank.weights.step(op.layer, state, weight, new, rank.being_read())
     for number, data in zip(op.outputs, (new, new_state), strict=True):
         rank.write(number, Piece(state.where, data))
 

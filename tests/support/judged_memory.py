@@ -1,7 +1,7 @@
 """The weights that a judged rank keeps from step to step: buffers that its loaded weights are views of.
 
 An update writes the first loaded weight that contains its state's slice, whatever copy of the weight it was given in
-that place; a copy in another place is written alone. So
+that place; if it is given a copy in another place, it writes that, and so all its slices. So
 does a new weight that arrives, in the place of one that the rank has loaded and let go. No update may write what one of
 them has written in this step, even if the right numbers have been saved elsewhere before.
 """
@@ -61,7 +61,7 @@ class KeptWeights:
                 after = self.over.get(op.outputs[0], len(ops))
                 self.over[op.inputs[0]] = max(after, self.over.get(op.inputs[0], len(ops)))
 
-    def step(self, layer: int, state: Piece, given: Array, made: Array, in_flight: list[Array]) -> Array:
+    def step(self, layer: int, state: Piece, weight: Piece, made: Array, in_flight: list[Array]) -> Array:
         """Move elements on by the step from a given weight to the one made of it; their new values, a view of a run."""
         where = state.where
         owner = next((name for name in self.buffers if name[0] == layer and set(where) <= set(name[1])), None)
@@ -69,24 +69,21 @@ class KeptWeights:
             return made
         if not where:
             raise BrokenTape("a number is no piece of a layer")
-        if self.place[owner] != state.place:
-            places = [owner[1].index(element) for element in where]
-            if self.written[owner][places].any():
-                self.twice.add(layer)
-            self.written[owner][places] = True
-            return made
-        buffer, places = self.buffers[owner], [owner[1].index(element) for element in where]
-        run = slice(places[0], places[0] + len(places))
-        in_one_run = places == list(range(run.start, run.stop))
-        near = [read for read in in_flight if np.may_share_memory(buffer, read)]
-        if any(np.shares_memory(buffer[place : place + 1], read) for read in near for place in places):
-            raise BrokenTape("a weight is written over while a communication reads it")
-        # whoever is given other numbers than are here spoils them
-        buffer[places] = (made + 7 * (buffer[places] - given)) % PRIME
+        kept, places = self.buffers[owner], _places(owner[1], where)
+        # whoever is given other numbers than are kept spoils them
+        made = (made + 7 * (kept[places] - weight.data[_places(weight.where, where)])) % PRIME
         if self.written[owner][places].any():
             self.twice.add(layer)
         self.written[owner][places] = True
-        return buffer[run] if in_one_run else buffer[places]
+        buffer = kept
+        if self.place[owner] != state.place:
+            buffer, places = weight.data, _places(weight.where, where)
+        near = [read for read in in_flight if np.may_share_memory(buffer, read)]
+        if any(np.shares_memory(buffer[place : place + 1], read) for read in near for place in places):
+            raise BrokenTape("a weight is written over while a communication reads it")
+        buffer[places] = made
+        run = slice(places[0], places[0] + len(places))
+        return buffer[run] if places == list(range(run.start, run.stop)) else buffer[places]
 
     def take(self, op: Op, at: int, number: int, piece: Piece) -> Array:
         """What arrives, in the place of the weight that it is the new value of, if that has ended before op `at`."""
@@ -102,3 +99,8 @@ class KeptWeights:
             self.written[op.layer, where][:] = True
             return room
         return data
+
+
+def _places(held: tuple[int, ...], where: tuple[int, ...]) -> list[int]:
+    """Where some elements stand among those that are held."""
+    return [held.index(element) for element in where]

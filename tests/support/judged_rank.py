@@ -106,6 +106,6 @@ class JudgedRank:
         if (piece is None) != (made is None):
             raise BrokenTape("a communication brings a value that nobody takes, or none to one who does")
         if piece is not None and made is not None:
-            data = self.weights.take(self.ops[issued], issued, made, piece)
-            self.write(made, replace(piece, data=data))
+            piece = replace(piece, data=piece.data.copy())  # the members of a collective do not share it
+            self.write(made, replace(piece, data=self.weights.take(self.ops[issued], issued, made, piece)))
         return True

@@ -142,6 +142,14 @@ PROGRAMS = [
     Verified("gathered microbatches meet a slice of one head", f"{CHECK}/sliced_programs.py:microbatches_together",
              small(layers=1, heads=4, dropout=0.1), 4, 4, steps=3),
     Verified("parts of the experts that lie apart", f"{CHECK}/expert_programs.py:combined_apart", DROPPING, 4, 4),
+    Verified("layers without parameters are moved and stepped",
+             f"{CHECK}/empty_programs.py:layers_without_parameters", moe(), 2, 2),
+    Verified("the last rank has nothing to do", f"{CHECK}/empty_programs.py:last_rank_is_idle", USERS, 4, 3),
+    Verified("another rank than the first does all", f"{CHECK}/empty_programs.py:first_rank_is_idle", USERS, 2, 2),
+    *(Verified(f"kept elsewhere: {name.replace('_', ' ')}", f"{CHECK}/offloading_programs.py:{name}", USERS, 2, 2,
+               steps=3)
+      for name in ("slice_outlives_the_update", "slices_are_stepped_one_by_one", "two_copies_are_stepped",
+                   "rounded_on_its_way")),
 ]  # fmt: skip
 
 SCHEDULES_OF_ONES_OWN = [

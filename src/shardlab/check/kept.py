@@ -13,12 +13,15 @@ from collections.abc import Mapping, Sequence
 
 from shardlab.check.views import ends_of, last_ends, roots_of
 from shardlab.program import Holds, Kind, Op, OpKind, Refused, Spec
-from shardlab.program.ops import COMMUNICATION
+from shardlab.program.ops import COMMUNICATION, COPIES
 from shardlab.rules.pieces import bits, common, listed
 
 FREE, WAIT, LOAD_WEIGHT, SLICE, UPDATE = OpKind.FREE, OpKind.WAIT, OpKind.LOAD_WEIGHT, OpKind.SLICE, OpKind.UPDATE
 CONCERNED = frozenset({LOAD_WEIGHT, SLICE, UPDATE})
 """Ops that make views of kept memory, or write it."""
+
+COPYING = COPIES | {SLICE, OpKind.CONCATENATE}
+"""Ops that make values of the same numbers, on one rank."""
 
 Key = tuple[int, Holds]
 """(layer, slices) of a loaded weight: the name of the memory that keeps it."""
@@ -29,8 +32,14 @@ class Kept:
 
     Attributes:
         loaded: number of a loaded weight to the memory that it is a view of, in the tape's order.
-        views: those, and their slices.
         places: where each memory is, as a form's `place` says.
+        roots: number of a slice to that of the value that it is a view of, as `roots_of` has it.
+        homes: number of each value that lies in another one's memory to that: of slices, and of what an update writes
+            over the weight that the rank keeps, or over the copy that it is given.
+        carried: index of each update that writes the copy that it is given, since the weight is kept in another place,
+            to the memory that keeps it.
+        renewed: indices of those of them whose copy may have been rounded, or is another rank's: what is kept is copied
+            there before it is stepped.
         final: number of a weight that the step leaves to the memory that the next step loads it from.
         arrives: those of them that are received there: by a communication that moves values, once the old one and all
             its slices have ended. (A reduction has other numbers in its room until it ends, and these may still be
@@ -41,10 +50,14 @@ class Kept:
         loads = [op for op in tape if op[0] is LOAD_WEIGHT and op.holds is not None]
         self.loaded: dict[int, Key] = {op.outputs[0]: (op.layer, op.holds) for op in loads if op.holds is not None}
         self.places = {(op.layer, op.holds): op.place for op in loads if op.holds is not None}
-        number_of = {key: number for number, key in self.loaded.items()}
-        roots, ended = roots_of(tape, specs), ends_of(tape)
-        self.views = self.loaded | {n: self.loaded[root] for n, root in roots.items() if root in self.loaded}
-        last = last_ends(ended, roots)
+        self._number_of = {key: number for number, key in self.loaded.items()}
+        self.roots = roots_of(tape, specs)
+        self.homes: dict[int, int] = {}
+        self.carried: dict[int, Key] = {}
+        self._find_homes(tape, specs)
+        self.renewed = self._renewed(tape) if self.carried else set[int]()
+        ended = ends_of(tape)
+        last = last_ends(ended, self.roots)
         self.final: dict[int, Key] = {}
         self.arrives: set[int] = set()
         for at, op in enumerate(tape):
@@ -52,10 +65,10 @@ class Kept:
                 form = specs[number].form
                 if form.kind is Kind.WEIGHT and form.step and number not in ended:
                     key = (form.layer, form.holds)
-                    if key in number_of and specs[number_of[key]].form.place == form.place:
+                    if key in self.places and self.places[key] == form.place:
                         self.final[number] = key
                         moves = op[0] in COMMUNICATION and not op[0].row.in_place
-                        if moves and last.get(number_of[key], at) < at:
+                        if moves and last.get(self._number_of[key], at) < at:
                             self.arrives.add(number)
 
     def owner(self, layer: int, holds: Holds) -> Key | None:
@@ -64,6 +77,26 @@ class Kept:
         An update writes it, unless it is given a copy of the weight in another place. None: the state has its own.
         """
         return next((key for key in self.loaded.values() if key[0] == layer and key[1].contains(holds)), None)
+
+    def _find_homes(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
+        for at, op in enumerate(tape):
+            if op[0] is SLICE and op[3][0] in self.roots:
+                self.homes[op[3][0]] = self.homes.get(op[2][0], op[2][0])
+            elif op[0] is UPDATE:
+                weight, key = op[2][1], self.owner(op.layer, specs[op[2][2]].holds)
+                if key is not None and self.places[key] == specs[weight].form.place:
+                    self.homes[op[3][0]] = self._number_of[key]
+                elif key is not None:
+                    self.homes[op[3][0]] = self.homes.get(weight, weight)
+                    self.carried[at] = key
+
+    def _renewed(self, tape: Sequence[Op]) -> set[int]:
+        """The carried updates that are given no plain copy of what this rank has loaded."""
+        plain = set(self.loaded)
+        for op in tape:
+            if op[0] in COPYING and plain.issuperset(op[2]):
+                plain.update(op[3])
+        return {at for at in self.carried if tape[at].inputs[1] not in plain}
 
 
 def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], places: Sequence[int]) -> None:
@@ -74,7 +107,7 @@ def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], places:
 
     Raises:
         Refused: for a second update of some elements, an update after their new values have arrived, and a read of a
-            loaded weight, in flight or not, after an update has written it through another copy.
+            weight, in flight or not, after an update has written its new values there.
     """
     concerned = [op for op in map(tape.__getitem__, places) if op[0] in CONCERNED]
     loads = [op for op in concerned if op[0] is LOAD_WEIGHT]
@@ -93,14 +126,15 @@ def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], places:
 
 
 class Memory:
-    """Kept memory that has moved on, up to an op of the tape."""
+    """Weights that have moved on, and memory that has been written over, up to an op of the tape."""
 
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], kept: Kept) -> None:
         self.tape = tape
         self.specs = specs
         self.kept = kept
-        self.moved: dict[Key, list[tuple[Holds, int, bool]]] = defaultdict(list)  # slices, by which op, if in place
-        self.reading: dict[int, int] = {}  # handle to the view that its communication reads
+        self.moved: dict[Key, list[tuple[Holds, int]]] = defaultdict(list)  # slices of what is kept, by which op
+        self.written: dict[int, list[tuple[Holds, int]]] = defaultdict(list)  # the same of the memory of a value
+        self.reading: dict[int, int] = {}  # handle to the weight that its communication reads
 
     def follow(self, at: int, op: Op) -> None:
         """Go on by one op.
@@ -117,7 +151,7 @@ class Memory:
         if kind is UPDATE:
             self._update(at, op)
         for number in op[2]:
-            if number in self.kept.views:
+            if self.specs[number].kind is Kind.WEIGHT:
                 updated = kind is UPDATE and number == op[2][1]
                 if not updated:  # of that it needs the state's slices alone, which are seen to
                     self._read(op, number)
@@ -127,33 +161,32 @@ class Memory:
             for number in op[3]:
                 if number in self.kept.arrives:
                     key = self.kept.final[number]
-                    self.moved[key].append((key[1], at, True))
+                    self.moved[key].append((key[1], at))
 
     def _update(self, at: int, op: Op) -> None:
-        holds = self.specs[op.inputs[2]].holds
+        holds, home = self.specs[op.inputs[2]].holds, self.kept.homes.get(op.outputs[0], -1)
         key = self.kept.owner(op.layer, holds) or (op.layer, holds)  # the state's own
-        for slices, before, _ in self.moved[key]:
+        for slices, before in (*self.moved[key], *self.written.get(home, ())):
             if twice := _both(slices, holds):
                 raise _moved_twice(op, twice, self.tape[before], before)
-        place = self.specs[op.inputs[1]].form.place
-        in_place = self.kept.places.get(key, place) == place
-        for handle, number in self.reading.items() if in_place else ():
-            overlap = self.kept.views[number] == key and _both(self.specs[number].holds, holds)
+        self.moved[key].append((holds, at))
+        if home < 0:
+            return
+        for handle, number in self.reading.items():
+            overlap = self.kept.homes.get(number, number) == home and _both(self.specs[number].holds, holds)
             if number != op.inputs[1] and overlap:
                 flying = next(other for other in self.tape if other.handle == handle)
-                given = (
-                    f"writes over {self.specs[number]}, whatever copy of it is given, but {flying} (handle {handle}) "
-                    "is still reading that"
-                )
+                given = f"writes over {self.specs[number]}, but {flying} (handle {handle}) is still reading that"
                 raise Refused("in flight", op.about, given, "wait for it first")
-        self.moved[key].append((holds, at, in_place))
+        self.written[home].append((holds, at))
 
     def _read(self, op: Op, number: int) -> None:
-        for slices, before, in_place in self.moved.get(self.kept.views[number], ()):
-            if in_place and _both(slices, self.specs[number].holds):
+        """Refuse a weight of before an update that has written there; what the update has made has another root."""
+        for slices, before in self.written.get(self.kept.roots.get(number, number), ()):
+            if _both(slices, self.specs[number].holds):
                 given = (
-                    f"{self.specs[number]} is read here, but op {before} {self.tape[before]} was given another copy of "
-                    "it and has written over it"
+                    f"{self.specs[number]} is read here, but op {before} {self.tape[before]} has written its new "
+                    "values there"
                 )
                 raise Refused("written over", op.about, given, "read it before that, or update it itself")
 

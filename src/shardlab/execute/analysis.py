@@ -8,7 +8,7 @@ from shardlab.check import Checked
 from shardlab.check.accumulation import InPlace
 from shardlab.check.buckets import Buckets
 from shardlab.check.kept import Kept
-from shardlab.check.views import ends_of, last_copies, last_ends, last_reads, roots_of
+from shardlab.check.views import ends_of, last_copies, last_ends, last_reads
 from shardlab.execute.joint_update import followed
 from shardlab.program import Kind, OpKind
 from shardlab.program.ops import COMMUNICATION
@@ -30,15 +30,15 @@ class Analysis:
         gradient_factor: number of what a layer keeps of a forward pass to the factor of the gradients that its backward
             pass is given.
         kept: the weights that outlive the step, and what is received in their place.
-        roots: number of a slice to that of the value whose memory it lies in.
+        homes: number of a slice, or of a weight that an update writes, to that of the value whose memory it lies in.
         stepped_at: (layer, slices) of each optimizer state to the place where its update is computed.
-        carried: indices of updates that are given a copy of a weight which is kept elsewhere.
         slot: number of a gathered or received weight to the buffer that it lives in; `slots` is how many there are.
         followed: indices of updates that another one follows at once.
         last_reads: index of a FORWARD or RECOMPUTE to the activation that it is the last to read.
         last_copies: indices of collectives that send a copy of rows which nobody else reads any more.
-        empties: index of the op that ends such a weight, or the last slice of it, to the buffer.
-        leaves_room: index of the FREE of a kept weight, or of its last slice, to the weight, which arrives there again.
+        empties: index of the op that ends such a weight, or the last that lies there, to the buffer.
+        leaves_room: index of the FREE of a kept weight, or of the last that lies there, to the weight, which arrives
+            there again.
     """
 
     def __init__(self, checked: Checked, rank: int) -> None:
@@ -57,34 +57,32 @@ class Analysis:
             if op.kind is OpKind.BACKWARD or op.kind is OpKind.BACKWARD_INPUT
         }
         self.kept = Kept(self.tape, self.specs)
-        self.roots = roots_of(self.tape, self.specs)
-        updates = [(at, op) for at, op in enumerate(self.tape) if op.kind is OpKind.UPDATE]
+        self.homes = self.kept.homes
+        self._ended = last_ends(ends_of(self.tape), self.homes)
         self.stepped_at = {
-            (op.layer, self.specs[op.inputs[2]].holds): self.specs[op.inputs[1]].form.place for _, op in updates
+            (op.layer, self.specs[op.inputs[2]].holds): self.specs[op.inputs[1]].form.place
+            for op in self.tape
+            if op.kind is OpKind.UPDATE
         }
-        self.carried: set[int] = set()
-        for at, op in updates:
-            holds = self.specs[op.inputs[2]].holds
-            owner, place = self.kept.owner(op.layer, holds), self.stepped_at[op.layer, holds]
-            if owner is not None and self.kept.places[owner] != place:
-                self.carried.add(at)
         self.slot: dict[int, int] = {}
         self.empties: dict[int, int] = {}
         self.slots = self._share_buffers()
         self.leaves_room = self._leaves_room()
         self.halved = self._halved()
-        self.followed = followed(self.tape)
+        carried = (self.homes[self.tape[at].outputs[0]] for at in self.kept.carried)
+        self.followed = followed(self.tape, {self._ended.get(home, -1) for home in carried})
         self.last_reads = last_reads(self.tape, self.specs)
         self.last_copies = last_copies(self.tape, self.specs)
 
     def _leaves_room(self) -> dict[int, int]:
-        kept, ended = self.kept, last_ends(ends_of(self.tape), self.roots)
+        kept, ended = self.kept, self._ended
         arriving = {kept.final[number] for number in kept.arrives}
         written = {kept.owner(*key) for key in self.stepped_at}
         return {
             ended[number]: number
             for number, key in kept.loaded.items()
-            if key in arriving - written and not kept.places[key] and self.tape[ended[number]].kind is OpKind.FREE
+            if key in arriving - written and not kept.places[key] and number in ended
+            if self.tape[ended[number]].kind is OpKind.FREE
         }
 
     def _halved(self) -> set[int]:
@@ -93,7 +91,6 @@ class Analysis:
 
     def _share_buffers(self) -> int:
         """Give each weight that arrives the first buffer that is free while it lives."""
-        ended = last_ends(ends_of(self.tape), self.roots)
         free_from: list[int] = []
         dtypes: list[str] = []
         for at, op in enumerate(self.tape):
@@ -107,10 +104,7 @@ class Analysis:
                 if slot == len(free_from):
                     free_from.append(0)
                     dtypes.append(dtype)
-                end = ended.get(number, len(self.tape))
-                if end in self.carried:  # the new weight lies where the old one did
-                    end = ended.get(self.tape[end].outputs[0], len(self.tape))
-                free_from[slot] = end
+                free_from[slot] = self._ended.get(number, len(self.tape))
                 self.slot[number] = slot
                 self.empties[free_from[slot]] = slot
         return len(free_from)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,12 @@ from shardlab.execute.optimizer import Slice
 from shardlab.program import Op, OpKind
 
 
-def followed(tape: Sequence[Op]) -> set[int]:
-    """The indices of UPDATEs that another one follows, with nothing but FREEs between."""
+def followed(tape: Sequence[Op], ends: Collection[int] = ()) -> set[int]:
+    """The indices of UPDATEs that another one follows, with nothing but FREEs between.
+
+    Args:
+        ends: indices of FREEs that none of them may wait beyond.
+    """
     found: set[int] = set()
     last = -1
     for at, op in enumerate(tape):
@@ -27,7 +31,7 @@ def followed(tape: Sequence[Op]) -> set[int]:
             if last >= 0:
                 found.add(last)
             last = at
-        elif op.kind is not FREE:
+        elif op.kind is not FREE or at in ends:
             last = -1
     return found
 

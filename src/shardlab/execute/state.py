@@ -188,7 +188,7 @@ class State:
         elif self.analysis.kept.places[owner] == place:
             flat = self.kept[owner]
         else:
-            flat = torch.empty_like(self.kept[owner], device=self.settings.device)
+            flat = torch.empty_like(self.kept[owner], device="cpu" if place else self.settings.device)
         runs = [flat[a:b] for a, b in self.shapes.places(layer, owner[1] if owner else holds, holds)]
         starts = [start for start, _ in self.shapes.ranges(layer, holds)]
         decayed = self.shapes.layouts[layer].decayed_runs(self.shapes.flat[layer])
@@ -357,9 +357,9 @@ class State:
     def weights_of(self, layer: int, number: int) -> list[Tensor]:
         """A layer's parameters in a weight value's buffer; made once for each buffer and layer, for buffers stay."""
         flat: Tensor = self.values[number]
-        slot = self.analysis.slot.get(self.analysis.roots.get(number, number))
+        root = self.analysis.homes.get(number, number)
+        slot = self.analysis.slot.get(root)
         if slot is None:
-            root = self.analysis.roots.get(number, number)
             slot = -1 - root if root in self.analysis.leaves_room.values() else flat.data_ptr()
         key = (layer, slot, int(flat.storage_offset()))
         if key not in self._weights:

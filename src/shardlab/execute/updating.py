@@ -69,7 +69,9 @@ def update(state: State, at: int, op: Op) -> Instruction:
     whole = [number for number in others if number not in norms]
     ranges = [state.shapes.ranges(op.layer, state.specs[number].holds) for number in whole]
     slot = state.analysis.empties.get(at)
-    own = state.shapes.places(op.layer, state.specs[weight].holds, holds) if at in state.analysis.carried else ()
+    key = state.analysis.kept.carried.get(at)
+    own = state.shapes.places(op.layer, state.specs[weight].holds, holds) if key is not None else ()
+    kept_at = state.shapes.places(op.layer, key[1], holds) if key and at in state.analysis.kept.renewed else ()
     goes_on = at in state.analysis.followed
 
     def step(kept: Slice) -> None:
@@ -92,6 +94,9 @@ def update(state: State, at: int, op: Op) -> Instruction:
         kept: Slice = values[opt_state]
         if own:
             kept.carry([values[weight][start:stop] for start, stop in own])
+        for run, (start, stop) in zip(kept.weights, kept_at, strict=False):
+            assert key is not None
+            run.copy_(state.kept[key][start:stop])
         if not state.rehearses:
             step(kept)
             copied = sum(each.copied for each in state.stepping)

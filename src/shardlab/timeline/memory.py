@@ -9,6 +9,7 @@ from enum import Enum
 
 from shardlab.check.accumulation import InPlace
 from shardlab.check.buckets import Buckets
+from shardlab.check.kept import Kept
 from shardlab.check.rooms import NO_ARENA, Arena, arenas_of
 from shardlab.check.views import last_reads, roots_of
 from shardlab.program import Kind, Op, OpKind, Sizes, Spec
@@ -286,18 +287,18 @@ class Views:
     """Which values take no room of their own, and when the room that they share is given back.
 
     Attributes:
-        roots: number of a slice, or of what an update makes in the place of one, to the value whose memory it lies in;
-            of gradients side by side, to the first.
+        roots: number of a slice, or of what an update makes in memory that slices share, to the value whose memory it
+            lies in; of gradients side by side, to the first.
     """
 
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], neighbours: Mapping[int, int]) -> None:
         self.roots = roots_of(tape, specs)
-        loaded = {op.outputs[0] for op in tape if op[0] in _LOADS} if self.roots else set[int]()
-        for op in tape if self.roots else ():
-            if op[0] is OpKind.UPDATE:
-                for given, made in zip(op.inputs[1:3], op.outputs, strict=True):
-                    if (root := self.roots.get(given)) in loaded:
-                        self.roots[made] = root
+        if self.roots:
+            loaded = {op.outputs[0] for op in tape if op[0] is OpKind.LOAD_OPT_STATE}
+            states = {op.outputs[1]: self.roots.get(op.inputs[2]) for op in tape if op[0] is OpKind.UPDATE}
+            viewed = set(self.roots.values())
+            self.roots |= {number: home for number, home in Kept(tape, specs).homes.items() if home in viewed}
+            self.roots |= {number: root for number, root in states.items() if root in loaded}
         self.roots = {number: neighbours.get(root, root) for number, root in self.roots.items()}
         self.roots |= {number: first for number, first in neighbours.items() if number != first}
         self._left = Counter(self.roots.values())  # views that have not ended, and the value itself
@@ -310,6 +311,3 @@ class Views:
         roots = [self.roots.get(number, number) for number in numbers]
         self._left.subtract(roots)
         return tuple([root for root in roots if self._left[root] <= 0])
-
-
-_LOADS = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE})
