@@ -13,6 +13,9 @@ MOST_DOUBLINGS = 64
 MOST_DOUBLINGS_IN_FLOAT16 = 8
 """The same of float16, which has 15 and 14, and needs most of them for a loss scale."""
 
+MOST_BITS = 1024
+"""Bits of a factor's numerator and denominator at most: numbers that can be computed with, and said."""
+
 MOST_TOKEN_COUNTS = 4
 """How many counts of tokens may multiply and divide a gradient."""
 
@@ -35,9 +38,11 @@ class Factor:
 
     def beyond(self, most: int = MOST_DOUBLINGS) -> str:
         """Say why numbers that may be doubled or halved so often have no room for this; nothing if they have."""
-        doublings = self.ratio.numerator.bit_length() - self.ratio.denominator.bit_length()
-        if abs(doublings) > most:
-            return f"about 2^{doublings}, beyond 2^-{most} and 2^{most}"
+        above, below = self.ratio.numerator.bit_length(), self.ratio.denominator.bit_length()
+        if abs(above - below) > most:
+            return f"about 2^{above - below}, beyond 2^-{most} and 2^{most}"
+        if above > MOST_BITS:
+            return f"a ratio of numbers of {above:,} bits, more than {MOST_BITS:,}"
         counts = sum(abs(power) for _, power in self.tokens)
         return "" if counts <= MOST_TOKEN_COUNTS else f"{counts} counts of tokens, more than {MOST_TOKEN_COUNTS}"
 
