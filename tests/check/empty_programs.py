@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.program import Mesh, Rank
+from shardlab.program import Kind, Mesh, Rank, Value
 from shardlab.rules.layer import GRADIENT_OF
 from tests.support.passes import gradients
 
@@ -17,7 +17,7 @@ async def layers_without_parameters(rank: Rank) -> None:
     They are loaded in slices, gathered, averaged, scattered by a root and stepped, all of which moves no byte.
     """
     layers, last = rank.sizes.signatures, rank.layers[-1]
-    xs, carried = rank.activations, {}
+    xs, carried = rank.activations, dict[Kind, Value]()
     empty = [l for l in rank.weighted_layers if not rank.sizes.weights[l]]
     for l in rank.weighted_layers:
         cut = (rank.index, rank.world) if l in empty or layers[l].sliced else (0, 1)
