@@ -29,16 +29,20 @@ PATIENCE_SECONDS = 20.0
 class Ranks:
     """A world of `size` processes; `call` runs a function on every rank and gives the results in rank order.
 
+    Args:
+        patience: seconds that the other ranks have once one has failed (None: `PATIENCE_SECONDS`).
+
     Attributes:
         usable: whether the world can still be called: no longer where a rank died, or waits for one that failed.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, patience: float | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         store = Path(self._folder.name, "store").as_uri()
         self.usable = True
+        self._patience = patience
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(size):
@@ -64,7 +68,7 @@ class Ranks:
         answers: dict[int, tuple[bool, Any]] = {}
         while waiting := {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}:
             failed = any(not ok for ok, _ in answers.values())
-            ready = wait(list(waiting), PATIENCE_SECONDS if failed else None)
+            ready = wait(list(waiting), (self._patience or PATIENCE_SECONDS) if failed else None)
             if not ready:
                 self.close()
                 answers |= dict.fromkeys(waiting.values(), (False, "waited for a rank that had failed\n"))

@@ -1,0 +1,206 @@
+"""What is asked of one program: that it is refused in a sentence, or drawn, timed and run, with one device's numbers."""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardlab.check import Checked
+from shardlab.hardware import find_cluster
+from shardlab.predict.workload import Workload
+from shardlab.program import Refused, UserError
+from shardlab.program.precision import find_precision
+from shardlab.timeline import bubble, simulate
+from tests.attack.script import SOURCE
+from tests.attack.subjects import Subject
+from tests.support.interpreter import judge
+
+STEPS = 2
+"""Optimizer steps: the second begins with what the first has left."""
+
+HANG = 60.0
+"""Seconds after which a program that runs is taken to hang."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a program.
+
+    Attributes:
+        subject: the program.
+        what: "accepted", "refused", or a failure in a few words.
+        detail: the sentence of a refusal, or all that is known of a failure.
+        rule: of a refusal, the rule's name.
+    """
+
+    subject: Subject
+    what: str
+    detail: str = ""
+    rule: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.what not in ("accepted", "refused")
+
+
+def ask(subject: Subject, *, judged: bool, drawn: bool) -> Outcome:
+    """Check a program, and time and draw it if it is accepted.
+
+    Args:
+        judged: whether the independent judge of the tests interprets it as well.
+        drawn: whether a picture is made too.
+    """
+    try:
+        subject.job  # noqa: B018
+    except UserError as error:  # a plan that its model cannot follow
+        return Outcome(subject, "refused", str(error), "sizes")
+    except Exception:
+        return Outcome(subject, "the generator raised", traceback.format_exc())
+    try:
+        checked = subject.checked()
+    except Refused as error:
+        if (inner := _inside(error)) is not None:
+            return Outcome(subject, "tracing raised", inner)
+        what = "refused" if subject.wild else "a right program is refused"
+        return Outcome(subject, what, str(error), error.rule)
+    except UserError as error:
+        right = not subject.wild and subject.family == "script"
+        return Outcome(subject, "a right program is refused" if right else "refused", str(error), "user error")
+    except Exception:
+        return Outcome(subject, "the check raised", traceback.format_exc())
+    for name, question in QUESTIONS.items():
+        if (name == "the judge" and not judged) or (name == "the picture" and not drawn):
+            continue
+        try:
+            said = question(subject, checked)
+        except UserError as error:
+            said = "" if name == "the prediction" else str(error)
+        except Exception:
+            said = traceback.format_exc()
+        if said:
+            return Outcome(subject, f"{name} fails", said)
+    return Outcome(subject, "accepted")
+
+
+def _inside(error: Refused) -> str | None:
+    """The traceback of an exception of Shardlab's own that tracing took for the program's (None: it is not one)."""
+    cause = error.__cause__
+    if cause is None or isinstance(cause, Refused | UserError):
+        return None
+    frames = traceback.extract_tb(cause.__traceback__)
+    if frames[-1].filename == SOURCE:
+        return None
+    return "".join(traceback.format_exception(cause))
+
+
+def _interpret(subject: Subject, checked: Checked) -> str:
+    verdict = judge(checked.program)
+    return "" if verdict.right else f"{verdict.outcome.value}: {verdict.reason}"
+
+
+def _time(subject: Subject, checked: Checked) -> str:
+    bubble(simulate(checked))
+    return ""
+
+
+def _draw(subject: Subject, checked: Checked) -> str:
+    """A picture and a report; their imports take seconds."""
+    from rich.console import Console
+
+    from shardlab.cli.report import print_report
+    from shardlab.draw import timeline_svg
+
+    timeline = simulate(checked)
+    timeline_svg(timeline, "program")
+    print_report("program", checked, timeline, console=Console(file=io.StringIO()))
+    return ""
+
+
+def _predict(subject: Subject, checked: Checked) -> str:
+    """Seconds and bytes on a cluster, and the step as it is drawn."""
+    if "nccl" not in checked.backends():
+        return ""
+    job = subject.job
+    mesh = job.mesh if job.entry.plan is None else job.entry.plan(job.ranks)
+    cluster, numbers = find_cluster("h100x4"), find_precision("fp32")
+    made = Workload(
+        mesh, job.model, cluster, job.microbatches, 1, numbers, lambda *_: checked, optimizer=job.optimizer, passes="none"
+    )
+    estimate = made.estimate()
+    str(estimate.peak)
+    estimate.timeline()
+    return ""
+
+
+QUESTIONS: dict[str, Callable[[Subject, Checked], str]] = {
+    "the judge": _interpret,
+    "the timeline": _time,
+    "the picture": _draw,
+    "the prediction": _predict,
+}
+"""Each says what is wrong (nothing: all is well)."""
+
+
+def run_subjects(rank: int, subjects: Sequence[Subject], folder: str) -> None:
+    """Run one rank's part of some programs for real; the results lie in the folder, also those before a rank's end."""
+    import torch
+
+    from shardlab.train import verify
+
+    cpu, groups = torch.device("cpu"), dict[Any, Any]()
+    verify.train_reference = _remembered(verify.train_reference)
+    results, stacks = Path(folder, f"results-{rank}"), Path(folder, f"stacks-{rank}")
+    with results.open("ab") as file, stacks.open("w") as hanging:
+        for number, subject in enumerate(subjects):
+            faulthandler.dump_traceback_later(HANG, exit=True, file=hanging)
+            verdict = verify.verify_rank(rank, cpu, subject.job, STEPS, groups)
+            pickle.dump((number, verdict.ok, str(verdict)), file)
+            file.flush()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _remembered(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Training on one device, done once for each model and step."""
+    if hasattr(train, "remembers"):
+        return train
+    known: dict[Any, Any] = {}
+
+    def trained(model: Any, batches: Any, microbatches: Any, seed: Any, numbers: Any, config: Any, moves: Any) -> Any:
+        frozen = tuple([bool(each.all()) or each.numpy().tobytes() for each in moves])
+        key = model, tuple(microbatches), seed, str(config), frozen
+        if key not in known:
+            known[key] = train(model, batches, microbatches, seed, numbers, config, moves)
+        return known[key]
+
+    trained.remembers = True  # pyright: ignore[reportFunctionMemberAccess]
+    return trained
+
+
+def results_in(folder: Path, ranks: int) -> tuple[dict[int, str], int]:
+    """What came of programs that have been run: by number, what is wrong ("": nothing); and the first that has no
+    result of all ranks."""
+    found: list[dict[int, str]] = []
+    for rank in range(ranks):
+        mine: dict[int, str] = {}
+        path = folder / f"results-{rank}"
+        data = io.BytesIO(path.read_bytes() if path.exists() else b"")
+        while True:
+            try:
+                number, ok, text = pickle.load(data)
+            except (EOFError, pickle.UnpicklingError):
+                break
+            mine[number] = "" if ok else text
+        found.append(mine)
+    done = set(found[0]).intersection(*found[1:])
+    ended = min((len(mine) for mine in found), default=0)
+    return {number: "".join(dict.fromkeys(mine[number] for mine in found)) for number in done}, ended
+
+
+def with_passes(subject: Subject, passes: Sequence[str]) -> Subject:
+    return replace(subject, passes=tuple(passes))
