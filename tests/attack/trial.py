@@ -74,6 +74,8 @@ def ask(subject: Subject, *, judged: bool, drawn: bool) -> Outcome:
         return Outcome(subject, "a right program is refused" if right else "refused", str(error), "user error")
     except Exception:
         return Outcome(subject, "the check raised", traceback.format_exc())
+    if (why_not := checked.why_not("gloo")) is not None:  # said before any rank is started
+        return Outcome(subject, "refused", str(why_not), why_not.rule)
     for name, question in QUESTIONS.items():
         if (name == "the judge" and not judged) or (name == "the picture" and not drawn):
             continue

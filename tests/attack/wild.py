@@ -96,7 +96,7 @@ def _verb(lines: Ranks, rank: int, at: int, random: Random) -> None:
     more = ", reduction='mean')" if verb == "all_reduce" and random.random() < 0.5 else ")"
     for other, where in _same(lines, r, n, COLLECTIVE):
         line = COLLECTIVE.sub(f"rank.{verb}(", lines[other][where])
-        lines[other][where] = line[: line.rindex(")")] + more
+        lines[other][where] = line.replace(", reduction='mean'", "")[:-1] + more
 
 
 def _same(lines: Ranks, rank: int, at: int, pattern: re.Pattern[str]) -> list[tuple[int, int]]:

@@ -325,7 +325,8 @@ class Writing:
             make(rank, stem, f"rank.slice(k.{name}, {self.random.randrange(parts)}, {parts})")
             return name
         pieces = [make(rank, stem, f"rank.slice(k.{name}, {at}, {parts})") for at in range(parts)]
-        self.random.shuffle(pieces)
+        if not cells:  # of tokens, the order would be that in which later slices are dealt
+            self.random.shuffle(pieces)
         return make(rank, stem, f"rank.concatenate([{', '.join(f'k.{piece}' for piece in pieces)}])")
 
     def _ended(self, lines: list[str]) -> list[str]:

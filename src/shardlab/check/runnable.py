@@ -13,6 +13,7 @@ from shardlab.program.matching import Communication
 from shardlab.program.ops import COPIES, Combiner
 from shardlab.rules.attention import pattern
 from shardlab.rules.kind import ROW_KINDS
+from shardlab.rules.node import Layer
 from shardlab.rules.pieces import bits, number_text
 from shardlab.rules.spec import Form, pieces_share
 
@@ -90,6 +91,8 @@ def why_not_runnable(
                 return _refusal(rank, at, op, why)
     if not any(layer.cut for layer in program.sizes.signatures):  # nothing is sliced
         return None
+    if why_not := _cut_buffers(program, specs):
+        return why_not
     pieces = program.sizes.cuts(program.mesh)
     cuts = [math.prod(pieces[index] for index in layer.cut) for layer in program.sizes.signatures]
     for rank, tape in enumerate(tapes):
@@ -121,6 +124,29 @@ def _listed(numbers: Iterable[int]) -> str:
     """`2, 3 and 5`."""
     *others, last = sorted(numbers)
     return f"{', '.join(map(str, others))} and {last}"
+
+
+def _cut_buffers(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | None:
+    """Refusal of a part of sequences taken of experts' buffers: their places have tokens of any part of a sequence."""
+    layers = program.sizes.signatures
+    buffers = {at for at, layer in enumerate(layers, 1) if _made_at(layer, layer.outputs[0].tensor) & {"expert"}}
+    if not buffers or program.sizes.space(program.mesh, 1).sequence == 1:
+        return None
+    for rank, tape in enumerate(program.tapes):
+        for number, spec in specs[rank].items():
+            if spec.layer in buffers and spec.kind in _OF_BUFFERS and not spec.whole_sequences:
+                at, op = next((at, op) for at, op in enumerate(tape) if number in op.outputs)
+                given = f"this would be {spec} in experts' buffers, whose places have tokens of any part of a sequence"
+                return _refusal(rank, at, op, (given, "cut sequences before tokens are dispatched to experts"))
+    return None
+
+
+_OF_BUFFERS = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION})
+
+
+def _made_at(layer: Layer, tensor: str) -> set[str]:
+    """The indices of a tensor that one of the layer's nodes makes."""
+    return {index for node in layer.nodes for index in node.makes.get(tensor, "").split()}
 
 
 def _refusal(rank: int, at: int, op: Op, why: Why) -> Refused:
