@@ -96,7 +96,12 @@ def subjects_of(options: Attack) -> Iterator[Subject]:
         random = Random(options.seed * 1_000_003 + number)
         family = random.choices(options.families, [weights[each] for each in options.families])[0]
         passes = random.sample(list(PASSED), random.randint(1, 3)) if number % 2 else []
-        yield Subject(family, random.randrange(10**9), random.random() < options.wild, tuple(sorted(passes, key=list(PASSED).index)))
+        yield Subject(
+            family,
+            random.randrange(10**9),
+            random.random() < options.wild,
+            tuple(sorted(passes, key=list(PASSED).index)),
+        )
 
 
 class World:

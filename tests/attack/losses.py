@@ -73,9 +73,7 @@ def statistics(writing: Writing, site: Sequence[int], values: Named) -> Named:
 def joined(writing: Writing, values: Sequence[Named], stem: str) -> Named:
     """Values of some ranks put together, piece by piece."""
     return {
-        rank: writing.lines.make(
-            rank, stem, f"rank.concatenate([{', '.join(f'k.{each[rank]}' for each in values)}])"
-        )
+        rank: writing.lines.make(rank, stem, f"rank.concatenate([{', '.join(f'k.{each[rank]}' for each in values)}])")
         for rank in values[0]
     }
 
@@ -99,9 +97,7 @@ def _joint(units: Sequence[Unit], writing: Writing) -> None:
     else:
         whole = {rank: make(rank, "d", f"rank.loss(k.{logits[rank]})") for rank in site}
     for at, unit in enumerate(units):
-        unit.gradient = {
-            rank: make(rank, "d", f"rank.slice(k.{whole[rank]}, {at}, {len(units)})") for rank in site
-        }
+        unit.gradient = {rank: make(rank, "d", f"rank.slice(k.{whole[rank]}, {at}, {len(units)})") for rank in site}
 
 
 def _across(units: Sequence[Unit], writing: Writing) -> None:

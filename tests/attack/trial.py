@@ -132,7 +132,15 @@ def _predict(subject: Subject, checked: Checked) -> str:
     mesh = job.mesh if job.entry.plan is None else job.entry.plan(job.ranks)
     cluster, numbers = find_cluster("h100x4"), find_precision("fp32")
     made = Workload(
-        mesh, job.model, cluster, job.microbatches, 1, numbers, lambda *_: checked, optimizer=job.optimizer, passes="none"
+        mesh,
+        job.model,
+        cluster,
+        job.microbatches,
+        1,
+        numbers,
+        lambda *_: checked,
+        optimizer=job.optimizer,
+        passes="none",
     )
     estimate = made.estimate()
     str(estimate.peak)

@@ -167,9 +167,7 @@ class Weights:
             return self._scattered(share, mine)
         totals = self._reduced(share, mine)
         random, rewritten = self.writing.random, self.writing.rewritten
-        return {
-            rank: rewritten(rank, name, "g") if random.random() < 0.15 else name for rank, name in totals.items()
-        }
+        return {rank: rewritten(rank, name, "g") if random.random() < 0.15 else name for rank, name in totals.items()}
 
     def _summing(self, share: Share) -> list[int]:
         """Whose gradients are added up: of replicas of a site that has computed the same, one a slice."""
@@ -300,7 +298,11 @@ class Weights:
             new[rank] = one
             if share.way == "host":
                 home = share.homes[rank]
-                place = next(p for p in ("host", "disk") if any(f"{home} = " in x and f"'{p}'" in x for x in writing.lines.of[rank]))
+                place = next(
+                    p
+                    for p in ("host", "disk")
+                    if any(f"{home} = " in x and f"'{p}'" in x for x in writing.lines.of[rank])
+                )
                 back = make(rank, "w", f"await rank.offload(k.{one}, {place!r})")
                 self.kept = (self.kept - {home}) | {back}
             else:

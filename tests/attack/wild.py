@@ -134,7 +134,9 @@ def _factor(lines: Ranks, rank: int, at: int, random: Random) -> None:
 
 def _place(lines: Ranks, rank: int, at: int, random: Random) -> None:
     """Keep a value elsewhere."""
-    here = [(r, n) for r, each in enumerate(lines) for n, line in enumerate(each) if "'host'" in line or "'disk'" in line]
+    here = [
+        (r, n) for r, each in enumerate(lines) for n, line in enumerate(each) if "'host'" in line or "'disk'" in line
+    ]
     if here:
         r, n = random.choice(here)
         line = lines[r][n]

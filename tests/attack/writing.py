@@ -9,6 +9,7 @@ from random import Random
 
 from shardlab.program import Mesh
 from shardlab.rules.layer import GRADIENT_OF
+from shardlab.rules.node import Layer
 from tests.attack.losses import losses_of
 from tests.attack.models import sizes_of
 from tests.attack.script import NAMES, Lines, Script
@@ -171,7 +172,8 @@ class Writing:
                 unit.value = self.collective("x", site, "all_to_all", unit.value)
             elif self.chance(0.1):
                 stem = "x" if l else "b"
-                unit.value = {rank: self.rewritten(rank, name, stem, unit.cells) for rank, name in unit.value.items()}
+                cells = self._cells(unit, signature)
+                unit.value = {rank: self.rewritten(rank, name, stem, cells) for rank, name in unit.value.items()}
             unit.inputs[l] = unit.value
             made = [self._call_forward(rank, l, unit) for rank in site]
             for port in signature.inputs[1:]:
@@ -220,23 +222,21 @@ class Writing:
             if self.together == "ep" and signature.sliced:
                 gradient = self.collective("d", site, "all_to_all", gradient)
             elif self.chance(0.1):
-                gradient = {rank: self.rewritten(rank, name, "d", unit.cells) for rank, name in gradient.items()}
+                after = self.signatures[l + 1] if l + 1 < self._layers else signature
+                cells = self._cells(unit, after)
+                gradient = {rank: self.rewritten(rank, name, "d", cells) for rank, name in gradient.items()}
             made = [self._call_backward(rank, l, unit, gradient, above) for rank in site]
             for port in signature.outputs[1:]:
                 del above[GRADIENT_OF[port.kind].name]
             gradient = {rank: names[0] for rank, names in zip(site, made, strict=True)}
             for at, port in enumerate(signature.inputs[1:], 1):
-                above[GRADIENT_OF[port.kind].name] = {
-                    rank: names[at] for rank, names in zip(site, made, strict=True)
-                }
+                above[GRADIENT_OF[port.kind].name] = {rank: names[at] for rank, names in zip(site, made, strict=True)}
             if signature.sliced and self.together == "ep":
                 gradient = self.collective("d", site, "all_to_all", gradient)
             elif signature.sliced and self.together and l:
                 gradient = self.collective("d", site, "all_reduce", gradient)
 
-    def _call_backward(
-        self, rank: int, l: int, unit: Unit, gradient: Named, above: dict[str, Named]
-    ) -> list[str]:
+    def _call_backward(self, rank: int, l: int, unit: Unit, gradient: Named, above: dict[str, Named]) -> list[str]:
         signature, make = self.signatures[l], self.lines.name
         given = [gradient[rank], *(above[GRADIENT_OF[port.kind].name][rank] for port in signature.outputs[1:])]
         x, weight = unit.inputs[l][rank], self.weights.name(rank, l)
@@ -297,15 +297,22 @@ class Writing:
 
     # Values.
 
+    def _cells(self, unit: Unit, signature: Layer) -> int:
+        """How many cells the value has that a layer takes first; experts' buffers have no part for a part of them."""
+        buffers = signature.name in ("experts", "combining") and self._sequence > 1
+        return -1 if buffers or self.mesh.cp > 1 else unit.cells
+
     def rewritten(self, rank: int, name: str, stem: str, cells: int = 0) -> str:
         """A value copied, or cut and put together again: the same numbers under another name.
 
         Args:
             stem: what it is: a batch, which cannot be cast; another activation, a gradient, or a weight.
-            cells: of an activation or its gradient (0: this is a weight or a weight's gradient).
+            cells: of an activation or its gradient, or -1 for one that has no slices (0: this is a weight or a
+                weight's gradient).
         """
         make = self.lines.make
-        way = self.random.choice(["slices", "host", "unread", *(["cast"] if stem != "b" else [])])
+        slices = [] if cells < 0 else ["slices", "unread"]
+        way = self.random.choice([*slices, "host", *(["cast"] if stem != "b" else [])])
         if way == "cast":
             copy = make(rank, stem, f"rank.cast(k.{name}, {self.random.choice(['bfloat16', 'float32'])!r})")
             return make(rank, stem, f"rank.cast(k.{copy})")
@@ -314,11 +321,8 @@ class Writing:
             copy = make(rank, stem, f"await rank.offload(k.{name}, {place!r})")
             return make(rank, stem, f"await rank.reload(k.{copy})")
         if cells:
-            sequence = self._sequence if self.mesh.cp == 1 else 1
-            whole = sequence if sequence > 1 else cells // self._sequence
+            whole = self._sequence if self._sequence > 1 else cells
             parts = self.random.choice([n for n in range(1, whole + 1) if whole % n == 0] or [1])
-            if self.mesh.cp > 1:
-                return name
         else:
             parts = self.random.randint(1, 4)
         if way == "unread":
