@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 def losses_of(writing: Writing, units: Sequence[Unit]) -> None:
     """Compute the gradients of the last activations of some units that have passed all layers."""
-    random = writing.random
     left = list(units)
     while left:
         unit = left.pop()

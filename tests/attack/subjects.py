@@ -1,4 +1,4 @@
-"""Programs by family and seed, with the model that each trains: every process makes the same program of the same seed."""
+"""Programs by family and seed, with the model that each trains: every process makes the same one of the same seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of one program: that it is refused in a sentence, or drawn, timed and run, with one device's numbers."""
+"""What is asked of a program: that it is refused in a sentence, or timed, drawn and run, with one device's numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks keep weights and optimizer states, sum gradients, and update: one way for each layer of a random program."""
+"""How ranks keep weights and optimizer states, sum gradients and update: one way for each layer of a program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Share:
         way: how it is kept: "whole" by every rank; "sharded", or "states" alone sharded, among the ranks; on the "host"
             and copied; stepped "there"; by one "owner" that sends it to the others; or "frozen".
         order: the ranks in the order of their shards.
-        weights, states, kept: names of what each rank keeps, of its optimizer state, and of its weight on the host.
+        weights, states, homes: names of what each rank keeps, of its optimizer state, and of its weight elsewhere.
+        places: where that is.
         full: names of the weights that passes are given.
     """
 
@@ -35,6 +36,7 @@ class Share:
     weights: Named = field(default_factory=dict[int, str])
     states: Named = field(default_factory=dict[int, str])
     homes: Named = field(default_factory=dict[int, str])
+    places: Named = field(default_factory=dict[int, str])
     full: Named = field(default_factory=dict[int, str])
 
     def shard(self, rank: int) -> str:
@@ -98,6 +100,7 @@ class Weights:
                 continue
             if way in ("host", "there"):
                 place = random.choice(["host", "host", "disk"]) if way == "host" else "host"
+                share.places[rank] = place
                 share.homes[rank] = make(rank, "w", f"rank.load_weight({share.whole}, place={place!r})")
                 state = f", place={place!r}" if way == "there" else ""
                 share.states[rank] = make(rank, "s", f"rank.load_opt_state({share.whole}{state})")
@@ -298,11 +301,7 @@ class Weights:
             new[rank] = one
             if share.way == "host":
                 home = share.homes[rank]
-                place = next(
-                    p
-                    for p in ("host", "disk")
-                    if any(f"{home} = " in x and f"'{p}'" in x for x in writing.lines.of[rank])
-                )
+                place = share.places[rank]
                 back = make(rank, "w", f"await rank.offload(k.{one}, {place!r})")
                 self.kept = (self.kept - {home}) | {back}
             else:

@@ -126,10 +126,10 @@ def _factor(lines: Ranks, rank: int, at: int, random: Random) -> None:
         return
     r, n = random.choice(scaled)
     old = FACTOR.search(lines[r][n])
-    for r, n in scaled if random.random() < 0.5 else [(r, n)]:
-        found = FACTOR.search(lines[r][n])
+    for where, place in scaled if random.random() < 0.5 else [(r, n)]:
+        found = FACTOR.search(lines[where][place])
         if found and old and found[2] == old[2]:
-            lines[r][n] = f"{lines[r][n][: found.start()]}{found[1]}{other})"
+            lines[where][place] = f"{lines[where][place][: found.start()]}{found[1]}{other})"
 
 
 def _place(lines: Ranks, rank: int, at: int, random: Random) -> None:

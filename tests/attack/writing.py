@@ -265,7 +265,7 @@ class Writing:
         return found
 
     def group(self, ranks: Sequence[int], verb: str) -> tuple[str, list[int]]:
-        """A group's arguments, and its members in the order in which they are named; experts are exchanged in theirs."""
+        """A group's arguments, and its members as they are named; experts are exchanged in their own order."""
         members = list(ranks)
         along = [
             axis
