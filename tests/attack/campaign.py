@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -104,20 +104,29 @@ def subjects_of(options: Attack) -> Iterator[Subject]:
         )
 
 
-class World:
-    """Processes on which programs are run, started again where one of them has died or hangs."""
+def _start(count: int) -> Any:
+    from tests.support.ranks import Ranks  # which imports torch
 
-    def __init__(self) -> None:
+    return Ranks(count, PATIENCE)
+
+
+class World:
+    """Processes on which programs are run, started again where one of them has died or hangs.
+
+    Args:
+        start: starts so many ranks, as `tests.support.ranks.Ranks` does.
+    """
+
+    def __init__(self, start: Callable[[int], Any] | None = None) -> None:
+        self._start = start or _start
         self._ranks: dict[int, Any] = {}
 
     def run(self, subjects: Sequence[Subject], count: int) -> Iterator[Outcome]:
         """Run programs of so many ranks one after the other."""
-        from tests.support.ranks import Ranks
-
         left = list(subjects)
         while left:
             if count not in self._ranks or not self._ranks[count].usable:
-                self._ranks[count] = Ranks(count, PATIENCE)
+                self._ranks[count] = self._start(count)
             with tempfile.TemporaryDirectory(prefix="attack-") as folder:
                 failed = ""
                 try:
