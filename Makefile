@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
 # Without bytecode each worker, and each process that tests start, would compile all again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: chaos check help train test gpu verify-all clean
+.PHONY: attack chaos check help train test gpu verify-all clean
 
 help:
 	@echo "make train   train a small GPT with fully sharded data parallelism on four processes"
@@ -15,6 +15,7 @@ help:
 	@echo "make gpu     the tests and measurements that need a GPU"
 	@echo "make verify-all"
 	@echo "             every strategy and every pair of strategies against one device, in minutes"
+	@echo "make attack  10,000 random programs, right and wrong: each is refused, or trained against one device"
 	@echo "make chaos   training runs killed 200 times, and disturbed otherwise, in half an hour"
 	@echo "make clean   remove .venv and caches"
 
@@ -44,6 +45,9 @@ gpu: .venv/installed
 
 verify-all: .venv/installed
 	$(BIN)/shardlab verify --all
+
+attack: .venv/installed
+	$(BIN)/python -m tests.attack.campaign --count 10000
 
 chaos: .venv/installed
 	$(BIN)/python -m tests.chaos.scenarios

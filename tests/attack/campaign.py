@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tests.attack.subjects import FAMILIES, PASSED, Subject
-from tests.attack.trial import Outcome, ask, results_in, run_subjects
+from tests.attack.trial import Outcome, ask, job_of, results_in, run_jobs
 
-BATCH = 100
+BATCH = 40
 """Programs that are run in one call of the same processes."""
 
 
@@ -121,25 +121,25 @@ class World:
         self._start = start or _start
         self._ranks: dict[int, Any] = {}
 
-    def run(self, subjects: Sequence[Subject], count: int) -> Iterator[Outcome]:
-        """Run programs of so many ranks one after the other."""
-        left = list(subjects)
+    def run(self, accepted: Sequence[Outcome], count: int) -> Iterator[Outcome]:
+        """Run accepted programs of so many ranks one after the other."""
+        left = list(accepted)
         while left:
             if count not in self._ranks or not self._ranks[count].usable:
                 self._ranks[count] = self._start(count)
             with tempfile.TemporaryDirectory(prefix="attack-") as folder:
                 failed = ""
                 try:
-                    self._ranks[count].call(run_subjects, left, folder)
+                    self._ranks[count].call(run_jobs, list(map(job_of, left)), folder)
                 except AssertionError as error:
                     failed = "\n".join([str(error), *(path.read_text() for path in Path(folder).glob("stacks-*"))])
                     self._ranks[count].close()
                 found, ended = results_in(Path(folder), count)
             for number in range(ended):
                 wrong = found[number]
-                yield Outcome(left[number], "the numbers are wrong" if wrong else "accepted", wrong)
+                yield Outcome(left[number].subject, "the numbers are wrong" if wrong else "accepted", wrong)
             if failed:
-                yield Outcome(left[ended], "running it fails", failed)
+                yield Outcome(left[ended].subject, "running it fails", failed)
                 ended += 1
             left = left[ended:]
 
@@ -151,7 +151,7 @@ class World:
 
 def attack(options: Attack) -> Iterator[Outcome]:
     """Try all programs; each gives one outcome, in any order."""
-    world, waiting = World(), dict[int, list[Subject]]()
+    world, waiting = World(), dict[int, list[Outcome]]()
     try:
         for number, subject in enumerate(subjects_of(options)):
             outcome = ask(subject, judged=number % options.judge_every == 0, drawn=number % options.draw_every == 9)
@@ -160,7 +160,7 @@ def attack(options: Attack) -> Iterator[Outcome]:
                 continue
             ranks = subject.job.ranks
             batch = waiting.setdefault(ranks, [])
-            batch.append(subject)
+            batch.append(outcome)
             if len(batch) >= BATCH:
                 yield from world.run(waiting.pop(ranks), ranks)
         for ranks, batch in waiting.items():
@@ -211,7 +211,7 @@ def _again(subject: Subject) -> int:
     outcome = ask(subject, judged=True, drawn=True)
     if outcome.what == "accepted":
         world = World()
-        (outcome,) = world.run([subject], subject.job.ranks)
+        (outcome,) = world.run([outcome], subject.job.ranks)
         world.close()
     print(text_of(subject))
     print(f"{outcome.subject}: {outcome.what} {outcome.rule}\n{outcome.detail}")

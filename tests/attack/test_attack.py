@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from shardlab.train.job import Job
+from tests.attack import campaign
 from tests.attack.campaign import Attack, World, subject_of, subjects_of, text_of
-from tests.attack.models import sizes_of
+from tests.attack.models import MODELS
 from tests.attack.script import Script
 from tests.attack.subjects import Subject
-from tests.attack.trial import ask, results_in, run_subjects
+from tests.attack.trial import Outcome, ask, job_of, results_in, run_jobs
 from tests.attack.writing import right_script
 from tests.support.ranks import Ranks
 
@@ -23,25 +25,25 @@ SAMPLE = Attack(count=48, seed=28)
 
 
 @pytest.fixture(scope="module")
-def accepted() -> list[Subject]:
+def accepted() -> list[Outcome]:
     """The accepted programs of the sample; none of them all failed."""
     outcomes = [ask(subject, judged=at % 4 == 0, drawn=False) for at, subject in enumerate(subjects_of(SAMPLE))]
     failed = [f"{each.subject}: {each.what}\n{each.detail}" for each in outcomes if each.failed]
     assert not failed, "\n".join(failed)
     assert any(each.what == "refused" for each in outcomes)
-    return [each.subject for each in outcomes if each.what == "accepted"]
+    return [each for each in outcomes if each.what == "accepted"]
 
 
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_is_accepted_computes_one_device_s_numbers(
-    ranks: Callable[[int], Ranks], tmp_path: Path, accepted: list[Subject], count: int
+    ranks: Callable[[int], Ranks], tmp_path: Path, accepted: list[Outcome], count: int
 ) -> None:
-    subjects = [subject for subject in accepted if subject.job.ranks == count][:8]
-    assert len(subjects) >= 3
-    ranks(count).call(run_subjects, subjects, str(tmp_path))
+    jobs = [job_of(each) for each in accepted if each.subject.job.ranks == count][:8]
+    assert len(jobs) >= 3
+    ranks(count).call(run_jobs, jobs, str(tmp_path))
     found, ended = results_in(tmp_path, count)
-    assert ended == len(subjects)
+    assert ended == len(jobs)
     assert not any(found.values()), found
 
 
@@ -82,18 +84,17 @@ def test_an_exception_within_shardlab_is_a_failure_though_tracing_blames_the_pro
 
 
 def test_a_statement_that_cannot_be_done_is_the_program_s_own_mistake() -> None:
-    script, model, microbatches = right_script(1)
+    script, _, microbatches = right_script(1)
     lines = (("k.a, k.b = rank.load_weight(0)",), *script.lines[1:])
     subject = Subject("script", 1, wild=True)
     job = replace(subject.job, script=Script(script.mesh, lines), microbatches=microbatches)
-    assert sizes_of(model, script.mesh).layers
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Subject, "job", job)
         assert ask(subject, judged=False, drawn=False).rule == "the program raised"
 
 
 class FakeRanks:
-    """Ranks that write results as `run_subjects` does, and of which one dies of some programs."""
+    """Ranks that write results as `run_jobs` does, and of which one dies of some programs."""
 
     started = 0
 
@@ -101,23 +102,26 @@ class FakeRanks:
         self.count, self.usable = count, True
         FakeRanks.started += 1
 
-    def call(self, _: object, subjects: list[Subject], folder: str) -> None:
+    def call(self, _: object, jobs: list[Job], folder: str) -> None:
         for rank in range(self.count):
             with Path(folder, f"results-{rank}").open("ab") as file:
-                for number, subject in enumerate(subjects):
-                    if subject.seed == 13 and rank == 1:
+                for number, job in enumerate(jobs):
+                    if job.seed == 13 and rank == 1:
                         break
-                    pickle.dump((number, subject.seed != 7, "far off"), file)
-        if any(subject.seed == 13 for subject in subjects):
+                    pickle.dump((number, job.seed != 7, "far off"), file)
+        if any(job.seed == 13 for job in jobs):
             raise AssertionError("rank 1:\nthe process ended")
 
     def close(self) -> None:
         self.usable = False
 
 
-def test_a_rank_that_dies_fails_one_program_and_the_others_are_run_all_the_same() -> None:
-    subjects = [Subject("script", seed) for seed in (5, 7, 13, 8, 13, 9)]
-    found = list(World(FakeRanks).run(subjects, 2))
+def test_a_rank_that_dies_fails_one_program_and_the_others_are_run_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(campaign, "job_of", lambda each: Job("", 2, 1, MODELS["gpt"], 1, seed=each.subject.seed))
+    programs = [Outcome(Subject("script", seed), "accepted") for seed in (5, 7, 13, 8, 13, 9)]
+    found = list(World(FakeRanks).run(programs, 2))
     assert [each.subject.seed for each in found] == [5, 7, 13, 8, 13, 9]
     assert [each.what for each in found] == [
         "accepted", "the numbers are wrong", "running it fails", "accepted", "running it fails", "accepted"

@@ -7,7 +7,7 @@ import io
 import pickle
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from shardlab.predict.workload import Workload
 from shardlab.program import Refused, UserError
 from shardlab.program.precision import find_precision
 from shardlab.timeline import bubble, simulate
+from shardlab.train.job import Job
 from tests.attack.script import SOURCE
 from tests.attack.subjects import Subject
 from tests.support.interpreter import judge
@@ -37,12 +38,14 @@ class Outcome:
         what: "accepted", "refused", or a failure in a few words.
         detail: the sentence of a refusal, or all that is known of a failure.
         rule: of a refusal, the rule's name.
+        checked: the program that was accepted.
     """
 
     subject: Subject
     what: str
     detail: str = ""
     rule: str = ""
+    checked: Checked | None = field(default=None, repr=False, compare=False)
 
     @property
     def failed(self) -> bool:
@@ -87,7 +90,17 @@ def ask(subject: Subject, *, judged: bool, drawn: bool) -> Outcome:
             said = traceback.format_exc()
         if said:
             return Outcome(subject, f"{name} fails", said)
-    return Outcome(subject, "accepted")
+    return Outcome(subject, "accepted", checked=checked)
+
+
+def job_of(outcome: Outcome) -> Job:
+    """The training job of an accepted program, which can be sent to other processes: they need not trace it again."""
+    made, checked = outcome.subject.job, outcome.checked
+    assert checked is not None
+    job = Job("", made.ranks, made.microbatches, made.model, made.micro_batch_size, "fp64", optimizer=made.optimizer)
+    job.keep(checked)
+    job.__dict__["cut"] = made.cut
+    return job
 
 
 def _inside(error: Refused) -> str | None:
@@ -157,7 +170,7 @@ QUESTIONS: dict[str, Callable[[Subject, Checked], str]] = {
 """Each says what is wrong (nothing: all is well)."""
 
 
-def run_subjects(rank: int, subjects: Sequence[Subject], folder: str) -> None:
+def run_jobs(rank: int, jobs: Sequence[Job], folder: str) -> None:
     """Run one rank's part of some programs for real; the results lie in the folder, also those before a rank's end."""
     import torch
 
@@ -167,9 +180,9 @@ def run_subjects(rank: int, subjects: Sequence[Subject], folder: str) -> None:
     verify.train_reference = _remembered(verify.train_reference)
     results, stacks = Path(folder, f"results-{rank}"), Path(folder, f"stacks-{rank}")
     with results.open("ab") as file, stacks.open("w") as hanging:
-        for number, subject in enumerate(subjects):
+        for number, job in enumerate(jobs):
             faulthandler.dump_traceback_later(HANG, exit=True, file=hanging)
-            verdict = verify.verify_rank(rank, cpu, subject.job, STEPS, groups)
+            verdict = verify.verify_rank(rank, cpu, job, STEPS, groups)
             pickle.dump((number, verdict.ok, str(verdict)), file)
             file.flush()
         faulthandler.cancel_dump_traceback_later()
@@ -210,7 +223,3 @@ def results_in(folder: Path, ranks: int) -> tuple[dict[int, str], int]:
     done = set(found[0]).intersection(*found[1:])
     ended = min((len(mine) for mine in found), default=0)
     return {number: "".join(dict.fromkeys(mine[number] for mine in found)) for number in done}, ended
-
-
-def with_passes(subject: Subject, passes: Sequence[str]) -> Subject:
-    return replace(subject, passes=tuple(passes))

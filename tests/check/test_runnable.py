@@ -8,7 +8,8 @@ import pytest
 
 from shardlab.check import check
 from shardlab.check.runnable import why_not_runnable
-from shardlab.program import Holds, OpKind, Program, Rank, Sizes, Strategy, trace
+from shardlab.models import MoE, cut_for
+from shardlab.program import Holds, Kind, Mesh, OpKind, Program, Rank, Sizes, Strategy, Value, trace
 from tests.check.sliced_programs import gathered_matrices, gathers, microbatches_together, microbatches_together_mesh
 from tests.support.interpreter import judge
 from tests.support.mutations import changed
@@ -159,3 +160,28 @@ def test_slices_of_which_a_buffer_is_mostly_padding_run_nowhere(numbers: tuple[i
 @pytest.mark.parametrize("numbers", [(7, 11, 13), (1 << 20,), (3, 1 << 14), (1 << 10, 1 << 20)])
 def test_slices_of_which_padding_is_short_or_cannot_be_shorter_run(numbers: tuple[int, ...]) -> None:
     assert check(trace(cuts_into(*numbers), 1, 1, 1)).not_runnable is None
+
+
+async def cuts_sequences_of_buffers(rank: Rank) -> None:
+    """Tensor parallelism of a mixture; what the experts take is cut by sequences, and put together again."""
+    xs, extra = rank.activations, dict[Kind, Value]()
+    for l in rank.layers:
+        cut = (rank.index, rank.world) if rank.signatures[l].sliced else (0, 1)
+        rank.weights[l] = rank.load_weight(l, *cut)
+    xs[0] = rank.load_batch(rank.microbatches)
+    for l, layer in enumerate(rank.signatures):
+        if layer.name == "experts":
+            xs[l] = rank.concatenate([rank.slice(xs[l], at, 2) for at in range(2)])
+        made = rank.forward(l, (xs[l], *[extra.pop(port.kind) for port in layer.inputs[1:]]), rank.weights[l])
+        for port, value in zip(layer.outputs[1:], made[1:], strict=True):
+            extra[port.kind] = rank.store(port.kind)["carried"] = value
+        xs[l + 1] = await rank.all_reduce(made[0], axis="tp") if layer.sliced and l < rank.layers[-1] else made[0]
+
+
+def test_buffers_of_experts_have_no_part_for_a_part_of_a_sequence() -> None:
+    mesh = Mesh(tp=2)
+    sizes = cut_for(MoE(layers=1, hidden_size=8, heads=2, seq_len=8), mesh).sizes(1, 4)
+    found = check(trace(cuts_sequences_of_buffers, mesh, sizes, 2)).not_runnable
+    assert found is not None
+    assert "slice" in str(found)
+    assert "in experts' buffers, whose places have tokens of any part of a sequence" in str(found)
