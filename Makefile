@@ -45,6 +45,7 @@ gpu: .venv/installed
 
 verify-all: .venv/installed
 	$(BIN)/shardlab verify --all
+	$(BIN)/pytest -m thorough
 
 attack: .venv/installed
 	$(BIN)/python -m tests.attack.campaign --count 10000

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,11 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def failure(fault: str, culprit: int, timeout: float = TIMEOUT) -> RankFailed:
-    """How a run ends on one of whose ranks something goes wrong."""
+@cache
+def failure(fault: str, culprit: int) -> RankFailed:
+    """Run a training in which something goes wrong on one rank, and return how it ends."""
     began, others = time.monotonic(), set(multiprocessing.active_children())  # tests share worlds
-    watching = Watching(timeout, JOB.checked(), lines_of(load(JOB.strategy), JOB))
+    watching = Watching(TIMEOUT, JOB.checked(), lines_of(load(JOB.strategy), JOB))
     with pytest.raises(RankFailed) as caught:
         run_ranks(JOB.ranks, faulty.train, JOB, fault, culprit, watching=watching)
     assert time.monotonic() - began < LIMIT
@@ -58,8 +60,7 @@ VERDICTS = {
 }
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("fault", VERDICTS)
+@pytest.mark.parametrize(("fault", "culprit"), [("killed", 0), ("raises", 1), ("stopped", 0), ("endless loop", 1)])
 def test_the_rank_at_fault_is_named_and_who_waits_for_it_in_what(fault: str, culprit: int) -> None:
     found = failure(fault, culprit)
     text, report = str(found), found.report
@@ -118,7 +119,6 @@ def test_under_torchrun_one_rank_reports_and_the_restart_runs_through(warm: Warm
     ("fault", "verdict"),
     [
         ("stopped", "rank 1 is stopped (SIGSTOP, or a debugger), and the run ended after the 3 s of --timeout."),
-        ("endless loop", "rank 1 does not get on: step 3, op 21 of 48"),
         ("raises", "rank 1 failed, and the run ended with it.\n\nTraceback"),
     ],
 )

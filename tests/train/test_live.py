@@ -27,12 +27,11 @@ LLAMA = Llama(layers=2, hidden_size=64, heads=4, kv_heads=2, seq_len=64)
 SP = Plan(Mesh(tp=2), sequence_parallel=True)
 
 CASES: list[tuple[str | Plan, int, Blocks]] = [
-    ("ddp", 4, MODEL),
+    ("ddp", 2, MODEL),
     ("zero-3", 2, LLAMA),
     ("zb-h1", 2, MODEL),
     ("tensor-parallel", 2, LLAMA),
     (SP, 2, MODEL),
-    (replace(SP, mesh=Mesh(pp=2, tp=2), schedule="1f1b"), 4, replace(MODEL, layers=4)),
     (replace(SP, mesh=Mesh(pp=2, tp=2), schedule="zb-h1", recompute="selective"), 4, replace(LLAMA, layers=4)),
     (Plan(Mesh(cp=2)), 2, LLAMA),
     (Plan(Mesh(cp=2), context="all_gather"), 2, MODEL),

@@ -22,7 +22,8 @@ from shardlab.train.job import Job
 from shardlab.train.parallel_writer import ParallelWriter
 from shardlab.train.sample import for_text
 from tests.support.ranks import Ranks
-from tests.train.test_evaluate import JOBS, batches_of
+from tests.support.thorough import sampled
+from tests.train.test_evaluate import JOBS, batches_of, is_in_sample
 from tests.train.verify_cases import DROPS
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -53,7 +54,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in (*JOBS, *ODD) if name != "fp16"])
+@pytest.mark.parametrize("name", sampled((name for name in (*JOBS, *ODD) if name != "fp16"), is_in_sample))
 def test_every_rank_draws_what_one_device_draws(ranks: World, name: str) -> None:
     """Also beyond the model's positions."""
     job, choice = {**JOBS, **ODD}[name], Choice(temperature=0.7, seed=3)

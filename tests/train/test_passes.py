@@ -37,16 +37,13 @@ def forced(checked: Checked, names: str) -> Checked:
 
 
 def trained(rank: int, job: Job) -> tuple[Verdict, list[torch.Tensor]]:
-    """One rank's verdict and its weights after three steps, all passes forced."""
+    """One rank's verdict and its weights after three steps."""
     kept: list[torch.Tensor] = []
 
     def keep(state: State) -> None:
         kept.extend(weight.clone() for weight in state.kept.values())
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "passed", forced)
-        verdict = verify_rank(rank, CPU, job, 3, {}, trained=keep)
-    return verdict, kept
+    return verify_rank(rank, CPU, job, 3, {}, trained=keep), kept
 
 
 LATE = Path(__file__).parents[1] / "passes" / "late_programs.py"
@@ -69,8 +66,9 @@ def job_for(strategy: str) -> Job:
 
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("strategy", FORCED, ids=lambda name: name.rpartition(":")[2])
-def test_passes_change_no_bit(ranks: World, strategy: str) -> None:
-    """Two ranks add in one order only, so that even buckets do not round otherwise."""
+def test_passes_change_no_bit(ranks: World, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks add in one order only, so that even buckets do not round otherwise. All passes are forced."""
+    monkeypatch.setattr(jobs, "passed", forced)  # jobs are checked here, for all ranks
     written = job_for(strategy)
     rewritten = replace(written, passes=FORCED[strategy])
     before, after = (ranks(2).call(trained, job) for job in (written, rewritten))

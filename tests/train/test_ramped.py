@@ -37,10 +37,8 @@ RAMP = BatchRamp.of(WORDS)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, schedule_steps=STEPS, warmup_steps=1)
 PLANS = {
     "fsdp": SHARDINGS["fsdp"],
-    "zero-1": SHARDINGS["zero-1"],
     "tp": SHARDINGS["tp"],
     "1f1b": Plan(Mesh(pp=2), "1f1b"),
-    "zb-v": Plan(Mesh(pp=2), "zb-v"),
     "zb-v in an arena": Plan(Mesh(pp=2), "zb-v", passes="arena"),
 }
 

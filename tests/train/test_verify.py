@@ -28,7 +28,8 @@ from shardlab.train.verdict import TOLERANCE, Verdict
 from shardlab.train.verify import verify_rank
 from tests.strategies.csv_files import csv_of
 from tests.support.ranks import Ranks
-from tests.train.verify_cases import BY_HAND, TABLE, Verified, sharded_pipelines
+from tests.support.thorough import sampled
+from tests.train.verify_cases import BY_HAND, SAMPLE, TABLE, Verified, sharded_pipelines
 
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ class Uneven(Batches):
 
 
 @on_ranks
-@pytest.mark.parametrize("case", TABLE, ids=[case.shows for case in TABLE])
+@pytest.mark.parametrize("case", sampled(TABLE, SAMPLE.__contains__), ids=[case.shows for case in TABLE])
 def test_the_numbers_are_those_of_one_device(ranks: World, tmp_path: Path, case: Verified) -> None:
     if case.exported:
         case = through_a_file(case, case.exported, tmp_path / "schedule.csv")
