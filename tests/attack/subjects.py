@@ -124,8 +124,12 @@ class SubjectJob(Job):
         world = plan.mesh.world
         return cls(plan, world, planned.microbatches, model, mesh=plan.mesh, optimizer=optimizer, **more)
 
+    @property
+    def entry(self) -> StrategyEntry:
+        return self._entry
+
     @cached_property
-    def entry(self) -> StrategyEntry:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _entry(self) -> StrategyEntry:
         if not isinstance(self.strategy, str):
             return planned_entry(self.strategy, "plan")
         program = self.script.strategy if self.script is not None else self.program

@@ -89,7 +89,7 @@ class Writing:
         return random.choice(["gpt", "gpt", "gpt3", "llama", "mlp", "moe", "mixture", "mixtral"]), mesh
 
     def _factors(self) -> list[tuple[str, str]]:
-        world = self.lines and max(2, self.mesh.world)
+        world = max(2, self.mesh.world)
         return [
             ("Fraction(1, 2)", "2"),
             ("3", "Fraction(1, 3)"),
