@@ -10,6 +10,7 @@ from shardlab.check import check
 from shardlab.check.runnable import why_not_runnable
 from shardlab.models import MoE, cut_for
 from shardlab.program import Holds, Kind, Mesh, OpKind, Program, Rank, Sizes, Strategy, Value, trace
+from shardlab.rules.layer import GRADIENT_OF
 from tests.check.sliced_programs import gathered_matrices, gathers, microbatches_together, microbatches_together_mesh
 from tests.support.interpreter import judge
 from tests.support.mutations import changed
@@ -164,18 +165,28 @@ def test_slices_of_which_padding_is_short_or_cannot_be_shorter_run(numbers: tupl
 
 async def cuts_sequences_of_buffers(rank: Rank) -> None:
     """Tensor parallelism of a mixture; what the experts take is cut by sequences, and put together again."""
-    xs, extra = rank.activations, dict[Kind, Value]()
+    xs, last, carried = rank.activations, len(rank.layers), dict[Kind, Value]()
     for l in rank.layers:
         cut = (rank.index, rank.world) if rank.signatures[l].sliced else (0, 1)
-        rank.weights[l] = rank.load_weight(l, *cut)
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
     xs[0] = rank.load_batch(rank.microbatches)
     for l, layer in enumerate(rank.signatures):
         if layer.name == "experts":
             xs[l] = rank.concatenate([rank.slice(xs[l], at, 2) for at in range(2)])
-        made = rank.forward(l, (xs[l], *[extra.pop(port.kind) for port in layer.inputs[1:]]), rank.weights[l])
+        made = rank.forward(l, (xs[l], *[carried.pop(port.kind) for port in layer.inputs[1:]]), rank.weights[l])
         for port, value in zip(layer.outputs[1:], made[1:], strict=True):
-            extra[port.kind] = rank.store(port.kind)["carried"] = value
-        xs[l + 1] = await rank.all_reduce(made[0], axis="tp") if layer.sliced and l < rank.layers[-1] else made[0]
+            carried[port.kind] = rank.store(port.kind)[l] = value
+        xs[l + 1] = await rank.all_reduce(made[0], axis="tp") if layer.sliced and l + 1 < last else made[0]
+    gradient = rank.loss(xs[last], await rank.all_gather(rank.loss_stats(xs[last]), axis="tp"))
+    for l, layer in reversed(list(enumerate(rank.signatures))):
+        given = gradient, *[carried.pop(GRADIENT_OF[port.kind]) for port in layer.outputs[1:]]
+        total, gradient, *others = rank.backward(l, xs[l], given, rank.weights[l])
+        for port, value in zip(layer.inputs[1:], others, strict=True):
+            kind = GRADIENT_OF[port.kind]
+            carried[kind] = rank.store(kind)[l] = value
+        if layer.sliced and l:
+            gradient = await rank.all_reduce(gradient, axis="tp")
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
 
 
 def test_buffers_of_experts_have_no_part_for_a_part_of_a_sequence() -> None:
