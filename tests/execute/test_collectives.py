@@ -1,6 +1,6 @@
 """Collectives by messages: sums in group order, to the bit, on every number of members."""
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
 # torch leaves some of its annotations out.
 
 from __future__ import annotations
