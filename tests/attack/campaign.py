@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -72,13 +73,11 @@ class Report:
         outcomes: of each kind, by family.
         rules: how often each rule refused a program.
         failures: the programs that failed.
-        run: how many were trained.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     rules: Counter[str] = field(default_factory=Counter[str])
     failures: list[Outcome] = field(default_factory=list[Outcome])
-    run: int = 0
 
     def add(self, outcome: Outcome) -> None:
         family = outcome.subject.family + (", wild" if outcome.subject.wild else "")
@@ -187,7 +186,7 @@ def main(options: Attack) -> int:
     console, report, began = Console(stderr=True, highlight=False), Report(), time.monotonic()
     if options.again:
         return _again(subject_of(options.again))
-    with Progress(console=console) as progress:
+    with Progress(console=console) as progress, suppress(KeyboardInterrupt):  # and say what has come by then
         task = progress.add_task("programs", total=options.count)
         for outcome in attack(options):
             report.add(outcome)
@@ -195,7 +194,9 @@ def main(options: Attack) -> int:
             if outcome.failed:
                 last = outcome.detail.strip().splitlines()[-1:] or [""]
                 print(f"FAILED {outcome.subject}: {outcome.what}: {last[0]}", flush=True)
-    print(f"{options.count} programs in {time.monotonic() - began:.0f} s, {len(report.failures)} failed")
+    print(
+        f"{sum(report.outcomes.values())} programs in {time.monotonic() - began:.0f} s, {len(report.failures)} failed"
+    )
     for (family, what), count in sorted(report.outcomes.items()):
         print(f"{family:16s} {what:10s} {count:7d}")
     print("refused by: " + ", ".join(f"{rule} {count}" for rule, count in report.rules.most_common()))
