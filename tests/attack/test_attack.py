@@ -40,7 +40,7 @@ def test_what_is_accepted_computes_one_device_s_numbers(
     ranks: Callable[[int], Ranks], tmp_path: Path, accepted: list[Outcome], count: int
 ) -> None:
     jobs = [job_of(each) for each in accepted if each.subject.job.ranks == count][:8]
-    assert len(jobs) >= 3
+    assert jobs
     ranks(count).call(run_jobs, jobs, str(tmp_path))
     found, ended = results_in(tmp_path, count)
     assert ended == len(jobs)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from shardlab.check import Checked
 from shardlab.hardware import find_cluster
@@ -25,7 +26,7 @@ from tests.support.interpreter import judge
 STEPS = 2
 """Optimizer steps: the second begins with what the first has left."""
 
-HANG = 60.0
+HANG = 300.0
 """Seconds after which a program that runs is taken to hang."""
 
 
@@ -177,9 +178,9 @@ def run_jobs(rank: int, jobs: Sequence[Job], folder: str) -> None:
     from shardlab.train import verify
 
     cpu, groups = torch.device("cpu"), dict[Any, Any]()
-    verify.train_reference = _remembered(verify.train_reference)
+    remembered = patch.object(verify, "train_reference", _remembered(verify.train_reference))
     results, stacks = Path(folder, f"results-{rank}"), Path(folder, f"stacks-{rank}")
-    with results.open("ab") as file, stacks.open("w") as hanging:
+    with results.open("ab") as file, stacks.open("w") as hanging, remembered:
         for number, job in enumerate(jobs):
             faulthandler.dump_traceback_later(HANG, exit=True, file=hanging)
             verdict = verify.verify_rank(rank, cpu, job, STEPS, groups)
@@ -188,20 +189,22 @@ def run_jobs(rank: int, jobs: Sequence[Job], folder: str) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
+_KNOWN: dict[Any, Any] = {}
+"""What one device computed, by all of a job that its numbers depend on."""
+
+
 def _remembered(train: Callable[..., Any]) -> Callable[..., Any]:
     """Training on one device, done once for each model and step."""
-    if hasattr(train, "remembers"):
-        return train
-    known: dict[Any, Any] = {}
 
-    def trained(model: Any, batches: Any, microbatches: Any, seed: Any, numbers: Any, config: Any, moves: Any) -> Any:
+    def trained(
+        model: Any, batches: Any, microbatches: Any, seed: Any, numbers: Any, config: Any, moves: Any, device: Any
+    ) -> Any:
         frozen = tuple([bool(each.all()) or each.numpy().tobytes() for each in moves])
         key = model, tuple(microbatches), seed, str(config), frozen
-        if key not in known:
-            known[key] = train(model, batches, microbatches, seed, numbers, config, moves)
-        return known[key]
+        if key not in _KNOWN:
+            _KNOWN[key] = train(model, batches, microbatches, seed, numbers, config, moves, device)
+        return _KNOWN[key]
 
-    trained.remembers = True  # pyright: ignore[reportFunctionMemberAccess]
     return trained
 
 

@@ -17,15 +17,13 @@ def played(options: Campaign, folder: Path) -> Found:
 
 
 def test_runs_that_are_killed_end_as_if_nobody_had(tmp_path: Path) -> None:
-    found = played(
-        Campaign(kills=3, cases=("fsdp",), steps=16, save_every=2, moments=("step", "save", "commit")), tmp_path
-    )
+    found = played(Campaign(kills=2, cases=("fsdp",), steps=12, save_every=2, moments=("step", "commit")), tmp_path)
     assert found.all_wrong == []
     assert any(kill.reached for kill in found.kills)
 
 
 def test_a_restore_that_forgets_something_fails_the_campaign(tmp_path: Path) -> None:
     case = str(Path(__file__).with_name("forgetful.py")) + ":ddp"
-    found = played(Campaign(kills=2, cases=(case,), steps=48, save_every=2, moments=("step",)), tmp_path)
+    found = played(Campaign(kills=1, cases=(case,), steps=24, save_every=2, moments=("step",)), tmp_path)
     assert any(kill.reached for kill in found.kills)
     assert any("differs" in wrong or "differ" in wrong for wrong in found.all_wrong)

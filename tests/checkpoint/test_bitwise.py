@@ -24,6 +24,7 @@ from shardlab.strategies import Plan
 from shardlab.train.job import Job
 from tests.checkpoint.runs import STEPS, saving_run, trained
 from tests.support.ranks import Ranks
+from tests.support.thorough import sampled
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
@@ -77,7 +78,13 @@ def want_same(world: Ranks, made: Job, settings: OptimizerConfig, folder: Path, 
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("name", SAME)
+SAMPLE = {"single", "fsdp", "tp", "1f1b", "states on the disk", "weights on the disk", "gathered weights", "tiles"} | {
+    "muon", "fp16", "an average", "dropout"
+}  # fmt: skip
+"""One run for each thing that a checkpoint keeps."""
+
+
+@pytest.mark.parametrize("name", sampled(SAME, SAMPLE.__contains__))
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, ranks: World, tmp_path: Path) -> None:
     strategy, world, job, optimizer = SAME[name]
     made = replace(Job(TP if strategy == "tp" else strategy, world, 4, MODEL, 2), **job)

@@ -15,8 +15,8 @@ def cast_left_out(program: Program) -> Iterator[Program]:
         (given,), (made,) = op.inputs, op.outputs
         rest = [o for o in tape[at + 1 :] if not (o.kind is OpKind.FREE and o.inputs == (made,))]
         free = next((i for i, o in enumerate(rest) if o.kind is OpKind.FREE and o.inputs == (given,)), None)
-        if free is not None:
-            gone = next(i for i, o in enumerate(tape) if o.kind is OpKind.FREE and o.inputs == (made,))
+        gone = next((i for i, o in enumerate(tape) if o.kind is OpKind.FREE and o.inputs == (made,)), None)
+        if free is not None and gone is not None:
             rest = [o for i, o in enumerate(rest) if i != free]
             rest.insert(min(len(rest), gone - at - 2), Op(OpKind.FREE, -1, (made,)))
         yield with_tape(program, rank, [*tape[:at], *renamed(rest, made, given)])
