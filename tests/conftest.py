@@ -71,6 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         place = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
         if shares_processes or item.get_closest_marker("xdist_group") or place in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.path.name != "test_types.py")  # the longest of the tests by themselves comes first
     starting = [item for item in items if item.get_closest_marker("xdist_group")]
     files = list(dict.fromkeys(item.path for item in starting))
     for item in starting:

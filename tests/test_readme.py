@@ -153,7 +153,7 @@ def test_make_train_prints_what_the_readme_shows(elsewhere: Path) -> None:
 
 
 def test_make_test_prints_what_the_readme_shows() -> None:
-    """But for pyright and pytest, which take minutes: their lines are `...`."""
+    """But for pytest, which takes minutes: its lines are `...`."""
     lines = shown_by_make("test")
     assert [line for line in lines if line.startswith(".venv")] == recipe("test")
     for line, printed in pairwise(lines):

@@ -18,12 +18,13 @@ from tests.support.channel_judge import hangs
 from tests.support.mutations import MUTATIONS
 from tests.support.random_chatter import chatter
 from tests.support.random_programs import Shape, random_program, shapes
+from tests.support.thorough import examples
 
 REORDERINGS = ("late wait", "swapped neighbours", "broken batch")
 """Changes that often leave the numbers right, but move communication about."""
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(shapes(), st.integers(0, 10**6))
 def test_a_program_hangs_under_a_model_exactly_if_the_check_says_so(shape: Shape, seed: int) -> None:
     program = random_program(shape)
@@ -33,7 +34,7 @@ def test_a_program_hangs_under_a_model_exactly_if_the_check_says_so(shape: Shape
             agree(candidate, check(candidate).models, random)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.integers(0, 10**6))
 def test_ranks_that_talk_in_crossing_orders_hang_exactly_if_the_check_says_so(seed: int) -> None:
     program = chatter(seed)
@@ -42,7 +43,7 @@ def test_ranks_that_talk_in_crossing_orders_hang_exactly_if_the_check_says_so(se
     agree(program, check(program).models, Random(seed))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.integers(0, 10**6))
 def test_a_single_queue_that_empties_is_one_that_a_replay_with_all_waits_ends(seed: int) -> None:
     program = chatter(seed)
@@ -58,7 +59,7 @@ def agree(program: Program, models: Mapping[ChannelModel, str | None], random: R
         assert hangs(program, model, random.randrange(10**6)) == (models[model] is not None), model
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(shapes(), st.integers(0, 10**6))
 def test_a_stricter_model_never_passes_what_a_more_lenient_one_fails(shape: Shape, seed: int) -> None:
     """But for a message between an exchange and a single call, which two communicators never let meet."""
@@ -78,7 +79,7 @@ def _reordered(program: Program, random: Random) -> list[Program]:
     return [random.choice(some) for some in mutants if some]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(shapes())
 def test_a_deadlock_names_at_least_two_ranks_and_the_ops_between_them(shape: Shape) -> None:
     for text in check(random_program(shape)).models.values():

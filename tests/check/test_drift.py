@@ -29,6 +29,7 @@ from tests.support.random_experts import random_experts
 from tests.support.random_plans import Planned, plans
 from tests.support.random_programs import Shape, random_program, shapes
 from tests.support.rounding import replicas_apart
+from tests.support.thorough import examples
 from tests.train import rooted_programs, user_programs
 
 
@@ -57,13 +58,13 @@ def test_no_plan_drifts_whose_reductions_run_in_buckets() -> None:
     assert proof.drifts == []
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(plans())
 def test_no_plan_at_random_drifts(shape: Planned) -> None:
     assert check(shape.program).drifts == []
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 10**6), st.sampled_from([random_attention, random_experts]))
 def test_attention_and_experts_dealt_at_random_do_not_drift(seed: int, random: Callable[[int], Program]) -> None:
     """Where no ranks hold replicas: each rank adds its microbatches in an order of its own."""
@@ -77,7 +78,7 @@ def apart_at_once(proof: Checked) -> set[int]:
     return {layer for drift in proof.drifts if drift.cause != FOLLOWS for layer in drift.layers}
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(shapes())
 def test_random_programs_drift_just_where_sums_that_mind_their_order_do(shape: Shape) -> None:
     """Some of them add what was reduced microbatch by microbatch in an order that each rank draws for itself."""
@@ -196,7 +197,7 @@ def test_two_values_add_up_to_the_same_in_either_order() -> None:
     assert checked(drifting.drifting, 2).drifts == []
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(2, 5), st.integers(0, 10**6))
 def test_sums_drift_if_any_rank_adds_in_another_order(ranks: int, seed: int) -> None:
     def order(rank: int, world: int) -> list[int]:

@@ -12,9 +12,10 @@ from tests.support.random_attention import random_attention
 from tests.support.random_experts import random_experts
 from tests.support.random_plans import Planned, plans
 from tests.support.random_programs import Shape, random_program, shapes
+from tests.support.thorough import examples
 
 
-@settings(max_examples=150)  # and many more in `tests.support.long_run`
+@settings(max_examples=examples(150))  # and many more in `tests.support.long_run`
 @given(shapes())
 def test_right_programs_pass_and_compute_the_right_numbers(shape: Shape) -> None:
     checked = is_right(random_program(shape))
@@ -22,14 +23,14 @@ def test_right_programs_pass_and_compute_the_right_numbers(shape: Shape) -> None
     assert checked.models[ChannelModel.IN_ORDER] is None
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(plans())
 def test_any_plan_is_right_on_any_channel(shape: Planned) -> None:
     """Whole layers and half-blocks, every mapping of shards to axes, every schedule."""
     is_right_everywhere(shape.program)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 10**6))
 def test_queries_may_meet_blocks_in_any_way_that_is_right(seed: int) -> None:
     """Slices dealt to any rank, blocks sent straight to where they are seen, gradients added up in any order."""
@@ -37,14 +38,14 @@ def test_queries_may_meet_blocks_in_any_way_that_is_right(seed: int) -> None:
     assert checked.models[ChannelModel.RENDEZVOUS] is None
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 10**6))
 def test_buffers_of_any_number_of_microbatches_may_travel_together(seed: int) -> None:
     """Any dealing of microbatches, recomputed experts, halves of backward passes as late as may be."""
     is_right_everywhere(random_experts(seed))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(shapes())
 def test_the_check_derives_a_spec_of_every_value_and_a_meeting_of_every_communication(shape: Shape) -> None:
     program = random_program(shape)
@@ -60,13 +61,13 @@ def test_the_check_derives_a_spec_of_every_value_and_a_meeting_of_every_communic
             assert {(op.kind, op.group) for op in ops} == {(ops[0].kind, communication.group)}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(shapes())
 def test_a_program_is_traced_to_the_same_tapes_every_time(shape: Shape) -> None:
     assert random_program(shape).fingerprint() == random_program(shape).fingerprint()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(shapes())
 def test_every_microbatch_passes_every_layer_once_in_each_direction(shape: Shape) -> None:
     """Counted on the tapes: the specs that the check derived, not what tracing believed."""

@@ -9,9 +9,10 @@ from shardlab.check import check
 from shardlab.program import Spec, World
 from tests.support.passing import is_right
 from tests.support.random_programs import Shape, program_of, random_program, shapes
+from tests.support.thorough import examples
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(shapes())
 def test_tracing_and_the_check_give_every_value_one_spec(shape: Shape) -> None:
     world = World(shape.mesh, shape.layers, shape.microbatches)

@@ -16,6 +16,7 @@ from shardlab.checkpoint import CONFIG, STATE, Checkpoint, Disk, commit, folder_
 from shardlab.checkpoint.commit import MANIFEST
 from shardlab.errors import UserError
 from tests.checkpoint.crashing_disk import Crash, CrashingDisk
+from tests.support.thorough import examples
 
 CHECKPOINTS = Path("/run/checkpoints")
 STEPS, RANKS, KEEP = (10, 20, 30, 40), 2, 2
@@ -71,7 +72,7 @@ def operations() -> int:
 WHOLE = operations()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.data(), st.integers(3, WHOLE))
 def test_a_crash_at_any_point_leaves_the_last_checkpoint_or_the_one_before(data: st.DataObject, last: int) -> None:
     disk = CrashingDisk(last)
@@ -133,7 +134,7 @@ def test_what_is_no_checkpoint_yet_is_none(tmp_path: Path) -> None:
     assert steps_in(Disk(), tmp_path) == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_a_flipped_bit_anywhere_is_found_and_the_file_is_named(data: st.DataObject) -> None:
     """Also in the manifest, which has a checksum of its own; spaces and the like may change without a meaning."""

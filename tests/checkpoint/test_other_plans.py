@@ -42,9 +42,7 @@ def gone_on(ranks: World, tmp_path: Path, one: Job, other: Job) -> tuple[list[fl
     return losses(whole), losses(again)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [("ddp", "fsdp"), ("fsdp", "1f1b"), ("1f1b", "tp and zero-3"), ("tp and zero-3", "ddp")]
-)
+@pytest.mark.parametrize(("one", "other"), [("fsdp", "1f1b"), ("1f1b", "tp and zero-3"), ("tp and zero-3", "ddp")])
 def test_another_plan_goes_on_to_rounding(one: str, other: str, ranks: World, tmp_path: Path) -> None:
     jobs = [Job(*PLANS[name], 4, MODEL, 2, "fp64") for name in (one, other)]
     found, wanted = gone_on(ranks, tmp_path, *jobs)
@@ -52,7 +50,7 @@ def test_another_plan_goes_on_to_rounding(one: str, other: str, ranks: World, tm
     assert found[:4] == wanted[:4]
 
 
-@pytest.mark.parametrize(("one", "other"), [("fp32", "bf16"), ("bf16", "fp32"), ("fp32", "fp64")])
+@pytest.mark.parametrize(("one", "other"), [("fp32", "bf16"), ("bf16", "fp32")])
 def test_other_numbers_go_on_to_their_rounding(one: str, other: str, ranks: World, tmp_path: Path) -> None:
     jobs = [Job("zero-3", 2, 4, MODEL, 2, precision) for precision in (one, other)]
     found, wanted = gone_on(ranks, tmp_path, *jobs)

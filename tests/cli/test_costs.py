@@ -36,7 +36,7 @@ def test_the_bubble_is_the_zero_bubble_papers(name: str, row: Row, capsys: Captu
     assert round(facts["bubble"], 4) == row.rates[name]
 
 
-@pytest.mark.parametrize("row", QUICK[::3])
+@pytest.mark.parametrize("row", QUICK[::6])
 def test_interleaved_comes_near_with_equal_stages(row: Row, capsys: Captured) -> None:
     name, stages = "interleaved-1f1b", row.layers_per_rank
     facts = facts_of(capsys, name, row, "--stages-per-rank", str(stages), "--costs", as_option(row.times, stages))

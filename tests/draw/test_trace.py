@@ -22,6 +22,7 @@ from shardlab.timeline import Costs, simulate
 from shardlab.timeline.counters import memory_counters
 from tests.draw.viewer import named, require_readable
 from tests.support.random_plans import random_plan
+from tests.support.thorough import examples
 from tests.timeline.fakes import FakePrices
 
 FSDP, GPIPE = STRATEGIES["fsdp"], STRATEGIES["gpipe"]
@@ -68,7 +69,7 @@ def test_a_viewer_can_read_it(name: str, tmp_path: Path) -> None:
     require_readable(written(of_plan(name), tmp_path))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     seed=st.integers(0, 2**32), times=st.lists(st.sampled_from([0.0, 1e-9, 0.3, 1 / 3, 2.5]), min_size=5, max_size=5)
 )

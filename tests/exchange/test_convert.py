@@ -25,6 +25,7 @@ from shardlab.exchange.convert import Planned
 from shardlab.models import GPT, Blocks, Llama, Mixtral
 from shardlab.program import UserError
 from tests.exchange.folders import random_run
+from tests.support.thorough import examples
 
 counts = st.integers(1, 3)
 bools = st.booleans()
@@ -67,7 +68,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(models(), st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([1, 2000, 10**9]))
 def test_a_model_goes_out_and_comes_back_to_the_bit(model: Blocks, dtype: torch.dtype, shard_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardlab.execute.shared_memory import LETTERS, RING, SMALLEST, Outbox, SharedMemory
+from tests.support.thorough import examples
 
 RANKS = 3
 LETTERS_BYTES = RANKS * 8 * RING
@@ -22,7 +23,7 @@ puts = st.tuples(st.just("put"), lengths, st.sets(st.integers(0, RANKS - 1), min
 reads = st.tuples(st.just("read"), st.integers(0, 50), st.integers(0, RANKS - 1))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(puts | reads, max_size=60))
 def test_what_somebody_has_not_read_is_never_written_over(steps: list[tuple[str, int, set[int] | int]]) -> None:
     outbox = Outbox(SIZE, RANKS)

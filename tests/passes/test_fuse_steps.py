@@ -24,6 +24,7 @@ from tests.support.one_device import one_device as stepped
 from tests.support.passing import is_right
 from tests.support.random_plans import random_plan
 from tests.support.random_programs import random_program, random_shape
+from tests.support.thorough import examples
 from tests.support.toy_network import network_of
 
 
@@ -37,7 +38,7 @@ def test_the_first_gather_goes_on_beside_the_updates_of_other_layers() -> None:
         assert (round(before.end - after.end, 6), after.setting) == gain
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much])  # most begin with no gather
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.filter_too_much])  # most begin with no gather
 @given(st.integers(0, 10**6))
 def test_every_program_that_can_be_fused_is_right(seed: int) -> None:
     program = check(random_program(random_shape(seed)) if seed % 2 else random_plan(seed, ranks=4).program)

@@ -25,12 +25,13 @@ from tests.passes.late_programs import checked
 from tests.support.passing import is_right
 from tests.support.random_plans import random_plan
 from tests.support.random_programs import random_program, random_shape
+from tests.support.thorough import examples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EVERYTHING = Homes("host", "host", "host", "host")
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 10**6))
 def test_every_program_with_anything_elsewhere_is_right(seed: int) -> None:
     random = Random(seed)

@@ -23,6 +23,7 @@ from tests.support.random_attention import random_attention
 from tests.support.random_experts import random_experts
 from tests.support.random_plans import random_plan
 from tests.support.random_programs import random_program, random_shape
+from tests.support.thorough import examples
 from tests.timeline.programs import reductions_at_once
 
 WRITERS: list[Callable[[int], Program]] = [
@@ -33,7 +34,7 @@ WRITERS: list[Callable[[int], Program]] = [
 ]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 10**6))
 def test_every_order_that_a_pass_makes_of_any_program_is_right(seed: int) -> None:
     """Not only those that are kept: what the check would refuse is a mistake of the pass."""
@@ -47,7 +48,7 @@ def test_every_order_that_a_pass_makes_of_any_program_is_right(seed: int) -> Non
         program = is_right(replace(program.program, tapes=tapes))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 10**6))
 def test_every_order_that_anybody_may_wish_is_right(seed: int) -> None:
     """Some ops start early, others end late, at random: no number changes."""

@@ -23,6 +23,7 @@ from shardlab.strategies.planned import planned
 from shardlab.strategies.reducing import GradientReducer
 from shardlab.timeline.traced import rank_of
 from tests.support.refusing import refuses
+from tests.support.thorough import examples
 from tests.timeline.fakes import FakePrices
 
 PRESETS = {name: entry for name, entry in STRATEGIES.items() if entry.plan is not None}
@@ -100,7 +101,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(plans(), st.integers(1, 3))
 def test_any_plan_folded_is_what_it_is_unfolded(plan: Plan, each: int) -> None:
     compare(*both(plan, 2, each))

@@ -19,6 +19,7 @@ from shardlab.predict.workload import Workload
 from shardlab.program import Mesh, UserError
 from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Plan
+from tests.support.thorough import examples
 
 MODEL = GPT(layers=8, heads=8, hidden_size=512, vocab_size=1024, seq_len=512)
 
@@ -126,7 +127,7 @@ def test_a_batch_is_never_cut_into_absurdly_many_microbatches(micro_batch_size: 
     assert {each.microbatches * each.micro_batch_size for each in kept} == {8 * microbatches * micro_batch_size}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.sampled_from([Mesh(dp_shard=2), Mesh(cp=2), Mesh(pp=2), Mesh(pp=4), Mesh(pp=2, dp_replicate=2), Mesh(tp=2)]),
     st.sampled_from(["1f1b", "gpipe", "zb-h2", "interleaved-1f1b", "breadth-first", "zb-v"]),

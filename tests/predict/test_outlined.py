@@ -25,6 +25,7 @@ from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.plan_rank import PlanRank
 from shardlab.strategies.schedules import SCHEDULES
+from tests.support.thorough import examples
 
 MODELS: dict[str, Callable[[int], Blocks]] = {
     "llama": lambda layers: Llama(
@@ -133,7 +134,9 @@ def compare(workload: Workload) -> None:
     assert [asdict(replace(peak, microbatches=0)) for peak in whole.peaks] == list(map(asdict, peaks))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(
+    max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+)
 @given(workloads())
 def test_an_outline_is_the_whole_replay(workload: Workload) -> None:
     compare(workload)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shardlab.published.outcomes import outcome_of
 from tests.published.test_reading import ROWS
+from tests.support.thorough import examples
 
 SMALL = ("korthikanti-t5-22B-full", "titan-t1-8B-8gpu-eager", "zero-7.5B-Nd64-stage2")
 """Runs that are quickly predicted."""
@@ -34,7 +35,7 @@ PLACES = sorted(
     st.sampled_from(SMALL),
     st.lists(st.tuples(st.sampled_from(PLACES), ODD, st.booleans()), min_size=1, max_size=4),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_an_odd_row_has_a_prediction_or_a_reason(name: str, changes: list[tuple[tuple[str, str], Any, bool]]) -> None:
     row = deepcopy(ROWS[name])
     for (part, key), value, absent in changes:

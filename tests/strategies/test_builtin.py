@@ -13,6 +13,7 @@ from shardlab.program import Kind, OpKind, Program, UserError, trace
 from shardlab.strategies import STRATEGIES, find
 from shardlab.strategies.entry import DECLARED
 from shardlab.timeline import simulate
+from tests.support.thorough import examples
 
 WEIGHT_HALF = OpKind.BACKWARD_WEIGHT
 
@@ -50,7 +51,7 @@ def fitting(draw: st.DrawFn) -> tuple[str, int, int, int]:
     return name, ranks, layers, data_ranks * draw(st.integers(1, 4))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(fitting())
 def test_every_strategy_passes_all_four_channel_models(case: tuple[str, int, int, int]) -> None:
     name, ranks, layers, microbatches = case

@@ -14,6 +14,7 @@ from shardlab.program import Kind, Mesh, OpKind, Sizes, UserError, trace
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 from shardlab.timeline import simulate
+from tests.support.thorough import examples
 
 SHARDS = [(), ("dp_shard",), ("dp_shard", "dp_replicate")]
 
@@ -40,7 +41,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(plans(), st.integers(1, 2), st.integers(3, 4))
 def test_every_expert_plan_passes_all_four_channel_models(plan: Plan, each: int, blocks: int) -> None:
     checked = checked_plan(plan, blocks, each * plan.data_ranks)

@@ -18,6 +18,7 @@ from shardlab.strategies.schedules import SCHEDULES, Action, Backward, Forward, 
 from shardlab.strategies.schedules.csv_schedule import Form
 from shardlab.train.cases import SHARDINGS
 from tests.strategies.csv_files import csv_of
+from tests.support.thorough import examples
 
 FORMS: list[Form] = ["compute_only", "compute_comms"]
 
@@ -42,14 +43,14 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int, int]:
     return plan, plan.natural_layers() + draw(st.integers(0, 3)), plan.data_ranks * draw(st.integers(1, 4))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(plans())
 def test_every_sharding_on_every_pipeline_passes_all_channel_models(case: tuple[Plan, int, int]) -> None:
     plan, layers, microbatches = case
     assert check(traced(plan, layers, microbatches)).backends() == ["gloo", "nccl"]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(plans(), st.sampled_from(["dp_shard", "dp_replicate"]))
 def test_an_axis_that_is_reduced_once_is_reduced_once_however_many_microbatches(
     case: tuple[Plan, int, int], axis: str

@@ -1,7 +1,8 @@
-"""Cases for which others stand in the suite: `make verify-all` runs them as well."""
+"""What a sample stands for in the suite: `make verify-all` runs all of it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -13,3 +14,8 @@ T = TypeVar("T")
 def sampled(cases: Iterable[T], keep: Callable[[T], bool]) -> list[Any]:
     """Return cases for `pytest.mark.parametrize`, of which the suite runs only those to keep."""
     return [case if keep(case) else pytest.param(case, marks=pytest.mark.thorough) for case in cases]
+
+
+def examples(count: int) -> int:
+    """Return how many examples hypothesis draws: `count` in `make verify-all`, a third in the suite."""
+    return count if os.environ.get("SHARDLAB_TESTS") == "thorough" else count // 3

@@ -20,6 +20,7 @@ from shardlab.data.stream import SequenceStream, TokenRun
 from shardlab.data.tokenizers import ByteTokenizer
 from shardlab.train.data import Batches
 from shardlab.train.ramp import BatchRamp
+from tests.support.thorough import examples
 
 TEXT = bytes(i % 251 for i in range(5000))
 BATCHES = Batches(Corpus.split(TEXT, seq_len=16), seq_len=16, micro_batch_size=4, microbatches=2, seed=0)
@@ -75,7 +76,7 @@ def test_microbatches_are_a_function_of_seed_step_and_number() -> None:
     assert not any(torch.equal(first, tokens) for tokens, _ in others)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     sequences=st.integers(1, 60),
     micro_batch_size=st.integers(1, 7),
@@ -100,7 +101,7 @@ RAMPS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, ma
 """Stages of some steps and microbatches each."""
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(ramp=RAMPS, sequences=st.integers(1, 40), micro_batch_size=st.integers(1, 3))
 def test_each_sequence_comes_once_an_epoch_while_the_batch_grows(
     ramp: BatchRamp, sequences: int, micro_batch_size: int

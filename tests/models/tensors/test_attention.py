@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardlab.models.attention import Attend
 from shardlab.models.tensors.attention import attend, attend_backward, merge
+from tests.support.thorough import examples
 
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
 
@@ -52,7 +53,7 @@ def dealt(tokens: int, parts: int, chance: random.Random) -> list[list[int]]:
     return [[token for token, its in enumerate(owners) if its == owner] for owner in range(parts)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.sampled_from(HEADS), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(0, 1000))
 def test_parts_in_any_order_equal_the_whole_forward_and_backward(
     heads: tuple[int, int], blocks: int, owners: int, drops: bool, seed: int

@@ -22,6 +22,7 @@ from shardlab.models.tensors.compute import Given, compute
 from shardlab.models.tensors.mixture import combine, dispatch, route, slots_of
 from shardlab.rules.pieces import Holds
 from tests.models.tensors.comparing import error, gradient_of
+from tests.support.thorough import examples
 
 ROUTER = Router(hidden_size=8, experts=4, top_k=2, capacity_factor=1.25, auxiliary=0.5)
 
@@ -99,7 +100,7 @@ def test_a_mixture_equals_its_definition_in_result_and_gradients(top_k: int, cap
         assert error(gradient_of(p[name]), gradient_of(wanted[name])) <= 1e-12, name
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.integers(1, 3), st.integers(1, 4), st.sampled_from([None, 0.3, 0.8, 1.25]), st.integers(0, 99))
 def test_slots_are_given_in_turn_until_an_experts_capacity_is_used_up(
     microbatches: int, top_k: int, capacity_factor: float | None, seed: int
