@@ -119,7 +119,10 @@ class FakeRanks:
 def test_a_rank_that_dies_fails_one_program_and_the_others_are_run_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(campaign, "job_of", lambda each: Job("", 2, 1, MODELS["gpt"], 1, seed=each.subject.seed))
+    def seeded(each: Outcome) -> Job:
+        return Job("", 2, 1, MODELS["gpt"], 1, seed=each.subject.seed)
+
+    monkeypatch.setattr(campaign, "job_of", seeded)
     programs = [Outcome(Subject("script", seed), "accepted") for seed in (5, 7, 13, 8, 13, 9)]
     found = list(World(FakeRanks).run(programs, 2))
     assert [each.subject.seed for each in found] == [5, 7, 13, 8, 13, 9]

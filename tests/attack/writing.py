@@ -111,16 +111,15 @@ class Writing:
         staged = self._bounds() if self.chance(0.3) else None
         for size in sizes:
             parts = [[numbers.pop() for _ in range(size)] for _ in range(each)]
+            cut: list[tuple[list[tuple[list[int], list[int] | None]], int]] = []
             if self.mesh.cp > 1 and self.chance(0.7):
                 slices = random.sample(range(4), 4)
                 at = random.randint(1, 3)
                 halves = [slices[:at], slices[at:]] if self.chance(0.7) else [slices]
-                cut = [([(parts[0], half)], size * len(half)) for half in halves]
+                cut.extend(([(parts[0], half)], size * len(half)) for half in halves)
             else:
-                batch: list[tuple[list[int], list[int] | None]] = [
-                    (part, None) for part in (parts if self.mesh.ep > 1 else parts * self.mesh.tp)
-                ]
-                cut = [(batch, size * self._sequence)]
+                shared = parts if self.mesh.ep > 1 else parts * self.mesh.tp
+                cut.append(([(part, None) for part in shared], size * self._sequence))
             for batch, cells in cut:
                 bounds = staged or (self._bounds() if self.chance(0.3) else [(random.choice(self.sites), self._layers)])
                 path = [site for site, count in bounds for _ in range(count)]
