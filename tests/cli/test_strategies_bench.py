@@ -103,7 +103,7 @@ def test_what_torch_cannot_run_is_said_with_its_reason(capsys: Captured, monkeyp
     assert "not compared: NotImplementedError: torch cannot do this here" in " ".join(capsys.readouterr().out.split())
 
 
-def is_interrupted(*_: object) -> Compared:
+def is_interrupted(*_: object, **__: object) -> Compared:
     raise KeyboardInterrupt
 
 
