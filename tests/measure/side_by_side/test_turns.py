@@ -9,12 +9,18 @@ import pytest
 from shardlab.measure.side_by_side.pairs import PAIRS, pairs_named
 from tests.measure.side_by_side import jobs
 from tests.support.ranks import Ranks
+from tests.support.thorough import sampled
 
 pytestmark = pytest.mark.xdist_group("ranks")
 Worlds = Callable[[int], Ranks]
 
 
-@pytest.mark.parametrize("name", [name for name, pair in PAIRS.items() if pair.least == 2])
+SAMPLE = {"ddp", "fsdp", "tensor-parallel", "1f1b", "zb-v"}
+
+
+@pytest.mark.parametrize(
+    "name", sampled((name for name, pair in PAIRS.items() if pair.least == 2), SAMPLE.__contains__)
+)
 def test_both_sides_of_a_pair_have_one_loss(ranks: Worlds, name: str) -> None:
     pair = PAIRS[name]
     found = ranks(2).call(jobs.compared, pair, pair.sized(jobs.TINY, 2), 2)[0]
