@@ -14,7 +14,7 @@ from shardlab.errors import Refused
 from shardlab.passes import run_named
 from shardlab.passes.fuse_steps import fuse_steps
 from shardlab.passes.rewriting import CannotApply
-from shardlab.program import Kind, Op, OpKind, Program
+from shardlab.program import Kind, Op, OpKind, Program, Rank, trace
 from shardlab.strategies.fsdp import fsdp
 from tests.passes.late_programs import checked
 from tests.passes.test_passes import checked_plan
@@ -36,6 +36,30 @@ def test_the_first_gather_goes_on_beside_the_updates_of_other_layers() -> None:
     for program, gain in ((checked(fsdp, 4), (0.6, 2)), (checked_plan("zero-3"), (0.3, 1))):
         before, after = run_named(program, "fuse-steps")
         assert (round(before.end - after.end, 6), after.setting) == gain
+
+
+async def sharded_beside_an_idle_rank(rank: Rank) -> None:
+    """Fully sharded data parallel on all ranks but the last, which does nothing."""
+    count = rank.world - 1
+    if rank.index == count:
+        return
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, rank.index, count)
+    rank.activations[0] = rank.load_batch([rank.index])
+    for l in rank.layers:
+        rank.weights[l, "full"] = await rank.all_gather(rank.weights[l], among=range(count))
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l, "full"])
+    gradient = rank.loss(rank.activations.pop(len(rank.layers)))
+    for l in reversed(rank.layers):
+        made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights.pop((l, "full")))
+        total = await rank.reduce_scatter(made, among=range(count))
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
+
+
+def test_a_rank_that_does_nothing_is_left_as_it_is() -> None:
+    after = fused(check(trace(sharded_beside_an_idle_rank, 3, 2, 2)), 2)
+    assert not after.tapes[2]
+    is_right(after)
 
 
 @settings(max_examples=examples(20), suppress_health_check=[HealthCheck.filter_too_much])  # most begin with no gather

@@ -75,7 +75,7 @@ def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], chosen: Set[int]) -> t
     given = {at: new[kept.loaded[tape[at].inputs[0]]] for at in chosen}
     puts: dict[int, list[Op]] = defaultdict(list)  # after which op
     ends: list[Op] = []
-    for values, at in enumerate(sorted(chosen), max(specs) + 1):
+    for values, at in enumerate(sorted(chosen), max(specs, default=-1) + 1):
         op = tape[at]
         (piece,), (whole,) = op.inputs, op.outputs
         puts[ready[piece]].append(Op(LOAD_WEIGHT, op.layer, (), (whole,), holds=specs[whole].holds))
