@@ -31,28 +31,52 @@ stop_ignoring_signals()
 
 TESTS = Path(__file__).parent
 
-SLOW_FILES = (
-    "check/test_channels_by_chance.py",
-    "check/test_forward_only.py",
-    "check/test_judge.py",
-    "check/test_mutations.py",
-    "check/test_properties.py",
-    "check/test_roots.py",
-    "check/test_tracing_agrees.py",
-    "planner/test_contenders.py",
-    "planner/test_dealer.py",
-    "planner/test_dealing.py",
-    "planner/test_floors.py",
-    "test_adding.py",
-    "test_hands_on.py",
-    "test_readme.py",
-    "test_trainers.py",
-    "train/test_data.py",
-    "train/test_heap.py",
-    "train/test_launch_environment.py",
-    "train/test_loggers.py",
+SLOW = (
+    "attack/",
+    "chaos/",
+    "check/test_channels",
+    "check/test_drift",
+    "check/test_forward_only",
+    "check/test_judge",
+    "check/test_mutations",
+    "check/test_properties",
+    "check/test_roots",
+    "check/test_tracing_agrees",
+    "checkpoint/",
+    "cli/test_advice",
+    "cli/test_auto_plan",
+    "cli/test_bad_input",
+    "cli/test_costs",
+    "cli/test_endless_input",
+    "cli/test_passes",
+    "cli/test_plan",
+    "cli/test_simulate",
+    "cli/test_strategies",
+    "cli/test_submit",
+    "cli/test_timeline_rows",
+    "cli/test_train_config",
+    "draw/",
+    "measure/",
+    "models/tensors/",
+    "passes/test_arena",
+    "planner/",
+    "predict/",
+    "program/test_stoppable",
+    "program/test_world",
+    "published/",
+    "puzzles/",
+    "strategies/test_context",
+    "strategies/test_memory_formulas",
+    "test_adding",
+    "test_hands_on",
+    "test_readme",
+    "test_trainers",
+    "train/test_data",
+    "train/test_heap",
+    "train/test_launch_environment",
+    "train/test_loggers",
 )
-"""Files whose tests take more than five seconds of a core in all, although they start no ranks."""
+"""Beginnings of the paths of tests that take long in all, although few of them start ranks."""
 
 settings.register_profile("shardlab", deadline=None, derandomize=True)  # the machine is noisy; results repeat
 settings.load_profile("shardlab")
@@ -60,7 +84,7 @@ settings.load_profile("shardlab")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker by which `make check` leaves tests out."""
-    config.addinivalue_line("markers", "slow: starts ranks, or is in a file of SLOW_FILES")
+    config.addinivalue_line("markers", "slow: starts ranks, or its path begins as one of SLOW")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -69,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         shares_processes = {"ranks", "warm"} & set(getattr(item, "fixturenames", ()))
         place = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
-        if shares_processes or item.get_closest_marker("xdist_group") or place in SLOW_FILES:
+        if shares_processes or item.get_closest_marker("xdist_group") or place.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name != "test_types.py")  # the longest of the tests by themselves comes first
     starting = [item for item in items if item.get_closest_marker("xdist_group")]
