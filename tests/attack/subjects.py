@@ -119,7 +119,9 @@ class SubjectJob(Job):
             world = shape.mesh.world
             return cls("", world, shape.microbatches, model, mesh=shape.mesh, program=program_of(shape), **more)
         planned = random_plan(seed, ranks=4)
-        plan, model = planned.plan, _model_of(planned.model, planned.layers)
+        plan = planned.plan
+        slices = plan.mesh.tp * plan.mesh.cp * (plan.stripes or 2)  # of a sequence
+        model = replace(_model_of(planned.model, planned.layers), seq_len=-(-16 // slices) * slices)
         optimizer = "muon" if planned.muon else "adamw"
         world = plan.mesh.world
         return cls(plan, world, planned.microbatches, model, mesh=plan.mesh, optimizer=optimizer, **more)
@@ -143,7 +145,7 @@ class SubjectJob(Job):
 def _model_of(name: str, layers: int) -> Blocks:
     """The model that stands for one of `tests.support.random_plans.MODELS`."""
     blocks = layers if name == "whole" else layers - 1
-    common: dict[str, Any] = {"layers": max(1, blocks), "hidden_size": 16, "heads": 4, "seq_len": 24, "vocab_size": 24}
+    common: dict[str, Any] = {"layers": max(1, blocks), "hidden_size": 16, "heads": 4, "vocab_size": 24}
     if name == "mixture":
         return MoE(**common, experts=4, auxiliary=0.1)
     if name == "routed":
