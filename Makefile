@@ -14,7 +14,7 @@ help:
 	@echo "make check   lint, types and the fast tests, for whoever edits"
 	@echo "make gpu     the tests and measurements that need a GPU"
 	@echo "make verify-all"
-	@echo "             every strategy and every pair of strategies against one device, in minutes"
+	@echo "             every strategy and pair of strategies against one device, and all that the tests sample"
 	@echo "make attack  10,000 random programs, right and wrong: each is refused, or trained against one device"
 	@echo "make chaos   training runs killed 200 times, and disturbed otherwise, in half an hour"
 	@echo "make clean   remove .venv and caches"
