@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 
 from shardlab.program import Rank, Strategy, Value
 
@@ -128,11 +128,8 @@ in_slices = data_parallel(reduced_in_slices)
 broadcast = data_parallel(summed_on_one)
 
 
-async def fused_on_one_rank(rank: Rank) -> None:
-    """Every rank computes the whole batch; the last one reads each new gradient once more before it is added.
-
-    So its sums are no part of the backward passes. The first layer's gradients are made equal by a mean.
-    """
+def sum_apart_on_last_rank(rank: Rank, layers: Container[int]) -> None:
+    """Sum all microbatches' gradients. The last rank reads those of some layers again, and so adds them apart."""
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
     for m in rank.microbatches:
@@ -141,9 +138,17 @@ async def fused_on_one_rank(rank: Rank) -> None:
             made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
             rank.grad_weights["new"] = made
             rank.accumulate(made)
-            if rank.index == rank.world - 1:
+            if l in layers and rank.index == rank.world - 1:
                 rank.slice(made, 0, 2)
             del rank.grad_weights["new"]
+
+
+async def fused_on_one_rank(rank: Rank) -> None:
+    """Every rank computes the whole batch; the last one reads each new gradient once more before it is added.
+
+    So its sums are no part of the backward passes. The first layer's gradients are made equal by a mean.
+    """
+    sum_apart_on_last_rank(rank, rank.layers)
     rank.grad_weights[0] = await rank.all_reduce(rank.grad_weights[0], reduction="mean")
     for l in rank.layers:
         total = rank.grad_weights.pop(l)
