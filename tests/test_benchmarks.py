@@ -66,6 +66,7 @@ def test_the_plain_loop_and_ours_have_one_loss(run: Run) -> None:
     assert ours["tokens_per_second"] > 0
 
 
+@pytest.mark.thorough
 def test_a_table_shows_a_step_beside_its_prediction(run: Run) -> None:
     done = run("gpu.py --cpu --no-compile --warm-up 1 --steps 2 --sequences 2")
     assert done.returncode == 0, done.stderr

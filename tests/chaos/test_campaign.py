@@ -22,6 +22,7 @@ def test_runs_that_are_killed_end_as_if_nobody_had(tmp_path: Path) -> None:
     assert any(kill.reached for kill in found.kills)
 
 
+@pytest.mark.thorough
 def test_a_restore_that_forgets_something_fails_the_campaign(tmp_path: Path) -> None:
     case = str(Path(__file__).with_name("forgetful.py")) + ":ddp"
     found = played(Campaign(kills=1, cases=(case,), steps=24, save_every=2, moments=("step",)), tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -12,8 +12,16 @@ T = TypeVar("T")
 
 
 def sampled(cases: Iterable[T], keep: Callable[[T], bool]) -> list[Any]:
-    """Return cases for `pytest.mark.parametrize`, of which the suite runs only those to keep."""
-    return [case if keep(case) else pytest.param(case, marks=pytest.mark.thorough) for case in cases]
+    """Return cases for `pytest.mark.parametrize`, of which the suite runs only those to keep.
+
+    A tuple has a value for each name.
+    """
+
+    def others(case: T) -> Any:
+        values = cast(tuple[Any, ...], case) if isinstance(case, tuple) else (case,)
+        return pytest.param(*values, marks=pytest.mark.thorough)
+
+    return [case if keep(case) else others(case) for case in cases]
 
 
 def examples(count: int) -> int:

@@ -97,10 +97,13 @@ def alone(warm: WarmStarts, tmp_path_factory: pytest.TempPathFactory) -> list[fl
 @pytest.mark.parametrize(
     ("plan", "smaller"),
     [
-        (["--strategy", "fsdp"], ""),
-        (["--dp-shard", "2", "--shard-parameters", "dp_shard", "--shard-optimizer", "dp_shard"], "mesh"),
+        pytest.param(["--strategy", "fsdp"], "", id="a strategy", marks=pytest.mark.thorough),
+        pytest.param(
+            ["--dp-shard", "2", "--shard-parameters", "dp_shard", "--shard-optimizer", "dp_shard"],
+            "mesh",
+            id="a plan by flags",
+        ),
     ],
-    ids=["a strategy", "a plan by flags"],
 )
 def test_a_run_that_loses_a_host_goes_on_with_the_ranks_that_are_left(
     plan: list[str], smaller: str, agents: Agents, alone: list[float], tmp_path: Path

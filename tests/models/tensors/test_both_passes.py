@@ -33,6 +33,7 @@ from shardlab.models.tensors.layers import TensorLayer
 from tests.models.conftest import forward, inputs_of, passes_of, piece_of
 from tests.models.small import WithHeads
 from tests.models.tensors.comparing import error
+from tests.support.thorough import sampled
 
 ROWS = 3
 SMALL: WithHeads = {"layers": 2, "hidden_size": 16, "heads": 4, "vocab_size": 30, "seq_len": 8}
@@ -75,7 +76,9 @@ CASES = [
     for layer in range(model.layers)
     for number in range(model.layout(0 if model.borrowed(layer) else layer).slices)
 ]
-every_slice = pytest.mark.parametrize(("model", "layer", "number"), CASES, ids=str)
+every_slice = pytest.mark.parametrize(
+    ("model", "layer", "number"), sampled(CASES, lambda case: case[1] < 3 and case[2] < 2), ids=str
+)
 
 
 class Passes:

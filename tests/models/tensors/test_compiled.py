@@ -33,6 +33,7 @@ from shardlab.train.job import Job
 from tests.models.conftest import passes_of
 from tests.models.small import WithHeads
 from tests.models.tensors.comparing import error
+from tests.support.thorough import sampled
 
 SIZES: WithHeads = {"layers": 4, "hidden_size": 16, "heads": 2, "vocab_size": 256, "seq_len": 8}
 MODELS = {
@@ -89,7 +90,7 @@ def passes(model: Model, layer: int, compile: bool, scale: float = 1) -> list[Te
 
 
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", sampled(MODELS, lambda kind: kind != "mixtral"))
 def test_outputs_and_gradients_are_those_of_plain_layers(kind: str) -> None:
     for layer in range(MODELS[kind].layers):
         for ours, theirs in zip(*(passes(MODELS[kind], layer, compile) for compile in (True, False)), strict=True):
