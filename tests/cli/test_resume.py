@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from shardlab.checkpoint.commit import checksum_of
 from shardlab.cli import main
 from shardlab.errors import UserError
 from shardlab.models import GPT
+from shardlab.optimizers import OptimizerConfig
 from shardlab.train.history import note_end
 from shardlab.train.job import Job
 from shardlab.train.launch_environment import LaunchEnvironment
@@ -123,6 +125,92 @@ def test_what_cannot_be_resumed_is_one_sentence_and_nothing_is_written(
     assert said.startswith("shardlab: " + sentence.format(run=run)), said
     assert len(said.splitlines()) == 1
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_goes_back_only_where_that_is_asked_for(run: Path, capsys: Captured) -> None:
+    """Its newest checkpoint is lost: going on from the one before would overwrite the weights of later steps."""
+    shutil.rmtree(run / "checkpoints" / "step-000005")
+    weights = (run / "weights.safetensors").read_bytes()
+    for words in (["--resume", str(run)], ["--resume", "auto", "--out", str(run)]):
+        assert main(["train", *words, "--steps", "9"]) == 2
+        assert capsys.readouterr().err == (
+            f"shardlab: {run} has the weights after 5 steps, but its newest checkpoint that can be read is the one "
+            "after step 4, so training on would begin there and overwrite them; give --from-step 4 if that is meant, "
+            f"or begin a new run with --init {run}\n"
+        )
+    assert main(["train", "--resume", str(run)]) == 2
+    assert capsys.readouterr().err.startswith(f"shardlab: {run} has taken all of its 5 steps; give more --steps")
+    assert (run / "weights.safetensors").read_bytes() == weights
+    assert main(["train", "--resume", str(run), "--from-step", "4", "--steps", "6"]) == 0
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
+
+
+def test_flags_that_name_the_mesh_take_nothing_of_the_plan_before(run: Path, capsys: Captured) -> None:
+    for words, mesh in (("--pp 2 --schedule 1f1b", {"pp": 2}), ("--tp 2 --dp-shard 2", {"dp_shard": 2, "tp": 2})):
+        assert main(["train", "--resume", str(run), "--steps", "9", *words.split(), "--print-config", "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)["plan"]
+        assert (plan["mesh"], plan["shard_parameters"]) == (mesh, [])
+
+
+def test_paths_are_those_of_the_folder_where_the_run_began(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    (here / "text:2.txt").write_text("to be or not to be, that is the question " * 20)
+    (here / "mine.py").write_text("from shardlab.models import GPT\n\n\nclass Mine(GPT):\n    pass\n")
+    (here / "page.py").write_text("from shardlab.strategies.ddp import ddp\n")
+    small = "--ranks 1 --hidden-size 16 --layers 2 --seq-len 8 --steps 1 --out run"
+    monkeypatch.chdir(here)
+    words = "--strategy page.py:ddp --model mine.py:Mine --data text:2.txt:0.5"
+    assert main(["train", *words.split(), *small.split()]) == 0
+    monkeypatch.chdir(there)
+    (there / "text:2.txt").write_text("another text, which was never trained on")
+    assert main(["train", "--resume", "../here/run", "--steps", "2"]) == 0
+    assert main(["train", "--resume", "../here/run", "--steps", "3"]) == 0, "its paths are absolute by now"
+    assert main(["sample", "../here/run", "--tokens", "2", "--prompt", "to"]) == 0
+    config = (here / "run" / "config.toml").read_text()
+    assert all(str(here / name) in config for name in ("page.py:ddp", "mine.py:Mine", "text:2.txt:0.5"))
+    capsys.readouterr()
+
+
+def rates(run: Path) -> list[float]:
+    return [json.loads(line)["learning_rate"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted", "sentence"),
+    [
+        ("", "cosine over 5 steps (warm-up 1, decay 4)", "; after 5 steps it stays at 0.0001"),
+        ("--schedule-steps 7", "cosine over 7 steps (warm-up 1, decay 6)", " now ("),
+        ("--learning-rate-schedule constant", "constant after a warm-up of 1", " now ("),
+        ("--learning-rate-schedule wsd", "wsd over 5 steps (warm-up 1, decay 1)", " now ("),
+        ("--warmup-steps 2", "cosine over 5 steps (warm-up 2, decay 3)", " now ("),
+        ("--decay-steps 2", "cosine over 5 steps (warm-up 1, decay 2)", " now ("),
+    ],
+)
+def test_more_steps_leave_the_learning_rate_s_schedule_as_it_was(
+    words: str, wanted: str, sentence: str, run: Path, capsys: Captured
+) -> None:
+    assert main(["train", "--resume", str(run), "--steps", "7", *words.split(), "--print-config", "--json"]) == 0
+    written: dict[str, Any] = json.loads(capsys.readouterr().out)["optimizer"]
+    written["betas"] = tuple(written["betas"])
+    optimizer = OptimizerConfig(**written)
+    assert optimizer.schedule == wanted
+    resumed = Resumed.find(run)
+    assert resumed is not None
+    config = saving_run(Job("fsdp", 2, 4, MODEL, 2), run).config
+    said = resumed.schedule_change(replace(config, optimizer=optimizer, train=replace(config.train, steps=7)))
+    assert wanted in said
+    assert sentence in said
+
+
+def test_a_run_that_is_extended_twice_keeps_one_schedule(run: Path, capsys: Captured) -> None:
+    for steps in ("7", "8"):
+        assert main(["train", "--resume", str(run), "--steps", steps]) == 0
+        assert "learning rate: cosine over 5 steps (warm-up 1, decay 4) as before" in capsys.readouterr().err
+    assert rates(run)[5:] == [pytest.approx(1e-4)] * 3
 
 
 def test_a_folder_in_use_is_one_sentence(run: Path, capsys: Captured) -> None:

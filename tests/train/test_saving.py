@@ -155,6 +155,6 @@ def test_a_clock_can_ask_for_checkpoints(ranks: World, tmp_path: Path) -> None:
     assert found[-1] == "step-000005"
 
 
-def test_without_a_wish_only_an_interruption_saves(ranks: World, tmp_path: Path) -> None:
-    assert ranks(2).call(partial(saved, out=tmp_path / "one", every=None))[0] == []
+def test_every_run_saves_its_end_and_one_that_is_interrupted(ranks: World, tmp_path: Path) -> None:
+    assert ranks(2).call(partial(saved, out=tmp_path / "one", every=None))[0] == ["step-000005"]
     assert ranks(2).call(partial(saved, out=tmp_path / "two", every=None, stop=1))[0] == ["step-000003"]

@@ -33,7 +33,7 @@ World = Callable[[int], Ranks]
 JOB = Job("ddp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2)
 
 
-def steps_of(rank: int, poisoned: int, poison: float) -> list[StepResult]:
+def steps_of(rank: int, out: Path, poisoned: int, poison: float) -> list[StepResult]:
     """The steps of a run in which rank 1 alone loses its loss at step `poisoned`."""
     batches = Batches(
         Corpus.split(bytes(range(256)) * 8, JOB.model.seq_len),
@@ -52,36 +52,38 @@ def steps_of(rank: int, poisoned: int, poison: float) -> list[StepResult]:
 
     optimizer = OptimizerConfig(schedule_steps=6, warmup_steps=1)
     executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(0, FP32, optimizer=optimizer))
-    run = run_of(JOB, optimizer, Path("nowhere"))
+    run = run_of(JOB, optimizer, out)
     saver = Saver(executor, run, batches)
     return list(TrainingSteps(executor, ComputeClock(executor), run, StopRequest(None), saver, 1.0))
 
 
-def steps_while_the_clock_stands_still(rank: int) -> list[StepResult]:
+def steps_while_the_clock_stands_still(rank: int, out: Path) -> list[StepResult]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardlab.train.steps.time.perf_counter", lambda: 7.0)
-        return steps_of(rank, -1, 0.0)
+        return steps_of(rank, out, -1, 0.0)
 
 
-def test_a_clock_that_stands_still_ends_no_run(ranks: World) -> None:
-    for found in ranks(2).call(steps_while_the_clock_stands_still):
+def test_a_clock_that_stands_still_ends_no_run(ranks: World, tmp_path: Path) -> None:
+    for found in ranks(2).call(steps_while_the_clock_stands_still, tmp_path):
         assert len(found) == 6
         assert all(step.metrics["dt"] > 0 for step in found)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_every_rank_stops_at_the_same_step_and_knows_whose_loss_it_was(ranks: World, poison: float) -> None:
-    for found in ranks(2).call(steps_of, 3, poison):
+def test_every_rank_stops_at_the_same_step_and_knows_whose_loss_it_was(
+    ranks: World, tmp_path: Path, poison: float
+) -> None:
+    for found in ranks(2).call(steps_of, tmp_path, 3, poison):
         assert [step.metrics["step"] for step in found] == [0, 1, 2, 3]
         assert [step.diverged for step in found] == [[], [], [], [1]]
 
 
-def test_the_last_step_can_diverge_too(ranks: World) -> None:
-    for found in ranks(2).call(steps_of, 5, float("nan")):
+def test_the_last_step_can_diverge_too(ranks: World, tmp_path: Path) -> None:
+    for found in ranks(2).call(steps_of, tmp_path, 5, float("nan")):
         assert [step.diverged for step in found] == [[], [], [], [], [], [1]]
 
 
-def steps_with_a_gradient(rank: int, policy: NonFinite, poison: float) -> tuple[list[StepResult], bool]:
+def steps_with_a_gradient(rank: int, out: Path, policy: NonFinite, poison: float) -> tuple[list[StepResult], bool]:
     """Steps of a plan in the second of which rank 1 spoils its gradient of layer 1; whether weights are finite then."""
     job = replace(JOB, strategy=SHARDINGS["zero-2"])
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
@@ -104,7 +106,7 @@ def steps_with_a_gradient(rank: int, policy: NonFinite, poison: float) -> tuple[
             return loss
 
     executor = Poisoned(job.checked(), rank, job.cut, batches, Settings(0, FP32, optimizer=optimizer))
-    run = run_of(job, optimizer, Path("nowhere"))
+    run = run_of(job, optimizer, out)
     run = replace(run, config=replace(run.config, train=replace(run.config.train, non_finite=policy)))
     saver = Saver(executor, run, batches)
     found = list(TrainingSteps(executor, ComputeClock(executor), run, StopRequest(None), saver, 1.0))
@@ -114,9 +116,9 @@ def steps_with_a_gradient(rank: int, policy: NonFinite, poison: float) -> tuple[
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_a_gradient_that_is_not_finite_is_named_and_stops_the_run_or_is_skipped(
-    ranks: World, policy: NonFinite, poison: float
+    ranks: World, tmp_path: Path, policy: NonFinite, poison: float
 ) -> None:
-    for found, healthy in ranks(2).call(steps_with_a_gradient, policy, poison):
+    for found, healthy in ranks(2).call(steps_with_a_gradient, tmp_path, policy, poison):
         assert healthy
         assert [step.metrics["step"] for step in found] == ([0, 1] if policy == "stop" else [0, 1, 2, 3])
         assert [step.diverged for step in found[:2]] == [[], [0, 1] if policy == "stop" else []]

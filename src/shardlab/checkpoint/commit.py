@@ -90,6 +90,17 @@ def write_shard(
     disk.write(part / _note_of(rank), [json.dumps({**hashed.entry, **note}).encode()])
 
 
+def remove_shard(part: Path, rank: int) -> None:
+    """Remove what a rank has written of a checkpoint that was not completed, and its folder with the last rank's.
+
+    Raises:
+        OSError: if the disk fails, or other files remain in the folder.
+    """
+    (part / file_of(rank)).unlink(missing_ok=True)
+    (part / _note_of(rank)).unlink(missing_ok=True)
+    part.rmdir()
+
+
 def checksum_of(manifest: Mapping[str, Any]) -> str:
     """What a manifest has beside all else: it vouches for the files, and nothing else would vouch for it."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

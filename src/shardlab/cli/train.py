@@ -186,7 +186,8 @@ class Train:
         """Where the settings of a run that is resumed come from: its checkpoint, and flags."""
         flags = self._flags()
         train = {name: value for name, value in flags.sections["train"].items() if name != "init"}
-        return [preset("default"), resumed.source(launched), ConfigSource("flags", {**flags.sections, "train": train})]
+        saved = resumed.source(launched, flags.sections["optimizer"])
+        return [preset("default"), saved, ConfigSource("flags", {**flags.sections, "train": train})]
 
     def _flags(self) -> ConfigSource:
         """The settings that flags give."""
@@ -227,9 +228,11 @@ class Train:
         if name is None and self.layout.plan is None:
             below = [source for source in sources if source.name != "flags"]
             name, of_file, base, passes = plan_below(below)
-            ranks = ranks or of_file
-            if self.layout.names_plan and origin(below, "plan", "strategy") == "default":
-                name = None  # flags alone are a plan
+            if self.layout.names_mesh:
+                name = base = passes = None  # such flags are a plan of their own
+            elif self.layout.names_plan and origin(below, "plan", "strategy") == "default":
+                name = None
+            ranks = ranks or (None if self.layout.names_mesh else of_file)
         follows = self.resume is not None and (self.ranks is None or not self.layout.names_mesh)
         chosen, ranks = self.layout.entry(name, ranks or launched, base, passes=passes, follows=follows)
         return chosen, resolved(sources, chosen, ranks), None
@@ -297,6 +300,8 @@ class Train:
             print_config(stdout_console(), config, sources if resumed is None else sources[1:], all=False)
             self._tell_model(config, sources)
             sys.stdout.flush()
+        if first and resumed is not None and (change := resumed.schedule_change(config)):
+            print(f"shardlab: {change}", file=sys.stderr)
         heartbeat.doing = "start of the ranks"
         heartbeat.until = lambda: not first or (out.exists() and not again)  # then rank 0 says what it does
         before = record_in(out)

@@ -20,7 +20,9 @@ from shardlab.models import Blocks, Parameter
 from shardlab.models.named import find_model, with_written
 from shardlab.models.tensors.tensor_files import TensorFiles, files_of
 from shardlab.models.weight_files import ENDING, SINGLE, weights_at
+from shardlab.program.files import anchored
 from shardlab.program.nesting import read_file
+from shardlab.program.user_file import file_and_name
 from shardlab.rules.pieces import counted
 
 Form = Literal["hf", "shardlab"]
@@ -202,7 +204,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def recorded_model(record: Any, path: Path) -> Blocks:
-    """The model of a run's record, or of what another file says.
+    """The model of a run's record, or of what another file says; a model's own file is named by the record's folder.
 
     Raises:
         UserError: when the record names none, or none that can be made; it names the path.
@@ -212,6 +214,9 @@ def recorded_model(record: Any, path: Path) -> Blocks:
     kind = written.pop("kind", None)
     if not isinstance(kind, str):
         raise UserError(f"{path} does not say of which model the weights are; its field model has none")
+    if file_and_name(kind)[0] is not None:
+        folder: Any = cast(dict[str, Any], record).get("folder")
+        kind = anchored(kind, folder if isinstance(folder, str) else None)
     return with_written(find_model(kind), written, str(path))
 
 

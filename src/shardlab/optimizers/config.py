@@ -10,6 +10,7 @@ from shardlab.errors import UserError
 from shardlab.optimizers.schedules import Schedule, rate_factor
 from shardlab.program.field_types import COUNT, check_fields, choice, number, number_or_none, pair, whole
 from shardlab.program.precision import Optimizer
+from shardlab.rules.pieces import counted
 
 _NOT_NEGATIVE = number("0 or more", lambda value: 0 <= value < math.inf)
 _POSITIVE = number("a positive number", lambda value: 0 < value < math.inf)
@@ -92,6 +93,16 @@ class OptimizerConfig:
             return self.decay_steps
         after = self.schedule_steps - self.warmup_steps
         return {"constant": 0, "wsd": min(after, -(-self.schedule_steps // 10))}.get(self.learning_rate_schedule, after)
+
+    @property
+    def schedule(self) -> str:
+        """The learning rate's schedule in words, without its largest rate."""
+        if self.learning_rate_schedule == "constant":
+            return f"constant after a warm-up of {self.warmup_steps}"
+        return (
+            f"{self.learning_rate_schedule} over {counted(self.schedule_steps, 'step')} (warm-up {self.warmup_steps}, "
+            f"decay {self.decay})"
+        )
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

@@ -23,13 +23,13 @@ def rate_factor(schedule: Schedule, step: int, steps: int, warmup: int, decay: i
 
     Args:
         step: counted from 0; after `steps` the rate stays as it is.
-        least: the share that is left at the end; more than 0 for wsd.
+        least: the share that is left at the end, unless `decay` is 0; more than 0 for wsd.
     """
     if step < warmup:
         return (step + 1) / warmup
-    if schedule == "constant":
+    if schedule == "constant" or not decay:
         return 1.0
-    progress = min(1.0, max(0.0, (step - (steps - decay)) / max(1, decay)))
+    progress = min(1.0, max(0.0, (step - (steps - decay)) / decay))
     if schedule == "wsd":
         return least**progress
     left = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress

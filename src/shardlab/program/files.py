@@ -37,6 +37,23 @@ def want_file(path: Path) -> None:
         raise UserError(f"{path} is {kind}, but text is read from random places; write it to a file and name that")
 
 
+def anchored(name: str, folder: str | None) -> str:
+    """Return a path as it is found from here that a file names relative to the folder of another command.
+
+    Args:
+        name: `PATH`, `PATH:NAME` or `PATH:NUMBER`.
+        folder: in which the other command ran; None if that is not known.
+
+    Returns:
+        The name with an absolute path, unless both commands run in the same folder, or the path is there only from
+        here: then the name as it is.
+    """
+    path = name if ":" not in name or Path(folder or "", name).exists() else name.rpartition(":")[0]
+    if folder is None or Path(folder) == Path.cwd() or (Path(path).exists() and not Path(folder, path).exists()):
+        return name
+    return str(Path(folder, path)) + name[len(path) :]
+
+
 PART = ".shardlab.part"
 """End of the name of a file that is being written: what has it was left by a process that was killed."""
 

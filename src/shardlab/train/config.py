@@ -161,8 +161,8 @@ class SavingConfig:
     """When a run is saved so that it can be resumed."""
 
     save_every: Annotated[int | str | None, EVERY] = None
-    """Save a checkpoint after every so many steps (100), or after so much time (30s, 10m, 2h), and after the last step;
-    without it only a run that is interrupted saves one."""
+    """Save a checkpoint after every so many steps (100), or after so much time (30s, 10m, 2h). Every run saves one
+    after its last step, or when it is interrupted."""
 
     keep: Annotated[int, COUNT] = 2
     """How many checkpoints a run keeps."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any, Protocol
 
 from shardlab.program import UserError
 from shardlab.train.config import LoggingConfig
+
+_START = re.compile(r"(?:offline-)?run-(\d+_\d+)-(.+?)(?:-\d+)?")
+"""Name of the folder that wandb keeps of a start: its date and time, and the id of the run."""
 
 
 class Logger(Protocol):
@@ -27,12 +31,17 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's folder, for `tensorboard --logdir`."""
+    """Event files in the run's folder, for `tensorboard --logdir`.
 
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.summary import Writer
+    Args:
+        folder: the run's.
+        since: the step at which it goes on, if it does: TensorBoard drops what it has of this step and later ones.
+    """
 
-        self._writer: Any = Writer(str(folder / "tensorboard"))
+    def __init__(self, folder: Path, since: int | None = None) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=since)
 
     def log(self, metrics: Mapping[str, float | None]) -> None:
         for name, figure in numbers(metrics).items():
@@ -43,13 +52,28 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, under its own environment variables: WANDB_MODE=offline sends nothing."""
+    """A run of Weights & Biases, under its own environment variables: WANDB_MODE=offline sends nothing.
 
-    def __init__(self, folder: Path, record: Mapping[str, Any]) -> None:
+    Args:
+        folder: the run's, in which wandb keeps a folder of each start, named by the id of the run there.
+        record: its settings.
+        since: the step at which it goes on, if it does; its history there goes on as well.
+        rewinds: whether that step or later ones were logged before. That history is cut off there.
+    """
+
+    def __init__(
+        self, folder: Path, record: Mapping[str, Any], since: int | None = None, *, rewinds: bool = False
+    ) -> None:
         import wandb
 
+        starts = sorted(found.groups() for path in folder.glob("wandb/*") if (found := _START.fullmatch(path.name)))
+        again: dict[str, Any] = {}
+        if starts and since and rewinds:
+            again = {"resume_from": f"{starts[-1][1]}?_step={since - 1}"}
+        elif starts and since:
+            again = {"id": starts[-1][1], "resume": "allow"}
         try:
-            self._run = wandb.init(project="shardlab", name=folder.name, dir=str(folder), config=dict(record))
+            self._run = wandb.init(project="shardlab", name=folder.name, dir=str(folder), config=dict(record), **again)
         except wandb.Error as error:
             raise UserError(f"--wandb: {error}; log in with wandb login, or set WANDB_MODE=offline") from error
 
@@ -60,10 +84,24 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def loggers_of(config: LoggingConfig, folder: Path, record: Mapping[str, Any]) -> list[Logger]:
-    """Open what is asked for, for a run that is on record as `record`."""
-    loggers: list[Logger] = [TensorBoard(folder)] if config.tensorboard else []
-    return [*loggers, WeightsAndBiases(folder, record)] if config.wandb else loggers
+def loggers_of(
+    config: LoggingConfig,
+    folder: Path,
+    record: Mapping[str, Any],
+    since: int | None = None,
+    *,
+    rewinds: bool = False,
+) -> list[Logger]:
+    """Open what is asked for.
+
+    Args:
+        folder: the run's.
+        record: its settings.
+        since: the step at which it goes on, if it does.
+        rewinds: whether that step or later ones were logged before.
+    """
+    loggers: list[Logger] = [TensorBoard(folder, since)] if config.tensorboard else []
+    return [*loggers, WeightsAndBiases(folder, record, since, rewinds=rewinds)] if config.wandb else loggers
 
 
 def require_loggers(config: LoggingConfig) -> None:

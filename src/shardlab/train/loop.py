@@ -18,7 +18,7 @@ from shardlab.exchange import initial_from
 from shardlab.execute import Executor, Settings
 from shardlab.execute.communicator import Groups
 from shardlab.models.tensors import Choice
-from shardlab.program import Kind
+from shardlab.program import Kind, UserError
 from shardlab.rules.pieces import counted
 from shardlab.train.audit import Audit, AuditedExecutor
 from shardlab.train.data import Batches
@@ -27,7 +27,6 @@ from shardlab.train.figures import VALIDATION, VALIDATION_EMA, bytes_per_token
 from shardlab.train.heartbeat import say
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.launch import backend_of
-from shardlab.train.loggers import loggers_of
 from shardlab.train.output import OutputFolder
 from shardlab.train.parallel_writer import ParallelWriter
 from shardlab.train.printable import printable
@@ -40,16 +39,19 @@ from shardlab.train.saving import Saver
 from shardlab.train.steps import StepResult, TrainingSteps, diverged
 from shardlab.train.tracing import TracedExecutor
 from shardlab.train.weights import save_weights
-from shardlab.train.world import RunningWorld, agree
+from shardlab.train.world import RunningWorld, agree, unseen
 
 VALIDATION_BATCHES = 16
+
+SEEN_WITHIN = 20.0
+"""Seconds after which what one host writes is seen on another that shares its disk."""
 
 
 def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | None:
     """Run one rank's part of a training; rank 0 writes the output folder and gives the summary.
 
     Raises:
-        UserError: on rank 0, when a loss is not finite, or the folder cannot be made.
+        UserError: when a loss is not finite, or the folder cannot be made, or is not one folder for all ranks.
     """
     with StopRequest(partial(saved_in, run.out) if rank == 0 else None) as stop:
         return _train(rank, device, run, stop)
@@ -65,6 +67,14 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
         agree(proof, corpus.identity, str(run.resume))
     world = RunningWorld.gathered(rank, device, checked.program.mesh)
     checkpoint = None if run.resume is None else Checkpoint.open(run.resume)
+    folder = None
+    if rank == 0:
+        room = job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT)
+        folder = OutputFolder(run.out, room, since=(checkpoint.step if checkpoint else 0) if run.again else None)
+    if complaint := unseen(run.out, min(SEEN_WITHIN, run.config.train.timeout / 2)):
+        if folder is not None:
+            folder.abandon()
+        raise UserError(complaint)
     initial = blank if checkpoint else run.config.train.init and initial_from(run.config.train.init, job.cut)
     settings = Settings(
         job.seed,
@@ -101,13 +111,11 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     stepping = ramped if every is None else AuditedExecutor(ramped, audits, every, partial(saved_in, run.out))
     saver = Saver(ramped, run, batches)
     training = TrainingSteps(stepping, ramped, run, stop, saver, bytes_per_token(corpus))
-    if rank == 0:
-        room = job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT)
-        folder = OutputFolder(run.out, room, since=executor.state.step if run.again else None)
+    if folder is not None:
         world.print(Console(file=sys.stderr))
         with TrainingProgress(run.config.train.steps) as progress:
             folder.begin(run.record(corpus, checked, world), run.config.as_toml(), checked, job.title, corpus.tokenizer)
-            folder.loggers = loggers_of(run.config.logging, run.out, run.config.as_dict())
+            folder.log(run.config.logging, run.config.as_dict())
             return _first_rank(
                 run, batches, executor, validation, tracer, training, saver, folder, progress, prompt, sample
             )

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ from shardlab.draw import save_timeline
 from shardlab.program import UserError
 from shardlab.program.files import whole_file, write_whole
 from shardlab.timeline import simulate
+from shardlab.train.config import LoggingConfig
 from shardlab.train.figures import VALIDATION
 from shardlab.train.heartbeat import say
 from shardlab.train.lock import locked
-from shardlab.train.loggers import Logger
-from shardlab.train.saved import METRICS, sweep
+from shardlab.train.loggers import Logger, loggers_of
+from shardlab.train.saved import METRICS, last_figures, sweep
 from shardlab.train.written import written
 
 
@@ -63,15 +64,26 @@ class OutputFolder:
                 "free some, or name a folder on another disk with --out"
             )
         self._history: list[dict[str, Any]] = []
+        self._rewinds = False
         with written(path / METRICS):
             self._metrics = locked(path)
             if since is not None:
                 sweep(path)
+                self._rewinds = int(last_figures(path / METRICS).get("step", -1) or 0) >= since
                 self._history = _cut(self._metrics, path / METRICS, since)
+        self._since = since
         self._pending = b""
         self.loggers: Sequence[Logger] = ()
         self._last: dict[str, Any] | None = None
         self._unwritten: set[str] = set()
+
+    def abandon(self) -> None:
+        """Take the folder away again, before anything was written into it, unless it is that of a resumed run."""
+        self._metrics.close()
+        if not self._history:
+            with suppress(OSError):
+                (self.path / METRICS).unlink()
+                self.path.rmdir()
 
     @property
     def unwritten(self) -> list[str]:
@@ -99,6 +111,10 @@ class OutputFolder:
         for file, content in tokenizer.files().items():
             with written(self.path / file) as path:
                 path.write_bytes(content)
+
+    def log(self, config: LoggingConfig, record: Mapping[str, Any]) -> None:
+        """Log the records elsewhere as well, where that is asked for; a resumed run goes on with its own history."""
+        self.loggers = loggers_of(config, self.path, record, self._since, rewinds=self._rewinds)
 
     def write_metrics(self, metrics: Mapping[str, float | None], *, pending: bool = False) -> None:
         """Append a step's figures; they are on disk when this returns, or are tried again with the next step's.

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
-from shardlab.checkpoint import CONFIG, Checkpoint, Disk, folder_of, steps_in
+from shardlab.checkpoint import CONFIG, STATE, Checkpoint, Disk, folder_of, steps_in
 from shardlab.errors import UserError
 from shardlab.exchange.initial import want_same
 from shardlab.exchange.source import recorded_model
 from shardlab.models import Blocks
 from shardlab.models.weight_files import weights_at
+from shardlab.optimizers import OptimizerConfig
+from shardlab.program.files import anchored
 from shardlab.program.nesting import read_file
-from shardlab.rules.pieces import listed
-from shardlab.train.config import TrainingConfig
+from shardlab.program.user_file import file_and_name
+from shardlab.rules.pieces import counted, listed
+from shardlab.train.config import TrainingConfig, by_rule
 from shardlab.train.config_sources import ConfigSource, config_file, merged, model_of, preset
-from shardlab.train.described import model_in
 from shardlab.train.heartbeat import say
 from shardlab.train.history import has_finished
 from shardlab.train.lock import require_free
-from shardlab.train.saved import CHECKPOINTS, RECORD, WEIGHTS
+from shardlab.train.saved import CHECKPOINTS, METRICS, RECORD, WEIGHTS, last_figures
 from shardlab.train.stores import Together
+
+SCHEDULE = {"learning_rate_schedule", "schedule_steps", "warmup_steps"}
+"""Settings from which the steps of the learning rate's decay follow."""
+
+RATE = "schedule", "learning_rate", "min_learning_rate_ratio"
+"""What the learning rate of a step follows from."""
 
 
 def find_checkpoint(
@@ -95,7 +105,7 @@ def _verified(own: Blocks | None, folder: Path, together: Together) -> Checkpoin
     """
     found = Checkpoint.open(folder).verify(together.rank, together.world)
     if own is not None:
-        want_same(model_in(found.state["model"]), own, folder)
+        want_same(recorded_model(dict(found.state), folder / STATE), own, folder)
     return found
 
 
@@ -106,10 +116,12 @@ class Resumed:
     Attributes:
         out: its folder.
         checkpoint: from which it does.
+        chosen: whether the user has named the checkpoint.
     """
 
     out: Path
     checkpoint: Checkpoint
+    chosen: bool = False
 
     @classmethod
     def find(
@@ -126,18 +138,29 @@ class Resumed:
         together = together or Together()
         together.all(partial(require_free, out) if together.rank == 0 else lambda: None)
         found = find_checkpoint(out, step, auto=auto, together=together)
-        return None if found is None else cls(out, found)
+        return None if found is None else cls(out, found, step is not None)
 
-    def source(self, launched: int | None) -> ConfigSource:
-        """Its settings, which a launcher's world lays over as many ranks as there are now."""
+    def source(self, launched: int | None, given: Mapping[str, Any] | None = None) -> ConfigSource:
+        """Its settings, which a launcher's world lays over as many ranks as there are now.
+
+        Paths are those of the folder where the run began. What followed from its steps stays, also with other steps:
+        how the learning rate goes up and down.
+
+        Args:
+            given: settings of the optimizer that flags change. Another schedule, or warm-up, has a decay of its own.
+        """
         saved = self._saved
         plan = saved.sections["plan"]
         train = {name: value for name, value in saved.sections["train"].items() if name != "init"}
+        optimizer = by_rule(merged([preset("default"), saved], "optimizer"), train["steps"])
+        if SCHEDULE & set(given or ()) and "decay_steps" not in saved.sections["optimizer"]:
+            optimizer.pop("decay_steps", None)
         if launched is not None and "strategy" in plan:
             plan = {name: value for name, value in plan.items() if name != "ranks"}
         if "strategy" in plan:  # an older version, which ran programs as they were written, said nothing of passes
             plan = {"passes": "none", **plan}
-        return ConfigSource(str(self.checkpoint.folder), {**saved.sections, "plan": plan, "train": train})
+        found = {**saved.sections, "plan": plan, "train": train, "optimizer": optimizer}
+        return ConfigSource(str(self.checkpoint.folder), found)
 
     def config(self, wanted: TrainingConfig) -> TrainingConfig:
         """Its configuration again, with what flags have changed.
@@ -167,9 +190,40 @@ class Resumed:
         return replace(wanted, train=replace(wanted.train, init=saved.get("init")))
 
     def has_ended(self, steps: int) -> bool:
-        """Whether nothing is left to do: a run that was killed after its last step has its weights to write."""
-        taken = self.checkpoint.step
-        return steps < taken or (steps == taken and has_finished(self.out))
+        """Whether nothing is left to do: a run that was killed after its last step has its weights to write.
+
+        Raises:
+            UserError: if the run has finished with weights that are newer than the checkpoint, which would be lost.
+        """
+        taken, finished = self.checkpoint.step, 0
+        if has_finished(self.out):
+            finished = int(last_figures(self.out / METRICS).get("step") or 0) + 1
+        if self.chosen or finished <= taken:
+            return steps < taken or (steps == taken and finished == taken)
+        if steps <= finished:
+            return True
+        raise UserError(
+            f"{self.out} has the weights after {counted(finished, 'step')}, but its newest checkpoint that can be read "
+            f"is the one after step {taken}, so training on would begin there and overwrite them; give --from-step "
+            f"{taken} if that is meant, or begin a new run with --init {self.out}"
+        )
+
+    def schedule_change(self, config: TrainingConfig) -> str:
+        """A sentence on the learning rate from here on, if the run has other steps or another schedule than before."""
+        saved = merged([preset("default"), self._saved], "train")["steps"]
+        before = OptimizerConfig(**by_rule(merged([preset("default"), self._saved], "optimizer"), saved))
+        now, step = config.optimizer, self.checkpoint.step
+        same = all(getattr(before, name) == getattr(now, name) for name in RATE)
+        if config.train.steps == saved and same:
+            return ""
+        rates = f"{before.rate(max(0, step - 1)):.3g} in step {step}, {now.rate(step):.3g} in step {step + 1}"
+        if not same:
+            return f"learning rate: {before.schedule} before, {now.schedule} now ({rates})"
+        steps, end = config.train.steps, now.schedule_steps
+        stays = (
+            f"; after {counted(end, 'step')} it stays at {now.rate(end):.3g} (--schedule-steps {steps} stretches it)"
+        )
+        return f"learning rate: {now.schedule} as before ({rates}){stays if end < steps else ''}"
 
     def want_same_data(self, identity: str) -> None:
         """Refuse a text that has changed.
@@ -185,4 +239,17 @@ class Resumed:
 
     @cached_property
     def _saved(self) -> ConfigSource:
-        return config_file(self.checkpoint.folder / CONFIG)
+        """Its configuration file, with paths that are found from here."""
+        saved = config_file(self.checkpoint.folder / CONFIG)
+        folder, sections = self.checkpoint.state.get("folder"), {**saved.sections}
+        sections["data"] = {
+            name: tuple(anchored(each, folder) for each in value) if name == "data" else value
+            for name, value in saved.sections["data"].items()
+        }
+        for section, name in (("model", "model"), ("plan", "strategy")):
+            word = saved.sections[section].get(name)
+            if word is not None and (file_and_name(word)[0] is not None or word.endswith(".toml")):
+                sections[section] = {**saved.sections[section], name: anchored(word, folder)}
+        if (init := saved.sections["train"].get("init")) is not None:
+            sections["train"] = {**saved.sections["train"], "init": Path(anchored(str(init), folder))}
+        return ConfigSource(saved.name, sections)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.checkpoint import CONFIG, STATE, Disk, Snapshot, chunks_of, commit, folder_of, updates_of, write_shard
-from shardlab.checkpoint.commit import part_of
+from shardlab.checkpoint.commit import PART, part_of, remove_shard
 from shardlab.checkpoint.parameter_pieces import written_pieces
 from shardlab.execute import Executor
 from shardlab.execute.state import State
@@ -134,9 +134,9 @@ class Saver:
         """Wait until this rank has nothing more to do for a checkpoint."""
         wait([self._pool.submit(int)])
 
-    def finish(self, *, interrupted: bool) -> None:
-        """The run has ended after a whole step: save, where that is asked for or nobody has asked for the end."""
-        if self._step < self._state.step and (interrupted or self._run.config.saving.save_every is not None):
+    def finish(self) -> None:
+        """Save the run after its last step, or after the one at which it was interrupted, so that it can go on."""
+        if self._step < self._state.step:
             self.begin()
         self._end()
 
@@ -153,6 +153,10 @@ class Saver:
     def _end(self) -> None:
         self.settle()
         self._pool.shutdown()
+        dist.barrier()  # rank 0 has completed the last checkpoint, or dropped it
+        for part in (self._run.out / CHECKPOINTS).glob(f"*{PART}"):  # of a failed save, on a disk of this host's own
+            with suppress(OSError):
+                remove_shard(part, self._state.rank)
 
     def _complete(self, step: int, documents: dict[str, str]) -> None:
         """On rank 0, beside the steps: all ranks have written."""
@@ -218,4 +222,5 @@ class Saver:
             "model": described(self._run.job)["model"],
             "layers": written_pieces(self._state.model, self._state.shapes),
             "versions": versions(),
+            "folder": str(Path.cwd()),
         }

@@ -132,7 +132,7 @@ class TrainingSteps:
             found = self._summed(*summing)
             yield found
         if found is None or not found.diverged:
-            self._saver.finish(interrupted=found is not None and found.stopping)
+            self._saver.finish()
 
     def _begin(self) -> None:
         """Rank 0 may have been at work: no rank's time counts before all are there."""

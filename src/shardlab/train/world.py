@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 import socket
+import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +24,8 @@ from rich.table import Table
 from shardlab.check import Checked
 from shardlab.execute.gpus import gpu_count
 from shardlab.program import Mesh
-from shardlab.rules.pieces import counted
+from shardlab.program.files import PART
+from shardlab.rules.pieces import counted, listed
 from shardlab.train.binding import as_ranges, usable_cpus
 from shardlab.train.launch_environment import launcher_of
 
@@ -118,6 +122,46 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def unseen(folder: Path, patience: float) -> str:
+    """Find the ranks that do not see what rank 0 writes into a folder; all ranks call this together.
+
+    Args:
+        folder: of the run, which rank 0 has made.
+        patience: seconds after which a file that another host has written should be seen.
+
+    Returns:
+        A sentence with the ranks and their hosts; nothing if every rank sees the folder.
+    """
+    words, rank = [secrets.token_hex(8)], dist.get_rank()
+    mark = folder / f"seen-by-all{PART}"
+    if rank == 0:
+        mark.write_text(words[0])
+    dist.broadcast_object_list(words, 0)  # by then it is there
+    deadline = time.monotonic() + patience
+    while not (sees := _reads(mark, words[0])) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    found = [(sees, socket.gethostname())] * dist.get_world_size()
+    dist.all_gather_object(found, found[0])
+    if rank == 0:
+        mark.unlink()
+    blind = {rank: host for rank, (sees, host) in enumerate(found) if not sees}
+    if not blind:
+        return ""
+    hosts = ", ".join(dict.fromkeys(blind.values()))
+    return (
+        f"{folder.absolute()}, which rank 0 has made on {found[0][1]}, is not seen by rank {listed(blind)} "
+        f"(on {hosts}); name a folder that all hosts share with --out, by an absolute path if they run in different "
+        "folders"
+    )
+
+
+def _reads(path: Path, text: str) -> bool:
+    try:
+        return path.read_text() == text
+    except OSError:
+        return False
 
 
 def agree(checked: Checked, data: str, resumed: str = "") -> None:
