@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.errors import UserError
-from shardlab.program.files import whole_file, whole_folder, write_whole
+from shardlab.program.files import anchored, whole_file, whole_folder, write_whole
 
 
 def test_what_was_there_stays_until_the_new_file_is_whole(tmp_path: Path) -> None:
@@ -66,3 +66,21 @@ def test_what_is_where_a_folder_should_go_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot be written \(Not a directory"), whole_folder(tmp_path / "file" / "in"):
         pass
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_relative_path_is_found_from_another_folder_with_what_stands_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, names in ((here, ["a.txt", "a:0.5"]), (there, ["a.txt", "own.txt"])):
+        folder.mkdir()
+        for name in names:
+            (folder / name).touch()
+    monkeypatch.chdir(there)
+    assert anchored("a.txt", str(here)) == f"{here}/a.txt"
+    assert anchored("a.txt:0.7", str(here)) == f"{here}/a.txt:0.7"
+    assert anchored("a:0.5", str(here)) == f"{here}/a:0.5"
+    assert anchored("gone.py:Name", str(here)) == f"{here}/gone.py:Name"
+    assert anchored("own.txt", str(here)) == "own.txt"
+    assert anchored(f"{there}/own.txt:2", str(here)) == f"{there}/own.txt:2"
+    assert anchored("a.txt", str(there)) == anchored("a.txt", None) == "a.txt"

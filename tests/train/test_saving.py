@@ -158,3 +158,29 @@ def test_a_clock_can_ask_for_checkpoints(ranks: World, tmp_path: Path) -> None:
 def test_every_run_saves_its_end_and_one_that_is_interrupted(ranks: World, tmp_path: Path) -> None:
     assert ranks(2).call(partial(saved, out=tmp_path / "one", every=None))[0] == ["step-000005"]
     assert ranks(2).call(partial(saved, out=tmp_path / "two", every=None, stop=1))[0] == ["step-000003"]
+
+
+class Own(Disk):
+    """A disk of each host's own: rank 0 sees nothing of what others write."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def read(self, path: Path) -> bytes:
+        if not self._rank and "rank-0000" not in path.name:
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return super().read(path)
+
+    def remove(self, path: Path) -> None:
+        """Remove what this host has."""
+        for each in path.glob(f"rank-{self._rank:04}*"):
+            each.unlink()
+
+
+def saved_apart(rank: int, out: Path) -> list[str]:
+    return saved(rank, out, disk=Own(rank))
+
+
+def test_what_a_failed_save_leaves_is_removed_by_the_rank_that_wrote_it(ranks: World, tmp_path: Path) -> None:
+    ranks(2).call(partial(saved_apart, out=tmp_path / "run"))
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []

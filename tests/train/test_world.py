@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
 from shardlab.program import Mesh
-from shardlab.train.world import RankPlace, RunningWorld
+from shardlab.train.world import RankPlace, RunningWorld, unseen
 from tests.support.ranks import Ranks
 
 
@@ -25,6 +26,25 @@ def test_every_rank_knows_all_places(ranks: Callable[[int], Ranks]) -> None:
     assert [(place.rank, place.mesh) for place in here.places] == [(0, {"dp_shard": 0}), (1, {"dp_shard": 1})]
     assert (here.backend, here.launcher) == ("gloo", "shardlab")
     assert here.versions["torch"]
+
+
+def seen(rank: int, folders: list[Path]) -> str:
+    return unseen(folders[rank], 0.2)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_folder_that_is_not_the_same_one_for_all_is_named_on_every_rank(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    one, other = ranks(2).call(seen, folders)
+    assert one == other.replace(str(folders[1]), str(folders[0]))
+    assert one.startswith(f"{folders[0]}, which rank 0 has made on ")
+    assert " is not seen by rank 1 (on " in one
+    assert ranks(2).call(seen, [folders[0]] * 2) == ["", ""]
+    assert not [*folders[0].iterdir(), *folders[1].iterdir()]
 
 
 def printed(places: list[RankPlace], backend: str = "nccl") -> str:
