@@ -42,8 +42,6 @@ from shardlab.train.tracing import TracedExecutor
 from shardlab.train.weights import save_weights
 from shardlab.train.world import RunningWorld, agree
 
-VALIDATION_BATCHES = 16
-
 
 def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | None:
     """Run one rank's part of a training; rank 0 writes the output folder and gives the summary.
@@ -84,8 +82,7 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
         count: executor if proof is checked else Executor(proof, *needed, groups=groups, of=executor.state)
         for count, proof in proofs.items()
     }
-    count = min(VALIDATION_BATCHES, batches.validation_count)
-    judged = InOrder(job.micro_batch_size, count, job.microbatches, batches.validation)
+    judged = InOrder(job.micro_batch_size, batches.validation_microbatches, job.microbatches, batches.validation)
     validation = Evaluation(job, checked, rank, device, judged, of=executor.state, groups=groups)
     every = run.config.train.audit_every
     audits = [] if every is None else [Audit(each) for each in executors.values()]
