@@ -23,7 +23,7 @@ from shardlab.rules.pieces import counted
 from shardlab.train.audit import Audit, AuditedExecutor
 from shardlab.train.data import Batches
 from shardlab.train.evaluate import Evaluation, InOrder
-from shardlab.train.figures import VALIDATION, VALIDATION_EMA, bytes_per_token
+from shardlab.train.figures import bytes_per_token
 from shardlab.train.heartbeat import say
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.launch import backend_of
@@ -35,7 +35,7 @@ from shardlab.train.progress import TrainingProgress
 from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import WARM_UP, Summary, TrainingRun
 from shardlab.train.sample import continued, opening
-from shardlab.train.saved import saved_in
+from shardlab.train.saved import VALIDATION, VALIDATION_EMA, saved_in
 from shardlab.train.saving import Saver
 from shardlab.train.steps import StepResult, TrainingSteps, diverged
 from shardlab.train.tracing import TracedExecutor
@@ -102,7 +102,7 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
         room = job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT)
         folder = OutputFolder(run.out, room, since=executor.state.step if run.again else None)
         world.print(Console(file=sys.stderr))
-        with TrainingProgress(run.config.train.steps) as progress:
+        with TrainingProgress(run.config.train.steps, run.config.logging.log_every) as progress:
             folder.begin(run.record(corpus, checked, world), run.config.as_toml(), checked, job.title, corpus.tokenizer)
             folder.loggers = loggers_of(run.config.logging, run.out, run.config.as_dict())
             return _first_rank(
@@ -145,6 +145,7 @@ def _first_rank(
     if run.resume is None:
         progress.begin("validation before training")
         before = validation.loss().mean
+        progress.validated({VALIDATION: before})
     else:
         before = Checkpoint.open(run.resume).validation_before
     saver.validation_before = before
@@ -177,6 +178,7 @@ def _first_rank(
         tracer.finish()
     progress.begin("validation after training")
     losses = validation.losses()
+    progress.validated(losses)
     after = losses[VALIDATION]  # not a number where weights are not
     folder.write_plot(before, losses)
     folder.close()

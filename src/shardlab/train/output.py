@@ -24,11 +24,10 @@ from shardlab.draw import save_timeline
 from shardlab.program import UserError
 from shardlab.program.files import whole_file, write_whole
 from shardlab.timeline import simulate
-from shardlab.train.figures import VALIDATION
 from shardlab.train.heartbeat import say
 from shardlab.train.lock import locked
 from shardlab.train.loggers import Logger
-from shardlab.train.saved import METRICS, sweep
+from shardlab.train.saved import METRICS, VALIDATION, sweep
 from shardlab.train.written import written
 
 
