@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from shardlab.cli import main
 from shardlab.program.files import write_whole
@@ -101,6 +104,41 @@ def test_a_run_is_shown_with_its_configuration_and_files(tmp_path: Path, capsys:
     assert "metrics.jsonl" in told
 
 
+LONG = "a-run-whose-name-is-so-long-that-a-table-of-eighty-columns-has-no-room-for-it"
+PLANNED: dict[str, Any] = {"name": "plan", "strategy": {"mesh": {"dp_shard": 2, "pp": 2}, "schedule": "zb-v"}}
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_no_terminal_cuts_names_steps_and_losses(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made(Path("runs") / LONG, 12_000, 120_000, ended={"how": "finished", "validation_loss": 2.4512})
+    made(Path("runs/b"), 3, 5, **PLANNED)
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=width, color_system=None, highlight=False)
+    monkeypatch.setattr("shardlab.cli.history.stdout_console", lambda: console)
+    assert main(["history"]) == 0
+    heads, long, *folded, planned = lines = re.sub(r"\x1b\[\d*m", "", shown.getvalue()).splitlines()
+    assert "".join([long.split()[0], *map(str.strip, folded)]) == f"runs/{LONG}", "it goes on below itself"
+    assert long.split()[-3:] == ["12000/120000", "-11994.000", "2.451"]
+    assert planned.split()[-2:] == ["3/5", "3.000"]
+    assert width < 80 or max(map(len, lines)) <= width
+    assert "…" not in shown.getvalue()
+    assert ("strategy" in heads, "began" in heads) == (width == 160, False), "columns are left out whole"
+
+
+def test_a_pipe_has_all_columns_and_a_plan_is_called_by_its_mesh(tmp_path: Path, capsys: Captured) -> None:
+    folder = made(tmp_path / LONG, **PLANNED)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 2.0, "validation_loss": 2.125}\n{"step": 4, "loss": 1.0}\n')
+    assert main(["history", str(tmp_path)]) == 0
+    row = capsys.readouterr().out.splitlines()[1]
+    assert row.startswith(f"{folder}  2026-01-02 03:04  gpt 4x16  pp 2 x dp_shard 2 (zb-v)  killed")
+    assert row.endswith("2    5/5  1.000       2.125")
+    assert main(["history", str(tmp_path), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)
+    assert (run["strategy"], run["validation_loss"]) == ("pp 2 x dp_shard 2 (zb-v)", 2.125)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -131,3 +169,4 @@ def test_a_run_leaves_its_end_on_record(
     run = past_run(tmp_path / "run")
     assert run.ended == ended
     assert why in run.why
+    assert (run.validation_loss is None) == (ended == "failed")

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from shardlab.data import Corpus
 from shardlab.data.stream import SequenceStream, TokenRun
 from shardlab.data.tokenizers import ByteTokenizer
-from shardlab.train.data import Batches
+from shardlab.train.data import VALIDATION_SEQUENCES, Batches
 from shardlab.train.ramp import BatchRamp
 from tests.support.thorough import examples
 
@@ -37,7 +39,7 @@ import resource
 from pathlib import Path
 from shardlab.data import Corpus
 from shardlab.data.text import map_text
-from shardlab.train.data import Batches
+from shardlab.train.data import VALIDATION_SEQUENCES, Batches
 
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 batches = Batches(Corpus.split(map_text(Path("large")), 16), 16, 4, 4, 0)
@@ -145,16 +147,30 @@ def test_a_target_that_begins_a_document_does_not_count_and_the_count_is_exact(s
     assert batches.counted(step, 4) == max(1, counted)
 
 
-def test_validation_goes_through_the_text_in_order_and_begins_anew() -> None:
-    sequences = torch.cat([BATCHES.validation(i)[0] for i in range(BATCHES.validation_count)])
-    assert BATCHES.validation_count == (500 - 1) // 16 // 4
-    held_out = BATCHES.corpus.validation.runs[0].tokens
-    assert sequences.flatten().tolist() == held_out[: sequences.numel()].tolist()
-    assert torch.equal(BATCHES.validation(31)[0], BATCHES.validation(0)[0])
+def judged(batches: Batches) -> list[tuple[list[int], list[int]]]:
+    """Tokens and targets of the sequences that a validation counts, in their order."""
+    found = [batches.validation(number) for number in range(batches.validation_microbatches)]
+    rows = [
+        (row, each) for tokens, targets in found for row, each in zip(tokens.tolist(), targets.tolist(), strict=True)
+    ]
+    return [(row, each) for row, each in rows if max(each) >= 0]
+
+
+@given(micro_batch_size=st.integers(1, 80), microbatches=st.integers(1, 3))
+def test_validation_counts_the_same_sequences_however_a_batch_is_cut(micro_batch_size: int, microbatches: int) -> None:
+    batches = replace(BATCHES, micro_batch_size=micro_batch_size, microbatches=microbatches)
+    held_out = BATCHES.corpus.validation.runs[0].tokens.tolist()
+    starts = range(0, len(held_out) - 16, 16)
+    assert judged(batches) == [(held_out[at : at + 16], held_out[at + 1 : at + 17]) for at in starts]
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 7, 64, 100])
+def test_of_a_long_text_validation_takes_as_many_sequences(micro_batch_size: int) -> None:
+    batches = Batches(corpus_of(5000, []), 8, micro_batch_size, 1, 0)
+    assert [row[0] for row, _ in judged(batches)] == [8 * number for number in range(VALIDATION_SEQUENCES)]
 
 
 def test_a_short_text_still_gives_each_part_a_sequence() -> None:
     batches = Batches(Corpus.split(TEXT[:34], seq_len=16), 16, 4, 1, 0)
     assert batches.microbatch(0, 0)[1].tolist() == [list(TEXT[1:17])] * 4
-    assert batches.validation(0)[1].tolist() == [list(TEXT[18:34])] * 4
-    assert batches.validation_count == 1
+    assert judged(batches) == [(list(TEXT[17:33]), list(TEXT[18:34]))]

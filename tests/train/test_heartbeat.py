@@ -19,7 +19,8 @@ Captured = pytest.CaptureFixture[str]
 
 def figures(step: int) -> dict[str, float | None]:
     seconds = {"dt": 0.1, "dtf": 0.03, "dtb": 0.06}
-    return {"step": step, "loss": 1.0, **seconds, "sps": 1, "sps_per_gpu": 1, "tps": 8, "tps_per_gpu": 4, "mfu": None}
+    speeds = {"sps": 1, "sps_per_gpu": 1, "tps": 8, "tps_per_gpu": 4, "mfu": None}
+    return {"step": step, "loss": 1.0, "learning_rate": 1e-3, "grad_norm": None, **seconds, **speeds}
 
 
 def test_silence_is_broken_before_ten_seconds_are_over() -> None:

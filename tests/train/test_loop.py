@@ -124,6 +124,15 @@ def test_looks_at_intervals_change_no_number_and_records_keep_to_theirs(ranks: W
     assert records[1]["validation_loss"] == summary.validation_after
 
 
+def test_the_validation_loss_does_not_depend_on_how_a_batch_is_cut(ranks: World, tmp_path: Path) -> None:
+    found: list[float] = []
+    for microbatches, size in ((4, 1), (1, 4), (1, 7)):
+        job = Job("single", 1, microbatches, MODEL, size)
+        plan = run_of(job, OptimizerConfig(schedule_steps=1, warmup_steps=0), tmp_path / f"{size}")
+        found.append(ranks(1).call(train_plainly, plan)[0].validation_before)
+    assert found == [pytest.approx(found[0], rel=1e-6)] * 3
+
+
 @pytest.mark.parametrize(
     ("stopping", "diverged", "looked_at"), [(False, [], True), (True, [], False), (False, [1], False)]
 )

@@ -8,12 +8,13 @@ from typing import Any, cast
 from rich.console import Console
 from rich.text import Text
 
-from shardlab.cli.console import print_figures, table_of
+from shardlab.cli.console import print_figures, print_whole, table_of
 from shardlab.models.counts import ParameterCounts
+from shardlab.strategies.plan import UNNAMED
 from shardlab.train.config import TrainingConfig
 from shardlab.train.config_sources import ConfigSource, origin
 
-UNNAMED = {"model": "the model", "plan": "the plan"}
+BY_NAME = {"model": "the model", "plan": "the plan"}
 """What gives a field of these sections that no source has; other fields follow by a rule."""
 
 
@@ -26,13 +27,13 @@ def print_config(console: Console, config: TrainingConfig, sources: Sequence[Con
         shown = section
         for name, value in fields.items():
             source = origin(sources, section, name)
-            if value is None or (not all and source in (None, sources[0].name)):
+            if value is None or (not all and source in (None, sources[0].name)) or (name, value) == ("name", UNNAMED):
                 continue
-            found = source or ("rule" if name == "passes" else UNNAMED.get(section, "rule"))
+            found = source or ("rule" if name == "passes" else BY_NAME.get(section, "rule"))
             table.add_row(shown, name, Text(as_words(value), "bold"), Text(found, "dim"))
             shown = ""
     if table.row_count:
-        console.print(table)
+        print_whole(console, table, folded=2)
 
 
 def as_words(value: Any) -> str:

@@ -6,15 +6,23 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import IO, Any, cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 INDENT = 16
 """Characters of a fact's label."""
+
+MOST = 100_000
+"""Columns into which any table goes."""
+
+FOLDED = 12
+"""Columns that a table's folded cells have at least."""
 
 NARROWEST = 30
 """Columns that a fact's text has at least, however narrow the terminal is."""
@@ -50,6 +58,40 @@ def table_of(*headings: str, words: int = 1, gap: int = 2) -> Table:
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number < words else "right", no_wrap=True)
     return table
+
+
+def whole_width(table: Table) -> int:
+    """Columns that a table takes if none of its cells is cut."""
+    return Console(width=MOST, file=StringIO()).measure(table).maximum
+
+
+def print_whole(console: Console, table: Table, folded: int) -> None:
+    """Print a table of which no cell is cut, however narrow the terminal is.
+
+    Args:
+        folded: number of the column of words whose cells go on below themselves in a terminal that is too narrow. A
+            pipe has whole lines.
+    """
+    width, column = whole_width(table), table.columns[folded]
+    if console.is_terminal and width > console.width:
+        cells = max(
+            Text.from_markup(cell).cell_len if isinstance(cell, str) else len(str(cell)) for cell in column.cells
+        )
+        column.width = min(cells, max(FOLDED, cells - (width - console.width)))
+        column.no_wrap, column.overflow = False, "fold"
+        width -= cells - column.width
+    console.print(_Wide(table, max(width, console.width)), soft_wrap=width > console.width)
+
+
+@dataclass(frozen=True)
+class _Wide:
+    """A table in so many columns, however many the console has."""
+
+    table: Table
+    width: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(self.table, options.update(width=self.width))
 
 
 def print_fact(

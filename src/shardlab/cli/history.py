@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from shardlab.cli.config_table import as_words
-from shardlab.cli.console import print_fact, print_json, stdout_console, table_of
+from shardlab.cli.console import print_fact, print_json, print_whole, stdout_console, table_of, whole_width
 from shardlab.cli.options import Flag
 from shardlab.program import UserError
 from shardlab.program.nesting import read_file
@@ -20,6 +22,14 @@ if TYPE_CHECKING:
     from shardlab.train.history import PastRun
 
 RUNS = Path("runs")
+
+COLUMNS = ("run", "ended", "steps", "loss", "validation", "strategy", "model", "began", "ranks")
+"""Columns of the list; a terminal that is too narrow lacks the last ones, but has the first `KEPT` in any case."""
+
+KEPT = 5
+
+WORDS = ("run", "began", "model", "strategy", "ended")
+ORDER = (*WORDS, "ranks", "steps", "loss", "validation")
 
 STYLES = {"finished": "green", "interrupted": "yellow", "running": "cyan"}
 
@@ -47,10 +57,10 @@ class History:
         if not runs:
             console.print("no runs")
             return 0
-        table = table_of("run", "began", "model", "strategy", "ended", "ranks", "steps", "loss", words=5)
-        for run in runs:
-            table.add_row(*_row(run))
-        console.print(table, soft_wrap=True)
+        columns = list(COLUMNS)
+        while console.is_terminal and len(columns) > KEPT and whole_width(_table(runs, columns)) > console.width:
+            columns.pop()
+        print_whole(console, _table(runs, columns), folded=0)
         again = [run for run in runs if run.resume]
         if again:
             console.print()
@@ -85,20 +95,32 @@ class Show:
         return 0
 
 
-def _row(run: PastRun) -> list[str | Text]:
+def _table(runs: Sequence[PastRun], columns: Sequence[str]) -> Table:
+    """A row for each run; the columns stand in the order in which they are read."""
+    shown = [name for name in ORDER if name in columns]
+    words = sum(name in WORDS for name in shown)
+    table = table_of(*shown, words=words)
+    for run in runs:
+        cells = _cells(run)
+        table.add_row(*(cells[name] for name in shown))
+    return table
+
+
+def _cells(run: PastRun) -> dict[str, str | Text]:
+    """What the table has of a run, by column."""
     record, model = run.record, run.record.get("model", {})
     size = "x".join(str(model[name]) for name in ("layers", "hidden_size") if name in model)
-    loss = run.last.get("loss")
-    return [
-        str(run.folder),
-        str(record.get("began", ""))[:16].replace("T", " "),
-        f"{model.get('kind', '')} {size}".strip(),
-        str(record.get("name", "")),
-        Text(run.ended, STYLES.get(run.ended, "red")),
-        str(record.get("ranks", "")),
-        f"{run.steps}/{run.wanted}" if run.wanted else str(run.steps),
-        "" if loss is None else f"{loss:.3f}",
-    ]
+    losses = {"loss": run.last.get("loss"), "validation": run.validation_loss}
+    return {
+        "run": Text(str(run.folder)),
+        "began": str(record.get("began", ""))[:16].replace("T", " "),
+        "model": f"{model.get('kind', '')} {size}".strip(),
+        "strategy": Text(run.strategy),
+        "ended": Text(run.ended, STYLES.get(run.ended, "red")),
+        "ranks": str(record.get("ranks", "")),
+        "steps": f"{run.steps}/{run.wanted}" if run.wanted else str(run.steps),
+        **{name: "" if loss is None else f"{loss:.3f}" for name, loss in losses.items()},
+    }
 
 
 def _print(console: Console, run: PastRun, config: dict[str, Any], files: dict[str, int]) -> None:
@@ -106,7 +128,7 @@ def _print(console: Console, run: PastRun, config: dict[str, Any], files: dict[s
     for section, fields in config.items():
         for number, (name, value) in enumerate(fields.items()):
             table.add_row("" if number else section, name, Text(as_words(value), "bold"))
-    console.print(table)
+    print_whole(console, table, folded=2)
     console.print()
     if command := run.record.get("command"):
         print_fact(console, "command", str(command))
@@ -115,7 +137,8 @@ def _print(console: Console, run: PastRun, config: dict[str, Any], files: dict[s
     print_fact(console, "ended", run.ended + (f": {run.why}" if run.why else ""), STYLES.get(run.ended, "red"))
     if run.resume:
         print_fact(console, "go on", f"after step {run.checkpoints[-1]}: {run.resume}")
-    figures = {name: run.last.get(name) for name in ("loss", "validation_loss", "dt", "tps", "memory_max")}
+    figures = {"loss": run.last.get("loss"), "validation loss": run.validation_loss}
+    figures |= {name: run.last.get(name) for name in ("dt", "tps", "memory_max")}
     text = ", ".join(f"{name} {figure:,.4g}" for name, figure in figures.items() if figure is not None)
     print_fact(console, "last figures", text or "none")
     width = max((len(f"{size:,}") for size in files.values()), default=0)

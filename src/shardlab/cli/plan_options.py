@@ -17,7 +17,7 @@ from shardlab.rules.pieces import counted
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import StrategyEntry, planned_entry
 from shardlab.strategies.load import load
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan import UNNAMED, Plan
 from shardlab.strategies.plan_file import read_plan
 
 
@@ -110,7 +110,7 @@ class PlanOptions:
                 f"there are to be {counted(ranks, 'rank')}, but the plan's mesh is {plan.mesh}; "
                 f"leave out --ranks or change the mesh"
             )
-        return planned_entry(plan, name or (str(path) if path else "plan")), plan.mesh.world
+        return planned_entry(plan, name or (str(path) if path else UNNAMED)), plan.mesh.world
 
 
 def _want_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:

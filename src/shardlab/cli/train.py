@@ -312,7 +312,7 @@ class Train:
         if summary is None:  # a rank of an existing world, but not the one that reports
             return 0
         how, why = ("interrupted", WARNED if summary.warned else "") if summary.interrupted else ("finished", "")
-        note_end(out, how, before, why)
+        note_end(out, how, before, why, summary.validation_after)
         try:
             write_report(run, summary, predicted_seconds(run.job))
         except UserError as error:

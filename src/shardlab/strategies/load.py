@@ -10,7 +10,7 @@ from shardlab.program import UserError
 from shardlab.program.user_file import file_and_name, member, module_of
 from shardlab.strategies import find
 from shardlab.strategies.entry import StrategyEntry, data_parallel_mesh, planned_entry
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan import UNNAMED, Plan
 
 
 def load(name: str | Plan, passes: str | None = None) -> StrategyEntry:
@@ -27,7 +27,7 @@ def load(name: str | Plan, passes: str | None = None) -> StrategyEntry:
             async.
     """
     if isinstance(name, Plan):
-        return replace(planned_entry(name, "plan"), passes=passes)
+        return replace(planned_entry(name, UNNAMED), passes=passes)
     path, function = file_and_name(name)
     return replace(find(name) if path is None else _from_file(name, path, function), passes=passes)
 

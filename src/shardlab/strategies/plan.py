@@ -36,6 +36,9 @@ BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
 CUT_AXES = (*DATA_AXES, "cp")
 """The axes whose ranks see different tokens, and so may share the work of keeping weights."""
 
+UNNAMED = "plan"
+"""Name of a plan that flags or a file without one describe."""
+
 Context = Literal["ring", "all_gather", "ulysses"]
 Reshard = Literal["layer", "stage", "step"]
 ReduceAt = Literal["layer", "step"]
@@ -189,6 +192,12 @@ class Plan:
     def counted(self, sizes: Sizes) -> Sizes:
         """Sizes of a model whose sequences are counted in the slices that this plan deals."""
         return sizes if self.stripes is None else replace(sizes, slices_per_rank=self.stripes)
+
+    @property
+    def title(self) -> str:
+        """Name of a plan that has no other: its mesh, and the schedule of a pipeline."""
+        schedule = f" ({self.as_dict()['schedule']})" if self.mesh.pp > 1 else ""
+        return f"{self.mesh}{schedule}" if self.mesh.world > 1 else "one device"
 
     @property
     def attention_apart(self) -> bool:

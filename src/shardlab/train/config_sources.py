@@ -17,7 +17,7 @@ from shardlab.program.files import packaged
 from shardlab.program.nesting import read_file
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.strategies.load import load
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan import UNNAMED, Plan
 from shardlab.train.config import SECTIONS, StrategyConfig, TrainingConfig, by_rule
 from shardlab.train.ramp import RAMP, BatchRamp
 
@@ -186,7 +186,7 @@ def plan_below(sources: Sequence[ConfigSource]) -> tuple[str | None, int | None,
                 return strategy, ranks, None, passes
             raise UserError(f"{strategy} is a program of its own, which fields of a plan do not change; leave them out")
         written = entry.plan(ranks or entry.ranks).as_dict() | written
-    return name or strategy or "plan", ranks, Plan.from_dict(written), None
+    return name or strategy or UNNAMED, ranks, Plan.from_dict(written), None
 
 
 def resolved(sources: Sequence[ConfigSource], entry: StrategyEntry, ranks: int) -> TrainingConfig:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,9 @@ from torch import Tensor
 from shardlab.data import Corpus
 from shardlab.data.shuffle import Numbers
 from shardlab.train.ramp import BatchRamp
+
+VALIDATION_SEQUENCES = 64
+"""Sequences of the validation part, from its beginning, over which a training computes its validation loss."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,23 @@ class Batches:
 
     @property
     def validation_count(self) -> int:
-        """How many microbatches cover the validation part, without a sequence twice; at least 1."""
-        return max(1, self.corpus.validation.once(self.seq_len) // self.micro_batch_size)
+        """Sequences that the validation loss is a mean over: `VALIDATION_SEQUENCES`, or all that the part has once."""
+        return min(VALIDATION_SEQUENCES, max(1, self.corpus.validation.once(self.seq_len)))
+
+    @property
+    def validation_microbatches(self) -> int:
+        """How many microbatches these sequences make."""
+        return math.ceil(self.validation_count / self.micro_batch_size)
 
     def validation(self, index: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets as above, from one place after the other; at the end it begins anew."""
-        tokens, targets = self.corpus.validation.cut(self._numbers(index, 1), self.seq_len, None)
+        """Tokens and targets as above, of the validation part in its order.
+
+        In the last microbatch no target counts of rows beyond `validation_count`, so the sequences that count do not
+        depend on `micro_batch_size`.
+        """
+        numbers = self._numbers(index, 1)
+        tokens, targets = self.corpus.validation.cut(numbers, self.seq_len, None)
+        targets[numbers >= self.validation_count] = -1
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
     def _before(self, step: int) -> int:

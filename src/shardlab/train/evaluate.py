@@ -19,9 +19,9 @@ from shardlab.execute.average import averaged
 from shardlab.execute.communicator import Groups
 from shardlab.execute.state import State
 from shardlab.models.tensors import Initial
-from shardlab.train.figures import VALIDATION, VALIDATION_EMA
 from shardlab.train.job import Job
 from shardlab.train.launch import backend_of
+from shardlab.train.saved import VALIDATION, VALIDATION_EMA
 
 MOST = 700.0
 """Its exponential is nearly the largest float."""

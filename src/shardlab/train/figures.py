@@ -21,10 +21,6 @@ from shardlab.models.counts import count_parameters
 SPREAD = ("dt", "dtf", "dtb", "memory")
 """Figures of which the mean, the least and the most over the ranks are told; docs/training.md defines them."""
 
-
-VALIDATION, VALIDATION_EMA = "validation_loss", "validation_loss_ema"
-"""Names of losses in records: of the weights, and of their averages."""
-
 READ = 100_000
 """Tokens that are decoded to see how long they are."""
 

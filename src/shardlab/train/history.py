@@ -9,13 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from shardlab.models.weight_files import weights_at
 from shardlab.program import UserError
 from shardlab.program.files import write_whole
 from shardlab.program.nesting import read_file
-from shardlab.train.saved import METRICS, RECORD, WEIGHTS, checkpoints_in, last_figures
+from shardlab.strategies.plan import UNNAMED, Plan
+from shardlab.train.saved import METRICS, RECORD, VALIDATION, WEIGHTS, checkpoints_in, last_figures
 
 CONFIG = "config.toml"
 
@@ -32,18 +33,20 @@ def record_in(out: Path) -> int | None:
     return None
 
 
-def note_end(out: Path, how: End, before: int | None, why: str = "") -> None:
+def note_end(out: Path, how: End, before: int | None, why: str = "", validation: float | None = None) -> None:
     """Put on a run's record how it ended, if its folder is this process's: the record was written since.
 
     Args:
         before: the record before the run (`record_in`).
         why: a line.
+        validation: the validation loss of the weights that the run leaves.
     """
     path = out / RECORD
     with suppress(OSError, ValueError):  # the run has ended in any case
         if record_in(out) == before:
             return
         ended = {"how": how, "at": datetime.now(UTC).isoformat(timespec="seconds"), "why": why}
+        ended |= {} if validation is None else {VALIDATION: validation}
         write_whole(path, json.dumps({**json.loads(path.read_text()), "ended": ended}, indent=1) + "\n")
 
 
@@ -66,6 +69,7 @@ class PastRun:
         steps: optimizer steps on record.
         wanted: steps that were asked for, if that is known.
         last: the last figures on record.
+        validation_loss: the last validation loss on record, of the end or of a step; None if there is none.
         ended: "finished", "interrupted", "failed", "running", "killed" (no end is on record), or "unreadable".
         why: a line on that, if there is more to say.
         checkpoints: steps of those that are complete, ascending.
@@ -76,9 +80,19 @@ class PastRun:
     steps: int
     wanted: int | None
     last: Mapping[str, float | None]
+    validation_loss: float | None
     ended: str
     why: str
     checkpoints: list[int]
+
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy; of a plan that was given none, its mesh."""
+        name, strategy = str(self.record.get("name", "")), self.record.get("strategy")
+        if isinstance(strategy, dict) and name in ("", UNNAMED):
+            with suppress(UserError, TypeError):  # of another version
+                return Plan.from_dict(cast(dict[str, Any], strategy)).title
+        return name
 
     @property
     def resume(self) -> str | None:
@@ -89,7 +103,7 @@ class PastRun:
 
     def as_dict(self) -> dict[str, Any]:
         """What --json prints."""
-        return {**vars(self), "folder": str(self.folder), "resume": self.resume}
+        return {**vars(self), "folder": str(self.folder), "strategy": self.strategy, "resume": self.resume}
 
 
 def past_runs(folders: Sequence[Path]) -> list[PastRun]:
@@ -126,7 +140,26 @@ def past_run(folder: Path) -> PastRun:
     steps = int(last["step"] or 0) + 1 if "step" in last else 0
     wanted = _wanted(folder)
     how = ended.get("how") or _without_record(folder, wanted is not None and steps >= wanted)
-    return PastRun(folder, record, steps, wanted, last, how, ended.get("why", ""), checkpoints_in(folder))
+    last_validation: Any = ended.get(VALIDATION)
+    if not isinstance(last_validation, float):
+        last_validation = _last_validation(folder)
+    return PastRun(
+        folder, record, steps, wanted, last, last_validation, how, ended.get("why", ""), checkpoints_in(folder)
+    )
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    """A run's records of steps, as far as they are whole."""
+    found: list[dict[str, Any]] = []
+    with suppress(OSError, ValueError):  # the last line may be torn
+        for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
+            found.append(json.loads(line))
+    return found
+
+
+def _last_validation(folder: Path) -> float | None:
+    losses = [record.get(VALIDATION) for record in records_of(folder)]
+    return next((loss for loss in reversed(losses) if loss is not None), None)
 
 
 def _without_record(folder: Path, complete: bool) -> str:

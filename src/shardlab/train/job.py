@@ -16,7 +16,7 @@ from shardlab.program.bounds import bounded
 from shardlab.program.precision import Optimizer, Precision, find_precision
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.strategies.load import load
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan import UNNAMED, Plan
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,10 @@ class Job:
 
     @property
     def title(self) -> str:
-        return self.name or (self.strategy if isinstance(self.strategy, str) else "plan")
+        """Name of the strategy; of a plan that was given none, its mesh."""
+        if isinstance(self.strategy, str):
+            return self.name or self.strategy
+        return self.strategy.title if self.name in ("", UNNAMED) else self.name
 
     @property
     def entry(self) -> StrategyEntry:

@@ -23,7 +23,7 @@ from shardlab.rules.pieces import counted
 from shardlab.train.audit import Audit, AuditedExecutor
 from shardlab.train.data import Batches
 from shardlab.train.evaluate import Evaluation, InOrder
-from shardlab.train.figures import VALIDATION, VALIDATION_EMA, bytes_per_token
+from shardlab.train.figures import bytes_per_token
 from shardlab.train.heartbeat import say
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.launch import backend_of
@@ -34,14 +34,12 @@ from shardlab.train.progress import TrainingProgress
 from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import WARM_UP, Summary, TrainingRun
 from shardlab.train.sample import continued, opening
-from shardlab.train.saved import saved_in
+from shardlab.train.saved import VALIDATION, VALIDATION_EMA, saved_in
 from shardlab.train.saving import Saver
 from shardlab.train.steps import StepResult, TrainingSteps, diverged
 from shardlab.train.tracing import TracedExecutor
 from shardlab.train.weights import save_weights
 from shardlab.train.world import RunningWorld, agree, unseen
-
-VALIDATION_BATCHES = 16
 
 SEEN_WITHIN = 20.0
 """Seconds after which what one host writes is seen on another that shares its disk."""
@@ -94,8 +92,7 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
         count: executor if proof is checked else Executor(proof, *needed, groups=groups, of=executor.state)
         for count, proof in proofs.items()
     }
-    count = min(VALIDATION_BATCHES, batches.validation_count)
-    judged = InOrder(job.micro_batch_size, count, job.microbatches, batches.validation)
+    judged = InOrder(job.micro_batch_size, batches.validation_microbatches, job.microbatches, batches.validation)
     validation = Evaluation(job, checked, rank, device, judged, of=executor.state, groups=groups)
     every = run.config.train.audit_every
     audits = [] if every is None else [Audit(each) for each in executors.values()]
@@ -113,7 +110,7 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     training = TrainingSteps(stepping, ramped, run, stop, saver, bytes_per_token(corpus))
     if folder is not None:
         world.print(Console(file=sys.stderr))
-        with TrainingProgress(run.config.train.steps) as progress:
+        with TrainingProgress(run.config.train.steps, run.config.logging.log_every) as progress:
             folder.begin(run.record(corpus, checked, world), run.config.as_toml(), checked, job.title, corpus.tokenizer)
             folder.log(run.config.logging, run.config.as_dict())
             return _first_rank(
@@ -156,6 +153,7 @@ def _first_rank(
     if run.resume is None:
         progress.begin("validation before training")
         before = validation.loss().mean
+        progress.validated({VALIDATION: before})
     else:
         before = Checkpoint.open(run.resume).validation_before
     saver.validation_before = before
@@ -188,6 +186,7 @@ def _first_rank(
         tracer.finish()
     progress.begin("validation after training")
     losses = validation.losses()
+    progress.validated(losses)
     after = losses[VALIDATION]  # not a number where weights are not
     folder.write_plot(before, losses)
     folder.close()

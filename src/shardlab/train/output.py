@@ -25,11 +25,10 @@ from shardlab.program import UserError
 from shardlab.program.files import whole_file, write_whole
 from shardlab.timeline import simulate
 from shardlab.train.config import LoggingConfig
-from shardlab.train.figures import VALIDATION
 from shardlab.train.heartbeat import say
 from shardlab.train.lock import locked
 from shardlab.train.loggers import Logger, loggers_of
-from shardlab.train.saved import METRICS, last_figures, sweep
+from shardlab.train.saved import METRICS, VALIDATION, last_figures, sweep
 from shardlab.train.written import written
 
 

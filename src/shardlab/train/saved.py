@@ -20,6 +20,9 @@ CHECKPOINTS = "checkpoints"
 WEIGHTS, AVERAGED = "weights.safetensors", "ema.safetensors"
 METRICS, RECORD = "metrics.jsonl", "run.json"
 
+VALIDATION, VALIDATION_EMA = "validation_loss", "validation_loss_ema"
+"""Names of losses in records: of the weights, and of their averages."""
+
 TAIL = 1 << 16
 """Bytes at the end of the metrics in which the last line is."""
 
