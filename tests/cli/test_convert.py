@@ -13,9 +13,12 @@ import pytest
 import transformers
 
 from shardlab.cli import main
+from shardlab.data.bpe import HuggingFace
+from shardlab.data.kept import kept_tokenizer
 from shardlab.data.tokenizers import Characters
 from shardlab.models import GPT, Mixtral
 from tests.exchange.folders import random_run
+from tests.support.tokenizer_files import byte_level
 
 Captured = pytest.CaptureFixture[str]
 
@@ -56,6 +59,36 @@ def test_the_tokens_of_a_run_are_those_of_transformers(folder: Path, capsys: Cap
     theirs: Any = read.from_pretrained(folder / "hf")
     assert theirs("not to be")["input_ids"] == tokenizer.encode([b"not to be"])[0].tolist()
     assert main(["sample", "hf", "--prompt", "to be", "--tokens", "3"]) == 0
+
+
+def test_an_export_knows_which_token_ends_a_document_and_has_every_file_of_its_tokenizer(folder: Path) -> None:
+    beside = {"added_tokens.json": b"{}", "chat_template.jinja": b"{{ messages }}", "special_tokens_map.json": b"{}"}
+    tokenizer = HuggingFace(HuggingFace.train(["to be or not"], 260).files()["tokenizer.json"], beside=beside)
+    model = GPT(layers=1, hidden_size=16, heads=2, seq_len=8, vocab_size=tokenizer.vocab_size)
+    random_run(folder / "words", model, tokenizer=tokenizer)
+    assert main(["convert", "words", "hf"]) == 0
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((folder / "hf" / name).read_text())["eos_token_id"] == tokenizer.end
+    assert main(["convert", "hf", "back"]) == 0
+    assert main(["convert", "back", "again"]) == 0
+    for name, content in tokenizer.files().items():
+        for each in ("hf", "back", "again"):
+            assert (folder / each / name).read_bytes() == content
+
+
+def test_the_end_that_only_a_model_s_configuration_names_survives_conversions(folder: Path) -> None:
+    made = byte_level(["<a>", "<b>"], first=True)
+    model = GPT(layers=1, hidden_size=16, heads=2, seq_len=8, vocab_size=258)
+    random_run(folder / "words", model, tokenizer=HuggingFace(made.to_str().encode()))
+    assert main(["convert", "words", "hf"]) == 0
+    config = json.loads((folder / "hf" / "config.json").read_text())
+    assert config["eos_token_id"] is None
+    (folder / "hf" / "config.json").write_text(json.dumps(config | {"eos_token_id": 1}))
+    assert main(["convert", "hf", "back"]) == 0
+    for name in ("hf", "back"):
+        found = kept_tokenizer(folder / name)
+        assert found is not None
+        assert found.end == 1
 
 
 def test_flags_change_the_model(folder: Path, capsys: Captured) -> None:

@@ -67,7 +67,7 @@ def test_json_has_the_whole_manifest(capsys: Captured) -> None:
         ("prepare a.txt --tokenizer byte", "there is no tokenizer 'byte'; did you mean bytes?"),
         ("prepare a.txt --tokenizer gpt2", "the tokenizer gpt2 needs two files that are not in"),
         ("prepare a.txt --tokenizer tokenizer.json", "tokenizer.json is not a tokenizer of Hugging Face"),
-        ("prepare a.txt --tokenizer none.json", "--tokenizer none.json cannot be read (No such file or directory)"),
+        ("prepare a.txt --tokenizer none.json", "the tokenizer none.json cannot be read (No such file or directory)"),
         ("prepare a.txt --tokenizer chars --train-bpe 300", "--tokenizer chars and --train-bpe contradict each other"),
         ("prepare a.txt --train-bpe 9", "--train-bpe 9: every byte and"),
         ("prepare a.txt --train-bpe 0", "--train-bpe: 0 is too few; give 1 or more"),

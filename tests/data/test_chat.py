@@ -14,6 +14,7 @@ from shardlab.data.bpe import HuggingFace
 from shardlab.data.chat import chat_template
 from shardlab.data.tokenizers import ByteTokenizer
 from shardlab.errors import UserError
+from tests.support.tokenizer_files import byte_fallback
 
 TALK = [
     {"role": "user", "content": "Who art thou?"},
@@ -25,11 +26,13 @@ CHATML = (
     "    {%- if message['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}\n"
     "{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% generation %}{{ message['content'] | trim }}{% endgeneration %}{{ '<|im_end|>\\n' }}{% endfor %}\n"
+    "{%- if tools is not none or documents is not none %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{%- if tools is defined %}{{ {'é': 1} | tojson(indent=1) }}{% endif %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 WRITTEN = (
     "<s><|im_start|>user\nWho art thou?<|im_end|>\n<|im_start|>assistant\nA friend.<|im_end|>\n"
-    "<|im_start|>user\nStand.<|im_end|>\n<|im_start|>assistant\n"
+    '<|im_start|>user\nStand.<|im_end|>\n{\n "é": 1\n}<|im_start|>assistant\n'
 )
 
 
@@ -69,6 +72,25 @@ def test_it_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     theirs.chat_template = written
     shown = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
     assert chat_template(tmp_path, tokenizer).render(TALK) == shown
+
+
+@pytest.mark.parametrize("place", ["checkpoints/step-000004", "ema.safetensors"])
+def test_a_run_s_template_is_followed_for_its_checkpoints(tmp_path: Path, place: str) -> None:
+    config(tmp_path, chat_template=CHATML)
+    assert chat_template(tmp_path / place, ByteTokenizer()).render(TALK) == WRITTEN
+
+
+def test_special_tokens_of_an_older_folder_stand_in_a_map(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}}')
+    assert chat_template(tmp_path, ByteTokenizer()).render(TALK) == WRITTEN
+
+
+def test_the_plain_template_begins_as_every_text_does(tmp_path: Path) -> None:
+    made = HuggingFace(byte_fallback(["is"], bos=True).to_str().encode())
+    assert chat_template(tmp_path, made).begin == made.begin == (1,)
+    config(tmp_path, chat_template=CHATML)
+    assert chat_template(tmp_path, made).begin == ()
 
 
 def test_an_answer_ends_with_any_token_that_the_folder_calls_an_end(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import transformers
 
-from shardlab.data.bpe import HuggingFace
+from shardlab.data.bpe import Gpt2, HuggingFace
 from shardlab.data.exported import exported
 from shardlab.data.kept import kept_tokenizer
 from shardlab.data.tokenizers import ByteTokenizer, Characters, Tokenizer
+from tests.data.test_tokenizers import small_gpt2
 
 TEXT = " Zoë's 3 naïve\tcafés,  it 's \r\n\n “quoted” \x00\x7f . 東京 🙂!\n "
 TOKENIZERS = [ByteTokenizer(), Characters.of([TEXT])]
@@ -60,5 +61,23 @@ def test_what_was_exported_is_our_own_tokenizer_again(tmp_path: Path, tokenizer:
     assert type(found) is type(tokenizer)
 
 
-def test_a_tokenizer_with_a_file_of_its_own_is_left_alone() -> None:
-    assert exported(HuggingFace.train([TEXT], 260)) == {}
+def test_pairs_of_gpt2_become_a_file_that_gives_the_same_tokens(tmp_path: Path) -> None:
+    tokenizer = Gpt2(small_gpt2())
+    (ours,) = tokenizer.encode([TEXT.encode()])
+    fast: Any = AutoTokenizer.from_pretrained(written(tmp_path, tokenizer))
+    assert fast(TEXT)["input_ids"] == ours.tolist()
+    assert (fast.eos_token_id, len(fast)) == (tokenizer.end, tokenizer.vocab_size)
+
+
+def test_transformers_knows_which_token_ends_a_document(tmp_path: Path) -> None:
+    tokenizer = HuggingFace.train([TEXT], 260)
+    fast: Any = AutoTokenizer.from_pretrained(written(tmp_path, tokenizer))
+    assert fast.eos_token_id == tokenizer.end
+    assert transformers.GenerationConfig.from_pretrained(tmp_path).eos_token_id == tokenizer.end
+
+
+def test_what_a_tokenizer_s_own_files_say_stays() -> None:
+    own = {"tokenizer_config.json": b'{"eos_token": "a"}', "generation_config.json": b'{"eos_token_id": [1, 2]}'}
+    plain = HuggingFace.train([TEXT], 260).files()
+    tokenizer = HuggingFace(plain["tokenizer.json"], beside=own | {"config.json": b"{}"})
+    assert exported(tokenizer) == plain | own

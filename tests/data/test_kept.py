@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardlab.data.bpe import HuggingFace
-from shardlab.data.corpus import same
 from shardlab.data.kept import described, kept_tokenizer, want_tokenizer
-from shardlab.data.tokenizers import ByteTokenizer, Characters, Tokenizer
+from shardlab.data.tokenizers import ByteTokenizer, Characters, Tokenizer, same
 from shardlab.errors import UserError
 
 TEXT = "To be, or not to be, that is the question. " * 9

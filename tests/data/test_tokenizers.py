@@ -1,22 +1,28 @@
 """Every tokenizer gives back the text that it was given, also from its files."""
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportMissingTypeStubs=false
+# tokenizers leaves its annotations out.
 
 from __future__ import annotations
 
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.data import bpe
-from shardlab.data.bpe import END, Gpt2, HuggingFace, read_tokenizer
-from shardlab.data.tokenizers import ByteTokenizer, Characters, Tokenizer
+from shardlab.data.bpe import Gpt2, HuggingFace, read_tokenizer
+from shardlab.data.exported import exported
+from shardlab.data.special_tokens import END
+from shardlab.data.tokenizers import ByteTokenizer, Characters, Tokenizer, decoded_parts, same
 from shardlab.errors import UserError
+from tests.support import tokenizer_files
 
 TEXT = "The fish swims; the fishes swim. Der Fisch schwimmt über den Fluß. \U0001f41f\n\n  def f(x):\n\treturn\r\n" * 9
 
@@ -139,3 +145,146 @@ def test_a_file_that_is_no_tokenizer_is_refused_in_a_sentence(content: str, tmp_
 def test_a_text_that_is_not_utf8_is_refused_with_its_place() -> None:
     with pytest.raises(UserError, match=r"not UTF-8 \(byte 0xff after b'caf'\)"):
         Characters("acf").encode([b"caf\xff"])
+
+
+def of_library(made: Any, **beside: object) -> HuggingFace:
+    """A tokenizer of the library as ours, with files beside it, by their names without .json."""
+    files = {f"{name}.json": json.dumps(content).encode() for name, content in beside.items()}
+    return HuggingFace(made.to_str().encode(), beside=files)
+
+
+SENTENCE = "This is a test; Zoë saw 3 漢字 and a 🐟."
+KINDS: dict[str, HuggingFace] = {
+    "byte-level": HuggingFace.train([TEXT], 300),
+    "byte fallback": of_library(tokenizer_files.byte_fallback(["This", "is", "a", "test"])),
+    "metaspace": of_library(tokenizer_files.metaspace([TEXT, SENTENCE] * 3)),
+    "words": of_library(tokenizer_files.words(["This", "is", "a", "test"])),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_tokens_decoded_as_they_come_are_the_text_of_all_together(kind: str, data: st.DataObject) -> None:
+    """Any tokens, those of broken characters too."""
+    tokenizer = KINDS[kind]
+    tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size), max_size=40))
+    before = data.draw(st.integers(0, len(tokens)))
+    parts = list(decoded_parts(tokens[before:], tokenizer, tokens[:before]))
+    assert len(parts) == len(tokens) - before
+    assert tokenizer.decode(np.array(tokens[:before], np.int64)) + b"".join(parts) == tokenizer.decode(np.array(tokens))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=st.text(st.sampled_from(" \n" + SENTENCE), max_size=30))
+def test_a_text_is_decoded_as_the_library_decodes_it(kind: str, text: str) -> None:
+    tokenizer = KINDS[kind]
+    (tokens,) = tokenizer.encode([text.encode()])
+    library = tokenizers.Tokenizer.from_str(tokenizer.files()["tokenizer.json"].decode())
+    assert tokenizer.decode(tokens).decode() == library.decode(tokens.tolist(), skip_special_tokens=False)
+
+
+def test_a_character_of_several_tokens_is_bytes_of_each() -> None:
+    for kind in ("byte-level", "byte fallback"):
+        tokens = tokens_of(KINDS[kind], "a漢")
+        parts = list(decoded_parts(tokens, KINDS[kind]))
+        assert b"".join(parts) == "a漢".encode()
+        assert parts[-3:] == [b"\xe6", b"\xbc", b"\xa2"]
+
+
+def test_the_first_word_after_a_prompt_keeps_its_space() -> None:
+    tokenizer = KINDS["byte fallback"]
+    prompt, both = tokens_of(tokenizer, "This"), tokens_of(tokenizer, "This is a test")
+    assert b"".join(decoded_parts(both[len(prompt) :], tokenizer, prompt)) == b" is a test"
+
+
+GEMMA = ("<pad>", "<bos>", "<eos>", "<unk>")
+
+
+@pytest.mark.parametrize(
+    ("beside", "end"),
+    [
+        ({}, "<eos>"),
+        ({"tokenizer_config": {"eos_token": "<bos>"}}, "<bos>"),
+        ({"tokenizer_config": {"eos_token": {"content": "<pad>"}}, "config": {"eos_token_id": 1}}, "<pad>"),
+        ({"special_tokens_map": {"eos_token": "<pad>"}}, "<pad>"),
+        ({"config": {"eos_token_id": 3}, "generation_config": {"eos_token_id": [1, 2]}}, "<unk>"),
+        ({"config": {"eos_token_id": None}, "generation_config": {"eos_token_id": [1, 2]}}, "<bos>"),
+        ({"config": {"eos_token_id": 9999}}, "<eos>"),
+        ({"tokenizer_config": {"eos_token": "<not there>"}}, "<eos>"),
+    ],
+)
+def test_files_beside_a_tokenizer_say_which_token_ends_a_document(beside: dict[str, object], end: str) -> None:
+    """And a guess by name prefers special tokens: Gemma's vocabulary has the HTML tag </s> too."""
+    made = tokenizer_files.byte_level(GEMMA, first=True)
+    made.add_tokens([tokenizers.AddedToken("</s>", special=False)])
+    assert of_library(made, **beside).end == GEMMA.index(end)
+
+
+@pytest.mark.parametrize("name", ["<|endoftext|>", "</s>", "<eos>", "<\uff5cend▁of▁sentence\uff5c>"])
+def test_the_end_of_a_document_has_many_names(name: str) -> None:
+    assert of_library(tokenizer_files.byte_level(["<a>", name], first=True)).end == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "begin"),
+    [
+        ({}, (1,)),
+        ({"add_bos_token": True, "bos_token": "</s>"}, (2,)),
+        ({"add_bos_token": False, "bos_token": "<s>"}, ()),
+        ({"bos_token": "</s>"}, (1,)),
+    ],
+)
+def test_the_post_processor_says_what_begins_a_text_unless_a_file_does(
+    config: dict[str, object], begin: tuple[int, ...]
+) -> None:
+    made = tokenizer_files.byte_fallback(["is"], bos=True)
+    assert of_library(made, tokenizer_config=config).begin == begin
+    assert tokens_of(of_library(made), "is") == made.encode("is", add_special_tokens=False).ids
+
+
+def test_bert_begins_a_text_too() -> None:
+    made = tokenizer_files.byte_level(["[CLS]", "[SEP]"], first=True)
+    made.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    assert of_library(made).begin == (0,)
+
+
+def test_tokens_that_only_files_beside_it_have_are_added() -> None:
+    made = tokenizer_files.byte_level()
+    listed = {"256": {"content": "<|endoftext|>"}, "257": {"content": "<tool>"}, "300": {"content": "<far>"}}
+    tokenizer = of_library(made, tokenizer_config={"added_tokens_decoder": listed}, added_tokens={"<call>": 258})
+    assert tokenizer.vocab_size == 259
+    assert tokenizer.encode_spelled("<tool><call>") == [257, 258]
+    assert len(tokens_of(tokenizer, "<tool>")) == 6
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "lost"),
+    [
+        (of_library(tokenizer_files.dropping("abcdefgh .")), {"ö": 2, "ß": 1, "M": 1}),
+        (of_library(tokenizer_files.words(["a", "bad"])), {"<unk>": 1}),
+        (of_library(tokenizer_files.byte_level()), {}),
+        (of_library(tokenizer_files.byte_fallback(["a"])), {}),
+        (Characters.of(["aböß Md"]), {}),
+    ],
+    ids=["dropped", "unknown words", "byte-level", "byte fallback", "characters"],
+)
+def test_what_has_no_token_is_counted(tokenizer: Tokenizer, lost: dict[str, int]) -> None:
+    text = "a bad ößöM".encode()
+    (tokens,) = tokenizer.encode([text])
+    assert tokenizer.lost(text, tokens) == lost
+
+
+def test_tokenizers_are_the_same_if_their_tokens_mean_the_same_text() -> None:
+    ours = Gpt2(small_gpt2())
+    assert same(ours, HuggingFace(exported(ours)["tokenizer.json"]))
+    assert same(ByteTokenizer(), HuggingFace(exported(ByteTokenizer())["tokenizer.json"]))
+    made = tokenizer_files.byte_level()
+    plain, configured = of_library(made), of_library(made, tokenizer_config={"eos_token": "<|endoftext|>"})
+    made.add_special_tokens(["[PAD]"])
+    padded = of_library(made)
+    assert same(plain, configured)
+    assert same(plain, padded)
+    assert same(padded, plain)
+    assert not same(plain, of_library(tokenizer_files.byte_level(first=True)))
+    assert not same(Characters.of(map(chr, range(128))), ByteTokenizer())
+    assert not same(KINDS["byte-level"], HuggingFace.train([TEXT], 290))

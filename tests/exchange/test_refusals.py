@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from shardlab.exchange import converted, open_source
+from shardlab.exchange import converted, open_source, source
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, MoE
 from shardlab.models.tensors.tensor_files import TensorFiles
 from shardlab.program import UserError
@@ -130,6 +130,26 @@ def test_tensors_that_do_not_fit_are_named(name: str, tensor: torch.Tensor | Non
     folder = hf_folder(tmp_path, MODELS["llama"])
     rewritten(folder, name, tensor)
     assert said in refusal(folder)
+
+
+@pytest.mark.parametrize("family", [Llama(**SIZES, tied=True), GPT(**SIZES, tied=True)], ids=["llama", "gpt2"])
+def test_a_stored_head_must_be_the_embedding_that_it_is_tied_to(
+    family: Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are compared a few at a time, and the last of them differs."""
+    monkeypatch.setattr(source, "COMPARED", 48)
+    folder = hf_folder(tmp_path, family)
+    tensors = load_file(folder / "model.safetensors")
+    head = next(tensor for name, tensor in tensors.items() if name.endswith(("wte.weight", "embed_tokens.weight")))
+    save_file(tensors | {"lm_head.weight": head.clone()}, folder / "model.safetensors")
+    assert open_source(folder).model.has_tied_head
+    other = head.clone()
+    other[-1, -1] += 1
+    save_file(tensors | {"lm_head.weight": other}, folder / "model.safetensors")
+    assert "its lm_head.weight is another matrix" in refusal(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    assert not open_source(folder).model.has_tied_head
 
 
 def test_what_older_folders_have_beside_the_weights_is_passed_over(tmp_path: Path) -> None:

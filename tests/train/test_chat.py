@@ -7,15 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from shardlab.data.bpe import HuggingFace
 from shardlab.data.chat import chat_template
 from shardlab.data.tokenizers import ByteTokenizer
 from shardlab.models import GPT
 from shardlab.models.tensors import Choice, Writer, initial_weights
 from shardlab.program import UserError
 from shardlab.train.chat import Conversation, until
+from tests.support.tokenizer_files import byte_fallback
 
 MODEL = GPT(layers=1, hidden_size=16, heads=2, seq_len=64)
 
@@ -41,6 +44,26 @@ def test_an_answer_ends_where_the_next_turn_begins(monkeypatch: pytest.MonkeyPat
     assert "".join(talk.answer("So?")) == "Nay"
     assert read[1] == "User: Who?\nAssistant: I.\nUser: So?\nAssistant:"
     assert talk.dropped == 0
+
+
+def test_an_answer_keeps_its_spaces_and_characters_and_is_fed_back_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = byte_fallback(["is", "it", "so"])
+    tokenizer, said = HuggingFace(made.to_str().encode()), "so it is 漢字"
+    read: list[list[int]] = []
+
+    def go_on(self: Writer, tokens: list[int], count: int) -> Iterator[int]:
+        read.append(tokens)
+        return iter(made.encode(said).ids)
+
+    monkeypatch.setattr(Writer, "go_on", go_on)
+    model = replace(MODEL, seq_len=200, vocab_size=tokenizer.vocab_size)
+    flats = [torch.zeros(model.layout(0).numel)]
+    talk = Conversation(model, flats, tokenizer, chat_template(tmp_path, tokenizer), Choice(), 40)
+    assert "".join(talk.answer("is it?")) == said
+    "".join(talk.answer("so?"))
+    assert tokenizer.decode(np.array(read[1])).decode() == f"User: is it?\nAssistant: {said}\nUser: so?\nAssistant:"
 
 
 def test_an_answer_ends_with_a_token_that_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from shardlab.data import Corpus
+from shardlab.data.bpe import HuggingFace
 from shardlab.data.stream import SequenceStream, TokenRun
 from shardlab.data.tokenizers import ByteTokenizer
-from shardlab.train.sample import PROMPT_BYTES, opening
+from shardlab.train.sample import PROMPT_BYTES, continued, opening
+from tests.support.tokenizer_files import byte_fallback
 
 
 def prompt_of(validation: bytes) -> bytes:
@@ -31,3 +35,23 @@ def test_any_text_gives_a_prompt(text: bytes) -> None:
     prompt = prompt_of(text)
     assert 0 < len(prompt) <= PROMPT_BYTES
     assert prompt in text
+
+
+def test_a_prompt_of_the_validation_text_has_no_special_tokens() -> None:
+    tokenizer = HuggingFace(byte_fallback(["is"], bos=True).to_str().encode())
+    (tokens,) = tokenizer.encode([b"is it a line"])
+    run = TokenRun(np.array([*tokenizer.begin, *tokens, tokenizer.end, *tokenizer.begin, 5], np.uint16))
+    assert opening(Corpus(SequenceStream((run,)), SequenceStream((run,)), tokenizer, ())) == b"is it a line\x02"
+
+
+def test_a_sample_goes_on_after_what_begins_every_text_and_keeps_its_spaces() -> None:
+    tokenizer = HuggingFace(byte_fallback(["is", "it"], bos=True).to_str().encode())
+    (tokens,) = tokenizer.encode([b"is it is"])
+    read: list[int] = []
+
+    def go_on(given: Sequence[int], count: int) -> list[int]:
+        read.extend(given)
+        return tokens[1:].tolist()
+
+    assert continued(go_on, b"is", tokenizer) == "is it is"
+    assert read == [1, tokens[0]]

@@ -59,7 +59,13 @@ class Convert:
         form = self.to or ("hf" if source.form == "shardlab" else "shardlab")
         tokenizer = kept_tokenizer(source.folder) if form == "hf" else None
         beside = {} if tokenizer is None else tokenizer.files() | exported(tokenizer)
-        done = converted(source, self.out, form, shard_bytes=self.shard_mb * 10**6, beside=beside, follow=_shown)
+        special: dict[str, int] = {}
+        if tokenizer is not None and tokenizer.end is not None:
+            special["eos_token_id"] = tokenizer.end
+        if tokenizer is not None and tokenizer.begin:
+            special["bos_token_id"] = tokenizer.begin[0]
+        size = self.shard_mb * 10**6
+        done = converted(source, self.out, form, shard_bytes=size, beside=beside, special=special, follow=_shown)
         if self.json:
             print_json(asdict(done))
             return 0

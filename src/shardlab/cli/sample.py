@@ -102,7 +102,7 @@ class Sample:
         prompt = (self.prompt or "").encode(errors="surrogateescape")
         tokens, times = tokens_of(prompt, tokenizer), list[float]()
         text: list[str] = []
-        for part in as_text(_timed(writer.go_on(tokens, self.tokens), times), tokenizer):
+        for part in as_text(_timed(writer.go_on(tokens, self.tokens), times), tokenizer, tokens):
             if not text and not self.json:
                 print(printable(prompt.decode(errors="replace")), end="")
             text.append(part)

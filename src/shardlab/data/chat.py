@@ -7,16 +7,20 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from shardlab.data.kept import home
+from shardlab.data.special_tokens import special_tokens, token_text
 from shardlab.data.tokenizers import Tokenizer
 from shardlab.errors import UserError
 from shardlab.program.nesting import read_file
 
 Message = dict[str, str]
 """What one side says: role (user or assistant) and content."""
+
+ABSENT = {"tools": None, "documents": None}
+"""Variables that transformers gives a template although there are no tools and no documents."""
 
 PLAIN = {"user": "User", "assistant": "Assistant"}
 """Names of the sides in the plain template: `User: ...` and `Assistant: ...` by turns, each on a line of its own."""
@@ -28,6 +32,7 @@ class ChatTemplate:
 
     Attributes:
         render: a conversation as text, up to where the model's answer begins.
+        begin: tokens before that text; a folder's own template spells them out.
         ends: tokens that end an answer.
         stop: text that ends an answer (empty: none does).
     """
@@ -35,6 +40,7 @@ class ChatTemplate:
     render: Callable[[Sequence[Message]], str]
     ends: frozenset[int]
     stop: str = ""
+    begin: tuple[int, ...] = ()
 
 
 def chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
@@ -44,13 +50,15 @@ def chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
     Raises:
         UserError: for a template that is none.
     """
+    folder = home(folder)
     config = _table(folder / "tokenizer_config.json")
     written = _written(folder / "chat_template.jinja", config)
     ends = _ends(folder, config, tokenizer)
     if written is None:
-        return ChatTemplate(_plain, ends, f"\n{PLAIN['user']}:")
-    special = {name: text for name, text in ((n, _text(config[n])) for n in config if n.endswith("_token")) if text}
-    return ChatTemplate(_rendering(written, special, folder), ends)
+        return ChatTemplate(_plain, ends, f"\n{PLAIN['user']}:", tokenizer.begin)
+    files = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
+    special = special_tokens({path.name: path.read_bytes() for path in files if path.is_file()})
+    return ChatTemplate(_rendering(written, special.roles, folder), ends)
 
 
 def _plain(messages: Sequence[Message]) -> str:
@@ -80,13 +88,13 @@ def _rendering(written: str, special: dict[str, str], folder: Path) -> Callable[
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = _to_json
     variables: dict[str, Any] = {"raise_exception": refuse, "strftime_now": datetime.now().strftime, **special}
 
     def render(messages: Sequence[Message]) -> str:
         try:
             template = environment.from_string(_without_marks(written))
-            return template.render(messages=list(messages), add_generation_prompt=True, **variables)
+            return template.render(messages=list(messages), **ABSENT, add_generation_prompt=True, **variables)
         except TemplateError as error:
             raise UserError(f"the chat template in {folder} cannot be followed ({error}); mend it") from None
 
@@ -106,16 +114,21 @@ def _ends(folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> frozens
         given: Any = _table(folder / name).get("eos_token_id")
         listed = cast(list[Any], given) if isinstance(given, list) else [given]
         found |= {each for each in listed if isinstance(each, int)}
-    if eos := _text(config.get("eos_token")):
+    if eos := token_text(config.get("eos_token")):
         tokens = tokenizer.encode_spelled(eos)
         found |= set(tokens) if len(tokens) == 1 else set()
     return frozenset(found)
 
 
-def _text(token: Any) -> str:
-    """A special token's text, which some files have in a table."""
-    text: Any = cast(dict[str, Any], token).get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as transformers' filter writes it, without what HTML needs."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _table(path: Path) -> dict[str, Any]:

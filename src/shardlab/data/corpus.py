@@ -14,7 +14,7 @@ from shardlab.data.manifest import PARTS, Prepared
 from shardlab.data.sources import DataSource
 from shardlab.data.stream import FINEST, SequenceStream, TokenRun, shares_of
 from shardlab.data.text import Text, default_text, map_text
-from shardlab.data.tokenizers import ByteTokenizer, Tokenizer
+from shardlab.data.tokenizers import ByteTokenizer, Tokenizer, same
 from shardlab.errors import UserError
 
 DEFAULT = "the source of Python's standard library"
@@ -164,8 +164,3 @@ class Corpus:
                 f"{names}: tokens go up to {needed - 1:,} ({self.tokenizer.kind}), but the model's vocabulary is "
                 f"{vocab_size:,}; give --vocab-size {needed}"
             )
-
-
-def same(a: Tokenizer, b: Tokenizer) -> bool:
-    """Whether two tokenizers give the same tokens."""
-    return a.kind == b.kind and a.files() == b.files()

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlab.data.corpus import same
 from shardlab.data.documents import SUFFIXES, Input
 from shardlab.data.manifest import Prepared
 from shardlab.data.shuffle import Numbers
 from shardlab.data.stream import NO_STARTS, TokenRun
 from shardlab.data.text import map_text
-from shardlab.data.tokenizers import ByteTokenizer, Tokenizer
+from shardlab.data.tokenizers import ByteTokenizer, Tokenizer, same
 from shardlab.errors import UserError
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from shardlab.data.bpe import GPT2_FILES, Gpt2, HuggingFace
+from shardlab.data.bpe import GPT2_FILES, Gpt2, HuggingFace, read_tokenizer
 from shardlab.data.exported import exported
 from shardlab.data.manifest import FileSum, made_again
 from shardlab.data.tokenizers import ByteTokenizer, Characters, Tokenizer
@@ -38,17 +38,19 @@ def kept_tokenizer(folder: Path) -> Tokenizer | None:
     Raises:
         UserError: when its files are missing or have changed.
     """
-    folder = _home(folder)
-    recorded = _recorded(folder / RECORD)
-    if recorded is not None:
-        kind, sums = recorded
+    folder = home(folder)
+    record = _record(folder / RECORD)
+    if (recorded := _recorded(record, folder / RECORD)) is not None:
+        kind, sums, end = recorded
         contents = {name: _content(folder / name, wanted) for name, wanted in sums.items()}
-        return made_again(kind, contents)
+        return made_again(kind, contents, end)
     path, of_bytes = folder / "tokenizer.json", exported(ByteTokenizer())["tokenizer.json"]
     if path.is_file() and path.read_bytes() == of_bytes:
         return ByteTokenizer()
     for kind, names in FILES.items():
         if all((folder / name).is_file() for name in names):
+            if kind == HuggingFace.kind:
+                return read_tokenizer(path, record.get("huggingface"))
             return made_again(kind, {name: (folder / name).read_bytes() for name in names})
     return None
 
@@ -63,7 +65,7 @@ def want_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         UserError: when a folder of Hugging Face's form has none, and its vocabulary is not that of bytes.
     """
     found = kept_tokenizer(folder)
-    if found is None and not (_home(folder) / RECORD).is_file() and vocab_size != ByteTokenizer.vocab_size:
+    if found is None and not (home(folder) / RECORD).is_file() and vocab_size != ByteTokenizer.vocab_size:
         raise UserError(
             f"{folder} has no tokenizer (such as a tokenizer.json), and a vocabulary of {vocab_size:,} tokens is not "
             "that of bytes; copy its tokenizer there, or name the prepared folder of its data with --data"
@@ -71,21 +73,25 @@ def want_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     return found or ByteTokenizer()
 
 
-def _home(folder: Path) -> Path:
+def home(folder: Path) -> Path:
     """Where the files beside weights lie: in the run's folder, if it is a checkpoint or a file in there."""
     if folder.suffix == ".safetensors":
         return folder.parent
     return folder.parents[1] if folder.parent.name == "checkpoints" else folder
 
 
-def _recorded(path: Path) -> tuple[str, dict[str, FileSum]] | None:
-    """Kind and checksums in a run's record; None where it does not tell."""
-    found: dict[str, Any] = read_file(path, "JSON") if path.is_file() else {}
+def _record(path: Path) -> dict[str, Any]:
+    found: Any = read_file(path, "JSON") if path.is_file() else {}
+    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+
+
+def _recorded(found: dict[str, Any], path: Path) -> tuple[str, dict[str, FileSum], int | None] | None:
+    """Kind, checksums and end token in a run's record; None where it does not tell."""
     try:
         record: dict[str, Any] | None = found.get("tokenizer")
         if record is None:
             return None
-        return record["kind"], {name: FileSum(**each) for name, each in record["files"].items()}
+        return record["kind"], {name: FileSum(**each) for name, each in record["files"].items()}, record.get("end")
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path}: tokenizer is not what a run records ({error}); copy the run's folder anew") from None
 

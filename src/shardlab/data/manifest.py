@@ -164,15 +164,16 @@ class Prepared:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the folder has with it."""
         names = [name for name in self.manifest.files if not name.endswith(".bin")]
-        return made_again(self.manifest.tokenizer, {name: (self.folder / name).read_bytes() for name in names})
+        files = {name: (self.folder / name).read_bytes() for name in names}
+        return made_again(self.manifest.tokenizer, files, self.manifest.end)
 
 
-def made_again(kind: str, files: dict[str, bytes]) -> Tokenizer:
-    """A tokenizer, from its kind and its files."""
+def made_again(kind: str, files: dict[str, bytes], end: int | None = None) -> Tokenizer:
+    """A tokenizer, from its kind, its files, and the token that ends a document, if a record says which."""
     makers: dict[str, Callable[[dict[str, bytes]], Tokenizer]] = {
         ByteTokenizer.kind: lambda files: ByteTokenizer(),
         Characters.kind: Characters.read,
         Gpt2.kind: Gpt2,
-        HuggingFace.kind: lambda files: HuggingFace(files["tokenizer.json"]),
+        HuggingFace.kind: lambda files: HuggingFace(files["tokenizer.json"], beside=files, end=end),
     }
     return makers[kind](files)

@@ -12,9 +12,10 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlab.data.bpe import END, Gpt2, HuggingFace, read_tokenizer
+from shardlab.data.bpe import Gpt2, HuggingFace, read_tokenizer
 from shardlab.data.documents import PIECE, Input, Piece, decoded
 from shardlab.data.manifest import MANIFEST, FileSum, Manifest, Prepared, TokenCount
+from shardlab.data.special_tokens import END
 from shardlab.data.tokenizers import ByteTokenizer, Characters, Tokenizer
 from shardlab.errors import UserError, unknown
 from shardlab.program.files import whole_folder

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -20,16 +21,20 @@ class Tokenizer(ABC):
     Attributes:
         kind: its name in a manifest.
         vocab_size: how many tokens it knows.
+        begin: tokens that begin every document and every prompt.
         end: the token that ends a document; None: it has none.
+        added: tokens that were added to its vocabulary, such as special ones.
     """
 
     kind: ClassVar[str]
     vocab_size: int
+    begin: tuple[int, ...] = ()
     end: int | None = None
+    added: frozenset[int] = frozenset()
 
     @abstractmethod
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
-        """The tokens of each text.
+        """The tokens of each text, without those that begin and end a document.
 
         Raises:
             UserError: for a text that it has no tokens for.
@@ -45,15 +50,63 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, tokens: NDArray[np.integer]) -> bytes:
-        """The text of some tokens, which may begin and end within a character."""
+        """The bytes that tokens stand for together; they may begin and end within a character.
+
+        The text of two runs is not the text of their tokens in one run: many tokenizers drop a space where a text
+        begins. `decoded_parts` decodes tokens as they come.
+        """
+
+    def lost(self, text: bytes, tokens: NDArray[np.integer]) -> Counter[str]:
+        """How often each character of a text, or word, has no token: it is dropped, or becomes an unknown token.
+
+        Args:
+            text: in UTF-8.
+            tokens: of this text.
+        """
+        return Counter()
+
+    @abstractmethod
+    def meanings(self) -> list[bytes]:
+        """What each token stands for, whatever is around it."""
 
     def count_bytes(self, tokens: NDArray[np.integer]) -> int:
-        """Bytes of the text of some tokens; the token that ends a document stands for none."""
-        return len(self.decode(tokens if self.end is None else tokens[tokens != self.end]))
+        """Bytes of the text of a document's tokens; those that begin and end it stand for none."""
+        marks = [*self.begin, *([] if self.end is None else [self.end])]
+        return len(self.decode(tokens[~np.isin(tokens, marks)] if marks else tokens))
 
     def files(self) -> dict[str, bytes]:
-        """What it takes to make it again: names and contents of files."""
+        """What it takes to make it again, and what goes along with it: names and contents of files."""
         return {}
+
+
+def decoded_parts(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] = ()) -> Iterator[bytes]:
+    """What each token adds to the text of those before it, in bytes: joined, they are the text of the whole run.
+
+    Each token is decoded in a run that begins with the last one that was more than space, since a run's beginning may
+    be decoded in another way.
+
+    Args:
+        before: tokens that came earlier, whose text is left out.
+    """
+    run = list(before)
+    known = tokenizer.decode(np.array(run, np.int64)) if run else b""
+    for token in tokens:
+        run.append(token)
+        text = tokenizer.decode(np.array(run, np.int64))
+        part = text[len(known) :]
+        if part.strip():
+            run, text = [token], tokenizer.decode(np.array([token], np.int64))
+        known = text
+        yield part
+
+
+def same(a: Tokenizer, b: Tokenizer) -> bool:
+    """Whether tokens of two tokenizers mean the same text, up to tokens that were added to one of them."""
+    if a.kind == b.kind and a.files() == b.files():
+        return True
+    few, many = sorted((a, b), key=lambda each: each.vocab_size)
+    shared, beyond = few.vocab_size, range(few.vocab_size, many.vocab_size)
+    return many.added.issuperset(beyond) and few.meanings() == many.meanings()[:shared]
 
 
 class ByteTokenizer(Tokenizer):
@@ -67,6 +120,9 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, tokens: NDArray[np.integer]) -> bytes:
         return np.minimum(tokens, 255).astype(np.uint8).tobytes()  # a model may have a larger vocabulary
+
+    def meanings(self) -> list[bytes]:
+        return [bytes([byte]) for byte in range(256)]
 
 
 class Characters(Tokenizer):
@@ -121,6 +177,9 @@ class Characters(Tokenizer):
 
     def decode(self, tokens: NDArray[np.integer]) -> bytes:
         return self._codes[np.minimum(tokens, self.vocab_size - 1)].tobytes().decode("utf-32-le").encode()
+
+    def meanings(self) -> list[bytes]:
+        return [character.encode() for character in self.characters]
 
     def files(self) -> dict[str, bytes]:
         return {self.FILE: json.dumps(self.characters, ensure_ascii=True).encode()}

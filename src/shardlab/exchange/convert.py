@@ -32,8 +32,8 @@ from shardlab.models.weight_files import SHARD_BYTES, SINGLE, index_of, index_te
 from shardlab.program.files import whole_folder, write_whole
 
 BESIDE = (
-    *("tokenizer*", "chat_template*", "vocab.json", "merges.txt", "special_tokens_map.json", "generation_config.json"),
-    *("vocabulary.json", "vocab.bpe", "encoder.json"),
+    *("tokenizer*", "chat_template*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("generation_config.json", "vocabulary.json", "vocab.bpe", "encoder.json", "*.tiktoken", "*.model"),
 )
 """Files beside the weights that are copied as they are: of Hugging Face's folders, and a run's own tokenizers."""
 
@@ -90,6 +90,7 @@ def converted(
     *,
     shard_bytes: int = SHARD_BYTES,
     beside: Mapping[str, bytes] | None = None,
+    special: Mapping[str, int] | None = None,
     follow: Follow = iter,
 ) -> Converted:
     """Write a source's weights into a new folder, which appears whole or not at all; every number stays as it is.
@@ -100,6 +101,7 @@ def converted(
         form: how they are written.
         shard_bytes: of a file; if there are more, an index is written beside them.
         beside: further files, by name, such as a tokenizer's; those that lie beside the source's weights prevail.
+        special: special tokens such as eos_token_id, for a config.json that does not say them.
         follow: sees the tensors go by.
 
     Raises:
@@ -117,7 +119,7 @@ def converted(
             if files[0] != single:
                 index = dict(zip((each.name for each in planned), files, strict=True))
                 write_whole(index_of(part / single), index_text(index, needed))
-            _describe(source, form, part, {each.dtype for each in planned})
+            _describe(source, form, part, {each.dtype for each in planned}, special or {})
             for name, content in (beside or {}).items():
                 (part / name).write_bytes(content)
             for path in sorted({path for pattern in BESIDE for path in source.folder.glob(pattern)}):
@@ -179,7 +181,7 @@ def _part(source: Source, block: int, parameter: Parameter, matrix: int, part: P
     return theirs.t().contiguous() if part.transposed else theirs
 
 
-def _describe(source: Source, form: Form, folder: Path, dtypes: set[torch.dtype]) -> None:
+def _describe(source: Source, form: Form, folder: Path, dtypes: set[torch.dtype], special: Mapping[str, int]) -> None:
     """Write what model the weights are of; fields of config.json that ours have no word for come along."""
     if form == "shardlab":
         model = source.model
@@ -193,6 +195,7 @@ def _describe(source: Source, form: Form, folder: Path, dtypes: set[torch.dtype]
         kept.pop(name, None)
     for name in ("bos_token_id", "eos_token_id", "architectures"):
         config[name] = kept.get(name, config[name])
+    config |= {name: token for name, token in special.items() if config[name] is None}
     (dtype,) = dtypes if len(dtypes) == 1 else (torch.float32,)
     write_whole(folder / CONFIG, _json(kept | config | {"torch_dtype": str(dtype).removeprefix("torch.")}))
 

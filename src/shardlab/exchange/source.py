@@ -30,6 +30,12 @@ Form = Literal["hf", "shardlab"]
 
 RUN, WEIGHTS, CONFIG = "run.json", "weights.safetensors", "config.json"
 
+EMBEDDING, HEAD = "wte.weight", "lm_head.weight"
+"""The token embedding, by our name, and a head of its own, as files have it."""
+
+COMPARED = 1 << 24
+"""Elements of two matrices that are compared at once."""
+
 Parts = Callable[[int, Parameter], list[list[Part]]]
 """For each matrix of a block's parameter, the parts that it lies in."""
 
@@ -130,13 +136,32 @@ class WeightSource:
         extra = sorted(name for name in there - wanted.keys() if not name.endswith(ignored))
         if not self.model.bias:  # transformers' GPT-2 has biases all the same
             extra = [name for name in extra if not name.endswith(".bias") or bool(self.tensors.read(name).any())]
-        if self.model.has_tied_head:
-            extra = [name for name in extra if name != "lm_head.weight"]
+        if self.model.has_tied_head and HEAD in extra:
+            extra.remove(HEAD)
+            self._want_tied()
         if extra:
             raise UserError(
                 f"{self.folder} has {counted(len(extra), 'tensor')} that its model has no place for: {_first(extra)}"
             )
         return self
+
+    def _want_tied(self) -> None:
+        """Refuse a stored head that is not the embedding, to which it is tied.
+
+        Raises:
+            UserError: saying how to take either of them.
+        """
+        ((embedding,),) = next(self.parts(block, each) for block, each in self.parameters() if each.name == EMBEDDING)
+        name, rows = self.name(embedding), max(1, COMPARED // embedding.columns)
+        same_shape = self.tensors.shape(HEAD) == self.tensors.shape(name)
+        for first in range(0, embedding.rows, rows):
+            part = slice(first, min(first + rows, embedding.rows))
+            if same_shape and torch.equal(self.tensors.read(HEAD, part), self.tensors.read(name, part)):
+                continue
+            raise UserError(
+                f"{self.folder} ties the head to the embedding, but its {HEAD} is another matrix than {name}; say "
+                f"tie_word_embeddings false in {CONFIG} to take that head, or remove it from the files"
+            )
 
 
 Source = WeightSource | CheckpointSource

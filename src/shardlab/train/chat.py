@@ -56,7 +56,7 @@ class Conversation:
         self._answers += 1
         drawn = takewhile(lambda token: token not in self.template.ends, writer.go_on(tokens, self.most))
         answer = ""
-        for part in until(as_text(drawn, self.tokenizer), self.template.stop):
+        for part in until(as_text(drawn, self.tokenizer, tokens), self.template.stop):
             shown = part if answer else part.lstrip()
             answer += shown
             yield shown
@@ -66,7 +66,7 @@ class Conversation:
         """The last turns that leave room for an answer, and their tokens."""
         room = min(self.most, self.model.seq_len // 4)
         while True:
-            tokens = self.tokenizer.encode_spelled(self.template.render(messages))
+            tokens = [*self.template.begin, *self.tokenizer.encode_spelled(self.template.render(messages))]
             if len(tokens) + room <= self.model.seq_len:
                 return messages, tokens
             if len(messages) == 1:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardlab.data import Corpus
-from shardlab.data.tokenizers import Tokenizer
+from shardlab.data.tokenizers import Tokenizer, decoded_parts
 from shardlab.models import Blocks, Model, MoE
 from shardlab.models.tensors import Initial
 from shardlab.train.printable import printable
@@ -30,7 +30,8 @@ _SEARCHED = 1000
 
 def opening(corpus: Corpus) -> bytes:
     """The first PROMPT_BYTES of a line of the validation text, the longest near its beginning, in whole characters."""
-    text = corpus.tokenizer.decode(np.asarray(corpus.validation.runs[0].tokens[:_SEARCHED]))
+    tokenizer, tokens = corpus.tokenizer, np.asarray(corpus.validation.runs[0].tokens[:_SEARCHED])
+    text = tokenizer.decode(tokens[~np.isin(tokens, [*tokenizer.begin, tokenizer.end or -1])])
     lines = text.splitlines()
     line = max(lines[1:-1] or lines, key=lambda line: len(line.strip()))  # the first and the last may be cut
     whole = (prompt[:PROMPT_BYTES].decode(errors="ignore").encode() for prompt in (line.strip(), text))
@@ -39,14 +40,15 @@ def opening(corpus: Corpus) -> bytes:
 
 def continued(go_on: Callable[[Sequence[int], int], Iterable[int]], prompt: bytes, tokenizer: Tokenizer) -> str:
     """A prompt of at least a token, and SAMPLE_TOKENS with which a model goes on."""
-    drawn = go_on(tokens_of(prompt, tokenizer), SAMPLE_TOKENS)
-    return printable(prompt.decode(errors="replace")) + "".join(as_text(drawn, tokenizer))
+    tokens = tokens_of(prompt, tokenizer)
+    drawn = go_on(tokens, SAMPLE_TOKENS)
+    return printable(prompt.decode(errors="replace")) + "".join(as_text(drawn, tokenizer, tokens))
 
 
 def tokens_of(text: bytes, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a text."""
+    """The tokens of a prompt, after those that begin every text."""
     (found,) = tokenizer.encode([text])
-    return found.tolist()
+    return [*tokenizer.begin, *found.tolist()]
 
 
 def for_text(model: Model) -> Model:
@@ -62,11 +64,15 @@ def whole_weights(model: Blocks, initial: Initial, device: torch.device) -> list
     return [flat.to(device) for flat in read]
 
 
-def as_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Text that can be shown, as tokens come: characters once they are whole."""
+def as_text(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] = ()) -> Iterator[str]:
+    """Text that can be shown, as tokens come: characters once they are whole.
+
+    Args:
+        before: tokens that these go on from; their text is left out.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
-        if text := decoder.decode(tokenizer.decode(np.array([token]))):
+    for part in decoded_parts(tokens, tokenizer, before):
+        if text := decoder.decode(part):
             yield printable(text)
     if text := decoder.decode(b"", final=True):
         yield printable(text)
