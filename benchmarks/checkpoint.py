@@ -61,14 +61,14 @@ def measure(rank: int, device: torch.device, run: TrainingRun, saves: int) -> li
     for _ in range(saves):
         alone = steps(executor, 2)
         began = time.perf_counter()
-        stall = saver.begin()
+        stall = saver.save()
         saver.settle()
         saver.wait()
         whole = time.perf_counter() - began
         size = Checkpoint.open(folder_of(run.out / "checkpoints", executor.state.step)).size if rank == 0 else 0
         disk = write(run.out / "raw", size) if rank == 0 else 0.0
         steps(executor, 1)
-        saver.begin()
+        saver.save()
         beside = steps(executor, 2)
         saver.settle()
         found.append(Save(size, stall, whole, disk, median(alone), median(beside)))

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from shardlab.train.loop import Summary, train_rank
-from shardlab.train.run import TrainingRun
+from shardlab.train.loop import train_rank
+from shardlab.train.run import Summary, TrainingRun
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def train_by_ticks(rank: int, run: TrainingRun) -> Summary | None:
 def train_plainly(rank: int, run: TrainingRun) -> Summary | None:
     """What every rank does, without pictures, and without the sample at the end; rank 0 gives the summary."""
     with ticking() as patch:
-        patch.setattr("shardlab.train.loop.continued", Mock(return_value=""))
+        patch.setattr("shardlab.train.callbacks.continued", Mock(return_value=""))
         patch.setattr("shardlab.train.output.save_timeline", Mock())
         patch.setattr("shardlab.train.output.OutputFolder.write_plot", Mock())
         return train_rank(rank, torch.device("cpu"), run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from shardlab.errors import UserError
 from shardlab.execute import Executor, Settings
 from shardlab.models import GPT, MLP
 from shardlab.strategies.plan import Plan
-from shardlab.train.audit import Audit, AuditedExecutor, advice, hash_of
+from shardlab.train.audit import Audit, Auditing, advice, hash_of
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
 from tests.support.ranks import Ranks
@@ -156,12 +157,15 @@ def test_an_audit_changes_no_bit_of_what_is_trained(ranks: Make, strategy: str) 
 
 def stopped(rank: int, job: Job) -> str:
     executor = executor_of(rank, job)
-    audited = AuditedExecutor(executor, [Audit(executor)], 2, lambda: "nothing is saved")
+    auditing = Auditing([Audit(executor)], 2, lambda: "nothing is saved")
     if rank == 0:
         flip(next(iter(executor.state.kept.values())), 21)
-    audited.step()
+    training = Mock(state=executor.state)
+    executor.step()
+    auditing.on_step_end(training)
+    executor.step()
     try:
-        audited.step()
+        auditing.on_step_end(training)
     except UserError as error:
         return str(error)
     except SystemExit as error:

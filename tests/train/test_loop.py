@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,10 +25,11 @@ from shardlab.exchange import converted, open_source
 from shardlab.execute import OptimizerConfig
 from shardlab.models import GPT, MoE
 from shardlab.program import UserError
+from shardlab.train.callbacks import Sampling, Validation
 from shardlab.train.config import LoggingConfig
 from shardlab.train.job import Job
-from shardlab.train.loop import Summary, looks
 from shardlab.train.output import OutputFolder
+from shardlab.train.run import Summary
 from shardlab.train.sample import opening
 from shardlab.train.steps import StepResult
 from shardlab.train.world import agree
@@ -137,11 +139,21 @@ def test_the_validation_loss_does_not_depend_on_how_a_batch_is_cut(ranks: World,
     ("stopping", "diverged", "looked_at"), [(False, [], True), (True, [], False), (False, [1], False)]
 )
 def test_nobody_looks_at_a_run_that_is_to_end_before_it_is_saved(
-    stopping: bool, diverged: list[int], looked_at: bool, tmp_path: Path
+    stopping: bool, diverged: list[int], looked_at: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(Job("ddp", 2, 2, MODEL, 2), OptimizerConfig(), tmp_path)
     run = replace(run, config=replace(run.config, logging=LoggingConfig(validate_every=2, sample_every=2)))
-    assert looks(run, StepResult({"step": 1}, stopping, diverged, saving=False)) == (looked_at, looked_at)
+    evaluation, training, sampled = Mock(), Mock(), Mock()
+    evaluation.losses.return_value = {"validation_loss": 2.0}
+    monkeypatch.setattr("shardlab.train.callbacks.continued", sampled)
+    monkeypatch.setattr("shardlab.train.callbacks.ParallelWriter", Mock())
+    monkeypatch.setattr("shardlab.train.callbacks.opening", Mock(return_value=b"to be"))
+    validation = Validation(run, evaluation)
+    step = StepResult({"step": 1}, stopping, diverged)
+    assert validation.on_metrics(training, step) == ({"validation_loss": 2.0} if looked_at else {})
+    Sampling(run, validation).on_metrics(training, step)
+    assert sampled.called == looked_at
+    assert [validation.needs_weights(number) for number in range(3)] == [False, True, False]
 
 
 @pytest.mark.parametrize(("strategy", "count"), [("single", 1), ("fsdp", 2), ("tensor-parallel", 2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,16 @@ from torch import Tensor
 from shardlab.checkpoint import Disk
 from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
-from shardlab.execute.compute_clock import ComputeClock
 from shardlab.models import GPT
+from shardlab.program import UserError
 from shardlab.train.config import SavingConfig
 from shardlab.train.data import Batches
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job
+from shardlab.train.loop import fit
+from shardlab.train.ramped import RampedExecutor
 from shardlab.train.saving import Saver
-from shardlab.train.steps import StepResult, TrainingSteps
+from shardlab.train.steps import Training
 from tests.checkpoint.runs import saving_run, trained
 from tests.support.ranks import Ranks
 
@@ -72,9 +75,10 @@ def saved(
     run = saving_run(JOB, out)
     run = replace(run, config=replace(run.config, saving=SavingConfig(every)))
     executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(optimizer=run.config.optimizer))
-    saver = Saver(executor, run, batches, Full(rank) if full else disk)
-    with StopRequest(None) as request:
-        list[StepResult](TrainingSteps(executor, ComputeClock(executor), run, request, saver, 1.0))
+    ramped = RampedExecutor({JOB.microbatches: executor}, run)
+    saver = Saver(ramped, run, batches, Full(rank) if full else disk)
+    with StopRequest(None) as request, suppress(UserError):
+        fit(Training(ramped, run, request, batches, [saver]))
     folder = out / "checkpoints"
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 

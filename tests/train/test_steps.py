@@ -13,7 +13,6 @@ from torch import Tensor
 
 from shardlab.data import Corpus
 from shardlab.execute import Executor, OptimizerConfig, Settings
-from shardlab.execute.compute_clock import ComputeClock
 from shardlab.models import GPT
 from shardlab.program import OpKind, UserError
 from shardlab.program.precision import FP32
@@ -22,15 +21,31 @@ from shardlab.train.config import NonFinite
 from shardlab.train.data import Batches
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job
-from shardlab.train.loop import TrainingRun, train_rank
+from shardlab.train.loop import train_rank
+from shardlab.train.ramped import RampedExecutor
+from shardlab.train.run import TrainingRun
 from shardlab.train.saving import Saver
-from shardlab.train.steps import StepResult, TrainingSteps
+from shardlab.train.steps import StepResult, Training
 from tests.support.ranks import Ranks
 from tests.train.runs import run_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
 JOB = Job("ddp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2)
+
+
+def steps_taken(executor: Executor, run: TrainingRun, batches: Batches) -> list[StepResult]:
+    """Train, and save the run where it has an end."""
+    ramped = RampedExecutor({run.job.microbatches: executor}, run)
+    saver = Saver(ramped, run, batches)
+    training = Training(ramped, run, StopRequest(None), batches, [saver])
+    found: list[StepResult] = []
+    for step in training:
+        found.append(step)
+        saver.on_metrics(training, step)
+    if not found[-1].diverged:
+        saver.on_end(training)
+    return found
 
 
 def steps_of(rank: int, out: Path, poisoned: int, poison: float) -> list[StepResult]:
@@ -53,8 +68,7 @@ def steps_of(rank: int, out: Path, poisoned: int, poison: float) -> list[StepRes
     optimizer = OptimizerConfig(schedule_steps=6, warmup_steps=1)
     executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(0, FP32, optimizer=optimizer))
     run = run_of(JOB, optimizer, out)
-    saver = Saver(executor, run, batches)
-    return list(TrainingSteps(executor, ComputeClock(executor), run, StopRequest(None), saver, 1.0))
+    return steps_taken(executor, run, batches)
 
 
 def steps_while_the_clock_stands_still(rank: int, out: Path) -> list[StepResult]:
@@ -108,8 +122,7 @@ def steps_with_a_gradient(rank: int, out: Path, policy: NonFinite, poison: float
     executor = Poisoned(job.checked(), rank, job.cut, batches, Settings(0, FP32, optimizer=optimizer))
     run = run_of(job, optimizer, out)
     run = replace(run, config=replace(run.config, train=replace(run.config.train, non_finite=policy)))
-    saver = Saver(executor, run, batches)
-    found = list(TrainingSteps(executor, ComputeClock(executor), run, StopRequest(None), saver, 1.0))
+    found = steps_taken(executor, run, batches)
     return found, all(bool(weights.isfinite().all()) for weights in executor.state.kept.values())
 
 

@@ -30,8 +30,9 @@ from shardlab.train.data import Batches
 from shardlab.train.described import job_of
 from shardlab.train.job import Job
 from shardlab.train.launch import run_ranks
-from shardlab.train.loop import TrainingRun, train_rank
+from shardlab.train.loop import train_rank
 from shardlab.train.processes import RankFailed
+from shardlab.train.run import TrainingRun
 from shardlab.train.traced_steps import Tracing
 from shardlab.train.tracing import TracedExecutor, trace_rank
 from tests.draw.viewer import require_readable

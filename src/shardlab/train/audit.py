@@ -24,10 +24,9 @@ from shardlab.check.copies import COMPARED, Replica, Result, replicas_of, result
 from shardlab.errors import UserError
 from shardlab.execute import Executor, Sampler
 from shardlab.execute.compute import Instruction
-from shardlab.execute.state import State
 from shardlab.faults.report import names
 from shardlab.program import OpKind
-from shardlab.train.steps import Stepping
+from shardlab.train.steps import Callback, Training
 
 Value = TypeVar("Value")
 
@@ -229,33 +228,27 @@ def _op_text(key: Hashable) -> str:
     return f"{kind.value}(layer {layer})"
 
 
-class AuditedExecutor:
-    """Takes a rank's steps, and audits after every so many.
+class Auditing(Callback):
+    """Callback that audits the ranks after every so many steps.
 
     Args:
-        inner: what takes them.
-        audits: of each of its executors.
+        audits: of each of the training's executors.
         every: how many steps are between audits.
         saved: tells what is saved by now.
     """
 
-    def __init__(self, inner: Stepping, audits: Sequence[Audit], every: int, saved: Callable[[], str]) -> None:
-        self._inner, self._audits, self._every, self._saved = inner, audits, every, saved
+    def __init__(self, audits: Sequence[Audit], every: int, saved: Callable[[], str]) -> None:
+        self._audits, self._every, self._saved = audits, every, saved
 
-    @property
-    def state(self) -> State:
-        """The rank's tensors, as the last step has left them."""
-        return self._inner.state
-
-    def step(self) -> Tensor:
-        """Run a step as `Executor.step` does.
+    def on_step_end(self, training: Training) -> None:
+        """Audit, if it is time.
 
         Raises:
             UserError: on rank 0, when the audit finds a fault; the other ranks just end.
         """
-        loss, state = self._inner.step(), self.state
+        state = training.state
         if state.step % self._every:
-            return loss
+            return
         audit = next(audit for audit in self._audits if audit.state is state)
         if fault := audit.fault():
             if state.rank:
@@ -264,4 +257,3 @@ class AuditedExecutor:
                 f"the audit after step {state.step} found a silent fault: {fault}. Training has stopped; "
                 f"{self._saved()}. {advice(state.checked)}"
             )
-        return loss

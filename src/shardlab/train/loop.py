@@ -1,13 +1,13 @@
-"""Training: one rank's loop, and what rank 0 makes of the result."""
+"""Training: one rank's loop, and what it is set up with."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from statistics import median
 
 import torch
 from rich.console import Console
@@ -17,28 +17,20 @@ from shardlab.checkpoint import Checkpoint
 from shardlab.exchange import initial_from
 from shardlab.execute import Executor, Settings
 from shardlab.execute.communicator import Groups
-from shardlab.models.tensors import Choice
 from shardlab.program import Kind, UserError
-from shardlab.rules.pieces import counted
-from shardlab.train.audit import Audit, AuditedExecutor
+from shardlab.train.audit import Audit, Auditing
+from shardlab.train.callbacks import Records, Sampling, Validation, Weights
 from shardlab.train.data import Batches
 from shardlab.train.evaluate import Evaluation, InOrder
-from shardlab.train.figures import bytes_per_token
-from shardlab.train.heartbeat import say
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.launch import backend_of
 from shardlab.train.output import OutputFolder
-from shardlab.train.parallel_writer import ParallelWriter
-from shardlab.train.printable import printable
 from shardlab.train.progress import TrainingProgress
 from shardlab.train.ramped import RampedExecutor
-from shardlab.train.run import WARM_UP, Summary, TrainingRun
-from shardlab.train.sample import continued, opening
-from shardlab.train.saved import VALIDATION, VALIDATION_EMA, saved_in
+from shardlab.train.run import Summary, TrainingRun
+from shardlab.train.saved import VALIDATION, saved_in
 from shardlab.train.saving import Saver
-from shardlab.train.steps import StepResult, TrainingSteps, diverged
-from shardlab.train.tracing import TracedExecutor
-from shardlab.train.weights import save_weights
+from shardlab.train.steps import Callback, Training, diverged
 from shardlab.train.world import RunningWorld, agree, unseen
 
 SEEN_WITHIN = 20.0
@@ -51,178 +43,137 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
     Raises:
         UserError: when a loss is not finite, or the folder cannot be made, or is not one folder for all ranks.
     """
-    with StopRequest(partial(saved_in, run.out) if rank == 0 else None) as stop:
-        return _train(rank, device, run, stop)
-
-
-def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest) -> Summary | None:
-    job, corpus = run.job, run.corpus()
-    ramp = run.config.train.ramp
-    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed, ramp)
-    checked = job.checked()
-    proofs = {count: replace(job, microbatches=count).checked() for count in ramp.counts} | {job.microbatches: checked}
-    for proof in proofs.values():
-        agree(proof, corpus.identity, str(run.resume))
-    world = RunningWorld.gathered(rank, device, checked.program.mesh)
-    checkpoint = None if run.resume is None else Checkpoint.open(run.resume)
-    folder = None
-    if rank == 0:
-        room = job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT)
-        folder = OutputFolder(run.out, room, since=(checkpoint.step if checkpoint else 0) if run.again else None)
-    if complaint := unseen(run.out, min(SEEN_WITHIN, run.config.train.timeout / 2)):
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest(partial(saved_in, run.out) if rank == 0 else None))
+        setup = RankSetup(rank, device, run)
+        folder = setup.shared_folder()
+        executors = setup.executors()
+        executor = RampedExecutor(executors, run, executors[run.job.microbatches].state.step)
+        validation = Validation(run, setup.validation(executors[run.job.microbatches]))
+        saver, weights = Saver(executor, run, setup.batches), Weights(run, executor.tracer)
+        sampling = Sampling(run, validation)
+        display = None
         if folder is not None:
-            folder.abandon()
-        raise UserError(complaint)
-    initial = blank if checkpoint else run.config.train.init and initial_from(run.config.train.init, job.cut)
-    settings = Settings(
-        job.seed,
-        job.numbers,
-        device,
-        run.config.optimizer,
-        initial,
-        compile=run.config.train.compile,
-        cuda_graph=run.config.train.cuda_graph,
-    )
-    groups: Groups = {}
-    needed = rank, job.cut, batches, settings, backend_of(device.type)
-    executor = Executor(checked, *needed, groups=groups)
-    if checkpoint is not None:
-        checkpoint.restore(executor.state)
-    executors = {
-        count: executor if proof is checked else Executor(proof, *needed, groups=groups, of=executor.state)
-        for count, proof in proofs.items()
-    }
-    judged = InOrder(job.micro_batch_size, batches.validation_microbatches, job.microbatches, batches.validation)
-    validation = Evaluation(job, checked, rank, device, judged, of=executor.state, groups=groups)
-    every = run.config.train.audit_every
-    audits = [] if every is None else [Audit(each) for each in executors.values()]
-    ramped = RampedExecutor(executors, run, executor.state.step)
-    tracer = ramped.tracer
-    given = run.config.logging.prompt
-    prompt = opening(corpus) if given is None else given.encode(errors="surrogateescape")
-
-    def sample() -> str:
-        writer = ParallelWriter(executor.state, job.model, Choice(seed=job.seed), lambda: stop.asked)
-        return continued(writer.go_on, prompt, corpus.tokenizer)
-
-    stepping = ramped if every is None else AuditedExecutor(ramped, audits, every, partial(saved_in, run.out))
-    saver = Saver(ramped, run, batches)
-    training = TrainingSteps(stepping, ramped, run, stop, saver, bytes_per_token(corpus))
-    if folder is not None:
-        world.print(Console(file=sys.stderr))
-        with TrainingProgress(run.config.train.steps, run.config.logging.log_every) as progress:
-            folder.begin(run.record(corpus, checked, world), run.config.as_toml(), checked, job.title, corpus.tokenizer)
-            folder.log(run.config.logging, run.config.as_dict())
-            return _first_rank(
-                run, batches, executor, validation, tracer, training, saver, folder, progress, prompt, sample
-            )
-    if checkpoint is None:
-        validation.loss()
-    for step in training:
-        if step.diverged:
+            setup.world.print(Console(file=sys.stderr))
+            display = stack.enter_context(TrainingProgress(run.config.train.steps, run.config.logging.log_every))
+            setup.begin(folder)
+        records = Records(run, folder, display, validation, weights)
+        callbacks: list[Callback] = [saver, weights, validation, *run.callbacks.values, records, sampling]
+        if run.config.train.audit_every is not None:  # before anything is saved
+            audits = [Audit(each) for each in executors.values()]
+            callbacks.insert(0, Auditing(audits, run.config.train.audit_every, partial(saved_in, run.out)))
+        training = Training(executor, run, stop, setup.batches, callbacks, display)
+        if not fit(training):
             return None
-        validates, samples = looks(run, step)
-        if validates:
-            validation.losses()
-        if samples:
-            sample()
-    save_weights(executor.state, run.out)
-    if tracer is not None:
-        tracer.finish()
-    if math.isfinite(validation.losses()[VALIDATION]):
-        sample()
-    return None
+        if rank == 0 and not math.isfinite(validation.losses[VALIDATION]):
+            raise diverged(run, f"the validation loss after step {training.state.step}")
+        return records.summary(training, sampling, saver.saved)
 
 
-def _first_rank(
-    run: TrainingRun,
-    batches: Batches,
-    executor: Executor,
-    validation: Evaluation,
-    tracer: TracedExecutor | None,
-    training: TrainingSteps,
-    saver: Saver,
-    folder: OutputFolder,
-    progress: TrainingProgress,
-    prompt: bytes,
-    sample: Callable[[], str],
-) -> Summary:
-    """What rank 0 does, from the first validation to the sample."""
-    job, state = run.job, executor.state
-    began = state.step
-    if run.resume is None:
-        progress.begin("validation before training")
-        before = validation.loss().mean
-        progress.validated({VALIDATION: before})
-    else:
-        before = Checkpoint.open(run.resume).validation_before
-    saver.validation_before = before
-    ops = sum(map(len, state.checked.program.tapes))
-    say(f"{job.title} on {counted(job.ranks, 'rank')}: {ops} ops checked, drawn in {run.out}/strategy.svg")
-    if run.resume is not None:
-        say(f"resumed after step {began}, from {run.resume}")
+def fit(training: Training) -> bool:
+    """Train to the last step, or until a rank is asked to end.
 
-    progress.begin("first step")
-    times: list[float] = []
-    for step in training:
-        times.append(step.metrics["dt"])
-        validates, samples = looks(run, step)
-        if validates:
-            step.metrics.update(validation.losses())
-        folder.write_metrics(step.metrics, pending=not (run.logs(step.metrics["step"]) or step.diverged))
-        progress.show(step.metrics)
-        if samples:
-            progress.say(sample())
-        if step.diverged:
-            folder.write_plot(before, {VALIDATION: math.nan})
-            folder.close()
-            raise diverged(run, step.not_finite)
-        if step.not_finite:
-            say(f"{step.not_finite} is not finite; the step is left out")
+    Returns:
+        Whether the steps were finite, on ranks other than 0.
 
-    progress.begin("writing the weights")  # first, since a run that is interrupted has little time
-    folder.note_unwritten(save_weights(state, run.out))
-    if tracer is not None:
-        tracer.finish()
-    progress.begin("validation after training")
-    losses = validation.losses()
-    progress.validated(losses)
-    after = losses[VALIDATION]  # not a number where weights are not
-    folder.write_plot(before, losses)
-    folder.close()
-    if not math.isfinite(after):
-        raise diverged(run, f"the validation loss after step {began + len(times)}")
-    progress.begin("sample")
-    done = began + len(times)
-    times = times or [folder.last_dt]  # all steps had been taken
-    since, microbatches = run.config.train.ramp.stage(done - 1)  # speeds are those of one batch, the last
-    warm_up = min(max(WARM_UP, since - began), len(times) - 1)
-    dt = median(times[warm_up:])
-    return Summary(
-        steps=done,
-        epochs=batches.position(done).epochs,
-        interrupted=done < run.config.train.steps,
-        warned=training.warned,
-        saved=saver.saved,
-        validation_before=before,
-        validation_after=after,
-        validation_after_ema=losses.get(VALIDATION_EMA),
-        warm_up=warm_up,
-        dt=dt,
-        tps=replace(job, microbatches=microbatches).tokens / dt,
-        seconds=sum(times),
-        prompt=printable(prompt.decode(errors="replace")),
-        sample=sample(),
-        out=str(run.out),
-        unwritten=folder.unwritten,
-    )
-
-
-def looks(run: TrainingRun, step: StepResult) -> tuple[bool, bool]:
-    """Whether the weights are validated, and sampled from, after a step: not of a run that has diverged, nor before one
-    is saved that was asked to end, and has seconds for it.
+    Raises:
+        UserError: on rank 0, when a step was not.
     """
-    return (False, False) if step.diverged or step.stopping else run.looks(step.metrics["step"])
+    for callback in training.callbacks:
+        callback.on_begin(training)
+    for step in training:
+        for callback in training.callbacks:
+            step.metrics.update(callback.on_metrics(training, step) or {})
+        if step.diverged and training.rank == 0:
+            raise diverged(training.run, step.not_finite)
+        if step.diverged:
+            return False
+    for callback in training.callbacks:
+        callback.on_end(training)
+    return True
+
+
+class RankSetup:
+    """What a rank makes before it trains.
+
+    Args:
+        rank, device: which rank, and where it computes.
+        run: settings.
+
+    Attributes:
+        batches: data.
+        world: all ranks.
+
+    Raises:
+        RuntimeError: when ranks have other programs, data or checkpoints than rank 0.
+    """
+
+    def __init__(self, rank: int, device: torch.device, run: TrainingRun) -> None:
+        self._rank, self._device, self._run = rank, device, run
+        job, corpus, ramp = run.job, run.corpus(), run.config.train.ramp
+        self.batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed, ramp)
+        self._checked = job.checked()
+        others = {count: replace(job, microbatches=count).checked() for count in ramp.counts}
+        self._proofs = others | {job.microbatches: self._checked}
+        for proof in self._proofs.values():
+            agree(proof, corpus.identity, str(run.resume))
+        self.world = RunningWorld.gathered(rank, device, self._checked.program.mesh)
+        self._checkpoint = None if run.resume is None else Checkpoint.open(run.resume)
+        self._groups: Groups = {}
+
+    def shared_folder(self) -> OutputFolder | None:
+        """Make the run's folder on rank 0, and see that all ranks see it.
+
+        Raises:
+            UserError: when it cannot be made, or some rank does not see it.
+        """
+        run, folder = self._run, None
+        if self._rank == 0:
+            room = run.job.model.parameter_count * run.job.numbers.bytes(Kind.WEIGHT)
+            step = self._checkpoint.step if self._checkpoint else 0
+            folder = OutputFolder(run.out, room, since=step if run.again else None)
+        if complaint := unseen(run.out, min(SEEN_WITHIN, run.config.train.timeout / 2)):
+            if folder is not None:
+                folder.abandon()
+            raise UserError(complaint)
+        return folder
+
+    def executors(self) -> dict[int, Executor]:
+        """Make the executors of one state, by number of microbatches; weights are the initial or the saved ones."""
+        run, checked = self._run, self._checked
+        job, train = run.job, run.config.train
+        initial = blank if self._checkpoint else train.init and initial_from(train.init, job.cut)
+        settings = Settings(
+            job.seed,
+            job.numbers,
+            self._device,
+            run.config.optimizer,
+            initial,
+            compile=train.compile,
+            cuda_graph=train.cuda_graph,
+        )
+        needed = self._rank, job.cut, self.batches, settings, backend_of(self._device.type)
+        executor = Executor(checked, *needed, groups=self._groups)
+        if self._checkpoint is not None:
+            self._checkpoint.restore(executor.state)
+        return {
+            count: executor if proof is checked else Executor(proof, *needed, groups=self._groups, of=executor.state)
+            for count, proof in self._proofs.items()
+        }
+
+    def validation(self, executor: Executor) -> Evaluation:
+        """Make the evaluation of an executor's weights on the validation text."""
+        job, batches = self._run.job, self.batches
+        sequences = InOrder(job.micro_batch_size, batches.validation_microbatches, job.microbatches, batches.validation)
+        state = executor.state
+        return Evaluation(job, self._checked, self._rank, self._device, sequences, of=state, groups=self._groups)
+
+    def begin(self, folder: OutputFolder) -> None:
+        """Write what is known of the run before its first step."""
+        run, corpus = self._run, self.batches.corpus
+        record = run.record(corpus, self._checked, self.world)
+        folder.begin(record, run.config.as_toml(), self._checked, run.job.title, corpus.tokenizer)
+        folder.log(run.config.logging, run.config.as_dict())
 
 
 def blank(layer: int, length: int, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,13 @@
 """A training run: what is asked for, what it is on record as, and what it came to."""
 
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# cloudpickle leaves its annotations out.
+
 from __future__ import annotations
 
+import pickle
 import platform
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -25,6 +30,28 @@ WARM_UP = 3
 """First steps that a run's speed leaves out: memory is taken for the first time, and connections are made."""
 
 
+class ByValue:
+    """Objects that are pickled with their classes and functions, so that those of a script or notebook reach the ranks.
+
+    Args:
+        values: the objects.
+    """
+
+    def __init__(self, values: Sequence[Any] = ()) -> None:
+        self.values = values
+
+    def __reduce__(self) -> tuple[Callable[[bytes], ByValue], tuple[bytes]]:
+        if not self.values:
+            return _by_value, (b"",)
+        import cloudpickle
+
+        return _by_value, (cloudpickle.dumps(self.values),)
+
+
+def _by_value(pickled: bytes) -> ByValue:
+    return ByValue(pickle.loads(pickled) if pickled else ())
+
+
 @dataclass(frozen=True)
 class TrainingRun:
     """A training run.
@@ -37,6 +64,7 @@ class TrainingRun:
         peak: FLOP/s of all its devices together, if that is known.
         resume: the checkpoint that it goes on from, if it does.
         again: whether the folder is there, and what is recorded of later steps is cut off.
+        callbacks: observers beside those of every training (`shardlab.train.steps.Callback`).
     """
 
     config: TrainingConfig
@@ -46,6 +74,7 @@ class TrainingRun:
     peak: float | None = None
     resume: Path | None = None
     again: bool = False
+    callbacks: ByValue = field(default_factory=ByValue)
 
     @cached_property
     def job(self) -> Job:
@@ -66,20 +95,16 @@ class TrainingRun:
             plan.passes,
         )
 
-    def looks(self, step: int) -> tuple[bool, bool]:
-        """Whether the weights are validated, and sampled from, after a step; after the last they are in any case."""
-        done, logging = step + 1, self.config.logging
-        if done == self.config.train.steps:
-            return False, False
-        intervals = logging.validate_every, logging.sample_every
-        validates, samples = (every is not None and done % every == 0 for every in intervals)
-        return validates, samples
+    def is_due(self, every: int | None, step: int) -> bool:
+        """Return whether something that is done after every so many steps is done after this one, but for the last."""
+        done = step + 1
+        return every is not None and done % every == 0 and done < self.config.train.steps
 
     def logs(self, step: int) -> bool:
         """Whether a step is put on record: every so many are, the first and the last, and those that are looked at."""
-        done = step + 1
-        regular = done in (1, self.config.train.steps) or done % self.config.logging.log_every == 0
-        return regular or any(self.looks(step))
+        logging = self.config.logging
+        looks = any(self.is_due(every, step) for every in (logging.validate_every, logging.sample_every))
+        return looks or step + 1 in (1, self.config.train.steps) or (step + 1) % logging.log_every == 0
 
     def corpus(self, *, verify: bool = False) -> Corpus:
         """The data in two parts.

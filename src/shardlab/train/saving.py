@@ -32,23 +32,26 @@ from shardlab.train.heartbeat import say
 from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import TrainingRun
 from shardlab.train.saved import CHECKPOINTS
+from shardlab.train.steps import Callback, StepResult, Training
 from shardlab.train.world import versions
 
+WISH = 0.5
+"""Word by which rank 0 asks all ranks to save; other words are numbers of checkpoints."""
 
-class Saver:
-    """Saves a run; all ranks call its methods at the same steps.
+
+class Saver(Callback):
+    """Callback that saves a run; all ranks call its methods at the same steps.
 
     What a rank has written it says in the exchange that every step makes; by it rank 0 knows when all have, and
     completes the checkpoint. There is one in flight at most: the next one waits for it.
 
     Args:
         executor: whose state is saved.
-        run: of whom.
-        batches: what it trains on.
+        run: settings of the run.
+        batches: data of the run.
 
     Attributes:
         saved: the step of the last complete checkpoint, on rank 0.
-        validation_before: the loss before the run's first step, on rank 0.
     """
 
     def __init__(
@@ -67,32 +70,56 @@ class Saver:
         self._number = 0  # of the one in flight, or the last
         self._step = executor.state.step
         self._began = time.monotonic()
+        self._wished = False
+        self._stalls: dict[int, float] = {}  # seconds for which steps stood still
+        self._training: Training | None = None
         self.saved: int | None = executor.state.step or None
-        self.validation_before = math.nan
 
     @property
     def _state(self) -> State:
         return self._executor.state
 
-    def due(self) -> bool:
-        """Whether it is to save now, by the number of the step."""
-        return self._steps is not None and self._state.step % self._steps == 0
+    def on_begin(self, training: Training) -> None:
+        """Note of which training every checkpoint keeps the loss before the first step."""
+        self._training = training
 
-    @property
-    def wish(self) -> bool:
-        """Whether rank 0 wishes to save, by its clock."""
+    def on_step_end(self, training: Training) -> None:
+        """Save, if it is due by the number of the step, or rank 0 has wished for it."""
+        if self._wished or (self._steps is not None and self._state.step % self._steps == 0):
+            self._stalls[self._state.step - 1] = self.save()
+
+    def on_metrics(self, training: Training, step: StepResult) -> dict[str, float]:
+        """Add the seconds for which a step's save stood still; after a run has diverged, drop what was saved later."""
+        number = step.metrics["step"]
+        if step.diverged:
+            self._give_up(number)
+        return {"save_stall": self._stalls.pop(number)} if number in self._stalls else {}
+
+    def on_end(self, training: Training) -> None:
+        """Save the run after its last step, or after the one at which it was interrupted, so that it can go on."""
+        if self._step < self._state.step:
+            self.save()
+        self._end()
+
+    def word(self) -> float:
+        """Tell the number of the checkpoint that this rank has written, negative if it failed; or wish to save."""
         late = self._seconds is not None and time.monotonic() - self._began >= self._seconds
-        return late and self._state.rank == 0 and self._writing is None
+        return WISH if late and self._state.rank == 0 and self._writing is None else self._written
+
+    def on_words(self, words: Sequence[float]) -> None:
+        """Take note of what each rank has told."""
+        if words[0] == WISH:
+            self._wished = True
+        else:
+            self._hear([int(word) for word in words])
 
     @property
-    def told(self) -> int:
-        """What this rank tells the others: the number of the checkpoint that it has written; below zero: it failed."""
+    def _written(self) -> int:
         if self._writing is None or not self._writing.done():
             return 0
         return self._number if self._writing.exception() is None else -self._number
 
-    def hear(self, told: Sequence[int]) -> None:
-        """Take note of what each rank has told."""
+    def _hear(self, told: Sequence[int]) -> None:
         if self._writing is None or any(abs(number) != self._number for number in told):
             return
         error, self._writing = self._writing.exception(), None
@@ -103,7 +130,7 @@ class Saver:
             end = partial(self._complete, documents=self._documents) if whole else self._drop
             self._pool.submit(end, self._step)
 
-    def begin(self) -> float:
+    def save(self) -> float:
         """Copy what this rank keeps, to be written from now on.
 
         Returns:
@@ -114,6 +141,7 @@ class Saver:
         self._snapshot = self._snapshot or Snapshot(self._state)
         taken = self._snapshot.take()
         self._number, self._step, self._began = self._number + 1, self._state.step, time.monotonic()
+        self._wished = False
         if self._state.rank == 0:
             self._documents = {STATE: json.dumps(self._words()), CONFIG: self._run.config.as_toml()}
         note = {"tensors": {name: len(tensor) for name, tensor in taken.items()}, "updates": updates_of(self._state)}
@@ -126,21 +154,15 @@ class Saver:
         if self._writing is not None:
             wait([self._writing])
             told = torch.zeros(self._run.config.plan.ranks, dtype=torch.int64, device=self._state.settings.device)
-            told[self._state.rank] = self.told
+            told[self._state.rank] = self._written
             dist.all_reduce(told)
-            self.hear([int(number) for number in told])
+            self._hear([int(number) for number in told])
 
     def wait(self) -> None:
         """Wait until this rank has nothing more to do for a checkpoint."""
         wait([self._pool.submit(int)])
 
-    def finish(self) -> None:
-        """Save the run after its last step, or after the one at which it was interrupted, so that it can go on."""
-        if self._step < self._state.step:
-            self.begin()
-        self._end()
-
-    def give_up(self, finite: int) -> None:
+    def _give_up(self, finite: int) -> None:
         """The run has diverged, after so many steps that were finite: what was saved later is dropped."""
         if self._writing is not None and self._step > finite:
             wait([self._writing])
@@ -195,6 +217,7 @@ class Saver:
         """All of a run that is no tensor. Random numbers are functions of the seed, the step and the place."""
         state, position = self._state, self._batches.position(self._state.step)
         identity = self._batches.corpus.identity
+        before = math.nan if self._training is None else self._training.validation_before
         return {
             "step": state.step,
             "loss_scale": [state.loss_scale.scale, state.loss_scale.calm],
@@ -203,7 +226,7 @@ class Saver:
                 "epochs": position.epochs,
                 "identity": identity,
             },
-            "validation_before": self.validation_before if math.isfinite(self.validation_before) else None,
+            "validation_before": before if math.isfinite(before) else None,
             "program": self._fingerprint(state.checked.program),
             **self._fixed,
         }

@@ -1,4 +1,4 @@
-"""One rank's optimizer steps, and what all ranks learn of each while the next one runs."""
+"""One rank's optimizer steps, and the callbacks that observe them."""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -7,30 +7,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.compute_clock import ComputeClock
 from shardlab.execute.state import State
 from shardlab.models.tensors.tokens import sent_to
 from shardlab.program import UserError
 from shardlab.program.duration import TICK
 from shardlab.rules.pieces import listed
-from shardlab.train.figures import SPREAD, bits_per_byte, memory_of, speeds, spreads
+from shardlab.train.figures import SPREAD, bits_per_byte, bytes_per_token, memory_of, speeds, spreads
 from shardlab.train.interrupt import GRACE, WARNED_GRACE, StopRequest
-from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import TrainingRun
 from shardlab.train.saved import saved_in
-from shardlab.train.saving import Saver
+
+if TYPE_CHECKING:
+    from shardlab.data import Corpus
+    from shardlab.train.data import Batches
+    from shardlab.train.progress import TrainingProgress
 
 
 class Stepping(Protocol):
-    """An executor, or what stands around one."""
+    """Executor of a rank's steps, which also measures them."""
 
     @property
     def state(self) -> State:
@@ -41,6 +43,49 @@ class Stepping(Protocol):
         """Run a step as `Executor.step` does."""
         ...
 
+    def read(self) -> tuple[float, float]:
+        """Return the seconds of forward and backward passes since the last reading."""
+        ...
+
+
+class Callback:
+    """Observer of a training, on every rank of it.
+
+    Every rank has a copy of each callback, and calls their methods in the same order at the same steps, so that a
+    method may communicate. While all ranks learn the figures of a step, the next step runs already.
+    """
+
+    def on_begin(self, training: Training) -> None:
+        """The first step comes next."""
+
+    def on_step_end(self, training: Training) -> None:
+        """This rank has taken a step. Its weights are those after the step; its figures are not known yet."""
+
+    def needs_weights(self, step: int) -> bool:
+        """Return whether `on_metrics` reads the weights after a step; the next step then waits for it.
+
+        Args:
+            step: counted from 0.
+        """
+        return False
+
+    def on_metrics(self, training: Training, step: StepResult) -> Mapping[str, float] | None:
+        """All ranks know the figures of a step.
+
+        Returns:
+            Further figures of the step. Those of rank 0 are recorded, shown and logged with the others.
+        """
+
+    def on_end(self, training: Training) -> None:
+        """The last step has been taken, or the training was asked to end; it has not diverged."""
+
+    def word(self) -> float:
+        """Return a number that all ranks get to know with the figures of the step that has just been taken."""
+        return 0.0
+
+    def on_words(self, words: Sequence[float]) -> None:
+        """Each rank's number of a step is known, by rank."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -50,65 +95,106 @@ class StepResult:
         metrics: number, loss in nats per token, and the rest of a line of metrics.jsonl.
         stopping: whether a rank was asked to stop.
         diverged: ranks that reported a loss or gradient that is not finite, if that stops the run.
-        saving: whether rank 0 wishes to save.
         not_finite: what is not finite, in which step and on which ranks; nothing if all is.
     """
 
     metrics: dict[str, Any]
     stopping: bool
     diverged: list[int]
-    saving: bool
     not_finite: str = ""
 
 
-class TrainingSteps:
-    """One rank's optimizer steps.
+class Training:
+    """One rank's training: its optimizer steps, and the callbacks that observe them.
 
     Args:
-        executor: of the rank's tape or tapes, perhaps traced or audited.
-        clock: of its forward and backward passes.
-        run: what is asked for.
+        executor: of the rank's tape or tapes, perhaps traced.
+        run: settings.
         stop: whether this rank is asked to stop.
-        saver: saves the run.
-        bytes_per_token: of the text.
+        batches: data.
+        callbacks: observers, in the order in which they are called.
+        display: progress display of rank 0; None on the other ranks.
+
+    Attributes:
+        run, batches, callbacks: as above.
+        validation_before: validation loss before the first step, in nats per token.
     """
 
     def __init__(
         self,
         executor: Stepping,
-        clock: ComputeClock | RampedExecutor,
         run: TrainingRun,
         stop: StopRequest,
-        saver: Saver,
-        bytes_per_token: float,
+        batches: Batches,
+        callbacks: Sequence[Callback] = (),
+        display: TrainingProgress | None = None,
     ) -> None:
+        self.run, self.batches, self.callbacks = run, batches, callbacks
+        self.validation_before = math.nan
         self._executor = executor
-        self._clock = clock
-        self._run = run
         self._stop = stop
-        self._saver = saver
-        self._stalls: dict[int, float] = {}
-        self._bytes_per_token = bytes_per_token
+        self._display = display
+        self._bytes_per_token = bytes_per_token(batches.corpus)
         self._ended = 0.0
+
+    @property
+    def state(self) -> State:
+        """This rank's tensors: weights, optimizer states, number of the next step."""
+        return self._executor.state
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.state.rank
+
+    @property
+    def corpus(self) -> Corpus:
+        """Training and validation text, and its tokenizer."""
+        return self.batches.corpus
 
     @property
     def warned(self) -> bool:
         """Whether a rank has had a scheduler's warning."""
         return self._stop.warned
 
+    @property
+    def stopping(self) -> bool:
+        """Whether this rank was asked to end."""
+        return self._stop.asked
+
+    def stop(self) -> None:
+        """Ask all ranks to end after the next step or the one after it; the run is saved, and can be resumed."""
+        self._stop.asked = True
+
+    def say(self, text: str) -> None:
+        """Print a text on rank 0, above the progress display."""
+        if self._display is not None:
+            self._display.say(text)
+
+    def begin(self, what: str) -> None:
+        """Show on rank 0 what is under way beside steps."""
+        if self._display is not None:
+            self._display.begin(what)
+
+    def show_validation(self, losses: Mapping[str, float]) -> None:
+        """Show validation losses on rank 0."""
+        if self._display is not None:
+            self._display.validated(losses)
+
     def __iter__(self) -> Iterator[StepResult]:
         """Train, giving each step while the next one runs; the same steps on every rank.
 
-        A step after which the weights are looked at is given before the next one runs, and all ranks wait for the look
-        to end. The last step given is the run's last, or the first that diverged, or the one after a rank wished to
-        stop.
+        A step after which a callback needs the weights is given before the next one runs, and all ranks wait until
+        the callbacks have seen it. The last step given is the run's last, or the first that diverged, or the one
+        after a rank wished to stop.
         """
         summing: tuple[int, Tensor, dist.Work] | None = None
-        found: StepResult | None = None
         self._begin()
-        for step in range(self._executor.state.step, self._run.config.train.steps):
+        for step in range(self.state.step, self.run.config.train.steps):
             ran = (step, *self._step())
             before, summing = summing, ran
+            for callback in self.callbacks:
+                callback.on_step_end(self)
             if before is not None:
                 found = self._summed(*before)
                 if found.diverged:
@@ -118,21 +204,14 @@ class TrainingSteps:
                     return
                 if found.stopping:
                     break
-            if self._saver.due() or (before is not None and found is not None and found.saving):
-                self._stalls[step] = self._saver.begin()
-            if any(self._run.looks(step)):
+            if any(callback.needs_weights(step) for callback in self.callbacks):
                 found, summing = self._summed(*ran), None
                 yield found
-                if found.diverged:
+                if found.diverged or found.stopping:
                     return
-                if found.stopping:
-                    break
                 self._begin()
         if summing is not None:
-            found = self._summed(*summing)
-            yield found
-        if found is None or not found.diverged:
-            self._saver.finish()
+            yield self._summed(*summing)
 
     def _begin(self) -> None:
         """Rank 0 may have been at work: no rank's time counts before all are there."""
@@ -143,27 +222,28 @@ class TrainingSteps:
         """One step, and the sum over the ranks that has it all.
 
         That is the loss, the wish to stop, and for each rank what is not finite, the gradient's norm if it knows it,
-        and its own figures.
+        its own figures, and the words of its callbacks.
         """
         loss = self._executor.step()
-        state = self._executor.state
+        state = self.state
         device, rank = state.settings.device, state.rank
-        own = [*self._clock.read(), memory_of(device)]
+        own = [*self._executor.read(), memory_of(device)]
         began, self._ended = self._ended, time.perf_counter()
-        flags = torch.zeros(3 + len(SPREAD), self._run.config.plan.ranks, dtype=loss.dtype)
-        told = [_flag(loss, state), self._saver.told, state.squared_norm]
-        flags[:, rank] = torch.tensor([*told, max(self._ended - began, TICK), *own])
-        wishes = torch.tensor([self._stop.asked, self._stop.warned, self._saver.wish], dtype=loss.dtype)
+        words = [callback.word() for callback in self.callbacks]
+        flags = torch.zeros(2 + len(SPREAD) + len(words), self.run.config.plan.ranks, dtype=loss.dtype)
+        found = [_flag(loss, state), state.squared_norm, max(self._ended - began, TICK), *own, *words]
+        flags[:, rank] = torch.tensor(found)
+        wishes = torch.tensor([self._stop.asked, self._stop.warned], dtype=loss.dtype)
         sums = torch.cat([loss, *(sent_to(device, each) for each in (wishes, flags.flatten()))])
         return sums, cast(dist.Work, dist.all_reduce(sums, async_op=True))
 
     def _summed(self, step: int, sums: Tensor, work: dist.Work) -> StepResult:
         work.wait()
-        run, sums = self._run, sums.cpu()
-        total, tokens, stopping, warned, saving = (float(figure) for figure in sums[:5])
-        diverged, written, norms, *figures = sums[5:].view(-1, run.config.plan.ranks)
+        run, sums = self.run, sums.cpu()
+        total, tokens, stopping, warned = (float(figure) for figure in sums[:4])
+        diverged, norms, *rows = sums[4:].view(-1, run.config.plan.ranks)
         known = norms[~norms.isnan()]
-        spread = spreads(torch.stack(figures))
+        spread = spreads(torch.stack(rows[: len(SPREAD)]))
         job, loss = run.job, total / max(1.0, tokens)
         sequences = run.config.train.ramp.microbatches(step) * job.micro_batch_size
         metrics = {
@@ -175,18 +255,16 @@ class TrainingSteps:
             **spread,
             **speeds(job.model, sequences, spread["dt"], job.ranks, run.peak),
         }
-        if step in self._stalls:
-            metrics["save_stall"] = self._stalls.pop(step)
         flags = [int(flag) for flag in diverged]
         stops = run.config.train.non_finite == "stop"
         what = _not_finite(flags, step, run) if any(flags) else ""
-        self._saver.hear([int(number) for number in written])
-        if stopped := [rank for rank, flag in enumerate(flags) if flag and stops]:
-            self._saver.give_up(step)
+        for callback, words in zip(self.callbacks, rows[len(SPREAD) :], strict=True):
+            callback.on_words([float(word) for word in words])
         if stopping:
             grace = WARNED_GRACE if warned else GRACE
             self._stop.ask(grace)  # also where another rank was asked: the rest has to end in time on each
-        return StepResult(metrics, stopping > 0, stopped, saving > 0, what)
+        stopped = [rank for rank, flag in enumerate(flags) if flag and stops]
+        return StepResult(metrics, stopping > 0, stopped, what)
 
 
 def diverged(run: TrainingRun, what: str) -> UserError:
