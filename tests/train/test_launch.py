@@ -102,15 +102,24 @@ LAUNCHERS: dict[str, Environment] = {
         "SLURM_PROCID": str(rank),
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1",  # a login node, on which no rank runs
         "MASTER_PORT": port,
     },
     "Open MPI": lambda rank, port: {
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": "2",
         "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
         "MASTER_PORT": port,
     },
-    "MPICH": lambda rank, port: {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MASTER_PORT": port},
+    "MPICH": lambda rank, port: {
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": "2",
+        "MPI_LOCALRANKID": str(rank),
+        "MPI_LOCALNRANKS": "2",
+        "MASTER_PORT": port,
+    },
 }
 
 
@@ -137,7 +146,7 @@ def test_torchrun_itself_can_start_the_training_command(warm: WarmStarts, tmp_pa
 
 
 def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"2 ranks were asked for.*3 processes.*--ranks 3"):
         run_ranks(2, jobs.sum_of_ranks, 5)
@@ -174,8 +183,8 @@ def test_gpus_are_used_where_there_is_one_for_each_process(monkeypatch: pytest.M
 
 def test_a_launchers_rank_without_a_gpu_is_refused_where_others_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "gpu_count", lambda: 2)
-    for name, number in (("RANK", 7), ("WORLD_SIZE", 8), ("LOCAL_RANK", 3)):
-        monkeypatch.setenv(name, str(number))
+    for name, value in {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "n1"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(launch.UserError, match="rank 7 is number 3 on its host, whose GPUs are numbers 0 to 1"):
         launch.pick_device()
     monkeypatch.setenv("LOCAL_RANK", "1")
