@@ -7,6 +7,7 @@ import math
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def test_a_launchers_ranks_take_the_plan_that_the_first_of_them_has_chosen(
     class Meeting:
         rank = 0
 
-        def __init__(self, world: object) -> None: ...
+        def __init__(self, world: object, timeout: timedelta) -> None:
+            assert timeout == timedelta(minutes=10), "the run's --timeout"
 
         def all(self, act: Callable[[], str]) -> str:
             return act()

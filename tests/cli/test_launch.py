@@ -113,10 +113,16 @@ def test_a_signal_reaches_every_rank() -> None:
     assert process.returncode == 0  # they ended well
 
 
+OMPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+
+
 @pytest.mark.parametrize(
     "variables",
     [
-        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+        {
+            f"OMPI_COMM_WORLD_{name}": "12"[name.endswith("SIZE")]
+            for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        },
         {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_SIZE": "2"},
         {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2"},
     ],
@@ -143,7 +149,7 @@ def test_what_cannot_be_launched_is_one_sentence(words: str, said: str, capsys: 
 
 
 def test_a_launchers_world_has_its_own_size(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert main(["launch", "--ranks", "3", "--", "true"]) == 2
     assert "--ranks is 3, but torchrun started 2; leave out --ranks" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,7 @@ def test_a_launchers_ranks_take_what_the_first_of_them_has_chosen(monkeypatch: p
     class Meeting:
         rank = 1
 
-        def __init__(self, world: object) -> None: ...
+        def __init__(self, world: object, timeout: timedelta) -> None: ...
 
         def all(self, act: Callable[[], str]) -> str:
             return act()

@@ -18,6 +18,7 @@ from shardlab.cli import main
 from shardlab.execute.gpus import has_driver
 from shardlab.train.job import Job
 from shardlab.train.verdict import SMALL_NORM, Verdict
+from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 from tests.support.warm import WarmStarts
 
@@ -228,3 +229,17 @@ def test_what_is_no_file_is_refused_before_torch_is_imported(tmp_path: Path) -> 
     ended = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert ended.stdout.split() == ["2", "False"]
     assert "fifo is a pipe, but text is read from random places" in ended.stderr
+
+
+@pytest.mark.parametrize("words", ["--timeout 0.3s", "--timeout 0.3s --resume auto", "--config given.toml"])
+def test_a_rank_whose_others_do_not_come_waits_no_longer_than_asked(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    (tmp_path / "given.toml").write_text("[train]\ntimeout = 0.3\n")
+    monkeypatch.chdir(tmp_path)
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**place, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--strategy", "ddp", "--hidden-size", "16", "--out", "run", *words.split()]) == 2
+    assert "shardlab: rank 0 of 2 waited 0.3 s for rank 1 at 127.0.0.1:" in capsys.readouterr().err
+    assert not Path("run").exists()

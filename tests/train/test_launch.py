@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -102,15 +103,24 @@ LAUNCHERS: dict[str, Environment] = {
         "SLURM_PROCID": str(rank),
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1",  # a login node, on which no rank runs
         "MASTER_PORT": port,
     },
     "Open MPI": lambda rank, port: {
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": "2",
         "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
         "MASTER_PORT": port,
     },
-    "MPICH": lambda rank, port: {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MASTER_PORT": port},
+    "MPICH": lambda rank, port: {
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": "2",
+        "MPI_LOCALRANKID": str(rank),
+        "MPI_LOCALNRANKS": "2",
+        "MASTER_PORT": port,
+    },
 }
 
 
@@ -137,7 +147,7 @@ def test_torchrun_itself_can_start_the_training_command(warm: WarmStarts, tmp_pa
 
 
 def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"2 ranks were asked for.*3 processes.*--ranks 3"):
         run_ranks(2, jobs.sum_of_ranks, 5)
@@ -174,12 +184,39 @@ def test_gpus_are_used_where_there_is_one_for_each_process(monkeypatch: pytest.M
 
 def test_a_launchers_rank_without_a_gpu_is_refused_where_others_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "gpu_count", lambda: 2)
-    for name, number in (("RANK", 7), ("WORLD_SIZE", 8), ("LOCAL_RANK", 3)):
-        monkeypatch.setenv(name, str(number))
-    with pytest.raises(launch.UserError, match="rank 7 is number 3 on its host, whose GPUs are numbers 0 to 1"):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "n1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="rank 7 is number 3 of 4 on its host and sees 2 GPUs"):
         launch.pick_device()
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert launch.pick_device() == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="rank 7 is number 1 of 4 on its host"):
+        launch.pick_device()  # all of them are, not those alone whose number no GPU has
+
+
+def test_a_rank_that_is_shown_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "gpu_count", lambda: 1)
+    for name, value in {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "n1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as srun --gpus-per-task=1 does
+    assert launch.pick_device() == torch.device("cuda", 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(UserError, match=r"sees 1 GPU \(CUDA_VISIBLE_DEVICES is not set\); start one rank for each GPU"):
+        launch.pick_device()
+
+
+def test_two_ranks_of_a_host_on_one_gpu_are_refused_when_they_meet() -> None:
+    places = [
+        json.dumps(place) for place in (("cuda", "n1", "GPU-a"), ("cuda", "n2", "GPU-a"), ("cuda", "n1", "GPU-b"))
+    ]
+    launch.require_own_devices(places)
+    launch.require_own_devices([json.dumps(("cpu", "n1", ""))] * 3)
+    with pytest.raises(UserError, match="ranks 1 and 3 compute on the same GPU of n2; show each rank one of its own"):
+        launch.require_own_devices([*places, places[1]])
+    with pytest.raises(UserError, match=r"different kinds of device: rank 0 \(n1\) on cuda and rank 3 \(n3\) on cpu"):
+        launch.require_own_devices([*places, json.dumps(("cpu", "n3", ""))])
 
 
 def own_device(_: int, device: torch.device) -> torch.device:

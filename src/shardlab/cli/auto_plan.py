@@ -67,7 +67,7 @@ def planned_here(
         raise UserError("--plan auto chooses the microbatches of one batch, and a batch ramp has several; give a plan")
     measure = measure and not (config.train.compile or config.train.cuda_graph)
     choose = partial(_choice, layout, config, ranks, measure=measure, tell=tell)
-    told = json.loads(of_first_rank(choose))
+    told = json.loads(of_first_rank(choose, config.train.timeout))
     found: list[PlannedRun] = []
     for words in told["plans"]:
         entry = planned_entry(replace(Plan.from_dict(words["plan"]), passes=passes), "auto")

@@ -6,7 +6,6 @@ import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -62,7 +61,7 @@ class Doctor:
         from shardlab.doctor.links import world_facts
         from shardlab.doctor.world_checks import all_findings
         from shardlab.execute.gpus import gpu_count
-        from shardlab.train.launch import Joining, ranks_here, run_ranks
+        from shardlab.train.launch import Joining, ranks_here, run_ranks, start_limit
         from shardlab.train.launch_environment import find_launch_environment
 
         place, launched, world = None, True, None
@@ -72,7 +71,8 @@ class Doctor:
             launched = place is not None and place.world > 1
             here = (place.local_rank, place.local_world) if place is not None and launched else (None, None)
             ranks = ranks_here(self.ranks or gpu_count() or 2)
-            joining = Joining(timeout=timedelta(seconds=self.timeout))
+            limit = start_limit(self.timeout)
+            joining = Joining(timeout=limit, start=limit)
             world = run_ranks(ranks, world_facts, *here, joining=joining)
         except Exception as error:  # whatever torch says of a network
             first = place.rank if place is not None and launched else 0

@@ -33,7 +33,12 @@ setting is made in any case."""
 
 
 def settled_here(
-    entry: StrategyEntry, job: Job, *, counts: Collection[int] = (), lenient: bool = False
+    entry: StrategyEntry,
+    job: Job,
+    *,
+    counts: Collection[int] = (),
+    lenient: bool = False,
+    timeout: float | None = None,
 ) -> StrategyEntry:
     """The strategy with the setting of each of its passes, so that all ranks and a repeated run rewrite it alike.
 
@@ -46,12 +51,13 @@ def settled_here(
         job: what is run, with the strategy's passes or without.
         counts: other numbers of microbatches that steps have as well, which take the same passes.
         lenient: leave passes out that are named and have nothing to do, as where an earlier start has settled them.
+        timeout: seconds in which a launcher's ranks meet (None: those of `JOINING`).
 
     Raises:
         UserError: when a launcher's ranks do not meet.
     """
     choose = partial(_choice, entry, job, [each for each in counts if each != job.microbatches], lenient)
-    return entry.rewritten(job.ranks, of_first_rank(choose))
+    return entry.rewritten(job.ranks, of_first_rank(choose, timeout))
 
 
 def unsettled_run(entry: StrategyEntry, config: TrainingConfig) -> TrainingConfig:
@@ -71,7 +77,8 @@ def settled_run(
     """
     plan = run.config.plan
     named_now = origin(sources, "plan", "passes") == "flags" or "plan" in merged(sources, "plan")
-    entry = settled_here(entry, run.job, counts=run.config.train.ramp.counts, lenient=not named_now)
+    train = run.config.train
+    entry = settled_here(entry, run.job, counts=train.ramp.counts, lenient=not named_now, timeout=train.timeout)
     passes = entry.passes_on(plan.ranks)
     if passes != (merged(sources, "plan").get("passes") or "none"):
         sources.append(ConfigSource("chosen", {"plan": {"passes": passes}}))

@@ -82,7 +82,7 @@ def fastest(planned: PlannedRuns, run: TrainingRun, prove: Prove, joining: Joini
     jobs: list[Job] = []
     running: list[PlannedRun] = []
     for each in planned.runs:
-        entry = settled_here(each.entry, replace(run, config=each.config).job)
+        entry = settled_here(each.entry, replace(run, config=each.config).job, timeout=run.config.train.timeout)
         plan = replace(each.config.plan, strategy=entry.for_job(each.config.plan.ranks), passes=entry.passes)
         its = replace(run, config=replace(each.config, plan=plan))
         with suppress(UserError, Refused):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import sys
@@ -175,12 +174,12 @@ class Train:
     @property
     def _limit(self) -> timedelta:
         """Time in which the ranks of a launcher's world meet before the run's settings are known."""
-        from shardlab.train.launch import JOINING, limit_of
+        from shardlab.train.launch import JOINING, start_limit
 
-        timeout = self.settings.given()["train"].get("timeout")
-        if not isinstance(timeout, float) or not 0 < timeout < math.inf:  # which is refused later
-            return JOINING.timeout
-        return limit_of(timeout)
+        sources = self._sources() if self.resume is None else [preset("default"), self._flags()]
+        timeout = merged(sources, "train")["timeout"]
+        usable = isinstance(timeout, float) and timeout > 0  # or else it is refused later
+        return start_limit(timeout) if usable else JOINING.start
 
     def _sources_again(self, resumed: Resumed, launched: int | None) -> list[ConfigSource]:
         """Where the settings of a run that is resumed come from: its checkpoint, and flags."""
@@ -259,7 +258,7 @@ class Train:
         from shardlab.cli.ranks import failures_as_exit, lines_of, refuse_restart, tell_interrupted
         from shardlab.faults import Watching
         from shardlab.train.history import WARNED, note_end, record_in
-        from shardlab.train.launch import Joining, Named, limit_of, run_ranks
+        from shardlab.train.launch import Joining, Named, limit_of, run_ranks, start_limit
         from shardlab.train.loggers import require_loggers
         from shardlab.train.report import write_report
         from shardlab.train.run import Summary, TrainingRun
@@ -286,7 +285,8 @@ class Train:
             resumed.want_same_data(corpus.identity)
         if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
             raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
-        joining = Joining(self.bind, limit_of(config.train.timeout), config.train.compile)
+        timeout = config.train.timeout
+        joining = Joining(self.bind, limit_of(timeout), start_limit(timeout), config.train.compile)
         if planned is not None and len(planned.runs) > 1:
             heartbeat.doing = "plans in turns"
             fast = fastest(planned, run, self._proved, joining, tell=first and not self.json)

@@ -43,11 +43,12 @@ class Address(NamedTuple):
     size: int = 0
 
 
-def connect_neighbours(limit: timedelta, *, shares: bool = True) -> None:
+def connect_neighbours(limit: timedelta, later: timedelta | None = None, *, shares: bool = True) -> None:
     """Find this rank's neighbours; every rank of the default process group calls this.
 
     Args:
-        limit: how long is waited for them now, and for each letter later.
+        limit: how long is waited for them now.
+        later: how long is waited for each letter later (None: as long).
         shares: whether this rank may have any: what it shares counts where a process's memory is limited.
     """
     Neighbours.part()
@@ -70,7 +71,7 @@ def connect_neighbours(limit: timedelta, *, shares: bool = True) -> None:
         memories = {other: SharedMemory(others[other].size, world, file) for other, file in files.items()}
         for file in (outbox.file, *files.values()):
             os.close(file)  # what is mapped stays
-        Neighbours.here = Neighbours(rank, outbox, sockets, memories, limit)
+        Neighbours.here = Neighbours(rank, outbox, sockets, memories, later or limit)
 
 
 def _host() -> str:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import ClassVar
 
 SILENCE = 9.0
 """Seconds without a line after which one says what is under way."""
@@ -45,11 +46,16 @@ class Heartbeat:
         with self._changed:
             self._print(line)
 
+    active: ClassVar[Heartbeat | None] = None
+    """The one that is inside `with`, which is silent for a while after each line of `say_waiting`."""
+
     def __enter__(self) -> Heartbeat:
         self._thread.start()
+        Heartbeat.active = self
         return self
 
     def __exit__(self, *_: object) -> None:
+        Heartbeat.active = None
         with self._changed:
             self._ended = True
             self._changed.notify()
@@ -67,6 +73,11 @@ class Heartbeat:
     def _print(self, line: str) -> None:
         say(line)
         self._printed = time.monotonic()
+
+
+def say_waiting(line: str) -> None:
+    """Print a line on what this process waits for, which is a sign of life as well."""
+    (say if Heartbeat.active is None else Heartbeat.active.say)(line)
 
 
 def say(line: str) -> None:

@@ -6,22 +6,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from shardlab.execute.gpus import gpu_count
 from shardlab.faults import Watching
 from shardlab.faults.watch import START
 from shardlab.faults.watchdog import Watchdog
 from shardlab.program import UserError
+from shardlab.rules.pieces import counted
 from shardlab.train.binding import bind, dealt, usable_cpus
 from shardlab.train.heap import memory_limit, set_heap
 from shardlab.train.interrupt import end_with_starter
-from shardlab.train.launch_environment import LaunchEnvironment, find_launch_environment, may_restart
+from shardlab.train.launch_environment import LOOPBACK, LaunchEnvironment, find_launch_environment, may_restart
 from shardlab.train.meeting import meeting_file
 from shardlab.train.out_of_memory import is_out_of_memory, out_of_memory
 from shardlab.train.processes import RankFailed, is_lost, run_processes
@@ -55,13 +59,15 @@ class Joining:
 
     Attributes:
         bound: each gets CPUs of its own.
-        timeout: after which a rank that waits for another fails, also at the start.
+        timeout: after which a rank that waits for another fails.
+        start: the same until all have met and are connected, where a launcher has started them.
         dynamo: torch._dynamo is imported once, for all ranks that are started here; torch.compile and the classes of
             torch.optim need it.
     """
 
     bound: bool = False
     timeout: timedelta = timedelta(minutes=30)  # torch's own
+    start: timedelta = timedelta(minutes=30)
     dynamo: bool = False
 
 
@@ -97,15 +103,28 @@ def device_type(ranks: int) -> str:
     return pick_device(ranks).type if gpu_count() else "cpu"
 
 
+ONE_GPU = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables by which a launcher gives each of its ranks a GPU of its own, as `srun --gpus-per-task=1` does."""
+
+
 def _launched_device(environment: LaunchEnvironment) -> torch.device:
-    """The device of a launcher's rank: nobody tells it how many ranks its host has."""
+    """The device of a launcher's rank: the only GPU that it is shown, or the one with its number on the host.
+
+    Raises:
+        UserError: when there are fewer than one for each rank of the host.
+    """
     gpus, local_rank = gpu_count(), environment.local_rank
-    if 0 < gpus <= local_rank:
+    ranks = environment.local_world or local_rank + 1
+    shown = next((f"{name} is {os.environ[name]!r}" for name in ONE_GPU if name in os.environ), "")
+    if gpus == 1 and shown:
+        return device_of(0, 1)  # that no other rank has the same is seen when they meet
+    if 0 < gpus < ranks:
         raise UserError(
-            f"rank {environment.rank} is number {local_rank} on its host, whose GPUs are numbers 0 to {gpus - 1}; "
-            "start one rank for each GPU, or hide GPUs by CUDA_VISIBLE_DEVICES= to compute on the CPU"
+            f"rank {environment.rank} is number {local_rank} of {ranks} on its host and sees {counted(gpus, 'GPU')} "
+            f"({shown or 'CUDA_VISIBLE_DEVICES is not set'}); start one rank for each GPU, or show each rank one of "
+            "its own (srun --gpus-per-task=1), or hide them all by CUDA_VISIBLE_DEVICES= to compute on the CPU"
         )
-    return device_of(local_rank, local_rank + 1)
+    return device_of(local_rank, ranks)
 
 
 def ranks_here(otherwise: int) -> int:
@@ -151,18 +170,64 @@ def run_ranks(
             f"{ranks} ranks were asked for, but the launcher started {environment.world} processes; "
             f"give --ranks {environment.world}"
         )
-    from shardlab.train.stores import ended_by_ctrl_c, store_of
+    import torch.distributed as dist
+
+    from shardlab.train.stores import Together, ended_by_ctrl_c, store_of
 
     if _elastic():
         end_with_starter(_others_go_on())  # a launcher that was killed has ended nobody
-    store = store_of(environment, joining.timeout)
     device = _launched_device(environment)
+    if environment.world > 1:
+        require_own_devices(Together(environment, joining.start).exchange(_place_of(device)))
     with ended_by_ctrl_c():
-        _meet(environment, device, store, joining)
-    if watching is None:
+        try:
+            _meet(environment, device, store_of(environment, joining.start), joining, joining.start)
+        except (RuntimeError, OSError) as error:
+            raise UserError(
+                f"rank {environment.rank} of {environment.world} could not connect to the others "
+                f"({str(error).splitlines()[0]}); look at what they have printed"
+            ) from error
+    watched = contextlib.nullcontext()
+    if watching is not None:
+        watched = Watchdog(environment.rank, watching, _gathered, RankFailed, is_lost, UserError)
+    if joining.start != joining.timeout:
+        dist.distributed_c10d._set_pg_timeout(joining.timeout)  # pyright: ignore[reportPrivateUsage]
+    with watched:
         return _call(environment.rank, device, function, *arguments)
-    with Watchdog(environment.rank, watching, _gathered, RankFailed, is_lost, UserError):
-        return _call(environment.rank, device, function, *arguments)
+
+
+def _place_of(device: torch.device) -> str:
+    """What tells a rank's device from those of others, as JSON: its type, the host, and the GPU if it is one."""
+    import torch
+
+    found: Any = cast(Any, torch.cuda).get_device_properties(device) if device.type == "cuda" else None
+    gpu = "" if found is None else str(getattr(found, "uuid", ""))
+    slices = any("MIG" in os.environ.get(name, "") for name in ONE_GPU)  # of a GPU, which may have its identity
+    return json.dumps((device.type, socket.gethostname(), "" if slices else gpu))
+
+
+def require_own_devices(places: Sequence[str]) -> None:
+    """Refuse ranks on devices of several types, which would wait in different backends, and several on one GPU.
+
+    Raises:
+        UserError: naming the ranks.
+    """
+    seen: dict[str, int] = {}
+    kinds: dict[str, tuple[int, str]] = {}
+    for rank, place in enumerate(places):
+        kind, host, gpu = json.loads(place)
+        kinds.setdefault(kind, (rank, host))
+        if gpu and (first := seen.setdefault(place, rank)) != rank:
+            raise UserError(
+                f"ranks {first} and {rank} compute on the same GPU of {host}; show each rank one of its own by "
+                "CUDA_VISIBLE_DEVICES (srun --gpus-per-task=1), or show all GPUs to all ranks"
+            )
+    if len(kinds) > 1:
+        found = " and ".join(f"rank {rank} ({host}) on {kind}" for kind, (rank, host) in kinds.items())
+        raise UserError(
+            f"the ranks compute on different kinds of device: {found}; see why GPUs are missing there (shardlab "
+            "doctor), or hide them all by CUDA_VISIBLE_DEVICES="
+        )
 
 
 def _gathered(mine: tuple[str, str]) -> list[tuple[str, str]]:
@@ -183,9 +248,18 @@ def _start_local(
         return run_processes(ranks, preload, _started, *meeting, function, *arguments, watching=watching)
 
 
+LONGEST = 1e8
+"""Seconds of a wait at most, three years: torch counts in nanoseconds from its own beginning."""
+
+
+def start_limit(timeout: float) -> timedelta:
+    """Time in which a launcher's ranks meet: the seconds in which every rank gets on."""
+    return timedelta(seconds=min(timeout, LONGEST))
+
+
 def limit_of(timeout: float) -> timedelta:
     """Time after which torch itself gives a communication up: late, for the watch is to say first what hangs."""
-    return timedelta(seconds=timeout + 2 * START)
+    return start_limit(timeout + 2 * START)
 
 
 def _started(
@@ -195,12 +269,15 @@ def _started(
     import torch.distributed as dist
 
     device = device_of(rank, world)
-    _meet(LaunchEnvironment(rank, world, rank, "127.0.0.1", 0, world), device, dist.FileStore(store), joining)
+    here = LaunchEnvironment(rank, world, rank, LOOPBACK, 0, world)
+    _meet(here, device, dist.FileStore(store), joining, joining.timeout)
     return _call(rank, device, function, *arguments)
 
 
-def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Store, joining: Joining) -> None:
-    """Join the world that meets at a store, with this rank's device."""
+def _meet(
+    environment: LaunchEnvironment, device: torch.device, store: dist.Store, joining: Joining, limit: timedelta
+) -> None:
+    """Join the world that meets at a store, with this rank's device, within a limit."""
     import torch
     import torch.distributed as dist
 
@@ -217,7 +294,7 @@ def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Stor
     dist.init_process_group(
         backend_of(device.type),
         store=store,
-        timeout=joining.timeout,
+        timeout=limit,
         rank=environment.rank,
         world_size=environment.world,
         # NCCL's communicator is made at once and carries all messages, as the check assumes (ChannelModel.QUEUED).
@@ -225,7 +302,7 @@ def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Stor
     )
     if device.type == "cpu":
         # Here all meet, too: gloo returns where this rank is connected; others, if it left then, could not be.
-        connect_neighbours(joining.timeout, shares=memory_limit() is None)
+        connect_neighbours(limit, joining.timeout, shares=memory_limit() is None)
 
 
 def _call(rank: int, device: torch.device, function: Callable[..., Result], *arguments: Any) -> Result:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import os
-import re
+import secrets
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import overload
 
 from shardlab.program import UserError
+from shardlab.train.launchers import Fact, Told, from_torchrun, innermost, number
+
+LOOPBACK = "127.0.0.1"
+
+PORT = 29500
+"""Where ranks meet that nobody has given a port, as under torchrun."""
+
+REACHED = 5.0
+"""Seconds in which rank 0 reaches itself at the address that the others know."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,12 @@ class LaunchEnvironment:
     port: int
     local_world: int | None = None
 
+    @property
+    def where(self) -> str:
+        """Where the processes meet."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{self.port}"
+
     def variables(self) -> dict[str, str]:
         """The world as torch.distributed's `env://` reads it, and every script that torchrun can start."""
         local = {} if self.local_world is None else {"LOCAL_WORLD_SIZE": str(self.local_world)}
@@ -43,99 +61,245 @@ class LaunchEnvironment:
         }
 
 
-_OMPI = "OMPI_COMM_WORLD_"
-
-_LAUNCHERS = (
-    # launcher, its variables for rank, world size, local rank, local size
-    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("Open MPI's mpiexec", f"{_OMPI}RANK", f"{_OMPI}SIZE", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE"),
-    ("PALS's mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
-    ("MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("SLURM's srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-)
-
-
 def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment | None:
     """Read the launcher's environment variables; None if no launcher started this process.
 
-    All processes meet at MASTER_ADDR:MASTER_PORT. torchrun sets both; under SLURM the host that started the step is
-    taken if there is none, under PBS the first of the job's hosts, and a world on one host meets on 127.0.0.1.
+    All processes meet at MASTER_ADDR:MASTER_PORT. torchrun sets both. Without an address, a world on one host meets on
+    127.0.0.1, under SLURM on the first host of the step, and under PBS on the first of the job's hosts.
 
     Raises:
-        UserError: when the variables contradict each other, or hosts are several and none is named to meet on.
+        UserError: when variables contradict each other, or leave open which rank of its host this is, or where the
+            ranks meet; with those that were read, and the one to set.
     """
-    for launcher, rank_name, world_name, local_name, size_name in _LAUNCHERS:
-        if rank_name not in environment or world_name not in environment:
-            continue
-        numbers: dict[str, int] = {}
-        for name in (rank_name, world_name, local_name, "MASTER_PORT"):
-            text = environment.get(name, {"MASTER_PORT": "29500"}.get(name, environment[rank_name]))
-            if not text.isdecimal():
-                raise UserError(f"{name} is {text!r}, set by {launcher}; it must be a whole number")
-            numbers[name] = int(text)
-        rank, world = numbers[rank_name], numbers[world_name]
-        if rank >= world:
-            raise UserError(f"{rank_name} is {rank} but {world_name} is {world}; {launcher} counts ranks from 0")
-        address = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR") or _of_pbs(environment)
-        if address is None and environment.get("SLURM_JOB_NUM_NODES", "1") != "1":
-            raise UserError(f"{launcher} started {world} processes on several hosts; name one of them in MASTER_ADDR")
-        here = _tasks_here(environment.get(size_name, ""), environment.get("SLURM_NODEID", "0"))
-        port = numbers["MASTER_PORT"]
-        return LaunchEnvironment(rank, world, numbers[local_name], address or "127.0.0.1", port, here)
-    return None
+    worlds = innermost(environment)
+    if not worlds:
+        return None
+    rank, world = _agreed([told.rank for told in worlds]), _agreed([told.world for told in worlds])
+    if rank.value >= world.value:
+        raise UserError(f"{rank} but {world}; ranks are counted from 0, so set {rank.variable} to less")
+    port = number(environment, "MASTER_PORT") or Fact("MASTER_PORT", PORT)
+    if not 0 < port.value < 1 << 16:
+        raise UserError(f"{port}; give a port from 1 to 65535")
+    local_rank, local_world = (
+        _agreed([*(getattr(told, name) for told in worlds), number(environment, variable)])
+        for name, variable in (("local_rank", "LOCAL_RANK"), ("local_world", "LOCAL_WORLD_SIZE"))
+    )
+    place = _Place(environment, worlds, rank, world, local_rank, local_world)
+    address, here = place.address(), place.local_world()
+    return LaunchEnvironment(rank.value, world.value, place.local_rank(here), address, port.value, here)
 
 
-def _of_pbs(environment: Mapping[str, str]) -> str | None:
-    """The first of a PBS job's hosts, if it has several."""
+@overload
+def _agreed(facts: list[Fact]) -> Fact: ...
+
+
+@overload
+def _agreed(facts: list[Fact | None]) -> Fact | None: ...
+
+
+def _agreed(facts: Sequence[Fact | None]) -> Fact | None:
+    """The first of the facts that are known, to which the others are equal.
+
+    Raises:
+        UserError: when they are not.
+    """
+    known = [fact for fact in facts if fact is not None]
+    for other in known[1:]:
+        if other.value != known[0].value:
+            raise UserError(
+                f"{known[0]} but {other}, and they are to agree; unset those that do not belong to what started the "
+                "ranks, or set them for each rank"
+            )
+    return known[0] if known else None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What is known of the hosts of a world, and what follows.
+
+    Attributes:
+        environment: all variables.
+        worlds: what launchers tell.
+        rank, world, own_rank, own_world: on what they agree; the latter two on this host, if they tell.
+    """
+
+    environment: Mapping[str, str]
+    worlds: Sequence[Told]
+    rank: Fact
+    world: Fact
+    own_rank: Fact | None
+    own_world: Fact | None
+
+    @property
+    def read(self) -> str:
+        """The variables that were read, in a sentence."""
+        own = [fact for fact in (self.own_rank, self.own_world) if fact is not None]
+        return ", ".join(map(str, (self.rank, self.world, *own)))
+
+    @cached_property
+    def hosts(self) -> Fact | None:
+        """How many hosts there are, if a launcher tells."""
+        return _agreed([told.hosts for told in self.worlds])
+
+    @cached_property
+    def one_host(self) -> bool | None:
+        """Whether all ranks are on this host; None if that is not known.
+
+        Raises:
+            UserError: when variables contradict each other.
+        """
+        hosts, own, meeting = self.hosts, self.own_world, self.environment.get("MASTER_ADDR")
+        if own is not None and own.value > self.world.value:
+            raise UserError(f"{own} but {self.world}; set {own.variable} to the ranks of this host")
+        by_hosts = None if hosts is None else hosts.value == 1
+        by_size = None if own is None else own.value == self.world.value
+        if hosts is not None and None is not by_size != by_hosts:
+            raise UserError(
+                f"{own} and {self.world}, but by {hosts.variable} the hosts are {hosts.value}; unset those that do not "
+                "belong to what started the ranks"
+            )
+        known = by_hosts if by_size is None else by_size
+        found = True if self.world.value == 1 else known
+        if meeting and _is_loopback(meeting) and not from_torchrun(self.environment):
+            if found is False:
+                raise UserError(
+                    f"MASTER_ADDR is {meeting}, which is another host on each, but the {self.world.value} ranks are on "
+                    f"several hosts ({self.read}); set MASTER_ADDR to the host of rank 0"
+                )
+            return True
+        return found
+
+    def local_world(self) -> int | None:
+        """How many ranks are on this host, if that is known."""
+        if self.own_world is not None:
+            return self.own_world.value
+        return self.world.value if self.one_host else None
+
+    def local_rank(self, here: int | None) -> int:
+        """The number of this rank on its host.
+
+        Args:
+            here: how many ranks are there, if that is known.
+
+        Raises:
+            UserError: when it is not known.
+        """
+        own, alone = self.own_rank, self.rank.value if self.one_host else 0 if here == 1 else None
+        if own is None:
+            if alone is None:
+                raise UserError(
+                    f"{self.read}, but no variable says which rank of its host this is; set LOCAL_RANK for each rank, "
+                    "counted from 0 on each host"
+                )
+            return alone
+        if own.value >= (self.world.value if here is None else here):
+            size = self.own_world or self.world
+            raise UserError(f"{own} but {size}; ranks are counted from 0, so set {own.variable} to less")
+        if alone is not None and own.value != alone:
+            where = "all ranks are on one host" if self.one_host else f"{self.own_world}"
+            raise UserError(f"{own} but {self.rank}, and {where}; set {own.variable} to {alone}")
+        return own.value
+
+    def address(self) -> str:
+        """Where the ranks meet.
+
+        Raises:
+            UserError: when that is not known.
+        """
+        one_host = self.one_host  # refuses what is contradictory
+        if address := self.environment.get("MASTER_ADDR"):
+            return address
+        if one_host:
+            return LOOPBACK
+        step = next((told for told in self.worlds if told.first_host or told.unsure), None)
+        if step is not None and step.first_host:
+            return step.first_host
+        hosts = [] if step is not None else _hosts_of_pbs(self.environment)
+        if len(hosts) > 1:
+            return hosts[0]
+        if hosts and self.own_world is None:
+            return LOOPBACK
+        if hosts:
+            raise UserError(
+                f"PBS_NODEFILE names one host, but {self.own_world} and {self.world}; set MASTER_ADDR to the host of "
+                "rank 0"
+            )
+        where = "they are on several hosts" if one_host is False else "no variable says on how many hosts they are"
+        told = step.unsure if step is not None and step.unsure else f"{self.read}: {where}, and where rank 0 is"
+        raise UserError(f"{told}; set MASTER_ADDR to the host of rank 0")
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _hosts_of_pbs(environment: Mapping[str, str]) -> list[str]:
+    """The hosts of a PBS job, each once; rank 0 is on the first."""
     file = environment.get("PBS_NODEFILE")
     if file is None:
-        return None
+        return []
     try:
-        hosts = dict.fromkeys(Path(file).read_text().split())
+        return list(dict.fromkeys(Path(file).read_text().split()))
     except OSError as error:
-        raise UserError(f"PBS_NODEFILE is {file!r}, which cannot be read ({error.strerror})") from error
-    return next(iter(hosts)) if len(hosts) > 1 else None
-
-
-def _tasks_here(text: str, node: str) -> int | None:
-    """How many processes are on this host: a number, or SLURM's list such as `2(x3),1`, host by host."""
-    counts: list[int] = []
-    for word in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
-        if found is None:
-            return None
-        counts += [int(found[1])] * int(found[2] or 1)
-    at = int(node) if node.isdecimal() else 0
-    return counts[at] if at < len(counts) else counts[0]
+        raise UserError(
+            f"PBS_NODEFILE is {file!r}, which cannot be read ({error.strerror}); set MASTER_ADDR to the host of rank 0"
+        ) from error
 
 
 def launcher_of(environment: Mapping[str, str]) -> str:
     """What started this process: the launcher's name, or shardlab itself."""
-    found = (name for name, rank, world, *_ in _LAUNCHERS if rank in environment and environment.get(world, "1") != "1")
-    return next(found, "shardlab")
+    return next((told.name for told in innermost(environment) if told.world.value != 1), "shardlab")
 
 
 def require_port(environment: Mapping[str, str]) -> None:
-    """Refuse a port that is in use, before the seconds that importing torch takes, on the rank that will listen there.
+    """Refuse a port that is in use, and an address that is another host's, on the rank that will listen there.
 
-    Under torchrun its agent listens.
+    This is before the seconds that importing torch takes. Under torchrun its agent listens.
 
     Raises:
         UserError: if so.
     """
     found = find_launch_environment(environment)
-    if found is None or found.rank or found.world == 1 or "TORCHELASTIC_RUN_ID" in environment:
+    if found is None or found.rank or found.world == 1 or from_torchrun(environment):
         return
+    family, both = (socket.AF_INET6, True) if socket.has_dualstack_ipv6() else (socket.AF_INET, False)
     try:
-        socket.create_server(("", found.port)).close()
+        server = socket.create_server(("", found.port), family=family, dualstack_ipv6=both)
     except OSError as error:
         raise port_in_use(found, os.strerror(error.errno or 0)) from None
+    with server:
+        _require_own(found, server)
+
+
+def _require_own(found: LaunchEnvironment, server: socket.socket) -> None:
+    """Refuse an address at which rank 0 does not reach itself: the others would not, either."""
+    token, why = secrets.token_bytes(16), "something else answers there"
+    deadline = time.monotonic() + REACHED
+    try:
+        with socket.create_connection((found.address, found.port), timeout=REACHED) as client:
+            client.sendall(token)
+            client.shutdown(socket.SHUT_WR)
+            while (left := deadline - time.monotonic()) > 0:
+                server.settimeout(left)
+                accepted = server.accept()[0]  # others may try whether somebody listens already
+                with accepted:
+                    accepted.settimeout(left)
+                    if accepted.recv(len(token)) == token:
+                        return
+    except TimeoutError:
+        pass
+    except OSError as error:
+        why = error.strerror or str(error)
+    raise UserError(
+        f"rank 0 runs on {socket.gethostname()} and does not reach itself at {found.where}, where the others look for "
+        f"it ({why}); set MASTER_ADDR to the host of rank 0"
+    )
 
 
 def port_in_use(environment: LaunchEnvironment, reason: str) -> UserError:
     """Make the error that rank 0 raises when it cannot listen."""
     return UserError(
-        f"rank 0 could not meet the others at {environment.address}:{environment.port}: is the port in use? "
+        f"rank 0 could not meet the others at {environment.where}: is the port in use? "
         f"Choose another in MASTER_PORT ({reason})"
     )
 

@@ -13,14 +13,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from shardlab.faults.report import names
 from shardlab.program import UserError
+from shardlab.train.heartbeat import SILENCE, say_waiting
 from shardlab.train.launch_environment import LaunchEnvironment, may_restart, port_in_use, restarts
 
 Result = TypeVar("Result")
@@ -28,9 +30,14 @@ Result = TypeVar("Result")
 ANSWER = 5.0
 """Seconds in which rank 0's store answers, once something listens there; torch waits for ever for what is no store."""
 
-PAUSE = 0.02
-"""Seconds between two looks at what others have put into a store."""
+PAUSE, LONGEST_PAUSE = 0.02, 0.25
+"""Seconds between two looks at what others have put into a store, at first and later."""
 
+CLOSING = 0.05
+"""Seconds in which a listener that does not stay closes a connection."""
+
+TOLD = SILENCE - 1
+"""Seconds after which a rank says for whom it waits: before a heartbeat would say less."""
 
 _FOUND: dict[LaunchEnvironment, tuple[dist.Store, Iterator[int]]] = {}
 
@@ -45,11 +52,46 @@ def store_of(environment: LaunchEnvironment, timeout: timedelta = dist.default_p
     """
     if environment not in _FOUND:
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        with ended_by_ctrl_c():
-            found = (_of_this_start if agents else _of_rank_0)(environment, timeout.total_seconds())
+        found = (_of_this_start if agents else _of_rank_0)(environment, timeout.total_seconds())
         _FOUND[environment] = found, count()
     store, uses = _FOUND[environment]
     return dist.PrefixStore(str(next(uses)), store)
+
+
+def _wait(
+    environment: LaunchEnvironment,
+    limit: float,
+    arrived: Callable[[], bool],
+    missing: Callable[[], list[int]],
+    why: Callable[[], str] = str,
+) -> None:
+    """Wait for other ranks; the first rank of each host says for whom, and how long it will.
+
+    Args:
+        limit: seconds.
+        arrived: whether there is nothing to wait for.
+        missing: the ranks that are waited for, asked only when they are named.
+        why: what is known of the reason, after a space.
+
+    Raises:
+        UserError: when they do not come in time, naming them.
+    """
+    began = told = time.monotonic()
+    while not arrived():
+        now = time.monotonic()
+        waited = now - began
+        if waited >= limit:
+            ranks = missing()
+            it, has, host = ("it", "has", "its host") if len(ranks) == 1 else ("they", "have", "their hosts")
+            raise UserError(
+                f"rank {environment.rank} of {environment.world} waited {limit:g} s for {names(ranks)} at "
+                f"{environment.where}, and {it} {has} not answered{why()}; look at what {it} {has} printed, and at "
+                f"what the launcher says of {host}"
+            )
+        if now - told >= TOLD and environment.local_rank == 0:
+            say_waiting(f"waiting for {names(missing())} at {environment.where}, {waited:.0f} s of {limit:g} s")
+            told = now
+        time.sleep(min(limit - waited, max(PAUSE, min(waited / 20, LONGEST_PAUSE))))
 
 
 class Together:
@@ -63,9 +105,10 @@ class Together:
     def __init__(
         self, environment: LaunchEnvironment | None = None, timeout: timedelta = dist.default_pg_timeout
     ) -> None:
-        self.rank, self.world = (0, 1) if environment is None else (environment.rank, environment.world)
+        self._environment = environment or LaunchEnvironment(0, 1, 0, "", 0)
+        self.rank, self.world = self._environment.rank, self._environment.world
+        self._limit = timeout.total_seconds()
         self._store: dist.Store = dist.HashStore() if environment is None else store_of(environment, timeout)
-        self._store.set_timeout(timeout)
         self._round = 0
 
     def exchange(self, word: str) -> list[str]:
@@ -77,22 +120,33 @@ class Together:
         self._round += 1
         store = dist.PrefixStore(str(self._round), self._store)
         try:
+            store.set(str(self.rank), word)
             if self.rank:
-                store.set(str(self.rank), word)
+                self._wait(store, ["words"], "")
                 words: list[str] = json.loads(store.get("words"))
-                if store.add("heard", 1) == self.world - 1:
-                    store.set("all have heard", "")
+                store.set(f"heard {self.rank}", "")
                 return words
-            words = [word, *(store.get(str(other)).decode() for other in range(1, self.world))]
+            everyone = [str(rank) for rank in range(self.world)]
+            self._wait(store, everyone, "")
+            words = [store.get(other).decode() for other in everyone]
             store.set("words", json.dumps(words))
-            if self.world > 1:
-                store.get("all have heard")  # rank 0's own store ends with it
+            self._wait(store, [f"heard {other}" for other in everyone[1:]], "heard ")  # its own store ends with it
             return words
         except dist.DistError as error:
+            others = "the others" if self.rank == 0 else "rank 0"
             raise UserError(
-                f"rank {self.rank} of {self.world} has lost the others at the start ({str(error).splitlines()[0]}); "
+                f"rank {self.rank} of {self.world} has lost {others} at the start ({str(error).splitlines()[0]}); "
                 "look at what they have said"
             ) from None
+
+    def _wait(self, store: dist.Store, keys: list[str], prefix: str) -> None:
+        """Wait for keys of a store, those that are there only once a rank has told its word under such a prefix."""
+
+        def missing() -> list[int]:
+            others = [rank for rank in range(self.world) if rank != self.rank]
+            return [rank for rank in others if not store.check([f"{prefix}{rank}"])] or [0]
+
+        _wait(self._environment, self._limit, lambda: store.check(keys), missing)
 
     def all(self, act: Callable[[], Result]) -> Result:
         """What a function gives here, as soon as it has given something on every rank.
@@ -128,35 +182,36 @@ def _of_this_start(environment: LaunchEnvironment, limit: float) -> dist.Store:
     count restarts differently, and a host that joins is no restart. So each rank leaves a word that nobody else has;
     rank 0 tells all the words that it sees, until each rank has found its own among them.
     """
+    _wait_for_listener(environment, limit)
     store = _client(environment)
     mine, rank, ranks = secrets.token_hex(8), environment.rank, range(environment.world)
     store.set(f"start/{rank}", mine)
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
+    words: list[str] = []
+
+    def arrived() -> bool:
+        nonlocal words
         if rank == 0:
             here = [other for other in ranks if store.check([f"start/{other}"])]
             words = [store.get(f"start/{other}").decode() for other in here]
             store.set("start", json.dumps(words))
-            if len(words) == len(ranks) and store.check([f"{mine}/{other}" for other in ranks[1:]]):
-                return dist.PrefixStore(mine, store)
-        elif store.check(["start"]):
-            words = json.loads(store.get("start"))
-            if len(words) == len(ranks) and words[rank] == mine:
-                store.set(f"{words[0]}/{rank}", "")
-                return dist.PrefixStore(words[0], store)
-        time.sleep(PAUSE)
-    where = f"{environment.address}:{environment.port}"
-    raise UserError(
-        f"rank {rank} of {len(ranks)} did not meet the others at {where}, the store of torchrun's agent, in "
-        f"{limit:.0f} s; look at what torchrun says of the other hosts"
-    )
+            return len(words) == len(ranks) and store.check([f"{mine}/{other}" for other in ranks[1:]])
+        words = json.loads(store.get("start")) if store.check(["start"]) else []
+        return len(words) == len(ranks) and words[rank] == mine
+
+    def missing() -> list[int]:
+        absent = [other for other in ranks if not store.check([f"start/{other}"])]
+        return absent or ([0] if rank else [other for other in ranks[1:] if not store.check([f"{mine}/{other}"])])
+
+    _wait(environment, limit, arrived, missing)
+    store.set(f"{words[0]}/{rank}", "")
+    return dist.PrefixStore(words[0], store)
 
 
 def _of_rank_0(environment: LaunchEnvironment, limit: float) -> dist.Store:
-    where = f"{environment.address}:{environment.port}"
     if environment.rank == 0:
+        wait = timedelta(seconds=limit)
         try:
-            return dist.TCPStore(environment.address, environment.port, is_master=True, wait_for_workers=False)
+            return dist.TCPStore(environment.address, environment.port, None, True, wait, wait_for_workers=False)
         except dist.DistNetworkError as error:
             raise port_in_use(environment, str(error).splitlines()[0]) from error
     _wait_for_listener(environment, limit)
@@ -166,8 +221,8 @@ def _of_rank_0(environment: LaunchEnvironment, limit: float) -> dist.Store:
     thread.join(ANSWER)
     if not found:
         raise UserError(
-            f"rank {environment.rank} did not find rank 0 at {where}: the port is in use by something else; "
-            "choose another in MASTER_PORT"
+            f"rank {environment.rank} did not find rank 0 at {environment.where}: the port is in use by something "
+            "else; choose another in MASTER_PORT"
         )
     return found[0]
 
@@ -177,18 +232,25 @@ def _client(environment: LaunchEnvironment) -> dist.Store:
 
 
 def _wait_for_listener(environment: LaunchEnvironment, limit: float) -> None:
-    deadline = time.monotonic() + limit
-    while True:
+    """Wait until something listens where the ranks meet, and stays: rank 0 tries the port before it imports torch."""
+
+    why = ""
+
+    def listens() -> bool:
+        nonlocal why
         try:
-            socket.create_connection((environment.address, environment.port), timeout=ANSWER).close()
-            return
+            probe = socket.create_connection((environment.address, environment.port), timeout=min(ANSWER, limit))
         except OSError as error:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"rank {environment.rank} did not find rank 0 at {environment.address}:{environment.port} in "
-                    f"{limit:.0f} s ({error})"
-                ) from None
-            time.sleep(0.1)
+            why = f" ({error.strerror or error})"
+            return False
+        with probe, suppress(TimeoutError):
+            probe.settimeout(CLOSING)
+            with suppress(ConnectionError):
+                return probe.recv(1) != b""
+            return False
+        return True
+
+    _wait(environment, limit, listens, lambda: [0], lambda: why)
 
 
 @contextmanager
