@@ -104,13 +104,9 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         loaded()
         try:
-            with mistakes_as_sentences():
-                command, left = cast(tuple[Command, list[str]], _parsed(argv))
+            command = command_of(list(sys.argv[1:] if argv is None else argv))
         except SystemExit:  # tyro has printed its help
             return 0
-        if left:
-            raise _unrecognized(left[0], command)
-        check_counts(command)
         with bounded(getattr(command, "max_ops", None), getattr(command, "max_seconds_per_op", None)):
             status = command.run()
         sys.stdout.flush()
@@ -131,9 +127,23 @@ def _run(argv: Sequence[str] | None) -> int:
         return 1
 
 
-def _parsed(argv: Sequence[str] | None) -> Any:
+def command_of(words: list[str]) -> Command:
+    """Return the command that a command line makes.
+
+    Raises:
+        UserError: when there is no such command or option, or a value does not fit.
+        SystemExit: when the line asks for help, which is printed.
+    """
+    with mistakes_as_sentences():
+        command, left = cast(tuple[Command, list[str]], _parsed(words))
+    if left:
+        raise _unrecognized(left[0], command)
+    check_counts(command)
+    return command
+
+
+def _parsed(words: list[str]) -> Any:
     """The command that a command line makes, and the words of the line that are no option of it."""
-    words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         raise UserError(f"no command is given; {nearest('', COMMANDS)}")
     if not words[0].startswith("-") and words[0] not in COMMANDS:
@@ -143,7 +153,7 @@ def _parsed(argv: Sequence[str] | None) -> Any:
         cast(Any, Union[named]),  # noqa: UP007
         prog="shardlab",
         description=DESCRIPTION,
-        args=argv,
+        args=words,
         return_unknown_args=True,
     )
 

@@ -116,11 +116,12 @@ def refuse_restart(count: int, out: Path | None, save_every: int | str | None) -
 
 
 @contextmanager
-def failures_as_exit(out: Path | None = None) -> Generator[None, None, None]:
+def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generator[None, None, None]:
     """Print a failed rank's traceback, last, and exit with 1; after a signal that asked for the end, exit with 130.
 
     Args:
         out: the folder of a run that saves; the message says what is there.
+        exits: whether to exit; otherwise `RankFailed` or `KeyboardInterrupt` is raised on, for a caller in Python.
     """
     before = out and record_in(out)
 
@@ -138,6 +139,8 @@ def failures_as_exit(out: Path | None = None) -> Generator[None, None, None]:
             if find_launch_environment(os.environ) is None:  # a launcher's other ranks may still write
                 sweep(out)
             print(f"shardlab: the run failed; {saved_in(out)}", file=sys.stderr)
+        if not exits:
+            raise
         report = f"{failure.report}\n\n" if failure.report else ""
         print(f"{report}shardlab: {failure}", file=sys.stderr)
         raise SystemExit(1) from None
@@ -158,6 +161,8 @@ def failures_as_exit(out: Path | None = None) -> Generator[None, None, None]:
         if out is not None and find_launch_environment(os.environ) is None:  # a launcher's other ranks may still write
             sweep(out)
         tell_interrupted(out, str(interrupt))
+        if not exits:
+            raise
         raise SystemExit(INTERRUPTED) from None
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -50,7 +51,25 @@ if TYPE_CHECKING:
     from shardlab.train.heartbeat import Heartbeat
     from shardlab.train.launch_environment import LaunchEnvironment
     from shardlab.train.resume import Resumed
-    from shardlab.train.run import TrainingRun
+    from shardlab.train.run import Summary, TrainingRun
+    from shardlab.train.steps import Callback
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Command line or Python program that asks for a training.
+
+    Attributes:
+        command: text of the call, for the run's record.
+        callbacks: observers of the training beside its own.
+        in_python: whether failures are raised and the summary is returned, rather than printed.
+        summaries: takes the summary.
+    """
+
+    command: str
+    callbacks: Sequence[Callback] = ()
+    in_python: bool = False
+    summaries: list[Summary] = field(default_factory=list[Any])
 
 
 @dataclass(frozen=True)
@@ -110,26 +129,37 @@ class Train:
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
+        return self.called(Caller(shlex.join(["shardlab", *sys.argv[1:]])))
+
+    def called(self, caller: Caller) -> int:
+        """Train for a caller; the exit status of a command.
+
+        Raises:
+            RankFailed: if the caller is in Python, when a rank fails.
+            KeyboardInterrupt: if the caller is in Python, when the training was interrupted and has no result.
+        """
         from shardlab.train.launch_environment import find_launch_environment, may_restart, require_port
 
         require_port(os.environ)
         place = find_launch_environment(os.environ)
         world = None if place is None or (place.world == 1 and not may_restart(os.environ)) else place
         if self.resume not in (None, "auto") or not may_restart(os.environ):
-            return self._start(world, 0)
+            return self._start(caller, world, 0)
         from shardlab.train.stores import restarts_in  # which needs torch
 
         restart = restarts_in(world, self._limit)
-        return (replace(self, resume="auto") if restart and self.out is not None else self)._start(world, restart)
+        return (replace(self, resume="auto") if restart and self.out is not None else self)._start(
+            caller, world, restart
+        )
 
-    def _start(self, world: LaunchEnvironment | None, restart: int) -> int:
+    def _start(self, caller: Caller, world: LaunchEnvironment | None, restart: int) -> int:
         """Train in a launcher's world, if there is one, which has been started again so many times."""
         from shardlab.train.heartbeat import Heartbeat
 
         first, launched = world is None or world.rank == 0, world and world.world
         resumed = self._resumed(world)
         sources = self._sources() if resumed is None else self._sources_again(resumed, launched)
-        goes_on, tell = resumed is not None, first and not self.json
+        goes_on, tell = resumed is not None, first and not self.json and not caller.in_python
         chosen, config, planned = self._resolved(sources, launched, goes_on=goes_on, tell=tell)
         if resumed is not None:
             config = resumed.config(config)
@@ -146,7 +176,7 @@ class Train:
             return 0
         sources_of(config.data.data)  # what is wrong with them is said before torch is imported
         with Heartbeat("start", until=lambda: not first) as heartbeat:
-            return self._run(heartbeat, first, chosen, config, planned, sources, resumed, restart)
+            return self._run(caller, heartbeat, first, chosen, config, planned, sources, resumed, restart)
 
     def _resumed(self, world: LaunchEnvironment | None) -> Resumed | None:
         """The run that is to go on, if one is; the ranks of a launcher's world look at it together.
@@ -246,6 +276,7 @@ class Train:
 
     def _run(
         self,
+        caller: Caller,
         heartbeat: Heartbeat,
         first: bool,
         chosen: StrategyEntry,
@@ -261,7 +292,7 @@ class Train:
         from shardlab.train.launch import Joining, Named, limit_of, run_ranks, start_limit
         from shardlab.train.loggers import require_loggers
         from shardlab.train.report import write_report
-        from shardlab.train.run import Summary, TrainingRun
+        from shardlab.train.run import ByValue, Summary, TrainingRun
         from shardlab.train.saved import saved_in
         from shardlab.train.written import free_folder
 
@@ -277,7 +308,8 @@ class Train:
             )
         peak = peak_flops(config, find_precision(config.precision.precision).compute)
         resume = None if checkpoint is None else checkpoint.folder
-        run = TrainingRun(config, out, shlex.join(["shardlab", *sys.argv[1:]]), peak=peak, resume=resume, again=again)
+        callbacks, tell = ByValue(caller.callbacks), first and not self.json and not caller.in_python
+        run = TrainingRun(config, out, caller.command, peak=peak, resume=resume, again=again, callbacks=callbacks)
         want_looks(config, run.tracing.steps, resumed=checkpoint is not None)
         require_loggers(config.logging)
         corpus, prompt = run.corpus(verify=True), config.logging.prompt
@@ -289,14 +321,14 @@ class Train:
         joining = Joining(self.bind, limit_of(timeout), start_limit(timeout), config.train.compile)
         if planned is not None and len(planned.runs) > 1:
             heartbeat.doing = "plans in turns"
-            fast = fastest(planned, run, self._proved, joining, tell=first and not self.json)
+            fast = fastest(planned, run, self._proved, joining, tell=tell)
             sources[-1], chosen, run = fast.cut, fast.entry, replace(run, config=fast.config)
         heartbeat.doing = "choice of passes"
         chosen, run = settled_run(chosen, run, sources)
         config = run.config
         heartbeat.doing = "check of the program"
         proof = self._proved(chosen, run)
-        if first and not self.json:
+        if tell:
             print_config(stdout_console(), config, sources if resumed is None else sources[1:], all=False)
             self._tell_model(config, sources)
             sys.stdout.flush()
@@ -305,7 +337,7 @@ class Train:
         heartbeat.doing = "start of the ranks"
         heartbeat.until = lambda: not first or (out.exists() and not again)  # then rank 0 says what it does
         before = record_in(out)
-        with failures_as_exit(out):
+        with failures_as_exit(out, exits=not caller.in_python):
             watching = Watching(config.train.timeout, proof, lines_of(chosen, run.job), partial(saved_in, out))
             train_rank = Named[Summary | None]("shardlab.train.loop", "train_rank")
             summary = run_ranks(config.plan.ranks, train_rank, run, joining=joining, watching=watching)
@@ -318,6 +350,9 @@ class Train:
         except UserError as error:
             print(f"shardlab: {error}", file=sys.stderr)
             summary = replace(summary, unwritten=[*summary.unwritten, "report.md"])
+        caller.summaries.append(summary)
+        if caller.in_python:
+            return 0
         if self.json:
             print_json({**asdict(summary), "parameters": config.model.parameter_count})
         else:

@@ -8,12 +8,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any, TypeVar
 
 from shardlab.execute.progress import RankProgress
@@ -111,7 +112,7 @@ def run_processes(
         try:
             for rank in range(count):
                 ours, theirs = context.Pipe(duplex=False)
-                with theirs:
+                with theirs, _without_main(function, *arguments):
                     process = context.Process(
                         target=_work,
                         args=(rank, theirs, tell, progresses.get(rank), function, arguments),
@@ -129,6 +130,23 @@ def run_processes(
         finally:
             ranks.kill()
         return ranks.outcome()
+
+
+@contextmanager
+def _without_main(*objects: object) -> Generator[None]:
+    """Let processes that are started inside not import the main module again, unless one of the objects is from there.
+
+    A script that trains without `if __name__ == "__main__":` would otherwise train in every rank.
+    """
+    main = sys.modules["__main__"]
+    if any(getattr(each, "__module__", "") == "__main__" for each in objects):
+        yield
+        return
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _start_forkserver() -> None:

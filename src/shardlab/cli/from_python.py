@@ -1,0 +1,66 @@
+"""Training from a script or a notebook: a function call instead of a command line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from shardlab.cli import command_of
+from shardlab.cli.train import Caller, Train
+from shardlab.program import UserError
+from shardlab.program.bounds import bounded
+
+if TYPE_CHECKING:
+    from shardlab.train.run import Summary
+    from shardlab.train.steps import Callback
+
+OF_THE_COMMAND = ("json", "print_config")
+"""Options that only print."""
+
+
+def train(
+    strategy: str | Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = (), **settings: Any
+) -> Summary | None:
+    """Train as `shardlab train` does, with settings by the names of its options; see `shardlab.train`."""
+    given = {**settings, "strategy": _named(strategy) if callable(strategy) else strategy}
+    if unfit := [name for name in OF_THE_COMMAND if given.get(name)]:
+        raise UserError(f"{unfit[0]} is an option of the command shardlab train alone; leave it out")
+    words = [word for name, value in given.items() for word in _words(name, value)]
+    said = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+    command = cast(Train, command_of(["train", *words]))
+    caller = Caller(f"shardlab.train({said})", callbacks, in_python=True)
+    with bounded(command.max_ops, command.max_seconds_per_op):
+        command.called(caller)
+    return caller.summaries[0] if caller.summaries else None
+
+
+def _named(strategy: Callable[..., Any]) -> str:
+    """Return the name by which ranks find a function in its file.
+
+    Raises:
+        UserError: when it is in no file.
+    """
+    try:
+        file = inspect.getsourcefile(strategy)
+    except TypeError:
+        file = None
+    if file is None or not Path(file).is_file():
+        raise UserError(
+            f"{strategy.__name__} is in no file, from which each rank could read it; write it into one "
+            "(in a notebook: %%writefile mine.py), and name mine.py:FUNCTION"
+        )
+    return f"{file}:{strategy.__name__}"
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """Return an option and its value as words of a command line; nothing for None."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    if isinstance(value, (list, tuple)):
+        return [flag, *map(str, cast(Sequence[Any], value))]
+    return [f"{flag}={value}"]

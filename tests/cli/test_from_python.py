@@ -1,0 +1,83 @@
+"""Training from a script, with callbacks of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardlab.cli.from_python import train
+from shardlab.errors import UserError
+from shardlab.strategies.ddp import ddp
+
+SCRIPT = """
+import torch.distributed as dist
+from shardlab.cli.from_python import train
+from shardlab.train.steps import Callback
+
+class Spread(Callback):
+    "The sum of the ranks' numbers, and the norm of rank 0's weights after each step; ends the training at step 3."
+
+    def needs_weights(self, step):
+        return True
+
+    def on_metrics(self, training, step):
+        numbers = [None] * dist.get_world_size()
+        dist.all_gather_object(numbers, training.rank)
+        if step.metrics["step"] == 2:
+            training.stop()
+        return {"numbers": float(sum(numbers)), "norm": sum(float(w.norm()) for w in training.state.kept.values())}
+
+small = dict(ranks=2, hidden_size=16, layers=2, seq_len=32, betas=(0.9, 0.99), bias=False)
+summary = train("fsdp", steps=9, callbacks=[Spread()], out="run", **small)
+print(summary.steps, summary.interrupted, summary.saved)
+summary = train(resume="run", steps=5)
+print(summary.steps, summary.interrupted, summary.saved)
+"""
+
+
+def test_a_script_without_a_guard_trains_with_a_callback_of_its_own_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["4 True 4", "5 False 5"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("numbers") for line in lines] == [1.0] * 4 + [None]
+    assert len({line["norm"] for line in lines[:4]}) == 4, "each step's own weights are seen"
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["command"].startswith("shardlab.train(resume='run', steps=5")
+
+
+def in_a_notebook() -> Callable[..., Any]:
+    made: dict[str, Any] = {}
+    exec("async def mine(rank): pass", made)
+    return made["mine"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "sentence"),
+    [
+        ("fsdp", {"hidden_siz": 8}, "there is no option --hidden-siz=8; did you mean --hidden-size?"),
+        ("fsdp", {"steps": 0}, "--steps"),
+        ("fsdp", {"json": True}, "json is an option of the command shardlab train alone; leave it out"),
+        ("fsdq", {}, "there is no strategy 'fsdq'"),
+        (in_a_notebook(), {}, "mine is in no file, from which each rank could read it"),
+    ],
+)
+def test_a_wrong_call_raises_the_sentence_of_the_command(strategy: Any, settings: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        train(strategy, **settings)
+
+
+def test_a_function_is_a_strategy_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    summary = train(ddp, ranks=1, steps=1, hidden_size=16, layers=1, seq_len=8, out=Path("run"))
+    assert summary is not None
+    assert summary.steps == 1
+    assert "strategies/ddp.py:ddp" in Path("run/config.toml").read_text()
