@@ -129,7 +129,7 @@ def test_whatever_goes_wrong_while_a_checkpoint_is_completed_is_told(ranks: Worl
     assert all("line" in each and "in commit" in each for each in first)
     assert "the checkpoint after step 2 cannot be written, and training goes on without it (rank 0: JSON" in first[0]
     assert other == []
-    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_an_error_without_the_system_s_words_is_told_in_its_own(ranks: World, tmp_path: Path) -> None:
@@ -187,4 +187,4 @@ def saved_apart(rank: int, out: Path) -> list[str]:
 
 def test_what_a_failed_save_leaves_is_removed_by_the_rank_that_wrote_it(ranks: World, tmp_path: Path) -> None:
     ranks(2).call(partial(saved_apart, out=tmp_path / "run"))
-    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -179,6 +179,8 @@ class Saver(Callback):
         for part in (self._run.out / CHECKPOINTS).glob(f"*{PART}"):  # of a failed save, on a disk of this host's own
             with suppress(OSError):
                 remove_shard(part, self._state.rank)
+        with suppress(OSError):  # others are in it
+            (self._run.out / CHECKPOINTS).rmdir()
 
     def _complete(self, step: int, documents: dict[str, str]) -> None:
         """On rank 0, beside the steps: all ranks have written."""
