@@ -231,6 +231,7 @@ class Model(ABC):
             element_bytes=dict.fromkeys(Kind, element_bytes),
             signatures=self.signatures,
             blocks=self.block_bounds,
+            weight_blocks=tuple(tuple(sorted({block for block, _ in run.parameters()})) for run in self.runs),
             tied=bool(self.borrowed(self.layers - 1)),
             stats=3 * rows * self.seq_len,
             residual=rows * self.seq_len * carried[Kind.RESIDUAL],

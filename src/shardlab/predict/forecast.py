@@ -66,15 +66,15 @@ def _replayed(workload: Workload, each: int) -> Replayed:
 def outlinable(workload: Workload) -> bool:
     """Whether outlines tell a plan's step exactly.
 
-    No pass may rewrite its program, and the ranks of all stages must lie alike on the nodes. And where communication
-    takes time from compute, none may be hidden within a pass, as a ring of keys and values is.
+    No pass may rewrite its program, no block may be frozen, and the ranks of all stages must lie alike on the nodes.
+    And where communication takes time from compute, none may be hidden within a pass, as a ring of keys and values is.
     """
     plan, cluster = workload.plan, workload.cluster
     assert isinstance(plan, Plan)
     each = plan.mesh.world // plan.mesh.pp
     alike = plan.mesh.pp == 1 or each % cluster.per_node == 0 or cluster.per_node % each == 0
     hides = plan.context == "ring" and plan.mesh.cp > plan.ulysses
-    if workload.pass_names != "none":
+    if workload.pass_names != "none" or plan.freeze:
         return False
     return (alike or cluster.profile is not None) and not (hides and workload.sample.prices.slows)
 

@@ -73,6 +73,9 @@ class _Layers:
     def backward_weight(self, layer: int, m: int) -> OutlineValue:
         return self.with_gradient(self.of("backward_weight", layer), layer, None)
 
+    def discard(self, layer: int, m: int) -> None:
+        raise NotImplementedError("plans with frozen blocks are replayed, not outlined")
+
     def gradient(self, layer: int) -> OutlineValue:
         """The gradient that a layer's backward pass makes of its weight."""
         owner = self.plan.weight_of(layer)

@@ -39,6 +39,7 @@ class Sizes:
         residual: elements of the residual stream where it is carried beside the activations, for one microbatch.
         routing: elements of what a router says of one microbatch's tokens.
         blocks: where the blocks of half-blocks begin, each with a norm, and where the last one ends.
+        weight_blocks: the blocks of the whole model whose parameters layer l has (empty: layer l is block l).
         stats: elements that the loss needs of one slice of the logits, for one microbatch.
         queries, keys_values: elements of a PROJECT layer's results, for one microbatch.
         slices_per_rank: into how many slices the mesh cuts every sequence for each context-parallel rank.
@@ -66,6 +67,7 @@ class Sizes:
     whole_matrices: bool = False
     keeps_input: tuple[bool, ...] = ()
     saves_residual: tuple[bool, ...] = ()
+    weight_blocks: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.signatures:

@@ -122,6 +122,11 @@ class LayerRunner:
         store, after = self._places[layer].grad_outputs[0]
         return self._rank.backward_weight(layer, self._rank.activations.pop((layer, m)), store.pop((after, m)))
 
+    def discard(self, layer: int, m: int) -> None:
+        """Free what the gradient of the layer's weight would be computed from."""
+        store, after = self._places[layer].grad_outputs[0]
+        del self._rank.activations[layer, m], store[after, m]
+
     async def _before_backward(self, layer: int, m: int) -> None:
         feeds, plan = self._feeds_attention, self._plans[layer]
         if layer in feeds:

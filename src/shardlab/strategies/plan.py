@@ -116,6 +116,10 @@ class Plan:
     """What the backward pass computes again: nothing, attention's scores, everything but each block's input, or blocks
     by number, from 0."""
 
+    freeze: Annotated[tuple[int, ...], NUMBERS] = ()
+    """Blocks by number, from 0, whose weights stay as they are: they have no gradient and no optimizer state. The
+    embedding is part of the first block, the head of the last."""
+
     context: Annotated[Context, choice(Context)] = "ring"
     """How queries meet the keys and values of other context-parallel ranks: these go round, or are gathered; or, by
     ulysses, ranks exchange slices of sequences for heads."""

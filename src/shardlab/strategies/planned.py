@@ -106,7 +106,12 @@ class PlanRunner(Generic[V]):
         for l in reversed(self.plan.stages[stage]):
             if self.plan.layers[l].recompute:
                 await self.recompute(l, m)
-            await self.gradients.add(l, await self.layers.backward(l, m, await self.weights.next(l)), last=last)
+            weight = await self.weights.next(l)
+            if l in self.plan.frozen:
+                await self.layers.backward_input(l, m, weight)
+                self.layers.discard(l, m)
+            else:
+                await self.gradients.add(l, await self.layers.backward(l, m, weight), last=last)
         self.left[stage] -= 1
         if stage == 0:
             del self.rank.grad_activations[0, m]  # of the tokens
@@ -117,13 +122,16 @@ class PlanRunner(Generic[V]):
             if self.plan.layers[l].recompute:
                 await self.recompute(l, m)
             await self.layers.backward_input(l, m, await self.weights.next(l))
+            if l in self.plan.frozen:
+                self.layers.discard(l, m)
         if stage == 0:
             del self.rank.grad_activations[0, m]  # of the tokens
 
     async def backward_weight(self, stage: int, m: int) -> None:
         last = self.left[stage] == 1
         for l in reversed(self.plan.stages[stage]):
-            await self.gradients.add(l, self.layers.backward_weight(l, m), last=last)
+            if l not in self.plan.frozen:
+                await self.gradients.add(l, self.layers.backward_weight(l, m), last=last)
         self.left[stage] -= 1
 
     async def gradient_of_output(self, stage: int, m: int) -> None:

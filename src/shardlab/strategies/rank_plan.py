@@ -105,6 +105,8 @@ class RankPlan:
         layers: every layer of its stages.
         weights: every weight that it keeps, by the layer that has it.
         bare: its layers that have no parameters.
+        frozen: layers of the model whose weights are not trained.
+        training: ranks of its pipeline that train weights.
         gather_axes: axes over which weights are gathered before their use, in order.
         scatter_axes: axes along which gradients are scattered; over others they are all-reduced.
         update_axes: axes over which weights are gathered after the update, in order.
@@ -122,6 +124,8 @@ class RankPlan:
     layers: Mapping[int, LayerPlan]
     weights: Mapping[int, WeightPlan]
     bare: tuple[int, ...]
+    frozen: frozenset[int]
+    training: tuple[int, ...]
     gather_axes: tuple[str, ...]
     scatter_axes: tuple[str, ...]
     update_axes: tuple[str, ...]
@@ -136,6 +140,11 @@ class RankPlan:
     def explicit_reductions(self) -> bool:
         """Whether the steps say when a stage's gradients are reduced."""
         return ReduceGrad in map(type, self.steps)
+
+    @property
+    def trained(self) -> Mapping[int, WeightPlan]:
+        """Every weight that this rank keeps and trains, by the layer that has it."""
+        return {l: weight for l, weight in self.weights.items() if l not in self.frozen}
 
     def weight_of(self, layer: int) -> int:
         """The layer whose weight a layer computes with."""

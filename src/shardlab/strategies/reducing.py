@@ -49,14 +49,16 @@ class GradientReducer(Generic[V]):
     def __init__(self, rank: PlanRank[V], rank_plan: RankPlan) -> None:
         self._rank = rank
         self._plan = rank_plan
-        weights = rank_plan.weights.values()
-        self._uses = {l: weight.users for l, weight in rank_plan.weights.items()}  # whose gradients are yet to come
+        self._trained = rank_plan.trained
+        weights = self._trained.values()
+        self._uses = {l: weight.users for l, weight in self._trained.items()}  # whose gradients are yet to come
         # Over each axis, oldest first; an axis comes after those whose results are reduced over it.
         reduced_over = (*(w.reduce_every_microbatch for w in weights), *(w.reduce_once for w in weights))
         axes = dict.fromkeys(axis for axes in reduced_over for axis in axes)
         self._in_flight = {axis: deque[PendingReduction[V]]() for axis in axes}
         self._elements = dict.fromkeys(axes, 0)  # of the gradients in flight
-        owners = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in rank_plan.bare}
+        untrained = {*rank_plan.bare, *rank_plan.frozen}
+        owners = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in untrained}
         self._reduced = {l: (owner, rank_plan.weights[owner].reduce_every_microbatch) for l, owner in owners.items()}
         self._coming = Counter[int]()  # of each layer, gradients that are being reduced
         self._complete: set[int] = set()  # layers whose last gradient is among those
@@ -89,7 +91,8 @@ class GradientReducer(Generic[V]):
         rank = self._rank
         for l, weight in self._plan.weights.items():
             rank.weights[l] = rank.load_weight(l, *weight.parameters)
-            rank.opt_states[l] = rank.load_opt_state(l, *weight.optimizer)
+            if l in self._trained:
+                rank.opt_states[l] = rank.load_opt_state(l, *weight.optimizer)
         for l in self._plan.bare:
             rank.weights[l] = rank.load_weight(l)
 
@@ -123,7 +126,7 @@ class GradientReducer(Generic[V]):
 
     async def update(self) -> None:
         """Clip by the norm of the whole model's gradient, and take the optimizer's step."""
-        rank, weights = self._rank, self._plan.weights
+        rank, weights = self._rank, self._trained
         await self._land_all()
         for l in self._late:
             await self._reduce_once(l)
@@ -135,7 +138,12 @@ class GradientReducer(Generic[V]):
         for axis in ("cp", "ep", "tp"):  # experts, which all three may cut, first: their squares are on more ranks
             cut = any(axis in weights[l].cut_axes for l in counted)
             await self._norm([l for l in counted if weights[l].cut_axes[:1] == (axis,)], (axis,) if cut else ())
-        await self._norm([l for l in counted if not weights[l].cut_axes], (*self._plan.scatter_axes, "pp"))
+        training = self._plan.training
+        all_train = len(training) == len(self._plan.pipeline)
+        axes = (*self._plan.scatter_axes, "pp") if all_train else self._plan.scatter_axes
+        await self._norm([l for l in counted if not weights[l].cut_axes], axes)
+        if "norm" in rank.scalars and 1 < len(training) < len(self._plan.pipeline):
+            rank.scalars["norm"] = await rank.all_reduce(rank.scalars["norm"], among=training)
         async for l, direction in self._directions():
             rank.weights[l], rank.opt_states[l] = rank.update(
                 l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"], direction
@@ -155,7 +163,7 @@ class GradientReducer(Generic[V]):
 
     async def _directions(self) -> AsyncIterator[tuple[int, V | None]]:
         """Every weight, with the direction of its update where that takes one; the next one is gathered meanwhile."""
-        rank, weights = self._rank, self._plan.weights
+        rank, weights = self._rank, self._trained
         left = [l for l, weight in weights.items() if weight.direction_axes]
         coming: dict[int, Awaitable[V]] = {}
         for l, weight in weights.items():
@@ -172,7 +180,7 @@ class GradientReducer(Generic[V]):
         """Put updated slices together again; two on their way bound the memory."""
         rank = self._rank
         arriving: dict[int, Awaitable[V]] = {}
-        for l in self._plan.weights:
+        for l in self._trained:
             if len(arriving) == 2:
                 first = next(iter(arriving))
                 rank.weights[first] = await arriving.pop(first)

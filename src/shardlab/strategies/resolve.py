@@ -90,9 +90,11 @@ class _Resolver:
         ranks = [pipeline[at] for at, stage in zip(steps.ranks_of_stages, stages, strict=True) for _ in stage]
         bare = tuple(layer for layer in own if not self.sizes.weights[model.layers[layer].weight])
         weights = self.weights([layer for layer in own if layer not in bare], ranks)
+        frozen = self.frozen()
+        trained = [l for l, each in enumerate(model.layers) if self.sizes.weights[each.weight] and l not in frozen]
         blocks = Counter[int]()
         for layer in own:
-            if layer not in bare:
+            if layer not in bare and layer not in frozen:
                 blocks[model.reduced_with(layer)] += weights[model.layers[layer].weight].elements
         return RankPlan(
             plan=plan,
@@ -106,12 +108,44 @@ class _Resolver:
             layers=self.layers(own, [stages[stage] for stage in own_stages]),
             weights=weights,
             bare=bare,
+            frozen=frozen,
+            training=tuple(sorted({ranks[layer] for layer in trained})),
             gather_axes=self.among_several(plan.shard_parameters[::-1]),
             scatter_axes=self.scatter_axes(),
             update_axes=self.among_several(
                 axis for axis in reversed(plan.shard_optimizer) if axis not in plan.shard_parameters
             ),
-            room=max(blocks.values()),
+            room=max(blocks.values(), default=0),
+        )
+
+    def frozen(self) -> frozenset[int]:
+        """Return the layers whose weights the plan freezes; with another layer's weight, a layer is as that one.
+
+        Raises:
+            UserError: when there is no block of a number, none is left to train, or a layer has parameters of a frozen
+                block and of one that is not.
+        """
+        freeze, weight_blocks = set(self.plan.freeze), self.sizes.weight_blocks
+        blocks = weight_blocks or tuple((layer,) for layer in range(len(self.model.layers)))
+        last = max(max(each, default=0) for each in blocks)
+        if unknown := [number for number in sorted(freeze) if number > last]:
+            raise UserError(
+                f"freeze names block {unknown[0]}, but the model has blocks 0-{last}; give numbers of these"
+            )
+        if len(freeze) > last:
+            raise UserError(f"freeze names all {last + 1} blocks of the model, so nothing is trained; leave some out")
+        for each in blocks:
+            if freeze & set(each) and not freeze >= set(each):
+                (one, *_), (other, *_) = sorted(freeze & set(each)), sorted(set(each) - freeze)
+                raise UserError(
+                    f"freeze names block {one} and not block {other}, but this plan cuts blocks so that the last "
+                    "biases of a block lie in one layer with the next block's norm; freeze both, leave out --tp and "
+                    "--cp, or take a model without biases"
+                )
+        return frozenset(
+            l
+            for l, layer in enumerate(self.model.layers)
+            if blocks[layer.weight] and freeze >= set(blocks[layer.weight])
         )
 
     def sequence_slices(self) -> tuple[int, ...] | None:

@@ -176,6 +176,7 @@ class Resumed:
             "--optimizer": (self._saved.sections["optimizer"]["optimizer"], wanted.optimizer.optimizer),
             "--seed": (saved["seed"], wanted.train.seed),
             "--seq-len": (model.seq_len, wanted.model.seq_len),
+            "--freeze": (_frozen(self._saved.sections["plan"]), _frozen(wanted.plan.as_dict())),
             "--ema": (self._saved.sections["optimizer"].get("ema"), wanted.optimizer.ema),
             f"sequences of the first {step} steps": (
                 self.checkpoint.state["data"]["sequence"],
@@ -253,3 +254,8 @@ class Resumed:
         if (init := saved.sections["train"].get("init")) is not None:
             sections["train"] = {**saved.sections["train"], "init": Path(anchored(str(init), folder))}
         return ConfigSource(saved.name, sections)
+
+
+def _frozen(plan: Mapping[str, Any]) -> str:
+    """Return the numbers of a plan's frozen blocks, as its flag takes them."""
+    return " ".join(map(str, sorted(plan.get("freeze", ())))) or "none"
