@@ -71,13 +71,14 @@ def run(script: str, folder: Path, **variables: str) -> subprocess.CompletedProc
     )
 
 
-def starts(script: str, folder: Path, *statuses: int, leaves: str = "") -> list[int]:
+def starts(script: str, folder: Path, *statuses: int, leaves: str = "", shows: str = "PreemptTime=None") -> list[int]:
     """How often a job has been requeued after each start, when srun ends with these exit codes.
 
     Args:
         leaves: what a shell does to leave the run's record, when srun ends with 0.
+        shows: what SLURM knows of the job.
     """
-    program(folder, "scontrol", 'echo "$@" >> requeued')
+    program(folder, "scontrol", f'if [ "$1" = show ]; then echo " {shows} "; else echo "$@" >> requeued; fi')
     found: list[int] = []
     for status in statuses:
         program(folder, "srun", f'echo "$MASTER_PORT" > port; {leaves if not status else ""}\nexit {status}')
@@ -112,6 +113,26 @@ def test_a_slurm_job_that_saved_when_its_time_was_nearly_over_is_requeued(
     leaves = ended(bin / "runs" / "shardlab", how, why)
     assert starts(script, bin, 0, leaves=leaves) == [requeued]
     assert starts(script, bin, 0) == [requeued], "the record is of the job before"
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "requeued"),
+    [("interrupted", 0, 1), ("finished", 0, 0), ("", 130, 1)],
+    ids=["saved", "over", "not saved"],
+)
+def test_a_slurm_job_that_is_preempted_is_requeued_and_does_not_count_as_failed(
+    how: str, status: int, requeued: int, bin: Path, capsys: Captured
+) -> None:
+    script = printed(f"--scheduler slurm {TRAIN}", capsys)
+    leaves = ended(bin / "runs" / "shardlab", how) if how else ""
+    shows = "PreemptEligibleTime=2024-05-01T10:00:00 PreemptTime=2024-05-01T10:20:00"
+    assert starts(script, bin, status, leaves=leaves, shows=shows) == [requeued]
+    assert starts(script, bin, 1, 1, 1, 1) == [requeued + each for each in (1, 2, 3, 3)]
+
+
+def test_a_preempted_job_that_trains_nothing_is_requeued_unless_it_has_ended_well(bin: Path, capsys: Captured) -> None:
+    script = printed("--scheduler slurm -- verify ddp", capsys)
+    assert starts(script, bin, 0, 143, shows="PreemptTime=2024-05-01T10:20:00") == [0, 1]
 
 
 def test_failures_count_since_the_job_last_saved_in_time(bin: Path, capsys: Captured) -> None:
@@ -180,6 +201,14 @@ def test_a_job_that_is_refused_leaves_the_script_of_the_job_before(bin: Path, ca
 def test_time_is_said_as_everywhere(capsys: Captured) -> None:
     for time in ("90m", "1.5h", "5400s", "1:30:00"):
         assert "#SBATCH --time=1:30:00\n" in printed(f"--scheduler slurm --time {time} {TRAIN}", capsys)
+    for time in ("1-00:00:00", "1-0", "1-00:00", "1d", "24h", "24:00:00"):
+        assert "#SBATCH --time=24:00:00\n" in printed(f"--scheduler slurm --time {time} {TRAIN}", capsys)
+    assert "#PBS -l walltime=36:30:15\n" in printed(f"--scheduler pbs --time 1-12:30:15 {TRAIN}", capsys)
+
+
+def test_slurm_may_choose_among_partitions(capsys: Captured) -> None:
+    for option in ("--partition", "--queue"):
+        assert "#SBATCH --partition=gpu,preempt\n" in printed(f"--scheduler slurm {option} gpu,preempt {TRAIN}", capsys)
 
 
 @pytest.mark.parametrize(("failures", "status"), [(0, 0), (2, 0), (9, 1)])
@@ -229,9 +258,19 @@ def test_a_scheduler_that_refuses_is_quoted(bin: Path, capsys: Captured) -> None
         ("-- train", "neither sbatch nor qsub is here"),
         ("--scheduler slurm", "there is no command; give one after --"),
         ("--scheduler slurm -- trian", "'trian' joins no launcher's world; did you mean train?"),
-        ("--scheduler slurm --time soon -- train", "--time is 'soon'; give a time, such as 90s, 10m, 2h or 1:30:00"),
+        (
+            "--scheduler slurm --time soon -- train",
+            "--time is 'soon'; give a time, such as 90s, 10m, 2h, 1d, 1:30:00 or 1-12:00:00",
+        ),
         ("--scheduler slurm --time 0:02:00 -- train", "--time is 120 s; give more than 120 s"),
         ("--scheduler slurm --name a;b -- train", "--name 'a;b': give letters"),
+        ("--scheduler slurm --partition a;b -- train", "--partition 'a;b': give letters"),
+        ("--scheduler slurm --partition a,,b -- train", "--partition 'a,,b': give letters"),
+        ("--scheduler slurm --queue a;b -- train", "--queue 'a;b': give letters"),
+        ("--scheduler slurm --account a,b -- train", "--account 'a,b': give letters"),
+        ("--scheduler pbs --dry-run --queue a,b -- train", "--queue 'a,b': a job of PBS has one queue; give one"),
+        ("--scheduler slurm --queue a --partition b -- train", "--queue a and --partition b were given"),
+        ("--scheduler slurm --time 1-24:00:00 -- train", "--time is '1-24:00:00'; give a time"),
         ("--scheduler slurm --nodes 0 -- train", "--nodes: 0 is too few"),
     ],
 )

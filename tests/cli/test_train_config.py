@@ -245,8 +245,16 @@ def test_what_follows_from_the_steps_still_does_in_a_file_that_a_run_leaves(else
         ("", "--tied --untied", "both --tied and --untied were given; give one of them"),
         ("", "--warmup-steps 300", "warmup_steps is 300, but the learning rate's schedule has 200 steps"),
         ("", "--clip much", "clip is 'much'; give a positive norm, or none at all"),
-        ("", "--timeout soon", "timeout is 'soon'; give seconds, above 0, or a time, such as 90s, 10m, 2h or 1:30:00"),
-        ("", "--timeout 0s", "timeout is 0.0; give seconds, above 0, or a time, such as 90s, 10m, 2h or 1:30:00"),
+        (
+            "",
+            "--timeout soon",
+            "timeout is 'soon'; give seconds, above 0, or a time, such as 90s, 10m, 2h, 1d, 1:30:00 or 1-12:00:00",
+        ),
+        (
+            "",
+            "--timeout 0s",
+            "timeout is 0.0; give seconds, above 0, or a time, such as 90s, 10m, 2h, 1d, 1:30:00 or 1-12:00:00",
+        ),
         ("", "--config gone.toml", "gone.toml cannot be read: No such file or directory"),
         (
             "",

@@ -57,6 +57,13 @@ def test_what_editors_and_spreadsheets_do_to_a_file_is_no_matter(text: str) -> N
         ("3send_f_1", "did you mean 3SEND_F1?"),
         ("0UNSHARD3", "did you mean 0UNSHARD?"),
         ("0REDUCE", "did you mean 0REDUCE_GRAD?"),
+        ("0bw0", r"did you mean 0B0\?"),
+        ("0Bw0", r"did you mean 0W0\?"),
+        ("0Bx0", r"did you mean 0I0\?"),
+        ("0FULL_BACKWARD0", r"did you mean 0B0\?"),
+        ("0backward_input1", r"did you mean 0I1\?"),
+        ("0BACKWARD_WEIGHT1", r"did you mean 0W1\?"),
+        ("1SEND_F_RECV_B0", "write each of the two messages in a cell of its own"),
         ("2F", "write <stage><kind><microbatch>"),
         ("F2", "write <stage><kind><microbatch>"),
         ("2F0x", "write <stage><kind><microbatch>"),
@@ -87,3 +94,24 @@ def test_a_word_that_is_no_action_is_refused_with_what_was_meant(word: str, reme
 def test_a_rank_without_a_stage_and_a_file_without_ranks_are_refused(text: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         cells(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "today"),
+    [
+        ("0F0,0BW0", "0F0,0B0"),
+        ("0F0,0F1,0BW0,0B1,0W1", "0F0,0F1,0B0,0I1,0W1"),
+        ("0F0,0B0,0W0", "0F0,0I0,0W0"),
+        ("0F0,(0F1;0BW0)OVERLAP_F_B,0BW1", "0F0,0F1,0B0,0B1"),
+        ("0F0,0F1,0B0,0I1,0W1", "0F0,0F1,0B0,0I1,0W1"),
+        ("0F0,0B0,0I0,0W0", "0F0,0B0,0I0,0W0"),  # work that is done twice, whatever the spelling
+    ],
+)
+def test_what_torch_2_5_wrote_is_read_as_it_was_meant(old: str, today: str) -> None:
+    assert [cell.word for cell in cells(old)[0]] == today.split(",")
+
+
+def test_a_word_of_torch_2_5_is_named_as_it_stands_in_the_file() -> None:
+    whole, half = cells("0BW0,0B1")[0]
+    assert str(whole.refuse("no")) == "row 1 (rank 0), column 1, 0BW0 (today 0B0): no"
+    assert str(half.refuse("no")) == "row 1 (rank 0), column 2, 0B1 (today 0I1): no"

@@ -25,7 +25,7 @@ from shardlab.cli.doctor import Doctor
 from shardlab.cli.eval import Eval
 from shardlab.cli.history import History, Show
 from shardlab.cli.launch import Launch
-from shardlab.cli.mistakes import mistakes_as_sentences
+from shardlab.cli.mistakes import meant_by, mistakes_as_sentences
 from shardlab.cli.options import check_counts, option_names
 from shardlab.cli.passes import PassesCommand
 from shardlab.cli.plan import PlanCommand
@@ -39,7 +39,7 @@ from shardlab.cli.submit import Submit
 from shardlab.cli.train import Train
 from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
-from shardlab.errors import closest, nearest
+from shardlab.errors import nearest
 from shardlab.program import Refused, UserError
 from shardlab.program.bounds import bounded
 from shardlab.starting import INTERRUPTED, loaded
@@ -165,8 +165,7 @@ def _unrecognized(word: str, command: object) -> UserError:
     if told := getattr(command, "elsewhere", {}).get(word.partition("=")[0]):
         return UserError(told)
     flags = sorted(f"--{name.replace('_', '-')}" for name in option_names(command))
-    meant = closest(word.partition("=")[0].replace("_", "-"), flags)
-    return UserError(f"there is no option {word}; {f'did you mean {meant}?' if meant else '--help lists them'}")
+    return UserError(f"there is no option {word}; {meant_by(word, flags)}")
 
 
 def _version() -> str:

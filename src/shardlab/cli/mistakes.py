@@ -6,13 +6,86 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from itertools import takewhile
 
-from shardlab.errors import UserError, nearest
+from shardlab.errors import UserError, closest, nearest
 
 NAMED, EXPLAINED = 5, 9
 """In a box that lists options, their names are indented so far at least, and their explanations."""
+
+
+PEERS = {
+    "--learning-rate": "lr max-lr",
+    "--min-learning-rate-ratio": "min-lr min-lr-ratio",
+    "--learning-rate-schedule": "lr-scheduler lr-scheduler-type lr-decay-style lr-schedule decay-lr",
+    "--warmup-steps": "warmup warmup-iters lr-warmup-iters lr-warmup-steps num-warmup-steps",
+    "--decay-steps": "lr-decay-iters lr-decay-steps",
+    "--clip": "grad-clip clip-grad max-grad-norm max-norm gradient-clip-val gradient-clipping",
+    "--optimizer": "optim",
+    "--steps": "max-steps max-iters train-iters num-steps iterations iters num-train-steps training-steps",
+    "--microbatches": "gradient-accumulation-steps grad-accum accumulate-grad-batches gradient-accumulation",
+    "--micro-batch-size": "per-device-train-batch-size local-batch-size device-batch-size",
+    "--global-batch": "global-batch-size gbs train-batch-size",
+    "a step has --microbatches of --micro-batch-size sequences": "batch-size global-batch global-batch-size gbs "
+    "train-batch-size",
+    "a run's length is in --steps": "epochs num-epochs num-train-epochs max-epochs",
+    "--precision": "dtype torch-dtype bf16 fp16 mixed-precision param-dtype",
+    "each of --ranks takes a GPU where the host has one for each, and else they compute on CPUs (CUDA_VISIBLE_DEVICES= "
+    "hides GPUs)": "device accelerator no-cuda use-cpu cpu gpu",
+    "--ranks": "gpus num-gpus nproc-per-node nproc devices world-size num-processes",
+    "--out": "output-dir output out-dir save-dir checkpoint-dir save-folder",
+    "--save-every": "save-interval save-steps checkpoint-interval checkpoint-every checkpointing-steps",
+    "--keep": "save-total-limit",
+    "--resume": "resume-from-checkpoint load ckpt-path resume-from restore init-from",
+    "--init": "model-name-or-path pretrained finetune-from",
+    "--model": "model-name model-type arch",
+    "--log-every": "log-interval logging-steps log-freq",
+    "--validate-every": "eval-interval eval-steps eval-every val-check-interval validation-interval",
+    "--wandb": "wandb-log wandb-project use-wandb report-to",
+    "--compile": "torch-compile",
+    "--seq-len": "block-size context-length seq-length max-seq-length max-seq-len max-length sequence-length ctx-len",
+    "--layers": "n-layer n-layers num-layers num-hidden-layers depth",
+    "--hidden-size": "n-embd d-model dim embed-dim n-embed",
+    "--heads": "n-head n-heads num-heads num-attention-heads",
+    "--kv-heads": "n-kv-head n-kv-heads num-kv-heads num-key-value-heads num-query-groups",
+    "--ffn-hidden-size": "intermediate-size d-ff n-inner mlp-hidden-size",
+    "--experts": "num-experts n-experts num-local-experts",
+    "--tp": "tensor-parallel-size tensor-model-parallel-size tensor-parallel tensor-parallel-degree",
+    "--pp": "pipeline-parallel-size pipeline-model-parallel-size pipeline-parallel pipeline-parallel-degree",
+    "--cp": "context-parallel-size context-parallel context-parallel-degree",
+    "--ep": "expert-parallel-size expert-model-parallel-size expert-parallel expert-parallel-degree",
+    "--dp-replicate": "data-parallel-replicate-degree data-parallel-size dp ddp",
+    "--dp-shard": "data-parallel-shard-degree fsdp",
+    "--recompute": "gradient-checkpointing activation-checkpointing recompute-activations",
+    "--data": "dataset data-path dataset-name train-data train-file data-dir",
+    "--tokens": "max-new-tokens max-tokens num-tokens",
+    "--time": "walltime time-limit",
+    "--ranks-per-node": "ntasks-per-node tasks-per-node nproc-per-node",
+    "--gpus-per-node": "gres gpus gpus-per-task",
+    "--cpus-per-rank": "cpus-per-task",
+    "--name": "job-name",
+}  # fmt: skip
+"""What is meant by options of nanoGPT, Hugging Face's trainer, torchtitan, Megatron-LM and schedulers: an option, or a
+sentence with options, and names that peers have for it. Where a command has not all these options, the next counts."""
+
+
+def meant_by(word: str, flags: Collection[str]) -> str:
+    """The second half of a sentence about an option that a command does not have.
+
+    >>> meant_by("--lr", ["--layers", "--learning-rate"])
+    'did you mean --learning-rate?'
+
+    Args:
+        word: the option as it was given, with a value after = or without.
+        flags: the command's options.
+    """
+    given = word.partition("=")[0].lower().replace("_", "-")
+    for meaning, peers in PEERS.items():
+        if given.removeprefix("--") in peers.split() and set(re.findall(r"--[a-z-]+", meaning)) <= set(flags):
+            return f"did you mean {meaning}?" if meaning in flags else meaning
+    close = closest(given, flags)
+    return f"did you mean {close}?" if close else "--help lists them"
 
 
 @contextlib.contextmanager

@@ -49,10 +49,13 @@ class Submit:
     """GPUs of each host."""
 
     time: Annotated[str, tyro.conf.arg(metavar="TIME")] = "1:00:00"
-    """The job's limit, such as 90m, 2h or 1:30:00."""
+    """The job's limit, such as 90m, 2h, 1:30:00 or 1-12:00:00."""
 
-    queue: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="", aliases=("--partition",))] = None
-    """PBS's queue, or SLURM's partition."""
+    queue: Name = None
+    """PBS's queue."""
+
+    partition: Annotated[str | None, tyro.conf.arg(metavar="NAME[,NAME]", help_behavior_hint="")] = None
+    """SLURM's partition, or several of which it takes one; another name for --queue."""
 
     account: Name = None
     """Who pays."""
@@ -91,6 +94,8 @@ class Submit:
             UserError: when its run's folder is there, and nobody has said that its run is to go on.
         """
         words, run = [*SHARDLAB, *self.command], None
+        if self.queue is not None and self.partition is not None:
+            raise UserError(f"--queue {self.queue} and --partition {self.partition} were given; give one of them")
         if (seconds := seconds_of(self.time)) is None:
             raise UserError(f"--time is {self.time!r}; give {A_TIME}")
         if self.command[0] == "train":
@@ -116,9 +121,10 @@ class Submit:
             self.cpus_per_rank,
             self.gpus_per_node,
             int(seconds),
-            self.queue,
+            self.partition if self.queue is None else self.queue,
             self.account,
             run,
+            "--partition" if self.queue is None else "--queue",
         )
 
 

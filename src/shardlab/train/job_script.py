@@ -45,9 +45,10 @@ class SubmittedJob:
         nodes, ranks_per_node: hosts, and ranks on each.
         cpus_per_rank, gpus_per_node: what each rank and each host is given; None: as the scheduler does.
         seconds: the limit.
-        queue: SLURM's partition or PBS's queue, if one is named.
+        queue: PBS's queue, or SLURM's partitions, a comma between them, if any are named.
         account: who pays, if that is named.
         run: folder of the run that the command trains, if it does; a job that saved, and is not over, goes on.
+        queue_option: the option that names the queue.
     """
 
     command: Sequence[str]
@@ -60,6 +61,7 @@ class SubmittedJob:
     queue: str | None
     account: str | None
     run: Path | None = None
+    queue_option: str = "--queue"
 
     def __post_init__(self) -> None:
         """Refuse names that a scheduler would take for something else.
@@ -67,10 +69,12 @@ class SubmittedJob:
         Raises:
             UserError: saying which.
         """
-        for option in ("name", "queue", "account"):
-            value = getattr(self, option)
-            if value is not None and not re.fullmatch(r"[\w.@+-]+", value):
-                raise UserError(f"--{option} {value!r}: give letters, digits and . _ - + @ alone")
+        names = {"--name": self.name, self.queue_option: self.queue, "--account": self.account}
+        for option, value in names.items():
+            several = r"(,[\w.@+-]+)*" if option == self.queue_option else ""
+            if value is not None and not re.fullmatch(rf"[\w.@+-]+{several}", value):
+                between = ", and commas between several" if several else ""
+                raise UserError(f"{option} {value!r}: give letters, digits and . _ - + @ alone{between}")
         if self.seconds <= WARNING:
             raise UserError(
                 f"--time is {self.seconds} s; give more than {WARNING} s, since a job is told before its end"
@@ -95,10 +99,18 @@ class SubmittedJob:
     @property
     def warned(self) -> str:
         """What a shell asks: whether the run has saved in this job since its time was nearly over."""
+        return self._says(WARNED)
+
+    @property
+    def interrupted(self) -> str:
+        """What a shell asks: whether the run was asked to end in this job, by whomever, and has saved."""
+        return self._says('"interrupted"')
+
+    def _says(self, words: str) -> str:
         if self.run is None:
             return "false"
         new = '[ "$(cat "$record" 2> /dev/null)" != "$before" ]'
-        return f"{new} && {shlex.join([*SHARDLAB, 'show', str(self.run), '--json'])} | grep -q {shlex.quote(WARNED)}"
+        return f"{new} && {shlex.join([*SHARDLAB, 'show', str(self.run), '--json'])} | grep -q {shlex.quote(words)}"
 
 
 def _slurm(job: SubmittedJob) -> str:
@@ -129,7 +141,11 @@ def _slurm(job: SubmittedJob) -> str:
             f"srun --kill-on-bad-exit=1 {cpus}{shlex.join(job.command)}",
             "status=$?",
             f'failures="{job.name}-$SLURM_JOB_ID.failures"',
-            'if [ "$status" -ne 0 ]; then',
+            "# SLURM takes a job for completed that ends in the time that preemption leaves it.",
+            """preempted() { scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; }""",
+            f'if preempted && {{ [ "$status" -ne 0 ] || {{ {job.interrupted}; }}; }}; then',
+            '    scontrol requeue "$SLURM_JOB_ID"',
+            'elif [ "$status" -ne 0 ]; then',
             "    # A job that fails starts again where its newest checkpoint is, but not for ever.",
             '    echo "$(date): exit code $status" >> "$failures"',
             f'    if [ "$(wc -l < "$failures")" -le {RESTARTS} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
@@ -145,6 +161,8 @@ def _slurm(job: SubmittedJob) -> str:
 
 
 def _pbs(job: SubmittedJob) -> str:
+    if job.queue is not None and "," in job.queue:
+        raise UserError(f"{job.queue_option} {job.queue!r}: a job of PBS has one queue; give one")
     each = f"ncpus={job.ranks_per_node * (job.cpus_per_rank or 1)}:mpiprocs={job.ranks_per_node}"
     gpus = "" if job.gpus_per_node is None else f":ngpus={job.gpus_per_node}"
     asked = {

@@ -5,7 +5,8 @@ Each row is a rank; each cell is empty (an idle time slot) or a word `<stage><ki
     0F0,0F1,,0B0,0B1        a file of compute actions only ("compute_only")
     1RECV_F0,1F0,1B0,...    a file that also says when to send, receive, gather and reduce ("compute_comms")
 
-Source: `_Action`, `_load_csv` and `_dump_csv` of torch.distributed.pipelining.schedules (torch 2.13).
+Source: `_Action`, `_load_csv` and `_dump_csv` of torch.distributed.pipelining.schedules (torch 2.13). Torch 2.5 wrote
+BW for a whole backward pass, and B and W for its halves; such files are read as well.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardlab.errors import closest
 from shardlab.program import UserError
@@ -27,7 +28,19 @@ MESSAGES = {"SEND_F": (Send, True), "RECV_F": (Recv, True), "SEND_B": (Send, Fal
 KINDS = (*ACTIONS, *SHARDING, *MESSAGES)
 
 _NAMES: dict[type, str] = {step: kind for kind, step in (*ACTIONS.items(), *SHARDING.items())}
-_WORD = re.compile(rf"([0-9]{{1,9}})({'|'.join(KINDS)})([0-9]{{0,9}})")
+OLD_BACKWARD = "BW"
+"""A whole backward pass in a file of torch 2.5, in which B is the input half."""
+
+MEANT = {"Bw": "W", "Bx": "I", "Bi": "I", OLD_BACKWARD: "B", "BI": "I", "DGRAD": "I", "WGRAD": "W", "FORWARD": "F"} | {
+    "BACKWARD": "B",
+    "FULL_BACKWARD": "B",
+    "BACKWARD_INPUT": "I",
+    "BACKWARD_WEIGHT": "W",
+    "WEIGHT": "W",
+}
+"""Kinds as others spell them, such as torch's own enumeration."""
+
+_WORD = re.compile(rf"([0-9]{{1,9}})({'|'.join((*KINDS, OLD_BACKWARD))})([0-9]{{0,9}})")
 _LOOKS_LIKE = re.compile(r"([0-9]{1,9})\W*([A-Z]\w*?)\W*([0-9]{0,9})", re.IGNORECASE)
 _OVERLAP = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 
@@ -42,6 +55,7 @@ class Cell:
         kind: one of `KINDS`.
         stage: the stage that acts; of a message the one at this end.
         microbatch: None for sharding.
+        written: the word as the file has it, if that is another.
     """
 
     row: int
@@ -49,6 +63,7 @@ class Cell:
     kind: str
     stage: int
     microbatch: int | None
+    written: str = ""
 
     @property
     def rank(self) -> int:
@@ -81,7 +96,8 @@ class Cell:
 
     def refuse(self, reason: str) -> UserError:
         """The error that says what is wrong with the word, and where."""
-        return UserError(f"row {self.row} (rank {self.rank}), column {self.column}, {self.word}: {reason}")
+        word = f"{self.written} (today {self.word})" if self.written else self.word
+        return UserError(f"row {self.row} (rank {self.rank}), column {self.column}, {word}: {reason}")
 
 
 Rows = Sequence[Sequence[Cell]]
@@ -110,7 +126,21 @@ def cells(text: str) -> list[list[Cell]]:
     for row, line in enumerate(rows, 1):
         if not line:
             raise UserError(f"row {row} (rank {row - 1}), column 1: the rank does nothing; give it a stage's actions")
-    return rows
+    return _as_today(rows)
+
+
+def _as_today(rows: Rows) -> list[list[Cell]]:
+    """Make today's kinds of those of torch 2.5: a file of it has a BW, or no I and a B beside the W of its half."""
+    words = {cell.word for row in rows for cell in row}
+    kinds = {cell.kind for row in rows for cell in row}
+
+    def today(cell: Cell) -> Cell:
+        if cell.kind == OLD_BACKWARD:
+            return replace(cell, kind="B", written=cell.word)
+        is_half = OLD_BACKWARD in kinds or ("I" not in kinds and f"{cell.stage}W{cell.microbatch}" in words)
+        return replace(cell, kind="I", written=cell.word) if cell.kind == "B" and is_half else cell
+
+    return [[today(cell) for cell in row] for row in rows]
 
 
 def _cells(word: str, row: int, column: int) -> Iterator[Cell]:
@@ -121,7 +151,7 @@ def _cells(word: str, row: int, column: int) -> Iterator[Cell]:
     for part in overlapped.groups() if overlapped else (word,):
         found = _WORD.fullmatch(part.strip())
         stage, kind, microbatch = found.groups() if found else ("", "", "")
-        if (kind in SHARDING) == bool(microbatch) or (overlapped and kind not in ACTIONS):
+        if (kind in SHARDING) == bool(microbatch) or (overlapped and kind not in (*ACTIONS, OLD_BACKWARD)):
             raise UserError(f"row {row} (rank {row - 1}), column {column}: {word!r} is no action; {_remedy(word)}")
         yield Cell(row, column, kind, int(stage), int(microbatch) if microbatch else None)
 
@@ -129,7 +159,9 @@ def _cells(word: str, row: int, column: int) -> Iterator[Cell]:
 def _remedy(word: str) -> str:
     """What was probably meant, or else how an action is written."""
     found = _LOOKS_LIKE.fullmatch(word)
-    near = closest(found[2], KINDS) if found else None
+    if found and found[2].upper() in ("SEND_F_RECV_B", "SEND_B_RECV_F"):
+        return "write each of the two messages in a cell of its own"
+    near = (MEANT.get(found[2]) or MEANT.get(found[2].upper()) or closest(found[2], KINDS)) if found else None
     if found and near and (near in SHARDING or found[3]):
         return f"did you mean {found[1]}{near}{'' if near in SHARDING else found[3]}?"
     return (

@@ -1,0 +1,66 @@
+"""Options that a command does not have are answered with what was meant, also in the words of other tools."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.cli.mistakes import PEERS, meant_by
+from shardlab.cli.options import option_names
+from shardlab.cli.plan import PlanCommand
+from shardlab.cli.sample import Sample
+from shardlab.cli.simulate import Simulate
+from shardlab.cli.submit import Submit
+from shardlab.cli.train import Train
+from shardlab.cli.verify import Verify
+
+EMPTY = [Train(), Simulate(), PlanCommand(), Verify(), Submit(), Sample(Path("run"))]
+"""Commands with options that peers have as well."""
+
+Captured = pytest.CaptureFixture[str]
+STEP = "a step has --microbatches of --micro-batch-size sequences"
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "meaning"),
+    [
+        ("train", "--lr", "did you mean --learning-rate?"),
+        ("train", "--dtype", "did you mean --precision?"),
+        ("train", "--device", "each of --ranks takes a GPU where the host has one for each"),
+        ("train", "--max-steps", "did you mean --steps?"),
+        ("train", "--block-size", "did you mean --seq-len?"),
+        ("train", "--output-dir", "did you mean --out?"),
+        ("train", "--batch-size", STEP),
+        ("train", "--global-batch", STEP),
+        ("train", "--num_train_epochs=3", "a run's length is in --steps"),
+        ("train", "--N-Layer", "did you mean --layers?"),
+        ("train", "--stepz", "did you mean --steps?"),
+        ("train", "--zzz", "--help lists them"),
+        ("simulate", "--global-batch-size", "did you mean --global-batch?"),
+        ("simulate", "--dtype", "did you mean --precision?"),
+        ("verify", "--lr", "did you mean --layers?"),  # it has no learning rate
+        ("submit", "--ntasks-per-node", "did you mean --ranks-per-node?"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_what_was_meant(
+    command: str, option: str, meaning: str, capsys: Captured
+) -> None:
+    assert main([command, option, "3"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"shardlab: there is no option {option}; {meaning}")
+    assert said.count("\n") == 1
+
+
+def test_every_meaning_is_an_option_or_speaks_of_options_and_no_peer_is_answered_with_itself() -> None:
+    known = [{f"--{name.replace('_', '-')}" for name in option_names(command)} for command in EMPTY]
+    for meaning, peers in PEERS.items():
+        options = set(re.findall("--[a-z-]+", meaning))
+        having = [flags for flags in known if options <= flags]
+        assert options
+        assert having, meaning
+        for peer in peers.split():
+            assert f"--{peer}" not in options
+            assert any(meant_by(f"--{peer}", flags) in (meaning, f"did you mean {meaning}?") for flags in having), peer
