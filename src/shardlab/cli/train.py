@@ -296,7 +296,7 @@ class Train:
         if first and not self.json:
             print_config(stdout_console(), config, sources if resumed is None else sources[1:], all=False)
             self._tell_model(config, sources)
-            sys.stdout.flush()
+            print(*corpus.notes, sep="\n", end="\n" if corpus.notes else "", flush=True)
         heartbeat.doing = "start of the ranks"
         heartbeat.until = lambda: not first or (out.exists() and not again)  # then rank 0 says what it does
         before = record_in(out)
