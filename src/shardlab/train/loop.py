@@ -153,6 +153,7 @@ def _first_rank(
     say(f"{job.title} on {counted(job.ranks, 'rank')}: {ops} ops checked, drawn in {run.out}/strategy.svg")
     if run.resume is not None:
         say(f"resumed after step {began}, from {run.resume}")
+        tell_threads(Checkpoint.open(run.resume).threads, state.settings.device)
 
     progress.begin("first step")
     times: list[float] = []
@@ -215,6 +216,16 @@ def looks(run: TrainingRun, step: StepResult) -> tuple[bool, bool]:
     is saved that was asked to end, and has seconds for it.
     """
     return (False, False) if step.diverged or step.stopping else run.looks(step.metrics["step"])
+
+
+def tell_threads(before: int, device: torch.device) -> None:
+    """Say that a run which is resumed differs in last bits where its ranks compute on another number of threads."""
+    now = torch.get_num_threads()
+    if device.type == "cpu" and now != before:
+        say(
+            f"each rank computes on {counted(now, 'thread')}, before on {before}, so numbers may differ in their last "
+            f"bits; OMP_NUM_THREADS={before} keeps them"
+        )
 
 
 def blank(layer: int, length: int, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:

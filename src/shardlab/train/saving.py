@@ -218,4 +218,5 @@ class Saver:
             "model": described(self._run.job)["model"],
             "layers": written_pieces(self._state.model, self._state.shapes),
             "versions": versions(),
+            "threads": torch.get_num_threads(),
         }
