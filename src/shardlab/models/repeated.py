@@ -76,6 +76,12 @@ class Repeated:
             keeps_input=_taken(sizes.keeps_input, layers),
             saves_residual=_taken(sizes.saves_residual, layers),
             signatures=_signatures(sizes.signatures, layers),
+            weight_blocks=tuple(
+                [
+                    tuple([block + (layer - like) // self.each for block in sizes.weight_blocks[like]])
+                    for layer, like in enumerate(layers)
+                ]
+            ),
             blocks=(*starts, *[start + self.more * self.each for start in sizes.blocks]),
         )
 
