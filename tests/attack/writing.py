@@ -29,6 +29,8 @@ class Unit:
         path: the site that computes each layer.
         inputs, values: names of each layer's inputs, and of the value that passed last.
         carried: names of what is carried beside the activation, by kind.
+        pieced: whether a rank has put its batch together from pieces. Later slices are those pieces, if they are as
+            many, so no rank may put it together anew.
     """
 
     batch: list[tuple[list[int], list[int] | None]]
@@ -38,6 +40,7 @@ class Unit:
     gradient: Named = field(default_factory=dict[int, str])
     value: Named = field(default_factory=dict[int, str])
     carried: dict[str, Named] = field(default_factory=dict[str, Named])
+    pieced: bool = False
 
 
 class Writing:
@@ -193,6 +196,7 @@ class Writing:
             at = self.random.randint(1, len(numbers) - 1)
             one = self.lines.make(rank, "x", f"rank.load_batch({numbers[:at]}{cut})")
             other = self.lines.make(rank, "x", f"rank.load_batch({numbers[at:]}{cut})")
+            unit.pieced = True
             return self.lines.make(rank, "x", f"rank.concatenate([k.{one}, k.{other}])")
         return self.lines.make(rank, "x", f"rank.load_batch({numbers}{cut})")
 
@@ -299,7 +303,7 @@ class Writing:
     def _cells(self, unit: Unit, signature: Layer) -> int:
         """How many cells the value has that a layer takes first; experts' buffers have no part for a part of them."""
         buffers = signature.name in ("experts", "combining") and self._sequence > 1
-        return -1 if buffers or self.mesh.cp > 1 else unit.cells
+        return -1 if buffers or unit.pieced or self.mesh.cp > 1 else unit.cells
 
     def rewritten(self, rank: int, name: str, stem: str, cells: int = 0) -> str:
         """A value copied, or cut and put together again: the same numbers under another name.
