@@ -8,18 +8,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from shardlab.cli.from_python import train
+import shardlab
 from shardlab.errors import UserError
 from shardlab.strategies.ddp import ddp
+from shardlab.train.run import Summary
+
+TRAIN: Callable[..., Summary | None] = cast(Any, shardlab.train)
+"""A package that is called."""
 
 SCRIPT = """
 import torch.distributed as dist
-from shardlab.cli.from_python import train
-from shardlab.train.steps import Callback
+import shardlab
+from shardlab.train import Callback
 
 class Spread(Callback):
     "The sum of the ranks' numbers, and the norm of rank 0's weights after each step; ends the training at step 3."
@@ -35,9 +39,9 @@ class Spread(Callback):
         return {"numbers": float(sum(numbers)), "norm": sum(float(w.norm()) for w in training.state.kept.values())}
 
 small = dict(ranks=2, hidden_size=16, layers=2, seq_len=32, betas=(0.9, 0.99), bias=False)
-summary = train("fsdp", steps=9, callbacks=[Spread()], out="run", **small)
+summary = shardlab.train("fsdp", steps=9, callbacks=[Spread()], out="run", **small)
 print(summary.steps, summary.interrupted, summary.saved)
-summary = train(resume="run", steps=5)
+summary = shardlab.train(resume="run", steps=5)
 print(summary.steps, summary.interrupted, summary.saved)
 """
 
@@ -72,12 +76,12 @@ def in_a_notebook() -> Callable[..., Any]:
 )
 def test_a_wrong_call_raises_the_sentence_of_the_command(strategy: Any, settings: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
-        train(strategy, **settings)
+        TRAIN(strategy, **settings)
 
 
 def test_a_function_is_a_strategy_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    summary = train(ddp, ranks=1, steps=1, hidden_size=16, layers=1, seq_len=8, out=Path("run"))
+    summary = TRAIN(ddp, ranks=1, steps=1, hidden_size=16, layers=1, seq_len=8, out=Path("run"))
     assert summary is not None
     assert summary.steps == 1
     assert "strategies/ddp.py:ddp" in Path("run/config.toml").read_text()
