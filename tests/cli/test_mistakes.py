@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
+import sysconfig
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +23,7 @@ from shardlab.cli.verify import Verify
 EMPTY = [Train(), Simulate(), PlanCommand(), Verify(), Submit(), Sample(Path("run"))]
 """Commands with options that peers have as well."""
 
+PACKAGE = f"{sysconfig.get_path('purelib')}/torch/nn/__init__.py"
 Captured = pytest.CaptureFixture[str]
 STEP = "a step has --microbatches of --micro-batch-size sequences"
 
@@ -64,3 +68,32 @@ def test_every_meaning_is_an_option_or_speaks_of_options_and_no_peer_is_answered
         for peer in peers.split():
             assert f"--{peer}" not in options
             assert any(meant_by(f"--{peer}", flags) in (meaning, f"did you mean {meaning}?") for flags in having), peer
+
+
+@pytest.mark.parametrize(
+    ("error", "denied"),
+    [
+        (ModuleNotFoundError("No module named 'unittest'", name="unittest"), sysconfig.get_path("stdlib")),
+        (PermissionError(13, "Permission denied", sys.executable), sys.executable),
+        (ModuleNotFoundError("No module named 'torch'", name="torch.cuda"), f"{sysconfig.get_path('purelib')}/torch"),
+        (PermissionError(13, "Permission denied", PACKAGE), PACKAGE),
+    ],
+)
+def test_a_user_who_may_not_read_pythons_own_files_gets_a_sentence(
+    error: Exception, denied: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("shardlab.cli.strategies.Strategies.run", Mock(side_effect=error))
+    monkeypatch.setattr("shardlab.cli.mistakes._is_denied", Path(denied).__eq__)
+    assert main(["strategies"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"shardlab: this user may not read {denied}, which this Python needs (")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'x'", name="x"), OSError(28, "No space left")])
+def test_other_errors_of_files_and_modules_are_not_taken_for_that(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardlab.cli.strategies.Strategies.run", Mock(side_effect=error))
+    with pytest.raises(type(error)):
+        main(["strategies"])

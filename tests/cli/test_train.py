@@ -243,3 +243,45 @@ def test_a_rank_whose_others_do_not_come_waits_no_longer_than_asked(
     assert main(["train", "--strategy", "ddp", "--hidden-size", "16", "--out", "run", *words.split()]) == 2
     assert "shardlab: rank 0 of 2 waited 0.3 s for rank 1 at 127.0.0.1:" in capsys.readouterr().err
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "reason"),
+    [("file/run", "Not a directory"), ("/proc/run", "No such file"), ("o" * 300, "File name too long")],
+)
+@pytest.mark.parametrize("words", ["", "--print-config"])
+def test_a_folder_that_cannot_be_made_is_refused_before_ranks_start(
+    out: str, reason: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    monkeypatch.setattr("shardlab.train.launch.run_ranks", Mock(side_effect=AssertionError("ranks were started")))
+    assert main(["train", "--strategy", "ddp", "--hidden-size", "16", "--out", out, *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"shardlab: --out {out}: nothing can be written there ({reason}")
+    assert said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--tp 3 --layers 4", "4 heads do not divide into 3 tensor-parallel slices"),
+        ("--strategy ddp --ranks 2 --clip 1", "--clip 1.0 limits the gradient's norm, which ddp does not compute"),
+        ("--strategy single --audit-every 2", "--audit-every compares what several ranks keep"),
+        ("--strategy ddp --out there", "--out there exists"),
+        ("--strategy ddp --data there", "there"),
+        ("--strategy ddp --passes offload=host", "offload"),
+    ],
+)
+def test_print_config_refuses_what_train_would_refuse(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    refused: list[str] = []
+    for more in ([], ["--print-config"]):
+        assert main(["train", "--hidden-size", "16", *words.split(), *more]) != 0
+        refused.append(capsys.readouterr().err)
+    assert refused[0] == refused[1]
+    assert said in refused[0]

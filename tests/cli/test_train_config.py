@@ -30,8 +30,11 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config_of(capsys: Captured, words: str) -> dict[str, Any]:
-    assert main(["train", *words.split(), "--print-config", "--json"]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
+    """The configuration, which is printed also where a run is refused for want of the data that a preset is for."""
+    main(["train", *words.split(), "--print-config", "--json"])
+    printed = capsys.readouterr()
+    assert printed.out, printed.err
+    return json.loads(printed.out)
 
 
 def test_flags_prevail_over_the_file_and_the_file_over_the_preset(elsewhere: Path, capsys: Captured) -> None:
@@ -82,7 +85,7 @@ def test_wordplay_has_the_parameters_of_its_model(capsys: Captured) -> None:
         "not_decayed_tensors": 25,
         "without_positions": 85_003_776,
     }
-    assert main(["train", "--preset", "wordplay", "--print-config"]) == 0
+    assert main(["train", "--preset", "wordplay", "--print-config"]) == 2
     printed = " ".join(capsys.readouterr().out.split())
     assert "hidden_size 768 wordplay" in printed
     assert "nanoGPT's count 85,003,776 without position embeddings" in printed

@@ -25,7 +25,7 @@ from shardlab.cli.doctor import Doctor
 from shardlab.cli.eval import Eval
 from shardlab.cli.history import History, Show
 from shardlab.cli.launch import Launch
-from shardlab.cli.mistakes import meant_by, mistakes_as_sentences
+from shardlab.cli.mistakes import meant_by, mistakes_as_sentences, unreadable_python
 from shardlab.cli.options import check_counts, option_names
 from shardlab.cli.passes import PassesCommand
 from shardlab.cli.plan import PlanCommand
@@ -119,8 +119,15 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("shardlab: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
+    except (ImportError, OSError, EOFError) as error:
+        if (where := unreadable_python(error)) is not None:
+            print(
+                f"shardlab: this user may not read {where}, which this Python needs ({error}); let all users read it, "
+                "or take a Python that was installed for all",
+                file=sys.stderr,
+            )
+            return 2
+        if not isinstance(error, OSError) or error.errno not in (errno.EPIPE, errno.EIO):
             raise
         # the reader of a pipe has seen enough, or the terminal was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
+import sysconfig
 from collections.abc import Collection, Generator
 from itertools import takewhile
+from pathlib import Path
 
 from shardlab.errors import UserError, closest, nearest
 
@@ -126,3 +129,27 @@ def sentence_of(box: str) -> str:
     text = text.removeprefix("Error parsing ").replace("Missing", "missing")
     named = ", ".join(line for indent, line in indented if NAMED <= indent < EXPLAINED)
     return f"{text} {named}".strip() + "; --help tells more" * ("; give" not in text)
+
+
+def unreadable_python(error: BaseException) -> str | None:
+    """Find a file of Python's own for want of which an error was raised: this user may not read it.
+
+    It may be in the home folder of the user who installed it, who has kept that from others.
+    """
+    packages = Path(sysconfig.get_path("purelib"))
+    paths = [Path(sysconfig.get_path("stdlib")), Path(sys.executable), packages]
+    if isinstance(error, ImportError) and error.name:
+        paths.append(packages / error.name.partition(".")[0])
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        paths += [path for path in [Path(error.filename)] if path.is_relative_to(packages)]
+    return next((str(path) for path in paths if _is_denied(path)), None)
+
+
+def _is_denied(path: Path) -> bool:
+    try:
+        os.scandir(path).close() if os.path.isdir(path) else path.open("rb").close()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False

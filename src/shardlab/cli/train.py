@@ -98,7 +98,7 @@ class Train:
     """One dial: so many layers, and by rule the model's width and heads, the batch, the steps and the learning rate."""
 
     print_config: Flag = False
-    """Print the configuration and the model's parameter counts, and end."""
+    """Print the configuration and the model's parameter counts, refuse what cannot be trained, and end."""
 
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A new folder for the results; without one, runs/NAME-1, -2, ..."""
@@ -170,10 +170,8 @@ class Train:
                 if first:
                     print(f"shardlab: {ended}", file=sys.stderr)
                 return 0
-        if self.print_config:
-            if first:
-                self._print_config(unsettled_run(chosen, config), sources)
-            return 0
+        if self.print_config and first:
+            self._print_config(unsettled_run(chosen, config), sources)
         sources_of(config.data.data)  # what is wrong with them is said before torch is imported
         with Heartbeat("start", until=lambda: not first) as heartbeat:
             return self._run(caller, heartbeat, first, chosen, config, planned, sources, resumed, restart)
@@ -294,18 +292,21 @@ class Train:
         from shardlab.train.report import write_report
         from shardlab.train.run import ByValue, Summary, TrainingRun
         from shardlab.train.saved import saved_in
-        from shardlab.train.written import free_folder
+        from shardlab.train.written import free_folder, require_writable
 
         if restart and resumed is None:
             refuse_restart(restart, self.out, config.saving.save_every)
         out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
         out, checkpoint = (out, None) if resumed is None else (resumed.out, resumed.checkpoint)
-        again = self.resume is not None and out.exists()
-        if out.exists() and not again:
+        there = os.path.exists(out)  # also where it may not be looked at
+        again = self.resume is not None and there
+        if there and not again:
             raise UserError(
                 f"--out {out} exists; name a new folder, so that nothing is overwritten, or go on with its run by "
                 f"--resume {out}"
             )
+        if first:
+            require_writable(out)
         peak = peak_flops(config, find_precision(config.precision.precision).compute)
         resume = None if checkpoint is None else checkpoint.folder
         callbacks, tell = ByValue(caller.callbacks), first and not self.json and not caller.in_python
@@ -328,6 +329,8 @@ class Train:
         config = run.config
         heartbeat.doing = "check of the program"
         proof = self._proved(chosen, run)
+        if self.print_config:
+            return 0  # now that all has been refused that is
         if tell:
             print_config(stdout_console(), config, sources if resumed is None else sources[1:], all=False)
             self._tell_model(config, sources)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,9 +32,24 @@ def unwritable(path: Path, error: OSError) -> UserError:
     )
 
 
+def require_writable(folder: Path) -> None:
+    """Refuse the folder of a run that cannot be made, or written into if it is there, before ranks find that out.
+
+    Raises:
+        UserError: with the reason.
+    """
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".shardlab-", dir=there))
+    except OSError as error:
+        raise UserError(
+            f"--out {folder}: nothing can be written there ({error.strerror}); name another folder, one of your own"
+        ) from error
+
+
 def free_folder(parent: Path, name: str) -> Path:
     """`parent/name-1`, or the first number that is not taken."""
     number = 1
-    while (parent / f"{name}-{number}").exists():
+    while os.path.exists(parent / f"{name}-{number}"):  # also where it may not be looked at
         number += 1
     return parent / f"{name}-{number}"
