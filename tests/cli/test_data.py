@@ -9,6 +9,25 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
+from tests.support import tokenizer_files
+
+FUNCTIONS = """
+import random
+
+def documents():
+    for number in range(30):
+        print("asked")
+        yield f"document {number} has a few words"
+
+def number():
+    return 7
+
+def tables():
+    return [{"text": "a"}]
+
+def broken():
+    yield 1 / 0
+"""
 
 Captured = pytest.CaptureFixture[str]
 
@@ -23,6 +42,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "a.doc").write_text("a text")
     (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "train.bin").write_bytes(bytes(200))
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
@@ -52,6 +74,25 @@ def test_json_has_the_whole_manifest(capsys: Captured) -> None:
     assert (prepared["training"]["documents"], prepared["validation"]["documents"]) == (36, 4)
 
 
+@pytest.mark.usefixtures("folder")
+def test_documents_come_from_a_function_of_a_file(capsys: Captured) -> None:
+    assert main(["data", "prepare", "mine.py:documents", "--tokenizer", "chars", "--out", "out"]) == 0
+    out, err = capsys.readouterr()
+    assert "from            mine.py:documents\n" in out
+    assert "27 documents" in out
+    assert "asked" in err
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_the_tokenizer_drops_is_said_beside_the_table(capsys: Captured) -> None:
+    tokenizer_files.dropping("abcdefghijklmnopqrstuvwxyz .\n").save("letters.json")
+    Path("b.txt").write_text("Die Größe ist 12 Meter.\n" * 20)
+    assert main(["data", "prepare", "b.txt", "--tokenizer", "letters.json", "--out", "out"]) == 0
+    assert capsys.readouterr().err.startswith("shardlab: the tokenizer has no token for 140 characters of the text, ")
+    assert main(["data", "show", "out"]) == 0
+    assert "140 characters" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -72,6 +113,12 @@ def test_json_has_the_whole_manifest(capsys: Captured) -> None:
         ("prepare a.txt --train-bpe 9", "--train-bpe 9: every byte and"),
         ("prepare a.txt --train-bpe 0", "--train-bpe: 0 is too few; give 1 or more"),
         ("prepare a.txt --validation 2", "--validation 2: a part of the tokens was expected"),
+        ("prepare mine.py:documnets", "mine.py has no function 'documnets'; did you mean documents?"),
+        ("prepare mine.py:number", "mine.py cannot be run: TypeError: 'int' object is not iterable"),
+        ("prepare mine.py:broken", "mine.py:16 cannot be run: ZeroDivisionError: division by zero"),
+        ("prepare mine.py:tables", "mine.py:tables, document 1 is an object; give a text, bytes, or one row of"),
+        ("prepare a.txt --tokenizer sub", "--tokenizer sub is a folder without a tokenizer"),
+        ("prepare train.bin", "train.bin has tokens, not a text; --tokenizer says whose, such as gpt2"),
         ("shakespeare --file a.txt", "a.txt is not tiny Shakespeare (4,200 bytes"),
     ],
 )
@@ -115,8 +162,9 @@ def test_without_the_library_it_says_what_to_install(
         ("--data a.txt:x", "a.txt:x: 'x' is no weight; give PATH:NUMBER, as in a.txt:0.7"),
         ("--data torn", "training.bin has another checksum than its manifest says"),
         ("--data chars a.txt", "a.txt has another tokenizer (bytes, 256 tokens) than chars (chars, 13 tokens)"),
-        ("--data bytes --vocab-size 64", "bytes: tokens go up to 255 (bytes), but the model's vocabulary is 64"),
+        ("--data bytes --vocab-size 64", "bytes: tokens go up to 120 (bytes), but the model's vocabulary is 64"),
         ("--data chars --prompt zebra", "the character 'z' is not among the 13 characters"),
+        ("--data train.bin", "train.bin has tokens, not a text; say whose they are (nanoGPT's are gpt2's) by shardlab"),
         ("--data chars --seq-len 5000", "chars has 3,780 tokens for training but 5,001 are needed"),
     ],
 )

@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
+from shardlab.data.bpe import HuggingFace
+from shardlab.data.judged import JudgedText
 from shardlab.data.manifest import Prepared
 from shardlab.data.tokenizers import ByteTokenizer
-from shardlab.models import GPT
+from shardlab.models import GPT, Llama
+from shardlab.train.judged import TextJob
 from tests.exchange.folders import random_run
+from tests.support.tokenizer_files import dropping
 
 pytestmark = pytest.mark.xdist_group("ranks")
 Captured = pytest.CaptureFixture[str]
@@ -76,6 +80,38 @@ def test_a_prepared_folder_gives_what_its_text_does(folder: Path, capsys: Captur
     assert judged(capsys, "chars", data="data") == judged(capsys, "chars", data="part")
     assert main(["eval", "bytes", "--data", "data"]) == 2
     assert "data has another tokenizer (chars, " in capsys.readouterr().err
+
+
+def unchanged(job: TextJob, text: JudgedText) -> TextJob:
+    return job
+
+
+@pytest.mark.parametrize("model", [GPT, Llama])
+def test_documents_of_many_lengths_are_judged_as_if_all_were_filled_up(
+    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, model: type[GPT]
+) -> None:
+    random_run(folder / "long", model(layers=1, hidden_size=16, heads=2, seq_len=256))
+    lengths = [3, 70, 1, 20, 1, 2, 3, 4, 5, 200, 6, 7, 8, 9, 9, 9, 9, 9]
+    lines = [json.dumps({"text": TEXT.decode()[:length]}) + "\n" for length in lengths]
+    (folder / "a.jsonl").write_text("".join(lines))
+    options = ("long", "--micro-batch-size", "1", "--microbatches", "2")
+    found = [judged(capsys, *options, *more, data="a.jsonl") for more in ((), ("--cp", "2", "--ranks", "2"))]
+    monkeypatch.setattr(TextJob, "fitted", unchanged)
+    whole = judged(capsys, *options, data="a.jsonl")
+    for each in found:
+        assert each["tokens"] == each["bytes"] == whole["tokens"] == sum(lengths) - len(lengths)
+        assert each["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+
+
+def test_what_the_tokenizer_drops_is_said(folder: Path, capsys: Captured) -> None:
+    tokenizer = HuggingFace(dropping("abcdefghijklmnopqrstuvwxyz .,").to_str().encode())
+    model = GPT(layers=1, hidden_size=16, heads=2, seq_len=16, vocab_size=tokenizer.vocab_size)
+    random_run(folder / "few", model, tokenizer=tokenizer)
+    (folder / "a.txt").write_text("Die Größe ist 12 Meter.")
+    assert main(["eval", "few", "--data", "a.txt", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["bytes"] == len("Die Größe ist 12 Meter.".encode()) - 1
+    assert "a.txt: the tokenizer has no token for 7 characters of the text, which are dropped" in err
 
 
 def test_a_tied_model_is_judged_on_one_device(folder: Path, capsys: Captured) -> None:

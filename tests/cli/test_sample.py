@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from shardlab.data.tokenizers import Characters, Tokenizer
 from shardlab.models import GPT, Mixtral
 from shardlab.models.tensors import Writer
 from tests.exchange.folders import random_run
+from tests.support.tokenizer_files import byte_fallback
 
+SMALL = GPT(layers=1, hidden_size=16, heads=2, seq_len=32)
 Captured = pytest.CaptureFixture[str]
 
 
@@ -108,6 +111,26 @@ def test_the_tokenizer_beside_the_weights_is_taken_also_after_a_conversion(
     options = ("--prompt", "to be", "--tokens", "9")
     texts = [sampled(capsys, name, *options)["text"] for name in ("run of words", "hf", "back")]
     assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_prompt_begins_as_the_tokenizer_says_and_the_text_keeps_its_spaces(
+    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = byte_fallback(["to", "be"], bos=True)
+    tokenizer = HuggingFace(made.to_str().encode())
+    random_run(folder / "words", replace(SMALL, vocab_size=tokenizer.vocab_size), tokenizer=tokenizer)
+    prompt, whole = made.encode("to").ids, made.encode("to be 漢").ids
+    read: list[list[int]] = []
+
+    def go_on(self: Writer, tokens: list[int], count: int) -> Iterator[int]:
+        read.append(tokens)
+        return iter(whole[len(prompt) :])
+
+    monkeypatch.setattr(Writer, "go_on", go_on)
+    assert sampled(capsys, "words", "--prompt", "to")["text"] == " be 漢"
+    assert read == [prompt]
+    assert prompt[0] == 1
 
 
 def test_a_chat_follows_the_template_of_a_hugging_face_folder(

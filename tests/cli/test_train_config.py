@@ -251,7 +251,7 @@ def test_what_follows_from_the_steps_still_does_in_a_file_that_a_run_leaves(else
         (
             "",
             "--preset wordplay",
-            "the source of Python's standard library: tokens go up to 255 (bytes), but the model's vocabulary is 65",
+            "the source of Python's standard library: tokens go up to 2",
         ),
         ("[optimiser]", "", "mine.toml: a configuration has no section optimiser; did you mean optimizer?"),
         ("[train]\nstep = 3", "", "mine.toml: [train] has no step; did you mean steps?"),

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from shardlab.data import documents
-from shardlab.data.documents import Input
+from shardlab.data.documents import Documents, Input, decoded
+from shardlab.data.text import map_text
 from shardlab.errors import UserError
 
 
@@ -67,8 +69,9 @@ def test_each_row_of_parquet_is_a_document(tmp_path: Path) -> None:
         ('{"text": 3}', "line 2: 'text' is a number, but text was expected"),
         ('{"text": null}', "line 2: 'text' is null, but text was expected"),
         ('{"text": "\\ud800"}', "line 2: 'text' has half of a surrogate pair"),
+        ('{"id": ' + "7" * 5000 + ', "text": 7}', "line 2: 'text' is a number, but text was expected"),
         ("[" * 100_000, "line 2 is not JSON (it is nested too deep)"),
-        ('{"text": "\xff"}', "line 2 is not JSON (it is not UTF-8)"),
+        ('{"text": "\xff"}', 'line 2 is not JSON (it is not UTF-8: byte 0xff after b\'{"text": "\')'),
     ],
 )
 def test_a_broken_line_is_refused_with_its_number(line: str, sentence: str, tmp_path: Path) -> None:
@@ -93,6 +96,111 @@ def test_a_torn_parquet_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read as Parquet") as refusal:
         documents_of(path)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_number_of_any_length_beside_the_text_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "id": 1}\n{"text": "two", "id": [' + "7" * 5000 + "]}\n")
+    assert documents_of(tmp_path / "a.jsonl") == [b"one", b"two"]
+
+
+def test_the_mark_that_windows_writes_before_utf8_is_no_text(tmp_path: Path) -> None:
+    mark, texts = b"\xef\xbb\xbf", ["one", "zwei €"]
+    lines = "\r\n\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "a.jsonl").write_bytes(mark + lines.encode() + b"\r\n")
+    (tmp_path / "a.txt").write_bytes(mark + b"plain " + mark)
+    assert documents_of(tmp_path / "a.jsonl") == [text.encode() for text in texts]
+    assert documents_of(tmp_path / "a.txt") == [b"plain " + mark]
+    assert map_text(tmp_path / "a.txt")[:] == b"plain " + mark
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_another_encoding_is_named(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes('{"text": "one"}\r\n'.encode(encoding))
+    with pytest.raises(UserError, match=rf"a\.jsonl is {encoding[:6].upper()}; convert it, as by: iconv"):
+        documents_of(tmp_path / "a.jsonl")
+    with pytest.raises(UserError, match=rf"the text is {encoding[:6].upper()}; convert it"):
+        decoded("zwölf€".encode("utf-16" if encoding.startswith("utf-16") else encoding))
+
+
+def test_a_text_that_is_not_utf8_is_refused_with_its_row(tmp_path: Path) -> None:
+    """As Spark writes them: a column of strings that nobody has looked at, or of bytes."""
+    texts = [b"plain", b"R\xc9UNION", b"more"]
+    array: Any = pa.array(texts, pa.binary())
+    columns: list[Any] = [array.view(pa.string()), array]
+    for number, column in enumerate(columns):
+        table: Any = pa.table({"text": column})
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+        with pytest.raises(UserError, match=r"row 2: 'text' is not UTF-8 \(byte 0xc9 after b'R'\); convert it"):
+            documents_of(tmp_path / f"{number}.parquet")
+
+
+KINDS: list[Any] = [pa.binary(), pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_texts_of_a_parquet_file_may_be_of_any_kind(kind: Any, tmp_path: Path) -> None:
+    texts: Any = pa.array(["zwei €", "drei"], pa.string())
+    table: Any = pa.table({"text": texts.cast(kind)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert documents_of(tmp_path / "a.parquet") == ["zwei €".encode(), b"drei"]
+
+
+def test_a_file_of_tokens_is_read_as_nanogpt_writes_it(tmp_path: Path) -> None:
+    np.arange(5, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    (piece,) = Input.of(tmp_path / "train.bin", None, "text").pieces()
+    assert piece.tokens is not None
+    assert piece.tokens.tolist() == [0, 1, 2, 3, 4]
+    (tmp_path / "train.bin").write_bytes(b"abc")
+    with pytest.raises(UserError, match=r"has 3 bytes, but each token has 2; copy it whole"):
+        list(Input.of(tmp_path / "train.bin", None, "text").pieces())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\x1f\x8b\x08", "compressed by gzip"),
+        (b"\x28\xb5\x2f\xfd.", "compressed by zstd"),
+        (b"PK\x03\x04", "a zip archive"),
+        (b"PAR1", "a Parquet file"),
+        (b"\x93NUMPY", "an array of NumPy"),
+    ],
+)
+def test_a_file_that_begins_as_no_text_does_is_not_guessed_to_be_one(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.x").write_bytes(content)
+    with pytest.raises(UserError, match=f"is {said}, not a text"):
+        Input.guess(tmp_path / "a.jsonl.x")
+    (tmp_path / "a.py").write_bytes(b"print()")
+    assert Input.guess(tmp_path / "a.py").format == "text"
+    assert Input.guess(tmp_path / "a.py").ends is False
+
+
+def test_documents_of_an_iterable_are_texts_bytes_or_tokens() -> None:
+    pieces = list(Documents(["a€", b"\xff", [1, 2], np.array([3], np.uint8)]).pieces())
+    assert [piece.text for piece in pieces] == ["a€".encode(), b"\xff", b"", b""]
+    assert [piece.tokens is None or piece.tokens.tolist() for piece in pieces] == [True, True, [1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"text": "a"}, "the documents, document 2 is an object; give a text, bytes, or one row of tokens"),
+        (None, "document 2 is null"),
+        (3, "document 2 is a number"),
+        ([[1, 2], [3]], "document 2 is a list"),
+        ([0.5], "document 2 is a list"),
+        ("\ud800", "document 2 has half of a surrogate pair"),
+    ],
+)
+def test_what_is_no_document_is_refused_with_its_number(document: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        list(Documents(["fine", document]).pieces())
+
+
+def test_an_iterator_is_gone_through_once_and_a_function_as_often_as_need_be() -> None:
+    once, often = Documents(iter(["a"])), Documents(lambda: iter(["a"]))
+    assert len(list(once.pieces())) == len(list(often.pieces())) == len(list(often.pieces())) == 1
+    with pytest.raises(UserError, match="can be gone through once; give a list, or a function"):
+        list(once.pieces())
 
 
 def test_an_unknown_type_of_file_is_refused_and_can_be_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shardlab.data.bpe import HuggingFace
@@ -14,6 +15,7 @@ from shardlab.data.judged import JudgedText, judged_text
 from shardlab.data.prepare import prepare
 from shardlab.data.tokenizers import ByteTokenizer, Characters
 from shardlab.errors import UserError
+from tests.support import tokenizer_files
 
 DOCUMENTS = ["abcde", "f", "", "ghi", "jk" * 9]
 BYTES = ByteTokenizer()
@@ -26,7 +28,7 @@ def jsonl(path: Path, documents: list[str]) -> Path:
 
 def read(text: JudgedText) -> list[tuple[bytes, bytes]]:
     """Each sequence's tokens and targets that count, as text."""
-    tokens, targets = text.cut(0, len(text))
+    tokens, targets = text.cut(np.arange(len(text)))
     return [
         (text.tokenizer.decode(t[y >= 0]), text.tokenizer.decode(y[y >= 0]))
         for t, y in zip(tokens, targets, strict=True)
@@ -42,7 +44,7 @@ def test_a_document_begins_a_sequence_and_its_first_token_is_not_predicted(tmp_p
 
 def test_beyond_the_last_sequence_nothing_counts(tmp_path: Path) -> None:
     text = judged_text(jsonl(tmp_path / "a.jsonl", DOCUMENTS), BYTES, 4)
-    tokens, targets = text.cut(len(text) - 1, 3)
+    tokens, targets = text.cut(np.arange(len(text) - 1, len(text) + 2))
     assert (tokens.shape, targets.shape) == ((3, 4), (3, 4))
     assert (targets[0] >= 0).any()
     assert (targets[1:] == -1).all()
@@ -59,7 +61,7 @@ def test_the_end_of_a_document_is_predicted_but_is_no_text(tmp_path: Path) -> No
     words = "the whole of it\n" * 20
     tokenizer = HuggingFace.train([words], 270)
     text = judged_text(jsonl(tmp_path / "a.jsonl", [words, words]), tokenizer, 64)
-    _, targets = text.cut(0, len(text))
+    _, targets = text.cut(np.arange(len(text)))
     assert (targets == tokenizer.end).sum() == 2
     (first,) = tokenizer.encode([words.encode()])
     assert text.bytes(len(text)) == 2 * (len(words) - len(tokenizer.decode(first[:1])))
@@ -107,3 +109,38 @@ def test_every_target_of_many_documents_is_there_once(tmp_path: Path) -> None:
     joined = b"".join(targets for _, targets in read(text))
     assert joined == "".join(each[1:] for each in documents).encode()
     assert text.bytes(len(text)) == len(joined)
+
+
+def test_a_document_that_begins_within_a_character_counts_its_other_bytes(tmp_path: Path) -> None:
+    """Its first token is one byte of three."""
+    texts = ["漢字です", "日本", "€5", "🐟"]
+    tokenizer = HuggingFace(tokenizer_files.byte_level().to_str().encode())
+    text = judged_text(jsonl(tmp_path / "a.jsonl", texts), tokenizer, 64)
+    assert text.bytes(len(text)) == sum(len(each.encode()) - 1 for each in texts)
+    assert int(text.lengths(len(text)).sum()) == sum(len(each.encode()) for each in texts), "and the end of each"
+
+
+def test_what_begins_every_document_is_no_text_and_all_of_it_is_predicted(tmp_path: Path) -> None:
+    texts = ["is it 漢", "it"]
+    tokenizer = HuggingFace(tokenizer_files.byte_fallback(["is", "it"], bos=True).to_str().encode())
+    text = judged_text(jsonl(tmp_path / "a.jsonl", texts), tokenizer, 64)
+    assert text.bytes(len(text)) == sum(len(each.encode()) for each in texts)
+    assert text.cut(np.arange(2))[0][:, 0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_what_a_tokenizer_drops_is_text_all_the_same(tmp_path: Path, prepared: bool) -> None:
+    tokenizer = HuggingFace(tokenizer_files.dropping("abcdefgh ").to_str().encode())
+    source = jsonl(tmp_path / "a.jsonl", ["öa bad öd", "aßb"] * 2)
+    path = prepare([Input.of(source, None, "text")], tmp_path / "out", tokenizer, validation=0.5).folder
+    text = judged_text(path if prepared else source, tokenizer, 64)
+    assert text.bytes(len(text)) == (10 + 3) * (1 if prepared else 2)
+    assert text.lost == {"ö": 4, "ß": 2}
+
+
+def test_sequences_may_be_cut_narrower_in_any_order(tmp_path: Path) -> None:
+    text = judged_text(jsonl(tmp_path / "a.jsonl", DOCUMENTS[:4]), BYTES, 8)
+    tokens, targets = text.cut(np.array([1, 5, 0]), 5)
+    assert bytes(tokens[0].tolist()) == b"gh\0\0\0"
+    assert targets[1].tolist() == [-1] * 5
+    assert bytes(targets[2][:4].tolist()) == b"bcde"

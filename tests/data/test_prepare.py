@@ -13,10 +13,11 @@ import pytest
 
 from shardlab.data import Corpus, DataSource, sources_of
 from shardlab.data import prepare as preparing
-from shardlab.data.documents import Input
+from shardlab.data.documents import Documents, Input
 from shardlab.data.manifest import MANIFEST, Manifest, Prepared
 from shardlab.data.prepare import prepare
 from shardlab.errors import UserError
+from tests.support import tokenizer_files
 
 TEXT = "To be, or not to be: that is the question.\n" * 50
 
@@ -115,7 +116,7 @@ def test_what_is_interrupted_leaves_nothing(
 PREPARING = """
 import sys, time
 from pathlib import Path
-from shardlab.data.documents import Input
+from shardlab.data.documents import Documents, Input
 from shardlab.data.prepare import prepare
 
 def wait(doing, done):
@@ -237,8 +238,11 @@ def test_documents_of_one_token_each_teach_nothing(tmp_path: Path) -> None:
 def test_a_model_must_know_all_tokens(text: Input, tmp_path: Path) -> None:
     corpus = Corpus.open([DataSource(prepare([text], tmp_path / "out", "bytes").folder)], 8)
     corpus.want_vocabulary(256)
-    with pytest.raises(UserError, match=r"tokens go up to 255 \(bytes\), .* vocabulary is 65; give --vocab-size 256"):
+    corpus.want_vocabulary(ord("u") + 1)  # the largest that occurs
+    with pytest.raises(UserError, match=r"tokens go up to 117 \(bytes\), .* vocabulary is 65; give --vocab-size 256"):
         corpus.want_vocabulary(65)
+    with pytest.raises(UserError, match=r"vocabulary is 65; leave that token out, for hf has no row for it"):
+        corpus.want_vocabulary(65, "hf")
 
 
 def test_sources_must_have_one_tokenizer(text: Input, tmp_path: Path) -> None:
@@ -275,3 +279,81 @@ def test_a_weight_of_next_to_nothing_is_refused(text: Input) -> None:
 
 def test_a_table_of_paths_and_weights_is_the_same_as_words(text: Input) -> None:
     assert sources_of({str(text.path): 0.7}) == sources_of([f"{text.path}:0.7"])
+
+
+def test_bytes_of_each_document_s_text_are_kept(tmp_path: Path) -> None:
+    """Also where a document is cut in two, in which a character may be."""
+    texts = ["ä" * 40, "b", "€" * 30]
+    made = prepare([lines_of(tmp_path / "a.jsonl", texts)], tmp_path / "out", train_bpe=257, validation=0.2)
+    sizes = [made.run(part).sizes for part in ("training", "validation")]
+    assert sum(int(each.sum()) for each in sizes if each is not None) == sum(len(text.encode()) for text in texts)
+    cut = made.run("validation").sizes
+    assert cut is not None
+    assert cut.tolist() == [made.manifest.validation.tokens - 1], "a token is a byte, and the end of a document none"
+
+
+def test_a_folder_without_sizes_is_read_as_before(text: Input, tmp_path: Path) -> None:
+    made = prepare([text], tmp_path / "out")
+    manifest = json.loads((made.folder / MANIFEST).read_text())
+    for name in ("training.sizes.bin", "validation.sizes.bin"):
+        (made.folder / name).unlink()
+        del manifest["files"][name]
+    del manifest["largest"], manifest["lost"]
+    (made.folder / MANIFEST).write_text(json.dumps(manifest))
+    run = Prepared.open(made.folder).run("training")
+    assert run.sizes is None
+    assert run.largest == ord("u")
+
+
+def test_what_a_tokenizer_drops_is_on_record(tmp_path: Path) -> None:
+    tokenizer_files.dropping("abcdefgh .").save(str(tmp_path / "tokenizer.json"))
+    lines = lines_of(tmp_path / "a.jsonl", ["a bad ö.", "öß", "a bed", "a cab"] * 3)
+    made = prepare([lines], tmp_path / "out", str(tmp_path / "tokenizer.json"))
+    assert made.manifest.lost == {"ö": 6, "ß": 3}
+
+
+def test_a_text_of_which_nothing_is_left_is_refused_with_the_reason(tmp_path: Path) -> None:
+    tokenizer_files.dropping("abc").save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"the input has 1 token, .*: the tokenizer has no token for 4 characters"):
+        prepare([Documents(["xyzx"])], tmp_path / "out", str(tmp_path / "tokenizer.json"))
+
+
+def test_a_folder_s_tokenizer_ends_documents_as_the_folder_says(tmp_path: Path) -> None:
+    """By its file, or by the folder's name; the files beside it come along."""
+    (tmp_path / "hf").mkdir()
+    tokenizer_files.byte_level(["<a>", "<b>"], first=True).save(str(tmp_path / "hf" / "tokenizer.json"))
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": "<b>"}')
+    for number, name in enumerate(("hf", "hf/tokenizer.json", "out0")):
+        made = prepare([Documents(["one", "two", "three"])], tmp_path / f"out{number}", str(tmp_path / name))
+        assert made.manifest.end == made.tokenizer().end == 1
+        assert "tokenizer_config.json" in made.manifest.files
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(UserError, match="bare is a folder without a tokenizer"):
+        prepare([Documents(["one"])], tmp_path / "out", str(tmp_path / "bare"))
+
+
+def test_tokens_of_nanogpt_are_prepared_by_their_tokenizer(tmp_path: Path) -> None:
+    tokenizer_files.byte_level().save(str(tmp_path / "tokenizer.json"))
+    np.array([1, 2, 256, 3, 4, 5, 256, 6, 7], np.uint16).tofile(tmp_path / "train.bin")
+    given = Input.of(tmp_path / "train.bin", None, "text")
+    made = prepare([given], tmp_path / "out", str(tmp_path / "tokenizer.json"), validation=0.3)
+    assert made.run("training").tokens.tolist() == [1, 2, 256, 3, 4, 5, 256]
+    assert made.run("training").starts.tolist() == [3]
+    with pytest.raises(UserError, match=r"train.bin has tokens, not a text; --tokenizer says whose, such as gpt2"):
+        prepare([given], tmp_path / "again")
+    for more in ({"tokenizer": "chars"}, {"train_bpe": 300}):
+        with pytest.raises(UserError, match="these are tokens, not a text; say by which tokenizer"):
+            prepare([given], tmp_path / "again", **more)  # pyright: ignore
+
+
+def test_documents_of_an_iterable_are_prepared_as_a_file_is(tmp_path: Path) -> None:
+    texts = [f"document {number}" for number in range(20)]
+    of_file = prepare([lines_of(tmp_path / "a.jsonl", texts)], tmp_path / "file", "chars")
+    listed = prepare([Documents(texts, "mine")], tmp_path / "list", "chars")
+    assert listed.manifest.sources == ["mine"]
+    for name in ("training.bin", "validation.bin", "training.documents.bin", "training.sizes.bin", "vocabulary.json"):
+        assert (listed.folder / name).read_bytes() == (of_file.folder / name).read_bytes()
+    again = prepare([Documents(iter(texts))], tmp_path / "again", listed.tokenizer())
+    assert (again.folder / "training.bin").read_bytes() == (of_file.folder / "training.bin").read_bytes()
+    with pytest.raises(UserError, match="can be gone through once"):
+        prepare([Documents(iter(texts))], tmp_path / "once", "chars")

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from shardlab.data import ByteTokenizer, Corpus, Documents
+from shardlab.data.bpe import HuggingFace
+from shardlab.data.stream import SequenceStream, TokenRun
 from shardlab.models import GPT, MLP, MoE, find_model
-from shardlab.train.figures import bits_per_byte, flops_per_token, memory_of, speeds, spreads
+from shardlab.train.figures import bits_per_byte, bytes_per_token, flops_per_token, memory_of, speeds, spreads
+from tests.support import tokenizer_files
 
 
 def test_a_straggler_is_seen_in_the_spread() -> None:
@@ -48,3 +53,26 @@ def test_a_loss_of_ln_256_is_eight_bits_of_a_byte() -> None:
 
 def test_memory_is_that_of_a_process_with_torch() -> None:
     assert 2**26 < memory_of(torch.device("cpu")) < 2**40
+
+
+def test_bytes_of_a_token_are_those_of_the_text_that_was_encoded() -> None:
+    """Without the first token of each document, which is not predicted, and with what a tokenizer drops."""
+    letters = HuggingFace(tokenizer_files.dropping("abcdefgh ").to_str().encode())
+    corpus = Corpus.of(Documents(["abö"] * 40), letters, seq_len=4)
+    assert bytes_per_token(corpus) == pytest.approx(3 / 2)
+    assert bytes_per_token(Corpus.split(b"abc" * 100, 8)) == 1
+
+
+def test_bytes_of_a_token_are_a_mean_over_the_shares_of_the_sources() -> None:
+    runs = [TokenRun(np.zeros(11, np.uint8), sizes=np.array([11 * n])) for n in (1, 3)]
+    stream = SequenceStream(tuple(runs), (3, 1))
+    ratios = [1.0, (33 - 1) / 10]
+    corpus = Corpus(stream, stream, ByteTokenizer(), ())
+    assert bytes_per_token(corpus) == pytest.approx((3 * ratios[0] + ratios[1]) / 4)
+
+
+def test_tokens_whose_text_nobody_counted_are_decoded_together() -> None:
+    tokenizer = HuggingFace(tokenizer_files.byte_fallback(["is", "it"]).to_str().encode())
+    (tokens,) = tokenizer.encode(["is it 漢".encode()])
+    stream = SequenceStream((TokenRun(tokens.astype(np.uint16)),))
+    assert bytes_per_token(Corpus(stream, stream, tokenizer, ())) == len("is it 漢".encode()) / len(tokens)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import tyro
 from rich.console import Console
@@ -17,13 +18,15 @@ from tyro.conf import subcommand
 
 from shardlab.cli.console import print_fact, print_json, print_path, stdout_console
 from shardlab.cli.options import Flag, Name, OptionalCount
-from shardlab.data.documents import Input
+from shardlab.data.documents import Document, Documents, DocumentSource, Input
+from shardlab.data.encoded import Progress, said_of
 from shardlab.data.manifest import Prepared, TokenCount
-from shardlab.data.prepare import Progress, prepare
+from shardlab.data.prepare import prepare
 from shardlab.errors import UserError
+from shardlab.program.user_file import file_and_name, member, module_of, running
 
 TokenizerName = Annotated[str, tyro.conf.arg(metavar="TOKENIZER")]
-"""chars, bytes, gpt2 or a file."""
+"""chars, bytes, gpt2, a file or a folder."""
 
 NewFolder = Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
 """A folder to be made."""
@@ -45,7 +48,9 @@ class Preparing:
     json: Flag = False
     """Print the manifest as JSON alone."""
 
-    def prepared(self, inputs: list[Input], out: Path, tokenizer: str, sources: list[str] | None = None) -> int:
+    def prepared(
+        self, inputs: Sequence[DocumentSource], out: Path, tokenizer: str, sources: list[str] | None = None
+    ) -> int:
         """Prepare, and say what there is now."""
         with progress_of(sum(each.size for each in inputs)) as progress:
             found = prepare(inputs, out, tokenizer, self.train_bpe, self.validation, progress, sources)
@@ -57,17 +62,18 @@ class Preparing:
 class Prepare(Preparing):
     """Turn text, JSONL or Parquet files into a folder of tokens, which train takes as --data FOLDER."""
 
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...", help_behavior_hint="")]
-    """One document each, or one in each line (.jsonl) or row (.parquet)."""
+    files: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...", help_behavior_hint="")]
+    """One document each, or one in each line (.jsonl) or row (.parquet), or tokens of nanoGPT's (.bin); or
+    path/to/file.py:function, which gives documents."""
 
     out: NewFolder
     """The folder that is made."""
 
     tokenizer: TokenizerName = "bytes"
-    """chars, bytes, gpt2, or a Hugging Face tokenizer.json."""
+    """chars, bytes, gpt2, a Hugging Face tokenizer.json, or a folder that has a tokenizer."""
 
     format: Name = None
-    """text, jsonl or parquet, for files whose names do not tell."""
+    """text, jsonl, parquet or tokens, for files whose names do not tell."""
 
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
     """The field of a line, or the column, that has the text."""
@@ -77,7 +83,13 @@ class Prepare(Preparing):
             raise UserError(f"--tokenizer {self.tokenizer} and --train-bpe contradict each other; give one of them")
         if not self.files:
             raise UserError("no file is given; name a .txt, .jsonl or .parquet file")
-        return self.prepared([Input.of(file, self.format, self.field) for file in self.files], self.out, self.tokenizer)
+        return self.prepared([self._source(file) for file in self.files], self.out, self.tokenizer)
+
+    def _source(self, file: str) -> DocumentSource:
+        path, function = file_and_name(file)
+        if path is None or path.suffix != ".py" or not function or Path(file).exists():
+            return Input.of(Path(file), self.format, self.field)
+        return documents_of(path, function)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +163,36 @@ def show(data: Prepared, *, json: bool, verified: bool = False) -> None:
     print_fact(console, "validation", _count(manifest.validation), "bold")
     checked = "all checksums are right" if verified else "checksums in manifest.json"
     print_fact(console, "files", f"{data.bytes:,} bytes, {manifest.dtype} tokens; {checked}")
+    if manifest.lost:
+        print(f"shardlab: {said_of(manifest.lost)}", file=sys.stderr)
     print_path(console, "data", data.folder)
 
 
 def _count(count: TokenCount) -> str:
     return f"{count.tokens:,} tokens in {count.documents:,} document{'' if count.documents == 1 else 's'}"
+
+
+def documents_of(path: Path, function: str) -> Documents:
+    """The documents that a function of a user's file gives.
+
+    Raises:
+        UserError: there is no such function.
+    """
+    found: Any = member(module_of(path), path, function, ("function", "functions"), inspect.isfunction)
+    if not callable(found):
+        raise UserError(f"{function} in {path} is no function; write one that gives documents: texts, bytes or tokens")
+
+    def documents() -> Iterator[Document]:
+        with running(path):
+            iterator: Iterator[Document] = iter(cast(Any, found)())
+        while True:
+            with running(path):  # what it prints while it is asked goes to stderr
+                each = next(iterator, None)
+            if each is None:
+                return
+            yield each
+
+    return Documents(documents, f"{path}:{function}")
 
 
 @contextmanager
@@ -169,7 +206,7 @@ def progress_of(total: int) -> Generator[Progress]:
     columns = TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn()
     printed = ("", 0)
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
+        task = bar.add_task("", total=total or None)
 
         def progress(doing: str, done: int) -> None:
             nonlocal printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -35,7 +36,7 @@ class Eval:
     """A text, a file of documents (.jsonl, .parquet), or a prepared folder, whose validation part is taken."""
 
     format: Name = None
-    """text, jsonl or parquet, for files whose names do not tell."""
+    """text, jsonl, parquet or tokens, for files whose names do not tell."""
 
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
     """The field of a line, or the column, that has the text."""
@@ -69,6 +70,7 @@ class Eval:
             raise UserError("there is no text to predict; give --data PATH")
         from shardlab.cli.ranks import checked_to_run, failures_as_exit
         from shardlab.cli.settling import settled_here
+        from shardlab.data.encoded import said_of
         from shardlab.exchange import open_source
         from shardlab.train.job import Job
         from shardlab.train.judged import TextJob, evaluate_rank
@@ -95,13 +97,18 @@ class Eval:
             name=chosen.name,
             passes=chosen.passes,
         )
-        chosen = settled_here(chosen, job)
-        job = replace(job, strategy=chosen.for_job(ranks), passes=chosen.passes)
-        text = TextJob(job, self.folder, self.data, self.batches, self.format, self.field)
-        text.text()
-        checked_to_run(chosen, job, OptimizerConfig())
+        judged = TextJob((job,), self.folder, self.data, model.seq_len, self.batches, self.format, self.field)
+        text = judged.text()
+        if note := said_of(dict(text.lost)):
+            print(f"shardlab: {self.data}: {note}; bits per byte count the whole text", file=sys.stderr)
+        judged = judged.fitted(text)
+        chosen = settled_here(chosen, judged.jobs[-1])
+        settled = (replace(job, strategy=chosen.for_job(ranks), passes=chosen.passes) for job in judged.jobs)
+        judged = replace(judged, jobs=tuple(settled))
+        for job in judged.jobs:
+            checked_to_run(chosen, job, OptimizerConfig())
         with failures_as_exit():
-            loss = run_ranks(ranks, evaluate_rank, text)
+            loss = run_ranks(ranks, evaluate_rank, judged)
         if loss is None:  # a rank of an existing world, but not the one that reports
             return 0
         if self.json:

@@ -94,7 +94,8 @@ def fastest(planned: PlannedRuns, run: TrainingRun, prove: Prove, joining: Joini
     if tell:
         words = f"{counted(len(jobs), 'plan')} that may be the fastest take turns, for about {planned.seconds:.0f} s"
         print(f"shardlab: {words}", file=sys.stderr)
-    race = Race(seconds=planned.seconds, optimizer=run.config.optimizer, data=tuple(sources_of(run.config.data.data)))
+    data, init = tuple(sources_of(run.config.data.data)), run.config.train.init
+    race = Race(seconds=planned.seconds, optimizer=run.config.optimizer, data=data, init=init)
     race_rank = Named[list[float]]("shardlab.measure.race_rank", "race_rank")
     try:
         took = run_ranks(jobs[0].ranks, race_rank, jobs, race, joining=joining)

@@ -331,7 +331,7 @@ class Train:
         if tell:
             print_config(stdout_console(), config, sources if resumed is None else sources[1:], all=False)
             self._tell_model(config, sources)
-            sys.stdout.flush()
+            print(*corpus.notes, sep="\n", end="\n" if corpus.notes else "", flush=True)
         if first and resumed is not None and (change := resumed.schedule_change(config)):
             print(f"shardlab: {change}", file=sys.stderr)
         heartbeat.doing = "start of the ranks"

@@ -1,21 +1,28 @@
-"""What a run trains on: a text as bytes, a prepared folder, or several of them with weights."""
+"""What a run trains on: texts, documents, prepared folders, or several of them with weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardlab.data.checksum import COMPARED, RECORDED, checksum
+from shardlab.data.documents import Documents, DocumentSource, Input
+from shardlab.data.encoded import encoded_text, said_of
 from shardlab.data.manifest import PARTS, Prepared
 from shardlab.data.sources import DataSource
 from shardlab.data.stream import FINEST, SequenceStream, TokenRun, shares_of
 from shardlab.data.text import Text, default_text, map_text
 from shardlab.data.tokenizers import ByteTokenizer, Tokenizer, same
 from shardlab.errors import UserError
+from shardlab.rules.pieces import counted
+
+AT_ONCE = 100_000_000
+"""Bytes of a file that every rank makes tokens of by itself."""
 
 DEFAULT = "the source of Python's standard library"
 
@@ -43,12 +50,14 @@ class Corpus:
         training, validation: the parts.
         tokenizer: which text the tokens stand for.
         origins: one for each source.
+        notes: sentences on texts that were encoded just now: by what, and what of them has no token.
     """
 
     training: SequenceStream
     validation: SequenceStream
     tokenizer: Tokenizer
     origins: tuple[Origin, ...]
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def split(cls, text: Text, seq_len: int, source: str = "the text") -> Corpus:
@@ -74,8 +83,52 @@ class Corpus:
             str(checksum(text, COMPARED)),
             lambda: {"source": source, **asdict(checksum(text, RECORDED))},
         )
-        training, validation = TokenRun(tokens[:-held_out]), TokenRun(tokens[-held_out:])
+        parts = tokens[:-held_out], tokens[-held_out:]
+        training, validation = (TokenRun(part, sizes=np.array([len(part)])) for part in parts)
         return cls(SequenceStream((training,)), SequenceStream((validation,)), ByteTokenizer(), (origin,))
+
+    @classmethod
+    def of(cls, documents: DocumentSource, tokenizer: Tokenizer, seq_len: int, validation: float = 0.1) -> Corpus:
+        """Documents as tokens, in memory: of a file (`Input`), or of a Python iterable (`Documents`).
+
+        Args:
+            documents: what is read, once.
+            tokenizer: by which they become tokens.
+            seq_len: tokens of a sequence, of which each part has one at least.
+            validation: the part of the tokens, at the end, that is not trained on; whole documents if one ends near.
+
+        Raises:
+            UserError: for what cannot be read or encoded, or is too short.
+
+        >>> from shardlab.data import ByteTokenizer, Documents
+        >>> corpus = Corpus.of(Documents(["a document", "and another one"] * 9), ByteTokenizer(), seq_len=8)
+        >>> len(corpus.training.runs[0].tokens), corpus.training.runs[0].documents
+        (200, 16)
+        """
+        text = encoded_text(documents, tokenizer)
+        name, total = documents.name, len(text.tokens)
+        if total < 2 * (needed := seq_len + 1):
+            raise UserError(
+                f"{name} has {total:,} tokens but {2 * needed:,} are needed: {needed:,} in the training part and "
+                f"{needed:,} in the validation part (a sequence of {seq_len:,} and the next token); take a longer "
+                "text or a smaller --seq-len"
+            )
+        cut = min(max(text.ends.split(validation), needed), total - needed)
+        training, validating = (
+            SequenceStream((text.ends.part(text.tokens, start, stop, tokenizer),))
+            for start, stop in ((0, cut), (cut, total))
+        )
+        if any(run.documents >= len(run.tokens) for run in (*training.runs, *validating.runs)):
+            raise UserError(f"{name}: every document of a part is one token, so none is predicted; join them")
+        of_tokens = partial(checksum, text.tokens.data.cast("B"))
+        identity = f"{tokenizer.kind} {of_tokens(COMPARED)}"
+        record = {"source": name, "tokenizer": tokenizer.kind, "lost": dict(text.lost)}
+        origin = Origin(name, identity, lambda: {**record, "tokens": asdict(of_tokens(RECORDED))})
+        documents_in = counted(len(text.ends.documents) - 1, "document")
+        notes = [f"{name}: {documents_in}, {total:,} tokens ({_about(tokenizer)})"]
+        if text.lost:
+            notes.append(f"{name}: {said_of(text.lost)}")
+        return cls(training, validating, tokenizer, (origin,), tuple(notes))
 
     @classmethod
     def prepared(cls, folder: Path, seq_len: int, *, verify: bool = False) -> Corpus:
@@ -103,30 +156,36 @@ class Corpus:
         return cls(training, validation, found.tokenizer(), (origin,))
 
     @classmethod
-    def open(cls, sources: Sequence[DataSource], seq_len: int, *, verify: bool = False) -> Corpus:
+    def open(
+        cls,
+        sources: Sequence[DataSource],
+        seq_len: int,
+        *,
+        tokenizer: Tokenizer | None = None,
+        of: str = "the model",
+        verify: bool = False,
+    ) -> Corpus:
         """The sources by turns, in the ratio of their weights; without any, the default text.
 
         Args:
+            tokenizer: makes tokens of files, and is that of folders (None: bytes, and what folders have).
+            of: whose tokenizer it is.
             verify: as in `prepared`.
 
         Raises:
             UserError: for what cannot be read, and for sources whose tokens mean different things.
         """
         if not sources:
-            return cls.split(default_text(), seq_len, DEFAULT)
-        found = [
-            cls.prepared(source.path, seq_len, verify=verify)
-            if source.path.is_dir()
-            else cls.split(map_text(source.path), seq_len, str(source.path))
-            for source in sources
-        ]
+            if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
+                return cls.split(default_text(), seq_len, DEFAULT)
+            return cls.of(Documents([default_text().rpartition(b"\n")[0]], DEFAULT), tokenizer, seq_len)
+        found = [cls._source(source.path, seq_len, tokenizer, of, verify=verify) for source in sources]
         first, *others = found
         for other, source in zip(others, sources[1:], strict=True):
             if not same(first.tokenizer, other.tokenizer):
                 raise UserError(
-                    f"{source.path} has another tokenizer ({other.tokenizer.kind}, {other.tokenizer.vocab_size:,} "
-                    f"tokens) than {sources[0].path} ({first.tokenizer.kind}, {first.tokenizer.vocab_size:,} tokens); "
-                    "prepare all with one tokenizer"
+                    f"{source.path} has another tokenizer ({_about(other.tokenizer)}) than {sources[0].path} "
+                    f"({_about(first.tokenizer)}); prepare all with one tokenizer"
                 )
         shares = shares_of([source.weight for source in sources])
         if 0 in shares:
@@ -135,9 +194,37 @@ class Corpus:
         return cls(
             SequenceStream(tuple(run for each in found for run in each.training.runs), shares),
             SequenceStream(tuple(run for each in found for run in each.validation.runs), shares),
-            first.tokenizer,
+            first.tokenizer if tokenizer is None else tokenizer,
             tuple(origin for each in found for origin in each.origins),
+            tuple(note for each in found for note in each.notes),
         )
+
+    @classmethod
+    def _source(cls, path: Path, seq_len: int, tokenizer: Tokenizer | None, of: str, *, verify: bool) -> Corpus:
+        """One source; a text whose tokens are its bytes stays in its file."""
+        if path.is_dir():
+            found = cls.prepared(path, seq_len, verify=verify)
+            if tokenizer is not None and not same(found.tokenizer, tokenizer):
+                raise UserError(
+                    f"{path} has another tokenizer ({_about(found.tokenizer)}) than {of} ({_about(tokenizer)}); give "
+                    f"the text itself, or prepare it by --tokenizer {of}"
+                )
+            return found
+        given, by = Input.guess(path), tokenizer or ByteTokenizer()
+        if given.format == "text" and isinstance(by, ByteTokenizer):
+            return cls.split(map_text(path), seq_len, str(path))
+        if given.format == "tokens" and tokenizer is None:
+            raise UserError(
+                f"{path} has tokens, not a text; say whose they are (nanoGPT's are gpt2's) by shardlab data prepare "
+                f"{path} --tokenizer gpt2 --out FOLDER, and give the folder"
+            )
+        if given.size > AT_ONCE:
+            whose = "" if tokenizer is None else f" --tokenizer {of}"
+            raise UserError(
+                f"{path} has {given.size:,} bytes, of which every rank would make tokens; make them once by shardlab "
+                f"data prepare {path}{whose} --out FOLDER, and give the folder"
+            )
+        return cls.of(given, by, seq_len)
 
     @property
     def identity(self) -> str:
@@ -151,16 +238,31 @@ class Corpus:
         each = zip(self.origins, self.training.shares, strict=True)
         return [{**origin.record(), "share": share / total} for origin, share in each]
 
-    def want_vocabulary(self, vocab_size: int) -> None:
-        """Refuse a model that does not know all tokens.
+    def want_vocabulary(self, vocab_size: int, of: str | None = None) -> None:
+        """Refuse a model that does not know all tokens that occur.
+
+        Args:
+            vocab_size: the model's.
+            of: the folder that its weights come from, if they do: their vocabulary is as large as it is.
 
         Raises:
-            UserError: with the size that is needed.
+            UserError: with the largest token, and what to do.
         """
-        needed = self.tokenizer.vocab_size
-        if vocab_size < needed:
+        if vocab_size >= self.tokenizer.vocab_size:
+            return
+        runs = (run for part in (self.training, self.validation) for run in part.runs)
+        if (largest := max(run.largest for run in runs)) >= vocab_size:
             names = ", ".join(origin.name for origin in self.origins)
-            raise UserError(
-                f"{names}: tokens go up to {needed - 1:,} ({self.tokenizer.kind}), but the model's vocabulary is "
-                f"{vocab_size:,}; give --vocab-size {needed}"
+            what = (
+                f"give --vocab-size {self.tokenizer.vocab_size}"
+                if of is None
+                else f"leave that token out, for {of} has no row for it"
             )
+            raise UserError(
+                f"{names}: tokens go up to {largest:,} ({self.tokenizer.kind}), but the model's vocabulary is "
+                f"{vocab_size:,}; {what}"
+            )
+
+
+def _about(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens"

@@ -1,26 +1,46 @@
-"""Documents of text, JSONL and Parquet files, read piece by piece."""
+"""Documents of text, JSONL, Parquet and token files, or of a Python iterable, read piece by piece."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, get_args
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardlab.data.extra import library
+from shardlab.data.text import UTF8_MARK
 from shardlab.errors import UserError, nearest
 from shardlab.program.files import want_file
 
 PIECE = 1 << 20
 """Bytes of a long text that are tokenized at once, up to the end of a line."""
 
-Format = Literal["text", "jsonl", "parquet"]
+Format = Literal["text", "jsonl", "parquet", "tokens"]
 
 SUFFIXES: dict[str, Format] = {
     ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
+    ".bin": "tokens",
 }  # fmt: skip
 """Files are told apart by their names."""
+
+CONTAINERS = {
+    b"\x1f\x8b": "compressed by gzip", b"\x28\xb5\x2f\xfd": "compressed by zstd", b"BZh": "compressed by bzip2",
+    b"\xfd7zXZ": "compressed by xz", b"PK\x03\x04": "a zip archive", b"ARROW1": "an Arrow file",
+    b"PAR1": "a Parquet file", b"\x93NUMPY": "an array of NumPy", b"\x80\x04": "a pickle", b"\x80\x02": "a pickle",
+}  # fmt: skip
+"""How files begin that nobody means as text."""
+
+MARKS = {
+    b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
+}  # fmt: skip
+"""Byte order marks of texts that are not UTF-8."""
+
+TOKEN = np.dtype("<u2")
+"""A token in a file of tokens, as nanoGPT writes them."""
 
 
 class Piece(NamedTuple):
@@ -28,13 +48,103 @@ class Piece(NamedTuple):
 
     Attributes:
         text: in UTF-8, if the file is.
-        ends: whether the document ends with it.
+        begins, ends: whether the document begins and ends with it.
         done: bytes of the input, all files together, that have been read by now.
+        tokens: in place of a text.
     """
 
     text: bytes
+    begins: bool
     ends: bool
     done: int
+    tokens: NDArray[np.integer] | None = None
+
+
+class DocumentSource(Protocol):
+    """Documents in order, as often as they are asked for."""
+
+    @property
+    def name(self) -> str:
+        """What an error and a record call it."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """In bytes; 0: nobody knows."""
+        ...
+
+    @property
+    def ends(self) -> bool:
+        """Whether the token that ends a document stands after each."""
+        ...
+
+    def pieces(self) -> Iterator[Piece]:
+        """All documents; `done` counts this source's bytes alone.
+
+        Raises:
+            UserError: for what cannot be read, with its place.
+        """
+        ...
+
+
+Document = str | bytes | Iterable[int]
+"""A text, or tokens."""
+
+
+@dataclass
+class Documents:
+    """Documents of a Python iterable: texts, bytes, or arrays of tokens.
+
+    Tokens are taken as they are; after each that ends a document, another begins.
+
+    Attributes:
+        documents: an iterable, or a function that returns one; an iterator can be gone through once, which is not
+            enough for a tokenizer that is made from the text.
+        name: what an error and a record call them.
+
+    >>> [piece.text for piece in Documents(["one", b"two"]).pieces()]
+    [b'one', b'two']
+    """
+
+    documents: Iterable[Document] | Callable[[], Iterable[Document]]
+    name: str = "the documents"
+    _gone: bool = field(default=False, init=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        return 0
+
+    @property
+    def ends(self) -> bool:
+        return True
+
+    def pieces(self) -> Iterator[Piece]:
+        done, documents = 0, self.documents() if callable(self.documents) else self.documents
+        if not callable(self.documents) and isinstance(documents, Iterator):
+            if self._gone:
+                raise UserError(
+                    f"{self.name} can be gone through once; give a list, or a function that returns an iterable"
+                )
+            self._gone = True
+        for number, each in enumerate(documents, 1):
+            where = f"{self.name}, document {number}"
+            if isinstance(each, str | bytes):
+                text, tokens = utf8(each, where) if isinstance(each, str) else each, None
+            else:
+                text, tokens = b"", _tokens_in(each, where)
+            done += len(text)
+            yield Piece(text, True, True, done, tokens)
+
+
+def _tokens_in(document: object, where: str) -> NDArray[np.integer]:
+    """A document's tokens, if it is made of them."""
+    try:
+        found: NDArray[Any] = np.asarray(document)
+    except ValueError:
+        found = np.empty((0, 0))
+    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+        raise UserError(f"{where} is {_kind(document)}; give a text, bytes, or one row of tokens")
+    return found.astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -43,7 +153,8 @@ class Input:
 
     Attributes:
         path: the file.
-        format: what it is; a text is one document, a line of JSONL and a row of Parquet one each.
+        format: what it is; a text is one document, a line of JSONL and a row of Parquet one each; of tokens, each
+            that ends a document does.
         field: of a line, or column, that has the text.
     """
 
@@ -73,19 +184,38 @@ class Input:
             )
         return cls(path, found, field)
 
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        return self.path.stat().st_size
-
-    def pieces(self) -> Iterator[Piece]:
-        """All documents in order; `done` counts this file's bytes alone.
+    @classmethod
+    def guess(cls, path: Path, field: str = "text") -> Input:
+        """The file as what its name tells, or else as a text.
 
         Raises:
-            UserError: for what cannot be read, with the line or row.
+            UserError: for what is no file, and for one that begins as no text does.
         """
+        want_file(path)
+        found = SUFFIXES.get(path.suffix.lower())
+        if found is None:
+            with path.open("rb") as file:
+                first = file.read(8)
+            for mark, what in CONTAINERS.items():
+                if first.startswith(mark):
+                    raise UserError(f"{path} is {what}, not a text; give the text in it, or a file whose name tells")
+        return cls(path, found or "text", field)
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    @property
+    def ends(self) -> bool:
+        return self.format != "text"
+
+    def pieces(self) -> Iterator[Piece]:
         readers: dict[Format, Callable[[], Iterator[Piece]]] = {
-            "text": self._text, "jsonl": self._jsonl, "parquet": self._parquet,
+            "text": self._text, "jsonl": self._jsonl, "parquet": self._parquet, "tokens": self._tokens,
         }  # fmt: skip
         try:
             yield from readers[self.format]()
@@ -94,32 +224,45 @@ class Input:
 
     def _text(self) -> Iterator[Piece]:
         with self.path.open("rb") as file:
-            done, piece = 0, _lines(file)
+            done, piece, begins = 0, _lines(file), True
             while piece:
                 done += len(piece)
                 following = _lines(file)
-                yield Piece(piece, not following, done)
-                piece = following
+                yield Piece(piece.removeprefix(UTF8_MARK) if begins else piece, begins, not following, done)
+                piece, begins = following, False
+
+    def _tokens(self) -> Iterator[Piece]:
+        if self.size % TOKEN.itemsize:
+            raise UserError(f"{self.path} has {self.size:,} bytes, but each token has {TOKEN.itemsize}; copy it whole")
+        done = 0
+        with self.path.open("rb") as file:
+            while piece := file.read(PIECE):
+                begins, done = done == 0, done + len(piece)
+                yield Piece(b"", begins, done == self.size, done, np.frombuffer(piece, TOKEN))
 
     def _jsonl(self) -> Iterator[Piece]:
         done = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
+                if number == 1 and (other := _other_encoding(line)):
+                    raise UserError(f"{self.path} is {other}; {CONVERT}")
                 done += len(line)
                 if line.strip():
-                    yield Piece(self._document(line, f"{self.path}, line {number}"), True, done)
+                    yield Piece(self._document(line, f"{self.path}, line {number}"), True, True, done)
 
     def _document(self, line: bytes, where: str) -> bytes:
         try:
-            record: Any = json.loads(line.rstrip())
+            record = _parsed(line.rstrip())
         except (ValueError, RecursionError) as error:
-            reason = "it is nested too deep" if isinstance(error, RecursionError) else "it is not UTF-8"
+            reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+            if isinstance(error, UnicodeDecodeError):
+                reason = f"it is not UTF-8: {_place(line, error)}"
             if isinstance(error, json.JSONDecodeError):
                 reason = f"{error.msg}, column {error.colno}"
             raise UserError(f"{where} is not JSON ({reason}); write one object in each line") from None
         if not isinstance(record, dict):
             raise UserError(f"{where} is {_kind(record)}, but an object with a text in {self.field!r} was expected")
-        return self._utf8(self._value(record, where), where)  # pyright: ignore[reportUnknownArgumentType]
+        return self._as_text(self._value(record, where), where)  # pyright: ignore[reportUnknownArgumentType]
 
     def _value(self, record: dict[str, Any], where: str) -> object:
         if self.field not in record:
@@ -127,13 +270,10 @@ class Input:
             raise UserError(f"{where} has no field {self.field!r}; --field names the one with the text: {there}")
         return record[self.field]
 
-    def _utf8(self, value: object, where: str) -> bytes:
-        if not isinstance(value, str):
+    def _as_text(self, value: object, where: str) -> bytes:
+        if not isinstance(value, str | bytes):
             raise UserError(f"{where}: {self.field!r} is {_kind(value)}, but text was expected")
-        try:
-            return value.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{where}: {self.field!r} has half of a surrogate pair, which is no text") from None
+        return utf8(value, f"{where}: {self.field!r}")
 
     def _parquet(self) -> Iterator[Piece]:
         parquet, arrow = library("pyarrow.parquet", "a Parquet file"), library("pyarrow", "a Parquet file")
@@ -147,12 +287,20 @@ class Input:
                     )
                 rows, row = max(1, file.metadata.num_rows), 0
                 for batch in file.iter_batches(batch_size=1024, columns=[self.field]):
-                    for value in batch.column(0).to_pylist():
+                    column = batch.column(0)
+                    if any(is_text(column.type) for is_text in (arrow.types.is_string, arrow.types.is_large_string)):
+                        column = column.cast(arrow.large_binary())  # texts are not always UTF-8
+                    for value in column.to_pylist():
                         row += 1
-                        yield Piece(self._utf8(value, f"{self.path}, row {row}"), True, self.size * row // rows)
+                        text = self._as_text(value, f"{self.path}, row {row}")
+                        yield Piece(text, True, True, self.size * row // rows)
         except arrow.ArrowException as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{self.path} cannot be read as Parquet ({reason}); name a whole Parquet file") from None
+
+
+CONVERT = "convert it, as by: iconv -f UTF-16 -t UTF-8"
+"""What to do with a text of another encoding."""
 
 
 def decoded(text: bytes) -> str:
@@ -164,10 +312,47 @@ def decoded(text: bytes) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"the text is not UTF-8 (byte 0x{text[error.start]:02x} after {text[: error.start][-20:]!r}); convert it, "
-            "or give --tokenizer bytes"
-        ) from None
+        if other := _other_encoding(text):
+            raise UserError(f"the text is {other}; {CONVERT}") from None
+        raise UserError(f"the text is not UTF-8 ({_place(text, error)}); convert it, or take bytes as tokens") from None
+
+
+def utf8(text: str | bytes, where: str) -> bytes:
+    """A text in UTF-8.
+
+    Raises:
+        UserError: there is none; it says where.
+    """
+    try:
+        if isinstance(text, str):
+            return text.encode()
+        text.decode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where} has half of a surrogate pair, which is no text") from None
+    except UnicodeDecodeError as error:
+        assert isinstance(text, bytes)
+        raise UserError(f"{where} is not UTF-8 ({_place(text, error)}); convert it") from None
+    return text
+
+
+def _place(text: bytes, error: UnicodeDecodeError) -> str:
+    return f"byte 0x{text[error.start]:02x} after {text[: error.start][-20:]!r}"
+
+
+def _other_encoding(text: bytes) -> str | None:
+    """The encoding of a text that is not UTF-8, as its first bytes tell it: a mark, or a letter beside a zero."""
+    found = next((name for mark, name in MARKS.items() if text.startswith(mark)), None)
+    return found or ("UTF-16" if len(text) > 1 and 0 in text[:2] and text[:2] != bytes(2) else None)
+
+
+def _parsed(line: bytes) -> Any:
+    """A line of JSON; numbers of any length are read, since none of them is text."""
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:  # an integer of thousands of digits, which Python does not convert
+        return json.loads(line, parse_int=lambda _: 0)
 
 
 def _lines(file: BinaryIO) -> bytes:
@@ -186,6 +371,6 @@ def _lines(file: BinaryIO) -> bytes:
 def _kind(value: object) -> str:
     kinds: dict[type, str] = {
         type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list",
-        dict: "an object", str: "a text",
+        dict: "an object", str: "a text", bytes: "bytes",
     }  # fmt: skip
     return next((name for kind, name in kinds.items() if isinstance(value, kind)), f"a {type(value).__name__}")

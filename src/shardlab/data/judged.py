@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardlab.data.documents import SUFFIXES, Input
+from shardlab.data.documents import Input
+from shardlab.data.encoded import encoded_text
 from shardlab.data.manifest import Prepared
 from shardlab.data.shuffle import Numbers
-from shardlab.data.stream import NO_STARTS, TokenRun
+from shardlab.data.stream import TokenRun
 from shardlab.data.text import map_text
 from shardlab.data.tokenizers import ByteTokenizer, Tokenizer, same
 from shardlab.errors import UserError
@@ -27,11 +27,13 @@ class JudgedText:
         run: the documents' tokens.
         tokenizer: which text they stand for.
         seq_len: tokens of a sequence.
+        lost: what has no token, and how often it occurs.
     """
 
     run: TokenRun
     tokenizer: Tokenizer
     seq_len: int
+    lost: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @cached_property
     def _documents(self) -> tuple[Numbers, Numbers, Numbers]:
@@ -51,21 +53,43 @@ class JudgedText:
         """How many sequences there are."""
         return len(self._spans[0])
 
-    def cut(self, first: int, count: int) -> tuple[Numbers, Numbers]:
-        """Tokens and targets of some sequences, (count, seq_len) each; -1 and token 0 where there are no more."""
-        tokens, targets = np.zeros((count, self.seq_len), np.int64), np.full((count, self.seq_len), -1)
-        for row, (start, end) in enumerate(zip(*(each[first : first + count] for each in self._spans), strict=True)):
-            tokens[row, : end - start] = self.run.tokens[start:end]
-            targets[row, : end - start] = self.run.tokens[start + 1 : end + 1]
+    def lengths(self, sequences: int) -> Numbers:
+        """Tokens that each of the first sequences predicts: (sequences,)."""
+        starts, ends = self._spans
+        return (ends - starts)[:sequences]
+
+    def cut(self, numbers: Numbers, width: int | None = None) -> tuple[Numbers, Numbers]:
+        """Tokens and targets of some sequences, (numbers, width) each; -1 and token 0 where there are no more.
+
+        Args:
+            numbers: of the sequences; beyond the last there are empty ones.
+            width: no less than the longest of them has (None: `seq_len`).
+        """
+        shape = len(numbers), self.seq_len if width is None else width
+        tokens, targets = np.zeros(shape, np.int64), np.full(shape, -1)
+        starts, ends = self._spans
+        for row, number in enumerate(numbers.tolist()):
+            if number < len(starts):
+                start, end = int(starts[number]), int(ends[number])
+                tokens[row, : end - start] = self.run.tokens[start:end]
+                targets[row, : end - start] = self.run.tokens[start + 1 : end + 1]
         return tokens, targets
 
     def bytes(self, sequences: int) -> int:
-        """Bytes of the text that the first sequences predict; the token that ends a document stands for none."""
+        """Bytes of the text that the first sequences predict; the token that ends a document stands for none.
+
+        Those of a whole document are the bytes of the text that was encoded, less those of its first token.
+        """
         first, last, counts = self._documents
         judged = np.clip(sequences - (np.cumsum(counts) - counts), 0, counts)
         ends = np.minimum(first + judged * self.seq_len, last)
-        pairs = zip(first.tolist(), ends.tolist(), strict=True)
-        return sum(self._count(a, b + 1) - self._count(a, a + 1) for a, b in pairs if a < b)
+        found = 0
+        for number in np.flatnonzero(ends > first).tolist():
+            a, b = int(first[number]), int(ends[number])
+            whole = None if self.run.sizes is None else int(self.run.sizes[number])
+            size = whole if whole is not None and b == last[number] else self._count(a, b + 1)
+            found += max(0, size - self._count(a, a + 1))
+        return found
 
     def _count(self, start: int, stop: int) -> int:
         return self.tokenizer.count_bytes(np.asarray(self.run.tokens[start:stop]))
@@ -85,7 +109,7 @@ def judged_text(
     Args:
         path: a prepared folder, whose validation part is taken, or a file.
         tokenizer: the model's (None: nobody says; a folder has its own).
-        format: text, jsonl or parquet (None: by the file's name; a text, if that does not tell).
+        format: text, jsonl, parquet or tokens (None: by the file's name; a text, if that does not tell).
         field: of a line, or column, that has the text.
         at_most: so many sequences are enough.
 
@@ -100,11 +124,11 @@ def judged_text(
                 f"{path} has another tokenizer ({own.kind}, {own.vocab_size:,} tokens) than the model "
                 f"({tokenizer.kind}, {tokenizer.vocab_size:,} tokens); give the text itself, or prepare it alike"
             )
-        found = JudgedText(prepared.run("validation"), own, seq_len)
+        found = JudgedText(prepared.run("validation"), own, seq_len, prepared.manifest.lost)
     else:
         assert tokenizer is not None, "a file's tokens are the model's"
-        given = Input.of(path, format or SUFFIXES.get(path.suffix.lower(), "text"), field)
-        found = JudgedText(_encoded(given, tokenizer, seq_len, at_most), tokenizer, seq_len)
+        given = Input.guess(path, field) if format is None else Input.of(path, format, field)
+        found = _encoded(given, tokenizer, seq_len, at_most)
     if not len(found):
         raise UserError(
             f"{path} has no token to predict: each is predicted from those before it in its document; give two or more"
@@ -112,30 +136,12 @@ def judged_text(
     return found
 
 
-def _encoded(given: Input, tokenizer: Tokenizer, seq_len: int, at_most: int | None) -> TokenRun:
+def _encoded(given: Input, tokenizer: Tokenizer, seq_len: int, at_most: int | None) -> JudgedText:
     """A file's tokens, as `shardlab data prepare` would make them; bytes of a text stay in its file."""
     if given.format == "text" and isinstance(tokenizer, ByteTokenizer):
-        return TokenRun(np.frombuffer(map_text(given.path), np.uint8))
-    parts: list[NDArray[np.uint32]] = []
-    starts, written = [0], 0
-    for tokens, ends in _pieces(given, tokenizer):
-        parts.append(tokens.astype(np.uint32))
-        written += len(tokens)
-        if at_most is not None and len(starts) - 1 + (written - starts[-1]) // seq_len > at_most:
-            break
-        if ends and written > starts[-1]:
-            starts.append(written)
-    inner = np.array([start for start in starts[1:] if start < written], np.int64)
-    return TokenRun(np.concatenate(parts) if parts else np.empty(0, np.uint32), inner if inner.size else NO_STARTS)
-
-
-def _pieces(given: Input, tokenizer: Tokenizer) -> Iterator[tuple[NDArray[np.int64], bool]]:
-    """Tokens of each piece, and whether a document ends with it."""
-    for piece in given.pieces():
-        try:
-            (tokens,) = tokenizer.encode([piece.text])
-        except UserError as error:
-            raise UserError(f"{given.path}: {error}") from None
-        if piece.ends and tokenizer.end is not None and given.format != "text" and piece.text:
-            tokens = np.append(tokens, tokenizer.end)
-        yield tokens, piece.ends
+        text = map_text(given.path)
+        run = TokenRun(np.frombuffer(text, np.uint8), sizes=np.array([len(text)]))
+        return JudgedText(run, tokenizer, seq_len)
+    text = encoded_text(given, tokenizer, None if at_most is None else (at_most, seq_len))
+    run = text.ends.part(text.tokens, 0, len(text.tokens), tokenizer)
+    return JudgedText(run, tokenizer, seq_len, text.lost)

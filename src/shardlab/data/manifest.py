@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ class Manifest:
         dtype: of a token in its file: uint8, uint16 or uint32, little-endian.
         training, validation: how much there is.
         files: every other file of the folder by name.
+        largest: the largest token that occurs (None: nobody has looked).
+        lost: characters, or words, without a token, and how often they occur; the most frequent ones.
     """
 
     sources: list[str]
@@ -78,6 +80,8 @@ class Manifest:
     training: TokenCount
     validation: TokenCount
     files: dict[str, FileSum]
+    largest: int | None = None
+    lost: dict[str, int] = field(default_factory=dict[str, int])
 
     def written(self) -> str:
         """The manifest as a file."""
@@ -158,8 +162,13 @@ class Prepared:
     def run(self, part: str) -> TokenRun:
         """A part's tokens and documents, mapped into memory."""
         tokens = np.memmap(self.folder / f"{part}.bin", np.dtype(self.manifest.dtype).newbyteorder("<"), "r")
-        starts = self.folder / f"{part}.documents.bin"
-        return TokenRun(tokens, np.memmap(starts, "<i8", "r") if starts.stat().st_size else NO_STARTS)
+        starts, sizes = (self.folder / f"{part}.{name}.bin" for name in ("documents", "sizes"))
+        return TokenRun(
+            tokens,
+            np.memmap(starts, "<i8", "r") if starts.stat().st_size else NO_STARTS,
+            np.memmap(sizes, "<i8", "r") if sizes.name in self.manifest.files else None,
+            self.manifest.largest,
+        )
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the folder has with it."""

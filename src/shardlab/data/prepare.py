@@ -3,87 +3,38 @@
 from __future__ import annotations
 
 import os
-from array import array
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardlab.data.bpe import Gpt2, HuggingFace, read_tokenizer
-from shardlab.data.documents import PIECE, Input, Piece, decoded
-from shardlab.data.manifest import MANIFEST, FileSum, Manifest, Prepared, TokenCount
+from shardlab.data.documents import PIECE, DocumentSource, Input
+from shardlab.data.encoded import Ends, Progress, Reading, encoded, said_of
+from shardlab.data.kept import kept_tokenizer
+from shardlab.data.manifest import MANIFEST, PARTS, FileSum, Manifest, Prepared, TokenCount
 from shardlab.data.special_tokens import END
+from shardlab.data.stream import Tokens
 from shardlab.data.tokenizers import ByteTokenizer, Characters, Tokenizer
 from shardlab.errors import UserError, unknown
 from shardlab.program.files import whole_folder
 
+TRAINING = "training.bin"
+
+KEPT = 100
+"""Characters without a token that a manifest names."""
+
 SMALLEST_BPE = 257
 """Tokens of a BPE without any pair: all bytes, and the end of a document."""
 
-Progress = Callable[[str, int], None]
-"""Called with what is done, and how many bytes of the input have been read for it."""
 
-BATCH = 1024
-"""The most documents that are tokenized at once."""
-
-
-class Documents:
-    """The documents of some files, in order, as often as they are asked for."""
-
-    def __init__(self, inputs: Sequence[Input], progress: Progress) -> None:
-        self._inputs, self._progress = inputs, progress
-
-    def pieces(self, doing: str) -> Iterator[tuple[Input, Piece]]:
-        """Every piece with its file.
-
-        Args:
-            doing: what is done with them, for the progress.
-        """
-        before = 0
-        for each in self._inputs:
-            for piece in each.pieces():
-                yield each, piece
-                self._progress(doing, before + piece.done)
-            before += each.size
-
-    def texts(self, doing: str) -> Iterator[str]:
-        """Every piece's text."""
-        for each, piece in self.pieces(doing):
-            with _named(each):
-                text = decoded(piece.text)
-            yield text
-
-    def batches(self) -> Iterator[list[tuple[Input, Piece]]]:
-        """Pieces of a file, as many as are tokenized at once."""
-        batch: list[tuple[Input, Piece]] = []
-        size = 0
-        for each, piece in self.pieces("tokens"):
-            if batch and (size >= PIECE or len(batch) == BATCH or each is not batch[0][0]):
-                yield batch
-                batch, size = [], 0
-            batch.append((each, piece))
-            size += len(piece.text)
-        if batch:
-            yield batch
-
-
-@contextmanager
-def _named(each: Input) -> Generator[None]:
-    """Name the file in what is wrong with its text."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{each.path}: {error}") from None
-
-
-def tokenizer_of(name: str, train_bpe: int | None, documents: Documents) -> Tokenizer:
+def tokenizer_of(name: str, train_bpe: int | None, documents: Reading) -> Tokenizer:
     """The tokenizer of that name, or one trained on the documents.
 
     Args:
-        name: chars, bytes, gpt2, or a path to a `tokenizer.json`.
+        name: chars, bytes, gpt2, or a path to a `tokenizer.json` or to a folder that has a tokenizer.
         train_bpe: the vocabulary's size of one to be trained (None: none is).
 
     Raises:
@@ -101,95 +52,110 @@ def tokenizer_of(name: str, train_bpe: int | None, documents: Documents) -> Toke
         return Gpt2.find()
     if name.endswith(".json"):
         return read_tokenizer(Path(name))
+    if (folder := Path(name)).is_dir():
+        if (found := tokenizer_in(folder)) is None:
+            raise UserError(f"--tokenizer {name} is a folder without a tokenizer; name one with a tokenizer.json")
+        return found
     names = Characters.kind, ByteTokenizer.kind, Gpt2.kind
-    raise unknown("tokenizer", name, names, " and a path to a tokenizer.json")
+    raise unknown("tokenizer", name, names, ", a path to a tokenizer.json, and a folder that has one")
+
+
+def tokenizer_in(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a folder: of prepared data, of a run, or of Hugging Face's form."""
+    return Prepared.open(folder).tokenizer() if (folder / MANIFEST).is_file() else kept_tokenizer(folder)
 
 
 def prepare(
-    inputs: Sequence[Input],
+    inputs: Sequence[DocumentSource],
     out: Path,
-    tokenizer: str = "bytes",
+    tokenizer: str | Tokenizer = "bytes",
     train_bpe: int | None = None,
     validation: float = 0.1,
     progress: Progress = lambda doing, done: None,
     sources: Sequence[str] | None = None,
 ) -> Prepared:
-    """Turn files into a folder of tokens, which appears whole or not at all.
+    """Turn files, or documents of an iterable, into a folder of tokens, which appears whole or not at all.
 
     Args:
-        inputs: the files; one document follows the other.
+        inputs: files (`Input`) and iterables (`Documents`); one document follows the other.
         out: the folder, not there yet.
-        tokenizer, train_bpe: see `tokenizer_of`.
+        tokenizer, train_bpe: a tokenizer, or its name; see `tokenizer_of`.
         validation: the part of the tokens, at the end, that is not trained on.
-        sources: what the manifest calls the files (None: their paths).
+        sources: what the manifest calls the inputs (None: their names, of files without their folders).
 
     Raises:
         UserError: for what cannot be read, tokenized or written; nothing is left of it.
     """
     if not 0 < validation < 1:
         raise UserError(f"--validation {validation:g}: a part of the tokens was expected; give 0.1, or less than 1")
-    documents = Documents(inputs, progress)
+    if train_bpe is None and tokenizer == ByteTokenizer.kind:
+        tokens = next((each for each in inputs if isinstance(each, Input) and each.format == "tokens"), None)
+        if tokens is not None:
+            raise UserError(f"{tokens.name} has tokens, not a text; --tokenizer says whose, such as gpt2 for nanoGPT's")
+    reading = Reading(inputs, progress)
     with whole_folder(out) as folder:
-        chosen = tokenizer_of(tokenizer, train_bpe, documents)
+        chosen = tokenizer if isinstance(tokenizer, Tokenizer) else tokenizer_of(tokenizer, train_bpe, reading)
         dtype = next(each for each in ("uint8", "uint16", "uint32") if chosen.vocab_size <= 1 << np.iinfo(each).bits)
-        starts = _write_tokens(documents, chosen, np.dtype(dtype).newbyteorder("<"), folder / "training.bin")
-        counts = _split(folder, np.dtype(dtype).itemsize, starts, validation)
+        ends, largest, lost = _write_tokens(reading, chosen, np.dtype(dtype).newbyteorder("<"), folder / TRAINING)
+        counts = _split(folder, np.dtype(dtype).newbyteorder("<"), ends, chosen, validation)
         for name, content in chosen.files().items():
             (folder / name).write_bytes(content)
         progress("checksums", 0)
         files = {path.name: FileSum.of(path) for path in sorted(folder.iterdir())}
-        named = [each.path.name for each in inputs] if sources is None else list(sources)
-        manifest = Manifest(named, chosen.kind, chosen.vocab_size, chosen.end, dtype, *counts, files)
+        names = [each.path.name if isinstance(each, Input) else each.name for each in inputs]
+        manifest = Manifest(
+            sources=names if sources is None else list(sources),
+            tokenizer=chosen.kind,
+            vocab_size=chosen.vocab_size,
+            end=chosen.end,
+            dtype=dtype,
+            training=counts[0],
+            validation=counts[1],
+            files=files,
+            largest=largest,
+            lost=dict(lost.most_common(KEPT)),
+        )
         (folder / MANIFEST).write_text(manifest.written(), encoding="utf-8")
     return Prepared.open(out)
 
 
-def _write_tokens(documents: Documents, tokenizer: Tokenizer, dtype: np.dtype[np.void], path: Path) -> array[int]:
-    """Write all tokens into one file; where each document begins, and where the last one ends."""
-    starts, written, read = array("q", [0]), 0, 0
+def _write_tokens(
+    reading: Reading, tokenizer: Tokenizer, dtype: np.dtype[np.void], path: Path
+) -> tuple[Ends, int, Counter[str]]:
+    """Write all tokens into one file; where its pieces end, its largest token, and what has no token."""
+    ends, largest, lost = Ends(), 0, Counter[str]()
     with path.open("wb") as file:
-        for batch in documents.batches():
-            with _named(batch[0][0]):
-                encoded = tokenizer.encode([piece.text for _, piece in batch])
-            for (each, piece), tokens in zip(batch, encoded, strict=True):
-                read += len(piece.text)
-                if piece.ends and tokenizer.end is not None and each.format != "text" and piece.text:
-                    tokens = np.append(tokens, tokenizer.end)
-                _append(file, tokens, tokenizer, dtype)
-                written += len(tokens)
-                if piece.ends and written > starts[-1]:
-                    starts.append(written)
-    if written < 2:
+        for piece in encoded(reading, tokenizer, lost):
+            ends.add(piece)
+            largest = max(largest, int(piece.tokens.max(initial=0)))
+            file.write(piece.tokens.astype(dtype).tobytes())
+    if (written := ends.tokens[-1]) < 2:
         raise UserError(
             "the input is empty; give some text"
-            if not read
+            if not ends.bytes[-1]
             else f"the input has {written} token{'' if written == 1 else 's'}, but a token and the next one are needed "
-            "in each part; give a longer text, or a tokenizer that fits it"
+            "in each part; give a longer text, or a tokenizer that fits it" + (f": {said_of(lost)}" if lost else "")
         )
-    return starts
+    return ends, largest, lost
 
 
-def _append(file: BinaryIO, tokens: NDArray[np.int64], tokenizer: Tokenizer, dtype: np.dtype[np.void]) -> None:
-    if tokens.size and (largest := int(tokens.max())) >= tokenizer.vocab_size:
-        raise UserError(f"the tokenizer gives token {largest}, but its vocabulary is {tokenizer.vocab_size}; mend it")
-    file.write(tokens.astype(dtype).tobytes())
-
-
-def _split(folder: Path, itemsize: int, starts: array[int], validation: float) -> tuple[TokenCount, TokenCount]:
-    """Move the last tokens into a file of their own: the part asked for, to the end of a document if one is near."""
-    ends = np.frombuffer(starts, np.int64)
-    total = int(ends[-1])
-    cut = min(max(1, int(total * (1 - validation))), total - 1)
-    near = int(ends[np.abs(ends - cut).argmin()])
-    if 0 < near < total and abs(near - cut) <= (total - cut) / 2:
-        cut = near
-    with (folder / "training.bin").open("r+b") as source, (folder / "validation.bin").open("wb") as target:
-        source.seek(cut * itemsize)
+def _split(
+    folder: Path, dtype: np.dtype[np.void], ends: Ends, tokenizer: Tokenizer, validation: float
+) -> list[TokenCount]:
+    """Move the last tokens into a file of their own, and write where documents begin and how long their texts are."""
+    cut, total = ends.split(validation), ends.tokens[-1]
+    counts: list[TokenCount] = []
+    whole = cast(Tokens, np.memmap(folder / TRAINING, dtype, "r"))
+    for part, start, stop in zip(PARTS, (0, cut), (cut, total), strict=True):
+        run = ends.part(whole, start, stop, tokenizer)
+        run.starts.astype("<i8").tofile(folder / f"{part}.documents.bin")
+        assert run.sizes is not None
+        run.sizes.astype("<i8").tofile(folder / f"{part}.sizes.bin")
+        counts.append(TokenCount(stop - start, run.documents))
+    del whole
+    with (folder / TRAINING).open("r+b") as source, (folder / "validation.bin").open("wb") as target:
+        source.seek(cut * dtype.itemsize)
         while block := source.read(PIECE):
             target.write(block)
-        os.truncate(source.fileno(), cut * itemsize)
-    inner = ends[1:-1]
-    training, validating = inner[inner < cut], inner[inner > cut] - cut
-    training.astype("<i8").tofile(folder / "training.documents.bin")
-    validating.astype("<i8").tofile(folder / "validation.documents.bin")
-    return TokenCount(cut, len(training) + 1), TokenCount(total - cut, len(validating) + 1)
+        os.truncate(source.fileno(), cut * dtype.itemsize)
+    return counts

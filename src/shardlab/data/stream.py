@@ -30,10 +30,24 @@ class TokenRun:
         tokens: (tokens,).
         starts: (documents - 1,), ascending: where each document but the first begins. A target that begins a document
             does not count, since nothing before it tells of it.
+        sizes: (documents,): bytes of the text of each (None: nobody has counted them).
+        at_most: no token is larger (None: nobody has looked).
     """
 
     tokens: Tokens
     starts: Numbers = field(default_factory=lambda: NO_STARTS)
+    sizes: Numbers | None = None
+    at_most: int | None = None
+
+    @property
+    def largest(self) -> int:
+        """The largest token, or one that none is larger than."""
+        return int(self.tokens.max(initial=0)) if self.at_most is None else self.at_most
+
+    @property
+    def documents(self) -> int:
+        """How many there are."""
+        return len(self.starts) + 1
 
     def sequences(self, seq_len: int) -> int:
         """How many sequences it is cut into, each with the token that follows it; the rest at its end is left out."""

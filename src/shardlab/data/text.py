@@ -10,6 +10,9 @@ from pathlib import Path
 from shardlab.errors import UserError
 from shardlab.program.files import want_file
 
+UTF8_MARK = b"\xef\xbb\xbf"
+"""Editors of Windows write it at the beginning of UTF-8; it is no text."""
+
 DEFAULT_BYTES = 4_000_000
 """The default text ends here at the latest: enough for minutes of training, and read at once."""
 
@@ -31,7 +34,7 @@ def default_text() -> bytes:
 
 
 def map_text(path: Path) -> Text:
-    """Map a user's text into memory.
+    """Map a user's text into memory, without the mark that some editors write at the beginning of UTF-8.
 
     Raises:
         UserError: when it is no file, or cannot be read or mapped.
@@ -40,6 +43,9 @@ def map_text(path: Path) -> Text:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+            if not size:
+                return b""
+            text = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            return memoryview(text)[len(UTF8_MARK) :] if text[: len(UTF8_MARK)] == UTF8_MARK else text
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); name a text file that can") from error

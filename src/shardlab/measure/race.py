@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 from shardlab.data import DataSource
@@ -23,6 +24,7 @@ class Race:
         always: places of jobs that go on however slow they are.
         optimizer: its settings.
         data: where the tokens come from (nothing: the default text).
+        init: the folder of weights whose tokenizer makes tokens of texts (None: they are bytes).
     """
 
     rounds: int = 40
@@ -30,6 +32,7 @@ class Race:
     always: Collection[int] = ()
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: Sequence[DataSource] = ()
+    init: Path | None = None
 
     def going_on(self, running: Sequence[int], times: Sequence[Sequence[float]]) -> list[int]:
         """Places of the jobs that run in the next round.

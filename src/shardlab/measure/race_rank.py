@@ -12,6 +12,7 @@ from statistics import median
 import torch
 
 from shardlab.data import Corpus
+from shardlab.data.kept import kept_tokenizer
 from shardlab.execute import Executor, Settings
 from shardlab.execute.communicator import Groups
 from shardlab.measure.race import Race
@@ -55,7 +56,8 @@ def race_rank(rank: int, device: torch.device, jobs: Sequence[Job], turns: Race)
 
 
 def _executor(job: Job, world: MeasuringRanks, groups: Groups, turns: Race) -> Executor:
-    corpus = Corpus.open(turns.data, job.model.seq_len)
+    tokenizer = None if turns.init is None else kept_tokenizer(turns.init)
+    corpus = Corpus.open(turns.data, job.model.seq_len, tokenizer=tokenizer)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
     settings = Settings(job.seed, job.numbers, world.device, turns.optimizer)
     backend = backend_of(world.device.type)

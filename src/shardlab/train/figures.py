@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardlab.data import Corpus
+from shardlab.data import Corpus, Tokenizer
+from shardlab.data.encoded import first_bytes
+from shardlab.data.stream import TokenRun
 from shardlab.models import Blocks
 from shardlab.models.counts import count_parameters
 
@@ -82,9 +84,21 @@ def flops_per_token(model: Blocks) -> float:
 
 
 def bytes_per_token(corpus: Corpus) -> float:
-    """Bytes of text that a token stands for, on average over the first of the validation text."""
-    tokens = np.asarray(corpus.validation.runs[0].tokens[:READ])
-    return max(1, corpus.tokenizer.count_bytes(tokens)) / len(tokens)
+    """Bytes of text that a predicted token of the training part stands for: a mean over the sources' shares.
+
+    They are counted where the text was encoded; of data that do not tell, some tokens are decoded together.
+    """
+    stream = corpus.training
+    each = [_bytes_per_token(run, corpus.tokenizer) for run in stream.runs]
+    return sum(share * ratio for share, ratio in zip(stream.shares, each, strict=True)) / sum(stream.shares)
+
+
+def _bytes_per_token(run: TokenRun, tokenizer: Tokenizer) -> float:
+    if run.sizes is None:
+        tokens = np.asarray(run.tokens[:READ])
+        return max(1, tokenizer.count_bytes(tokens)) / len(tokens)
+    predicted = int(run.sizes.sum()) - first_bytes(run, tokenizer)
+    return max(1, predicted) / (len(run.tokens) - run.documents)
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from shardlab.check import Checked
 from shardlab.data import Corpus, sources_of
 from shardlab.data.kept import described as described_tokenizer
+from shardlab.data.kept import kept_tokenizer, want_tokenizer
+from shardlab.data.tokenizers import Tokenizer
 from shardlab.train.config import TrainingConfig
 from shardlab.train.described import described
 from shardlab.train.job import Job
@@ -115,9 +117,29 @@ class TrainingRun:
         Raises:
             UserError: when they cannot be read, are torn or too short, or have tokens that the model does not know.
         """
-        corpus = Corpus.open(sources_of(self.config.data.data), self.job.model.seq_len, verify=verify)
-        corpus.want_vocabulary(self.job.model.vocab_size)
+        init, sources = self.config.train.init, sources_of(self.config.data.data)
+        tokenizer = self._tokenizer(all(source.path.is_dir() for source in sources) and bool(sources))
+        corpus = Corpus.open(
+            sources, self.job.model.seq_len, tokenizer=tokenizer, of=str(init or self.out), verify=verify
+        )
+        corpus.want_vocabulary(self.job.model.vocab_size, None if init is None else str(init))
         return corpus
+
+    def _tokenizer(self, prepared: bool) -> Tokenizer | None:
+        """The tokenizer of the weights that the run begins with, or goes on with; None: the data have their own.
+
+        Args:
+            prepared: whether all data are tokens already, so that weights need not have a tokenizer.
+
+        Raises:
+            UserError: when weights of Hugging Face's form come without one.
+        """
+        init = self.config.train.init
+        if self.again and (found := kept_tokenizer(self.out)) is not None:
+            return found
+        if init is None:
+            return None
+        return kept_tokenizer(init) if prepared else want_tokenizer(init, self.job.model.vocab_size)
 
     def record(self, corpus: Corpus, checked: Checked, world: RunningWorld) -> dict[str, Any]:
         """All by which the run can be repeated, for a JSON file: command, configuration, data and versions."""
