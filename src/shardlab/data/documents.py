@@ -267,9 +267,7 @@ class Input:
     def _value(self, record: dict[str, Any], where: str) -> object:
         if self.field not in record:
             there = nearest(self.field, record) if record else "it is empty"
-            raise UserError(
-                f"{where} has no field {self.field!r}; --field (of data prepare and eval) names the one with the text: {there}"
-            )
+            raise UserError(f"{where} has no field {self.field!r}; {OTHER_FIELD}: {there}")
         return record[self.field]
 
     def _as_text(self, value: object, where: str) -> bytes:
