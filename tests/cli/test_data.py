@@ -100,7 +100,7 @@ def test_what_the_tokenizer_drops_is_said_beside_the_table(capsys: Captured) -> 
         ("prepare broken.jsonl", "broken.jsonl, line 2 is not JSON (Expecting value, column 9)"),
         (
             "prepare a.jsonl --field body",
-            "line 1 has no field 'body'; --field names the one",
+            "line 1 has no field 'body'; --field (of data prepare and eval) names the one",
         ),
         ("prepare empty.txt", "the input is empty; give some text"),
         ("prepare a.doc", "a.doc: unknown file type '.doc'"),

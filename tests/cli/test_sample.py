@@ -16,7 +16,7 @@ from shardlab.data.tokenizers import Characters, Tokenizer
 from shardlab.models import GPT, Mixtral
 from shardlab.models.tensors import Writer
 from tests.exchange.folders import random_run
-from tests.support.tokenizer_files import byte_fallback
+from tests.support.tokenizer_files import byte_fallback, dropping
 
 SMALL = GPT(layers=1, hidden_size=16, heads=2, seq_len=32)
 Captured = pytest.CaptureFixture[str]
@@ -131,6 +131,13 @@ def test_a_prompt_begins_as_the_tokenizer_says_and_the_text_keeps_its_spaces(
     assert sampled(capsys, "words", "--prompt", "to")["text"] == " be 漢"
     assert read == [prompt]
     assert prompt[0] == 1
+
+
+def test_characters_of_a_prompt_that_have_no_token_are_said(folder: Path, capsys: Captured) -> None:
+    tokenizer = HuggingFace(dropping("abc").to_str().encode())
+    random_run(folder / "few", replace(SMALL, vocab_size=4), tokenizer=tokenizer)
+    assert main(["sample", "few", "--prompt", "öbö", "--tokens", "3"]) == 0
+    assert capsys.readouterr().err.startswith("shardlab: --prompt: the tokenizer has no token for 2 characters")
 
 
 def test_a_chat_follows_the_template_of_a_hugging_face_folder(

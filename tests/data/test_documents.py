@@ -64,8 +64,14 @@ def test_each_row_of_parquet_is_a_document(tmp_path: Path) -> None:
     [
         ('{"text": "cut', "line 2 is not JSON (Unterminated string starting at, column 10)"),
         ("[1]", "line 2 is a list, but an object with a text in 'text' was expected"),
-        ('{"txt": "a", "id": 1}', "line 2 has no field 'text'; --field names the one with the text: did you mean txt?"),
-        ("{}", "line 2 has no field 'text'; --field names the one with the text: it is empty"),
+        (
+            '{"txt": "a", "id": 1}',
+            f"line 2 has no field 'text'; {documents.OTHER_FIELD}: did you mean txt?",
+        ),
+        (
+            "{}",
+            f"line 2 has no field 'text'; {documents.OTHER_FIELD}: it is empty",
+        ),
         ('{"text": 3}', "line 2: 'text' is a number, but text was expected"),
         ('{"text": null}', "line 2: 'text' is null, but text was expected"),
         ('{"text": "\\ud800"}', "line 2: 'text' has half of a surrogate pair"),

@@ -99,7 +99,7 @@ class Eval:
         )
         judged = TextJob((job,), self.folder, self.data, model.seq_len, self.batches, self.format, self.field)
         text = judged.text()
-        if note := said_of(dict(text.lost)):
+        if note := said_of(text.lost):
             print(f"shardlab: {self.data}: {note}; bits per byte count the whole text", file=sys.stderr)
         judged = judged.fitted(text)
         chosen = settled_here(chosen, judged.jobs[-1])

@@ -98,11 +98,16 @@ class Sample:
 
     def _continue(self, writer: Writer, model: Model, tokenizer: Tokenizer) -> None:
         """The prompt, and what the model makes of it."""
+        import numpy as np
+
+        from shardlab.data.encoded import said_of
         from shardlab.train.printable import printable
         from shardlab.train.sample import as_text, tokens_of
 
         prompt = (self.prompt or "").encode(errors="surrogateescape")
         tokens, times = tokens_of(prompt, tokenizer), list[float]()
+        if note := said_of(tokenizer.lost(prompt, np.array(tokens, np.int64))):
+            print(f"shardlab: --prompt: {note}", file=sys.stderr)
         text: list[str] = []
         for part in as_text(_timed(writer.go_on(tokens, self.tokens), times), tokenizer, tokens):
             if not text and not self.json:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shardlab.data.documents import decoded
 from shardlab.data.extra import library
 from shardlab.data.special_tokens import END, begin_of, end_of, special_tokens
-from shardlab.data.tokenizers import Tokenizer
+from shardlab.data.tokenizers import NOTHING, Tokenizer
 from shardlab.errors import UserError
 
 BESIDE = (
@@ -228,12 +228,13 @@ class HuggingFace(Tokenizer):
         self._spellings[token] = word
         return word
 
-    def lost(self, text: bytes, tokens: NDArray[np.integer]) -> Counter[str]:
+    def lost(self, text: bytes, tokens: NDArray[np.integer]) -> Mapping[str, int]:
         if self._unknown is not None:
             count = int((tokens == self._unknown).sum())
-            return Counter({self._spelled(self._unknown): count} if count else {})
-        characters = Counter(decoded(text)) if self._drops else Counter[str]()
-        return Counter({each: count for each, count in characters.items() if not self._knows(each)})
+            return {self._spelled(self._unknown): count} if count else NOTHING
+        if not self._drops:
+            return NOTHING
+        return {each: count for each, count in Counter(decoded(text)).items() if not self._knows(each)}
 
     def _knows(self, character: str) -> bool:
         """Whether a character has a token; a tokenizer may take spaces for mere ends of words."""

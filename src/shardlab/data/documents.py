@@ -267,7 +267,7 @@ class Input:
     def _value(self, record: dict[str, Any], where: str) -> object:
         if self.field not in record:
             there = nearest(self.field, record) if record else "it is empty"
-            raise UserError(f"{where} has no field {self.field!r}; --field names the one with the text: {there}")
+            raise UserError(f"{where} has no field {self.field!r}; {OTHER_FIELD}: {there}")
         return record[self.field]
 
     def _as_text(self, value: object, where: str) -> bytes:
@@ -282,8 +282,7 @@ class Input:
                 names: list[str] = file.schema_arrow.names
                 if self.field not in names:
                     raise UserError(
-                        f"{self.path} has no column {self.field!r}; --field names the one with the text: "
-                        f"{nearest(self.field, names)}"
+                        f"{self.path} has no column {self.field!r}; {OTHER_FIELD}: {nearest(self.field, names)}"
                     )
                 rows, row = max(1, file.metadata.num_rows), 0
                 for batch in file.iter_batches(batch_size=1024, columns=[self.field]):
@@ -298,6 +297,8 @@ class Input:
             reason = str(error).splitlines()[0]
             raise UserError(f"{self.path} cannot be read as Parquet ({reason}); name a whole Parquet file") from None
 
+
+OTHER_FIELD = "--field (of data prepare and eval) names the one with the text"
 
 CONVERT = "convert it, as by: iconv -f UTF-16 -t UTF-8"
 """What to do with a text of another encoding."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -113,7 +113,8 @@ def encoded(reading: Reading, tokenizer: Tokenizer, lost: Counter[str], batch: i
             for _, piece in pieces:
                 if piece.tokens is None:
                     tokens = next(found)
-                    lost.update(tokenizer.lost(piece.text, tokens))
+                    if missing := tokenizer.lost(piece.text, tokens):
+                        lost.update(missing)
                     yield EncodedPiece(_marked(tokens, piece, source, tokenizer), len(piece.text), piece.ends)
                 else:
                     yield from _as_they_are(piece.tokens, piece.ends, tokenizer)
@@ -123,9 +124,7 @@ def _marked(tokens: NDArray[np.int64], piece: Piece, source: DocumentSource, tok
     """The tokens of a piece, with those that begin and end its document."""
     before = tokenizer.begin if piece.begins and piece.text else ()
     after = () if tokenizer.end is None or not (piece.ends and source.ends and piece.text) else (tokenizer.end,)
-    if tokens.size and (largest := int(tokens.max())) >= tokenizer.vocab_size:
-        raise UserError(f"the tokenizer gives token {largest}, but its vocabulary is {tokenizer.vocab_size}; mend it")
-    return np.concatenate([np.array(before, np.int64), tokens, np.array(after, np.int64)])
+    return np.concatenate([before, tokens, after], dtype=np.int64, casting="unsafe") if before or after else tokens
 
 
 def _as_they_are(tokens: NDArray[np.integer], ends: bool, tokenizer: Tokenizer) -> Iterator[EncodedPiece]:
@@ -221,7 +220,7 @@ def encoded_text(source: DocumentSource, tokenizer: Tokenizer, at_most: tuple[in
     return EncodedText(np.concatenate(parts) if parts else np.empty(0, np.uint32), ends, lost)
 
 
-def said_of(lost: Counter[str] | dict[str, int]) -> str:
+def said_of(lost: Mapping[str, int]) -> str:
     """How much of a text has no token, in a sentence; nothing where all has."""
     if not lost:
         return ""

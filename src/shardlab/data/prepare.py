@@ -128,6 +128,9 @@ def _write_tokens(
         for piece in encoded(reading, tokenizer, lost):
             ends.add(piece)
             largest = max(largest, int(piece.tokens.max(initial=0)))
+            if largest >= tokenizer.vocab_size:
+                size = tokenizer.vocab_size
+                raise UserError(f"the tokenizer gives token {largest}, but its vocabulary is {size}; mend it")
             file.write(piece.tokens.astype(dtype).tobytes())
     if (written := ends.tokens[-1]) < 2:
         raise UserError(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -13,6 +12,9 @@ from numpy.typing import NDArray
 
 from shardlab.data.documents import decoded
 from shardlab.errors import UserError
+
+NOTHING: Mapping[str, int] = {}
+"""What a tokenizer loses that has a token for everything."""
 
 
 class Tokenizer(ABC):
@@ -56,14 +58,14 @@ class Tokenizer(ABC):
         begins. `decoded_parts` decodes tokens as they come.
         """
 
-    def lost(self, text: bytes, tokens: NDArray[np.integer]) -> Counter[str]:
+    def lost(self, text: bytes, tokens: NDArray[np.integer]) -> Mapping[str, int]:
         """How often each character of a text, or word, has no token: it is dropped, or becomes an unknown token.
 
         Args:
             text: in UTF-8.
             tokens: of this text.
         """
-        return Counter()
+        return NOTHING
 
     @abstractmethod
     def meanings(self) -> list[bytes]:

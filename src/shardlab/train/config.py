@@ -41,8 +41,9 @@ class DataConfig:
     """What is trained on."""
 
     data: Annotated[tuple[str, ...], TEXTS] = ()
-    """Prepared folders (see shardlab data prepare) or files, whose bytes are then the tokens; of several, each is drawn
-    from by its weight; none: the source of Python's standard library."""
+    """Prepared folders (see shardlab data prepare), texts, or documents (.jsonl, .parquet), whose tokens are those of
+    --init's tokenizer, or else bytes; of several, each is drawn from by its weight; none: the source of Python's
+    standard library."""
 
     def __post_init__(self) -> None:
         check_fields(self)
