@@ -178,10 +178,10 @@ def test_a_pass_without_work_at_one_of_the_numbers_is_left_out(tmp_path: Path) -
     """Nobody has named it, so nobody is to be told to leave it out."""
     (tmp_path / "either.py").write_text(
         "from shardlab.strategies.ddp import ddp\n"
-        "from shardlab.strategies.fsdp import fsdp\n\n\n"
+        "from shardlab.strategies.wsdp import wsdp\n\n\n"
         "async def either(rank):\n"
-        "    await (ddp if len(rank.microbatches) == 2 else fsdp)(rank)\n"
+        "    await (ddp if len(rank.microbatches) == 2 else wsdp)(rank)\n"
     )
     entry, cluster = load(f"{tmp_path}/either.py:either"), find_cluster("h100x2")
-    assert settled_on(entry, cluster) == "prefetch=1,update-early"
-    assert settled_on(entry, cluster, counts=(2, 4)) == "update-early"
+    assert settled_on(entry, cluster) == "prefetch=1,defer=2"
+    assert settled_on(entry, cluster, counts=(2, 4)) == "defer=2"

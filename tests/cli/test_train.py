@@ -100,10 +100,10 @@ def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.
         return Verdict(0.0, 0.0, 0, 0.0, 0)
 
     monkeypatch.setattr(verifying, "verify", verify)
-    for words in (["zero-3"], ["zero-3", "--clip", "0.5"], ["ddp"]):
+    for words in (["zero-3"], ["fsdp"], ["zero-3", "--clip", "0.5"], ["ddp"]):
         assert main(["verify", *words, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["clip"] == clips[-1]
-    assert clips == [SMALL_NORM, 0.5, None]
+    assert clips == [SMALL_NORM, SMALL_NORM, 0.5, None]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_program_that_can_hang_on_this_backend_is_refused_before_any_rank_star
 
 
 def test_a_run_that_diverges_is_one_sentence_at_once(warm: WarmStarts, tmp_path: Path) -> None:
-    words = ["--ranks", "2", "--hidden-size", "16", "--steps", "1000", "--learning-rate", "1e6"]
+    words = ["--strategy", "ddp", "--ranks", "2", "--hidden-size", "16", "--steps", "1000", "--learning-rate", "1e6"]
     done = warm.run(["-m", "shardlab", "train", *words, "--out", str(tmp_path / "run")])
     assert done.returncode == 2
     *steps, sentence = done.stderr.splitlines()
@@ -163,7 +163,7 @@ def test_a_run_that_diverges_is_one_sentence_at_once(warm: WarmStarts, tmp_path:
     assert sentence.endswith("try a --learning-rate of less than 1e+06, or --clip 1 with a plan")
     world = next(at for at, line in enumerate(steps) if line.startswith("gloo, started by shardlab"))
     assert all(
-        line.startswith(("fsdp on 2 ranks", "step ")) or "  under way for " in line for line in steps[world + 1 :]
+        line.startswith(("ddp on 2 ranks", "step ")) or "  under way for " in line for line in steps[world + 1 :]
     )
 
 

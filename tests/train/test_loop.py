@@ -82,7 +82,8 @@ def test_training_lowers_the_validation_loss_and_leaves_a_whole_folder(ranks: Wo
     for name in ("dt", "dtf", "dtb", "memory"):
         assert 0 < first[f"{name}_min"] <= first[name] <= first[f"{name}_max"]
     assert first["dtf"] + first["dtb"] < first["dt"]
-    assert (first["mfu"], first["grad_norm"]) == (None, None)
+    assert first["mfu"] is None
+    assert first["grad_norm"] > 0
     assert summary.warm_up == 3
     weights = load_file(tmp_path / "run" / "weights.safetensors")
     assert sum(tensor.numel() for tensor in weights.values()) == MODEL.parameter_count

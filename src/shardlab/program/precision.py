@@ -76,7 +76,7 @@ class Precision:
             each[Kind.OPT_STATE] = number = int(bytes_of(self.state))
             pairs = zip(sizes.weights, sizes.matrices, strict=True)
             states = tuple(mine.optimizer // number * weight + weight - matrices for weight, matrices in pairs)
-        return replace(sizes, opt_states=states, element_bytes=each, whole_matrices=optimizer == "muon")
+        return replace(sizes, opt_states=states, element_bytes=each, whole_matrices=optimizer == "muon", clips=True)
 
     @property
     def scaled(self) -> bool:

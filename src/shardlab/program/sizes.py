@@ -25,6 +25,7 @@ class Sizes:
         opt_states: elements of layer l's optimizer state.
         matrices: elements of layer l's parameters that Muon steps (empty: nobody asks).
         whole_matrices: whether the optimizer is Muon, which steps those as whole matrices.
+        clips: whether the optimizer limits the norm of the whole gradient; in the puzzles it does not.
         activations: elements of activation l for one microbatch, l = 0 .. layers (its gradient has as many).
         saved: elements that layer l keeps between forward and backward for one microbatch,
             beyond the layer's input.
@@ -64,6 +65,7 @@ class Sizes:
     tiles: int = 1
     matrices: tuple[int, ...] = ()
     whole_matrices: bool = False
+    clips: bool = False
     keeps_input: tuple[bool, ...] = ()
     saves_residual: tuple[bool, ...] = ()
 

@@ -59,6 +59,10 @@ class UpdateVerbs(LoadingVerbs):
         self._check_layer("norm", layer)
         return self._one(OpKind.NORM, layer, (gradient,), partial(update.norm, len(self.layers)))
 
+    def wants_norm(self) -> bool:
+        """Whether the optimizer may limit the norm of the whole gradient: of real models; the puzzles' has no limit."""
+        return self._world.sizes.clips
+
     def wants_direction(self, layer: int) -> bool:
         """Whether the optimizer steps whole matrices of a layer, as Muon does: to update a slice takes a direction."""
         return layer in self._rules.directed

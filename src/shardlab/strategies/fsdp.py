@@ -29,10 +29,14 @@ async def fsdp(rank: Rank) -> None:
         )
         rank.accumulate(await rank.reduce_scatter(grad_weight))
 
+    norm = None
+    if rank.wants_norm():  # of the whole gradient, to clip it
+        squares = [rank.norm(l, rank.grad_weights[l]) for l in rank.weighted_layers]
+        rank.scalars["norm"] = norm = await rank.all_reduce(sum(squares[1:], squares[0]))
     for l in rank.weighted_layers:
         direction = None
         if rank.wants_direction(l):  # of whole matrices, for Muon
-            direction = await rank.all_gather(rank.direction(l, rank.grad_weights[l], rank.opt_states[l]))
+            direction = await rank.all_gather(rank.direction(l, rank.grad_weights[l], rank.opt_states[l], norm))
         rank.weights[l], rank.opt_states[l] = rank.update(
-            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], direction=direction
+            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], norm, direction
         )

@@ -270,7 +270,8 @@ class Training:
 def diverged(run: TrainingRun, what: str) -> UserError:
     """A sentence of what is not finite, what is saved of the run, and what to try."""
     clip = run.config.optimizer.clip
-    limit = "--clip 1 with a plan" if clip is None else f"a --clip of less than {clip:g}"
+    now = "--clip 1" if run.job.checked().clips else "--clip 1 with a plan"
+    limit = now if clip is None else f"a --clip of less than {clip:g}"
     return UserError(
         f"{what} is not finite, so training has stopped; {saved_in(run.out)}; "
         f"try a --learning-rate of less than {run.config.optimizer.learning_rate:g}, or {limit}"
