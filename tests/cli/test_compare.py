@@ -171,6 +171,68 @@ def test_of_a_file_that_was_cut_off_what_can_be_read_is_shown(
     assert "1     forward" in out
 
 
+def run_of(folder: Path, first: float, **record: object) -> Path:
+    """A run of six steps, of which the even ones are on record, and the third is validated."""
+    folder.mkdir()
+    known = {"began": "2026-01-02", "name": "plan", "ranks": 2, "strategy": {"mesh": {"dp_shard": 2}}, **record}
+    (folder / "run.json").write_text(json.dumps(known))
+    times = {"dt": 0.5, "tps": 200.0, "learning_rate": 0.1, "mfu": None, "memory": 2**20, "memory_max": 2**21}
+    records = [{"step": step, "loss": first - step, "grad_norm": None, **times} for step in range(0, 6, 2)]
+    records[1]["validation_loss"] = first + 1
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    return folder
+
+
+def test_runs_stand_beside_each_other_and_are_drawn_into_one_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [run_of(Path("a"), 9.0), run_of(Path("b"), 8.0, name="ddp", strategy="ddp")]
+    assert main(["compare", "a", "b", "--svg", "both.svg"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["1", "a", "dp_shard", "2", "5", "5.000", "10.000", "200", "500.0", "2"] in lines
+    assert ["2", "b", "ddp", "5", "4.000", "9.000", "200", "500.0", "2"] in lines
+    assert [line for line in lines if len(line) == 3 and line[0].isdigit()] == [
+        ["1", "9.0000", "8.0000"], ["3", "7.0000", "6.0000"], ["5", "5.0000", "4.0000"],
+    ]  # fmt: skip
+    assert main(["compare", "a", "b", "--svg", "both.svg"]) == 0, "it is Shardlab's own"
+    assert all(f"<!-- {run} -->" in Path("both.svg").read_text() for run in runs), "the legend names both"
+
+
+def test_the_json_of_several_runs_has_the_steps_that_all_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [run_of(tmp_path / name, 9.0) for name in "abc"]
+    with (runs[2] / "metrics.jsonl").open("w") as file:
+        file.write('{"step": 2, "loss": 1.0, "dt": 1, "tps": 1}\n{"step": 3, "lo')
+    assert main(["compare", *map(str, runs), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [run["folder"] for run in said["runs"]] == list(map(str, runs))
+    assert [run["validation_loss"] for run in said["runs"]] == [10.0, 10.0, None]
+    (row,) = said["steps"]
+    assert (row["step"], row["loss"], row["validation_loss"]) == (2, [7.0, 7.0, 1.0], [10.0, 10.0, None])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no run was named; give its folder, or those of several"),
+        (["a", "./a"], "a run was named twice"),
+        (["a", "nowhere"], "nowhere is not the folder of a run"),
+        (["a", "empty"], "empty has no step on record yet"),
+        (["a", "empty", "--cluster", "local"], "--cluster is for the prediction of one run, but 2 were named"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_refused(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_of(Path("a"), 1.0)
+    (run_of(Path("empty"), 1.0) / "metrics.jsonl").write_text("")
+    assert main(["compare", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

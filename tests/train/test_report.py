@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardlab.execute import OptimizerConfig
 from shardlab.models import GPT
 from shardlab.train.config import LoggingConfig
 from shardlab.train.job import Job
 from shardlab.train.loop import train_rank
-from shardlab.train.report import write_report
+from shardlab.train.report import usual_times, write_report
 from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.traced_steps import Tracing
 from tests.support.ranks import Ranks
@@ -47,9 +51,39 @@ def test_a_report_tells_cost_and_prediction_and_shows_its_plots(ranks: World, tm
     assert "| predicted step | nobody has measured |" in (run.out / "report.md").read_text()
     metrics = run.out / "metrics.jsonl"
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    metrics.write_text("".join(json.dumps({**record, "mfu": None}) + "\n" for record in records))
-    write_report(run, summary, "nobody has measured")  # the peak is known since the run was made
-    assert "| MFU | the device's peak is not known |" in (run.out / "report.md").read_text()
+    again = "shardlab bench compute measures it"
+    for peak, mfu, said in (
+        (None, None, f"the device's peak is not known; {again}"),
+        (1e9, None, f"steps were faster than the peak that was measured; {again} again"),
+        (1e9, 0.25, "25.0%"),
+    ):
+        metrics.write_text("".join(json.dumps({**each, "mfu": mfu, "dt": summary.dt}) + "\n" for each in records))
+        write_report(replace(run, peak=peak), summary, "nobody has measured")
+        assert f"| MFU | {said} |" in (run.out / "report.md").read_text()
+
+
+@given(usual=st.lists(st.floats(0.9, 1.1), min_size=8, max_size=50), slow=st.lists(st.floats(3.0, 100.0), max_size=2))
+def test_the_histogram_of_step_times_has_the_usual_ones_alone(usual: list[float], slow: list[float]) -> None:
+    times = [50.0, 20.0, *usual, *slow]
+    records = [{"step": step, "dt": time} for step, time in enumerate(times)]
+    assert usual_times(records, warm_up=2) == usual
+    assert usual_times(records[:1], warm_up=2) == times[:1], "a run that is all warm-up shows what it has"
+
+
+def test_memory_is_drawn_from_zero_and_rate_and_norm_are_drawn(ranks: World, tmp_path: Path) -> None:
+    """Of what is drawn, matplotlib's own words are read."""
+    run = run_of(replace(JOB, strategy="fsdp"), OptimizerConfig(schedule_steps=5, warmup_steps=1), tmp_path / "run")
+    summary = ranks(2).call(quietly, run)[0]
+    assert isinstance(summary, Summary)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        write_report(run, summary, "nobody has measured")
+    drawn = (run.out / "plots.svg").read_text()
+    for label in ("learning rate", "norm of the gradient", "memory (MiB)"):
+        assert f">{label}<" in drawn
+    assert "the program computes none" not in drawn
+    memory = drawn[drawn.index('id="axes_5"') : drawn.index('id="axes_6"')]
+    ticks = [float(word) for word in re.findall(r">([\d.]+)</text>", memory[memory.index('id="matplotlib.axis_10"') :])]
+    assert min(ticks) == 0 < max(ticks)
 
 
 @pytest.mark.parametrize("trace", [False, True])

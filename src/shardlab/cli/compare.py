@@ -1,16 +1,18 @@
-"""`shardlab compare FOLDER`: what a traced run measured, beside what the simulator says of the same tapes."""
+"""`shardlab compare RUN ...`: a traced run beside the prediction of its tapes, or several runs beside each other."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from shardlab.cli.cluster import cluster_called
-from shardlab.cli.comparison_table import print_comparison
-from shardlab.cli.console import print_json
+from shardlab.cli.comparison_table import print_comparison, print_runs
+from shardlab.cli.console import print_json, stdout_console
 from shardlab.cli.expected import workload_of
 from shardlab.cli.new_file import writing
 from shardlab.cli.options import Flag
@@ -19,28 +21,38 @@ from shardlab.cli.recipe_option import RecipeName
 from shardlab.hardware.profile import default_path
 from shardlab.predict.estimate import estimate as estimate_of
 from shardlab.predict.limits import broken_limit
+from shardlab.program import UserError
 from shardlab.recorded.compare import Comparison, Pair, compare
 from shardlab.recorded.trace_file import read_trace
 from shardlab.rules.pieces import counted
 from shardlab.timeline.counters import memory_counters
+from shardlab.train.saved import VALIDATION
 
 if TYPE_CHECKING:
     from shardlab.check import Checked
     from shardlab.predict.workload import Workload
     from shardlab.recorded.measured import Measured
     from shardlab.timeline import Timeline
+    from shardlab.train.history import PastRun
     from shardlab.train.job import Job
+
+
+WARM_UP = 3
+"""First records of a run that its median times leave out."""
 
 
 @dataclass(frozen=True)
 class Compare:
     """Lay the prediction and the measurement of a run side by side: time per rank and kind of op, the step, memory.
 
-    The run is one of shardlab train --trace; of one that broke off, what there is is shown.
+    The run is one of shardlab train --trace; of one that broke off, what there is is shown. Of several runs, which need
+    no trace, losses, speeds and memory stand beside each other, and --svg draws their curves into one picture.
     """
 
-    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """The folder of a run."""
+    folders: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...", help_behavior_hint="")
+    ] = ()
+    """The folder of a run, or of several."""
 
     cluster: Annotated[
         str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: local, if it is there)")
@@ -60,7 +72,40 @@ class Compare:
 
     def run(self) -> int:
         self.pictures.check("comparison.svg")
-        trace = read_trace(self.folder)
+        if not self.folders:
+            raise UserError("no run was named; give its folder, or those of several, as in: runs/fsdp-1 runs/ddp-1")
+        return self._beside_prediction(self.folders[0]) if len(self.folders) == 1 else self._beside_each_other()
+
+    def _beside_each_other(self) -> int:
+        """Several runs."""
+        from shardlab.train.history import past_run, records_of
+
+        alone = {"--cluster": self.cluster, "--recipe": self.recipe, "--trace": self.pictures.trace}
+        if given := [name for name, value in alone.items() if value is not None]:
+            raise UserError(f"{given[0]} is for the prediction of one run, but {len(self.folders)} were named")
+        if len({folder.resolve() for folder in self.folders}) < len(self.folders):
+            raise UserError("a run was named twice; name several")
+        runs = [past_run(folder) for folder in self.folders]
+        records = {str(folder): records_of(folder) for folder in self.folders}
+        for folder, steps in records.items():
+            if not steps:
+                raise UserError(f"{folder} has no step on record yet; name runs that have")
+        if self.pictures.svg is not None:
+            from shardlab.train.report import draw_runs
+
+            with writing("--svg", self.pictures.svg):
+                draw_runs(records, self.pictures.svg)
+        compared = [of_run(run, steps) for run, steps in zip(runs, records.values(), strict=True)]
+        rows = common_steps(list(records.values()))
+        if self.json:
+            print_json({"runs": compared, "steps": rows})
+        else:
+            print_runs(stdout_console(), compared, rows, self.pictures.files)
+        return 0
+
+    def _beside_prediction(self, folder: Path) -> int:
+        """One run."""
+        trace = read_trace(folder)
 
         from shardlab.train.described import job_of
 
@@ -102,6 +147,35 @@ class Compare:
         timelines = {**({"predicted": predicted} if predicted else {}), "measured": measured.timeline}
         with writing("--svg", self.pictures.svg):
             save_comparison(timelines, self.pictures.svg, f"{job.title}: one optimizer step", self.pictures.color_by)
+
+
+def of_run(run: PastRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Figures by which a run is compared with others: at its end, and medians of its steps after the first ones."""
+    later = records[min(WARM_UP, len(records) - 1) :]
+    medians = {name: median(record[name] for record in later) for name in ("dt", "tps") if name in later[0]}
+    known = [record["mfu"] for record in later if record.get("mfu") is not None]
+    return {
+        "folder": str(run.folder),
+        "strategy": run.strategy,
+        "ranks": run.record.get("ranks"),
+        "ended": run.ended,
+        "steps": run.steps,
+        "loss": records[-1]["loss"],
+        "validation_loss": run.validation_loss,
+        **medians,
+        "mfu": median(known) if known else None,
+        "memory": max((record["memory_max"] for record in records if "memory_max" in record), default=None),
+    }
+
+
+def common_steps(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Loss, validation loss and gradient norm of every run at each step that all have on record."""
+    by_step = [{record["step"]: record for record in records} for records in runs]
+    common = sorted(set(by_step[0]).intersection(*by_step[1:]))
+    names = ("loss", VALIDATION, "grad_norm")
+    return [
+        {"step": step, **{name: [records[step].get(name) for records in by_step] for name in names}} for step in common
+    ]
 
 
 def as_json(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.console import print_path, stdout_console, table_of
+from shardlab.cli.console import print_path, print_whole, stdout_console, table_of
 from shardlab.recorded.compare import Comparison, KindRow, Pair
+from shardlab.train.saved import VALIDATION
 
 SHOWN_RANKS = 8
 """Ranks that are shown at most; --json has all."""
+
+SHOWN_STEPS = 6
+"""Steps at which losses of several runs are shown; --json has all."""
 
 NOTE = (
     "exposed communication: a rank waits for it; idle: a rank waits for others; an op's time is that of all it counts "
@@ -58,6 +63,41 @@ def print_comparison(
         console.print()
     for path in written:
         print_path(console, "written to", path)
+
+
+def print_runs(
+    console: Console, runs: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], written: Sequence[Path]
+) -> None:
+    """Print a row for each of several runs, and their losses at some of the steps that all have on record.
+
+    Args:
+        runs: figures of each, as `shardlab.cli.compare.of_run` gives them.
+        steps: as `shardlab.cli.compare.common_steps` gives them.
+        written: files that were made.
+    """
+    table = table_of("", "run", "strategy", "steps", "loss", "validation", "tokens/s", "ms/step", "MiB", words=3)
+    for number, run in enumerate(runs, 1):
+        figures = (("loss", 1.0, ".3f"), (VALIDATION, 1.0, ".3f"), ("tps", 1.0, ",.0f"), ("dt", 1e3, ",.1f"))
+        cells = (_cell(run.get(name), times, form) for name, times, form in (*figures, ("memory", 2**-20, ",.0f")))
+        table.add_row(str(number), Text(run["folder"]), Text(run["strategy"]), str(run["steps"]), *cells)
+    print_whole(console, table, folded=1)
+    console.print()
+    if not steps:
+        console.print("no step is on record in all of them")
+    else:
+        losses = table_of("loss of step", *map(str, range(1, len(runs) + 1)), words=0)
+        shown = sorted({round(at * (len(steps) - 1) / (SHOWN_STEPS - 1)) for at in range(SHOWN_STEPS)})
+        for row in (steps[at] for at in shown):
+            losses.add_row(str(row["step"] + 1), *(_cell(loss, 1.0, ".4f") for loss in row["loss"]))
+        print_whole(console, losses, folded=0)
+        console.print()
+        console.print("tokens/s, ms/step: medians of the steps on record after the first 3", style="dim")
+    for path in written:
+        print_path(console, "written to", path)
+
+
+def _cell(figure: float | None, times: float, form: str) -> str:
+    return "-" if figure is None else format(figure * times, form)
 
 
 def _print_how_to_predict(console: Console, ranks: int) -> None:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from shardlab.program.files import whole_file, write_whole
 from shardlab.rules.pieces import counted
-from shardlab.train.run import Summary, TrainingRun
-from shardlab.train.saved import METRICS
+from shardlab.train.run import WARM_UP, Summary, TrainingRun
+from shardlab.train.saved import METRICS, VALIDATION
 from shardlab.train.written import written
 
 PLOTS = "plots.svg"
@@ -33,7 +34,7 @@ def write_report(run: TrainingRun, summary: Summary, predicted: float | str) -> 
     """
     records = [json.loads(line) for line in (run.out / METRICS).read_text().splitlines()]
     with written(run.out / PLOTS) as path:
-        _plot(records, summary.warm_up, path)
+        draw_runs({run.job.title: records}, path, summary.warm_up)
     with written(run.out / "report.md") as path:
         write_whole(path, _text(run, summary, predicted, records))
 
@@ -41,7 +42,6 @@ def write_report(run: TrainingRun, summary: Summary, predicted: float | str) -> 
 def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: list[dict[str, Any]]) -> str:
     job, record = run.job, json.loads((run.out / "run.json").read_text())
     last = records[-1]
-    mfu = None if run.peak is None or last["mfu"] is None else last["mfu"] * last["dt"] / summary.dt
     hours = summary.seconds * job.ranks / 3600
     rows = {
         "steps": f"{summary.steps}" + (", interrupted" if summary.interrupted else ""),
@@ -50,7 +50,7 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
         "step": f"{summary.dt:.4f} s (median after {summary.warm_up} steps)",
         "predicted step": predicted if isinstance(predicted, str) else _prediction(predicted, summary.dt),
         "tokens per second": f"{summary.tps:,.0f}, {summary.tps / job.ranks:,.0f} a rank",
-        "MFU": "the device's peak is not known" if mfu is None else f"{mfu:.1%}",
+        "MFU": _mfu(run, summary, records),
         "memory of the fullest rank": f"{last['memory_max'] / 2**20:,.0f} MiB",
         "device-hours": f"{hours:.4f} ({summary.seconds:.1f} s on {counted(job.ranks, 'device')})",
         "cost": _cost(run.config.logging.price, hours),
@@ -70,7 +70,7 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
             "",
             "![training and validation loss](loss.svg)",
             "",
-            f"![bits per byte, tokens per second, memory, step times]({PLOTS})",
+            f"![loss, tokens per second, learning rate, gradient norm, memory, step times]({PLOTS})",
             "",
             "## Configuration and plan",
             "",
@@ -92,6 +92,16 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
     )
 
 
+def _mfu(run: TrainingRun, summary: Summary, records: Sequence[Mapping[str, Any]]) -> str:
+    """Model FLOPs utilization of the run's typical step, or why it is not known."""
+    if run.peak is None:
+        return "the device's peak is not known; shardlab bench compute measures it"
+    known = [each["mfu"] * each["dt"] / summary.dt for each in records if each["mfu"] is not None]
+    if not known or known[-1] > 1:
+        return "steps were faster than the peak that was measured; shardlab bench compute measures it again"
+    return f"{known[-1]:.1%}"
+
+
 def _prediction(predicted: float, measured: float) -> str:
     return f"{predicted:.4f} s, {predicted / measured:.2f} of what was measured"
 
@@ -104,28 +114,63 @@ def _mesh(place: dict[str, Any]) -> str:
     return ", ".join(f"{axis} {number}" for axis, number in place["mesh"].items())
 
 
-def _plot(records: list[dict[str, Any]], warm_up: int, path: Path) -> None:
-    """Four plots over the steps that are on record; the first steps are in no histogram."""
-    figure = Figure(figsize=(10, 7))
-    FigureCanvasSVG(figure)
-    figure.subplots_adjust(0.1, 0.07, 0.98, 0.98, 0.25, 0.18)  # a layout by what is drawn would draw it twice
-    steps = [record["step"] for record in records]
+def usual_times(records: Sequence[Mapping[str, Any]], warm_up: int) -> list[float]:
+    """Seconds of the steps on record, in whose histogram the usual ones can be told apart.
 
-    def column(name: str, scale: float = 1.0) -> list[float]:
-        return [math.nan if record[name] is None else record[name] * scale for record in records]
+    The first `warm_up` steps are left out, and those beyond the upper fence of Tukey 1977 ("Exploratory Data
+    Analysis"): three interquartile ranges above the third quartile, if they took half as long again as the median.
+    """
+    times = [record["dt"] for record in records if record["step"] >= warm_up] or [record["dt"] for record in records]
+    if len(times) < 2:
+        return times
+    low, middle, high = quantiles(times, n=4, method="inclusive")
+    return [time for time in times if time <= max(1.5 * middle, high + 3 * (high - low))]
 
-    grid = figure.subplots(2, 2)
-    for axes, name, scale, label in (
-        (grid[0][0], "bits_per_byte", 1.0, "bits per byte (training)"),
-        (grid[0][1], "tps", 1.0, "tokens per second"),
-        (grid[1][0], "memory", 2.0**-20, "memory (MiB)"),
-    ):
-        axes.plot(steps, column(name, scale), linewidth=1.2)
-        axes.set(xlabel="optimizer step", ylabel=label)
+
+def draw_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, warm_up: int = WARM_UP) -> None:
+    """Draw runs over each other: loss, speed, learning rate, gradient norm, memory from zero, and usual step times.
+
+    Args:
+        runs: the records of steps of each run, by its name.
+        path: file, in the format that its name ends in.
+        warm_up: first steps of each that are in no histogram.
+    """
+    figure = Figure(figsize=(10, 9))
+    figure.subplots_adjust(0.1, 0.06, 0.98, 0.98, 0.25, 0.25)  # a layout by what is drawn would draw it twice
+    grid = figure.subplots(3, 2)
+    several = len(runs) > 1
+    for number, (run, records) in enumerate(runs.items()):
+        steps, color = [record["step"] for record in records], f"C{number}"
+        for axes, name, scale, label in (
+            (grid[0][0], "loss", 1.0, "loss (nats per token)"),
+            (grid[0][1], "tps", 1.0, "tokens per second"),
+            (grid[1][0], "learning_rate", 1.0, "learning rate"),
+            (grid[1][1], "grad_norm", 1.0, "norm of the gradient"),
+            (grid[2][0], "memory", 2.0**-20, "memory (MiB)"),
+        ):
+            axes.plot(steps, _column(records, name, scale), linewidth=1.2, color=color, label=run)
+            axes.set(xlabel="optimizer step", ylabel=label)
+        validated = [record for record in records if record.get(VALIDATION) is not None]
+        losses = _column(validated, VALIDATION)
+        grid[0][0].plot([each["step"] + 1 for each in validated], losses, "o", markersize=4, color=color)
+        least, most = (_column(records, f"memory_{end}", 2.0**-20) for end in ("min", "max"))
+        grid[2][0].fill_between(steps, least, most, alpha=0.2, color=color)
+        times = usual_times(records, warm_up)
+        left_out = "" if len(times) == len(records) else f" ({counted(len(records) - len(times), 'outlier')} left out)"
+        milliseconds = [1000 * time for time in times]
+        grid[2][1].hist(milliseconds, bins=30, color=color, alpha=0.6 if several else 1.0)
+        grid[2][1].set(xlabel="milliseconds of a step" + left_out * (not several), ylabel="steps on record")
+    if all(record.get("grad_norm") is None for records in runs.values() for record in records):
+        grid[1][1].text(0.5, 0.5, "the program computes none", ha="center", transform=grid[1][1].transAxes)
+    grid[2][0].set_ylim(bottom=0)
+    for axes in grid.flat[:5]:
         axes.grid(alpha=0.3)
-    grid[1][0].fill_between(steps, column("memory_min", 2**-20), column("memory_max", 2**-20), alpha=0.2)
-    times = [record["dt"] for record in records if record["step"] >= warm_up] or column("dt")
-    grid[1][1].hist([1000 * time for time in times], bins=30)
-    grid[1][1].set(xlabel="milliseconds of a step", ylabel="steps on record")
+    if several:
+        grid[0][0].legend()
     with whole_file(path) as part:
-        figure.savefig(part, format="svg")
+        figure.savefig(part, format=path.suffix[1:], metadata={"Creator": "shardlab"})
+
+
+def _column(records: Sequence[Mapping[str, Any]], name: str, scale: float = 1.0) -> list[float]:
+    """A figure of every record; not a number where a record has none."""
+    return [math.nan if record.get(name) is None else record[name] * scale for record in records]
