@@ -32,6 +32,10 @@ def sum_of_ranks(rank: int, device: torch.device, addend: int) -> float:
     return total.item() + addend
 
 
+def threads(rank: int, device: torch.device) -> float:
+    return torch.get_num_threads()
+
+
 def raise_on(rank: int, device: torch.device, failing: int) -> None:
     if rank == failing:
         raise ValueError("the batch is a fish")

@@ -12,7 +12,7 @@ import pytest
 
 from shardlab.program import UserError
 from shardlab.train import binding
-from shardlab.train.binding import as_ranges, bind, dealt, usable_cpus
+from shardlab.train.binding import CpuShare, as_ranges, asked_threads, bind, cpu_quota, dealt, threads_of, usable_cpus
 from shardlab.train.launch_environment import LaunchEnvironment
 
 
@@ -52,6 +52,61 @@ def test_a_launcher_that_does_not_say_how_many_are_here_is_asked_to() -> None:
 
 def test_cpus_are_spelled_as_ranges() -> None:
     assert as_ranges([5, 0, 1, 2, 8, 9]) == "0-2,5,8-9"
+
+
+def share(host: str, cpus: str, quota: float | None = None, asked: int | None = None) -> CpuShare:
+    """A share of CPUs of one digit each."""
+    return CpuShare(host, frozenset(map(int, cpus)), quota, asked)
+
+
+@pytest.mark.parametrize(
+    ("shares", "threads"),
+    [
+        ([share("a", "01234567")], 8),
+        ([share("a", "01234567")] * 3, 2),
+        ([share("a", "01")] * 4, 1),
+        ([share("a", "0123"), share("a", "4567")], 4),  # the launcher, or --bind, has dealt them
+        ([share("a", "0123"), share("a", "3456")], 2),
+        ([share("a", "0123"), share("b", "0123")], 4),
+        ([share("a", "01234567"), share("b", "01")], 2),  # alike on all ranks
+        ([share("a", "01234567", quota=2.5)] * 1, 2),
+        ([share("a", "01234567", quota=0.5)] * 2, 1),
+        ([share("a", "01234567", quota=6)] * 2, 3),
+        ([share("a", "01", asked=5)] * 2, 5),
+        ([share("a", "01234567", asked=5), share("a", "01234567")], 4),
+    ],
+)
+def test_ranks_share_the_cpus_that_they_are_given(shares: list[CpuShare], threads: int) -> None:
+    assert threads_of(shares) == threads
+
+
+@pytest.mark.parametrize(
+    ("variable", "threads"), [("4", 4), ("3,2", 3), (" 2 ", 2), ("", None), ("0", None), ("many", None), ("-1", None)]
+)
+def test_omp_num_threads_is_read_as_openmp_reads_it(variable: str, threads: int | None) -> None:
+    assert asked_threads({"OMP_NUM_THREADS": variable}) == threads
+    assert asked_threads({}) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "cpus"),
+    [
+        ({}, None),
+        ({"a/b": "max 100000"}, None),
+        ({"a/b": "250000 100000"}, 2.5),
+        ({"a": "50000 100000", "a/b": "max 1"}, 0.5),
+    ],
+)
+def test_the_quota_of_a_container_is_that_of_its_group_and_those_above(
+    limits: dict[str, str], cpus: float | None, tmp_path: Path
+) -> None:
+    groups, root = tmp_path / "cgroup", tmp_path / "root"
+    groups.write_text("12:cpuset:/other\n0::/a/b\n")
+    (root / "a" / "b").mkdir(parents=True)
+    for folder, limit in limits.items():
+        (root / folder / "cpu.max").write_text(f"{limit}\n")
+    assert cpu_quota(groups, root) == cpus
+    assert cpu_quota(tmp_path / "none", root) is None
 
 
 CODE = """

@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,6 +19,7 @@ import torch
 
 from shardlab.program import UserError
 from shardlab.train import launch
+from shardlab.train.binding import CpuShare, threads_of
 from shardlab.train.launch import run_ranks
 from shardlab.train.processes import RankFailed, run_processes
 from tests.support.ports import free_port
@@ -68,24 +71,27 @@ def test_a_rank_that_is_asked_to_end_ends_what_saves_nothing() -> None:
         run_ranks(2, jobs.die_on, 1, signal.SIGTERM)
 
 
-def launched(environments: list[dict[str, str]]) -> list[float | str]:
+SUM = partial(jobs.sum_of_ranks, addend=5)
+
+
+def launched(environments: list[dict[str, str]], function: Callable[..., float] = SUM) -> list[float | str]:
     """What `run_ranks` gives, or says is wrong, in one process for each environment."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     pipes: list[Connection] = []
     for more in environments:
         ours, theirs = context.Pipe()
-        context.Process(target=_join, args=(theirs, {**os.environ, **more}), daemon=True).start()
+        context.Process(target=_join, args=(theirs, {**os.environ, **more}, function), daemon=True).start()
         pipes.append(ours)
     assert all(pipe.poll(PATIENCE) for pipe in pipes)
     return [pipe.recv() for pipe in pipes]
 
 
-def _join(pipe: Connection, environment: dict[str, str]) -> None:
+def _join(pipe: Connection, environment: dict[str, str], function: Callable[..., float]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     try:
-        pipe.send(run_ranks(2, jobs.sum_of_ranks, 5))
+        pipe.send(run_ranks(2, function))
     except UserError as error:
         pipe.send(str(error))
 
@@ -128,6 +134,19 @@ LAUNCHERS: dict[str, Environment] = {
 def test_under_a_launcher_the_process_joins_its_world(launcher: str) -> None:
     port = str(free_port())
     assert launched([LAUNCHERS[launcher](rank, port) for rank in range(2)]) == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [(("", ""), None), (("3", "3"), 3), (("2", "3"), 2)],
+    ids=["nobody asks", "all ask", "they ask for other numbers"],
+)
+def test_ranks_compute_on_the_same_number_of_threads(asked: tuple[str, str], expected: int | None) -> None:
+    port = str(free_port())
+    variables = [LAUNCHERS["torchrun's variables"](rank, port) for rank in range(2)]
+    ours = replace(CpuShare.of_this_process(), asked=None)
+    environments = [{**more, "OMP_NUM_THREADS": threads} for more, threads in zip(variables, asked, strict=True)]
+    assert launched(environments, jobs.threads) == [expected or threads_of([ours, ours])] * 2
 
 
 def test_no_rank_can_leave_before_all_have_met(tmp_path: Path) -> None:

@@ -6,13 +6,39 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from shardlab.data import Corpus
 from shardlab.data.bpe import HuggingFace
 from shardlab.data.stream import SequenceStream, TokenRun
 from shardlab.data.tokenizers import ByteTokenizer
-from shardlab.train.sample import PROMPT_BYTES, continued, opening
+from shardlab.models import GPT, Blocks, MoE
+from shardlab.train.sample import PROMPT_BYTES, continued, in_writing, opening
 from tests.support.tokenizer_files import byte_fallback
+
+
+@pytest.mark.parametrize(
+    ("model", "most", "threads"),
+    [
+        (GPT(layers=2, hidden_size=128, heads=2), 64, 1),
+        (GPT(layers=2, hidden_size=128, heads=2, seq_len=65_536), 64, 1),  # positions are looked up
+        (GPT(layers=2, hidden_size=512, heads=2), 64, 4),
+        (GPT(layers=2, hidden_size=512, heads=2), 2, 2),
+        (GPT(layers=2, hidden_size=64, heads=2, vocab_size=50_257), 64, 12),
+        (MoE(layers=2, hidden_size=256, heads=2), 64, 1),  # each expert by itself
+    ],
+)
+def test_a_text_is_written_on_as_many_threads_as_the_largest_matrix_can_use(
+    model: Blocks, most: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    with in_writing(model, most):
+        assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == before
+    monkeypatch.setenv("OMP_NUM_THREADS", str(before))
+    with in_writing(model, most):
+        assert torch.get_num_threads() == before
 
 
 def prompt_of(validation: bytes) -> bytes:

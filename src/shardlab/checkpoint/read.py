@@ -99,6 +99,11 @@ class Checkpoint:
         return math.nan if found is None else found
 
     @property
+    def threads(self) -> int:
+        """Threads on which each rank computed; older versions of Shardlab took one."""
+        return self.state.get("threads", 1)
+
+    @property
     def updates(self) -> int:
         """Updates that optimizers had made: fewer than steps, where steps were left out."""
         return max(entry.get("updates", 0) for entry in self.files.values())

@@ -76,9 +76,10 @@ class Sample:
         from shardlab.data.manifest import Prepared
         from shardlab.exchange import initial_from, open_source
         from shardlab.models.tensors import Choice, Writer
+        from shardlab.train.binding import CpuShare, threads_of
         from shardlab.train.chat import Conversation
         from shardlab.train.launch import pick_device
-        from shardlab.train.sample import for_text, whole_weights
+        from shardlab.train.sample import for_text, in_writing, whole_weights
 
         choice = Choice(self.temperature, self.top_k, self.top_p, self.seed)
         source = open_source(self.folder)
@@ -87,11 +88,12 @@ class Sample:
             want_tokenizer(self.folder, model.vocab_size) if self.data is None else Prepared.open(self.data).tokenizer()
         )
         flats = whole_weights(source.model, initial_from(self.folder, source.model), pick_device())
-        if self.chat:
-            template = chat_template(self.folder, tokenizer)
-            self._chat(Conversation(model, flats, tokenizer, template, choice, self.tokens, cached))
-        else:
-            self._continue(Writer(model, flats, choice, cached=cached), model, tokenizer)
+        with in_writing(source.model, threads_of([CpuShare.of_this_process()])):
+            if self.chat:
+                template = chat_template(self.folder, tokenizer)
+                self._chat(Conversation(model, flats, tokenizer, template, choice, self.tokens, cached))
+            else:
+                self._continue(Writer(model, flats, choice, cached=cached), model, tokenizer)
         return 0
 
     def _continue(self, writer: Writer, model: Model, tokenizer: Tokenizer) -> None:

@@ -1,10 +1,13 @@
-"""CPU cores of this host, dealt to its ranks."""
+"""CPUs of this host, dealt to its ranks, and the threads on which each computes."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -65,6 +68,80 @@ def bind(environment: LaunchEnvironment) -> None:
     if environment.local_world is None:
         raise UserError("--bind needs to know how many ranks are on this host; set LOCAL_WORLD_SIZE")
     os.sched_setaffinity(0, dealt(cpus, environment.local_world)[environment.local_rank])
+
+
+@dataclass(frozen=True)
+class CpuShare:
+    """What a rank may compute on.
+
+    Attributes:
+        host: its name.
+        cpus: numbers of the CPUs on which the rank may run.
+        quota: CPUs whose time all processes of its container get together (None: no quota).
+        asked: threads that somebody asks for by OMP_NUM_THREADS (None: nobody does).
+    """
+
+    host: str
+    cpus: frozenset[int]
+    quota: float | None
+    asked: int | None
+
+    @classmethod
+    def of_this_process(cls) -> CpuShare:
+        """The share of this process."""
+        return cls(socket.gethostname(), frozenset(usable_cpus()), cpu_quota(), asked_threads(os.environ))
+
+
+def threads_of(shares: Sequence[CpuShare]) -> int:
+    """Threads on which each rank of a world computes: as many as the rank with the fewest CPUs of its own can use.
+
+    Ranks of a host that may run on the same CPUs share them evenly. OMP_NUM_THREADS prevails. The number is the same
+    on all ranks, because results of other numbers of threads differ in their last bits, and replicas are to be equal.
+
+    Args:
+        shares: of all ranks.
+
+    >>> eight = frozenset(range(8))
+    >>> threads_of([CpuShare("a", eight, None, None)] * 2), threads_of([CpuShare("a", eight, None, 3)] * 2)
+    (4, 3)
+    """
+    hosts: dict[str, list[CpuShare]] = {}
+    for share in shares:
+        hosts.setdefault(share.host, []).append(share)
+    return min(mine.asked or _threads_beside(mine, here) for here in hosts.values() for mine in here)
+
+
+def _threads_beside(mine: CpuShare, here: Sequence[CpuShare]) -> int:
+    """Threads for the CPUs of one rank, which may share them with others of its host."""
+    cpus = len(mine.cpus) / sum(not mine.cpus.isdisjoint(share.cpus) for share in here)
+    return max(1, int(cpus if mine.quota is None else min(cpus, mine.quota / len(here))))
+
+
+def asked_threads(environ: Mapping[str, str]) -> int | None:
+    """Threads that OMP_NUM_THREADS asks for; of a list, as nested regions have one, its first number."""
+    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else None
+
+
+def cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """CPUs whose time the control groups of this process allow it, as containers are limited; None without a limit.
+
+    Of version 2 (cpu.max, in the kernel's Documentation/admin-guide/cgroup-v2.rst), of the group and those above.
+    """
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:
+        return None
+    found: list[float] = []
+    for line in lines:
+        if line.startswith("0::"):
+            folder = root / line.removeprefix("0::").strip().lstrip("/")
+            for each in (folder, *folder.parents):
+                if each.is_relative_to(root):
+                    with suppress(OSError, ValueError):  # the topmost has no such file, nor has one "max"imum a number
+                        quota, period = (each / "cpu.max").read_text().split()
+                        found.append(int(quota) / int(period))
+    return min(found, default=None)
 
 
 def as_ranges(cpus: Iterable[int]) -> str:

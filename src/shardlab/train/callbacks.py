@@ -6,6 +6,8 @@ import math
 from dataclasses import replace
 from statistics import median
 
+import torch
+
 from shardlab.checkpoint import Checkpoint
 from shardlab.models.tensors import Choice
 from shardlab.rules.pieces import counted
@@ -164,6 +166,7 @@ class Records(Callback):
         say(f"{title}: {ops} ops checked, drawn in {run.out}/strategy.svg")
         if run.resume is not None:
             say(f"resumed after step {state.step}, from {run.resume}")
+            tell_threads(Checkpoint.open(run.resume).threads, state.settings.device)
         self._display.begin("first step")
 
     def on_metrics(self, training: Training, step: StepResult) -> None:
@@ -222,4 +225,14 @@ class Records(Callback):
             sample=sampling.text,
             out=str(run.out),
             unwritten=self._folder.unwritten,
+        )
+
+
+def tell_threads(before: int, device: torch.device) -> None:
+    """Say that a run which is resumed differs in last bits where its ranks compute on another number of threads."""
+    now = torch.get_num_threads()
+    if device.type == "cpu" and now != before:
+        say(
+            f"each rank computes on {counted(now, 'thread')}, before on {before}, so numbers may differ in their last "
+            f"bits; OMP_NUM_THREADS={before} keeps them"
         )

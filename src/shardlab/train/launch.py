@@ -22,7 +22,7 @@ from shardlab.faults.watch import START
 from shardlab.faults.watchdog import Watchdog
 from shardlab.program import UserError
 from shardlab.rules.pieces import counted
-from shardlab.train.binding import bind, dealt, usable_cpus
+from shardlab.train.binding import CpuShare, bind, dealt, threads_of, usable_cpus
 from shardlab.train.heap import memory_limit, set_heap
 from shardlab.train.interrupt import end_with_starter
 from shardlab.train.launch_environment import LOOPBACK, LaunchEnvironment, find_launch_environment, may_restart
@@ -286,7 +286,7 @@ def _meet(
     if joining.bound:
         bind(environment)  # before the threads of the process group
     if device.type == "cpu":
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # until all have said which CPUs they have
         set_heap()
         set_wakeups()  # before these threads as well
     else:
@@ -303,6 +303,10 @@ def _meet(
     if device.type == "cpu":
         # Here all meet, too: gloo returns where this rank is connected; others, if it left then, could not be.
         connect_neighbours(limit, joining.timeout, shares=memory_limit() is None)
+        mine = CpuShare.of_this_process()
+        shares = [mine] * environment.world
+        dist.all_gather_object(shares, mine)
+        torch.set_num_threads(threads_of(shares))
 
 
 def _call(rank: int, device: torch.device, function: Callable[..., Result], *arguments: Any) -> Result:

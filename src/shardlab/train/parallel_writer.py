@@ -16,7 +16,7 @@ from shardlab.execute.collect import collect
 from shardlab.execute.state import State
 from shardlab.models import Blocks
 from shardlab.models.tensors import Choice, Share, Writer, named_views, whole_parameters
-from shardlab.train.sample import for_text
+from shardlab.train.sample import for_text, in_writing
 
 HURRY = 2.0
 """Seconds after which a text ends where it is, if a rank was asked to end."""
@@ -69,10 +69,11 @@ class ParallelWriter(Writer):
         Raises:
             UserError: as `Writer` does, on every rank.
         """
-        for token in super().go_on(tokens, count):
-            if self._words[-1] > 0:
-                return
-            yield token
+        with in_writing(self._model, torch.get_num_threads()):
+            for token in super().go_on(tokens, count):
+                if self._words[-1] > 0:
+                    return
+                yield token
 
 
 def _whole_blocks(state: State, whole: Blocks, parts: Sequence[range]) -> list[Tensor]:

@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +19,9 @@ from torch import Tensor
 from shardlab.data import Corpus
 from shardlab.data.tokenizers import Tokenizer, decoded_parts
 from shardlab.models import Blocks, Model, MoE
+from shardlab.models.counts import POSITIONS
 from shardlab.models.tensors import Initial
+from shardlab.train.binding import asked_threads
 from shardlab.train.printable import printable
 
 SAMPLE_TOKENS = 128
@@ -24,6 +29,10 @@ SAMPLE_TOKENS = 128
 
 PROMPT_BYTES = 32
 """Bytes of a prompt that is taken from the validation text."""
+
+PER_THREAD = 2**18
+"""Elements of a model's largest matrix for each thread that writes with it: a token's products with fewer end before
+threads have met."""
 
 _SEARCHED = 1000
 
@@ -55,6 +64,25 @@ def for_text(model: Model) -> Model:
     """A model as it reads one text: without dropout, and no expert drops a token, as nothing bounds a single one."""
     model = replace(model, dropout=0.0)
     return replace(model, capacity_factor=None) if isinstance(model, MoE) else model
+
+
+def writing_threads(model: Model, most: int) -> int:
+    """Threads on which a model writes a text fastest, a token at a time: of a small model, one."""
+    every = (each for layer in range(model.layers) for each in model.layout(layer).parameters)
+    largest = max(math.prod(each.shape[-2:]) for each in every if each.name != POSITIONS)
+    return max(1, min(most, largest // PER_THREAD))
+
+
+@contextmanager
+def in_writing(model: Model, most: int) -> Generator[None, None, None]:
+    """Compute on as many threads as write fastest with a model, at most `most`; OMP_NUM_THREADS prevails."""
+    before = torch.get_num_threads()
+    if asked_threads(os.environ) is None:
+        torch.set_num_threads(writing_threads(model, most))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def whole_weights(model: Blocks, initial: Initial, device: torch.device) -> list[Tensor]:

@@ -248,4 +248,5 @@ class Saver(Callback):
             "layers": written_pieces(self._state.model, self._state.shapes),
             "versions": versions(),
             "folder": str(Path.cwd()),
+            "threads": torch.get_num_threads(),
         }

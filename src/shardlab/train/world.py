@@ -44,6 +44,7 @@ class RankPlace:
         host, device: on which it runs.
         mesh: its coordinate on each axis of several ranks.
         cpus: those on which it may run, such as 0-3.
+        threads: on which it computes; on a GPU, on which the host's part is computed.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class RankPlace:
     device: str
     mesh: dict[str, int]
     cpus: str = ""
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class RunningWorld:
         """Ask all ranks, which call this together."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         coordinates = {axis: mesh.coordinate(rank, axis) for axis in mesh.used}
-        mine = RankPlace(rank, socket.gethostname(), f"{device} ({name})", coordinates, as_ranges(usable_cpus()))
+        cpus, threads = as_ranges(usable_cpus()), torch.get_num_threads()
+        mine = RankPlace(rank, socket.gethostname(), f"{device} ({name})", coordinates, cpus, threads)
         places = [mine] * dist.get_world_size()
         dist.all_gather_object(places, mine)
         return cls(places, str(dist.get_backend()), launcher_of(os.environ), versions())
@@ -104,7 +107,8 @@ class RunningWorld:
         if (left := len(self.places) - SHOWN) > 0:
             console.print(f"and {left} more, in run.json", highlight=False)
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items() if number)
-        console.print(f"{self.backend}, started by {self.launcher}; {versions}", highlight=False, soft_wrap=True)
+        each = f", {counted(self.places[0].threads, 'thread')} each" if self.backend == "gloo" else ""
+        console.print(f"{self.backend}, started by {self.launcher}{each}; {versions}", highlight=False, soft_wrap=True)
         if self.backend == "gloo" and (gpus := gpu_count()):
             ranks, them = counted(len(self.places), "rank"), "GPU" if gpus == 1 else "GPUs"
             said = f"{ranks} on {counted(gpus, 'GPU')}: all compute on the CPU; --ranks {gpus} takes the {them}"
