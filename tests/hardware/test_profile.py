@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.hardware import AlphaBeta, Cluster, Machine, Profile, Rate, find_cluster
+from shardlab.hardware.profile import FastestProduct
 from shardlab.models.kernels import FusedAttention, Matmul, Pointwise
 from shardlab.program import UserError
 from shardlab.program.lag import NO_LAG, Lag
@@ -30,6 +31,11 @@ PROFILE = Profile(
     alone={("op:backward", "float32"): Rate(9e-5, 0, 0)},
     contention=0.75,
     lag=Lag(0.5, 2e-3, 0.4),
+    peaks={
+        ("float32", 1): FastestProduct(1.8e11, 4),
+        ("float32", 4): FastestProduct(5e10, 1),
+        ("bfloat16", 1): FastestProduct(3e11, 4),
+    },
 )
 
 
@@ -39,9 +45,37 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_where_no_product_is_held_up_by_arithmetic_no_peak_is_known() -> None:
     kernels = {("matmul", "float32"): Rate(1e-5, 0, 1e10)}
-    device = Cluster.of_profile(replace(PROFILE, kernels=kernels)).device
+    device = Cluster.of_profile(replace(PROFILE, kernels=kernels, peaks={})).device
     assert device.peak("float32") == math.inf
     assert device.seconds(Matmul(8, 8, 8), "float32") > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "threads", "peak"),
+    [
+        ("float32", 1, 4, 1.8e11),
+        ("float32", 4, 1, 2e11),
+        ("float32", 2, 2, 2e11),  # all cores are at work, as when four computed at once
+        ("float32", 8, 1, 2e11),  # two share a core
+        ("float32", 1, 1, 5e10),  # OMP_NUM_THREADS is set
+        ("float32", 1, 64, 2e11),
+        ("bfloat16", 2, 2, 3e11),
+        ("float16", 1, 4, None),
+    ],
+)
+def test_the_peak_of_a_run_is_that_of_the_cores_at_work(
+    dtype: str, ranks: int, threads: int, peak: float | None
+) -> None:
+    assert PROFILE.peak_flops(dtype, ranks, threads) == peak
+
+
+def test_a_device_is_as_fast_as_its_fastest_product_and_as_any_kernel_of_the_fit() -> None:
+    """Fits of small layers are off by far; what a step should take at most is never more than the peak."""
+    slow = {("matmul", "float32"): Rate(1e-5, 1e10, 1e10)}
+    assert Cluster.of_profile(replace(PROFILE, kernels=slow)).device.peak("float32") == 5e10
+    assert Cluster.of_profile(PROFILE).device.peak("float32") == 1e11
+    alone = Cluster.of_profile(replace(PROFILE, alone=slow)).at_work(1)
+    assert alone.device.peak("float32") == 1.8e11
 
 
 def test_one_rank_alone_has_the_memory_to_itself() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.hardware import Cluster, Profile
-from shardlab.measure.points import CollectivePoint, OverlapPoint
+from shardlab.measure.points import CollectivePoint, OverlapPoint, PeakPoint
 from shardlab.measure.saving import save, this_machine, updated_profile
 from shardlab.program import UserError
 from tests.measure.test_points import LAYER
@@ -42,6 +42,14 @@ def test_kernels_are_those_of_a_busy_machine_and_apart_those_of_one_process() ->
     alone = replace(LAYER, processes=1, seconds=1e-3)
     profile = updated_profile([alone, LAYER])
     assert sum(rate.launch for rate in profile.alone.values()) < sum(rate.launch for rate in profile.kernels.values())
+
+
+def test_the_measured_peaks_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save([LAYER, PeakPoint("float32", 1, 2048, 2e11, 2), PeakPoint("float32", 2, 1024, 9e10, 1)], path)
+    save([LAYER, PeakPoint("float32", 1, 2048, 3e11, 2)], path)
+    profile = Profile.read(path)
+    assert [profile.peak_flops("float32", *run) for run in ((1, 2), (2, 1))] == [3e11, 1.8e11]
 
 
 def in_rounds(alone: float, compute: float, contention: float, lag: float, hidden: float = 0.0) -> OverlapPoint:

@@ -33,12 +33,13 @@ def test_a_model_without_attention_pays_for_none() -> None:
     assert flops_per_token(model) <= 6 * model.parameter_count
 
 
-def test_mfu_is_of_all_devices_and_unknown_without_a_peak() -> None:
+def test_mfu_is_of_all_devices_and_unknown_without_a_peak_or_beyond_it() -> None:
     model = GPT()
-    peak = 8 * model.seq_len * flops_per_token(model)
-    figures = speeds(model, 8, 0.5, 2, peak)
-    assert (figures["sps"], figures["sps_per_gpu"], figures["mfu"]) == (16, 8, pytest.approx(2.0))
+    reached = 16 * model.seq_len * flops_per_token(model)
+    figures = speeds(model, 8, 0.5, 2, 2 * reached)
+    assert (figures["sps"], figures["sps_per_gpu"], figures["mfu"]) == (16, 8, pytest.approx(0.5))
     assert speeds(model, 8, 0.5, 2, None)["mfu"] is None
+    assert speeds(model, 8, 0.5, 2, reached / 1.01)["mfu"] is None, "then the peak is none"
 
 
 def test_a_loss_of_ln_256_is_eight_bits_of_a_byte() -> None:

@@ -187,7 +187,8 @@ def print_compute(points: Sequence[Point], verbose: bool = False, console: Conso
         shape = (largest.width, largest.rows, largest.tokens)
         print_layers(console, [p for p in groups[0] if (p.width, p.rows, p.tokens) == shape], peaks)
     for peak in peaks.values():
-        found = f"{peak.flops / GIGA:,.1f} GFLOP/s each, {peak.processes} at once, in {peak.dtype}"
+        threads = "" if peak.threads == 1 else f" on {peak.threads} threads"
+        found = f"{peak.flops / GIGA:,.1f} GFLOP/s each, {peak.processes} at once{threads}, in {peak.dtype}"
         print_fact(console, "peak", f"{found}: the fastest product of matrices, {peak.size} x {peak.size}")
     for layers in groups:
         errors = errors_of(layers, fit_kernels(layers))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import os
 import re
 from typing import TYPE_CHECKING
 
@@ -50,14 +50,23 @@ def device_called(name: str) -> str:
 
 
 def peak_flops(config: TrainingConfig, compute: str) -> float | None:
-    """FLOP/s of all devices of a run together, in the dtype that it computes in; ranks may share a CPU's cores."""
+    """FLOP/s of all devices of a run together, in the dtype that it computes in; ranks may share a CPU's cores.
+
+    Of this machine the fastest product that `shardlab bench compute` has measured counts; of GPUs the data sheet.
+    """
+    from shardlab.train.binding import CpuShare, threads_of
+    from shardlab.train.launch_environment import find_launch_environment
+
     ranks = config.plan.ranks
     cluster = cluster_here(ranks)
     if cluster is None or compute not in cluster.device.flops:
         return None
-    at_work = min(ranks, cluster.size)
-    peak = cluster.at_work(at_work).device.peak(compute) * at_work
-    return peak if math.isfinite(peak) else None
+    if cluster.profile is None or not cluster.on_cpu:
+        return cluster.device.peak(compute) * min(ranks, cluster.size)
+    launched = find_launch_environment(os.environ)
+    here = ranks if launched is None else min(ranks, launched.local_world or ranks)
+    peak = cluster.profile.peak_flops(compute, here, threads_of([CpuShare.of_this_process()] * here))
+    return None if peak is None else peak * ranks / here
 
 
 def workload_of(job: Job, cluster: Cluster, recipe: str | None = None) -> Workload:

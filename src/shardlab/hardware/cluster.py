@@ -52,13 +52,16 @@ class Cluster:
     def of_profile(cls, profile: Profile) -> Cluster:
         """The machine that the profile was measured on: as many ranks as it has cores or devices, on one node."""
         link = Link("measured", 1.0, 0.0, 1.0, "a profile")
-        return cls(device_of_profile(profile), profile.machine.places, 1, link, link, link, 1, profile)
+        most = max((processes for _, processes in profile.peaks), default=0)
+        crowd = replace(profile, peaks={key: peak for key, peak in profile.peaks.items() if key[1] == most})
+        return cls(device_of_profile(crowd), profile.machine.places, 1, link, link, link, 1, profile)
 
     def at_work(self, ranks: int) -> Cluster:
         """This cluster with so many of its devices at work: as measured, one alone has the memory to itself."""
         if self.profile is None or ranks > 1 or not self.profile.alone:
             return self
-        return replace(self, device=device_of_profile(replace(self.profile, kernels=self.profile.alone)))
+        peaks = {key: peak for key, peak in self.profile.peaks.items() if key[1] == 1}
+        return replace(self, device=device_of_profile(replace(self.profile, kernels=self.profile.alone, peaks=peaks)))
 
     @property
     def contention(self) -> float:

@@ -58,11 +58,14 @@ def families(kernel: Kernel) -> tuple[str, ...]:
 
 
 def device_of_profile(profile: Profile) -> MeasuredDevice:
-    """The device that the profile was measured on; its peaks are the best that a kernel reached, or without a limit
-    where small layers alone were measured, which memory holds up."""
+    """The device that the profile was measured on; its peaks are the fastest product and the best that a kernel is
+    said to reach, or without a limit where small layers alone were measured, which memory holds up."""
     flops: dict[str, float] = {}
     for (_, dtype), rate in profile.kernels.items():
         flops[dtype] = max(flops.get(dtype, 0.0), rate.flops)
+    for (dtype, _), peak in profile.peaks.items():
+        if dtype in flops:
+            flops[dtype] = max(flops[dtype], peak.flops)
     flops = {dtype: best or math.inf for dtype, best in flops.items()}
     bandwidth = max((rate.bytes for rate in profile.kernels.values()), default=0.0)
     reached = Efficiency(

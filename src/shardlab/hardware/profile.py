@@ -66,6 +66,14 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class FastestProduct:
+    """The fastest product of matrices: FLOP/s of one process, and the threads on which it computes."""
+
+    flops: float
+    threads: int
+
+
+@dataclass(frozen=True)
 class Profile:
     """Measurements of one machine.
 
@@ -84,6 +92,7 @@ class Profile:
         contention: seconds that compute loses for each second in which a collective is in flight: 0 if they do not
             meet, 1 if they take turns.
         lag: what a rank loses beside that where it waits for a collective or a message; measured of collectives.
+        peaks: by dtype and the number of processes that computed at once.
     """
 
     machine: Machine
@@ -95,6 +104,24 @@ class Profile:
     alone: Mapping[tuple[str, str], Rate] = field(default_factory=dict[tuple[str, str], Rate])
     contention: float = 0.0
     lag: Lag = NO_LAG
+    peaks: Mapping[tuple[str, int], FastestProduct] = field(default_factory=dict[tuple[str, int], FastestProduct])
+
+    def peak_flops(self, dtype: str, ranks: int, threads: int) -> float | None:
+        """FLOP/s that so many ranks reach at most, together; None if nothing was measured in this dtype.
+
+        Ranks that were not measured as such have their share of the fastest that all places together have reached.
+
+        Args:
+            threads: of each rank; as many as all places have CPUs compute at once.
+        """
+        exact = self.peaks.get((dtype, ranks))
+        if exact is not None and exact.threads == threads:
+            return exact.flops * ranks
+        found = {processes: peak for (measured, processes), peak in self.peaks.items() if measured == dtype}
+        if not found:
+            return None
+        most = max(found)
+        return found[most].flops / found[most].threads * min(ranks * threads, max(most * found[most].threads, 1))
 
     def write(self, path: Path | None = None) -> Path:
         """Write it as JSON, by default where `read` looks; returns where."""
@@ -112,6 +139,10 @@ class Profile:
             ],
             "kernels": rate_rows(self.kernels),
             "alone": rate_rows(self.alone),
+            "peaks": [
+                {"dtype": dtype, "processes": processes, **asdict(peak)}
+                for (dtype, processes), peak in sorted(self.peaks.items())
+            ],
             "layers": self.layers,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,6 +202,10 @@ def profile_of(data: dict[str, Any]) -> Profile:
         alone=_rates(data["alone"]),
         contention=number(data["contention"]),
         lag=_figures(Lag, data["lag"]),
+        peaks={  # which earlier files of this version lack
+            (row["dtype"], int(row["processes"])): FastestProduct(number(row["flops"]), int(row["threads"]))
+            for row in data.get("peaks", [])
+        },
     )
 
 

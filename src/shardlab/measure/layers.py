@@ -24,6 +24,7 @@ from shardlab.measure.world import MeasuringRanks
 from shardlab.models.tensors.onednn import linear_forward
 from shardlab.program import Op, OpKind
 from shardlab.program.precision import precision_in
+from shardlab.train.binding import CpuShare, threads_of
 from shardlab.train.data import Batches
 
 PEAK_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
@@ -70,12 +71,15 @@ def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: 
     """
     world = MeasuringRanks(rank, device)
     plan = bench.plan(world.size)
+    own = torch.get_num_threads()
+    alone = max(own, threads_of([CpuShare.of_this_process()]))  # as the rank of a run on one rank
     progress = Progress(len(plan), show=rank == 0)
     for processes, dtype, shape in plan:
         what = "large products" if shape is None else f"width {shape.width}, {shape.rows} x {shape.tokens} tokens"
         progress.say(f"{what}, {dtype}, {processes} at once")
         world.meet()
         crowd = Crowd(world, processes)
+        torch.set_num_threads(alone if processes == 1 else own)
         if rank < processes:
             for point in [_peak(crowd, dtype)] if shape is None else _layers(crowd, bench, shape, dtype):
                 if rank == 0:
@@ -137,9 +141,9 @@ def _peak(crowd: Crowd, dtype: str) -> PeakPoint:
         for each in (product, layers_product):
             each()
             crowd.meet()
-            seconds = crowd.mean(median(clock.seconds(each, 1) for _ in range(5)))
+            seconds = crowd.mean(min(clock.seconds(each, 1) for _ in range(5)))
             best = max(best, (2.0 * size**3 / seconds, size))
-    return PeakPoint(dtype, crowd.processes, best[1], best[0])
+    return PeakPoint(dtype, crowd.processes, best[1], best[0], torch.get_num_threads())
 
 
 def _layers(crowd: Crowd, bench: ComputeBench, shape: Shape, dtype: str) -> Iterator[LayerPoint]:

@@ -142,12 +142,14 @@ class PeakPoint:
         processes: that computed at once.
         size: rows and columns of both matrices.
         flops: per second, of one process.
+        threads: of each process.
     """
 
     dtype: str
     processes: int
     size: int
     flops: float
+    threads: int = 1
 
 
 Point = CollectivePoint | OverlapPoint | LayerPoint | PeakPoint

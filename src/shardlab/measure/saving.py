@@ -15,11 +15,11 @@ from pathlib import Path
 from shardlab.execute.gpus import gpu_count
 from shardlab.hardware import Machine, Profile
 from shardlab.hardware.cores import cores
-from shardlab.hardware.profile import differences
+from shardlab.hardware.profile import FastestProduct, differences
 from shardlab.measure.kernel_fit import fit_kernels
 from shardlab.measure.lines import fit_lines
 from shardlab.measure.overlap import fit_contention, fit_lag
-from shardlab.measure.points import LayerPoint, OverlapPoint, Point
+from shardlab.measure.points import LayerPoint, OverlapPoint, PeakPoint, Point
 from shardlab.program import UserError
 
 
@@ -44,6 +44,9 @@ def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Prof
     beside = [point for point in points if isinstance(point, OverlapPoint)]
     if beside:
         profile = replace(profile, contention=fit_contention(beside), lag=fit_lag(beside))
+    fastest = [point for point in points if isinstance(point, PeakPoint)]
+    measured = {(point.dtype, point.processes): FastestProduct(point.flops, point.threads) for point in fastest}
+    profile = replace(profile, peaks={**profile.peaks, **measured})
     layers = [point for point in points if isinstance(point, LayerPoint)]
     if not layers:
         return profile

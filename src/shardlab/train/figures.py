@@ -45,6 +45,8 @@ def spreads(ranks: Tensor) -> dict[str, float]:
 def speeds(model: Blocks, sequences: int, dt: float, ranks: int, peak: float | None) -> dict[str, Any]:
     """Sequences and tokens per second, of all ranks and of each, and the model FLOPs utilization.
 
+    A utilization above 1 says that the peak is none, so that it is not known either.
+
     Args:
         model: what is trained.
         sequences: of the global batch.
@@ -54,12 +56,13 @@ def speeds(model: Blocks, sequences: int, dt: float, ranks: int, peak: float | N
     """
     sps = sequences / dt
     tps = sps * model.seq_len
+    mfu = None if peak is None else flops_per_token(model) * tps / peak
     return {
         "sps": sps,
         "sps_per_gpu": sps / ranks,
         "tps": tps,
         "tps_per_gpu": tps / ranks,
-        "mfu": None if peak is None else flops_per_token(model) * tps / peak,
+        "mfu": None if mfu is None or mfu > 1 else mfu,
     }
 
 
