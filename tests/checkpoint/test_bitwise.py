@@ -72,6 +72,7 @@ def want_same(world: Ranks, made: Job, settings: OptimizerConfig, folder: Path, 
     world.call(trained, saving_run(made, again, again / "checkpoints" / "step-000004", settings, ramp))
     assert losses(again) == losses(whole)
     mine, its = (Checkpoint.open(run / "checkpoints" / "step-000005").verify() for run in (again, whole))
+    assert mine.threads == torch.get_num_threads()
     assert mine.files == its.files
     assert mine.state == its.state
     found, wanted = (load_file(run / "weights.safetensors") for run in (again, whole))

@@ -111,6 +111,10 @@ def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.
     [
         ("verify ddp --clip 1", "--clip 1.0 limits the gradient's norm, which ddp does not compute"),
         ("train --strategy ddp --clip 1", "--clip 1.0 limits the gradient's norm, which ddp does not compute"),
+        (
+            "train --passes update-early --clip 1",
+            "which fsdp does not compute; leave out the pass update-early, or --clip",
+        ),
         ("verify zero-3 --clip 0", "clip is 0.0; give a positive norm, or none at all"),
         ("train --strategy fsqp", "did you mean fsdp?"),
         ("train --strategy fsdp --microbatches 3", "3 microbatches do not divide among 4 ranks"),

@@ -8,7 +8,7 @@ import pytest
 
 from shardlab.check import Checked
 from shardlab.errors import UserError
-from shardlab.models import MoE
+from shardlab.models import GPT, MoE
 from shardlab.passes import PASSES, find_passes, run_named, run_passes, settled
 from shardlab.program import Strategy
 from shardlab.program.pass_names import ONLY_NAMED, PASS_NAMES, named_passes
@@ -25,6 +25,12 @@ from tests.passes.late_programs import awaited_at_once, checked, received_late, 
 def ends(program: Checked, names: str) -> list[float]:
     """When the step ends: as it is written, and after each pass."""
     return [round(each.end, 6) for each in run_named(program, names)]
+
+
+def test_fsdp_computes_the_norm_of_a_models_gradient_unless_it_is_to_update_early() -> None:
+    model = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
+    jobs = [Job("fsdp", 2, 2, model, 1, passes=passes) for passes in (None, "all", "prefetch,update-early")]
+    assert [job.checked().clips for job in jobs] == [True, True, False]
 
 
 def test_fsdp_gathers_ahead_and_updates_beside_what_is_left() -> None:

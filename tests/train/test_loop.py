@@ -25,7 +25,7 @@ from shardlab.exchange import converted, open_source
 from shardlab.execute import OptimizerConfig
 from shardlab.models import GPT, MoE
 from shardlab.program import UserError
-from shardlab.train.callbacks import Sampling, Validation
+from shardlab.train.callbacks import Sampling, Validation, tell_threads
 from shardlab.train.config import LoggingConfig
 from shardlab.train.job import Job
 from shardlab.train.output import OutputFolder
@@ -134,6 +134,20 @@ def test_the_validation_loss_does_not_depend_on_how_a_batch_is_cut(ranks: World,
         plan = run_of(job, OptimizerConfig(schedule_steps=1, warmup_steps=0), tmp_path / f"{size}")
         found.append(ranks(1).call(train_plainly, plan)[0].validation_before)
     assert found == [pytest.approx(found[0], rel=1e-6)] * 3
+
+
+def test_a_run_resumed_on_another_number_of_threads_says_how_it_is_the_same_to_the_bit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = torch.get_num_threads()
+    tell_threads(now, torch.device("cpu"))
+    tell_threads(now + 1, torch.device("cuda"))
+    assert capsys.readouterr().err == "", "there is nothing to say"
+    tell_threads(now + 1, torch.device("cpu"))
+    said = capsys.readouterr().err
+    assert (
+        f"before on {now + 1}, so numbers may differ in their last bits; OMP_NUM_THREADS={now + 1} keeps them" in said
+    )
 
 
 @pytest.mark.parametrize(

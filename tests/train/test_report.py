@@ -1,5 +1,8 @@
 """Report of a run, and the profile of some of its steps."""
 
+# pyright: reportUnknownMemberType=false
+# matplotlib leaves some of its annotations out.
+
 from __future__ import annotations
 
 import json

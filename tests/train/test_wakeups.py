@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.train.launch import run_ranks
-from shardlab.train.wakeups import set_wakeups
+from shardlab.train.wakeups import restore_wakeups, set_wakeups
 
 if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
     pytest.skip("other systems schedule otherwise, or somebody has chosen how", allow_module_level=True)
@@ -45,6 +45,15 @@ def test_a_policy_that_somebody_has_chosen_stands() -> None:
 
     assert in_a_thread(lambda: turned(os.SCHED_IDLE)) == os.SCHED_IDLE
     assert in_a_thread(lambda: turned(os.SCHED_OTHER)) == os.SCHED_BATCH
+
+
+def test_threads_that_compute_together_wake_up_as_others_do() -> None:
+    def turned() -> int:
+        assert set_wakeups()
+        restore_wakeups()
+        return os.sched_getscheduler(0)
+
+    assert in_a_thread(turned) == os.SCHED_OTHER
 
 
 def in_a_thread(call: Callable[[], int]) -> int:

@@ -19,6 +19,7 @@ from shardlab.faults.waits import LineOf
 from shardlab.optimizers import OptimizerConfig
 from shardlab.passes import passed
 from shardlab.program import Op, OpKind, Refused, UserError, World
+from shardlab.program.pass_names import want_norm
 from shardlab.program.user_file import file_and_name
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.entry import StrategyEntry
@@ -45,7 +46,9 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> C
         op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape
     ):
         lacking = f"the gradient's norm, which {entry.name} does not compute"
-        raise UserError(f"--clip {clip} limits {lacking}; take a plan, such as zero-3, or --clip none")
+        plan = "take fsdp or a plan, such as zero-3"
+        instead = plan if want_norm(entry.passes_on(job.ranks)) else "leave out the pass update-early"
+        raise UserError(f"--clip {clip} limits {lacking}; {instead}, or --clip none")
     launched = find_launch_environment(os.environ)
     if launched is None:
         require_room(proof, range(job.ranks))

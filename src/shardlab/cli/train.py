@@ -381,7 +381,7 @@ class Train:
         if config.train.non_finite == "skip" and not proof.clips:
             raise UserError(
                 f"--non-finite skip leaves out a step by the gradient's norm, which {chosen.name} does not compute; "
-                "take a plan, such as zero-3, or --non-finite stop"
+                "take fsdp or a plan, such as zero-3, or --non-finite stop"
             )
         if config.train.audit_every is not None:
             require_audit(proof, chosen.name)

@@ -42,8 +42,8 @@ class Verify:
     """How many optimizer steps are compared."""
 
     clip: Norm = None
-    """The largest norm of the whole model's gradient, on both; for plans, which compute it and are otherwise clipped
-    so hard (0.1) that it shows."""
+    """The largest norm of the whole model's gradient, on both; for plans and fsdp, which compute it and are otherwise
+    clipped so hard (0.1) that it shows."""
 
     precision: Annotated[str, tyro.conf.arg(metavar="NAME")] = "fp64"
     """fp64, fp32, bf16, bf16-fp32-grads or fp16."""

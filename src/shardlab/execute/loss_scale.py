@@ -47,7 +47,7 @@ def want_scalable(precision: Precision, checked: Checked) -> None:
     if precision.scaled and not checked.clips:
         raise UserError(
             f"{precision.name} needs a program that gives updates the gradient's norm, which tells all ranks of an "
-            "overflow; take a plan, such as zero-3, or bf16"
+            "overflow; take fsdp or a plan, such as zero-3, or bf16"
         )
     if precision.scaled:
         factors = {spec.form.factor for specs in checked.specs for spec in specs.values()}

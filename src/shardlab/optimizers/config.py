@@ -45,7 +45,7 @@ class OptimizerConfig:
     """Weight decay of matrices and embeddings; biases and norms do not decay."""
 
     clip: Annotated[float | None, _NORM] = None
-    """The largest norm of the whole model's gradient, or none; for plans, which compute it."""
+    """The largest norm of the whole model's gradient, or none; for plans and fsdp, which compute it."""
 
     ema: Annotated[float | None, _DECAY] = None
     """Decay of the average of weights (EMA) that is kept beside them, such as 0.999, or none for no average."""

@@ -18,6 +18,7 @@ from shardlab.predict.held import room_of_tensors
 from shardlab.predict.priced import ClusterPrices
 from shardlab.predict.recipe import OWN, Recipe
 from shardlab.program import Kind, Mesh, Sizes, UserError, trace
+from shardlab.program.pass_names import want_norm
 from shardlab.program.precision import Optimizer, Precision
 from shardlab.program.world import gc_paused
 from shardlab.strategies.plan import Plan
@@ -48,6 +49,7 @@ class Workload:
         ema: whether an average of the weights is part of that.
         passes: what rewrites the program, by name (None: what the plan says, or else nothing); see `Plan.passes`.
         tiles: in how many tiles each rank may compute a layer, as the pass `tile` wants it cut.
+        clips: whether programs that can clip compute the gradient's norm; not if `passes` say otherwise.
     """
 
     plan: Plan | Mesh
@@ -63,6 +65,7 @@ class Workload:
     ema: bool = False
     passes: str | None = None
     tiles: int = 1
+    clips: bool = True
 
     @property
     def mesh(self) -> Mesh:
@@ -125,7 +128,7 @@ class Workload:
             Refused: for a wrong program.
             UserError: for sizes that do not go together, or a pass that is named and has nothing to do.
         """
-        written = replace(self, passes="none", trace=self.trace or self._whole)
+        written = replace(self, passes="none", clips=want_norm(names), trace=self.trace or self._whole)
         assert isinstance(written.traced, Checked)
         goal = Goal(self.prices, room_of_tensors(written), self.kept_sizes, most, least)
         if lenient:
@@ -147,7 +150,8 @@ class Workload:
         if isinstance(self.plan, Plan) and self.sample.model.layers < self.model.layers:
             return self.repeated.sizes(self.sample.sizes)
         elements = self.cut.sizes(self.micro_batch_size, self.precision.bytes(Kind.ACTIVATION))
-        sizes = self.precision.sizes(elements, self.optimizer, ema=self.ema)
+        clips = self.clips and want_norm(self.pass_names)
+        sizes = self.precision.sizes(elements, self.optimizer, ema=self.ema, clips=clips)
         return self.plan.counted(sizes) if isinstance(self.plan, Plan) else sizes
 
     @cached_property

@@ -130,6 +130,16 @@ def tiles_of(passes: str) -> int:
     return next((setting for setting in settings if isinstance(setting, int)), 1)
 
 
+def want_norm(passes: str) -> bool:
+    """Whether programs that can clip are to compute the gradient's norm: not where `update-early` is named, since no
+    layer is updated before the norm of all is known.
+
+    >>> want_norm("all"), want_norm("prefetch,update-early")
+    (True, False)
+    """
+    return not any(each.by_name and each.name == "update-early" for each in named_passes(passes))
+
+
 def want_half_blocks(tiles: int, *, planned: bool) -> None:
     """Refuse tiles of layers in a program that is not written for the half-blocks which can be cut.
 

@@ -68,15 +68,15 @@ class Precision:
         lacking = MOMENTS["adamw"] - MOMENTS[optimizer] - ema
         return replace(self, optimizer=self.optimizer - lacking * int(bytes_of(self.state)))
 
-    def sizes(self, sizes: Sizes, optimizer: Optimizer = "adamw", *, ema: bool = False) -> Sizes:
-        """A model's sizes with these bytes, and an optimizer's state; `ema` as in `under`."""
+    def sizes(self, sizes: Sizes, optimizer: Optimizer = "adamw", *, ema: bool = False, clips: bool = True) -> Sizes:
+        """A model's sizes with these bytes, and an optimizer's state; `ema` as in `under`, `clips` as in `Sizes`."""
         mine = self.under(optimizer, ema=ema)
         states, each = sizes.opt_states, {kind: mine.bytes(kind) for kind in Kind}
         if optimizer == "muon":  # counted in its own numbers
             each[Kind.OPT_STATE] = number = int(bytes_of(self.state))
             pairs = zip(sizes.weights, sizes.matrices, strict=True)
             states = tuple(mine.optimizer // number * weight + weight - matrices for weight, matrices in pairs)
-        return replace(sizes, opt_states=states, element_bytes=each, whole_matrices=optimizer == "muon", clips=True)
+        return replace(sizes, opt_states=states, element_bytes=each, whole_matrices=optimizer == "muon", clips=clips)
 
     @property
     def scaled(self) -> bool:

@@ -13,6 +13,7 @@ from shardlab.models import Blocks, Model, cut_for
 from shardlab.passes import passed
 from shardlab.program import Kind, Sizes, trace
 from shardlab.program.bounds import bounded
+from shardlab.program.pass_names import want_norm
 from shardlab.program.precision import Optimizer, Precision, find_precision
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.strategies.load import load
@@ -108,7 +109,8 @@ class Job:
         """Elements of the program's values."""
         numbers, entry = self.numbers, self.entry
         elements = self.cut.sizes(self.micro_batch_size, numbers.bytes(Kind.ACTIVATION))
-        sizes = numbers.sizes(elements, self.optimizer, ema=self.ema is not None)
+        clips = want_norm(entry.passes_on(self.ranks))
+        sizes = numbers.sizes(elements, self.optimizer, ema=self.ema is not None, clips=clips)
         return entry.plan(self.ranks).counted(sizes) if entry.plan else sizes
 
     @property

@@ -29,7 +29,7 @@ from shardlab.train.launch_environment import LOOPBACK, LaunchEnvironment, find_
 from shardlab.train.meeting import meeting_file
 from shardlab.train.out_of_memory import is_out_of_memory, out_of_memory
 from shardlab.train.processes import RankFailed, is_lost, run_processes
-from shardlab.train.wakeups import set_wakeups
+from shardlab.train.wakeups import restore_wakeups, set_wakeups
 
 if TYPE_CHECKING:
     import torch
@@ -285,10 +285,11 @@ def _meet(
 
     if joining.bound:
         bind(environment)  # before the threads of the process group
+    changed = False
     if device.type == "cpu":
         torch.set_num_threads(1)  # until all have said which CPUs they have
         set_heap()
-        set_wakeups()  # before these threads as well
+        changed = set_wakeups()  # before these threads as well
     else:
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -306,7 +307,9 @@ def _meet(
         mine = CpuShare.of_this_process()
         shares = [mine] * environment.world
         dist.all_gather_object(shares, mine)
-        torch.set_num_threads(threads_of(shares))
+        torch.set_num_threads(threads := threads_of(shares))
+        if changed and threads > 1:
+            restore_wakeups()  # for the threads that compute, which are started later
 
 
 def _call(rank: int, device: torch.device, function: Callable[..., Result], *arguments: Any) -> Result:
