@@ -10,6 +10,7 @@ from shardlab import starting
 
 starting.leave_when_interrupted()  # before all other imports, which take a while
 
+import sys  # noqa: E402
 from collections.abc import Callable, Sequence  # noqa: E402
 from types import ModuleType  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
@@ -81,4 +82,4 @@ class _CallablePackage(ModuleType):
         return function(strategy, callbacks=callbacks, **settings)
 
 
-train.__class__ = _CallablePackage
+sys.modules[train.__name__].__class__ = _CallablePackage
