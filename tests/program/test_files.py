@@ -84,3 +84,23 @@ def test_a_relative_path_is_found_from_another_folder_with_what_stands_after_it(
     assert anchored("own.txt", str(here)) == "own.txt"
     assert anchored(f"{there}/own.txt:2", str(here)) == f"{there}/own.txt:2"
     assert anchored("a.txt", str(there)) == anchored("a.txt", None) == "a.txt"
+
+
+def test_a_folder_that_another_process_sweeps_away_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process finds the new folder unlocked, and takes it for what a killed one has left."""
+    opened, swept = os.open, list[str]()
+
+    def open_swept(path: str | Path, flags: int, *rest: int) -> int:
+        place = opened(path, flags, *rest)
+        if ".part-" in str(path) and not swept:
+            os.rmdir(path)
+            swept.append(str(path))
+        return place
+
+    monkeypatch.setattr(os, "open", open_swept)
+    with whole_folder(tmp_path / "new") as part:
+        (part / "file").write_text("text")
+    assert len(swept) == 1
+    assert (tmp_path / "new" / "file").read_text() == "text"

@@ -103,14 +103,24 @@ def whole_folder(path: Path) -> Generator[Path, None, None]:
                 shutil.rmtree(left, ignore_errors=True)
     part = path.with_name(f"{path.name}.part-{secrets.token_hex(4)}")
     try:
-        part.mkdir(parents=True)
-        with _locked(part):
+        with _made(part):
             yield part
             part.rename(path)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror or error}); name another folder") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def _made(folder: Path) -> Generator[None, None, None]:
+    """Make a folder, and lock it for as long as the block takes; again, if it was swept away before it was locked."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder) as mine:
+            if mine and folder.exists():
+                yield
+                return
 
 
 @contextmanager
