@@ -54,6 +54,8 @@ def test_a_script_without_a_guard_trains_with_a_callback_of_its_own_and_goes_on(
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line.get("numbers") for line in lines] == [1.0] * 4 + [None]
     assert len({line["norm"] for line in lines[:4]}) == 4, "each step's own weights are seen"
+    assert "norm" in done.stderr
+    assert "numbers 1 " in done.stderr, "own figures are shown, too"
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["command"].startswith("shardlab.train(resume='run', steps=5")
 

@@ -176,7 +176,7 @@ class Records(Callback):
             return
         logs = self._run.logs(step.metrics["step"]) or bool(step.diverged)
         self._folder.write_metrics(step.metrics, pending=not logs)
-        self._display.show(step.metrics)
+        self._display.show(step.metrics, step.own)
         if step.diverged:
             self._close(self._folder, training, {VALIDATION: math.nan})
         elif step.not_finite:

@@ -83,7 +83,10 @@ def fit(training: Training) -> bool:
         callback.on_begin(training)
     for step in training:
         for callback in training.callbacks:
-            step.metrics.update(callback.on_metrics(training, step) or {})
+            figures = callback.on_metrics(training, step) or {}
+            step.metrics.update(figures)
+            if callback in training.run.callbacks.values:
+                step.own.update(figures)
         if step.diverged and training.rank == 0:
             raise diverged(training.run, step.not_finite)
         if step.diverged:

@@ -26,11 +26,14 @@ RECENT = 50
 """Steps by which the time left is told."""
 
 
-def figures(metrics: Mapping[str, Any], left: float | None = None) -> Iterator[str]:
+def figures(
+    metrics: Mapping[str, Any], left: float | None = None, own: Mapping[str, float] | None = None
+) -> Iterator[str]:
     """A step's figures as a person reads them, those first that are wanted first; docs/training.md defines them.
 
     Args:
         left: seconds until the last step ends, if that is known.
+        own: further figures, of the user's callbacks.
     """
     yield f"loss {math.nan if metrics['loss'] is None else metrics['loss']:.3f}"
     for name in (VALIDATION, VALIDATION_EMA):
@@ -42,6 +45,8 @@ def figures(metrics: Mapping[str, Any], left: float | None = None) -> Iterator[s
     yield f"tps {metrics['tps']:,.0f}"
     if left is not None:
         yield f"left {clock(left)}"
+    for name, figure in (own or {}).items():
+        yield f"{name.replace('_', ' ')} {figure:.4g}"
     yield f"dt {metrics['dt']:.3f}"
     if metrics["mfu"] is not None:
         yield f"mfu {metrics['mfu']:.1%}"
@@ -100,6 +105,7 @@ class TrainingProgress:
         self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT)
         self._done = 0
         self._doing = "starting"
+        self._own: Mapping[str, float] = {}
         self._metrics: Mapping[str, Any] | None = None
         self._console = console or Console(file=sys.stderr)
         live = self._console.is_interactive
@@ -148,9 +154,14 @@ class TrainingProgress:
         """Say what a validation beside the steps has found."""
         self.say(self._line({}, *(f"{name.replace('_', ' ')} {loss:.3f}" for name, loss in losses.items())))
 
-    def show(self, metrics: dict[str, Any]) -> None:
-        """A step has ended, and the next one is under way."""
+    def show(self, metrics: dict[str, Any], own: Mapping[str, float] | None = None) -> None:
+        """A step has ended, and the next one is under way.
+
+        Args:
+            own: those of its figures that the user's callbacks have returned.
+        """
         now = time.monotonic()
+        self._own = own or {}
         self._metrics, self._done, self._doing = metrics, metrics["step"] + 1, ""
         self._ends.append((self._done, now))
         late = (self._thinned or self._live is None) and now - self._printed >= self._silence / 2
@@ -162,7 +173,7 @@ class TrainingProgress:
 
     def _line(self, metrics: Mapping[str, Any], *words: str, width: int | None = None) -> str:
         """A step's number, and its figures, or some words."""
-        pieces = figures(metrics, self._left(metrics)) if metrics else iter(words)
+        pieces = figures(metrics, self._left(metrics), self._own) if metrics else iter(words)
         head = f"step {self._done:>5}/{self._steps} "
         return fitted(iter([head, *pieces]), width)
 

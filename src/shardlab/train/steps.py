@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -96,12 +96,14 @@ class StepResult:
         stopping: whether a rank was asked to stop.
         diverged: ranks that reported a loss or gradient that is not finite, if that stops the run.
         not_finite: what is not finite, in which step and on which ranks; nothing if all is.
+        own: figures among the metrics that the user's callbacks have returned.
     """
 
     metrics: dict[str, Any]
     stopping: bool
     diverged: list[int]
     not_finite: str = ""
+    own: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class Training:
