@@ -86,7 +86,7 @@ SHELL = {**STEP, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4", 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
 
 
-def told(environment: dict[str, str]) -> list[tuple[str, int, int]]:
+def worlds_in(environment: dict[str, str]) -> list[tuple[str, int, int]]:
     return [(each.name, each.rank.value, each.world.value) for each in innermost(environment)]
 
 
@@ -98,25 +98,25 @@ def told(environment: dict[str, str]) -> list[tuple[str, int, int]]:
 def test_what_a_step_of_one_task_a_host_starts_itself_is_the_world(
     inner: dict[str, str], name: str, outer: dict[str, str]
 ) -> None:
-    assert told({**outer, **inner}) == [(name, 3, 8)]
+    assert worlds_in({**outer, **inner}) == [(name, 3, 8)]
 
 
 def test_torchruns_agents_may_be_any_tasks_of_srun() -> None:
     step = {**STEP, "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
-    assert told({**step, **TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}) == [("torchrun", 3, 8)]
-    assert len(told({**step, **TORCHRUN})) == 2  # who must agree
+    assert worlds_in({**step, **TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}) == [("torchrun", 3, 8)]
+    assert len(worlds_in({**step, **TORCHRUN})) == 2  # who must agree
 
 
 def test_a_batch_script_is_no_step() -> None:
-    assert told({**STEP, "SLURM_NTASKS": "4"}) == []
+    assert worlds_in({**STEP, "SLURM_NTASKS": "4"}) == []
 
 
 def test_a_shell_of_srun_is_no_rank_but_the_steps_that_it_starts_are() -> None:
-    assert told(SHELL) == []
-    assert told({**SHELL, **SRUN_PMI}) == []
-    assert told({**SHELL, "SLURM_TASK_PID": "999999999"}) == []  # another host's, or a container's
-    assert told({**SHELL, "SLURM_PROCID": "1"}) == [("SLURM's srun", 1, 4)]
-    assert told({**SHELL, "SLURM_TASK_PID": str(os.getpid())}) == [("SLURM's srun", 0, 4)]  # srun --pty shardlab
+    assert worlds_in(SHELL) == []
+    assert worlds_in({**SHELL, **SRUN_PMI}) == []
+    assert worlds_in({**SHELL, "SLURM_TASK_PID": "999999999"}) == []  # another host's, or a container's
+    assert worlds_in({**SHELL, "SLURM_PROCID": "1"}) == [("SLURM's srun", 1, 4)]
+    assert worlds_in({**SHELL, "SLURM_TASK_PID": str(os.getpid())}) == [("SLURM's srun", 0, 4)]  # srun --pty shardlab
 
 
 @pytest.mark.parametrize(("terminal", "world"), [("0", [("SLURM's srun", 0, 4)]), ("34816", [])])
@@ -125,7 +125,7 @@ def test_a_step_within_a_shell_has_no_terminal(
 ) -> None:
     stat = f"77 (a b) c) S 1 77 77 {terminal} -1 4194304"
     monkeypatch.setattr("shardlab.train.launchers.Path.read_text", Mock(return_value=stat))
-    assert told({**SHELL, "SLURM_TASK_PID": "77"}) == world
+    assert worlds_in({**SHELL, "SLURM_TASK_PID": "77"}) == world
 
 
 @pytest.mark.parametrize(

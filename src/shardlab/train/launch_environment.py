@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import overload
 
 from shardlab.program import UserError
-from shardlab.train.launchers import Fact, Told, from_torchrun, innermost, number
+from shardlab.train.launchers import Fact, LauncherFacts, from_torchrun, innermost, number
 
 LOOPBACK = "127.0.0.1"
 
@@ -74,14 +74,14 @@ def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
     worlds = innermost(environment)
     if not worlds:
         return None
-    rank, world = _agreed([told.rank for told in worlds]), _agreed([told.world for told in worlds])
+    rank, world = _agreed([facts.rank for facts in worlds]), _agreed([facts.world for facts in worlds])
     if rank.value >= world.value:
         raise UserError(f"{rank} but {world}; ranks are counted from 0, so set {rank.variable} to less")
     port = number(environment, "MASTER_PORT") or Fact("MASTER_PORT", PORT)
     if not 0 < port.value < 1 << 16:
         raise UserError(f"{port}; give a port from 1 to 65535")
     local_rank, local_world = (
-        _agreed([*(getattr(told, name) for told in worlds), number(environment, variable)])
+        _agreed([*(getattr(facts, name) for facts in worlds), number(environment, variable)])
         for name, variable in (("local_rank", "LOCAL_RANK"), ("local_world", "LOCAL_WORLD_SIZE"))
     )
     place = _Place(environment, worlds, rank, world, local_rank, local_world)
@@ -124,7 +124,7 @@ class _Place:
     """
 
     environment: Mapping[str, str]
-    worlds: Sequence[Told]
+    worlds: Sequence[LauncherFacts]
     rank: Fact
     world: Fact
     own_rank: Fact | None
@@ -139,7 +139,7 @@ class _Place:
     @cached_property
     def hosts(self) -> Fact | None:
         """How many hosts there are, if a launcher tells."""
-        return _agreed([told.hosts for told in self.worlds])
+        return _agreed([facts.hosts for facts in self.worlds])
 
     @cached_property
     def one_host(self) -> bool | None:
@@ -211,7 +211,7 @@ class _Place:
             return address
         if one_host:
             return LOOPBACK
-        step = next((told for told in self.worlds if told.first_host or told.unsure), None)
+        step = next((facts for facts in self.worlds if facts.first_host or facts.unsure), None)
         if step is not None and step.first_host:
             return step.first_host
         hosts = [] if step is not None else _hosts_of_pbs(self.environment)
@@ -225,8 +225,8 @@ class _Place:
                 "rank 0"
             )
         where = "they are on several hosts" if one_host is False else "no variable says on how many hosts they are"
-        told = step.unsure if step is not None and step.unsure else f"{self.read}: {where}, and where rank 0 is"
-        raise UserError(f"{told}; set MASTER_ADDR to the host of rank 0")
+        reason = step.unsure if step is not None and step.unsure else f"{self.read}: {where}, and where rank 0 is"
+        raise UserError(f"{reason}; set MASTER_ADDR to the host of rank 0")
 
 
 def _is_loopback(address: str) -> bool:
@@ -248,7 +248,7 @@ def _hosts_of_pbs(environment: Mapping[str, str]) -> list[str]:
 
 def launcher_of(environment: Mapping[str, str]) -> str:
     """What started this process: the launcher's name, or shardlab itself."""
-    return next((told.name for told in innermost(environment) if told.world.value != 1), "shardlab")
+    return next((facts.name for facts in innermost(environment) if facts.world.value != 1), "shardlab")
 
 
 def require_port(environment: Mapping[str, str]) -> None:

@@ -43,16 +43,16 @@ class Launcher(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a launcher tells of the world that it has started.
+class LauncherFacts:
+    """Facts that a launcher's variables give of the world that it has started.
 
     Attributes:
         name: the launcher's.
         rank, world: the number of this process, and how many there are.
-        local_rank, local_world: the same on its host; None if that is not told.
-        hosts: how many hosts there are; None if that is not told.
-        first_host: the name of rank 0's host; None if that is not told.
-        unsure: why there is no `first_host`, if more is known than that none is told.
+        local_rank, local_world: the same on its host; None if no variable says.
+        hosts: how many hosts there are; None if no variable says.
+        first_host: the name of rank 0's host; None if no variable says.
+        unsure: why there is no `first_host`, if more is known than that no variable says it.
     """
 
     name: str
@@ -78,32 +78,34 @@ MPI = (
 )
 
 
-def innermost(environment: Mapping[str, str]) -> list[Told]:
+def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
     """Read what the innermost launchers tell, those first that say most; empty if none started this process.
 
     Raises:
         UserError: when a variable has no number, or those of SLURM contradict each other.
     """
-    by_torchrun = _told(TORCHRUN, environment)
+    by_torchrun = _facts_of(TORCHRUN, environment)
     if by_torchrun is not None and from_torchrun(environment):
         return [by_torchrun]
     users = [] if by_torchrun is None else [by_torchrun]  # set by a script, in the step of another launcher or of none
-    found = [told for launcher in MPI if (told := _told(launcher, environment)) is not None]
-    inner = [told for told in found if told.local_rank is not None]  # mpiexec's; srun sets no local rank of PMI's
+    found = [facts for launcher in MPI if (facts := _facts_of(launcher, environment)) is not None]
+    inner = [facts for facts in found if facts.local_rank is not None]  # mpiexec's; srun sets no local rank of PMI's
     step = None if _is_shell(environment) else slurm_step(environment)
     if step is None:
         return [*(inner if "SLURM_STEP_NUM_TASKS" in environment else found), *users]
     if _starts_one_on_each_host(step):
         other = [
-            told for told in [*inner, *users] if told.local_rank is not None and _numbers_of(told) != _numbers_of(step)
+            facts
+            for facts in [*inner, *users]
+            if facts.local_rank is not None and _numbers_of(facts) != _numbers_of(step)
         ]
         if other:
             return [*inner, *users]  # a launcher starts its own daemons by srun, or was itself started so
-    return [*inner, step, *(told for told in found if told not in inner), *users]
+    return [*inner, step, *(facts for facts in found if facts not in inner), *users]
 
 
-def _numbers_of(told: Told) -> tuple[int, int]:
-    return told.rank.value, told.world.value
+def _numbers_of(facts: LauncherFacts) -> tuple[int, int]:
+    return facts.rank.value, facts.world.value
 
 
 def from_torchrun(environment: Mapping[str, str]) -> bool:
@@ -125,16 +127,16 @@ def number(environment: Mapping[str, str], variable: str) -> Fact | None:
     return Fact(variable, int(text))
 
 
-def _told(launcher: Launcher, environment: Mapping[str, str]) -> Told | None:
+def _facts_of(launcher: Launcher, environment: Mapping[str, str]) -> LauncherFacts | None:
     if launcher.rank not in environment or launcher.world not in environment:
         return None
     rank, world, local_rank, local_world = (number(environment, name) for name in launcher[1:])
     assert rank is not None
     assert world is not None
-    return Told(launcher.name, rank, world, local_rank, local_world)
+    return LauncherFacts(launcher.name, rank, world, local_rank, local_world)
 
 
-def _starts_one_on_each_host(step: Told) -> bool:
+def _starts_one_on_each_host(step: LauncherFacts) -> bool:
     return step.world.value == 1 or (step.hosts is not None and step.hosts.value == step.world.value)
 
 
@@ -153,7 +155,7 @@ def _is_shell(environment: Mapping[str, str]) -> bool:
     return True
 
 
-def slurm_step(environment: Mapping[str, str]) -> Told | None:
+def slurm_step(environment: Mapping[str, str]) -> LauncherFacts | None:
     """Read what srun tells of its step; None if it has started no step, as in a batch script.
 
     The submit host, which SLURM_LAUNCH_NODE_IPADDR names, may be one on which no rank runs. Rank 0 is on the first host
@@ -181,7 +183,7 @@ def slurm_step(environment: Mapping[str, str]) -> Told | None:
     if hosts is None and (job := number(environment, "SLURM_JOB_NUM_NODES")) is not None:
         hosts = job if job.value == 1 else None  # a step may take some of its job's hosts
     first, unsure = _first_host(environment, node, hosts)
-    return Told("SLURM's srun", rank, world, local_rank, local_world, hosts, first, unsure)
+    return LauncherFacts("SLURM's srun", rank, world, local_rank, local_world, hosts, first, unsure)
 
 
 _ONE_STEP = "start the ranks by one srun, and set none of its variables"
