@@ -94,11 +94,8 @@ def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
     if step is None:
         return [*(inner if "SLURM_STEP_NUM_TASKS" in environment else found), *users]
     if _starts_one_on_each_host(step):
-        other = [
-            facts
-            for facts in [*inner, *users]
-            if facts.local_rank is not None and _numbers_of(facts) != _numbers_of(step)
-        ]
+        local = [facts for facts in [*inner, *users] if facts.local_rank is not None]
+        other = [facts for facts in local if _numbers_of(facts) != _numbers_of(step)]
         if other:
             return [*inner, *users]  # a launcher starts its own daemons by srun, or was itself started so
     return [*inner, step, *(facts for facts in found if facts not in inner), *users]
