@@ -50,7 +50,7 @@ def trained(rank: int, job: Job) -> tuple[Verdict, list[torch.Tensor]]:
 LATE = Path(__file__).parents[1] / "passes" / "late_programs.py"
 
 FORCED = {
-    "fsdp": "prefetch=2,defer=2,update-early",
+    "fsdp": "prefetch=2,defer=2",
     "ddp": "bucket=2,defer=2",
     "zero-1": "bucket=1,defer=4",
     "pipeline": "update-early",

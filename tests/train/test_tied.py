@@ -13,7 +13,7 @@ from shardlab.execute import compute
 from shardlab.execute.state import State
 from shardlab.models import GPT, MoE
 from shardlab.models.tensors import Choice, Writer, named_views
-from shardlab.program import Mesh, Op, OpKind, Refused, UserError
+from shardlab.program import Mesh, Op, OpKind, Rank, Refused, UserError, trace
 from shardlab.strategies.plan import Plan
 from shardlab.train.job import Job
 from shardlab.train.verdict import Verdict
@@ -105,3 +105,31 @@ def test_a_program_that_loads_a_weight_for_the_head_is_refused_and_told_which_it
 
 def test_a_tied_model_of_one_block_still_runs_whole() -> None:
     Job("ddp", 2, 2, GPT(layers=1, tied=True), 2).checked()
+
+
+async def forgets_the_head(rank: Rank) -> None:
+    """Whole layers on one rank, without the gradient that the head has of the embedding's weight."""
+    last = len(rank.layers)
+    for l in rank.weighted_layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[rank.weight_of(l)])
+    rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
+    for l in reversed(rank.layers):
+        weight = rank.weights[rank.weight_of(l)]
+        gradient, rank.grad_activations[l] = rank.backward(
+            l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), weight
+        )
+        if l != last - 1:
+            rank.accumulate(gradient)
+    for l in rank.weighted_layers:
+        rank.weights[l], rank.opt_states[l] = rank.update(
+            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
+        )
+
+
+def test_a_gradient_without_the_heads_part_is_refused_also_where_layers_are_whole() -> None:
+    job = Job("single", 1, 4, model(), 2)
+    with pytest.raises(Refused, match="microbatches 0-3 as the head are missing from grad_weights"):
+        trace(forgets_the_head, Mesh(), job.sizes, 4)

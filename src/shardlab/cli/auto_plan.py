@@ -104,7 +104,13 @@ def planned_before(layout: PlanOptions, sources: Sequence[ConfigSource], ranks: 
 
 
 def _fixed(layout: PlanOptions) -> dict[str, Any]:
-    """Fields of a plan and sizes of axes that flags give."""
+    """Fields of a plan and sizes of axes that flags give.
+
+    Raises:
+        UserError: when blocks are to be frozen, for which no plan is searched.
+    """
+    if "freeze" in layout.given():
+        raise UserError("--plan auto plans for training all blocks; leave out --freeze, or give a plan by flags")
     types = field_types(Plan)
     given = {name: value for name, value in layout.given().items() if name not in ("plan", "passes")}
     return {name: value if name in AXES else types[name].of_words(value) for name, value in given.items()}

@@ -35,6 +35,7 @@ ELSEWHERE = {
         flag: f"{flag} rewrites a plan's program, and plan compares plans; leave it out, or give it to simulate"
         for flag in ("--passes", "--offload")
     },
+    "--freeze": "--freeze leaves blocks as they are, and plan trains all; leave it out, or give it to simulate",
 }
 """Sentences for options of other commands that are none of this one."""
 

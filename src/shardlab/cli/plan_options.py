@@ -161,11 +161,11 @@ _ABSENT: Any = Annotated[None, tyro.conf.Suppress]
 
 limit_flags: Callable[..., PlanOptions] = make_dataclass(
     "LimitFlags",
-    [(name, _ABSENT, None) for name in ("plan", "passes", "offload")],
+    [(name, _ABSENT, None) for name in ("plan", "passes", "offload", "freeze")],
     bases=(plan_flags,),
     frozen=True,
 )
-"""The flags of a search: none names a whole plan, or rewrites its program."""
+"""The flags of a search: none names a whole plan, rewrites its program, or freezes blocks."""
 
 NO_LIMITS = limit_flags()
 

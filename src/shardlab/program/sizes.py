@@ -139,12 +139,12 @@ class Sizes:
 
         Heads are counted as finely as an exchange of sequences for heads deals them.
         """
-        cuts = self.cuts(mesh)
+        cuts, uses = self.cuts(mesh), 2 if self.tied else 1
         if not cuts:
-            return Space(microbatches)
+            return Space(microbatches, uses=uses)
         slices = mesh.tp * (self.slices_per_rank * mesh.cp if mesh.cp > 1 else 1)
         pieces = {index: count * (mesh.cp if index == "head" else 1) for index, count in cuts.items()}
-        return Space(microbatches, slices, tuple(pieces.items()), 2 if self.tied else 1)
+        return Space(microbatches, slices, tuple(pieces.items()), uses)
 
     def cuts(self, mesh: Mesh) -> dict[str, int]:
         """Into how many slices parameters are cut on a mesh, for each index along which this model's are."""
