@@ -22,11 +22,11 @@ CHECKPOINTS = Path("/run/checkpoints")
 STEPS, RANKS, KEEP = (10, 20, 30, 40), 2, 2
 
 
-def save(disk: Disk, step: int, checkpoints: Path = CHECKPOINTS) -> None:
+def save(disk: Disk, step: int, checkpoints: Path = CHECKPOINTS, keep: int = KEEP) -> None:
     folder = folder_of(checkpoints, step)
     for rank in range(RANKS):
         write_shard(disk, folder, rank, [f"step {step}, ".encode(), f"rank {rank}".encode()], {"tensors": {}})
-    commit(disk, folder, RANKS, {STATE: json.dumps({"step": step}), CONFIG: "[train]"}, KEEP)
+    commit(disk, folder, RANKS, {STATE: json.dumps({"step": step}), CONFIG: "[train]"}, keep)
 
 
 def run(disk: CrashingDisk) -> list[int]:
@@ -127,6 +127,14 @@ def test_so_many_checkpoints_are_kept_and_later_ones_of_before_a_resumption_go(t
     save(disk, 35, tmp_path)
     assert steps_in(disk, tmp_path) == [30, 35]
     assert {path.name for path in tmp_path.iterdir()} == {"step-000030", "step-000035"}
+
+
+@pytest.mark.parametrize("keep", range(1, 6))
+def test_the_newest_checkpoints_are_kept_however_many_they_are(tmp_path: Path, keep: int) -> None:
+    steps = [10 * number for number in range(1, 8)]
+    for count, step in enumerate(steps, 1):
+        save(Disk(), step, tmp_path, keep)
+        assert steps_in(Disk(), tmp_path) == steps[max(0, count - keep) : count]
 
 
 def test_what_is_no_checkpoint_yet_is_none(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import shardlab
 from shardlab.errors import UserError
 from shardlab.strategies.ddp import ddp
 from shardlab.train.run import Summary
+from shardlab.train.steps import Callback
 
 TRAIN: Callable[..., Summary | None] = cast(Any, shardlab.train)
 """A package that is called."""
@@ -71,6 +72,8 @@ def in_a_notebook() -> Callable[..., Any]:
     [
         ("fsdp", {"hidden_siz": 8}, "there is no option --hidden-siz=8; did you mean --hidden-size?"),
         ("fsdp", {"steps": 0}, "--steps"),
+        ("fsdp", {"callbacks": [Callback]}, "Callback'>, which is no callback; give instances of classes derived from"),
+        ("fsdp", {"callbacks": [len]}, "callbacks has <built-in function len>, which is no callback; give instances"),
         ("fsdp", {"json": True}, "json is an option of the command shardlab train alone; leave it out"),
         ("fsdq", {}, "there is no strategy 'fsdq'"),
         (in_a_notebook(), {}, "mine is in no file, from which each rank could read it"),

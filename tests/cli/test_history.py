@@ -99,7 +99,12 @@ def test_a_run_is_shown_with_its_configuration_and_files(tmp_path: Path, capsys:
     folder = made(tmp_path / "a", ended={"how": "failed", "why": "the loss is not finite"})
     assert main(["show", str(folder)]) == 0
     told = capsys.readouterr().out
-    for line in ("train    steps  5", "steps           3 of 5", "failed: the loss is not finite", "loss 3, dt 0.1"):
+    for line in (
+        "train    steps  5",
+        "steps           3 of 5",
+        "failed: the loss is not finite",
+        "loss 3.000, 0.1 s/step",
+    ):
         assert line in told
     assert "metrics.jsonl" in told
 

@@ -41,6 +41,7 @@ STEP = "a step has --microbatches of --micro-batch-size sequences"
         ("train", "--global-batch", STEP),
         ("train", "--num_train_epochs=3", "a run's length is in --steps"),
         ("train", "--N-Layer", "did you mean --layers?"),
+        ("train", "--tokenizer", "the tokenizer is that of the folder in --data"),
         ("train", "--stepz", "did you mean --steps?"),
         ("train", "--zzz", "--help lists them"),
         ("simulate", "--global-batch-size", "did you mean --global-batch?"),
@@ -97,3 +98,23 @@ def test_other_errors_of_files_and_modules_are_not_taken_for_that(
     monkeypatch.setattr("shardlab.cli.strategies.Strategies.run", Mock(side_effect=error))
     with pytest.raises(type(error)):
         main(["strategies"])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("convert runs/a", "missing from shardlab convert: TO; --help tells more"),
+        ("train --steps", "missing value for argument '--steps'. Expected 1 values; --help tells more"),
+        ("train --freeze 0-1", "--freeze: '0-1' does not fit; give --freeze N ..."),
+        ("train --betas 0.9", "--betas: '0.9' does not fit; give --betas FLOAT FLOAT"),
+        ("train --betas 0.9 x", "--betas: '0.9', 'x' does not fit; give --betas FLOAT FLOAT"),
+    ],
+)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_word_that_does_not_fit_is_one_plain_sentence_also_in_a_terminal(
+    words: str, sentence: str, terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err == f"shardlab: {sentence}\n"

@@ -100,6 +100,8 @@ def test_a_harmed_manifest_is_named(run: Path, capsys: Captured) -> None:
     ("words", "sentence"),
     [
         ("--resume {run}", "{run} has taken all of its 5 steps; give more --steps"),
+        ("--resume {run} --steps 2", "{run} has taken 5 steps already; give more --steps"),
+        ("--resume {run} --from-step 4 --steps 2", "{run} has taken 4 steps already; give more --steps"),
         ("--resume {run} --from-step 3", "{run} has no checkpoint after step 3; it has those after steps 4-5"),
         ("--resume {run}/nowhere", "{run}/nowhere does not exist; name the folder of a run"),
         ("--resume {run}/checkpoints", "{run}/checkpoints has no complete checkpoint; name the folder of a run"),

@@ -173,3 +173,12 @@ def test_weights_that_diverge_in_the_last_update_are_not_passed_off_as_a_result(
     saved = (run.out / "weights.safetensors").exists()
     assert sentence.startswith("the validation loss after step 1 is not finite")
     assert ("the weights after 1 step are in" if saved else "there are no weights in") in sentence
+
+
+def test_figures_of_a_users_callback_are_numbers_under_names_of_their_own() -> None:
+    step = StepResult({"step": 0, "loss": 2.0}, False, [])
+    assert step.own_figures({"norm": torch.tensor(1.5), "count": 3}, "Mine") == {"norm": 1.5, "count": 3.0}
+    with pytest.raises(UserError, match="the callback Mine returned 'loss', which is already a figure of every step;"):
+        step.own_figures({"loss": 1.0}, "Mine")
+    with pytest.raises(UserError, match=r"returned 'words' with \['a'\], which is no number; return a number for each"):
+        step.own_figures({"words": ["a"]}, "Mine")

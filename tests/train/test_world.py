@@ -47,8 +47,8 @@ def test_a_folder_that_is_not_the_same_one_for_all_is_named_on_every_rank(
     assert not [*folders[0].iterdir(), *folders[1].iterdir()]
 
 
-def printed(places: list[RankPlace], backend: str = "nccl") -> str:
-    console = Console(file=io.StringIO(), width=80)
+def printed(places: list[RankPlace], backend: str = "nccl", *, terminal: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=20 if terminal else 80, force_terminal=terminal, color_system=None)
     RunningWorld(places, backend, "torchrun", {"python": "3.11", "shardlab": None}).print(console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -64,6 +64,11 @@ def test_a_row_tells_where_a_rank_is() -> None:
         ["1", "b", "cuda:0", "(H100)", "1"],
         ["nccl,", "started", "by", "torchrun;", "python", "3.11"],
     ]
+
+
+def test_a_terminal_that_is_too_narrow_cuts_no_word() -> None:
+    lines = printed([RankPlace(0, "a", "cpu", {})], terminal=True).splitlines()
+    assert [line.strip() for line in lines[-3:]] == ["nccl, started by", "torchrun; python", "3.11"]
 
 
 def test_of_many_ranks_some_are_shown() -> None:

@@ -140,7 +140,7 @@ def commit(disk: Disk, folder: Path, ranks: int, documents: Mapping[str, str], k
     step = int(folder.name.partition("-")[2])
     before = [other for other in steps_in(disk, checkpoints) if other < step]
     later = [other for other in steps_in(disk, checkpoints) if other > step]
-    for other in (*before[: len(before) - keep + 1], *later):
+    for other in (*before[: max(0, len(before) - keep + 1)], *later):
         _take_away(disk, folder_of(checkpoints, other))
     disk.sync_folder(checkpoints)  # or after a crash a file might be gone, and the name still be there
     for name in disk.names(checkpoints):

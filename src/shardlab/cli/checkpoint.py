@@ -111,7 +111,7 @@ def _show(run: Path, *, verify: bool, json: bool) -> int:
     steps = steps_in(Disk(), run / CHECKPOINTS)
     if not steps:
         what = "does not exist" if not run.is_dir() else "has no checkpoints"
-        raise UserError(f"{run} {what}; name the folder of a run that was interrupted, or that had --save-every")
+        raise UserError(f"{run} {what}; name the folder of a run")
     rows = [_row(folder_of(run / CHECKPOINTS, step), step, verify=verify) for step in steps]
     whole = all(not row["wrong"] for row in rows)
     if json:

@@ -27,6 +27,7 @@ def train(
     given = {**settings, "strategy": _named(strategy) if callable(strategy) else strategy}
     if unfit := [name for name in OF_THE_COMMAND if given.get(name)]:
         raise UserError(f"{unfit[0]} is an option of the command shardlab train alone; leave it out")
+    _require_callbacks(callbacks)
     words = [word for name, value in given.items() for word in _words(name, value)]
     said = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
     command = cast(Train, command_of(["train", *words]))
@@ -34,6 +35,23 @@ def train(
     with bounded(command.max_ops, command.max_seconds_per_op):
         command.called(caller)
     return caller.summaries[0] if caller.summaries else None
+
+
+def _require_callbacks(callbacks: Sequence[object]) -> None:
+    """Refuse what is no callback.
+
+    Raises:
+        UserError: if so.
+    """
+    if not callbacks:
+        return
+    from shardlab.train.steps import Callback  # which needs torch
+
+    if unfit := [each for each in callbacks if not isinstance(each, Callback)]:
+        raise UserError(
+            f"callbacks has {unfit[0]!r}, which is no callback; give instances of classes derived from "
+            "shardlab.train.Callback"
+        )
 
 
 def _named(strategy: Callable[..., Any]) -> str:

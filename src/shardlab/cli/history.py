@@ -137,13 +137,22 @@ def _print(console: Console, run: PastRun, config: dict[str, Any], files: dict[s
     print_fact(console, "ended", run.ended + (f": {run.why}" if run.why else ""), STYLES.get(run.ended, "red"))
     if run.resume:
         print_fact(console, "go on", f"after step {run.checkpoints[-1]}: {run.resume}")
-    figures = {"loss": run.last.get("loss"), "validation loss": run.validation_loss}
-    figures |= {name: run.last.get(name) for name in ("dt", "tps", "memory_max")}
-    text = ", ".join(f"{name} {figure:,.4g}" for name, figure in figures.items() if figure is not None)
-    print_fact(console, "last figures", text or "none")
+    print_fact(console, "last figures", ", ".join(_last_figures(run)) or "none")
     width = max((len(f"{size:,}") for size in files.values()), default=0)
     for number, (name, size) in enumerate(files.items()):
         print_fact(console, "" if number else "files", name, figure=f"{size:,}".rjust(width))
+
+
+def _last_figures(run: PastRun) -> list[str]:
+    """The last losses, step time, speed and memory of a run, as far as they are known."""
+    figures = (
+        (run.last.get("loss"), "loss {:.3f}"),
+        (run.validation_loss, "validation loss {:.3f}"),
+        (run.last.get("dt"), "{:.3g} s/step"),
+        (run.last.get("tps"), "{:,.0f} tokens/s"),
+        (run.last.get("memory_max"), "{:.3g} GiB"),
+    )
+    return [form.format(figure / 2**30 if "GiB" in form else figure) for figure, form in figures if figure is not None]
 
 
 def _files(folder: Path) -> list[Path]:

@@ -17,6 +17,8 @@ from shardlab.errors import UserError, closest, nearest
 NAMED, EXPLAINED = 5, 9
 """In a box that lists options, their names are indented so far at least, and their explanations."""
 
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
+"""Start or end of a color on a terminal."""
 
 PEERS = {
     "--learning-rate": "lr max-lr",
@@ -34,6 +36,8 @@ PEERS = {
     "train-batch-size",
     "a run's length is in --steps": "epochs num-epochs num-train-epochs max-epochs",
     "--precision": "dtype torch-dtype bf16 fp16 mixed-precision param-dtype",
+    "the tokenizer is that of the folder in --data, which shardlab data prepare makes, or of the one in --init":
+    "tokenizer tokenizer-name tokenizer-type tokenizer-path",
     "each of --ranks takes a GPU where the host has one for each, and else they compute on CPUs (CUDA_VISIBLE_DEVICES= "
     "hides GPUs)": "device accelerator no-cuda use-cpu cpu gpu",
     "--ranks": "gpus num-gpus nproc-per-node nproc devices world-size num-processes",
@@ -115,7 +119,8 @@ def sentence_of(box: str) -> str:
     >>> sentence_of("Required options\n ---\n  Missing from shardlab convert:\n      TO\n          A folder.\n  ---")
     'missing from shardlab convert: TO; --help tells more'
     """
-    _, *lines = re.sub("[│╭╮╰╯├┤]", " ", box.replace("─", "-")).splitlines()
+    plain = COLOR.sub("", box)  # in a terminal
+    _, *lines = re.sub("[│╭╮╰╯├┤]", " ", plain.replace("─", "-")).splitlines()
     body = [line for line in lines if line.strip()]
     while body and not body[0].strip(" -"):
         body.pop(0)
@@ -126,6 +131,9 @@ def sentence_of(box: str) -> str:
         given, flag, listed = choice.groups()
         names = sorted(set(re.findall("'([^']*)'", listed)) - {"None"})
         return f"{flag} is {given!r}; {nearest(given, names)}"
+    if unfit := re.match(r"Error parsing (\S+): no type matching .* could be instantiated from \[(.*?)\]\.", text):
+        usage = next((line.strip() for line in lines if line.split()[:1] == [unfit[1]]), unfit[1])
+        return f"{unfit[1]}: {unfit[2]} does not fit; give {usage}"
     text = text.removeprefix("Error parsing ").replace("Missing", "missing")
     named = ", ".join(line for indent, line in indented if NAMED <= indent < EXPLAINED)
     return f"{text} {named}".strip() + "; --help tells more" * ("; give" not in text)

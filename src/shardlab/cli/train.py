@@ -164,7 +164,9 @@ class Train:
         if resumed is not None:
             config = resumed.config(config)
             if resumed.has_ended(config.train.steps):
-                ended = f"{resumed.out} has taken all of its {config.train.steps} steps"
+                taken, wanted = resumed.taken, config.train.steps
+                all_of_them = f"all of its {taken} steps" if taken == wanted else f"{counted(taken, 'step')} already"
+                ended = f"{resumed.out} has taken {all_of_them}"
                 if self.resume != "auto":
                     raise UserError(f"{ended}; give more --steps")
                 if first:

@@ -87,9 +87,10 @@ def fit(training: Training) -> bool:
     for step in training:
         for callback in training.callbacks:
             figures = callback.on_metrics(training, step) or {}
-            step.metrics.update(figures)
             if callback in training.run.callbacks.values:
+                figures = step.own_figures(figures, type(callback).__name__)
                 step.own.update(figures)
+            step.metrics.update(figures)
         if step.diverged and training.rank == 0:
             raise diverged(training.run, step.not_finite)
         if step.diverged:

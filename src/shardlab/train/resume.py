@@ -78,7 +78,7 @@ def find_checkpoint(
     if broken is not None:
         raise UserError(f"{run} has no checkpoint that can be read, and is left as it is; name another with --out")
     what = "does not exist" if not run.is_dir() else "has no complete checkpoint"
-    raise UserError(f"{run} {what}; name the folder of a run that was interrupted, or that had --save-every")
+    raise UserError(f"{run} {what}; name the folder of a run")
 
 
 def _own_model(run: Path) -> Blocks | None:
@@ -190,15 +190,23 @@ class Resumed:
             )
         return replace(wanted, train=replace(wanted.train, init=saved.get("init")))
 
+    @property
+    def taken(self) -> int:
+        """Optimizer steps that the run has taken by its last weights, or by the checkpoint that the user has named."""
+        return self.checkpoint.step if self.chosen else max(self.checkpoint.step, self._finished)
+
+    @property
+    def _finished(self) -> int:
+        """Steps of the weights that the run left when it finished; 0 if it has not."""
+        return int(last_figures(self.out / METRICS).get("step") or 0) + 1 if has_finished(self.out) else 0
+
     def has_ended(self, steps: int) -> bool:
         """Whether nothing is left to do: a run that was killed after its last step has its weights to write.
 
         Raises:
             UserError: if the run has finished with weights that are newer than the checkpoint, which would be lost.
         """
-        taken, finished = self.checkpoint.step, 0
-        if has_finished(self.out):
-            finished = int(last_figures(self.out / METRICS).get("step") or 0) + 1
+        taken, finished = self.checkpoint.step, self._finished
         if self.chosen or finished <= taken:
             return steps < taken or (steps == taken and finished == taken)
         if steps <= finished:

@@ -105,6 +105,26 @@ class StepResult:
     not_finite: str = ""
     own: dict[str, float] = field(default_factory=dict[str, float])
 
+    def own_figures(self, figures: Mapping[str, Any], callback: str) -> dict[str, float]:
+        """Return the figures of a user's callback as numbers.
+
+        Args:
+            callback: its name, for an error.
+
+        Raises:
+            UserError: when one is no number, or has the name of another figure of the step.
+        """
+        found: dict[str, float] = {}
+        for name, value in figures.items():
+            where = f"on_metrics of the callback {callback} returned {name!r}"
+            if name in self.metrics:
+                raise UserError(f"{where}, which is already a figure of every step; give it another name")
+            try:
+                found[name] = float(value)
+            except (TypeError, ValueError):
+                raise UserError(f"{where} with {value!r}, which is no number; return a number for each name") from None
+        return found
+
 
 class Training:
     """One rank's training: its optimizer steps, and the callbacks that observe them.

@@ -108,11 +108,12 @@ class RunningWorld:
             console.print(f"and {left} more, in run.json", highlight=False)
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items() if number)
         each = f", {counted(self.places[0].threads, 'thread')} each" if self.backend == "gloo" else ""
-        console.print(f"{self.backend}, started by {self.launcher}{each}; {versions}", highlight=False, soft_wrap=True)
+        said, whole = f"{self.backend}, started by {self.launcher}{each}; {versions}", not console.is_terminal
+        console.print(said, highlight=False, soft_wrap=whole)
         if self.backend == "gloo" and (gpus := gpu_count()):
             ranks, them = counted(len(self.places), "rank"), "GPU" if gpus == 1 else "GPUs"
             said = f"{ranks} on {counted(gpus, 'GPU')}: all compute on the CPU; --ranks {gpus} takes the {them}"
-            console.print(said, highlight=False, soft_wrap=True)
+            console.print(said, highlight=False, soft_wrap=whole)
 
 
 def versions() -> dict[str, str | None]:
