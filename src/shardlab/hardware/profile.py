@@ -6,7 +6,6 @@ Times are `launch + bytes * per byte` for communication; for a kernel, launch, a
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 from shardlab.program import UserError
 from shardlab.program.files import write_whole
 from shardlab.program.lag import NO_LAG, Lag
+from shardlab.program.machine import cache_folder
 from shardlab.program.nesting import parsed
 
 VERSION = 7
@@ -245,5 +245,4 @@ def differences(there: Machine, here: Machine) -> str:
 
 def default_path() -> Path:
     """Where this machine's profile lies: $XDG_CACHE_HOME or ~/.cache, then shardlab/profile.json."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "shardlab" / "profile.json"
+    return cache_folder() / "profile.json"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -21,6 +20,7 @@ from shardlab.measure.lines import fit_lines
 from shardlab.measure.overlap import fit_contention, fit_lag
 from shardlab.measure.points import LayerPoint, OverlapPoint, PeakPoint, Point
 from shardlab.program import UserError
+from shardlab.program.machine import processor_name
 
 
 def this_machine() -> Machine:
@@ -29,7 +29,7 @@ def this_machine() -> Machine:
         import torch
 
         return Machine(torch.cuda.get_device_name(0), gpus, version("torch"), "nccl")
-    return Machine(_processor(), cores(), version("torch"), "gloo")
+    return Machine(processor_name(), cores(), version("torch"), "gloo")
 
 
 def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Profile:
@@ -92,16 +92,6 @@ def profile_to_update(path: Path | None = None) -> Profile | None:
             f"{path} is from another machine: {differences(old.machine, here)}; give --profile another file"
         )
     return None
-
-
-def _processor() -> str:
-    """The CPU's name, as Linux knows it; elsewhere as Python does."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
 
 
 def memory_here() -> float:
