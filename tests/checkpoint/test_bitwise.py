@@ -17,11 +17,14 @@ import torch
 from safetensors.torch import load_file
 
 from shardlab.checkpoint import Checkpoint
+from shardlab.execute import products
 from shardlab.models import GPT
+from shardlab.models.tensors.onednn import CHOICES, Product
 from shardlab.optimizers import OptimizerConfig
 from shardlab.program import Mesh
 from shardlab.strategies import Plan
 from shardlab.train.job import Job
+from shardlab.train.run import TrainingRun
 from tests.checkpoint.runs import STEPS, saving_run, trained
 from tests.support.ranks import Ranks
 from tests.support.thorough import sampled
@@ -62,14 +65,21 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def want_same(world: Ranks, made: Job, settings: OptimizerConfig, folder: Path, ramp: str | None = None) -> None:
-    """A run that goes on after 4 of its 5 steps ends as the one that was not interrupted."""
+def want_same(
+    world: Ranks,
+    made: Job,
+    settings: OptimizerConfig,
+    folder: Path,
+    ramp: str | None = None,
+    train: Callable[..., None] = trained,
+) -> Checkpoint:
+    """A run that goes on after 4 of its 5 steps ends as the one that was not interrupted; returns its end."""
     whole, again = folder / "whole", folder / "again"
-    world.call(trained, saving_run(made, whole, optimizer=settings, ramp=ramp))
+    world.call(train, saving_run(made, whole, optimizer=settings, ramp=ramp))
     shutil.copytree(whole, again)
     shutil.rmtree(again / "checkpoints" / "step-000005")
     (again / "weights.safetensors").unlink()
-    world.call(trained, saving_run(made, again, again / "checkpoints" / "step-000004", settings, ramp))
+    world.call(train, saving_run(made, again, again / "checkpoints" / "step-000004", settings, ramp))
     assert losses(again) == losses(whole)
     mine, its = (Checkpoint.open(run / "checkpoints" / "step-000005").verify() for run in (again, whole))
     assert mine.threads == torch.get_num_threads()
@@ -77,6 +87,7 @@ def want_same(world: Ranks, made: Job, settings: OptimizerConfig, folder: Path, 
     assert mine.state == its.state
     found, wanted = (load_file(run / "weights.safetensors") for run in (again, whole))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    return mine
 
 
 SAMPLE = {"single", "fsdp", "tp", "1f1b", "states on the disk", "weights on the disk", "gathered weights", "tiles"} | {
@@ -95,3 +106,32 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, ranks: World,
 def test_a_batch_that_grows_goes_on_growing(ranks: World, tmp_path: Path) -> None:
     settings = OptimizerConfig(schedule_steps=STEPS, warmup_steps=1)
     want_same(ranks(2), Job("zero-1", 2, 4, MODEL, 2), settings, tmp_path, "0:2,4:4")
+
+
+def trained_with_kernels_of_its_own(rank: int, run: TrainingRun) -> None:
+    """As `trained`, on a machine where oneDNN makes gradients faster; none is measured when the run goes on."""
+
+    def measured(product: Product) -> bool:
+        assert rank == 0
+        assert run.resume is None
+        return product.backward
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "measured", measured)
+        patch.setenv("XDG_CACHE_HOME", str(run.out.parent / f"cache of {run.out.name}"))
+        trained(rank, run)
+
+
+def test_a_run_goes_on_with_the_kernels_that_it_has_chosen(ranks: World, tmp_path: Path) -> None:
+    made = Job("1f1b", 2, 4, replace(MODEL, hidden_size=128), 2)
+    settings = OptimizerConfig(schedule_steps=STEPS, warmup_steps=1)
+    end = want_same(ranks(2), made, settings, tmp_path, train=trained_with_kernels_of_its_own)
+    shapes = {(3 * 128, 128), (128, 128), (4 * 128, 128), (128, 4 * 128), (256, 128)}
+    assert end.products == {
+        Product(2 * MODEL.seq_len, inputs, outputs, has_bias and not backward, backward): backward
+        for outputs, inputs in shapes
+        for has_bias in [outputs != 256]
+        for backward in (False, True)
+    }
+    assert not CHOICES, "what a run has chosen ends with it"
+    assert [folder.name for folder in tmp_path.glob("cache*")] == ["cache of whole"]

@@ -22,8 +22,10 @@ from shardlab.checkpoint.commit import MANIFEST, VERSION, checksum_of
 from shardlab.checkpoint.held import EXACT, WEIGHTS, held, optimizer_of, stepped
 from shardlab.checkpoint.parameter_pieces import ParameterPiece, read_pieces
 from shardlab.errors import UserError
+from shardlab.execute.products import choices_of
 from shardlab.execute.state import State
 from shardlab.models import Parameter
+from shardlab.models.tensors.onednn import Product
 from shardlab.models.tensors.ranges import read_range
 from shardlab.models.tensors.tensor_files import TensorFiles
 from shardlab.program.nesting import read_file
@@ -102,6 +104,11 @@ class Checkpoint:
     def threads(self) -> int:
         """Threads on which each rank computed; older versions of Shardlab took one."""
         return self.state.get("threads", 1)
+
+    @property
+    def products(self) -> dict[Product, bool]:
+        """Kernels that computed products; older versions of Shardlab did not record them."""
+        return choices_of(self.state.get("products", ()))
 
     @property
     def updates(self) -> int:

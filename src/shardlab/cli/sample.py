@@ -71,11 +71,15 @@ class Sample:
             raise UserError("--prompt is empty; text is continued from at least one token")
         if self.chat and self.json:
             raise UserError("both --chat and --json were given; give one of them")
+        import torch
+
         from shardlab.data.chat import chat_template
         from shardlab.data.kept import want_tokenizer
         from shardlab.data.manifest import Prepared
         from shardlab.exchange import initial_from, open_source
+        from shardlab.execute.products import KeptChoices
         from shardlab.models.tensors import Choice, Writer
+        from shardlab.models.tensors.onednn import choices
         from shardlab.train.binding import CpuShare, threads_of
         from shardlab.train.chat import Conversation
         from shardlab.train.launch import pick_device
@@ -88,7 +92,8 @@ class Sample:
             want_tokenizer(self.folder, model.vocab_size) if self.data is None else Prepared.open(self.data).tokenizer()
         )
         flats = whole_weights(source.model, initial_from(self.folder, source.model), pick_device())
-        with in_writing(source.model, threads_of([CpuShare.of_this_process()])):
+        writing = in_writing(source.model, threads_of([CpuShare.of_this_process()]))
+        with writing, choices(KeptChoices().read(torch.get_num_threads())):
             if self.chat:
                 template = chat_template(self.folder, tokenizer)
                 self._chat(Conversation(model, flats, tokenizer, template, choice, self.tokens, cached))

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
+from shardlab.execute.products import choose_products
 from shardlab.measure.clock import Clock, iterations_for
 from shardlab.measure.points import LayerPoint, PeakPoint, append
 from shardlab.measure.progress import Progress
 from shardlab.measure.shapes import MEASURED, MICROBATCHES, Shape, Subject, subjects
 from shardlab.measure.world import MeasuringRanks
-from shardlab.models.tensors.onednn import linear_forward
+from shardlab.models.tensors.onednn import AVAILABLE, choices, onednn_linear
 from shardlab.program import Op, OpKind
 from shardlab.program.precision import precision_in
 from shardlab.train.binding import CpuShare, threads_of
@@ -135,10 +136,11 @@ def _peak(crowd: Crowd, dtype: str) -> PeakPoint:
         def product(a: Tensor = a, into: Tensor = into) -> None:
             torch.mm(a, a, out=into)
 
-        def layers_product(a: Tensor = a) -> None:
-            linear_forward(a, a, None)
+        def onednn_product(a: Tensor = a) -> None:
+            onednn_linear(a, a)
 
-        for each in (product, layers_product):
+        has_onednn = AVAILABLE and device.type == "cpu" and dtype == "float32"
+        for each in (product, onednn_product) if has_onednn else (product,):
             each()
             crowd.meet()
             seconds = crowd.mean(min(clock.seconds(each, 1) for _ in range(5)))
@@ -148,7 +150,8 @@ def _peak(crowd: Crowd, dtype: str) -> PeakPoint:
 
 def _layers(crowd: Crowd, bench: ComputeBench, shape: Shape, dtype: str) -> Iterator[LayerPoint]:
     for subject in subjects(shape, dtype, bench.vocab_size):
-        yield from _measure(crowd, subject, bench.seconds)
+        with choices({}):
+            yield from _measure(crowd, subject, bench.seconds)
     yield _addition(crowd, shape, dtype)
 
 
@@ -184,6 +187,7 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
         return [took + share * (op.kind is OpKind.LOAD_BATCH) for op, took in zip(tape, ops, strict=True)]
 
     step()
+    choose_products(device, alone=crowd.processes == 1)
     steps = iterations_for(crowd.mean(sum(step())), budget, at_least=3, at_most=50)
     calls: dict[Measured, list[list[float]]] = defaultdict(list)
     for _ in range(steps):

@@ -15,8 +15,10 @@ from shardlab.data import Corpus
 from shardlab.data.kept import kept_tokenizer
 from shardlab.execute import Executor, Settings
 from shardlab.execute.communicator import Groups
+from shardlab.execute.products import choose_products
 from shardlab.measure.race import Race
 from shardlab.measure.world import MeasuringRanks
+from shardlab.models.tensors.onednn import choices
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
 from shardlab.train.launch import backend_of
@@ -28,13 +30,19 @@ def race_rank(rank: int, device: torch.device, jobs: Sequence[Job], turns: Race)
     In a round each job takes a step to warm up and one that counts, so that what else the machine does slows all of
     them alike; every other round goes the other way. All jobs' weights are there at the same time.
     """
-    world = MeasuringRanks(rank, device)
+    with choices({}):
+        return _race(MeasuringRanks(rank, device), jobs, turns)
+
+
+def _race(world: MeasuringRanks, jobs: Sequence[Job], turns: Race) -> list[float]:
+    device = world.device
     groups: Groups = {}
     began = time.perf_counter()
     executors = [_executor(job, world, groups, turns) for job in jobs]
     running = list(range(len(jobs)))
     for at in running:
         executors[at].step()  # memory is first taken, and connections are made
+    choose_products(device)
     times: list[list[float]] = [[] for _ in jobs]
     for number in range(turns.rounds):
         for at in running[:: 1 if number % 2 else -1]:

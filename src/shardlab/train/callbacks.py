@@ -9,6 +9,7 @@ from statistics import median
 import torch
 
 from shardlab.checkpoint import Checkpoint
+from shardlab.execute.products import choose_products
 from shardlab.models.tensors import Choice
 from shardlab.rules.pieces import counted
 from shardlab.train.evaluate import Evaluation
@@ -23,6 +24,19 @@ from shardlab.train.saved import VALIDATION, VALIDATION_EMA
 from shardlab.train.steps import Callback, StepResult, Training
 from shardlab.train.tracing import TracedExecutor
 from shardlab.train.weights import save_weights
+
+
+class ProductKernels(Callback):
+    """Choice of kernels for the products of the first step, which are the same on all ranks from the second one on."""
+
+    def __init__(self) -> None:
+        self._chosen = False
+
+    def on_step_end(self, training: Training) -> None:
+        """Choose after the first step, before it is saved. A run that is resumed has chosen already."""
+        if not self._chosen and choose_products(training.state.settings.device):
+            training.start_clock()
+        self._chosen = True
 
 
 class Validation(Callback):

@@ -20,6 +20,8 @@ from shardlab.data.shuffle import Numbers
 from shardlab.errors import UserError
 from shardlab.exchange import initial_from
 from shardlab.execute.communicator import Groups
+from shardlab.execute.products import kept_by_rank_0
+from shardlab.models.tensors.onednn import choices
 from shardlab.train.evaluate import Evaluation, InOrder, Loss
 from shardlab.train.job import Job
 from shardlab.train.world import agree
@@ -156,10 +158,11 @@ def evaluate_rank(rank: int, device: torch.device, given: TextJob) -> TextLoss |
     text = given.text()
     groups: Groups = {}
     total, tokens = 0.0, 0
-    for job, batches in zip(given.jobs, given.batches_of(text), strict=True):
-        checked = job.checked()
-        agree(checked, str(checksum(text.run.tokens.data.cast("B"), COMPARED)))
-        initial = initial_from(given.folder, job.cut)
-        loss = Evaluation(job, checked, rank, device, batches, initial=initial, groups=groups).loss()
-        total, tokens = total + loss.total, tokens + loss.tokens
+    with choices(kept_by_rank_0()):
+        for job, batches in zip(given.jobs, given.batches_of(text), strict=True):
+            checked = job.checked()
+            agree(checked, str(checksum(text.run.tokens.data.cast("B"), COMPARED)))
+            initial = initial_from(given.folder, job.cut)
+            loss = Evaluation(job, checked, rank, device, batches, initial=initial, groups=groups).loss()
+            total, tokens = total + loss.total, tokens + loss.tokens
     return None if rank else TextLoss(total, tokens, given.bytes(text))

@@ -17,9 +17,10 @@ from shardlab.checkpoint import Checkpoint
 from shardlab.exchange import initial_from
 from shardlab.execute import Executor, Settings
 from shardlab.execute.communicator import Groups
+from shardlab.models.tensors.onednn import choices
 from shardlab.program import Kind, UserError
 from shardlab.train.audit import Audit, Auditing
-from shardlab.train.callbacks import Records, Sampling, Validation, Weights
+from shardlab.train.callbacks import ProductKernels, Records, Sampling, Validation, Weights
 from shardlab.train.data import Batches
 from shardlab.train.evaluate import Evaluation, InOrder
 from shardlab.train.interrupt import StopRequest
@@ -46,6 +47,7 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(partial(saved_in, run.out) if rank == 0 else None))
         setup = RankSetup(rank, device, run)
+        stack.enter_context(choices({} if setup.checkpoint is None else setup.checkpoint.products))
         folder = setup.shared_folder()
         executors = setup.executors()
         executor = RampedExecutor(executors, run, executors[run.job.microbatches].state.step)
@@ -58,7 +60,8 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
             display = stack.enter_context(TrainingProgress(run.config.train.steps, run.config.logging.log_every))
             setup.begin(folder)
         records = Records(run, folder, display, validation, weights)
-        callbacks: list[Callback] = [saver, weights, validation, *run.callbacks.values, records, sampling]
+        callbacks: list[Callback] = [ProductKernels(), saver, weights, validation, *run.callbacks.values]
+        callbacks += [records, sampling]
         if run.config.train.audit_every is not None:  # before anything is saved
             audits = [Audit(each) for each in executors.values()]
             callbacks.insert(0, Auditing(audits, run.config.train.audit_every, partial(saved_in, run.out)))
@@ -106,6 +109,7 @@ class RankSetup:
     Attributes:
         batches: data.
         world: all ranks.
+        checkpoint: from which the run goes on, if it does.
 
     Raises:
         RuntimeError: when ranks have other programs, data or checkpoints than rank 0.
@@ -121,7 +125,7 @@ class RankSetup:
         for proof in self._proofs.values():
             agree(proof, corpus.identity, str(run.resume))
         self.world = RunningWorld.gathered(rank, device, self._checked.program.mesh)
-        self._checkpoint = None if run.resume is None else Checkpoint.open(run.resume)
+        self.checkpoint = None if run.resume is None else Checkpoint.open(run.resume)
         self._groups: Groups = {}
 
     def shared_folder(self) -> OutputFolder | None:
@@ -133,7 +137,7 @@ class RankSetup:
         run, folder = self._run, None
         if self._rank == 0:
             room = run.job.model.parameter_count * run.job.numbers.bytes(Kind.WEIGHT)
-            step = self._checkpoint.step if self._checkpoint else 0
+            step = self.checkpoint.step if self.checkpoint else 0
             folder = OutputFolder(run.out, room, since=step if run.again else None)
         if complaint := unseen(run.out, min(SEEN_WITHIN, run.config.train.timeout / 2)):
             if folder is not None:
@@ -145,7 +149,7 @@ class RankSetup:
         """Make the executors of one state, by number of microbatches; weights are the initial or the saved ones."""
         run, checked = self._run, self._checked
         job, train = run.job, run.config.train
-        initial = blank if self._checkpoint else train.init and initial_from(train.init, job.cut)
+        initial = blank if self.checkpoint else train.init and initial_from(train.init, job.cut)
         settings = Settings(
             job.seed,
             job.numbers,
@@ -157,8 +161,8 @@ class RankSetup:
         )
         needed = self._rank, job.cut, self.batches, settings, backend_of(self._device.type)
         executor = Executor(checked, *needed, groups=self._groups)
-        if self._checkpoint is not None:
-            self._checkpoint.restore(executor.state)
+        if self.checkpoint is not None:
+            self.checkpoint.restore(executor.state)
         return {
             count: executor if proof is checked else Executor(proof, *needed, groups=self._groups, of=executor.state)
             for count, proof in self._proofs.items()

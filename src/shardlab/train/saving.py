@@ -23,7 +23,9 @@ from shardlab.checkpoint import CONFIG, STATE, Disk, Snapshot, chunks_of, commit
 from shardlab.checkpoint.commit import PART, part_of, remove_shard
 from shardlab.checkpoint.parameter_pieces import written_pieces
 from shardlab.execute import Executor
+from shardlab.execute.products import rows_of
 from shardlab.execute.state import State
+from shardlab.models.tensors.onednn import CHOICES
 from shardlab.program import Program
 from shardlab.program.field_types import interval
 from shardlab.train.data import Batches
@@ -230,6 +232,7 @@ class Saver(Callback):
             },
             "validation_before": before if math.isfinite(before) else None,
             "program": self._fingerprint(state.checked.program),
+            "products": rows_of(CHOICES),
             **self._fixed,
         }
 

@@ -183,6 +183,11 @@ class Training:
         if self._display is not None:
             self._display.validated(losses)
 
+    def start_clock(self) -> None:
+        """Begin to count the next step's time, on all ranks together, since rank 0 may have been at work."""
+        dist.barrier()
+        self._ended = time.perf_counter()
+
     def __iter__(self) -> Iterator[StepResult]:
         """Train, giving each step while the next one runs; the same steps on every rank.
 
@@ -191,7 +196,7 @@ class Training:
         after a rank wished to stop.
         """
         summing: tuple[int, Tensor, dist.Work] | None = None
-        self._begin()
+        self.start_clock()
         for step in range(self.state.step, self.run.config.train.steps):
             ran = (step, *self._step())
             before, summing = summing, ran
@@ -211,14 +216,9 @@ class Training:
                 yield found
                 if found.diverged or found.stopping:
                     return
-                self._begin()
+                self.start_clock()
         if summing is not None:
             yield self._summed(*summing)
-
-    def _begin(self) -> None:
-        """Rank 0 may have been at work: no rank's time counts before all are there."""
-        dist.barrier()
-        self._ended = time.perf_counter()
 
     def _step(self) -> tuple[Tensor, dist.Work]:
         """One step, and the sum over the ranks that has it all.

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.execute.products import choose_products
 from shardlab.measure.side_by_side.contender import Contender
 from shardlab.measure.side_by_side.memory import made_and_measured
 from shardlab.measure.side_by_side.pairs import Size, StrategyPair
 from shardlab.measure.side_by_side.results import Compared, Side
 from shardlab.measure.side_by_side.sides import SIDES, Make, makers
+from shardlab.models.tensors.onednn import choices
 from shardlab.program.duration import TICK
 
 WARM_UP = 3
@@ -53,11 +55,19 @@ def in_turns(
     Returns:
         The timed steps of each, and the mean loss of every step, those before the timed ones included.
     """
+    with choices({}):
+        return _in_turns(makes, orders, turns, device)
+
+
+def _in_turns(
+    makes: Mapping[str, Make], orders: Sequence[Sequence[str]], turns: int, device: torch.device
+) -> tuple[dict[str, Side], dict[str, list[float]]]:
     contenders: dict[str, Contender] = {}
     losses: dict[str, list[Tensor]] = {}
     peaks: dict[str, int] = {}
     for side, make in makes.items():
         contenders[side], losses[side], peaks[side] = made_and_measured(make, WARM_UP, device)
+    choose_products(device)
     seconds: dict[str, list[float]] = {side: [] for side in makes}
     computing: dict[str, list[float]] = {side: [] for side in makes}
     gc.collect()
