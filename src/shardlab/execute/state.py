@@ -122,6 +122,7 @@ class State:
         self._numbers: dict[int, float] = {}
         self.begin()
         self._weights: dict[tuple[int, int, int], list[Tensor]] = {}
+        self._last_weights: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
         self.stepping: list[Slice] = []
         self._given_back: dict[tuple[int, Holds], int] = {}  # bytes of kept weights that have no memory now
         self._side_by_side: dict[int, Tensor] = {}
@@ -357,6 +358,9 @@ class State:
     def weights_of(self, layer: int, number: int) -> list[Tensor]:
         """A layer's parameters in a weight value's buffer; made once for each buffer and layer, for buffers stay."""
         flat: Tensor = self.values[number]
+        before = self._last_weights.get((layer, number))
+        if before is not None and before[0] is flat:  # the memory of kept weights and of a whole buffer stays
+            return before[1]
         root = self.analysis.homes.get(number, number)
         slot = self.analysis.slot.get(root)
         if slot is None:
@@ -364,6 +368,7 @@ class State:
         key = (layer, slot, int(flat.storage_offset()))
         if key not in self._weights:
             self._weights[key] = views(self.shapes.layout_of_weight(layer), flat)
+        self._last_weights[layer, number] = flat, self._weights[key]
         return self._weights[key]
 
     def _make_buffers(self) -> list[Tensor]:

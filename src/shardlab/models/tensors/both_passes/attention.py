@@ -42,7 +42,9 @@ def _(primitive: Attend, at: TensorPlaces) -> BothPasses | None:
         kept = [its.tensors[place] for place in keeps]
         each = attend_backward(heads(its.taken(made), its.tokens), *kept, 0.0, True)
         of_queries, *of_kv = [features(gradient) for gradient in each]
-        its.give(q, of_queries)
-        its.give(kv, torch.cat(of_kv, -1))
+        together = torch.cat((of_queries, *of_kv), -1)  # as a projection wants them, which makes no copy then
+        of_q, of_kv = together.split_with_sizes((of_queries.shape[-1], together.shape[-1] - of_queries.shape[-1]), -1)
+        its.give(q, of_q)
+        its.give(kv, of_kv)
 
     return BothPasses(forward, backward, tuple(keeps))

@@ -66,7 +66,7 @@ def _(primitive: Projection, at: TensorPlaces) -> BothPasses:
         its.tensors[q], its.tensors[kv] = whole.split_with_sizes((queries, whole.shape[-1] - queries), -1)
 
     def backward(its: Workspace) -> None:
-        whole = torch.cat((its.taken(q), its.taken(kv)), -1)
+        whole = side_by_side(its.taken(q), its.taken(kv))
         its.gradients[features] = turn(its, whole, turned_back)
         backward_of(its)
 
@@ -97,6 +97,15 @@ def _linear(at: TensorPlaces, read: str, result: str, weight: int, bias: int) ->
         its.give(x, linear_backward(gradient, its.weights[weight]))
 
     return BothPasses(forward, backward, () if again else (x,))
+
+
+def side_by_side(a: Tensor, b: Tensor) -> Tensor:
+    """Concatenate the features of two matrices, or view them as one if they lie side by side in memory."""
+    width = a.shape[1] + b.shape[1]
+    beside = a.stride() == b.stride() == (width, 1) and b.data_ptr() == a.data_ptr() + a.shape[1] * a.itemsize
+    if beside and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr():
+        return a.as_strided((len(a), width), (width, 1))
+    return torch.cat((a, b), -1)
 
 
 def add_rows(room: Tensor, rows: Tensor) -> None:
