@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from shardlab.errors import UserError
 from shardlab.strategies.ddp import ddp
 from shardlab.train.run import Summary
 from shardlab.train.steps import Callback
+
+ROOT = Path(__file__).parents[2]
 
 TRAIN: Callable[..., Summary | None] = cast(Any, shardlab.train)
 """A package that is called."""
@@ -84,9 +87,13 @@ def test_a_wrong_call_raises_the_sentence_of_the_command(strategy: Any, settings
         TRAIN(strategy, **settings)
 
 
-def test_a_function_is_a_strategy_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_is_a_strategy_by_its_file_or_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    summary = TRAIN(ddp, ranks=1, steps=1, hidden_size=16, layers=1, seq_len=8, out=Path("run"))
-    assert summary is not None
-    assert summary.steps == 1
-    assert "strategies/ddp.py:ddp" in Path("run/config.toml").read_text()
+    (tmp_path / "page.py").write_text((ROOT / "examples" / "my_strategy.py").read_text())
+    made = runpy.run_path(str(tmp_path / "page.py"))["my_ddp"]
+    for strategy, name in ((made, "page.py:my_ddp"), (ddp, 'strategy = "ddp"')):
+        out = Path(f"run-{strategy.__name__}")
+        summary = TRAIN(strategy, ranks=1, steps=1, hidden_size=16, layers=1, seq_len=8, out=out)
+        assert summary is not None
+        assert summary.steps == 1
+        assert name in (out / "config.toml").read_text()

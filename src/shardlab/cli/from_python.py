@@ -11,6 +11,7 @@ from shardlab.cli import command_of
 from shardlab.cli.train import Caller, Train
 from shardlab.program import UserError
 from shardlab.program.bounds import bounded
+from shardlab.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from shardlab.train.run import Summary
@@ -55,11 +56,14 @@ def _require_callbacks(callbacks: Sequence[object]) -> None:
 
 
 def _named(strategy: Callable[..., Any]) -> str:
-    """Return the name by which ranks find a function in its file.
+    """Return the name by which ranks find a function: that of a built-in strategy, or its place in a file.
 
     Raises:
         UserError: when it is in no file.
     """
+    for name, entry in STRATEGIES.items():
+        if entry.program is strategy:
+            return name
     try:
         file = inspect.getsourcefile(strategy)
     except TypeError:
