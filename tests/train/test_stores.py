@@ -54,7 +54,9 @@ def test_every_rank_names_those_that_are_missing_and_no_other(lines: list[str]) 
         for rank, wait in zip((0, 2), waits, strict=True):
             with pytest.raises(UserError, match=rf"^rank {rank} of 4 waited 0.5 s for ranks 1, 3 at .* they have not "):
                 wait.result(PATIENCE)
-    assert {line.partition(",")[0] for line in lines} == {"waiting for ranks 1"}, "the first of a host alone says it"
+    waited = {line.partition(",")[0] for line in lines}
+    assert waited <= {"waiting for ranks 1", f"waiting for ranks 1-3 at 127.0.0.1:{port}"}, "rank 2 may come later"
+    assert waited, "the first of a host alone says it"
 
 
 def test_a_rank_without_rank_0_says_so_in_time_and_why(lines: list[str]) -> None:

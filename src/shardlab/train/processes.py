@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from shardlab.execute.progress import RankProgress
 from shardlab.faults import Watch, Watching
-from shardlab.faults.report import ended_with
+from shardlab.faults.report import ended_with, names
 from shardlab.faults.stacks import stack_text, write_when_asked
 from shardlab.program import UserError
 from shardlab.train.interrupt import AGAIN, ASKING, GRACE, StopRequest, caught, end_with_starter, grace_of
@@ -323,7 +323,7 @@ class _Ranks:
 
 
 def _late(ranks: Sequence[int], grace: int) -> str:
-    return f"rank {', '.join(map(str, ranks))} did not end within {grace} s"
+    return f"{names([*ranks])} did not end within {grace} s"
 
 
 def how_ended(code: int) -> str:
