@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a worker; torch r
 
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -28,6 +29,13 @@ ENDING_SECONDS = 30.0
 
 _mark = mark_processes()
 stop_ignoring_signals()
+
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    os.environ.setdefault("MPLCONFIGDIR", f"{_cache}/matplotlib")  # fonts and pyright's Node stay where they are
+    os.environ.setdefault("PYRIGHT_PYTHON_CACHE_DIR", _cache)
+    _own_cache = tempfile.TemporaryDirectory(prefix="shardlab-tests-")
+    os.environ["XDG_CACHE_HOME"] = _own_cache.name  # no test reads or writes what was measured on this machine
 
 TESTS = Path(__file__).parent
 
