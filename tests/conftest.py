@@ -110,6 +110,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: starts ranks, or its path begins as one of SLOW")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file that `make check` leaves out."""
+    if "not slow" not in config.option.markexpr or not collection_path.is_relative_to(TESTS):
+        return None
+    place = collection_path.relative_to(TESTS).as_posix()
+    return True if f"{place}/".startswith(SLOW) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow tests, and deal the files whose tests start ranks to two workers: one alone would end long after."""
