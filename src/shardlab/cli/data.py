@@ -24,6 +24,7 @@ from shardlab.data.manifest import Prepared, TokenCount
 from shardlab.data.prepare import prepare
 from shardlab.errors import UserError
 from shardlab.program.user_file import file_and_name, member, module_of, running
+from shardlab.rules.pieces import counted
 
 TokenizerName = Annotated[str, tyro.conf.arg(metavar="TOKENIZER")]
 """chars, bytes, gpt2, a file or a folder."""
@@ -169,7 +170,7 @@ def show(data: Prepared, *, json: bool, verified: bool = False) -> None:
 
 
 def _count(count: TokenCount) -> str:
-    return f"{count.tokens:,} tokens in {count.documents:,} document{'' if count.documents == 1 else 's'}"
+    return f"{counted(count.tokens, 'token')} in {counted(count.documents, 'document')}"
 
 
 def documents_of(path: Path, function: str) -> Documents:
