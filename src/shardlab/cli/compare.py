@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from shardlab.train.job import Job
 
 
-WARM_UP = 3
-"""First records of a run that its median times leave out."""
-
-
 @dataclass(frozen=True)
 class Compare:
     """Lay the prediction and the measurement of a run side by side: time per rank and kind of op, the step, memory.
@@ -151,6 +147,8 @@ class Compare:
 
 def of_run(run: PastRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Figures by which a run is compared with others: at its end, and medians of its steps after the first ones."""
+    from shardlab.train.run import WARM_UP
+
     later = records[min(WARM_UP, len(records) - 1) :]
     medians = {name: median(record[name] for record in later) for name in ("dt", "tps") if name in later[0]}
     known = [record["mfu"] for record in later if record.get("mfu") is not None]

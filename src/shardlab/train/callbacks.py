@@ -8,7 +8,6 @@ from statistics import median
 
 import torch
 
-from shardlab.checkpoint import Checkpoint
 from shardlab.execute.products import choose_products
 from shardlab.models.tensors import Choice
 from shardlab.rules.pieces import counted
@@ -56,9 +55,8 @@ class Validation(Callback):
 
     def on_begin(self, training: Training) -> None:
         """Validate the first weights, unless the run is resumed: its checkpoint has that loss."""
-        resume = training.run.resume
-        if resume is not None:
-            training.validation_before = Checkpoint.open(resume).validation_before
+        if training.checkpoint is not None:
+            training.validation_before = training.checkpoint.validation_before
         else:
             training.begin("validation before training")
             training.validation_before = self._evaluation.loss().mean
@@ -90,12 +88,19 @@ class Sampling(Callback):
         validation: knows whether the last weights are finite.
 
     Attributes:
+        prompt: the user's, or a line of the validation text, once the training has begun.
         text: the last text, after the prompt.
     """
 
     def __init__(self, run: TrainingRun, validation: Validation) -> None:
         self._run, self._validation = run, validation
+        self.prompt = b""
         self.text = ""
+
+    def on_begin(self, training: Training) -> None:
+        """Choose the prompt."""
+        given = self._run.config.logging.prompt
+        self.prompt = opening(training.corpus) if given is None else given.encode(errors="surrogateescape")
 
     def needs_weights(self, step: int) -> bool:
         """Return whether it is time; the run's last weights are sampled from in any case."""
@@ -112,15 +117,10 @@ class Sampling(Callback):
             training.begin("sample")
             self.text = self._sampled(training)
 
-    def prompt(self, training: Training) -> bytes:
-        """Return the prompt: the user's, or a line of the validation text."""
-        given = self._run.config.logging.prompt
-        return opening(training.corpus) if given is None else given.encode(errors="surrogateescape")
-
     def _sampled(self, training: Training) -> str:
         choice = Choice(seed=self._run.config.train.seed)
         writer = ParallelWriter(training.state, self._run.job.model, choice, lambda: training.stopping)
-        return continued(writer.go_on, self.prompt(training), training.corpus.tokenizer)
+        return continued(writer.go_on, self.prompt, training.corpus.tokenizer)
 
 
 class Weights(Callback):
@@ -178,9 +178,9 @@ class Records(Callback):
         ops = sum(map(len, state.checked.program.tapes))
         title = f"{run.job.title} on {counted(run.job.ranks, 'rank')}"
         say(f"{title}: {ops} ops checked, drawn in {run.out}/strategy.svg")
-        if run.resume is not None:
+        if training.checkpoint is not None:
             say(f"resumed after step {state.step}, from {run.resume}")
-            tell_threads(Checkpoint.open(run.resume).threads, state.settings.device)
+            tell_threads(training.checkpoint.threads, state.settings.device)
         self._display.begin("first step")
 
     def on_metrics(self, training: Training, step: StepResult) -> None:
@@ -235,7 +235,7 @@ class Records(Callback):
             dt=dt,
             tps=replace(run.job, microbatches=microbatches).tokens / dt,
             seconds=sum(times),
-            prompt=printable(sampling.prompt(training).decode(errors="replace")),
+            prompt=printable(sampling.prompt.decode(errors="replace")),
             sample=sampling.text,
             out=str(run.out),
             unwritten=self._folder.unwritten,

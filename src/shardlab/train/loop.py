@@ -65,7 +65,7 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
         if run.config.train.audit_every is not None:  # before anything is saved
             audits = [Audit(each) for each in executors.values()]
             callbacks.insert(0, Auditing(audits, run.config.train.audit_every, partial(saved_in, run.out)))
-        training = Training(executor, run, stop, setup.batches, callbacks, display)
+        training = Training(executor, run, stop, setup.batches, callbacks, display, setup.checkpoint)
         if not fit(training):
             return None
         if rank == 0 and not math.isfinite(validation.losses[VALIDATION]):
@@ -101,7 +101,7 @@ def fit(training: Training) -> bool:
 
 
 class RankSetup:
-    """What a rank makes before it trains.
+    """Data, checkpoint, folder and executors with which one rank's training begins.
 
     Args:
         rank, device: which rank, and where it computes.

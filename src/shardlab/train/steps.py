@@ -26,6 +26,7 @@ from shardlab.train.run import TrainingRun
 from shardlab.train.saved import saved_in
 
 if TYPE_CHECKING:
+    from shardlab.checkpoint import Checkpoint
     from shardlab.data import Corpus
     from shardlab.train.data import Batches
     from shardlab.train.progress import TrainingProgress
@@ -136,9 +137,10 @@ class Training:
         batches: data.
         callbacks: observers, in the order in which they are called.
         display: progress display of rank 0; None on the other ranks.
+        checkpoint: from which the run goes on, if it does.
 
     Attributes:
-        run, batches, callbacks: as above.
+        run, batches, callbacks, checkpoint: as above.
         validation_before: validation loss before the first step, in nats per token.
     """
 
@@ -150,8 +152,9 @@ class Training:
         batches: Batches,
         callbacks: Sequence[Callback] = (),
         display: TrainingProgress | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
-        self.run, self.batches, self.callbacks = run, batches, callbacks
+        self.run, self.batches, self.callbacks, self.checkpoint = run, batches, callbacks, checkpoint
         self.validation_before = math.nan
         self._executor = executor
         self._stop = stop
