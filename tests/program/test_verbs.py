@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from shardlab.program import Rank
-from shardlab.program.value import Value
+from shardlab.program.values import Value
 from tests.program.tapes import refusal
 from tests.support.refusing import tells
 

@@ -15,7 +15,7 @@ from shardlab.program.matching import Communication, Matcher, Participant
 from shardlab.program.mesh import group_of
 from shardlab.program.ops import COLLECTIVES, POINT_TO_POINT, Stream
 from shardlab.program.rooted import Call, call_of, call_text
-from shardlab.program.waiting import Wait
+from shardlab.program.values import Wait
 from shardlab.rules import place
 from shardlab.rules.pieces import counted, plural
 from shardlab.rules.place import want_here

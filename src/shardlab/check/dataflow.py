@@ -17,7 +17,7 @@ from shardlab.check.ending import check_coverage, check_losses, check_rank_endin
 from shardlab.check.rank_state import RankState
 from shardlab.program import Op, OpKind, Program, Refused
 from shardlab.program.ops import BOOKKEEPING, COMMUNICATION
-from shardlab.program.waiting import deadlock
+from shardlab.program.values import deadlock
 from shardlab.rules.pieces import counted
 
 

@@ -9,7 +9,7 @@ from shardlab.check.checked import ChannelModel
 from shardlab.program import Op, OpKind, Program
 from shardlab.program.matching import EXCHANGES, Communication, communicator
 from shardlab.program.ops import COLLECTIVES, POINT_TO_POINT, Stream
-from shardlab.program.waiting import Wait, explain
+from shardlab.program.values import Wait, explain
 
 WAIT, COPY = OpKind.WAIT, Stream.COPY
 MEETINGS = COLLECTIVES | POINT_TO_POINT

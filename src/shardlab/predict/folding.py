@@ -19,7 +19,7 @@ from shardlab.program.bounds import MAX_FOLDED
 from shardlab.program.communications import Channels, CollectiveHandle, OpenCollectives, SendHandle, Wake
 from shardlab.program.matching import Channel, Communication, channel_of, communications_of
 from shardlab.program.rooted import Call, collective, unite
-from shardlab.program.value import Value
+from shardlab.program.values import Value
 from shardlab.program.world import gc_paused
 from shardlab.rules.dealing import share
 from shardlab.rules.kind import ROW_KINDS, Kind

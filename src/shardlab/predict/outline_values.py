@@ -23,7 +23,7 @@ class OutlineValue:
         layer, pieces, of: whose, and so many of so many pieces.
         room: the bytes that it takes now; 0 if it lies where another value did.
         slot: the category that they count in, by its place.
-        keys, reading, alive: as of `shardlab.program.value.Value`.
+        keys, reading, alive: as of `shardlab.program.values.Value`.
         updated: whether it is a weight that the step has updated.
     """
 

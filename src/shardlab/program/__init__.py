@@ -1,13 +1,12 @@
 """The language of strategies: values, the mesh, the rank's verbs, and the tape that tracing makes of them."""
 
 from shardlab.errors import Deadlock, Refused, UserError
-from shardlab.program.handle import Handle
 from shardlab.program.mesh import AXES, Group, Mesh
 from shardlab.program.ops import OpKind
 from shardlab.program.rank import Rank
 from shardlab.program.sizes import Sizes
 from shardlab.program.tape import ExpectedValue, Op, Program
-from shardlab.program.value import Store, Value
+from shardlab.program.values import Handle, Store, Value
 from shardlab.program.world import Strategy, World, trace
 from shardlab.rules.kind import Kind, Reduction
 from shardlab.rules.pieces import Holds

@@ -6,7 +6,7 @@ from shardlab.errors import Refused
 from shardlab.program.compute_verbs import ComputeVerbs
 from shardlab.program.ops import OpKind
 from shardlab.program.tape import compute_op
-from shardlab.program.value import Value
+from shardlab.program.values import Value
 
 
 class AttentionVerbs(ComputeVerbs):

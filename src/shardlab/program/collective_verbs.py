@@ -7,13 +7,12 @@ from typing import Any, Literal
 
 from shardlab.errors import Refused
 from shardlab.program import rooted
-from shardlab.program.handle import Handle
 from shardlab.program.mesh import Group, group_among, group_of
 from shardlab.program.message_verbs import Expected, MessageVerbs
 from shardlab.program.ops import COLLECTIVES, ROOTED, OpKind
 from shardlab.program.rooted import Call, call_of
 from shardlab.program.tape import ExpectedValue, communication_op
-from shardlab.program.value import Value
+from shardlab.program.values import Handle, Value
 from shardlab.rules.kind import Reduction
 
 By = Literal["sum", "mean", "min", "max"]

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import Refused
 from shardlab.program import rooted
-from shardlab.program.handle import Handle
 from shardlab.program.matching import ChannelQueue, Matcher
 from shardlab.program.mesh import Group
 from shardlab.program.ops import OpKind
 from shardlab.program.rooted import Call, call_text
 from shardlab.program.tape import ExpectedValue
-from shardlab.program.value import Value
-from shardlab.program.waiting import Wait
+from shardlab.program.values import Handle, Value, Wait
 from shardlab.rules.kind import Kind
 from shardlab.rules.layers import Rules
 from shardlab.rules.pieces import plural

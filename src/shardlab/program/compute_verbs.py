@@ -8,7 +8,7 @@ from shardlab.errors import Refused, of_layer
 from shardlab.program.ops import OpKind
 from shardlab.program.tape import compute_op
 from shardlab.program.update_verbs import UpdateVerbs, Values
-from shardlab.program.value import Value
+from shardlab.program.values import Value
 from shardlab.rules import update
 from shardlab.rules.layer import BackwardResult
 from shardlab.rules.pieces import Holds

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardlab.errors import Refused
-from shardlab.program.handle import Handle
 from shardlab.program.ops import OpKind
 from shardlab.program.rank_context import RankContext
 from shardlab.program.tape import Op
-from shardlab.program.value import Value
-from shardlab.program.waiting import Wait
+from shardlab.program.values import Handle, Value, Wait
 from shardlab.rules import place
 from shardlab.rules.spec import Spec
 

@@ -8,7 +8,7 @@ from shardlab.errors import Refused, of_layer
 from shardlab.program.ops import OpKind
 from shardlab.program.rank_context import RankContext
 from shardlab.program.tape import LOAD_FIRST, NO_WEIGHT, Op
-from shardlab.program.value import Value
+from shardlab.program.values import Value
 from shardlab.rules.kind import Kind
 from shardlab.rules.pieces import MOST_SLICES, WHOLE, Holds, mask_of, number_text
 from shardlab.rules.place import want_place

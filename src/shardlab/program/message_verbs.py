@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 from shardlab.errors import Refused, of_layer
 from shardlab.program.communications import RecvHandle, SendHandle
-from shardlab.program.handle import Handle
 from shardlab.program.ops import COMMUNICATION, OpKind
 from shardlab.program.rank_context import RankContext
 from shardlab.program.tape import ExpectedValue, communication_op
-from shardlab.program.value import Value
+from shardlab.program.values import Handle, Value
 from shardlab.rules.kind import AUTOGRAD_KINDS, Kind
 from shardlab.rules.pieces import mask_of
 from shardlab.rules.place import want_here

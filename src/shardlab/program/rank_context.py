@@ -10,7 +10,7 @@ from shardlab.program.mesh import AXES, WORLD, Group, Mesh, group_of
 from shardlab.program.ops import OpKind
 from shardlab.program.tape import Op
 from shardlab.program.tracer import Tracer
-from shardlab.program.value import Store, Value
+from shardlab.program.values import Store, Value
 from shardlab.rules.kind import Kind
 from shardlab.rules.pieces import counted
 from shardlab.rules.spec import Spec

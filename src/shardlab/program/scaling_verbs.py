@@ -8,7 +8,7 @@ from functools import partial
 
 from shardlab.program.ops import OpKind
 from shardlab.program.rank_context import RankContext
-from shardlab.program.value import Value
+from shardlab.program.values import Value
 from shardlab.rules import sums
 from shardlab.rules.factor import Factor, factor_of
 from shardlab.rules.pieces import mask_of

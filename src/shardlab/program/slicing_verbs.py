@@ -10,7 +10,7 @@ from shardlab.program.ops import OpKind
 from shardlab.program.rank_context import RankContext
 from shardlab.program.rooted import Names
 from shardlab.program.tape import Op
-from shardlab.program.value import Value
+from shardlab.program.values import Value
 from shardlab.rules import dealing, gathers
 from shardlab.rules.pieces import Holds
 

@@ -13,11 +13,10 @@ from typing import Any, NoReturn
 
 from shardlab.errors import About, Refused, Rule, of_layer
 from shardlab.program.bounds import COUNTED, OpCount
-from shardlab.program.handle import Handle
 from shardlab.program.ops import OpKind
 from shardlab.program.sizes import Sizes
 from shardlab.program.tape import Op
-from shardlab.program.value import Value, new_value
+from shardlab.program.values import Handle, Value, new_value
 from shardlab.rules.kind import Kind
 from shardlab.rules.pieces import Holds
 from shardlab.rules.spec import Spec

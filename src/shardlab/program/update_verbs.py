@@ -9,7 +9,7 @@ from shardlab.errors import Refused
 from shardlab.program.loading_verbs import LoadingVerbs
 from shardlab.program.ops import OpKind
 from shardlab.program.tape import compute_op
-from shardlab.program.value import Value
+from shardlab.program.values import Value
 from shardlab.rules import sums, update
 from shardlab.rules.spec import Spec
 

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from shardlab.errors import Refused, UserError
 from shardlab.program.bounds import MAX_OPS, OpCount, max_ops
 from shardlab.program.communications import Channels, OpenCollectives
-from shardlab.program.handle import Handle
 from shardlab.program.mesh import Mesh
 from shardlab.program.rank import Rank
 from shardlab.program.sizes import Sizes
 from shardlab.program.stoppable import run_stepwise
 from shardlab.program.tape import Program
-from shardlab.program.waiting import deadlock
+from shardlab.program.values import Handle, deadlock
 from shardlab.rules.layers import rules_of
 
 if TYPE_CHECKING:

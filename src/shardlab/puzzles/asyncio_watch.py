@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from shardlab.program.lines import SourceLine
-from shardlab.program.waiting import Wait, deadlock
+from shardlab.program.values import Wait, deadlock
 from shardlab.puzzles.refusal import PuzzleDeadlock, PuzzleRefused
 
 GRACE_SECONDS = 1.0

@@ -11,7 +11,7 @@ from typing import Any
 from shardlab.errors import About, Refused, of_layer
 from shardlab.program import Holds
 from shardlab.program.lines import at
-from shardlab.program.waiting import Wait
+from shardlab.program.values import Wait
 from shardlab.puzzles import rules
 from shardlab.puzzles.asyncio_watch import Blocked
 from shardlab.puzzles.values import PuzzleValue, WeightGrad

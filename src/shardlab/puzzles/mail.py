@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlab.program.lines import at
-from shardlab.program.waiting import Wait
+from shardlab.program.values import Wait
 from shardlab.puzzles.asyncio_watch import AsyncioWatch, Blocked
 from shardlab.rules.pieces import listed
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardlab.program import Handle, Rank, Value
-from shardlab.program.value import Store
+from shardlab.program.values import Store
 from shardlab.rules.layer import GRADIENT_OF
 from shardlab.rules.node import Layer, Port
 from shardlab.strategies.context import Attention

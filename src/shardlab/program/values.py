@@ -1,17 +1,17 @@
-"""The values that a strategy handles, and the stores that keep them."""
+"""The values that a strategy handles, the handles of communications under way, and the stores that keep values."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from shardlab.errors import Refused
+from shardlab.errors import Deadlock, Refused
 from shardlab.program.picture import picture
 from shardlab.rules.kind import Kind
 from shardlab.rules.spec import Form, Spec
 
 if TYPE_CHECKING:
-    from shardlab.program.handle import Handle
     from shardlab.program.rank import Rank
     from shardlab.program.tracer import Tracer
 
@@ -147,3 +147,94 @@ class Store(MutableMapping[Hashable, Value]):
 
     def _repr_svg_(self) -> str | None:
         return picture(self)
+
+
+Result = TypeVar("Result", covariant=True)
+
+
+class Handle(Generic[Result]):
+    """What a communication call returns at once. `await` it for the result.
+
+    That is None for a send and a barrier, and where another rank is the root that alone receives.
+
+    Attributes:
+        rank, number, op: the rank that issued it, its number there, and the index of its op on the tape.
+        result: what awaiting gives; the value that was read itself, where a root has broadcast it.
+        read: the value that the communication reads until it completes.
+        others: handles that are awaited with this one, since they were issued together.
+        ready: whether everybody needed has issued their part.
+        waited: whether its WAIT stands on the tape.
+    """
+
+    __slots__ = ("number", "op", "others", "rank", "read", "ready", "result", "waited")
+
+    def _begin(self, rank: Tracer, result: Any, read: Value | None, *, ready: bool = False) -> None:
+        """What each kind of handle begins with; a plain call, where `super` would make an object."""
+        self.rank = rank
+        self.number = rank.handles
+        self.op = len(rank.ops)
+        self.result: Result = result
+        self.read = read
+        self.others: tuple[Handle[Any], ...] = ()
+        self.ready, self.waited = ready, False
+
+    def wait(self) -> Wait:
+        """What this handle waits for, in words."""
+        raise AssertionError("every kind of handle says what it waits for")
+
+    def __repr__(self) -> str:  # asyncio shows it when a strategy is awaited by hand
+        return f"<{type(self).__name__} of rank {self.rank.index}; only `trace` drives a strategy>"
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        if not self.ready:
+            yield self
+        if self.others:
+            yield from self._await_others()
+        if not self.waited:
+            self.rank.emit_wait(self)
+        return self.result
+
+    def _await_others(self) -> Generator[Any, None, None]:
+        """Wait until all are ready, then for those that were issued before this one, for it, and for the rest."""
+        for handle in self.others:
+            if not handle.ready:
+                yield handle
+        for handle in sorted((self, *self.others), key=attrgetter("number")):
+            if not handle.waited:
+                self.rank.emit_wait(handle)
+
+
+class Wait(NamedTuple):
+    """A rank that cannot go on: the op that it waits in, and the ranks that would have to act."""
+
+    what: str
+    blockers: Sequence[int]
+
+
+def deadlock(waits: Mapping[int, Wait]) -> Deadlock:
+    """The refusal of a program whose ranks wait so."""
+    remedy = "let every op come on all of its ranks, and in one order"
+    return Deadlock("deadlock", "deadlock", circle(waits), remedy)
+
+
+def explain(waits: Mapping[int, Wait]) -> str:
+    """The sentence about ranks that wait so."""
+    return f"deadlock: {circle(waits)}."
+
+
+def circle(waits: Mapping[int, Wait]) -> str:
+    """Follow the waits until a rank repeats (a cycle) or one is reached that has ended without the missing op."""
+    rank = min(waits)
+    path: list[int] = []
+    while rank in waits and rank not in path:
+        path.append(rank)
+        blockers = waits[rank].blockers
+        rank = next((b for b in blockers if b not in waits), blockers[0])
+    cyclic = rank in path
+    shown = path[path.index(rank) :] if cyclic else path
+    sentences = [f"rank {r} waits in {waits[r].what}" for r in shown]
+    if not cyclic:
+        sentences.append(f"rank {rank} has ended without it")
+    rest = len(waits) - len(shown)
+    after = f" ({rest} more rank{'s wait' if rest > 1 else ' waits'} behind them)" if rest else ""
+    return "; ".join(sentences) + after
