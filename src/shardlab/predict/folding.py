@@ -29,7 +29,7 @@ from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 
 if TYPE_CHECKING:
-    from shardlab.program.tracer import Tracer
+    from shardlab.program.tracing import Tracer
 
 
 SCALAR = Kind.SCALAR

@@ -1,6 +1,6 @@
 """Values and handles of a rank that only notes: their bytes, and who still wants them.
 
-They live and end as those of a traced rank do (see `shardlab.program.tracer`).
+They live and end as those of a traced rank do (see `shardlab.program.tracing`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from shardlab.rules.pieces import plural
 from shardlab.rules.spec import Space, Spec, form_of
 
 if TYPE_CHECKING:
-    from shardlab.program.tracer import Tracer
+    from shardlab.program.tracing import Tracer
 
 Wake = Callable[[Handle[Any]], None]
 

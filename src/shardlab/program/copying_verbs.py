@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from shardlab.errors import Refused
 from shardlab.program.ops import OpKind
-from shardlab.program.rank_context import RankContext
 from shardlab.program.tape import Op
+from shardlab.program.tracing import RankContext
 from shardlab.program.values import Handle, Value, Wait
 from shardlab.rules import place
 from shardlab.rules.spec import Spec

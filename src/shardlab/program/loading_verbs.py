@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from shardlab.errors import Refused, of_layer
 from shardlab.program.ops import OpKind
-from shardlab.program.rank_context import RankContext
 from shardlab.program.tape import LOAD_FIRST, NO_WEIGHT, Op
+from shardlab.program.tracing import RankContext
 from shardlab.program.values import Value
 from shardlab.rules.kind import Kind
 from shardlab.rules.pieces import MOST_SLICES, WHOLE, Holds, mask_of, number_text

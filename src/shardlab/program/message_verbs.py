@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from shardlab.errors import Refused, of_layer
 from shardlab.program.communications import RecvHandle, SendHandle
 from shardlab.program.ops import COMMUNICATION, OpKind
-from shardlab.program.rank_context import RankContext
 from shardlab.program.tape import ExpectedValue, communication_op
+from shardlab.program.tracing import RankContext
 from shardlab.program.values import Handle, Value
 from shardlab.rules.kind import AUTOGRAD_KINDS, Kind
 from shardlab.rules.pieces import mask_of

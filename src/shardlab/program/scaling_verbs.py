@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import partial
 
 from shardlab.program.ops import OpKind
-from shardlab.program.rank_context import RankContext
+from shardlab.program.tracing import RankContext
 from shardlab.program.values import Value
 from shardlab.rules import sums
 from shardlab.rules.factor import Factor, factor_of

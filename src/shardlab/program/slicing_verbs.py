@@ -7,9 +7,9 @@ from functools import partial
 
 from shardlab.errors import Refused
 from shardlab.program.ops import OpKind
-from shardlab.program.rank_context import RankContext
 from shardlab.program.rooted import Names
 from shardlab.program.tape import Op
+from shardlab.program.tracing import RankContext
 from shardlab.program.values import Value
 from shardlab.rules import dealing, gathers
 from shardlab.rules.pieces import Holds

@@ -13,7 +13,7 @@ from shardlab.rules.spec import Form, Spec
 
 if TYPE_CHECKING:
     from shardlab.program.rank import Rank
-    from shardlab.program.tracer import Tracer
+    from shardlab.program.tracing import Tracer
 
 
 class Value:
