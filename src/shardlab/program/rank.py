@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from shardlab.program.attention_verbs import AttentionVerbs
 from shardlab.program.collective_verbs import CollectiveVerbs
-from shardlab.program.copying_verbs import CopyingVerbs
-from shardlab.program.scaling_verbs import ScalingVerbs
-from shardlab.program.slicing_verbs import SlicingVerbs
+from shardlab.program.rank_values import CopyingVerbs, ScalingVerbs, SlicingVerbs
 
 
 class Rank(AttentionVerbs, CollectiveVerbs, CopyingVerbs, ScalingVerbs, SlicingVerbs):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from shardlab.errors import Refused
-from shardlab.program.loading_verbs import LoadingVerbs
 from shardlab.program.ops import OpKind
+from shardlab.program.rank_values import LoadingVerbs
 from shardlab.program.tape import compute_op
 from shardlab.program.values import Value
 from shardlab.rules import sums, update
