@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardlab.program.attention_verbs import AttentionVerbs
 from shardlab.program.collective_verbs import CollectiveVerbs
+from shardlab.program.rank_compute import AttentionVerbs
 from shardlab.program.rank_values import CopyingVerbs, ScalingVerbs, SlicingVerbs
 
 
