@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.program.collective_verbs import CollectiveVerbs
+from shardlab.program.rank_communication import CollectiveVerbs
 from shardlab.program.rank_compute import AttentionVerbs
 from shardlab.program.rank_values import CopyingVerbs, ScalingVerbs, SlicingVerbs
 
