@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from shardlab.predict.rotation import Rotation
 from shardlab.program import Group, Mesh, Op, OpKind, Program, Rank, Refused, Sizes, Spec, Strategy, UserError, World
 from shardlab.program.bounds import MAX_FOLDED
-from shardlab.program.communications import Channels, CollectiveHandle, OpenCollectives, SendHandle, Wake
 from shardlab.program.matching import Channel, Communication, channel_of, communications_of
+from shardlab.program.rendezvous import Channels, CollectiveHandle, OpenCollectives, SendHandle, Wake
 from shardlab.program.rooted import Call, collective, unite
 from shardlab.program.values import Value
 from shardlab.program.world import gc_paused

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from shardlab.errors import Refused, of_layer
 from shardlab.program import rooted
-from shardlab.program.communications import RecvHandle, SendHandle
 from shardlab.program.mesh import Group, group_among, group_of
 from shardlab.program.ops import COLLECTIVES, COMMUNICATION, ROOTED, OpKind
+from shardlab.program.rendezvous import RecvHandle, SendHandle
 from shardlab.program.rooted import Call, call_of
 from shardlab.program.tape import ExpectedValue, communication_op
 from shardlab.program.tracing import RankContext

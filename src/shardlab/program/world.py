@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardlab.errors import Refused, UserError
 from shardlab.program.bounds import MAX_OPS, OpCount, max_ops
-from shardlab.program.communications import Channels, OpenCollectives
 from shardlab.program.mesh import Mesh
 from shardlab.program.rank import Rank
+from shardlab.program.rendezvous import Channels, OpenCollectives
 from shardlab.program.sizes import Sizes
 from shardlab.program.stoppable import run_stepwise
 from shardlab.program.tape import Program

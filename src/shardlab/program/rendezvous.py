@@ -21,6 +21,7 @@ from shardlab.rules.spec import Space, Spec, form_of
 if TYPE_CHECKING:
     from shardlab.program.tracing import Tracer
 
+
 Wake = Callable[[Handle[Any]], None]
 
 BROADCAST = OpKind.BROADCAST
