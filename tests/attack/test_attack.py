@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 
+from shardlab.program import Refused, trace
 from shardlab.train.job import Job
 from tests.attack import campaign
 from tests.attack.campaign import Attack, World, subject_of, subjects_of, text_of
-from tests.attack.models import MODELS
+from tests.attack.models import MODELS, TIED
 from tests.attack.script import Script
 from tests.attack.subjects import Subject
 from tests.attack.trial import Outcome, ask, job_of, results_in, run_jobs
+from tests.attack.wild import gradients_of, without
 from tests.attack.writing import right_script
 from tests.support.ranks import Ranks
 
-SAMPLE = Attack(count=48, seed=28)
+SAMPLE = Attack(count=48, seed=36)
 """Of programs that are only asked about, and of those that are run."""
 
 
@@ -40,7 +42,7 @@ def test_what_is_accepted_computes_one_device_s_numbers(
     ranks: Callable[[int], Ranks], tmp_path: Path, accepted: list[Outcome], count: int
 ) -> None:
     jobs = [job_of(each) for each in accepted if each.subject.job.ranks == count][:8]
-    assert jobs
+    assert any(job.model.has_tied_head for job in jobs)
     ranks(count).call(run_jobs, jobs, str(tmp_path))
     found, ended = results_in(tmp_path, count)
     assert ended == len(jobs)
@@ -58,7 +60,24 @@ def test_programs_have_all_that_the_check_was_once_mistaken_about() -> None:
         assert what in text, what
     assert any(not lines for script in scripts for lines in script.lines), "no rank is idle"
     models = {right_script(seed)[1] for seed in range(60)}
-    assert {"gpt", "llama", "mlp", "moe", "mixtral"} <= models
+    assert {"gpt", "llama", "mlp", "moe", "mixtral", *TIED} <= models
+
+
+def test_a_tied_weight_s_gradient_that_lacks_a_use_or_has_it_twice_is_refused() -> None:
+    rules: dict[bool, set[str]] = {False: set(), True: set()}
+    for seed in range(40):
+        job, twice = Subject("script", seed).job, bool(seed % 2)
+        if not job.model.has_tied_head or job.script is None:
+            continue
+        lines = [[line.replace("pop.", "k.") for line in each if "del k.g" not in line] for each in job.script.lines]
+        uses = [(rank, name) for rank, layer, name in gradients_of(lines) if job.sizes.weight_of(layer) == 0]
+        if any(without(lines[rank], name, twice=twice) for rank, name in uses):
+            strategy = Script(job.mesh, tuple(map(tuple, lines))).strategy
+            with pytest.raises(Refused) as refused:
+                trace(strategy, job.mesh, job.sizes, job.microbatches)
+            rules[twice].add(refused.value.rule)
+    assert "missing microbatches" in rules[False]
+    assert "counted twice" in rules[True]
 
 
 def test_a_seed_means_one_program() -> None:

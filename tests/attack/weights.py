@@ -68,10 +68,10 @@ class Weights:
         random, writing = self.writing.random, self.writing
         ways = ["whole", "whole", "sharded", "states", "host", "there", "owner", "mixed"]
         most = random.choice(ways)
-        trained = False
-        for l in range(len(writing.signatures)):
-            frozen = trained and writing.chance(0.04)
-            trained = True
+        owners = [l for l in range(len(writing.signatures)) if writing.sizes.weight_of(l) == l]
+        trained = random.choice([l for l in owners if writing.sizes.weights[l]])
+        for l in owners:
+            frozen = l != trained and writing.chance(0.04)
             for cut, ranks in self._holders(l):
                 way = random.choice([*ways[:-1]]) if most == "mixed" else most
                 if not writing.sizes.weights[l]:
@@ -85,13 +85,22 @@ class Weights:
     def _holders(self, l: int) -> list[tuple[tuple[int, int], list[int]]]:
         """The slices of a layer, and who computes with each; whoever computes nothing may hold a layer as well."""
         writing = self.writing
-        computing = sorted({rank for unit in writing.units for rank in unit.path[l]})
+        computing = sorted({rank for use in self._uses(l) for rank in self._computing(use)})
         if writing.chance(0.1) and not writing.idle:
             computing = sorted(rank for site in writing.sites for rank in site)
         if not writing.signatures[l].sliced or not writing.together:
             return [((0, 1), computing)]
         slices = len(writing.sites[0])
         return [((at, slices), [rank for rank in computing if rank % slices == at]) for at in range(slices)]
+
+    def _uses(self, l: int) -> list[int]:
+        """The layers that compute with a layer's weight: the embedding's is also that of a tied head."""
+        sizes = self.writing.sizes
+        return [use for use in range(sizes.layers) if sizes.weight_of(use) == l]
+
+    def _computing(self, l: int) -> set[int]:
+        """The ranks that compute a layer."""
+        return {rank for unit in self.writing.units for rank in unit.path[l]}
 
     def _load(self, share: Share) -> None:
         make, random, way = self.writing.lines.make, self.writing.random, share.way
@@ -121,7 +130,8 @@ class Weights:
 
     def name(self, rank: int, l: int) -> str:
         """The name of the weight with which a rank computes, which is gathered or copied first."""
-        writing, share = self.writing, self._of[rank, l]
+        writing = self.writing
+        share = self._of[rank, writing.sizes.weight_of(l)]
         if not share.full or (share.way == "sharded" and writing.chance(0.1)):
             if share.way == "sharded":
                 share.full = self._gathered(share, share.weights)
@@ -160,29 +170,34 @@ class Weights:
         if share.way in ("frozen", "bare"):
             self._averaged(share)
             return {}
-        mine = {rank: self._sum_of_units(share, rank) for rank in self._summing(share)}
+        uses = self._uses(share.layer)
+        groups = self._groups(share)
+        apart = [[use] for use in uses] if len(uses) > 1 and self.writing.chance(0.4) else [uses]
         if (
             share.way in ("sharded", "states")
             and len(share.order) > 1
-            and len(mine) == len(share.order)
+            and len(groups) == 1
             and self.writing.chance(0.6)
         ):
-            return self._scattered(share, mine)
-        totals = self._reduced(share, mine)
+            return self._added([self._scattered(share, each) for each in apart])
+        totals: Named = {}
+        for ranks in groups:
+            totals |= self._added([self._reduced(share, ranks, each) for each in apart])
         random, rewritten = self.writing.random, self.writing.rewritten
         return {rank: rewritten(rank, name, "g") if random.random() < 0.15 else name for rank, name in totals.items()}
 
-    def _summing(self, share: Share) -> list[int]:
-        """Whose gradients are added up: of replicas of a site that has computed the same, one a slice."""
-        writing = self.writing
-        if writing.together != "tp" or share.cut[1] > 1:
-            return share.ranks
-        return share.ranks
+    def _added(self, totals: Sequence[Named]) -> Named:
+        """The sum of the gradients that a weight has of its uses, on each rank."""
+        found, *others = totals
+        for other in others:
+            found = {rank: self.writing.lines.make(rank, "g", f"k.{other[rank]} + k.{found[rank]}") for rank in found}
+        return found
 
-    def _sum_of_units(self, share: Share, rank: int) -> str:
-        writing, make, l = self.writing, self.writing.lines.make, share.layer
-        parts = list(writing.gradients.get((rank, l), ()))
-        if not parts or writing.chance(0.1):
+    def _sum_of_units(self, share: Share, rank: int, uses: Sequence[int]) -> str:
+        """A rank's gradients of a weight that some layers have computed with it, added; zeros if there are none."""
+        writing, make = self.writing, self.writing.lines.make
+        parts = [name for use in uses for name in writing.gradients.get((rank, use), ())]
+        if not parts or writing.chance(0.3 if len(self._uses(share.layer)) > 1 else 0.1):
             zero = make(rank, "g", f"rank.zero_gradient({share.whole})")
             parts.append(make(rank, "g", f"rank.scale(k.{zero}, {writing.factor[0]})") if writing.factor[0] else zero)
         writing.random.shuffle(parts)
@@ -206,17 +221,23 @@ class Weights:
             return [[rank for rank in share.ranks if rank % slices == at] for at in range(slices)]
         return [share.ranks]
 
-    def _scattered(self, share: Share, mine: Named) -> Named:
+    def _scattered(self, share: Share, uses: Sequence[int]) -> Named:
         """Each rank's shard of the sum."""
-        writing, order = self.writing, share.order
-        if len(self._groups(share)) > 1:
-            return self._reduced(share, mine)
-        return writing.issue("g", order, "reduce_scatter", mine, f"among={order}")
+        order = share.order
+        mine = {rank: self._sum_of_units(share, rank, uses) for rank in share.ranks}
+        return self.writing.issue("g", order, "reduce_scatter", mine, f"among={order}")
 
-    def _reduced(self, share: Share, mine: Named) -> Named:
-        found: Named = {}
-        for ranks in self._groups(share):
-            found |= self._reduced_among(share, ranks, {rank: mine[rank] for rank in ranks})
+    def _reduced(self, share: Share, ranks: Sequence[int], uses: Sequence[int]) -> Named:
+        """The sum on all of some ranks. If some of them have not computed these layers, they give zeros, or they are
+        sent the sum of the others.
+        """
+        computing = [rank for rank in ranks if any(rank in self._computing(use) for use in uses)]
+        giving = computing if computing and self.writing.chance(0.5) else ranks
+        mine = {rank: self._sum_of_units(share, rank, uses) for rank in giving}
+        found = self._reduced_among(share, giving, mine)
+        for rank in ranks:
+            if rank not in found:
+                found |= self.writing.moved(found, [giving[0]], [rank])
         return found
 
     def _reduced_among(self, share: Share, ranks: Sequence[int], mine: Named) -> Named:
@@ -253,7 +274,7 @@ class Weights:
         """Gradients that no update needs are left alone, or averaged for nothing."""
         writing = self.writing
         if share.way == "bare" and writing.chance(0.5):
-            mine = {rank: self._sum_of_units(share, rank) for rank in share.ranks}
+            mine = {rank: self._sum_of_units(share, rank, [share.layer]) for rank in share.ranks}
             for ranks in self._groups(share):
                 if len(ranks) > 1:
                     writing.collective("g", ranks, "all_reduce", {rank: mine[rank] for rank in ranks})

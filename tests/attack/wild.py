@@ -12,6 +12,10 @@ Ranks = list[list[str]]
 AMONG = re.compile(r"among=(\[[\d, ]+\])")
 NUMBER = re.compile(r"(?<![\w.])\d+(?!\w)")
 COLLECTIVE = re.compile(r"rank\.(all_reduce|all_gather|reduce_scatter|all_to_all)\(")
+BACKWARD = re.compile(r"k\.(g\w+)(?:, .*)? = rank\.backward(?:_weight)?\((\d+),")
+SUM = re.compile(r"(?:k|pop)\.(g\w+) \+ (?:k|pop)\.(g\w+)|rank\.add\((?:k|pop)\.(g\w+), (?:k|pop)\.(g\w+)\)")
+REDUCED = re.compile(r"await rank\.(?:all_reduce|reduce_scatter)\(((?:k|pop)\.g\w+).*\)$")
+UPDATE = re.compile(r"(rank\.update\((\d+), )(?:k|pop)\.g\w+")
 FACTOR = re.compile(r"(rank\.scale\((?:k|pop)\.\w+, )(.*)\)$")
 
 
@@ -132,6 +136,77 @@ def _factor(lines: Ranks, rank: int, at: int, random: Random) -> None:
             lines[where][place] = f"{lines[where][place][: found.start()]}{found[1]}{other})"
 
 
+def _summand(lines: Ranks, rank: int, at: int, random: Random) -> None:
+    """Leave a weight's gradient out of a sum or add it twice: one, or all that a layer has, here or on all ranks."""
+    made = gradients_of(lines)
+    if not made:
+        return
+    r, layer, name = random.choice(made)
+    where = random.choice(["one", "rank", "all"])
+    twice = random.random() < 0.4
+    for other, l, each in made:
+        if (other, each) == (r, name) or (where != "one" and l == layer and (where == "all" or other == r)):
+            without(lines[other], each, twice=twice)
+
+
+def gradients_of(lines: Ranks) -> list[tuple[int, int, str]]:
+    """The weights' gradients that are computed: on which rank, in which layer, and their names."""
+    found = [(rank, BACKWARD.match(line)) for rank, each in enumerate(lines) for line in each]
+    return [(rank, int(match[2]), match[1]) for rank, match in found if match]
+
+
+def without(lines: list[str], name: str, *, twice: bool = False) -> bool:
+    """Leave a gradient out of the sum that a rank adds it to, or add it twice; false if there is no such sum."""
+    for at, line in enumerate(lines):
+        match = SUM.search(line)
+        summands = [each for each in match.groups() if each] if match else []
+        if match and name in summands:
+            kept = [*summands, name] if twice else [each for each in summands if each != name]
+            lines[at] = line.replace(match[0], " + ".join(f"k.{each}" for each in kept or summands[:1]))
+            return True
+    return False
+
+
+def _for_another(lines: Ranks, rank: int, at: int, random: Random) -> None:
+    """A gradient stands for another one of its weight, as the embedding's does for that of the head tied to it."""
+    made = [(layer, name) for where, layer, name in gradients_of(lines) if where == rank]
+    random.shuffle(made)
+    for layer, name in made:
+        others = [other for l, other in made if other != name and _shared(l, layer, lines)]
+        if not others:
+            continue
+        other = random.choice(others)
+        lines[rank] = [
+            line if BACKWARD.match(line) else re.sub(rf"(k|pop)\.{name}\b", f"k.{other}", line) for line in lines[rank]
+        ]
+        return
+
+
+def _shared(layer: int, other: int, lines: Ranks) -> bool:
+    """Whether two layers compute with one weight, as far as the text can tell: the first and the last may."""
+    last = max(l for _, l, _ in gradients_of(lines))
+    return layer == other or {layer, other} == {0, last}
+
+
+def _alone(lines: Ranks, rank: int, at: int, random: Random) -> None:
+    """Gradients are not summed over the ranks that would meet, which go on with their own."""
+    here = [(r, n) for r, each in enumerate(lines) for n, line in enumerate(each) if REDUCED.search(line)]
+    places = [_same(lines, r, n, COLLECTIVE) for r, n in here]
+    places = [met for met in places if len(met) > 1]
+    for where, n in random.choice(places) if places else []:
+        lines[where][n] = REDUCED.sub(r"\1", lines[where][n])
+
+
+def _own_update(lines: Ranks, rank: int, at: int, random: Random) -> None:
+    """An update is given a gradient that the rank has computed itself, as if nobody else had any."""
+    updates = [(n, int(found[2])) for n, line in enumerate(lines[rank]) if (found := UPDATE.search(line))]
+    made = [(layer, name) for where, layer, name in gradients_of(lines) if where == rank]
+    pairs = [(n, name) for n, updated in updates for layer, name in made if _shared(layer, updated, lines)]
+    if pairs:
+        n, name = random.choice(pairs)
+        lines[rank][n] = UPDATE.sub(rf"\g<1>k.{name}", lines[rank][n])
+
+
 def _place(lines: Ranks, rank: int, at: int, random: Random) -> None:
     """Keep a value elsewhere."""
     here = [
@@ -184,6 +259,11 @@ MISTAKES: list[Callable[[Ranks, int, int, Random], None]] = [
     _keep,
     _members,
     _verb,
+    _summand,
+    _summand,
+    _for_another,
+    _alone,
+    _own_update,
     _factor,
     _place,
     _slice_first,

@@ -11,7 +11,7 @@ from shardlab.program import Mesh
 from shardlab.rules.layer import GRADIENT_OF
 from shardlab.rules.node import Layer
 from tests.attack.losses import losses_of
-from tests.attack.models import sizes_of
+from tests.attack.models import TIED, sizes_of
 from tests.attack.script import NAMES, Lines, Script
 from tests.attack.weights import Weights
 
@@ -53,6 +53,8 @@ class Writing:
         model, mesh, microbatches: what is trained where.
         sites: ranks that compute a layer together: one, or those that share its slices.
         factor: by which every loss is multiplied, and its inverse ("": by nothing).
+        gradients: names of the weight's gradients that a rank has computed in a layer, by rank and layer. A tied head
+            computes gradients of the embedding's weight.
     """
 
     def __init__(self, seed: int) -> None:
@@ -82,14 +84,15 @@ class Writing:
         random = self.random
         kind = random.choice(["whole"] * 5 + ["tp"] * 3 + ["ep", "cp"])
         if kind == "tp":
-            return random.choice(["gpt", "llama", "moe", "mixture"]), Mesh(tp=2, dp_shard=random.choice([1, 1, 2]))
+            model = random.choice(["gpt", "llama", "moe", "mixture", *TIED])
+            return model, Mesh(tp=2, dp_shard=random.choice([1, 1, 2]))
         if kind == "ep":
-            return random.choice(["moe", "mixture"]), Mesh(ep=2, dp_shard=random.choice([1, 1, 2]))
+            return random.choice(["moe", "mixture", "tied moe"]), Mesh(ep=2, dp_shard=random.choice([1, 1, 2]))
         if kind == "cp":
             return "mlp", Mesh(cp=2, dp_shard=random.choice([1, 1, 2]))
-        axis = random.choice(["dp_shard", "dp_replicate", "pp"])
-        mesh = Mesh(**{axis: random.choice([1, 2, 2, 3, 4])})
-        return random.choice(["gpt", "gpt", "gpt3", "llama", "mlp", "moe", "mixture", "mixtral"]), mesh
+        model = random.choice(["gpt", "gpt", "gpt3", "llama", "mlp", "moe", "mixture", "mixtral", "tied", *TIED])
+        axes = ["dp_shard", "dp_replicate"] if model in TIED else ["dp_shard", "dp_replicate", "pp"]
+        return model, Mesh(**{random.choice(axes): random.choice([1, 2, 2, 3, 4])})
 
     def _factors(self) -> list[tuple[str, str]]:
         world = max(2, self.mesh.world)
@@ -246,7 +249,7 @@ class Writing:
         total, made = make("g"), [make("d") for _ in signature.inputs]
         inputs = f"k.{given[0]}" if signature.recomputed else f"({', '.join(f'k.{name}' for name in given)},)"
         targets = ", ".join(f"k.{name}" for name in made)
-        if self.chance(0.2) and self.sizes.weights[l]:
+        if self.chance(0.2) and self.sizes.weights[self.sizes.weight_of(l)]:
             one = "" if signature.recomputed else ","
             self.lines.put(rank, f"{targets}{one} = rank.backward_input({l}, k.{x}, {inputs}, k.{weight})")
             self.lines.put(rank, f"k.{total} = rank.backward_weight({l}, k.{x}, k.{given[0]})")

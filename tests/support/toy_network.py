@@ -146,7 +146,7 @@ def kind_of(program: Program, number: int) -> str:
     if not layer.cut:
         if layer.routes and not layer.carries:
             return "routing" if layer.deals else "combining"
-        return "norm" if any(each.cut for each in layers) else "whole"
+        return "norm" if layer.carries and any(each.cut for each in layers) else "whole"
     if "expert" in layer.cut:
         return "experts"
     if any(node.takes_own for node in layer.nodes) and "vocab" not in layer.cut:
