@@ -83,15 +83,29 @@ class Weights:
             self._load(share)
 
     def _holders(self, l: int) -> list[tuple[tuple[int, int], list[int]]]:
-        """The slices of a layer, and who computes with each; whoever computes nothing may hold a layer as well."""
+        """The slices of a layer, and the ranks that keep each in one way: those that compute with it, or more."""
         writing = self.writing
         computing = sorted({rank for use in self._uses(l) for rank in self._computing(use)})
         if writing.chance(0.1) and not writing.idle:
             computing = sorted(rank for site in writing.sites for rank in site)
-        if not writing.signatures[l].sliced or not writing.together:
-            return [((0, 1), computing)]
-        slices = len(writing.sites[0])
-        return [((at, slices), [rank for rank in computing if rank % slices == at]) for at in range(slices)]
+        slices = len(writing.sites[0]) if writing.signatures[l].sliced and writing.together else 1
+        return [
+            ((at, slices), part)
+            for at in range(slices)
+            for part in self._parted(l, [rank for rank in computing if rank % slices == at])
+        ]
+
+    def _parted(self, l: int, ranks: list[int]) -> list[list[int]]:
+        """The ranks that compute with a slice, together or in two parts that may keep it in different ways: those of
+        a tied head apart from those of the embedding, if there are any, or in any parts.
+        """
+        writing = self.writing
+        if len(ranks) < 2 or not writing.sizes.weights[l] or not writing.chance(0.2):
+            return [ranks]
+        part = [rank for rank in ranks if rank not in self._computing(l)]
+        if not part or len(part) == len(ranks):
+            part = writing.random.sample(ranks, writing.random.randint(1, len(ranks) - 1))
+        return [sorted(part), [rank for rank in ranks if rank not in part]]
 
     def _uses(self, l: int) -> list[int]:
         """The layers that compute with a layer's weight: the embedding's is also that of a tied head."""
@@ -160,25 +174,27 @@ class Weights:
 
     def update(self) -> None:
         shares = self.writing.random.sample(self.shares, len(self.shares))
-        totals = {id(share): self._totals(share) for share in shares}
+        slices: dict[tuple[int, tuple[int, int]], list[Share]] = {}
+        for share in shares:
+            slices.setdefault((share.layer, share.cut), []).append(share)
+        sums = {key: self._totals(each) for key, each in slices.items()}
+        totals = {id(share): sums[share.layer, share.cut] for share in shares}
         norm = self._norm(totals) if self.writing.chance(0.25) else {}
         for share in self.writing.random.sample(shares, len(shares)):
             self._update(share, totals[id(share)], norm)
 
-    def _totals(self, share: Share) -> Named:
-        """Each rank's finished gradient: summed over units and ranks, and scaled back."""
+    def _totals(self, shares: Sequence[Share]) -> Named:
+        """The finished gradient of a slice on all ranks that keep it: summed over units and ranks, and scaled back."""
+        share, *others = shares
         if share.way in ("frozen", "bare"):
-            self._averaged(share)
+            for each in shares:
+                self._averaged(each)
             return {}
         uses = self._uses(share.layer)
-        groups = self._groups(share)
+        groups = self._groups(share.cut, sorted(rank for each in shares for rank in each.ranks))
         apart = [[use] for use in uses] if len(uses) > 1 and self.writing.chance(0.4) else [uses]
-        if (
-            share.way in ("sharded", "states")
-            and len(share.order) > 1
-            and len(groups) == 1
-            and self.writing.chance(0.6)
-        ):
+        scatters = share.way in ("sharded", "states") and len(share.order) > 1 and len(groups) == 1 and not others
+        if scatters and self.writing.chance(0.6):
             return self._added([self._scattered(share, each) for each in apart])
         totals: Named = {}
         for ranks in groups:
@@ -213,13 +229,13 @@ class Weights:
             parts = [make(rank, "g", f"rank.scale(k.{parts[0]}, {writing.factor[1]})")]
         return parts[0]
 
-    def _groups(self, share: Share) -> list[list[int]]:
-        """Ranks among which the gradients of a share are summed: those that computed other tokens."""
+    def _groups(self, cut: tuple[int, int], ranks: list[int]) -> list[list[int]]:
+        """Those of the ranks that keep a slice among which its gradients are summed: they computed other tokens."""
         writing = self.writing
-        if writing.together == "tp" and share.cut[1] == 1:
+        if writing.together == "tp" and cut[1] == 1:
             slices = len(writing.sites[0])
-            return [[rank for rank in share.ranks if rank % slices == at] for at in range(slices)]
-        return [share.ranks]
+            return [part for at in range(slices) if (part := [rank for rank in ranks if rank % slices == at])]
+        return [ranks]
 
     def _scattered(self, share: Share, uses: Sequence[int]) -> Named:
         """Each rank's shard of the sum."""
@@ -275,7 +291,7 @@ class Weights:
         writing = self.writing
         if share.way == "bare" and writing.chance(0.5):
             mine = {rank: self._sum_of_units(share, rank, [share.layer]) for rank in share.ranks}
-            for ranks in self._groups(share):
+            for ranks in self._groups(share.cut, share.ranks):
                 if len(ranks) > 1:
                     writing.collective("g", ranks, "all_reduce", {rank: mine[rank] for rank in ranks})
 
