@@ -23,7 +23,7 @@ MODELS: dict[str, Blocks] = {
     "mixture": _moe(layers=2, auxiliary=0.0, capacity_factor=None),
     "mixtral": _mixtral(layers=1, auxiliary=0.1),
     "tied": _small(layers=2, tied=True),
-    "tied llama": _llama(layers=1, tied=True),
+    "tied llama": _llama(layers=2, tied=True),
     "tied moe": _moe(layers=2, auxiliary=0.1, tied=True),
 }
 """By name; "moe" and "mixtral" have an auxiliary loss, whose gradient does not depend on the gradient that comes in."""

@@ -121,7 +121,7 @@ class SubjectJob(Job):
         planned = random_plan(seed, ranks=4)
         plan = planned.plan
         slices = plan.mesh.tp * plan.mesh.cp * (plan.stripes or 2)  # of a sequence
-        model = replace(_model_of(planned.model, planned.layers), seq_len=-(-16 // slices) * slices)
+        model = replace(_model_of(planned.model, planned.layers, tied=seed % 2 == 1), seq_len=-(-16 // slices) * slices)
         optimizer = "muon" if planned.muon else "adamw"
         world = plan.mesh.world
         return cls(plan, world, planned.microbatches, model, mesh=plan.mesh, optimizer=optimizer, **more)
@@ -142,14 +142,12 @@ class SubjectJob(Job):
         return self.subject.checked()
 
 
-def _model_of(name: str, layers: int) -> Blocks:
-    """The model that stands for one of `tests.support.random_plans.MODELS`."""
+def _model_of(name: str, layers: int, *, tied: bool) -> Blocks:
+    """The model that stands for one of `tests.support.random_plans.MODELS`; its head is `tied`, if it may be."""
     blocks = layers if name == "whole" else layers - 1
     common: dict[str, Any] = {"layers": max(1, blocks), "hidden_size": 16, "heads": 4, "vocab_size": 24}
-    if name == "mixture":
-        return MoE(**common, experts=4, auxiliary=0.1)
-    if name == "routed":
-        return MoE(**common, experts=4, auxiliary=0.1)
+    if name in ("mixture", "routed"):
+        return MoE(**common, experts=4, auxiliary=0.1, tied=tied)
     if name == "routed apart":
-        return Mixtral(**common, kv_heads=4, experts=4, shared_experts=1, auxiliary=0.1)
-    return GPT(**common, tied=name == "tied")
+        return Mixtral(**common, kv_heads=4, experts=4, shared_experts=1, auxiliary=0.1, tied=tied)
+    return GPT(**common, tied=name == "tied" or (tied and name == "context"))
