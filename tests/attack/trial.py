@@ -1,5 +1,8 @@
 """What is asked of a program: that it is refused in a sentence, or timed, drawn and run, with one device's numbers."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 import faulthandler
@@ -9,10 +12,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from shardlab.check import Checked
+from shardlab.check.copies import Replica, replicas_of
 from shardlab.hardware import find_cluster
 from shardlab.predict.workload import Workload
 from shardlab.program import Refused, UserError
@@ -22,6 +26,9 @@ from shardlab.train.job import Job
 from tests.attack.script import SOURCE
 from tests.attack.subjects import Subject
 from tests.support.interpreter import judge
+
+if TYPE_CHECKING:
+    from shardlab.execute.state import State
 
 STEPS = 2
 """Optimizer steps: the second begins with what the first has left."""
@@ -176,7 +183,11 @@ QUESTIONS: dict[str, Callable[[Subject, Checked], str]] = {
 
 
 def run_jobs(rank: int, jobs: Sequence[Job], folder: str) -> None:
-    """Run one rank's part of some programs for real; the results lie in the folder, also those before a rank's end."""
+    """Run one rank's part of some programs for real; the results lie in the folder, also those before a rank's end.
+
+    Numbers must be one device's, and copies of a weight of which the check does not say that they may drift apart must
+    be equal to the last bit.
+    """
     import torch
 
     from shardlab.train import verify
@@ -187,10 +198,43 @@ def run_jobs(rank: int, jobs: Sequence[Job], folder: str) -> None:
     with results.open("ab") as file, stacks.open("w") as hanging, remembered:
         for number, job in enumerate(jobs):
             faulthandler.dump_traceback_later(HANG, exit=True, file=hanging)
-            verdict = verify.verify_rank(rank, cpu, job, STEPS, groups)
-            pickle.dump((number, verdict.ok, str(verdict)), file)
+            apart: list[str] = []
+            verdict = verify.verify_rank(
+                rank,
+                cpu,
+                job,
+                STEPS,
+                groups,
+                trained=lambda state: apart.extend(copies_apart(state)),  # noqa: B023
+            )
+            pickle.dump((number, verdict.ok and not apart, "\n".join([str(verdict), *apart])), file)
             file.flush()
         faulthandler.cancel_dump_traceback_later()
+
+
+def copies_apart(state: State) -> list[str]:
+    """The copies of a weight that the check takes for equal to the last bit, and that are not; all ranks call this."""
+    import torch.distributed as dist
+
+    replicas = replicas_of(state.checked)
+    mine = [_copy_of(state, each) if state.rank in each.ranks else b"" for each in replicas]
+    of_ranks: list[Any] = [None] * state.checked.program.mesh.world
+    dist.all_gather_object(of_ranks, mine)
+    return [
+        f"copies of weights[{each.layer}] {each.holds} on ranks {each.ranks} are not equal to the last bit"
+        for number, each in enumerate(replicas)
+        if len({of_ranks[rank][number] for rank in each.ranks}) > 1
+    ]
+
+
+def _copy_of(state: State, replica: Replica) -> bytes:
+    """The bits of a rank's own copy."""
+    import torch
+
+    owner = state.analysis.kept.owner(replica.layer, replica.holds)
+    assert owner is not None
+    places = state.shapes.places(replica.layer, owner[1], replica.holds)
+    return torch.cat([state.kept[owner][start:stop] for start, stop in places]).cpu().numpy().tobytes()
 
 
 _KNOWN: dict[Any, Any] = {}
