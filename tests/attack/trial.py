@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from shardlab.check import Checked
-from shardlab.check.copies import Replica, replicas_of
+from shardlab.check.copies import replicas_of
 from shardlab.hardware import find_cluster
 from shardlab.predict.workload import Workload
 from shardlab.program import Refused, UserError
@@ -216,8 +216,10 @@ def copies_apart(state: State) -> list[str]:
     """The copies of a weight that the check takes for equal to the last bit, and that are not; all ranks call this."""
     import torch.distributed as dist
 
+    from shardlab.train.audit import copy_of, hash_of
+
     replicas = replicas_of(state.checked)
-    mine = [_copy_of(state, each) if state.rank in each.ranks else b"" for each in replicas]
+    mine = [hash_of(copy_of(state, each)) if state.rank in each.ranks else 0 for each in replicas]
     of_ranks: list[Any] = [None] * state.checked.program.mesh.world
     dist.all_gather_object(of_ranks, mine)
     return [
@@ -225,16 +227,6 @@ def copies_apart(state: State) -> list[str]:
         for number, each in enumerate(replicas)
         if len({of_ranks[rank][number] for rank in each.ranks}) > 1
     ]
-
-
-def _copy_of(state: State, replica: Replica) -> bytes:
-    """The bits of a rank's own copy."""
-    import torch
-
-    owner = state.analysis.kept.owner(replica.layer, replica.holds)
-    assert owner is not None
-    places = state.shapes.places(replica.layer, owner[1], replica.holds)
-    return torch.cat([state.kept[owner][start:stop] for start, stop in places]).cpu().numpy().tobytes()
 
 
 _KNOWN: dict[Any, Any] = {}

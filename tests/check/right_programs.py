@@ -212,3 +212,26 @@ async def fine_tuned_in_shards(rank: Rank) -> None:
         rank.weights[l], rank.opt_states[l] = rank.update(
             l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"]
         )
+
+
+async def kept_in_parts(rank: Rank) -> None:
+    """Data parallelism in which rank r keeps each weight in r + 1 parts, and puts them together to compute."""
+    parts = range(rank.index + 1)
+    last = len(rank.layers)
+    for l in rank.weighted_layers:
+        for part in parts:
+            rank.weights[l, part], rank.opt_states[l, part] = rank.load_weights(l, part, len(parts))
+        rank.weights[l] = rank.concatenate([rank.weights[l, part] for part in parts])
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[rank.weight_of(l)])
+    gradient = rank.loss(rank.activations.pop(last))
+    for l in reversed(rank.layers):
+        mine, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[rank.weight_of(l)])
+        rank.accumulate(await rank.all_reduce(mine))
+    for l in rank.weighted_layers:
+        del rank.weights[l]
+        for part in parts:
+            weight, state = rank.weights[l, part], rank.opt_states[l, part]
+            rank.weights[l, part], rank.opt_states[l, part] = rank.update(l, rank.grad_weights[l], weight, state)
+        del rank.grad_weights[l]

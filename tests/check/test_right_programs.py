@@ -35,6 +35,7 @@ PROGRAMS: dict[str, tuple[Strategy, Mesh | int, int, Blocks]] = {
     "striped_context": (right.striped_context, Mesh(cp=2), 1, CUT),
     "fine_tuned": (right.fine_tuned, 2, 3, SMALL),
     "fine_tuned_in_shards": (right.fine_tuned_in_shards, 2, 3, SMALL),
+    "kept_in_parts": (right.kept_in_parts, 2, 3, SMALL),
 }
 """Each with its mesh, the layers that it is judged with, and the model that it is verified on."""
 

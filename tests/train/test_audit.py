@@ -102,6 +102,15 @@ def test_an_audit_finds_nothing_in_a_plan_of_several_axes(ranks: Make, mesh: dic
     assert ranks(4).call(faults, job, "nothing", 0) == [[""] * STEPS] * 4
 
 
+IN_PARTS = "tests/check/right_programs.py:kept_in_parts"
+
+
+def test_a_copy_that_a_rank_keeps_in_parts_is_compared_with_a_whole_one(ranks: Make) -> None:
+    for found in ranks(2).call(faults, job_of(IN_PARTS, 2), "weight", 1):
+        assert found[:2] == ["", ""]
+        assert found[2].startswith("weights[0], which ranks keep bit by bit alike, differ: rank 0 and rank 1 differ")
+
+
 def test_a_flipped_bit_in_a_weight_names_the_rank_that_differs_from_the_others(ranks: Make) -> None:
     for found in ranks(3).call(faults, job_of("ddp", 3), "weight", 1):
         assert found[:2] == ["", ""]

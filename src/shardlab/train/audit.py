@@ -24,8 +24,10 @@ from shardlab.check.copies import COMPARED, Replica, Result, replicas_of, result
 from shardlab.errors import UserError
 from shardlab.execute import Executor, Sampler
 from shardlab.execute.compute import Instruction
+from shardlab.execute.state import State
 from shardlab.faults.report import names
-from shardlab.program import OpKind
+from shardlab.program import Holds, OpKind
+from shardlab.rules.pieces import common
 from shardlab.train.steps import Callback, Training
 
 Value = TypeVar("Value")
@@ -61,7 +63,7 @@ class Audit:
     def __init__(self, executor: Executor) -> None:
         self._executor, self.state = executor, executor.state
         checked = executor.state.checked
-        self._replicas = [each for each in replicas_of(checked) if self._kept(each) is not None]
+        self._replicas = replicas_of(checked)
         self._results = results_of(checked)
         self._signs: dict[int, Tensor] = {}
         self._prints: list[tuple[float, float]] = []
@@ -75,23 +77,11 @@ class Audit:
         """Compare: gives a sentence that names the rank that differs, or nothing."""
         return self._differing_weights() or self._differing_results()
 
-    def _kept(self, replica: Replica) -> Tensor | None:
-        """This rank's own copy of a replica; of another rank's replica nothing, which is no matter."""
-        state = self.state
-        if state.rank not in replica.ranks:
-            return torch.empty(0)
-        owner = state.analysis.kept.owner(replica.layer, replica.holds)
-        if owner is None:
-            return None
-        places = state.shapes.places(replica.layer, owner[1], replica.holds)
-        return torch.cat([state.kept[owner][start:stop] for start, stop in places])
-
     def _differing_weights(self) -> str:
         hashes = [0] * len(self._replicas)
         for number, replica in enumerate(self._replicas):
-            copy = self._kept(replica)
-            if self.state.rank in replica.ranks and copy is not None:
-                hashes[number] = hash_of(copy)
+            if self.state.rank in replica.ranks:
+                hashes[number] = hash_of(copy_of(self.state, replica))
         of_ranks = self._gathered(torch.tensor(hashes, dtype=torch.int64))
         apart: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
         for number, replica in enumerate(self._replicas):
@@ -160,6 +150,21 @@ class Audit:
             self._signs[len(flat)] = (2 * signs - 1).to(flat.device)
         eps = torch.finfo(value.dtype).eps ** 0.5  # rounding in another order is far below it
         return float(flat @ self._signs[len(flat)].double()), float(flat @ flat) ** 0.5 * eps
+
+
+def copy_of(state: State, replica: Replica) -> Tensor:
+    """This rank's copy of a replica that it keeps, perhaps in several parts, which are put together in their order."""
+    layer, missing = replica.layer, replica.holds
+    parts: list[tuple[int, Tensor]] = []
+    for key in state.analysis.kept.loaded.values():
+        if key[0] == layer:
+            mine, wanted = common(key[1], missing)
+            held = Holds(mine.mask & wanted.mask, mine.of)
+            missing = Holds(wanted.mask & ~mine.mask, mine.of)
+            starts = [start for start, _ in state.shapes.ranges(layer, held)]
+            places = state.shapes.places(layer, key[1], held)
+            parts += [(at, state.kept[key][start:stop]) for at, (start, stop) in zip(starts, places, strict=True)]
+    return torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])])
 
 
 def hash_of(tensor: Tensor) -> int:
