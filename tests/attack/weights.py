@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 Named = dict[int, str]
 
+LOADED = (("w", "weight"), ("s", "opt_state"))
+"""What is loaded of a layer, after the first letter of its names."""
+
 
 @dataclass
 class Share:
@@ -20,11 +23,12 @@ class Share:
         layer: whose.
         cut: which of how many slices.
         ranks: who computes with it.
-        way: how it is kept: "whole" by every rank; "sharded", or "states" alone sharded, among the ranks; on the "host"
-            and copied; stepped "there"; by one "owner" that sends it to the others; or "frozen".
+        way: how it is kept: "whole" by every rank, or in "parts"; "sharded", or "states" alone sharded, among the
+            ranks; on the "host" and copied; stepped "there"; by one "owner" that sends it to the others; or "frozen".
         order: the ranks in the order of their shards.
         weights, states, homes: names of what each rank keeps, of its optimizer state, and of its weight elsewhere.
         places: where that is.
+        parts: names of the weights and states of the parts in which a rank keeps it, in order.
         full: names of the weights that passes are given.
     """
 
@@ -37,6 +41,7 @@ class Share:
     states: Named = field(default_factory=dict[int, str])
     homes: Named = field(default_factory=dict[int, str])
     places: Named = field(default_factory=dict[int, str])
+    parts: dict[int, list[tuple[str, str]]] = field(default_factory=dict[int, list[tuple[str, str]]])
     full: Named = field(default_factory=dict[int, str])
 
     def shard(self, rank: int) -> str:
@@ -66,7 +71,7 @@ class Weights:
 
     def load(self) -> None:
         random, writing = self.writing.random, self.writing
-        ways = ["whole", "whole", "sharded", "states", "host", "there", "owner", "mixed"]
+        ways = ["whole", "whole", "sharded", "states", "host", "there", "owner", "parts", "mixed"]
         most = random.choice(ways)
         owners = [l for l in range(len(writing.signatures)) if writing.sizes.weight_of(l) == l]
         trained = random.choice([l for l in owners if writing.sizes.weights[l]])
@@ -121,6 +126,9 @@ class Weights:
         for rank in share.ranks:
             if way == "owner" and rank != share.order[0]:
                 continue
+            if way == "parts":
+                self._load_parts(share, rank)
+                continue
             if way in ("host", "there"):
                 place = random.choice(["host", "host", "disk"]) if way == "host" else "host"
                 share.places[rank] = place
@@ -139,8 +147,20 @@ class Weights:
             share.full = {owner: share.weights[owner]}
             for rank in share.order[1:]:
                 share.full |= self.writing.moved(share.weights, [owner], [rank])
-        elif way not in ("sharded", "host", "there"):
+        elif way not in ("sharded", "host", "there", "parts"):
             share.full = dict(share.weights)
+
+    def _load_parts(self, share: Share, rank: int) -> None:
+        """Load a rank's slice in some equal parts, in any order."""
+        make, random = self.writing.lines.make, self.writing.random
+        of = random.randint(1, 3)
+        loaded: dict[int, tuple[str, str]] = {}
+        for at in random.sample(range(of), of):
+            held = f"{share.layer}, {share.cut[0] * of + at}, {share.cut[1] * of}"
+            weight, state = (make(rank, stem, f"rank.load_{what}({held})") for stem, what in LOADED)
+            loaded[at] = weight, state
+            self.kept |= {weight, state}
+        share.parts[rank] = [loaded[at] for at in range(of)]
 
     def name(self, rank: int, l: int) -> str:
         """The name of the weight with which a rank computes, which is gathered or copied first."""
@@ -156,8 +176,11 @@ class Weights:
         return share.full[rank]
 
     def _copied(self, rank: int, share: Share) -> str:
-        """A copy on the device of a weight that is kept elsewhere, and perhaps slices of it."""
+        """A copy on the device of a weight that is kept in parts, or elsewhere; and perhaps slices of it."""
         writing = self.writing
+        if share.way == "parts":
+            parts = ", ".join(f"k.{weight}" for weight, _ in share.parts[rank])
+            return writing.lines.make(rank, "w", f"rank.concatenate([{parts}])")
         copy = writing.lines.make(rank, "w", f"await rank.reload(k.{share.homes[rank]})")
         for _ in range(writing.random.choice([0, 0, 1, 2])):
             of = writing.random.randint(1, 4)
@@ -315,6 +338,9 @@ class Weights:
         writing, make = self.writing, self.writing.lines.make
         if share.way in ("frozen", "bare"):
             return
+        if share.way == "parts":
+            self._update_parts(share, totals, norm)
+            return
         stepping = [share.order[0]] if share.way == "owner" else share.ranks
         new: Named = {}
         for rank in writing.random.sample(stepping, len(stepping)):
@@ -346,3 +372,13 @@ class Weights:
         if share.way == "states" and len(share.order) > 1:
             self.kept -= set(new.values())
             self.kept |= set(self._gathered(share, new).values())
+
+    def _update_parts(self, share: Share, totals: Named, norm: Named) -> None:
+        lines, random = self.writing.lines, self.writing.random
+        for rank in share.ranks:
+            limit = f", k.{norm[rank]}" if norm else ""
+            for weight, state in random.sample(share.parts[rank], len(share.parts[rank])):
+                one, other = lines.name("w"), lines.name("s")
+                given = f"{share.layer}, k.{totals[rank]}, k.{weight}, k.{state}{limit}"
+                lines.put(rank, f"k.{one}, k.{other} = rank.update({given})")
+                self.kept = (self.kept - {weight, state}) | {one, other}
