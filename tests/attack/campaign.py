@@ -4,8 +4,8 @@
 
 Each program is traced, checked, timed, predicted on a cluster, judged by the tests' interpreter, and trained for two
 steps in float64 on as many processes as it has ranks. A failure is: a traceback, a rank that dies or hangs, numbers
-that are not one device's, a judge of another opinion, and a right program that is refused. Each is printed with the
-words that repeat it, and with its text.
+that are not one device's, copies that differ though the check takes them for equal, a judge of another opinion, and a
+right program that is refused. Each is printed with the words that repeat it, and with its text.
 """
 
 from __future__ import annotations
