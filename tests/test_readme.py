@@ -24,8 +24,9 @@ import pytest
 from shardlab.cli import main
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PICTURES = ROOT / "docs" / "pictures"
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PICTURES = DOCS / "pictures"
 COMMENTS = ("it runs", "the same", "the same up to numbers", "the same where it is shown")
 
 
@@ -193,7 +194,7 @@ def test_the_mistake_is_the_strategy_without_its_reduction() -> None:
 
 def test_the_pictures_are_what_is_drawn_today(tmp_path: Path) -> None:
     """Up to a tenth of a point, and to the names that matplotlib makes of what it draws."""
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
     assert spec is not None
     assert spec.loader is not None
     pictures = importlib.util.module_from_spec(spec)
@@ -225,7 +226,8 @@ def test_links_lead_somewhere() -> None:
 def test_the_index_names_every_page() -> None:
     index = TEXTS["docs/README.md"]
     for page in PAGES[1:]:
-        assert page.name == "README.md" or f"({page.name})" in index, page.name
+        name = page.relative_to(DOCS).as_posix()
+        assert name == "README.md" or f"({name})" in index, name
 
 
 def test_prose_is_wrapped() -> None:
