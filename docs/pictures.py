@@ -1,7 +1,7 @@
-"""The pictures of the README, from what Shardlab computes: `python docs/pictures.py` draws them into docs/pictures.
+"""The pictures of the README and of docs/, from what Shardlab computes: `python docs/pictures.py` draws them.
 
-`timeline.svg` is what a command draws. `value.svg` shows one traced gradient, and `layer.svg` what the rules derive for
-an MLP that is cut in two.
+They are written into docs/pictures. `timeline.svg` is what a command draws. `value.svg` shows one traced gradient, and
+`layer.svg` what the rules derive for an MLP that is cut in two. The others are for the pages of docs/strategies.
 """
 
 from __future__ import annotations
@@ -9,15 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from shardlab.check import check
 from shardlab.cli import main
 from shardlab.draw.canvas import FAINT, IDLE, INK, Box, Page, fill, style
-from shardlab.draw.palette import BACKWARD, BACKWARD_WEIGHT, FORWARD
-from shardlab.program import Kind, Rank, Spec, trace
+from shardlab.draw.palette import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ink_on
+from shardlab.program import Holds, Kind, Mesh, OpKind, Rank, Spec, trace
 from shardlab.rules import derive
 from shardlab.rules.derive import Held
 from shardlab.rules.node import Layer, Node, Port
 from shardlab.rules.pieces import bits, listed
 from shardlab.rules.spec import Space
+from shardlab.strategies import STRATEGIES
+from shardlab.strategies.context import dealt
+from shardlab.strategies.schedules import SCHEDULES
+from shardlab.timeline import Costs, bubble, simulate
 
 FOLDER = Path(__file__).parent / "pictures"
 TIMELINE = ["simulate", "--pp", "4", "--schedule", "zb-v"]
@@ -125,6 +130,188 @@ def layer(path: Path) -> None:
         path.write_text(page.svg(), encoding="utf-8")
 
 
+SHARDED = ("ddp", "zero-1", "zero-2", "wsdp", "zero-3", "hsdp", "partially-sharded")
+"""Strategies by what each rank keeps."""
+
+
+def sharding(path: Path) -> None:
+    """What every rank keeps of a weight, its gradient and its optimizer state under some strategies."""
+    with style():
+        page = Page(9.6, 3.5)
+        say(page, 0.2, 0.25, "What each of four ranks keeps of one layer", size=13, weight="bold")
+        about = "A row is a rank.  W: weight, G: sum of its microbatches' gradients, O: optimizer state, in quarters."
+        say(page, 0.2, 0.5, about, color=FAINT)
+        for place, name in enumerate(SHARDED):
+            left, top = 0.55 + 2.32 * (place % 4), 0.95 + 1.3 * (place // 4)
+            say(page, left + 0.9, top - 0.1, name, weight="bold", ha="center")
+            for column, (title, color) in enumerate((("W", FORWARD), ("G", BACKWARD), ("O", BACKWARD_WEIGHT))):
+                kept = _kept(name)[column]
+                cells = [
+                    (rank, quarter) for rank, holds in enumerate(kept) for quarter in bits(holds.refined(RANKS).mask)
+                ]
+                start = left + 0.64 * column
+                _grid(page, (start, top, start + 0.56, top + 0.76), RANKS, RANKS, cells, color[0])
+                say(page, start + 0.28, top + 0.88, title, size=7.5, color=FAINT, ha="center")
+            for rank in range(RANKS):
+                say(page, left - 0.07, top + 0.19 * rank + 0.095, f"{rank}", size=7, color=FAINT, ha="right")
+        path.write_text(page.svg(), encoding="utf-8")
+
+
+def _kept(name: str) -> tuple[list[Holds], list[Holds], list[Holds]]:
+    """Slices of layer 0's weight, gradient and optimizer state on each rank, as it loads them or adds them up."""
+    strategy = STRATEGIES[name]
+    checked = check(trace(strategy.program, strategy.grid(RANKS), layers=2, microbatches=2 * RANKS))
+    kept: tuple[list[Holds], list[Holds], list[Holds]] = [], [], []
+    for tape, specs in zip(checked.program.tapes, checked.specs, strict=True):
+        ops = {op.kind: op for op in reversed(tape) if op.layer == 0}  # the first of each kind
+        gradient = ops[OpKind.ADD].outputs if OpKind.ADD in ops else ops[OpKind.UPDATE].inputs
+        loads = ops[OpKind.LOAD_WEIGHT].outputs, ops[OpKind.LOAD_OPT_STATE].outputs
+        for of, numbers in zip(kept, (loads[0], gradient, loads[1]), strict=True):
+            of.append(specs[numbers[0]].holds)
+    return kept
+
+
+def schedules(path: Path) -> None:
+    """Every schedule on four ranks with eight microbatches, all three passes equally long and messages free."""
+    colors = {
+        OpKind.FORWARD: FORWARD[0],
+        OpKind.BACKWARD: BACKWARD[0],
+        OpKind.BACKWARD_INPUT: BACKWARD_INPUT[0],
+        OpKind.BACKWARD_WEIGHT: BACKWARD_WEIGHT[0],
+    }
+    costs = Costs(forward=1, backward_input=1, backward_weight=1, update=0, collective=0, send=0, recv=0)
+    with style():
+        page = Page(9.6, 4.75)
+        say(page, 0.2, 0.25, "Schedules on four ranks with eight microbatches", size=13, weight="bold")
+        about = "A row is a rank.  A box is one microbatch in one of the eight layers.  All passes take equally long."
+        say(page, 0.2, 0.5, about, color=FAINT)
+        for place, (kind, color) in enumerate(colors.items()):
+            left = 0.2 + 1.45 * place
+            fill(page.ink, [(left, 0.66, left + 0.12, 0.78)], color)
+            say(page, left + 0.18, 0.72, kind.value.replace("_", ", "), size=7.5, color=FAINT)
+        for place, name in enumerate(SCHEDULES):
+            program = trace(STRATEGIES[name].program, Mesh(pp=RANKS), layers=2 * RANKS, microbatches=2 * RANKS)
+            timeline = simulate(check(program), costs)
+            left, top, scale = 0.2 + 4.7 * (place % 2), 1.2 + 0.92 * (place // 2), 4.5 / 68
+            say(page, left, top - 0.13, name, weight="bold")
+            say(page, left + 4.5, top - 0.13, f"bubble {bubble(timeline):.0%}", size=7.5, color=FAINT, ha="right")
+            fill(page.ink, [(left, top, left + timeline.end * scale, top + 0.56)], IDLE)
+            for kind, color in colors.items():
+                passes = [
+                    (left + e.start * scale, top + 0.14 * e.rank, left + e.end * scale, top + 0.14 * e.rank + 0.13)
+                    for events in timeline.events
+                    for e in events
+                    if e.kind is kind
+                ]
+                fill(page.ink, passes, color, edge="white", width=0.3)
+        path.write_text(page.svg(), encoding="utf-8")
+
+
+COLORS = (FORWARD[0], BACKWARD[0], BACKWARD_WEIGHT[0], BACKWARD_INPUT[1])
+"""One for each of four ranks or groups."""
+
+
+def context(path: Path) -> None:
+    """Which rank computes which part of causal attention, for three ways to deal a sequence to four ranks."""
+    slices = 2 * RANKS
+    ways = {
+        "consecutive slices": [(2 * rank, 2 * rank + 1) for rank in range(RANKS)],
+        "an early and a late slice": [dealt(rank, RANKS) for rank in range(RANKS)],
+        "two stripes": [dealt(rank, RANKS, stripes=2) for rank in range(RANKS)],
+    }
+    with style():
+        page = Page(9.6, 3.4)
+        say(page, 0.2, 0.25, "Causal attention, cut over four ranks", size=13, weight="bold")
+        about = "Down: slices of the queries.  Across: slices of the keys that they meet.  A colour is a rank."
+        say(page, 0.2, 0.5, about, color=FAINT)
+        for panel, (name, of_ranks) in enumerate(ways.items()):
+            left = 0.45 + 3.15 * panel
+            say(page, left, 0.82, name, weight="bold")
+            box = (left, 0.98, left + 1.8, 2.78)
+            _grid(page, box, slices, slices, [], IDLE)
+            for rank, own in enumerate(of_ranks):
+                _grid(
+                    page,
+                    box,
+                    slices,
+                    slices,
+                    [(query, key) for query in own for key in range(query + 1)],
+                    COLORS[rank],
+                    empty=False,
+                )
+                work = sum(query + 0.5 for query in own)  # a slice meets half of itself
+                say(page, left + 1.95, 1.1 + 0.2 * rank, f"rank {rank}: {work:g}", size=7.5, color=FAINT)
+            for i in range(slices):
+                say(page, left - 0.07, 0.98 + 0.225 * (i + 0.5), str(i), size=7, color=FAINT, ha="right")
+                say(page, left + 0.225 * (i + 0.5), 2.89, str(i), size=7, color=FAINT, ha="center")
+        say(
+            page,
+            0.45,
+            3.17,
+            "Numbers beside the ranks: pairs of slices that they compute; of a slice with itself, half.",
+            color=FAINT,
+        )
+        path.write_text(page.svg(), encoding="utf-8")
+
+
+def experts(path: Path) -> None:
+    """Which buffers every rank has of a mixture before the first exchange, and after it."""
+    specs: dict[int, tuple[Spec, Spec]] = {}
+
+    async def one_mixture(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weight(0)
+        rank.activations[0] = rank.load_batch(rank.share())
+        buffers, _ = rank.forward(0, (rank.activations[0],), rank.weights[0])
+        specs[rank.index] = buffers.spec, (await rank.all_to_all(buffers)).spec
+
+    strategy = STRATEGIES["expert-parallel"]
+    trace(one_mixture, strategy.grid(RANKS), strategy.puzzle(RANKS, 1), RANKS)
+    with style():
+        page = Page(9.6, 2.75)
+        say(page, 0.2, 0.25, "The exchange of a mixture's tokens", size=13, weight="bold")
+        about = "Buffers on each of four ranks.  Down: microbatches whose tokens they hold.  Across: experts."
+        say(page, 0.2, 0.5, about, color=FAINT)
+        for moment, title in enumerate(
+            ("before: own tokens, for every expert", "after: every rank's tokens, for one expert")
+        ):
+            say(page, 0.3 + 4.75 * moment, 0.86, title, weight="bold")
+            for rank in range(RANKS):
+                left = 0.45 + 4.75 * moment + 1.1 * rank
+                spec = specs[rank][moment]
+                cells = [(row, column) for row in bits(spec.microbatches) for column in bits(spec.pieces("expert"))]
+                _grid(page, (left, 1.05, left + 0.9, 1.95), RANKS, RANKS, cells, COLORS[rank])
+                say(page, left + 0.45, 2.1, f"rank {rank}", size=7.5, color=FAINT, ha="center")
+        say(page, 4.82, 1.5, "→", size=14, color=FAINT, ha="center")
+        say(page, 0.3, 2.45, f"Rank 1: {specs[1][0]}, then {specs[1][1]}", color=FAINT)
+        path.write_text(page.svg(), encoding="utf-8")
+
+
+def mesh(path: Path) -> None:
+    """The groups of eight ranks along each axis of a mesh."""
+    grid = Mesh(pp=2, dp_shard=2, tp=2)
+    with style():
+        page = Page(9.6, 2.75)
+        say(page, 0.2, 0.25, f"Eight ranks on the mesh {grid}", size=13, weight="bold")
+        about = "Ranks of one colour form a group.  Down: pipeline stages.  Across: pairs of tp, then dp_shard."
+        say(page, 0.2, 0.5, about, color=FAINT)
+        meetings = {
+            "pp": "activations between stages",
+            "dp_shard": "gradients of the same slice",
+            "tp": "terms of every matrix product",
+        }
+        for panel, (axis, meeting) in enumerate(meetings.items()):
+            left = 0.4 + 3.15 * panel
+            say(page, left, 0.88, f"{axis}: {meeting}", weight="bold")
+            groups = list(dict.fromkeys(grid.group(rank, axis) for rank in range(grid.world)))
+            for rank in range(grid.world):
+                row, column, inner = (grid.coordinate(rank, each) for each in ("pp", "dp_shard", "tp"))
+                x, y = left + 1.3 * column + 0.58 * inner, 1.1 + 0.7 * row
+                color = COLORS[groups.index(grid.group(rank, axis))]
+                fill(page.ink, [(x, y, x + 0.54, y + 0.54)], color)
+                say(page, x + 0.27, y + 0.27, str(rank), size=10, color=ink_on(color), ha="center")
+        path.write_text(page.svg(), encoding="utf-8")
+
+
 def _indices(*tensors: Mapping[str, str]) -> set[str]:
     return {index for indices in tensors for of in indices.values() for index in of.split()}
 
@@ -146,8 +333,10 @@ def _tensor(page: Page, box: Box, name: str, held: Held, color: str) -> None:
     say(page, middle, bottom + 0.13, text, size=8, ha="center")
 
 
-def _grid(page: Page, box: Box, rows: int, columns: int, held: Iterable[tuple[int, int]], color: str) -> None:
-    """A box in cells, some of them filled."""
+def _grid(
+    page: Page, box: Box, rows: int, columns: int, held: Iterable[tuple[int, int]], color: str, *, empty: bool = True
+) -> None:
+    """A box in cells, some of them filled; the others are drawn if `empty`."""
     left, top, right, bottom = box
     width, height = (right - left) / columns, (bottom - top) / rows
 
@@ -155,7 +344,8 @@ def _grid(page: Page, box: Box, rows: int, columns: int, held: Iterable[tuple[in
         x, y = left + column * width, top + row * height
         return x, y, x + width, y + height
 
-    fill(page.ink, [cell(row, c) for row in range(rows) for c in range(columns)], IDLE, edge="#c6ccd2", width=0.6)
+    others = [cell(row, column) for row in range(rows) for column in range(columns)] if empty else []
+    fill(page.ink, others, IDLE, edge="#c6ccd2", width=0.6)
     fill(page.ink, [cell(row, column) for row, column in held], color, edge="white", width=0.6)
 
 
@@ -164,7 +354,9 @@ def say(page: Page, x: float, y: float, text: str, *, size: float = 8.5, color: 
     page.ink.text(x, y, text, **({"size": size, "color": color, "va": "center"} | looks))
 
 
-PICTURES: Mapping[str, Callable[[Path], None]] = {"timeline.svg": timeline, "value.svg": value, "layer.svg": layer}
+PICTURES: Mapping[str, Callable[[Path], None]] = {
+    f"{draw.__name__}.svg": draw for draw in (timeline, value, layer, sharding, schedules, context, experts, mesh)
+}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
