@@ -259,8 +259,9 @@ class CollectiveVerbs(MessageVerbs):
     def all_to_all(self, value: Value, *, axis: str | None = None, among: Sequence[int] | None = None) -> Handle[Value]:
         """Exchange the members' pieces: each sends every other one its share.
 
-        The value says which way. Buffers of all experts for a rank's microbatches become buffers of its own experts for
-        all members' microbatches; buffers of some experts return, in the group's order of microbatches.
+        What the value holds decides the direction. Buffers of all experts for a rank's microbatches become buffers of
+        its own experts for all members' microbatches; buffers of some experts return, in the group's order of
+        microbatches.
 
         Args:
             value: an activation or its gradient.

@@ -43,7 +43,7 @@ class UpdateVerbs(LoadingVerbs):
         return output
 
     def accumulate(self, gradient: Value) -> None:
-        """Add a weight's gradient to the one that `grad_weights` has of this weight, or put it there as the first.
+        """Add a weight's gradient to `grad_weights[layer]`, or store it there if it is the first.
 
         Raises:
             Refused: as `add` does.
@@ -52,9 +52,10 @@ class UpdateVerbs(LoadingVerbs):
         sums[layer] = self.add(sums[layer], gradient) if layer in sums else gradient
 
     def norm(self, layer: int, gradient: Value) -> Value:
-        """Compute the sum of the squares of a finished gradient: a scalar, one layer's or slice's part of the model's.
+        """Compute the sum of squares of a finished gradient: a scalar, one layer's or slice's part of the model's.
 
-        Add the parts of all layers, and `all_reduce` them over the ranks that have others; `update` takes the sum.
+        Add the parts of all layers, and `all_reduce` the sum over the ranks that have other layers or slices. `update`
+        takes the result.
 
         Raises:
             Refused: for a gradient that lacks a microbatch, and for what is no weight's gradient.
@@ -63,18 +64,18 @@ class UpdateVerbs(LoadingVerbs):
         return self._one(OpKind.NORM, layer, (gradient,), partial(update.norm, len(self.layers)))
 
     def wants_norm(self) -> bool:
-        """Whether the optimizer may limit the norm of the whole gradient: of real models; the puzzles' has no limit."""
+        """Return whether `update` wants a norm, by which the optimizer may clip. The puzzles' optimizer never does."""
         return self._world.sizes.clips
 
     def wants_direction(self, layer: int) -> bool:
-        """Whether the optimizer steps whole matrices of a layer, as Muon does: to update a slice takes a direction."""
+        """Return whether `update` of a slice needs a direction: if the optimizer steps whole matrices, as Muon does."""
         return layer in self._rules.directed
 
     def direction(self, layer: int, gradient: Value, opt_state: Value, norm: Value | None = None) -> Value:
-        """Compute the way in which an optimizer would go with a finished gradient; of the optimizer state's slices.
+        """Compute the direction of an optimizer's step, for an optimizer such as Muon that steps whole matrices.
 
-        Muon goes along a momentum, and makes whole matrices of it orthogonal. Where ranks have slices of a layer,
-        `all_gather` their directions, and give the whole to `update`. The optimizer state stays as it is.
+        Muon makes whole matrices of a momentum orthogonal. If ranks have slices of a layer, each computes the direction
+        of its slice; `all_gather` them, and give the whole to `update`. The optimizer state stays as it is.
 
         Args:
             gradient: of the optimizer state's slice, or of more.
@@ -174,15 +175,16 @@ class ComputeVerbs(UpdateVerbs):
     ) -> Value | Values:
         """Compute a layer's outputs: of activation l, activation l + 1.
 
-        What the layer needs for the backward pass is kept with the first input, by each slice of the weight of its own.
+        What the layer needs for the backward pass is kept with the first input, for each slice of the weight by itself.
 
         Args:
             inputs: the layer's input; a tuple if it has several.
             weight: the layer's weight, complete or a slice along which the layer can be cut.
             save: keep what the backward pass needs. Otherwise `backward` computes it again, if the layer has one input
                 and one output; any other layer's `forward` must be called again before its backward pass.
-            part: (which, of how many) equal parts of the experts it dispatches tokens to: the other ranks' that are
-                given the same tokens. The gradients of its inputs and its weight are then terms of a sum.
+            part: (which, of how many) equal parts of the experts. A layer that dispatches tokens to experts then makes
+                the buffers of this part only, since other ranks with the same tokens make the others. The gradients of
+                its inputs and its weight are then terms of a sum.
 
         Returns:
             The output; a tuple if `inputs` is one.

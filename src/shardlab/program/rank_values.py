@@ -100,9 +100,12 @@ class LoadingVerbs(RankContext):
         return Holds(1 << shard, of)
 
     def zero_gradient(self, layer: int, shard: int = 0, of: int = 1) -> Value:
-        """A weight's gradient of no microbatch at all: zeros, of slice `shard` of `of` equal ones.
+        """Make a weight's gradient of no microbatch: zeros.
 
-        A rank that has no microbatch gives it where others give theirs.
+        A rank without a microbatch gives it to a reduction, to which others give their gradients.
+
+        Args:
+            shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
         """
         holds = self._slice_of_weights(OpKind.ZERO_GRADIENT.value, layer, shard, of)
         value = self.make(Spec(form_of(Kind.GRAD_WEIGHT, layer, 0, self._rules.space, holds)))
@@ -143,11 +146,19 @@ class SlicingVerbs(RankContext):
     """Slices of a value, and their concatenation."""
 
     def slice(self, value: Value, index: int, of: int) -> Value:
-        """Slice `index`, from 0, of `of` equal ones: of what a value holds of its parameters, or of its tokens.
+        """Cut one of several equal slices out of a value: of the parameters that it holds, or of its tokens.
 
-        Tokens are cut as `reduce_scatter` deals them: every sequence, where the mesh cuts sequences; else the batch, in
-        whole microbatches. Tokens that were put together from so many pieces are cut into these, which may be unequal.
-        The slice is a view of the value's memory, which stays until the last of both is freed.
+        Tokens are cut as `reduce_scatter` deals them: every sequence is cut if the mesh cuts sequences, otherwise the
+        batch is cut into whole microbatches. A value that was put together from `of` pieces is cut into these pieces,
+        which may be unequal. The slice is a view of the value's memory, which stays until both are freed.
+
+        Args:
+            value: a weight, an optimizer state, an activation or a gradient.
+            index: which slice, from 0.
+            of: the number of slices.
+
+        Raises:
+            Refused: for a slice that does not exist, for a scalar, and for tokens that do not divide.
         """
         spec = self._read(value, "slice")
         if index.__class__ is not int or of.__class__ is not int:
@@ -163,9 +174,13 @@ class SlicingVerbs(RankContext):
         return output
 
     def concatenate(self, values: Iterable[Value]) -> Value:
-        """Pieces of one value side by side, in new memory: what `all_gather` makes of those that several ranks give.
+        """Put pieces of one value side by side, in new memory, as `all_gather` does with the pieces of several ranks.
 
-        They may be given in any order: each goes where it belongs.
+        Args:
+            values: the pieces, in any order. Each piece knows where it belongs.
+
+        Raises:
+            Refused: for no piece, and as `all_gather` does.
         """
         read = [values] if isinstance(values, Value) else list(values)
         if not read:
@@ -180,11 +195,19 @@ class ScalingVerbs(RankContext):
     """Gradients multiplied by numbers that are known, or cancel; values in numbers of fewer bytes, or of more."""
 
     def scale(self, value: Value, by: Factor | Fraction | int) -> Value:
-        """A gradient times a rational, or times token counts: those of `tokens`, multiplied and divided.
+        """Multiply a gradient by a rational number, or by token counts.
 
-        Gradients are shares of the step's mean: each microbatch's loss is weighted by its share of the tokens. One that
-        was scaled is summed with others that were scaled alike, and is used by an update when all factors cancel.
-        Gradients of a weight from the same microbatches may be summed in shares: two halves are all of it.
+        Gradients are shares of the step's mean: each microbatch's loss is weighted by its share of the tokens. A scaled
+        gradient can be added to gradients with the same factor only, and `update` takes it when all factors cancel.
+        Gradients of a weight from the same microbatches may be added in shares: two halves are all of it.
+
+        Args:
+            value: a gradient.
+            by: an integer, a Fraction, or a product or quotient of results of `tokens`.
+
+        Raises:
+            Refused: for anything but a gradient, for a factor of 0, and for one by which gradients would overflow or be
+                lost.
         """
         spec = self._read(value, "scale")
         if by.__class__ is not Factor:
@@ -196,22 +219,25 @@ class ScalingVerbs(RankContext):
         return self._made_of([value], OpKind.SCALE, partial(sums.scale, spec, by), factor=by)
 
     def cast(self, value: Value, dtype: str = "") -> Value:
-        """A copy of a value in other numbers: in fewer bytes to be moved, in more of them to be summed.
+        """Copy a value into another dtype: into a smaller one to move it, into a larger one to add it up.
 
-        Layers compute in the numbers of a kind, so what was cast is cast back before; a weight's gradient in any dtype
-        is good for a norm and an update.
+        A layer computes in the dtype that the run's precision gives to each kind of value. So a weight or an activation
+        is cast back before a layer reads it. `norm` and `update` take a weight's gradient in any dtype.
 
         Args:
             value: a weight, an activation or a gradient.
-            dtype: torch's name of them, as `bfloat16`; nothing for those of its kind, as the run's precision says.
+            dtype: torch's name, such as `bfloat16`; "" for the dtype of the value's kind.
         """
         spec = self._read(value, "cast")
         return self._made_of([value], OpKind.CAST, partial(sums.cast, spec, dtype), dtype=dtype)
 
     def tokens(self, microbatches: Iterable[int] | None = None) -> Factor:
-        """How many tokens of some microbatches count in the loss, as a factor (None: those of the whole step).
+        """Return the number of tokens of some microbatches that count in the loss, as a factor for `scale`.
 
-        The number is known when a step runs; while the program is traced it is a symbol.
+        The number is known when a step runs. While the program is traced it is a symbol.
+
+        Args:
+            microbatches: their numbers (None: all microbatches of the step).
         """
         numbers = list(self.microbatches) if microbatches is None else list(microbatches)
         if not numbers or not set(numbers) <= set(self.microbatches):
@@ -236,11 +262,11 @@ class CopyingVerbs(RankContext):
     """Copies that start at once; `await` the handle for the copy."""
 
     def offload(self, value: Value, to: str = "host") -> Handle[Value]:
-        """Copy a value elsewhere, so that its memory on the device can be freed.
+        """Copy a value to the host's memory or to the disk, so that its memory on the device can be freed.
 
-        It can be kept there, and reloaded. In the host's memory weights' gradients are also added, and weights that lie
-        there with their optimizer states updated, by the host's processors. What a layer has kept of an activation is
-        not copied: its layer's backward pass computes it again.
+        The copy can be kept there and reloaded. In the host's memory, gradients of weights can also be added, and
+        weights can be updated if their optimizer states lie there too: the host's processors compute both. What a layer
+        has kept for the backward pass of an activation is not copied. Its backward pass computes it again.
 
         Args:
             value: a weight, an optimizer state, an activation or a gradient, on the device.
