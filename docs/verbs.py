@@ -1,0 +1,187 @@
+"""The reference page of a rank's verbs, from their docstrings: `python docs/verbs.py` writes docs/verbs.md.
+
+Every public method of `Rank` is in one of `GROUPS`, or in `MACHINERY` if programs do not call it. A test keeps the page
+complete and up to date.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardlab.program import Rank
+
+PAGE = Path(__file__).parent / "verbs.md"
+WIDTH = 120
+"""Columns at which prose is wrapped."""
+
+HEAD = """\
+# Verbs of a rank
+
+These are the methods of `Rank`, with which a [strategy](strategies.md) is written. The page is made from their
+docstrings by [verbs.py](verbs.py): `python docs/verbs.py` writes it again.
+
+A verb is one of three kinds. What computes is a plain call. What communicates or copies starts at once and returns a
+*handle*: `await` waits for its result. So `await rank.all_gather(w)` blocks, while `handle = rank.all_gather(w)`, other
+work and `w = await handle` overlap. `batch_p2p` is a context manager.
+
+Every verb refuses wrong use at the line that is wrong, with the rank and the op: a value that was freed, that belongs
+to another rank or that is still a handle; a layer or an axis that does not exist. The other reasons stand with each
+verb. The [glossary](glossary.md) explains the words.
+"""
+
+TYPES = {
+    "Value": "A value of this rank. While the program is traced it knows what it is, and has no data.",
+    "Values": "A tuple of values.",
+    "Handle": "A communication or a copy under way. `await` it for its result, in brackets.",
+    "Factor": "A rational number times token counts that are known when a step runs.",
+    "Fraction": "Python's `fractions.Fraction`.",
+    "Part": "A tuple (which, of how many) of equal parts, counted from 0.",
+    "Expected": "A tuple (store's name, layer, microbatch or microbatches): the message that a receive means.",
+    "By": "How a reduction combines values: `sum`, `mean`, `min` or `max`. Gradients and terms take `sum`. The others "
+    "are for scalars, and for weights or gradients that are equal on all members.",
+    "Group": "The ranks that meet in a collective, in order: `group.ranks` has their numbers.",
+    "Kind": "The kind of a value. Its text is the name of the store that keeps it.",
+    "Store": "A dictionary of values of one kind. Two keys may name one value, which is freed when its last key goes.",
+    "Iterable": "Anything that can be iterated.",
+    "Sequence": "A list, a tuple or a range.",
+}
+"""What the types in signatures are."""
+
+GROUPS = {
+    "Places": "group coordinate share stage_layers weight_of store",
+    "Loading": "load_weights load_weight load_opt_state load_batch zero_gradient",
+    "Passes of layers": "forward loss loss_stats backward backward_input backward_weight attend attend_backward",
+    "Sums and updates": "add accumulate wants_norm norm wants_direction direction update",
+    "Slices and numbers": "slice concatenate scale tokens cast",
+    "Collectives": "all_reduce all_gather reduce_scatter all_to_all broadcast scatter gather reduce barrier",
+    "Messages": "send recv exchange batch_p2p",
+    "Other memory": "offload reload",
+}
+"""Headings of the page, and the verbs below each."""
+
+MACHINERY = frozenset({"make", "refuse", "refuse_to_store", "forget_key", "emit_wait", "release", "end"})
+"""Public methods that tracing calls, and programs do not."""
+
+
+class Text(NamedTuple):
+    """Parts of a docstring.
+
+    Attributes:
+        paragraphs: what comes before its sections; the first one is the summary.
+        sections: (name, text) of each entry of a section, by the section's title. The name of a result is empty.
+    """
+
+    paragraphs: list[str]
+    sections: dict[str, list[tuple[str, str]]]
+
+
+def verbs() -> dict[str, Callable[..., Any]]:
+    """Find all public methods of a rank."""
+    return {name: method for name, method in inspect.getmembers(Rank, callable) if not name.startswith("_")}
+
+
+def parsed(docstring: str) -> Text:
+    """Take a docstring of Google's style apart."""
+    before, *rest = re.split(r"^(Args|Attributes|Returns|Raises):\n", docstring + "\n", flags=re.MULTILINE)
+    paragraphs = [" ".join(paragraph.split()) for paragraph in before.strip().split("\n\n")]
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for title, text in zip(rest[::2], rest[1::2], strict=True):
+        entries = re.split(r"\n(?=\S)", textwrap.dedent(text).strip())
+        pairs = [entry.partition(": ") for entry in entries]
+        sections[title] = [
+            ("", " ".join(entry.split())) if title == "Returns" else (" ".join(name.split()), " ".join(words.split()))
+            for entry, (name, _, words) in zip(entries, pairs, strict=True)
+        ]
+    return Text(paragraphs, sections)
+
+
+def wrapped(text: str, lead: str = "") -> str:
+    """Wrap prose; what stands between backticks stays in one line."""
+    whole = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(whole, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead), break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ") + "\n"
+
+
+def signature(name: str, method: Callable[..., Any]) -> str:
+    """How a verb is called: in a line, or with a line for each parameter."""
+    found = inspect.signature(method)
+    parameters: list[str] = []
+    for parameter in list(found.parameters.values())[1:]:
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
+            parameters.append("*")
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}".replace("'", '"')
+        parameters.append(f"{parameter.name}: {parameter.annotation}{default}")
+    if is_context(method):
+        return f"with rank.{name}({', '.join(parameters)}):"
+    line = f"rank.{name}({', '.join(parameters)}) -> {found.return_annotation}"
+    if len(line) <= WIDTH:
+        return line
+    return "\n    ".join([f"rank.{name}(", *[f"{parameter}," for parameter in parameters]]) + (
+        f"\n) -> {found.return_annotation}"
+    )
+
+
+def is_context(method: Callable[..., Any]) -> bool:
+    return inspect.isgeneratorfunction(inspect.unwrap(method))
+
+
+def kind(method: Callable[..., Any]) -> str:
+    """What a call returns."""
+    if is_context(method):
+        return "context manager"
+    return "call with a handle" if "Handle" in str(inspect.signature(method).return_annotation) else "plain call"
+
+
+def section(name: str, method: Callable[..., Any]) -> Iterator[str]:
+    """Yield the paragraphs of a verb."""
+    text = parsed(inspect.getdoc(method) or "")
+    yield f"### {name}\n"
+    yield f"```text\n{signature(name, method)}\n```\n"
+    for paragraph in text.paragraphs:
+        yield wrapped(paragraph)
+    if entries := text.sections.get("Args"):
+        yield "".join(wrapped(f"{quoted(names)}: {words}", "- ") for names, words in entries)
+    for _, words in text.sections.get("Returns", ()):
+        yield wrapped(f"Returns: {words[0].lower()}{words[1:]}")
+    for error, words in text.sections.get("Raises", ()):
+        yield wrapped(f"Raises `{error}` {words}")
+
+
+def quoted(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split(", "))
+
+
+def attributes() -> Iterator[str]:
+    """Yield what a rank has beside its methods, from the docstring of the class that says so."""
+    for base in Rank.__mro__:
+        for names, words in parsed(inspect.getdoc(base) or "").sections.get("Attributes", ()):
+            yield wrapped(f"{quoted(names)}: {words}", "- ")
+        if "Attributes:" in (inspect.getdoc(base) or ""):
+            return
+
+
+def page() -> str:
+    """Write the page."""
+    known = verbs()
+    parts = [HEAD, "| verb | is a | what it does |\n| --- | --- | --- |\n"]
+    for names in GROUPS.values():
+        for name in names.split():
+            summary = parsed(inspect.getdoc(known[name]) or "").paragraphs[0]
+            parts[-1] += f"| [{name}](#{name}) | {kind(known[name])} | {summary} |\n"
+    parts += ["## Types\n", "| type | what it is |\n| --- | --- |\n"]
+    parts[-1] += "".join(f"| `{name}` | {words} |\n" for name, words in TYPES.items())
+    parts += ["## Attributes\n", "".join(attributes())]
+    for heading, names in GROUPS.items():
+        parts.append(f"## {heading}\n")
+        for name in names.split():
+            parts += section(name, known[name])
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
