@@ -67,6 +67,9 @@ GROUPS = {
 MACHINERY = frozenset({"make", "refuse", "refuse_to_store", "forget_key", "emit_wait", "release", "end"})
 """Public methods that tracing calls, and programs do not."""
 
+TRACING = frozenset({"sizes", "ops", "handles"})
+"""Public attributes that tracing reads, and programs do not."""
+
 
 class Text(NamedTuple):
     """Parts of a docstring.
@@ -157,12 +160,11 @@ def quoted(names: str) -> str:
 
 
 def attributes() -> Iterator[str]:
-    """Yield what a rank has beside its methods, from the docstring of the class that says so."""
-    for base in Rank.__mro__:
-        for names, words in parsed(inspect.getdoc(base) or "").sections.get("Attributes", ()):
-            yield wrapped(f"{quoted(names)}: {words}", "- ")
-        if "Attributes:" in (inspect.getdoc(base) or ""):
-            return
+    """Yield what a rank has beside its methods, from the docstrings of its classes."""
+    for base in reversed(Rank.__mro__):
+        for names, words in parsed(inspect.cleandoc(base.__doc__ or "")).sections.get("Attributes", ()):
+            if names not in TRACING:
+                yield wrapped(f"{quoted(names)}: {words}", "- ")
 
 
 def page() -> str:
