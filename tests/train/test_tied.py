@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, repeat
+from pathlib import Path
 from unittest.mock import DEFAULT, patch
 
 import pytest
 import torch
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
+from shardlab.cli import main
 from shardlab.execute import compute
 from shardlab.execute.state import State
 from shardlab.models import GPT, MoE
 from shardlab.models.tensors import Choice, Writer, named_views
 from shardlab.program import Mesh, Op, OpKind, Rank, Refused, UserError, trace
+from shardlab.program.precision import Optimizer
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.single import single
+from shardlab.train.cases import SHARD
 from shardlab.train.job import Job
 from shardlab.train.verdict import Verdict
 from shardlab.train.verify import verify_rank
@@ -93,6 +98,51 @@ def test_whole_blocks_between_embedding_and_head_are_layers_with_one_activation_
     cut = Job("ddp", 2, 2, model(), 2).cut
     assert [cut.place(layer) for layer in range(cut.layers)] == ["embedding", "block 0", "block 1", "block 2", "head"]
     assert all(len(run.inputs) == len(run.outputs) == 1 for run in cut.runs)
+
+
+WHOLE = ["embedding", "block 0", "block 1", "block 2", "head"]
+SHARDED = Plan(Mesh(dp_shard=2), shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=SHARD)
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(Mesh(dp_replicate=2)), SHARDED, replace(SHARDED, recompute="full")])
+def test_a_plan_cuts_whole_blocks_unless_a_pipeline_or_slices_want_finer_layers(plan: Plan) -> None:
+    def places(plan: Plan) -> list[str]:
+        cut = Job(plan, plan.mesh.world, 4, model(), 2).cut
+        return [cut.place(layer) for layer in range(cut.layers)]
+
+    assert places(plan) == WHOLE
+    for finer in ({"pp": 2}, {"tp": 2}, {"cp": 2}):
+        assert len(places(replace(plan, mesh=replace(plan.mesh, **finer)))) > len(WHOLE)
+    assert len(places(replace(plan, recompute="selective"))) > len(WHOLE)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("freeze", [(), (0,), (2,)], ids=["all trained", "embedding frozen", "last block frozen"])
+def test_a_plan_of_whole_blocks_computes_the_numbers_of_one_device(
+    ranks: World, optimizer: Optimizer, freeze: tuple[int, ...]
+) -> None:
+    plan = replace(SHARDED, recompute="full", freeze=freeze)
+    job = Job(plan, 2, 4, replace(model(), dropout=0.1), 2, "fp64", optimizer=optimizer)
+    said = ranks(2).call(verify_rank, CPU, job, 2, {}, 0.1)[0]
+    assert said.ok, said
+
+
+def test_stages_beyond_the_whole_blocks_are_refused_in_layers() -> None:
+    with pytest.raises(UserError, match="layers_per_stage is 1, 2, but 5 layers are to be cut into 2"):
+        Job(Plan(stages_per_rank=2, schedule="interleaved-1f1b", layers_per_stage=(1, 2)), 1, 2, model(), 2).checked()
+
+
+def test_a_run_in_half_blocks_continues_in_whole_blocks(tmp_path: Path) -> None:
+    words = ["--dp-shard", "1", "--tied", "--layers", "3", "--hidden-size", "16", "--seq-len", "8", "--steps"]
+    found: list[dict[str, torch.Tensor]] = []
+    for name, finer in (("whole", []), ("halves", ["--recompute", "selective"])):
+        folder = str(tmp_path / name)
+        assert main(["train", *words, "2", *finer, "--save-every", "2", "--out", folder]) == 0
+        assert main(["train", "--resume", folder, "--dp-shard", "1", "--steps", "4"]) == 0
+        found.append(load_file(tmp_path / name / "weights.safetensors"))
+    whole, halves = found
+    for part, expected in whole.items():
+        torch.testing.assert_close(halves[part], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_pipeline_of_whole_blocks_refuses_it_and_names_the_remedy() -> None:

@@ -80,9 +80,9 @@ class CutModel(Model):
 
     @property
     def block_bounds(self) -> tuple[int, ...]:
-        """Each block's first norm, and at last the head's; none where experts or blocks are layers."""
+        """Each block's first layer, and at last the head's; none where experts are layers."""
         if self.has_blocks:
-            return ()
+            return tuple(range(1, self.layers))
         first: dict[str, int] = {}
         for layer, run in enumerate(self.runs):
             last = run.steps[-1]
@@ -300,7 +300,7 @@ def cut_for(
     """The model as a program's layers are: cut finer where the mesh slices layers, or the plan or a tie says so.
 
     Args:
-        planned: whether a plan is followed, which wants half-blocks where a head is tied.
+        planned: whether a plan is followed. Its pipelines cut a model with a tied head into half-blocks.
         attention_apart: whether that plan wants attention to be a step of its own.
         ulysses: how many neighbours of `cp` exchange slices of sequences for heads in that plan.
         columns: whether the program wants every matrix cut by columns.
@@ -319,7 +319,7 @@ def cut_for(
     apart = mesh.cp > 1 or attention_apart
     if ulysses > 1:
         _want_heads(model, mesh.tp, ulysses)
-    if mesh.ep > 1 or mesh.tp > 1 or apart or (tied and planned) or columns or tiles > 1:
+    if mesh.ep > 1 or mesh.tp > 1 or apart or (tied and planned and mesh.pp > 1) or columns or tiles > 1:
         ep = mesh.ep * mesh.cp
         return cut(model, tp=mesh.tp, ep=ep, tiles=tiles, attention_apart=apart, columns=columns, halves=planned)
     return cut_at_tie(model) if tied and mesh.pp == 1 else model

@@ -197,7 +197,7 @@ class Model(ABC):
 
     @property
     def block_bounds(self) -> tuple[int, ...]:
-        """Where blocks of several layers begin, and where the last one ends; none if layers are blocks themselves."""
+        """Where blocks begin, and where the last one ends; none if each layer is a block."""
         return ()
 
     @property

@@ -20,7 +20,7 @@ class AlikeBlocks:
 
     Args:
         model: whole.
-        mesh: whose tp, cp and ep cut it.
+        mesh: whose tp, cp and ep cut it, and the blocks of a tied model if it has pp.
         apart, ulysses: as `cut_for` takes them.
 
     Attributes:
@@ -55,4 +55,4 @@ def _alike(model: Any, mesh: Mesh, apart: bool, ulysses: int) -> AlikeBlocks | N
 
 def alike_blocks(model: Blocks, mesh: Mesh, *, apart: bool = False, ulysses: int = 1) -> AlikeBlocks | None:
     """The model in the layers of plans on a mesh; None: the code that cuts models does not accept it."""
-    return _alike(model, Mesh(cp=mesh.cp, tp=mesh.tp, ep=mesh.ep), apart or mesh.cp > 1, ulysses)
+    return _alike(model, Mesh(pp=min(mesh.pp, 2), cp=mesh.cp, tp=mesh.tp, ep=mesh.ep), apart or mesh.cp > 1, ulysses)

@@ -103,7 +103,7 @@ class ShapeLayers:
         """Seconds and bytes of the shape's layers, if so much is computed again."""
         mesh = shape.mesh
         key = (
-            (mesh.tp, mesh.cp, mesh.ep, shape.micro_batch_size, shape.precision.name),
+            (mesh.pp > 1, mesh.tp, mesh.cp, mesh.ep, shape.micro_batch_size, shape.precision.name),
             (shape.sequence_parallel, shape.recompute == "selective", recompute, shape.context, shape.ulysses_degree),
             shape.stripes,
         )
@@ -190,7 +190,8 @@ class ShapeLayers:
     def _resolved(self, shape: PlanShape, plan: Plan) -> tuple[Sizes, Mapping[int, LayerPlan]]:
         """The sizes of a shape's values, and its layers as a rank runs them, which no microbatch's size changes."""
         mesh, model, size = shape.mesh, blocks_of(self.problem, shape).short, shape.micro_batch_size
-        key = mesh.tp, mesh.cp, mesh.ep, shape.sequence_parallel, shape.precision.name, plan.recompute, shape.stripes
+        cut = mesh.pp > 1, mesh.tp, mesh.cp, mesh.ep
+        key = cut, shape.sequence_parallel, shape.precision.name, plan.recompute, shape.stripes
         if key not in self._of_one:
             elements = model.sizes(1, shape.precision.bytes(Kind.ACTIVATION))
             sizes = plan.counted(shape.precision.sizes(elements, self.problem.optimizer))

@@ -59,7 +59,8 @@ class _Key:
     def __init__(self, sample: Workload, several: bool, host_seconds: float) -> None:
         self.sample = sample  # so that its cluster and recipe live as long
         numbers = sample.precision, sample.optimizer, sample.ema, sample.micro_batch_size, sample.microbatches
-        self.parts = (sample.plan, sample.model, numbers, id(sample.cluster), id(sample.recipe), several, host_seconds)
+        cut = sample.plan, sample.model, sample.cut.layers
+        self.parts = (cut, numbers, id(sample.cluster), id(sample.recipe), several, host_seconds)
 
     def __hash__(self) -> int:
         return hash(self.parts)
@@ -107,12 +108,13 @@ def _on_one_rank(workload: Workload, done: Collection[type], cuts: Cuts) -> Work
         reduce_at="step",
         recompute=plain if cuts is None else "full",
     )
-    sample = replace(workload, plan=sampled, microbatches=(3 if both else 2) * plan.mesh.ep)
     if cuts:
-        layers = model_layers(sample.sizes)
+        layers = model_layers(workload.sizes)
         stages = {layers.pipeline_cuts.index(block[0] + cut) for block in layers.recomputable for cut in cuts}
         each = [stop - start for start, stop in pairwise((0, *sorted(stages), layers.pipeline_units))]
-        sample = replace(sample, plan=replace(sampled, stages_per_rank=len(each), layers_per_stage=tuple(each)))
+        sampled = replace(sampled, stages_per_rank=len(each), layers_per_stage=tuple(each))
+    sample = replace(workload, plan=sampled, microbatches=(3 if both else 2) * plan.mesh.ep)
+    sample.__dict__["cut"] = workload.cut  # a pipeline may want finer layers than a plan of one rank
     return sample
 
 

@@ -35,11 +35,12 @@ class Sizes:
         saves_residual: whether `saved[l]` has the residual stream in it that layer l makes (empty: no layer's has).
         element_bytes: bytes of one element, by kind.
         signatures: what each layer takes and makes (empty: an activation, from a weight that is not sliced).
-        tied: whether the last of several half-blocks, the head, computes with the weight of the first one, the
+        tied: whether the last of several layers, the head, computes with the weight of the first one, the
             embedding, and has none of its own (`weights[-1]` is 0).
         residual: elements of the residual stream where it is carried beside the activations, for one microbatch.
         routing: elements of what a router says of one microbatch's tokens.
-        blocks: where the blocks of half-blocks begin, each with a norm, and where the last one ends.
+        blocks: where blocks begin and the last one ends, if they are half-blocks, each with a norm, or if embedding
+            and head are layers of their own (empty: each layer is a block).
         weight_blocks: the blocks of the whole model whose parameters layer l has (empty: layer l is block l).
         stats: elements that the loss needs of one slice of the logits, for one microbatch.
         queries, keys_values: elements of a PROJECT layer's results, for one microbatch.

@@ -25,7 +25,7 @@ class ModelLayers:
 
     Attributes:
         layers: each layer's signature: what it takes and makes, and whose weight it computes with.
-        blocks: where the blocks of finer layers begin, and where the last one ends (empty: each layer is a block).
+        blocks: where blocks begin and the last one ends, if not every layer is one (empty: each layer is a block).
     """
 
     layers: tuple[Layer, ...]
@@ -72,7 +72,7 @@ class ModelLayers:
     @property
     def units_text(self) -> str:
         """Words for these units in a message."""
-        if self.blocks:
+        if self.blocks and self.pipeline_units < len(self.layers):
             halves, blocks = self.pipeline_units - 1, len(self.blocks) - 1
             return f"{counted(halves, 'half-block')} of {counted(blocks, 'block')}, and the head,"
         return counted(self.pipeline_units, "layer" if self.pipeline_units == len(self.layers) else "part")
