@@ -13,11 +13,11 @@ from shardlab.models.primitives import Norm
 from shardlab.models.run import Run
 from shardlab.program import Mesh
 
-S, H, HEADS, ROWS = 256, 128, 4, 3
+S, H, HEADS, ROWS = 256, 256, 4, 3
 """Tokens, features, attention heads, and sequences of a microbatch."""
 
 GPT3 = GPT(layers=3, hidden_size=H, heads=HEADS, seq_len=S, dropout=0.1)
-LLAMA = Llama(layers=3, hidden_size=H, heads=HEADS, seq_len=S, ffn_hidden_size=384)
+LLAMA = Llama(layers=3, hidden_size=H, heads=HEADS, seq_len=S, ffn_hidden_size=4 * H)
 
 
 def halves_of(model: GPT | Llama) -> CutModel:
@@ -82,13 +82,13 @@ def test_what_sequence_parallelism_gathered_stays_as_a_slice(slices: int) -> Non
 
 @pytest.mark.parametrize("model", [LLAMA, halves_of(LLAMA)], ids=["whole", "halves"])
 def test_swiglu_in_two_kernels_keeps_what_is_between_them(model: Model) -> None:
-    assert sum(saved(model, Kept(activated=True))) - sum(saved(model, AUTOGRAD)) == 3 * ROWS * S * 384
+    assert sum(saved(model, Kept(activated=True))) - sum(saved(model, AUTOGRAD)) == 3 * ROWS * S * 4 * H
     assert saved(GPT3, Kept(activated=True)) == saved(GPT3, AUTOGRAD), "GELU is one kernel"
 
 
 def test_of_every_second_product_a_block_keeps_attention_and_the_odd_products() -> None:
     """Of queries, keys, values, output, gate, up and down: keys, output and up, and attention's result."""
-    products = S * H + S * H + S * 384  # keys and output, up
+    products = S * H + S * H + S * 4 * H  # keys and output, up
     result = S * H
     middle = kept_elements(LLAMA, 1, ROWS, Kept(per_op=True), 2)
     assert middle <= ROWS * (products + result + S * H)
@@ -101,7 +101,7 @@ def test_of_every_second_product_a_block_keeps_attention_and_the_odd_products() 
 @pytest.mark.parametrize("model", [GPT3, LLAMA, halves_of(GPT3), halves_of(LLAMA)], ids=str)
 def test_what_an_activation_function_made_is_made_again(model: Model) -> None:
     less = sum(saved(model, AUTOGRAD)) - sum(saved(model, EXECUTOR))
-    assert less == 3 * ROWS * S * (384 if model in (LLAMA, halves_of(LLAMA)) else 4 * H)
+    assert less == 3 * ROWS * S * 4 * H
 
 
 def test_a_product_that_nobody_reads_is_the_feed_forwards_last() -> None:

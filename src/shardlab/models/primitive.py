@@ -33,8 +33,11 @@ Pieces = Mapping[str, int]
 
 
 LARGE = 2**14
-"""Elements of a weight from which on calls for its product alone are worth their time: of what it is multiplied by,
-made again, and of oneDNN."""
+"""Elements of a weight from which on its product is worth a choice of kernels."""
+
+RECOMPUTED_FROM = 2**17
+"""Elements of a weight from which on an activation that it is multiplied by is computed again in the backward pass. It
+takes a thirtieth of a step of a model with 128 features, and less of wider ones: products grow faster."""
 
 INTEGERS = ("choices", "slots")
 """Tensors of integers."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shardlab.models.kernels import Kernel
 from shardlab.models.layout import LayerLayout, Parameter
-from shardlab.models.primitive import LARGE, Primitive, Step
+from shardlab.models.primitive import RECOMPUTED_FROM, Primitive, Step
 from shardlab.models.primitives import Add, Linear
 from shardlab.rules.compose import carried_of, crossing, is_attention
 from shardlab.rules.kind import Kind
@@ -176,8 +176,8 @@ class Run:
         return beside + self._elements(kept, rows) + self._elements(mine, rows)
 
     def _large(self, product: Primitive) -> bool:
-        """Whether calls of Python for a slice's product are worth their time."""
-        return any(each.sliced(self.own_pieces).numel >= LARGE for each in product.parameters())
+        """Whether a slice's product takes so long that its operand may be computed again beside it."""
+        return any(each.sliced(self.own_pieces).numel >= RECOMPUTED_FROM for each in product.parameters())
 
     def _at(self, number: int) -> Primitive:
         return self.steps[number].primitive

@@ -35,7 +35,7 @@ SHARDINGS = {
 }
 """The columns: each is put on every pipeline. A new one is one line here."""
 
-WIDE = 2048
+WIDE = 16384
 """Hidden features with which both products of a feed-forward are large, also in two slices."""
 
 NO_PIPELINE = "none"
@@ -58,7 +58,7 @@ class Case:
         microbatches: of the step.
         dropout: the model's.
         passes: what rewrites the program, by name (None: what the plan says, or else nothing).
-        ffn_hidden_size: the model's (None: its usual one, whose products are small; see `LARGE`).
+        ffn_hidden_size: the model's (None: its usual one, whose products are small; see `WIDE`).
     """
 
     row: str

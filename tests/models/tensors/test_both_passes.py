@@ -37,7 +37,7 @@ from tests.support.thorough import sampled
 
 ROWS = 3
 SMALL: WithHeads = {"layers": 2, "hidden_size": 16, "heads": 4, "vocab_size": 30, "seq_len": 8}
-LARGE: WithHeads = {"layers": 2, "hidden_size": 96, "heads": 4, "vocab_size": 30, "seq_len": 8}
+LARGE: WithHeads = {"layers": 2, "hidden_size": 256, "heads": 4, "vocab_size": 30, "seq_len": 8}
 """Of a model whose feed-forward's products are large, in two slices too."""
 
 WHOLE: list[Model] = [
@@ -63,8 +63,8 @@ CUT: Sequence[Model] = [
     cut(GPT(**SMALL, dropout=0.2), attention_apart=True),
     cut(MLP(layers=1, hidden_size=16, seq_len=8), tp=2, columns=True),
     cut(MoE(layers=1, hidden_size=16, heads=2, seq_len=8), ep=2),
-    cut(Llama(**LARGE, ffn_hidden_size=384), tp=2, attention_apart=True),
-    cut(MLP(layers=2, hidden_size=96, vocab_size=30, seq_len=8), tp=2, columns=True),
+    cut(Llama(**LARGE, ffn_hidden_size=1024), tp=2, attention_apart=True),
+    cut(MLP(layers=2, hidden_size=256, vocab_size=30, seq_len=8), tp=2, columns=True),
     cut(MoE(**SMALL), ep=2),
     cut(MoE(**LARGE, dropout=0.2), tp=2, ep=2),
     cut(Mixtral(**SMALL, ffn_hidden_size=24), tp=2, attention_apart=True),
