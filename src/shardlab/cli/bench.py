@@ -23,23 +23,25 @@ class BenchCollectives(Measuring):
     """Time every collective at every size, as nccl-tests does, check its results, and fit latency and bandwidth."""
 
     ranks: OptionalCount = None
-    """How many ranks; groups of every divisor are measured. Without it one for each core or GPU, two at least."""
+    """Number of ranks. Groups of every divisor are measured. Default: one for each GPU, or else each core, but at least
+    two."""
 
     min: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "1KB"
-    """The smallest size, of the whole value."""
+    """Smallest size of the whole value."""
 
     max: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "64MB"
-    """The largest size."""
+    """Largest size of the whole value."""
 
     factor: Count = 4
-    """Ratio of each size to the one before."""
+    """Ratio of each size to the previous one."""
 
     kinds: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KIND ...", help_behavior_hint="(default: all)")] = ()
-    """Which: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, barrier,
-    send_recv."""
+    """Collectives to measure: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter,
+    barrier, send_recv."""
 
     overlap: bool = True
-    """Measure them between and beside computations, too, as steps have them: the profile's figures are those."""
+    """Also measure collectives between and during computations, as they occur in steps. The profile then holds these
+    figures."""
 
     def run(self) -> int:
         from shardlab.cli.bench_summary import print_collectives
@@ -61,25 +63,26 @@ class BenchCollectives(Measuring):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCompute(Measuring):
-    """Time the model's layers in real training steps, and fit what each kind of kernel reaches."""
+    """Time the layers of the model in real training steps, and fit the speed of each kind of kernel."""
 
     ranks: OptionalCount = None
-    """How many processes compute at once; one alone is measured, too. Without it one for each core or GPU."""
+    """Number of processes that compute at once; one process alone is measured as well. Default: one for each GPU, or
+    else each core."""
 
     widths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="C ...")] = (64, 128, 256, 512)
     """Features of a token."""
 
     batches: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ROWSxTOKENS ...")] = ("1x64", "4x64", "2x256", "8x128")
-    """Microbatches: so many sequences of so many tokens."""
+    """Microbatches: numbers of sequences and of tokens in each."""
 
     dtype: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DTYPE ...")] = ("float32",)
     """Data types of weights and activations: float32, bfloat16, float16, float64."""
 
     vocab_size: Count = 256
-    """Tokens that the head tells apart."""
+    """Number of different tokens."""
 
     seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 1.0
-    """How long each model is trained for."""
+    """Time for which each model is trained."""
 
     def run(self) -> int:
         from shardlab.cli.bench_summary import print_compute
@@ -101,7 +104,7 @@ class BenchCompute(Measuring):
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure this machine, and keep what was found as its profile; or our strategies beside PyTorch's own parts."""
+    """Measure this machine and save the results as its profile; or compare our strategies with PyTorch's own."""
 
     what: Annotated[
         Annotated[BenchCollectives, subcommand("collectives", prefix_name=False)]

@@ -25,13 +25,13 @@ Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help_be
 
 @dataclass(frozen=True)
 class ListCheckpoints:
-    """List a run's checkpoints; those that lack something say what."""
+    """List the checkpoints of a run, and what is missing from incomplete ones."""
 
     run_folder: Run
-    """The folder of a run."""
+    """Folder of a run."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     def run(self) -> int:
         return _show(self.run_folder, verify=False, json=self.json)
@@ -39,13 +39,13 @@ class ListCheckpoints:
 
 @dataclass(frozen=True)
 class VerifyCheckpoints:
-    """Read a run's checkpoints, and compare every checksum; exit with 1 if one of them is not as it was written."""
+    """Read the checkpoints of a run and verify every checksum; the exit status is 1 if one is damaged."""
 
     run_folder: Run
-    """The folder of a run."""
+    """Folder of a run."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     def run(self) -> int:
         return _show(self.run_folder, verify=True, json=self.json)
@@ -53,25 +53,25 @@ class VerifyCheckpoints:
 
 @dataclass(frozen=True)
 class ConvertCheckpoint:
-    """Write a checkpoint's whole weights into a new folder, as a run's or in Hugging Face's form."""
+    """Write the whole weights of a checkpoint into a new folder, as those of a run or in Hugging Face's format."""
 
     run_folder: Run
-    """The folder of a run."""
+    """Folder of a run."""
 
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO", help_behavior_hint="")]
-    """A new folder."""
+    """New folder."""
 
     step: OptionalCount = None
-    """The checkpoint after so many steps; without it, the newest."""
+    """Convert the checkpoint after N steps. Default: the newest one."""
 
     to: Literal["hf", "shardlab"] = "hf"
-    """The form that is written."""
+    """Format to write."""
 
     shard_mb: Count = 5000
-    """Megabytes of a file in Hugging Face's form; of more, several files and their index are made."""
+    """Largest size of a Hugging Face file, in megabytes. Larger weights are split into several files with an index."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     def run(self) -> int:
         from shardlab.train.resume import find_checkpoint

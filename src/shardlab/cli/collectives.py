@@ -44,29 +44,30 @@ SAME = {
 
 @dataclass(frozen=True)
 class Collectives:
-    """Show what a collective does: every rank's tensor before and after, on real processes.
+    """Show what a collective does: the tensor of every rank before and after, on real processes.
 
-    Names: broadcast, scatter, gather, reduce, all_reduce, all_gather, reduce_scatter, all_to_all, barrier, send
-    (or recv), and all for one after the other. What is the same as two others in a row is shown by running them too.
+    Collectives: broadcast, scatter, gather, reduce, all_reduce, all_gather, reduce_scatter, all_to_all, barrier, send
+    (or recv); or all of them, one after the other. If a collective is equal to two others in a row, these are run as
+    well.
     """
 
     action: tyro.conf.Positional[Literal["show"]]
     """What to do."""
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """Which collective, or all."""
+    """Name of a collective, or all."""
 
     ranks: Count = 4
-    """How many processes."""
+    """Number of processes."""
 
     root: Annotated[int, tyro.conf.arg(metavar="RANK")] = 0
-    """The rank that alone gives or receives, where there is one."""
+    """Rank that sends or receives for all others, if the collective has one."""
 
     reduction: Literal["sum", "mean", "min", "max"] = "sum"
-    """What reduce and all_reduce make of the tensors."""
+    """Operation of reduce and all_reduce."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     def run(self) -> int:
         names = self._names()

@@ -39,30 +39,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compare:
-    """Lay the prediction and the measurement of a run side by side: time per rank and kind of op, the step, memory.
+    """Compare the prediction and the measurement of a run: time per rank and kind of op, the step, memory.
 
-    The run is one of shardlab train --trace; of one that broke off, what there is is shown. Of several runs, which need
-    no trace, losses, speeds and memory stand beside each other, and --svg draws their curves into one picture.
+    The run needs a trace (shardlab train --trace); of a run that stopped early, the steps so far are shown. Several
+    runs, which need no trace, are compared by loss, speed and memory, and --svg draws their curves into one picture.
     """
 
     folders: Annotated[
         tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...", help_behavior_hint="")
     ] = ()
-    """The folder of a run, or of several."""
+    """Folder of a run, or of several."""
 
     cluster: Annotated[
         str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: local, if it is there)")
     ] = None
-    """On what the prediction is made; local is this machine as shardlab bench measured it, and so is the
-    path/to/profile.json of its --profile."""
+    """Cluster of the prediction: a name; local, which is this machine as shardlab bench measured it; or
+    path/to/profile.json, the file of bench --profile."""
 
     other_machine: Flag = False
-    """Take a profile from another machine."""
+    """Accept a profile that was measured on another machine."""
 
     recipe: RecipeName = None
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     pictures: PictureFlags = NO_PICTURES
 

@@ -24,27 +24,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Convert:
-    """Write the weights of a run as a Hugging Face folder (config.json and safetensors), or such a folder as a run's.
+    """Write the weights of a run as a Hugging Face folder (config.json and safetensors), or the other way round.
 
-    GPT-2, Llama and Mixtral are exchanged; every number stays as it is.
+    GPT-2, Llama and Mixtral are supported. Every number stays as it is.
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FROM", help_behavior_hint="")]
-    """The folder of a run, or of Hugging Face's form."""
+    """Folder of a run, or Hugging Face folder."""
 
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO", help_behavior_hint="")]
-    """A new folder."""
+    """New folder."""
 
     to: Annotated[
-        Literal["hf", "shardlab"] | None, tyro.conf.arg(help_behavior_hint="(default: the form that FROM has not)")
+        Literal["hf", "shardlab"] | None,
+        tyro.conf.arg(help_behavior_hint="(default: the format that FROM does not have)"),
     ] = None
-    """The form that is written."""
+    """Format to write."""
 
     shard_mb: Count = 5000
-    """Megabytes of a file; of more, several files and their index are made."""
+    """Largest size of a file, in megabytes. Larger weights are split into several files with an index."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     model: ModelFlags = DEFAULT_MODEL
 

@@ -41,13 +41,14 @@ class Preparing:
     """Options of every command that makes tokens."""
 
     train_bpe: OptionalCount = None
-    """Train byte pairs on the text instead, up to so many tokens."""
+    """Train a byte-pair encoding (BPE) on the text, with up to N tokens, instead of --tokenizer."""
 
     validation: Annotated[float, tyro.conf.arg(metavar="PART")] = 0.1
-    """The part of the tokens, at the end, that is not trained on; whole documents where one ends near."""
+    """Fraction of the tokens, at the end, to keep for validation. Whole documents are kept if a document ends
+    nearby."""
 
     json: Flag = False
-    """Print the manifest as JSON alone."""
+    """Print only the manifest, as JSON."""
 
     def prepared(
         self, inputs: Sequence[DocumentSource], out: Path, tokenizer: str, sources: list[str] | None = None
@@ -61,23 +62,23 @@ class Preparing:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(Preparing):
-    """Turn text, JSONL or Parquet files into a folder of tokens, which train takes as --data FOLDER."""
+    """Convert text, JSONL or Parquet files into a folder of tokens, which train accepts as --data FOLDER."""
 
     files: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...", help_behavior_hint="")]
-    """One document each, or one in each line (.jsonl) or row (.parquet), or tokens of nanoGPT's (.bin); or
-    path/to/file.py:function, which gives documents."""
+    """Files with one document each, or one in each line (.jsonl) or row (.parquet), or nanoGPT's tokens (.bin); or
+    path/to/file.py:function, which yields documents."""
 
     out: NewFolder
-    """The folder that is made."""
+    """New folder."""
 
     tokenizer: TokenizerName = "bytes"
-    """chars, bytes, gpt2, a Hugging Face tokenizer.json, or a folder that has a tokenizer."""
+    """chars, bytes, gpt2, a Hugging Face tokenizer.json, or a folder with a tokenizer."""
 
     format: Name = None
-    """text, jsonl, parquet or tokens, for files whose names do not tell."""
+    """text, jsonl, parquet or tokens, if the file names do not tell."""
 
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """The field of a line, or the column, that has the text."""
+    """Field of a JSON line, or column, that holds the text."""
 
     def run(self) -> int:
         if self.train_bpe is not None and self.tokenizer != "bytes":
@@ -95,13 +96,13 @@ class Prepare(Preparing):
 
 @dataclass(frozen=True, kw_only=True)
 class TinyShakespeare(Preparing):
-    """Prepare tiny Shakespeare (1.1 MB), downloaded or from a file; the text's checksum is compared."""
+    """Download tiny Shakespeare (1.1 MB), or take it from a file, verify its checksum, and prepare it."""
 
     file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: it is downloaded)")] = None
-    """The text, if it is here."""
+    """File with the text."""
 
     out: NewFolder = Path("data/shakespeare")
-    """The folder that is made."""
+    """New folder."""
 
     tokenizer: TokenizerName = "chars"
     """chars, bytes, gpt2, or a Hugging Face tokenizer.json."""
@@ -115,16 +116,16 @@ class TinyShakespeare(Preparing):
 
 @dataclass(frozen=True)
 class ShowData:
-    """Say what a prepared folder holds."""
+    """Describe the contents of a prepared folder."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """The folder."""
+    """Prepared folder."""
 
     verify: Flag = False
-    """Read all of it, and compare every checksum."""
+    """Read all files, and verify every checksum."""
 
     json: Flag = False
-    """Print the manifest as JSON alone."""
+    """Print only the manifest, as JSON."""
 
     def run(self) -> int:
         found = Prepared.open(self.folder)
@@ -136,7 +137,7 @@ class ShowData:
 
 @dataclass(frozen=True)
 class DataCommand:
-    """Prepare data to train on, and look at them."""
+    """Prepare training data, and look at prepared data."""
 
     what: Annotated[
         Annotated[Prepare, subcommand("prepare", prefix_name=False)]

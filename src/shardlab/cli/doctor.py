@@ -28,18 +28,18 @@ STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 class Doctor:
     """Examine this machine, or the hosts of a launcher's world, and the links between ranks.
 
-    Python, torch, backend, devices, CPUs, limits, memory and disk of each host; versions, clocks and messages of all
-    ranks. Exits with 1 if something is an error; a warning is about speed, or about what may fail later.
+    On each host: Python, torch, backend, devices, CPUs, limits, memory and disk. On all ranks: versions, clocks and
+    messages. The exit status is 1 if there is an error. A warning concerns speed, or something that may fail later.
     """
 
     ranks: OptionalCount = None
-    """How many processes meet, where no launcher started them; without it one for each GPU, or 2."""
+    """Number of processes, if no launcher started them. Default: one for each GPU, or 2."""
 
     timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
-    """How long a rank waits for the others."""
+    """Time for which a rank waits for the others."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     def run(self) -> int:
         if not 0 < self.timeout < float("inf"):

@@ -23,44 +23,44 @@ from shardlab.train.launch_environment import require_port
 
 @dataclass(frozen=True)
 class Eval:
-    """Compute the loss, the perplexity and the bits per byte of a text, on one device or on ranks by a strategy.
+    """Compute the loss, the perplexity and the bits per byte of a text, on one device or on ranks.
 
-    The text becomes tokens by the tokenizer that lies beside the weights. Each of its documents is cut into sequences,
-    and each token but a document's first is predicted once, from those before it in its sequence.
+    The tokenizer beside the weights converts the text into tokens. Each document is split into sequences. Each token
+    except the first of a document is predicted once, from the tokens before it in its sequence.
     """
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
-    """The folder of a run, or of Hugging Face's form."""
+    """Folder of a run, or Hugging Face folder."""
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
-    """A text, a file of documents (.jsonl, .parquet), or a prepared folder, whose validation part is taken."""
+    """Text, file of documents (.jsonl, .parquet), or prepared folder, of which the validation part is used."""
 
     format: Name = None
-    """text, jsonl, parquet or tokens, for files whose names do not tell."""
+    """text, jsonl, parquet or tokens, if the file name does not tell."""
 
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """The field of a line, or the column, that has the text."""
+    """Field of a JSON line, or column, that holds the text."""
 
     batches: OptionalCount = None
-    """How many microbatches from the beginning of the text; without it, all of it."""
+    """Number of microbatches to evaluate, from the beginning of the text. Default: all."""
 
     strategy: Annotated[str | None, tyro.conf.arg(metavar="STRATEGY", help_behavior_hint="")] = None
-    """A built-in name, or path/to/file.py:function; or none, for one device or a plan by flags."""
+    """Built-in name, or path/to/file.py:function. Leave it out for one device, or for a plan by flags."""
 
     ranks: Ranks = None
-    """How many ranks."""
+    """Number of ranks."""
 
     microbatches: Count = 4
-    """How many microbatches the ranks compute at once."""
+    """Number of microbatches that the ranks compute at once."""
 
     micro_batch_size: Count = 4
     """Sequences of a microbatch."""
 
     seq_len: OptionalCount = None
-    """Tokens of a sequence, no more than the model has positions; without it, as many."""
+    """Tokens of a sequence. Default: the number of positions of the model, which is also the maximum."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     layout: Layout = NO_FLAGS
 

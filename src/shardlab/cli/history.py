@@ -36,13 +36,13 @@ STYLES = {"finished": "green", "interrupted": "yellow", "running": "cyan"}
 
 @dataclass(frozen=True)
 class History:
-    """List the runs in some folders: what was trained and how, the last loss, how each ended, how to go on."""
+    """List the runs in folders: model and strategy, the last loss, how each ended, and how to resume it."""
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER ...")] = ()
-    """Folders of runs, or with runs in them; without one, runs/."""
+    """Folders of runs, or folders that contain runs. Default: runs/."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     def run(self) -> int:
         from shardlab.train.history import past_runs
@@ -71,13 +71,13 @@ class History:
 
 @dataclass(frozen=True)
 class Show:
-    """Show a run: its configuration, its last figures, how it ended, and its files."""
+    """Show a run: its configuration, its last metrics, how it ended, and its files."""
 
     folder: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help_behavior_hint="")] = None
-    """The run's folder."""
+    """Folder of the run."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     def run(self) -> int:
         from shardlab.train.history import CONFIG, past_run

@@ -22,24 +22,27 @@ from shardlab.train.launch_environment import LaunchEnvironment, find_launch_env
 
 @dataclass(frozen=True)
 class Launch:
-    """Run any command as ranks: a script of your own that uses torch.distributed, under no launcher or any.
+    """Run any command as ranks, such as your own script with torch.distributed, with any launcher or none.
 
-    Without a launcher the ranks are processes of this machine. Their lines are prefixed by the rank; when one fails,
-    all end, and its last lines are the last. Under torchrun, SLURM, PBS or mpiexec this process becomes the command,
-    which finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS.
+    Without a launcher, the ranks are processes of this machine, and each line of output begins with its rank. If a rank
+    fails, all ranks are stopped, and the last lines printed are those of the failed rank. Under torchrun, SLURM, PBS or
+    mpiexec, this process becomes the command and sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT and OMP_NUM_THREADS.
     """
 
-    command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND ...")] = ()
-    """The command and its arguments; a file in .py is run by this Python."""
+    command: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint="")
+    ] = ()
+    """The command and its arguments. A .py file is run with this Python."""
 
     ranks: OptionalCount = None
-    """How many; without it as many as there are GPUs, or else CPUs."""
+    """Number of ranks. Default: one for each GPU, or else each CPU."""
 
     bind: Flag = False
-    """Give each rank CPUs of its own, unless the launcher has."""
+    """Pin each rank to CPUs of its own, unless the launcher has done so."""
 
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """How often all ranks are started again when one fails."""
+    """Number of times that all ranks are restarted if one fails."""
 
     def run(self) -> int:
         from shardlab.train.worker import as_program, become

@@ -32,25 +32,25 @@ class Measuring:
     """The options of both benches."""
 
     seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 0.2
-    """How long each collective is measured for at each size."""
+    """Time for which each collective is measured at each size."""
 
     save: bool = True
-    """Keep the fit in this machine's profile."""
+    """Save the fit in this machine's profile."""
 
     profile: ProfileFile = None
-    """The profile; elsewhere it is named FILE.json, which --cluster takes."""
+    """Profile file. A profile that is kept elsewhere is named FILE.json, and --cluster accepts it."""
 
     plot: NewFile = None
-    """Draw what was measured into this file."""
+    """Draw the measurements into this file."""
 
     verbose: Flag = False
-    """Print every size and layer, too, and every rate that was fitted."""
+    """Also print every size and layer, and every fitted rate."""
 
     force: Flag = False
-    """Draw into a file that Shardlab did not write."""
+    """Replace --plot even if Shardlab did not write that file."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     def measure(
         self,

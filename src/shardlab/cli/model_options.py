@@ -39,60 +39,58 @@ class ModelOptions:
     """A model by name, and what flags change of it."""
 
     model: Name = None
-    """gpt, llama, mlp (sees one token at a time), moe, mixtral; a published one such as gpt2-xl, gpt3-175b, llama3-8b
-    or mixtral-8x7b; or one in a file, path/to/file.py:NAME or a TOML file. Published ones have their own sizes, which
-    the flags below change."""
+    """gpt, llama, mlp, moe, mixtral, llama3-8b, ... or a file."""
 
     layers: Layers = None
-    """Layers of the model; the embedding is part of the first, the head of the last."""
+    """Number of layers. The embedding is part of the first layer, and the head is part of the last."""
 
     hidden_size: OptionalCount = None
     """Features of a token."""
 
     heads: OptionalCount = None
-    """Attention heads."""
+    """Number of attention heads."""
 
     kv_heads: OptionalCount = None
-    """Heads of keys and values, each shared by several query heads."""
+    """Number of heads of keys and values. Several query heads share each of them."""
 
     ffn_hidden_size: OptionalCount = None
     """Features inside each MLP or expert."""
 
     experts: OptionalCount = None
-    """Experts of every layer (moe, mixtral)."""
+    """Number of experts in each layer (moe, mixtral)."""
 
     shared_experts: OptionalCount = None
-    """Experts of every layer that each token is sent to beside those (moe, mixtral)."""
+    """Number of further experts in each layer that process every token (moe, mixtral)."""
 
     top_k: OptionalCount = None
-    """How many experts a token is sent to (moe, mixtral)."""
+    """Number of experts that process each token (moe, mixtral)."""
 
     capacity_factor: Factor = None
-    """Places of an expert, as a multiple of its even share of the tokens; none drops no token (moe, mixtral)."""
+    """Capacity of an expert, as a multiple of its even share of the tokens; none drops no token (moe, mixtral)."""
 
     auxiliary: OptionalNumber = None
     """Weight of the load-balancing loss (moe, mixtral)."""
 
     vocab_size: OptionalCount = None
-    """How many different tokens there are (256: bytes)."""
+    """Number of different tokens, such as 256 for bytes."""
 
     seq_len: OptionalCount = None
     """Tokens of a sequence."""
 
     dropout: OptionalNumber = None
-    """Dropout's probability."""
+    """Probability of dropout."""
 
     bias: Flag = False
-    """Keep the biases of linear maps and norms, also where a preset or a file leaves them out."""
+    """Keep the biases of linear maps and norms, even if the preset or config file leaves them out."""
 
     no_bias: Flag = False
     """Leave out the biases of linear maps and norms."""
 
     tied: Flag = False
-    """The head uses the token embedding; with more than one layer, under a plan."""
+    """Use the token embedding as the matrix of the head. With more than one layer, this needs a plan."""
 
     untied: Flag = False
-    """The head has a matrix of its own, also where the published model's has not."""
+    """Give the head a matrix of its own, even if the published model uses the token embedding."""
 
     def given(self) -> dict[str, Any]:
         """The flags that are given, as fields of a model.

@@ -75,7 +75,7 @@ Layers = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(defaul
 MaxOps = Annotated[
     int | None,
     _COUNT,
-    tyro.conf.arg(help_behavior_hint=f"(default: {MAX_OPS:,}; {MAX_FOLDED:,} where alike ranks are folded)"),
+    tyro.conf.arg(help_behavior_hint=f"(default: {MAX_OPS:,}; {MAX_FOLDED:,} if identical ranks are folded)"),
 ]
 """The most ops that are traced; a module's `main` sees to it (see `shardlab.program.bounds`)."""
 
@@ -92,7 +92,8 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 def switch_flags(name: str, about: str) -> Iterator[tuple[str, Any, bool]]:
     """The two flags of a switch, `--name` and `--no-name`: the name of each, its type for tyro, and False."""
     yield name, Annotated[Flag, tyro.conf.arg(help=about)], False
-    yield f"no_{name}", Annotated[Flag, tyro.conf.arg(help="Not so, where an earlier place says that it is.")], False
+    off = f"Turn --{name.replace('_', '-')} off, even if the preset or config file turns it on."
+    yield f"no_{name}", Annotated[Flag, tyro.conf.arg(help=off)], False
 
 
 def switched(options: object, name: str, opposite: str | None = None) -> bool | None:

@@ -12,10 +12,10 @@ from shardlab.program.pass_names import OFFLOAD
 
 @dataclass(frozen=True)
 class PassesCommand:
-    """List the passes, which rewrite a checked program for a faster step, or one of less memory."""
+    """List the passes, which rewrite a checked program for a faster step or for less memory."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     def run(self) -> int:
         if self.json:

@@ -28,14 +28,14 @@ class Pictures:
     """Options of the files that show a step."""
 
     svg: NewFile = None
-    """Draw the timeline of the step into this file; of a comparison, both timelines; of a program that passes have
-    rewritten, those before the first and after each."""
+    """Draw the timeline of the step into this file; for a comparison, both timelines; with --passes, the timelines
+    before the first pass and after each pass."""
 
     color_by: Annotated[ColorBy, tyro.conf.arg(metavar="{pass,layer}")] = "pass"
-    """What the drawing's colours tell: the pass (forward, backward, input gradient, weight gradient), or the layer."""
+    """Meaning of the colours: the pass (forward, backward, input gradient, weight gradient), or the layer."""
 
     trace: NewFile = None
-    """Write the timelines into this file, in the format that Perfetto (ui.perfetto.dev) and Chrome read."""
+    """Write the timelines into this file, for Perfetto (ui.perfetto.dev) and Chrome."""
 
     force: Flag = False
     """Replace files that Shardlab did not write."""

@@ -42,96 +42,99 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """Search all plans of a model on a cluster for the fastest that fits, and say why it is.
+    """Search all plans of a model on a cluster for the fastest one that fits, and explain the choice.
 
-    Flags of a plan, such as --tp 4 or --recompute none, are not left open to the search.
+    Flags of a plan, such as --tp 4 or --recompute none, restrict the search to plans with these values.
     """
 
     model: Name = None
-    """A model by name, such as llama3-8b, or path/to/file.py:NAME or path/to/model.toml."""
+    """Model such as llama3-8b, or path/to/file.py:NAME, or path/to/model.toml."""
 
     cluster: Name = None
-    """Devices and how many, such as h100x32, or path/to/cluster.toml; or, as bench measured it, local or
-    path/to/profile.json. All of them are used."""
+    """Device type and number, such as h100x16, or path/to/cluster.toml; or the results of bench: local, or
+    path/to/profile.json. Plans use all devices."""
 
     other_machine: Flag = False
-    """Take a profile from another machine."""
+    """Accept a profile that was measured on another machine."""
 
     sequence: OptionalCount = None
     """Tokens of a sequence (default: the model's)."""
 
     layers: OptionalCount = None
-    """Layers of the model (default: its own)."""
+    """Number of layers of the model (default: its own)."""
 
     tokens_per_step: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
-    """Tokens of a step, such as 4M (default: 16 sequences for each device, and at most 16M tokens)."""
+    """Tokens in a step, such as 4M (default: 16 sequences for each device, and at most 16M tokens)."""
 
     global_batch: OptionalCount = None
-    """Sequences of a step, in the place of --tokens-per-step."""
+    """Sequences in a step, instead of --tokens-per-step."""
 
     micro_batch_size: OptionalCount = None
-    """Sequences of a microbatch (default: what is best)."""
+    """Sequences of a microbatch (default: chosen by the search)."""
 
     precision: Name = None
-    """fp32, bf16, bf16-fp32-grads or fp16; or several, with commas, of which the fastest is taken (default: bf16 where
-    the device has it)."""
+    """fp32, bf16, bf16-fp32-grads or fp16; or several with commas, of which the search chooses the fastest (default:
+    bf16 if the device has it)."""
 
     optimizer: Annotated[Optimizer, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = "adamw"
-    """What makes a step of a gradient, and so how large its state is."""
+    """Optimizer, which determines the size of the optimizer state."""
 
     recipe: RecipeName = None
 
     memory: DeviceMemory = None
-    """Memory of each device that the step may take, such as 72GiB."""
+    """Memory of each device that the step may use, such as 72GiB."""
 
     max_tp: OptionalCount = None
-    """The most tensor-parallel ranks."""
+    """Largest number of tensor-parallel ranks."""
 
     max_pp: OptionalCount = None
-    """The most pipeline ranks."""
+    """Largest number of pipeline ranks."""
 
     max_cp: OptionalCount = None
-    """The most context-parallel ranks."""
+    """Largest number of context-parallel ranks."""
 
     max_ep: OptionalCount = None
-    """The most expert-parallel ranks."""
+    """Largest number of expert-parallel ranks."""
 
     max_dp_shard: OptionalCount = None
-    """The most ranks along dp_shard that share weights, gradients or optimizer state; those that share nothing may be
-    more."""
+    """Largest number of dp_shard ranks that share weights, gradients or optimizer state. The limit does not apply to
+    ranks that share nothing."""
 
     max_micro_batch_size: OptionalCount = None
-    """The most sequences of a microbatch."""
+    """Largest number of sequences of a microbatch."""
 
     seconds: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 120.0
-    """Time for the search, and for its reasons; then the best so far is given. Ctrl-C ends the search as well."""
+    """Time limit of the search and its explanation. When it is over, or after Ctrl-C, the best plan so far is
+    printed."""
 
     top: Count = 4
-    """How many runners-up are listed beside the best of each family."""
+    """Number of runners-up to list besides the best plan of each family."""
 
     explain: Flag = False
-    """Walk through the decisions in the order in which an expert takes them, with the numbers of each."""
+    """Explain the decisions with their numbers, in the order in which an expert makes them."""
 
     out: NewFile = None
-    """A TOML file for the chosen plan, which simulate, verify and train take by --plan; an earlier plan is replaced."""
+    """Write the chosen plan into this TOML file, which simulate, verify and train accept as --plan. An earlier plan is
+    replaced."""
 
     measure: OptionalCount = None
-    """Tell which plans to run next, at most so many: those whose measured steps could change the choice, each with its
-    command and its reason."""
+    """Suggest at most N plans to measure next: those whose measured step times could change the choice, each with its
+    command and a reason."""
 
     measured: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN|RESULTS.json ...", help_behavior_hint="")] = ()
-    """Measured steps, which correct predictions and rank plans again: folders of runs, or what --measure --json has
-    printed, its measured_seconds filled in."""
+    """Measured steps, which correct the predictions and the ranking: folders of runs, or the output of --measure --json
+    with measured_seconds filled in."""
 
     grade: Annotated[Path | None, tyro.conf.arg(metavar="RUNS.json", help_behavior_hint="")] = None
-    """Instead of a search: a file of measured runs, as validate takes it. Of every model and number of devices in it
-    the run that is predicted fastest is chosen, and its measured speed compared with the best one's."""
+    """Instead of a search, grade the predictions on a file of measured runs, as validate reads it. For each model and
+    number of devices, choose the run with the fastest prediction, and compare its measured speed with that of the best
+    run."""
 
     force: Flag = False
-    """Write --out over a file that Shardlab did not write."""
+    """Replace --out even if Shardlab did not write that file."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     layout: Layout = NO_LIMITS
 

@@ -29,11 +29,12 @@ class PlanOptions:
     """
 
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """A plan in a TOML file: the fields of shardlab.strategies.plan.Plan; for train, auto plans for this machine."""
+    """TOML file with a plan: the fields of shardlab.strategies.plan.Plan. For train, auto chooses a plan for this
+    machine."""
 
     offload: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="WHAT=WHERE", help_behavior_hint="")] = None
-    """What a rank keeps elsewhere than on its device: parameters, optimizer, gradients or activations, on the host or
-    the disk, such as optimizer=host activations=disk."""
+    """What each rank keeps on the host or the disk instead of its device: parameters, optimizer, gradients or
+    activations, such as optimizer=host activations=disk."""
 
     def given(self) -> dict[str, Any]:
         """The flags that are given, by field.

@@ -18,8 +18,8 @@ RecipeName = Annotated[
     str | None,
     tyro.conf.arg(
         metavar="NAME|FILE",
-        help="A recipe, which says how a framework runs a step, such as megatron-core or torchtitan (shardlab recipes "
-        "lists them), or path/to/recipe.toml",
+        help="Recipe, which describes how a framework runs a step, such as megatron-core or torchtitan (see shardlab "
+        "recipes), or path/to/recipe.toml.",
         help_behavior_hint="(default: shardlab)",
     ),
 ]

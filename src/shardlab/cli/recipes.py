@@ -21,13 +21,13 @@ from shardlab.predict.recipe import GROUPS, Recipe, find_recipe, recipes
 
 @dataclass(frozen=True)
 class Recipes:
-    """List recipes, which say how a training framework runs a step; or all figures of one, and where each is from."""
+    """List the recipes, which describe how a training framework runs a step; or show one with all its sources."""
 
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|FILE", help_behavior_hint="")] = None
-    """One of them, or path/to/recipe.toml."""
+    """Name of a recipe, or path/to/recipe.toml."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     def run(self) -> int:
         if self.name is not None:

@@ -25,44 +25,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
-    """Go on with a text by the weights of a run or of a Hugging Face folder, shown as it comes.
+    """Continue a text with the weights of a run or a Hugging Face folder, and print it as it is generated.
 
-    The model sees as many of the last tokens as it has positions.
+    The model sees the last tokens, as many as it has positions.
     """
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
-    """The folder of a run, or of Hugging Face's form."""
+    """Folder of a run, or Hugging Face folder."""
 
     prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
-    """What the model goes on from."""
+    """Text to continue."""
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """A prepared folder, whose tokenizer is taken instead of the one that lies beside the weights."""
+    """Prepared folder, whose tokenizer replaces the one beside the weights."""
 
     chat: Flag = False
-    """Talk with the model: a line of yours (from stdin), then its answer, until Ctrl-D; by the template in its folder,
-    or else as "User: ..." and "Assistant: ..."."""
+    """Chat with the model until Ctrl-D: each line from stdin is followed by an answer. The template in the model's
+    folder is used, otherwise "User: ..." and "Assistant: ..."."""
 
     tokens: Count = 200
-    """How many tokens are written, or at most in an answer of a chat."""
+    """Number of tokens to generate; in a chat, the largest number in an answer."""
 
     temperature: float = 1.0
-    """By what the scores are divided before a token is drawn; 0 takes the likeliest."""
+    """Divide the logits by this number before sampling; 0 always takes the likeliest token."""
 
     top_k: OptionalCount = None
-    """Draw from so many of the likeliest tokens."""
+    """Sample from the N likeliest tokens."""
 
     top_p: float = 1.0
-    """Draw from the likeliest tokens that together have this probability."""
+    """Sample from the likeliest tokens that together have this probability."""
 
     seed: int = 0
-    """Seed of what is drawn."""
+    """Seed of the sampling."""
 
     no_cache: Flag = False
-    """Compute the whole text for every token, without kept keys and values."""
+    """Recompute the whole text for every token, without a cache of keys and values."""
 
     json: Flag = False
-    """Print JSON alone, at the end."""
+    """Print only JSON, at the end."""
 
     def run(self) -> int:
         if self.prompt is None and not self.chat:

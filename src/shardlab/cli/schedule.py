@@ -21,40 +21,40 @@ from shardlab.strategies.schedules.steps import Steps
 
 @dataclass(frozen=True)
 class ScheduleCommand:
-    """Write a pipeline schedule as PyTorch's CSV: a row for each rank, a cell for each thing that it does.
+    """Write a pipeline schedule as a CSV file of PyTorch: a row for each rank, a cell for each action.
 
-    `shardlab simulate --schedule FILE.csv`, and verify and train, take such files as schedules.
+    simulate, verify and train accept such files, as in `shardlab simulate --schedule FILE.csv`.
     """
 
     schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCHEDULE")]
-    """A built-in name, path/to/file.py:generator, or a CSV to be checked and written in another form."""
+    """Built-in name, path/to/file.py:generator, or a CSV file to check and write in another form."""
 
     pp: Annotated[OptionalCount, tyro.conf.arg(help_behavior_hint="(default: 4, or the file's)")] = None
-    """Pipeline ranks."""
+    """Number of pipeline ranks."""
 
     microbatches: Annotated[OptionalCount, tyro.conf.arg(help_behavior_hint="(default: 4, or the file's)")] = None
-    """How many microbatches a step has."""
+    """Number of microbatches in a step."""
 
     stages_per_rank: OptionalCount = None
-    """Stages on each rank, of a schedule that leaves the choice."""
+    """Stages on each rank, for a schedule without a fixed number."""
 
     max_ops: MaxOps = None
-    """Passes at most, messages not counted."""
+    """Refuse a schedule with more passes. Messages do not count."""
 
     max_seconds_per_op: MaxSeconds = None
-    """CPU time until the schedule's next pass: more is refused, as that of a loop that never ends."""
+    """Refuse a schedule that needs more CPU time until its next pass, because it may loop forever."""
 
     form: Form = "compute_comms"
-    """Passes alone, or also messages and the steps of sharded stages."""
+    """Write only the passes, or also the messages and the actions of sharded stages."""
 
     csv: NewFile = None
-    """Write into this file, rather than to the terminal."""
+    """Write into this file instead of the terminal."""
 
     force: Flag = False
-    """Replace a file that has something else in it."""
+    """Replace a file with other contents."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     def run(self) -> int:
         check_new_file("--csv", self.csv, "schedule.csv", force=True)  # its folder, before any work

@@ -37,79 +37,78 @@ from shardlab.timeline.units import seconds_text
 
 @dataclass(frozen=True)
 class Simulate:
-    """Check a strategy, and time it in the unit costs of the LLM Training Puzzles, or in those of --costs.
+    """Check a strategy, and simulate one step of it: its time and its memory.
 
-    One microbatch through one layer takes 1, an update 0.5, a collective 0.3, a send or a receive 0.2.
-    With --model and --cluster a step is timed in seconds and its memory counted in bytes; ranks that a plan makes
-    alike are then simulated once.
+    Times are in the unit costs of the LLM Training Puzzles, or in those of --costs: the forward pass of a microbatch
+    through a layer takes 1, an update 0.5, a collective 0.3, a send or a receive 0.2. With --model and --cluster, times
+    are in seconds and memory is in bytes. Ranks that a plan makes identical are then simulated once.
     """
 
     strategy: StrategyName = None
-    """A built-in name, or path/to/file.py:function; or none, for a plan by flags or --plan."""
+    """Built-in name, or path/to/file.py:function. Leave it out for a plan by flags or --plan."""
 
     ranks: Ranks = None
-    """How many ranks."""
+    """Number of ranks."""
 
     layers: Layers = None
-    """How many layers the model has."""
+    """Number of layers of the model."""
 
     sequence: OptionalCount = None
-    """Tokens of a sequence (default: the model's; with --model)."""
+    """Tokens of a sequence (default: the model's); with --model."""
 
     microbatches: OptionalCount = None
-    """How many microbatches the global batch has (default: 4; priced, one for each device of the cluster, or as many as
-    --global-batch and --micro-batch-size make)."""
+    """Number of microbatches in the global batch (default: 4; with --model, one for each device, or --global-batch
+    divided by --micro-batch-size)."""
 
     model: Name = None
-    """A model by name, such as gpt2-xl or llama3-8b, or path/to/file.py:NAME or path/to/model.toml; with --cluster."""
+    """Model such as gpt2-xl or llama3-8b, or path/to/file.py:NAME, or path/to/model.toml; with --cluster."""
 
     cluster: Name = None
-    """Devices and how many, such as h100x16, or path/to/cluster.toml; or, as bench measured it, local or
-    path/to/profile.json. With --model."""
+    """Device type and number, such as h100x16, or path/to/cluster.toml; or the results of bench: local, or
+    path/to/profile.json; with --model."""
 
     other_machine: Flag = False
-    """Take a profile from another machine; with --cluster."""
+    """Accept a profile that was measured on another machine; with --cluster."""
 
     memory: DeviceMemory = None
-    """Memory of each device that the step may take, such as 72GiB; with --cluster."""
+    """Memory of each device that the step may use, such as 72GiB; with --cluster."""
 
     global_batch: OptionalCount = None
-    """Sequences of a step (default: --micro-batch-size for each device of the cluster, whatever the plan;
-    with --model)."""
+    """Sequences in a step (default: --micro-batch-size for each device of the cluster); with --model."""
 
     micro_batch_size: OptionalCount = None
-    """Sequences of a microbatch (default: 1; with --model)."""
+    """Sequences of a microbatch (default: 1); with --model."""
 
     precision: Name = None
-    """fp32, bf16, bf16-fp32-grads or fp16 (default: bf16 where the device has it; with --model)."""
+    """fp32, bf16, bf16-fp32-grads or fp16 (default: bf16 if the device has it); with --model."""
 
     recipe: RecipeName = None
 
     optimizer: Annotated[Optimizer | None, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = None
-    """What makes a step of a gradient, and so how large its state is; with --model. Without, muon alone makes a
+    """Optimizer, which determines the size of the optimizer state; with --model. Without --model, only muon makes a
     difference: it gathers directions of whole matrices."""
 
     ema: Flag = False
-    """An average of the weights is kept beside the optimizer's state; with --model."""
+    """Keep a moving average of the weights with the optimizer state; with --model."""
 
     costs: CostsText = None
-    """What ops take; those left out take no time. An unsplit backward takes backward_input + backward_weight, and a
-    send's time is its link's, which carries any number of messages at once."""
+    """Times of ops; ops that are left out take no time. An unsplit backward pass takes backward_input +
+    backward_weight. The time of a send is spent on its link, which carries any number of messages at once."""
 
     max_ops: MaxOps = None
-    """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
+    """Refuse a program with more ops in a step, over all ranks, because it may never end."""
 
     max_seconds_per_op: MaxSeconds = None
-    """CPU time until a program's or a schedule's next op: more is refused, as that of a loop that never ends."""
+    """Refuse a program or a schedule that needs more CPU time until its next op, because it may loop forever."""
 
     path: Flag = False
-    """Print the critical path of the step: the passes, messages and waits whose times add up to it."""
+    """Print the critical path of the step: the ops, messages and waits whose times add up to the time of the step."""
 
     each_pass: Flag = False
-    """Print the timeline before the first pass and after each, on one axis; with --passes."""
+    """Print the timelines before the first pass and after each pass, on one axis; with --passes."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     pictures: PictureFlags = NO_PICTURES
 

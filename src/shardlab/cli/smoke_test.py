@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SmokeTest:
-    """Test in seconds that ranks train rightly here: a tiny model under two strategies, against one device.
+    """Test in seconds that ranks train correctly here: a tiny model with two strategies, against one device.
 
-    The weights of ranks that should have the same ones are compared bit by bit, and bandwidths are measured. Under a
-    launcher all its ranks take part. Exits with 1 if something fails.
+    Replicated weights are compared bit by bit, and bandwidths are measured. Under a launcher, all its ranks take part.
+    The exit status is 1 if something fails.
     """
 
     ranks: OptionalCount = None
-    """How many, where no launcher started them; without it one for each GPU, or 2."""
+    """Number of processes, if no launcher started them. Default: one for each GPU, or 2."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     def run(self) -> int:
         require_port(os.environ)

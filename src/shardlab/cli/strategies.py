@@ -36,10 +36,10 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Strategies:
-    """List the built-in strategies: what each splits, sends and keeps, in the order in which they are best read."""
+    """List the built-in strategies, in reading order: what each one splits, sends and keeps."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     def run(self) -> int:
         if self.json:

@@ -32,34 +32,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchStrategies:
-    """Time our strategies beside PyTorch's own parts: the same model, weights and data, step by step in turns.
+    """Time our strategies against PyTorch's own: the same model, weights and data, with alternating steps.
 
     Losses must agree to 1e-4 before a time counts. Both sides run in the same processes, with fused AdamW, in float32.
     """
 
     ranks: Count = 2
-    """How many processes: 2 or 4."""
+    """Number of processes: 2 or 4."""
 
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = ()
-    """Which strategies: ddp, zero-1, zero-3, fsdp, hsdp, tensor-parallel, gpipe, 1f1b, interleaved-1f1b, zb-v."""
+    """Strategies to time: ddp, zero-1, zero-3, fsdp, hsdp, tensor-parallel, gpipe, 1f1b, interleaved-1f1b, zb-v."""
 
     sizes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SIZE ...", help_behavior_hint="(default: all)")] = ()
-    """Which models: small (4.9 million parameters, 2,048 tokens a step) and overhead (32 wide, 24 layers)."""
+    """Models to time: small (4.9 million parameters, 2,048 tokens a step) and overhead (32 wide, 24 layers)."""
 
     turns: Count = 20
-    """Steps of each side that are timed."""
+    """Number of timed steps of each side."""
 
     passes: Annotated[str, tyro.conf.arg(metavar="all|none|NAME,...")] = "all"
-    """Passes that rewrite our programs, with the settings that help by this machine's prices, as train runs them."""
+    """Passes that rewrite our programs, with the settings that help on this machine, as in train."""
 
     each_pass: Flag = False
-    """Time our programs alone, as they are written and after each pass: what it gains, as predicted and as measured."""
+    """Time only our programs, before and after each pass, and compare its measured gain with the predicted one."""
 
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """Write strategies.json, strategies.svg and strategies.png here; with --each-pass, passes.json."""
+    """Write strategies.json, strategies.svg and strategies.png into this folder; with --each-pass, passes.json."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     def run(self) -> int:
         from shardlab.measure.side_by_side.pairs import SIZES, pairs_named

@@ -24,44 +24,46 @@ COMMANDS = ("train", "launch", "verify", "bench", "eval", "doctor", "test")
 
 @dataclass(frozen=True)
 class Submit:
-    """Submit a command of Shardlab as a job, which is told before its time is over and starts again after a failure.
+    """Submit a command of Shardlab as a job that gets a signal before its time limit, and restarts after a failure.
 
-    A training saves every 10 minutes and resumes by itself, unless its own flags say otherwise; it is submitted again
-    when its time is over before it is.
+    A training saves every 10 minutes and resumes by itself, unless its own flags set this differently. If the time
+    limit ends before the training does, it is submitted again.
     """
 
-    command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- train ...")] = ()
+    command: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- train ...", help_behavior_hint="")
+    ] = ()
     """The command and its options, without `shardlab`."""
 
     scheduler: Annotated[Scheduler | None, tyro.conf.arg(help_behavior_hint="")] = None
-    """slurm or pbs; without it the one whose sbatch or qsub is there."""
+    """slurm or pbs. Default: the one whose sbatch or qsub is installed."""
 
     nodes: Count = 1
-    """How many hosts."""
+    """Number of hosts."""
 
     ranks_per_node: Count = 1
-    """Ranks on each host."""
+    """Number of ranks on each host."""
 
     cpus_per_rank: OptionalCount = None
-    """CPUs of each rank."""
+    """Number of CPUs of each rank."""
 
     gpus_per_node: OptionalCount = None
-    """GPUs of each host."""
+    """Number of GPUs of each host."""
 
     time: Annotated[str, tyro.conf.arg(metavar="TIME")] = "1:00:00"
-    """The job's limit, such as 90m, 2h, 1:30:00 or 1-12:00:00."""
+    """Time limit of the job, such as 90m, 2h, 1:30:00 or 1-12:00:00."""
 
     queue: Name = None
-    """PBS's queue."""
+    """Queue of PBS."""
 
     partition: Annotated[str | None, tyro.conf.arg(metavar="NAME[,NAME]", help_behavior_hint="")] = None
-    """SLURM's partition, or several of which it takes one; another name for --queue."""
+    """Partition of SLURM, or several, of which SLURM chooses one; the same as --queue."""
 
     account: Name = None
-    """Who pays."""
+    """Account that is charged."""
 
     name: str = "shardlab"
-    """The job's name."""
+    """Name of the job."""
 
     dry_run: Flag = False
     """Print the job script, and submit nothing."""

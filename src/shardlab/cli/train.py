@@ -74,53 +74,46 @@ class Caller:
 
 @dataclass(frozen=True)
 class Train:
-    """Train a language model of bytes under a strategy, and keep its weights, metrics and drawings.
+    """Train a language model under a strategy; save weights, metrics and drawings."""
 
-    Ranks are processes of this machine; under torchrun, srun or mpiexec the command joins their world instead.
-    """
-
-    strategy: Annotated[
-        str | None, tyro.conf.arg(metavar="STRATEGY", help_behavior_hint="(default: fsdp, or the plan)")
-    ] = None
-    """A built-in name, or path/to/file.py:function; or none, for a plan by flags or --plan."""
+    strategy: Annotated[str | None, tyro.conf.arg(metavar="STRATEGY", help_behavior_hint="(default: fsdp)")] = None
+    """Built-in name or file.py:function."""
 
     ranks: Ranks = None
-    """How many ranks."""
+    """Number of ranks."""
 
     preset: Name = None
-    """Settings by name: default, wordplay, shakespeare-cpu."""
+    """Named settings: default, wordplay or shakespeare-cpu."""
 
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Settings in a TOML file, such as the config.toml of a run, which prevail over the preset's; flags prevail over
-    both."""
+    """TOML file with settings, such as the config.toml of a run. It overrides the preset, and flags override both."""
 
     depth: OptionalCount = None
-    """One dial: so many layers, and by rule the model's width and heads, the batch, the steps and the learning rate."""
+    """Number of layers, from which the model's width and heads, the batch, the steps and the learning rate follow."""
 
     print_config: Flag = False
-    """Print the configuration and the model's parameter counts, refuse what cannot be trained, and end."""
+    """Print the configuration and the model's parameter counts, check that they can be trained, and exit."""
 
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """A new folder for the results; without one, runs/NAME-1, -2, ..."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: in runs/)")] = None
+    """New folder for the results."""
 
     bind: Flag = False
-    """Give each rank CPUs of its own, unless the launcher has."""
+    """Pin each rank to CPUs of its own, unless the launcher has done so."""
 
     resume: Annotated[str | None, tyro.conf.arg(metavar="FOLDER|auto", help_behavior_hint="")] = None
-    """Go on with the run in a folder, from its newest checkpoint, with the settings saved there, which flags change;
-    auto: with the run in --out if there is one, or else begin it."""
+    """Continue this run from its newest checkpoint; auto: continue the run in --out, or start it there."""
 
     from_step: OptionalCount = None
-    """With --resume: from the checkpoint after so many steps."""
+    """With --resume: continue from the checkpoint after N steps."""
 
     max_ops: MaxOps = None
-    """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
+    """Refuse a program with more ops in a step, over all ranks, because it may never end."""
 
     max_seconds_per_op: MaxSeconds = None
-    """CPU time until a program's or a schedule's next op: more is refused, as that of a loop that never ends."""
+    """Refuse a program or a schedule that needs more CPU time until its next op, because it may loop forever."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     settings: Settings = NO_SETTINGS
 

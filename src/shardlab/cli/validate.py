@@ -34,24 +34,24 @@ NOTE = "error: predicted over measured, less 1; mean, median and worst are of it
 
 @dataclass(frozen=True)
 class Validate:
-    """Predict published runs, and compare seconds and memory with what they measured.
+    """Predict published runs, and compare time and memory with what they measured.
 
-    Every run that says enough is laid out by a plan, traced, and replayed in seconds and bytes, with one set of
-    constants for each type of device and one recipe for each framework; nothing is chosen for a single run.
+    Every run with enough details is mapped to a plan, traced and simulated in seconds and bytes, with one set of
+    constants for each type of device and one recipe for each framework. Nothing is fitted to a single run.
     """
 
     runs: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUNS.json", help_behavior_hint="")]
-    """A JSON list of runs: each with id, source, model, hardware, parallelism, batch, precision, recompute and what was
-    measured. docs/validation.md describes the fields."""
+    """JSON list of runs, each with id, source, model, hardware, parallelism, batch, precision, recompute and the
+    measurements. docs/validation.md describes the fields."""
 
     json: Flag = False
-    """Print JSON alone: of every run its id, what was measured and predicted, and what was assumed."""
+    """Print only JSON: the id of every run, its measurements, predictions and assumptions."""
 
     recipe: RecipeName = None
-    """Without one, each run's own framework."""
+    """Default: the recipe of each run's own framework."""
 
     assumed: Flag = False
-    """List also what predictions take for granted because runs do not say it."""
+    """Also list the assumptions about details that runs do not state."""
 
     def run(self) -> int:
         rows = read_rows(self.runs)

@@ -23,51 +23,52 @@ from shardlab.train.launch_environment import require_port
 
 @dataclass(frozen=True)
 class Verify:
-    """Train a few steps under a strategy and on one device, in float64, and compare loss, gradients and weights.
+    """Train a few steps with a strategy and on one device, in float64, and compare loss, gradients and weights.
 
-    An error is max|a - b| / max|b| over all parameters of a layer; the worst layer counts. Up to 1e-12 is ok. In
-    another precision the strategy may be twice as far from one device in float64 as one device in that precision is.
+    The error of a layer is max|a - b| / max|b| over all its parameters, and the largest error counts. Up to 1e-12 is
+    ok. In another precision, the strategy may be at most twice as far from one device in float64 as one device in that
+    precision is.
     """
 
     strategy: StrategyName = None
-    """A built-in name, or path/to/file.py:function; or none, for a plan by flags or --plan."""
+    """Built-in name, or path/to/file.py:function. Leave it out for a plan by flags or --plan."""
 
     ranks: Ranks = None
-    """How many ranks."""
+    """Number of ranks."""
 
     microbatches: Count = 4
-    """How many microbatches the global batch has."""
+    """Number of microbatches in the global batch."""
 
     steps: Count = 3
-    """How many optimizer steps are compared."""
+    """Number of optimizer steps to compare."""
 
     clip: Norm = None
-    """The largest norm of the whole model's gradient, on both; for plans and fsdp, which compute it and are otherwise
-    clipped so hard (0.1) that it shows."""
+    """Largest norm of the whole model's gradient, on both sides. Needs fsdp or a plan, which compute this norm; their
+    default is a small norm (0.1), so that clipping has an effect."""
 
     precision: Annotated[str, tyro.conf.arg(metavar="NAME")] = "fp64"
     """fp64, fp32, bf16, bf16-fp32-grads or fp16."""
 
     optimizer: Annotated[Optimizer, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = "adamw"
-    """What makes a step of a gradient, on both."""
+    """Optimizer of both sides."""
 
     ema: Annotated[float | None, tyro.conf.arg(metavar="DECAY", help_behavior_hint="")] = None
-    """Decay of an average of the weights, which is compared as well."""
+    """Decay of a moving average of the weights, which is compared as well."""
 
     compile: Flag = False
-    """Compile the ranks' layers by torch.compile; the one device's are not."""
+    """Compile the layers of the ranks with torch.compile, but not those of the one device."""
 
     all: Flag = False
-    """Verify every strategy, and every way to shard on every pipeline; takes minutes."""
+    """Verify every strategy, and every way to shard on every pipeline schedule. This takes minutes."""
 
     max_ops: MaxOps = None
-    """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
+    """Refuse a program with more ops in a step, over all ranks, because it may never end."""
 
     max_seconds_per_op: MaxSeconds = None
-    """CPU time until a program's or a schedule's next op: more is refused, as that of a loop that never ends."""
+    """Refuse a program or a schedule that needs more CPU time until its next op, because it may loop forever."""
 
     json: Flag = False
-    """Print JSON alone."""
+    """Print only JSON."""
 
     model: ModelFlags = DEFAULT_MODEL
 

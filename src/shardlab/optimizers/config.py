@@ -27,44 +27,44 @@ class OptimizerConfig:
     """
 
     optimizer: Annotated[Optimizer, choice(Optimizer)] = "adamw"
-    """What makes a step of a gradient; muon steps matrices, and adamw what is none, embeddings and the head."""
+    """Optimizer. muon updates matrices; adamw updates the embeddings, the head and all vectors beside it."""
 
     learning_rate: Annotated[float, _NOT_NEGATIVE] = 1e-3
-    """The largest learning rate."""
+    """Peak learning rate."""
 
     betas: Annotated[tuple[float, float], _DECAYS] = (0.9, 0.95)
-    """Decay of AdamW's two moments; lion steps by the first and keeps by the second."""
+    """Decay rates of AdamW's two moments. lion uses the first one for its update and the second one for its moment."""
 
     momentum: Annotated[float, _SHARE] = 0.95
-    """Decay of the one moment of sgd and of muon."""
+    """Momentum of sgd and muon."""
 
     eps: Annotated[float, _POSITIVE] = 1e-8
-    """What keeps AdamW's division finite."""
+    """Number that AdamW adds to its denominator, so that it is never zero."""
 
     weight_decay: Annotated[float, _NOT_NEGATIVE] = 0.1
-    """Weight decay of matrices and embeddings; biases and norms do not decay."""
+    """Weight decay of matrices and embeddings. Biases and norms do not decay."""
 
     clip: Annotated[float | None, _NORM] = None
-    """The largest norm of the whole model's gradient, or none; for plans and fsdp, which compute it."""
+    """Largest norm of the whole model's gradient, or none. Needs fsdp or a plan, which compute this norm."""
 
     ema: Annotated[float | None, _DECAY] = None
-    """Decay of the average of weights (EMA) that is kept beside them, such as 0.999, or none for no average."""
+    """Decay of an exponential moving average (EMA) of the weights, such as 0.999, or none."""
 
     learning_rate_schedule: Annotated[Schedule, choice(Schedule)] = "cosine"
-    """How the learning rate comes down after its warm-up."""
+    """How the learning rate decays after the warm-up."""
 
     schedule_steps: Annotated[int, COUNT] = 200
-    """Steps of the learning rate's whole schedule; where nobody says, those of the run."""
+    """Steps of the whole learning rate schedule. Default: the steps of the run."""
 
     warmup_steps: Annotated[int, whole("0 or more", 0)] = 10
-    """Steps in which the learning rate rises linearly; where nobody says, a twentieth of the schedule."""
+    """Steps in which the learning rate rises linearly. Default: a twentieth of the schedule."""
 
     decay_steps: Annotated[int | None, whole("0 or more", 0)] = None
-    """Steps at the end of the schedule in which the learning rate comes down; where nobody says, of wsd a tenth of the
-    schedule, else all after the warm-up."""
+    """Steps in which the learning rate decays, at the end of the schedule. Default: a tenth of the schedule for wsd,
+    otherwise all steps after the warm-up."""
 
     min_learning_rate_ratio: Annotated[float, _SHARE] = 0.1
-    """The last learning rate, as a share of the largest."""
+    """Last learning rate, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -57,16 +57,16 @@ class Mesh:
     """Replicas of the model."""
 
     dp_shard: int = 1
-    """Data-parallel ranks that may share weights, gradients or optimizer state."""
+    """Data-parallel ranks that may shard weights, gradients or optimizer state."""
 
     cp: int = 1
-    """Context-parallel ranks, over which sequences are cut."""
+    """Context-parallel ranks, which split each sequence."""
 
     tp: int = 1
-    """Tensor-parallel ranks, over which the matrices of half-blocks are cut."""
+    """Tensor-parallel ranks, which split the matrices of half-blocks."""
 
     ep: int = 1
-    """Expert-parallel ranks, over which the experts of a mixture are cut."""
+    """Expert-parallel ranks, which split the experts of a mixture."""
 
     def __post_init__(self) -> None:
         for axis, size in self.sizes().items():

@@ -79,63 +79,63 @@ class Plan:
     """The ranks, by axes."""
 
     schedule: Annotated[str | Schedule, word(Schedule)] = "1f1b"
-    """The pipeline's order of work: a built-in one, path/to/file.py:generator, or a CSV of PyTorch's. On one pipeline
-    rank, 1f1b takes the microbatches one by one."""
+    """Pipeline schedule: a built-in name, path/to/file.py:generator, or a CSV file of PyTorch. On one pipeline rank,
+    1f1b runs the microbatches one by one."""
 
     stages_per_rank: Annotated[int | None, COUNT] = None
-    """Pipeline stages on each rank, for a schedule that does not have a fixed number."""
+    """Pipeline stages on each rank, for a schedule without a fixed number."""
 
     layers_per_stage: Annotated[tuple[int, ...], NUMBERS] = ()
-    """How many layers each stage has; without it, as even as can be. In half-blocks, pairs of a norm and a body are
-    counted; in a mixture, blocks, and the head as one more."""
+    """Number of layers of each stage. Default: as even as possible. Half-blocks are counted in pairs of a norm and a
+    body. In a mixture of experts, blocks are counted, and the head as one more."""
 
     shard_parameters: Annotated[tuple[str, ...], axes(*CUT_AXES)] = ()
-    """Axes over which weights are cut, outermost first: dp_shard, dp_replicate, cp, or nothing."""
+    """Mesh axes over which weights are sharded, outermost first: some of dp_shard, dp_replicate and cp, or nothing."""
 
     shard_gradients: Annotated[tuple[str, ...], axes(*CUT_AXES)] = ()
-    """Axes over which accumulating gradients are cut."""
+    """Mesh axes over which accumulated gradients are sharded."""
 
     shard_optimizer: Annotated[tuple[str, ...], axes(*CUT_AXES)] = ()
-    """Axes over which the optimizer's state is cut; those of weights, and of gradients, come first."""
+    """Mesh axes over which the optimizer state is sharded. The axes that shard weights or gradients come first."""
 
     reduce_every_microbatch: Annotated[tuple[str, ...] | None, axes(*CUT_AXES, "ep")] = None
-    """Axes over which gradients are reduced at each microbatch rather than once a step; without it, those that cut
-    them. Over ep, the gradients of all but experts are."""
+    """Mesh axes over which gradients are reduced after each microbatch instead of once a step. Default: the axes that
+    shard them. Over ep, this concerns the gradients of all weights but the experts."""
 
     reduce_at: Annotated[ReduceAt, choice(ReduceAt)] = "layer"
-    """When gradients that are reduced once a step are: as soon as a layer's is whole, beside the backward passes that
-    go on, or when all are."""
+    """When gradients that are reduced once a step are reduced: as soon as a layer's gradient is complete, while
+    backward passes continue, or after all backward passes."""
 
     reshard_after: Annotated[Reshard, choice(Reshard)] = "layer"
-    """When gathered weights are freed: after each use, when work leaves their stage, or after their last use."""
+    """When gathered weights are freed: after each use (layer), when the rank goes on to another stage (stage), or after
+    their last use (step)."""
 
     sequence_parallel: Annotated[bool, SWITCH] = False
-    """Cut what lies between the matrices along the sequence, over the ranks of tp."""
+    """Shard the activations between the matrices along the sequence, over the tp ranks."""
 
     recompute: Annotated[Recompute | tuple[int, ...], choice_or_numbers(Recompute, "block")] = "none"
-    """What the backward pass computes again: nothing, attention's scores, everything but each block's input, or blocks
-    by number, from 0."""
+    """What the backward pass recomputes: nothing, the attention scores (selective), everything but the input of each
+    block (full), or the blocks with these numbers, from 0."""
 
     freeze: Annotated[tuple[int, ...], NUMBERS] = ()
-    """Blocks by number, from 0, whose weights stay as they are: they have no gradient and no optimizer state. The
-    embedding is part of the first block, the head of the last."""
+    """Blocks, by number from 0, whose weights are not trained. They have no gradient and no optimizer state. The
+    embedding is part of the first block, and the head is part of the last."""
 
     context: Annotated[Context, choice(Context)] = "ring"
-    """How queries meet the keys and values of other context-parallel ranks: these go round, or are gathered; or, by
-    ulysses, ranks exchange slices of sequences for heads."""
+    """How queries reach the keys and values of other context-parallel ranks: in a ring, by all_gather, or by ulysses,
+    where ranks exchange slices of sequences for heads."""
 
     ulysses_degree: Annotated[int | None, COUNT] = None
-    """How many neighbouring ranks of cp exchange slices of sequences for heads; without it all by ulysses, else none.
-    Keys and values of the others are gathered by all_gather, and else go round."""
+    """Number of neighbouring cp ranks that exchange slices of sequences for heads. Default: all of them with ulysses,
+    otherwise none. Other keys and values are gathered with all_gather, otherwise passed around a ring."""
 
     stripes: Annotated[int | None, COUNT] = None
-    """How many slices of every sequence each rank of cp has, as far from one another as there are ranks: striped
-    attention, nearly as much work on each rank. Without it, each has an early and a late slice: exactly as much."""
+    """Slices of every sequence on each cp rank, dealt in turn (striped attention), which nearly balances the work.
+    Default: an early and a late slice, which balance it exactly."""
 
     passes: Annotated[str | None, PASSES_FIELD] = None
-    """Passes that rewrite the program for a faster step, or one of less memory: all, none, or names with commas between
-    them, such as prefetch,bucket=4 (shardlab passes lists them). Without it, ranks that run it run all that help; what
-    is drawn or predicted stays as it was written."""
+    """Passes that rewrite the program for speed or memory, such as prefetch,bucket=4; or all, or none (shardlab passes
+    lists them). Default: every pass that helps, if ranks run the program; none, if it is drawn or predicted."""
 
     def __post_init__(self) -> None:
         check_fields(self)

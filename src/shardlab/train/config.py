@@ -41,9 +41,7 @@ class DataConfig:
     """What is trained on."""
 
     data: Annotated[tuple[str, ...], TEXTS] = ()
-    """Prepared folders (see shardlab data prepare), texts, or documents (.jsonl, .parquet), whose tokens are those of
-    --init's tokenizer, or else bytes; of several, each is drawn from by its weight; none: the source of Python's
-    standard library."""
+    """Prepared folders, or text, .jsonl or .parquet files. Default: the source of Python's standard library."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -54,42 +52,42 @@ class LoopConfig:
     """How much is trained."""
 
     steps: Annotated[int, COUNT] = 200
-    """How many optimizer steps."""
+    """Number of optimizer steps."""
 
     microbatches: Annotated[int, COUNT] = 4
-    """How many microbatches the global batch is cut into; with a batch ramp, its last one."""
+    """Number of microbatches in the global batch; with a batch ramp, in the last stage of the ramp."""
 
     micro_batch_size: Annotated[int, COUNT] = 4
-    """Sequences of a microbatch."""
+    """Sequences per microbatch."""
 
     seed: Annotated[int, INTEGER] = 0
-    """Seed of weights, batches, dropout and the sample."""
+    """Seed of the weights, the batches, dropout and the samples."""
 
     init: Annotated[Path | None, FOLDER] = None
-    """Begin with the weights of a run, a checkpoint, or a folder in Hugging Face's form; without --model, its model is
-    taken."""
+    """Initialize the weights from a run, a checkpoint or a Hugging Face folder. Without --model, its model is used as
+    well."""
 
     non_finite: Annotated[NonFinite, choice(NonFinite)] = "stop"
-    """What follows a loss or a gradient that is not finite: the run stops, or leaves out the step and goes on, which
-    takes a plan. In fp16 a step whose gradient overflows is left out in any case."""
+    """What to do if a loss or a gradient is not finite: stop the run, or skip the step (needs fsdp or a plan). In fp16,
+    a step whose gradient overflows is always skipped."""
 
     batch_ramp: Annotated[str | None, RAMP] = None
-    """A batch that grows: from which step on it has how many microbatches, such as 0:4,200:8,1000:16."""
+    """Increase the batch during the run: a list of STEP:MICROBATCHES, such as 0:4,200:8,1000:16."""
 
     compile: Annotated[bool, SWITCH] = False
-    """Compile layers by torch.compile, each kind of layer once; the first step then takes long."""
+    """Compile the layers with torch.compile, once for each kind of layer. The first step then takes long."""
 
     cuda_graph: Annotated[bool, SWITCH] = False
-    """Capture a step as a CUDA graph, which the GPU repeats by itself: for small layers, whose kernels are shorter than
-    the host takes to start them."""
+    """Capture a step as a CUDA graph and replay it. This helps with small layers, whose kernels run for less time than
+    the host needs to launch them."""
 
     timeout: Annotated[float, DURATION] = 600.0
-    """Time in which every rank gets on; if one does not, all end, and a report says who waits for whom. It is longer
-    than any step, evaluation, sample or save: seconds, or 90s, 10m, 2h, 1:30:00."""
+    """Stop the run if a rank makes no progress for this long, and report which rank waits for which. Choose more than
+    the longest step, evaluation, sample or save: seconds, or 90s, 10m, 2h, 1:30:00."""
 
     audit_every: Annotated[int | None, COUNT] = None
-    """Compare ranks after every so many steps: hashes of weights that several keep, and results of one microbatch that
-    all compute; a rank that differs ends the run. It costs one or two steps."""
+    """Compare the ranks every N steps: hashes of replicated weights, and the results of one microbatch that all ranks
+    compute. A difference stops the run. An audit takes as long as one or two steps."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -110,7 +108,7 @@ class PrecisionConfig:
     """The numbers that are computed with."""
 
     precision: Annotated[PrecisionName, choice(PrecisionName)] = "fp32"
-    """Numbers of weights, activations and gradients; below 32 bits the optimizer keeps a copy of the weights in 32."""
+    """Data type of weights and computations."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -121,37 +119,37 @@ class LoggingConfig:
     """What a run shows and records beside its metrics."""
 
     prompt: Annotated[str | None, text("TEXT", "some text, or leave it out for a line of the validation text")] = None
-    """What the trained model goes on from; without it, a line of the text that it was not trained on."""
+    """Text that the trained model continues. Default: a line of the validation text."""
 
     log_every: Annotated[int, COUNT] = 1
-    """A record and a line for every so many steps, and for the first and the last."""
+    """Log every N steps, and the first and the last step."""
 
     validate_every: Annotated[int | None, COUNT] = None
-    """Validate after every so many steps, as before and after all of them."""
+    """Validate every N steps, besides before the first and after the last step."""
 
     sample_every: Annotated[int | None, COUNT] = None
-    """Let the model go on from the prompt after every so many steps, as in the end."""
+    """Continue the prompt every N steps, besides after the last step."""
 
     tensorboard: Annotated[bool, SWITCH] = False
-    """Write the records for TensorBoard as well, into the run's folder."""
+    """Also write the metrics for TensorBoard, into the run's folder."""
 
     wandb: Annotated[bool, SWITCH] = False
-    """Log the records to Weights & Biases as well; with WANDB_MODE=offline they stay in the run's folder."""
+    """Also log the metrics to Weights & Biases. With WANDB_MODE=offline they stay in the run's folder."""
 
     profile_steps: Annotated[tuple[int, int] | None, SPAN] = None
-    """Profile steps from the first number up to, but not including, the second, by torch.profiler: profile-RANK.json is
-    for Perfetto."""
+    """Profile the steps from FIRST up to, but not including, END with torch.profiler, into profile-RANK.json for
+    Perfetto."""
 
     memory_snapshot: Annotated[bool, SWITCH] = False
-    """With --profile-steps: every allocation of these steps is in profile-RANK.json too; on a GPU memory-RANK.pickle
-    has the allocator's blocks at their end, for pytorch.org/memory_viz."""
+    """With --profile-steps: also record every allocation in profile-RANK.json. On a GPU, memory-RANK.pickle shows the
+    allocator's blocks after these steps, for pytorch.org/memory_viz."""
 
     price: Annotated[float | None, AMOUNT] = None
-    """Price of a device for an hour; report.md tells what the run cost."""
+    """Price of one device per hour. report.md then states what the run cost."""
 
     trace: Annotated[bool, SWITCH] = False
-    """Record a few steps, every op's time and memory on every rank: trace.json is for Perfetto (ui.perfetto.dev) and
-    Chrome, and shardlab compare FOLDER lays them beside the prediction."""
+    """Record the time and the memory of every op for a few steps. trace.json opens in Perfetto (ui.perfetto.dev) and
+    Chrome, and shardlab compare FOLDER compares it with the prediction."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -162,11 +160,11 @@ class SavingConfig:
     """When a run is saved so that it can be resumed."""
 
     save_every: Annotated[int | str | None, EVERY] = None
-    """Save a checkpoint after every so many steps (100), or after so much time (30s, 10m, 2h). Every run saves one
-    after its last step, or when it is interrupted."""
+    """Save a checkpoint every N steps, or at intervals of time such as 30s, 10m or 2h. Every run also saves one after
+    its last step, and when it is interrupted."""
 
     keep: Annotated[int, COUNT] = 2
-    """How many checkpoints a run keeps."""
+    """Number of checkpoints that a run keeps."""
 
     def __post_init__(self) -> None:
         check_fields(self)
