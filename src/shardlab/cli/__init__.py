@@ -155,6 +155,10 @@ def _parsed(words: list[str]) -> Any:
         raise UserError(f"no command is given; {nearest('', COMMANDS)}")
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         raise UserError(f"there is no command {words[0]!r}; {nearest(words[0], COMMANDS)}")
+    if {"-h", "--help"} & set(words):
+        from shardlab.cli.help import print_help
+
+        print_help(words, COMMANDS, DESCRIPTION)
     named = tuple(Annotated[Any, tyro.conf.subcommand(name=name, constructor=kind)] for name, kind in COMMANDS.items())
     return tyro.cli(
         cast(Any, Union[named]),  # noqa: UP007
