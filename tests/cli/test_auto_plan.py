@@ -119,8 +119,8 @@ def test_of_plans_that_may_be_the_fastest_the_one_is_taken_whose_steps_are_short
         assert job.strategy.passes is not None
         assert replace(job.strategy, passes=None) == run.config.plan.strategy
     told = capsys.readouterr().err
-    assert f"{len(raced)} plans that may be the fastest take turns" in told
-    assert f"--plan auto takes {found.runs[-1].name}" in told
+    assert f"{len(raced)} plans that may be the fastest are measured in turns" in told
+    assert f"--plan auto chooses {found.runs[-1].name}" in told
 
     def prove(entry: StrategyEntry, run: TrainingRun) -> None:
         if run.config.plan.as_dict()["schedule"] == found.runs[0].config.plan.as_dict()["schedule"]:
@@ -140,7 +140,7 @@ def test_where_plans_fail_to_take_turns_the_one_that_is_predicted_fastest_is_tak
     monkeypatch.setattr("shardlab.train.launch.run_ranks", run_ranks)
     found = planned()
     assert winner(found) is found.runs[0]
-    assert "no turns were taken (rank 1 failed; MemoryError); --plan auto takes " in capsys.readouterr().err
+    assert "plans were not measured (rank 1 failed; MemoryError); --plan auto chooses " in capsys.readouterr().err
 
 
 @pytest.mark.xdist_group("ranks")

@@ -34,7 +34,7 @@ TINY = ["--min", "64", "--max", "256", "--seconds", "0.0001"]
         (["collectives", "--min", "1 lot"], "'1 lot' is not a size"),
         (["collectives", "--min", "2KB", "--max", "1KB"], "the largest size, 1 KB, is less than the smallest, 2 KB"),
         (["collectives", "--kinds", "allreduce"], "there is no collective 'allreduce'; did you mean all_reduce"),
-        (["collectives", "--ranks", "1"], "one rank has nobody to communicate with; give --ranks 2 or more"),
+        (["collectives", "--ranks", "1"], "one rank has no other rank to communicate with; give --ranks 2 or more"),
         (["collectives", "--seconds", "0"], "--seconds is 0.0; give a positive number of seconds"),
         (["collectives", "--plot", "no/such/folder.svg"], "the folder no/such does not exist"),
         (["collectives", "--profile", "mine.txt"], "--profile mine.txt: its name must end in .json"),

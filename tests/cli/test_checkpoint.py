@@ -45,7 +45,7 @@ def test_a_run_s_checkpoints_are_listed(run: Path, capsys: Captured) -> None:
     assert main(["checkpoint", "ls", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:3]] == [["4", "fsdp", "2"], ["5", "fsdp", "2"]]
-    assert lines[3] == f"go on with: shardlab train --resume {run}"
+    assert lines[3] == f"resume with: shardlab train --resume {run}"
     assert main(["checkpoint", "ls", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [row["step"] for row in found] == [4, 5]

@@ -77,8 +77,8 @@ def test_where_there_is_no_profile_none_is_taken(capsys: Captured) -> None:
 
 def test_what_is_no_profile_is_from_no_machine(capsys: Captured) -> None:
     gpu = [*SIMULATE[:-1], "h100x2", "--other-machine"]
-    assert "--other-machine takes a profile, and h100x2 is none; give --cluster local" in refused(capsys, *gpu)
-    assert "--other-machine is for a model on a cluster" in refused(capsys, "simulate", "fsdp", "--other-machine")
+    assert "--other-machine is for profiles, and h100x2 is not a profile; give --cluster local" in refused(capsys, *gpu)
+    assert "--other-machine needs a model and a cluster" in refused(capsys, "simulate", "fsdp", "--other-machine")
 
 
 def test_bench_refuses_the_file_of_another_machine_before_it_measures(

@@ -61,10 +61,13 @@ def test_all_of_them_as_json(capsys: Captured) -> None:
         (["all_redcue"], "there is no collective 'all_redcue'; did you mean all_reduce?"),
         (["all-to-al"], "did you mean all_to_all?"),
         (["fish"], "there is no collective 'fish'; there are broadcast, scatter, gather"),
-        (["gather", "--ranks", "1"], "--ranks 1: collectives are shown among 2 to 99 ranks"),
+        (["gather", "--ranks", "1"], "--ranks 1: collectives are shown on 2 to 99 ranks"),
         (["gather", "--root", "4"], "--root 4: there are ranks 0-3; give one of them"),
-        (["all_gather", "--reduction", "mean"], "--reduction mean: all_gather has none; reduce and all_reduce have"),
-        (["reduce-scatter", "--reduction", "max"], "--reduction max: reduce_scatter has none"),
+        (
+            ["all_gather", "--reduction", "mean"],
+            "--reduction mean: all_gather has no reduction; give it to reduce, all_reduce or all",
+        ),
+        (["reduce-scatter", "--reduction", "max"], "--reduction max: reduce_scatter has no reduction"),
         (["gather", "--root", "-1"], "--root -1: there are ranks 0-3"),
     ],
 )

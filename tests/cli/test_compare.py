@@ -80,7 +80,7 @@ def test_a_picture_and_a_trace_are_not_one_file(tmp_path: Path, capsys: pytest.C
     written(tmp_path)
     for command in (["compare", str(tmp_path)], ["simulate", "ddp"]):
         assert main([*command, "--svg", str(tmp_path / "a"), "--trace", str(tmp_path / "a")]) == 2
-        assert "give each a file of its own" in capsys.readouterr().err
+        assert "give them different files" in capsys.readouterr().err
 
 
 def test_json_alone_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,11 +216,11 @@ def test_the_json_of_several_runs_has_the_steps_that_all_have(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "no run was named; give its folder, or those of several"),
-        (["a", "./a"], "a run was named twice"),
+        ([], "no run is given; give the folder of a run, or of several"),
+        (["a", "./a"], "a run is given twice"),
         (["a", "nowhere"], "nowhere is not the folder of a run"),
-        (["a", "empty"], "empty has no step on record yet"),
-        (["a", "empty", "--cluster", "local"], "--cluster is for the prediction of one run, but 2 were named"),
+        (["a", "empty"], "empty has no recorded steps yet"),
+        (["a", "empty", "--cluster", "local"], "--cluster is for the prediction of one run, but 2 runs are given"),
     ],
 )
 def test_runs_that_cannot_be_compared_are_refused(

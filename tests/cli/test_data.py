@@ -109,7 +109,7 @@ def test_what_the_tokenizer_drops_is_said_beside_the_table(capsys: Captured) -> 
         ("prepare a.txt --tokenizer gpt2", "the tokenizer gpt2 needs two files that are not in"),
         ("prepare a.txt --tokenizer tokenizer.json", "tokenizer.json is not a tokenizer of Hugging Face"),
         ("prepare a.txt --tokenizer none.json", "the tokenizer none.json cannot be read (No such file or directory)"),
-        ("prepare a.txt --tokenizer chars --train-bpe 300", "--tokenizer chars and --train-bpe contradict each other"),
+        ("prepare a.txt --tokenizer chars --train-bpe 300", "--tokenizer chars and --train-bpe exclude each other"),
         ("prepare a.txt --train-bpe 9", "--train-bpe 9: every byte and"),
         ("prepare a.txt --train-bpe 0", "--train-bpe: 0 is too few; give 1 or more"),
         ("prepare a.txt --validation 2", "--validation 2: a part of the tokens was expected"),

@@ -52,7 +52,9 @@ def test_ranks_that_do_not_meet_are_an_error_and_the_host_is_examined_all_the_sa
     assert done.returncode == 1
     findings = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert findings["python"]["state"] == "ok"
-    network = f"rank 1 did not meet the others: rank 1 of 2 waited 1 s for rank 0 at 127.0.0.1:{port}, and it has not "
+    network = (
+        f"rank 1 did not connect to the others: rank 1 of 2 waited 1 s for rank 0 at 127.0.0.1:{port}, and it has not "
+    )
     assert findings["network"]["present"].startswith(network)
     assert "firewall" in findings["network"]["remedy"]
 

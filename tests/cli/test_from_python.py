@@ -75,11 +75,19 @@ def in_a_notebook() -> Callable[..., Any]:
     [
         ("fsdp", {"hidden_siz": 8}, "there is no option --hidden-siz=8; did you mean --hidden-size?"),
         ("fsdp", {"steps": 0}, "--steps"),
-        ("fsdp", {"callbacks": [Callback]}, "Callback'>, which is no callback; give instances of classes derived from"),
-        ("fsdp", {"callbacks": [len]}, "callbacks has <built-in function len>, which is no callback; give instances"),
-        ("fsdp", {"json": True}, "json is an option of the command shardlab train alone; leave it out"),
+        (
+            "fsdp",
+            {"callbacks": [Callback]},
+            "Callback'>, which is not a callback; give instances of classes derived from",
+        ),
+        (
+            "fsdp",
+            {"callbacks": [len]},
+            "callbacks has <built-in function len>, which is not a callback; give instances",
+        ),
+        ("fsdp", {"json": True}, "json is an option of the command shardlab train only; leave it out"),
         ("fsdq", {}, "there is no strategy 'fsdq'"),
-        (in_a_notebook(), {}, "mine is in no file, from which each rank could read it"),
+        (in_a_notebook(), {}, "mine is not in a file, from which each rank could load it"),
     ],
 )
 def test_a_wrong_call_raises_the_sentence_of_the_command(strategy: Any, settings: Any, sentence: str) -> None:

@@ -70,4 +70,4 @@ def test_the_global_batch_is_printed(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_global_batch_without_a_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--dp-shard", "8", "--global-batch", "32"]) == 2
-    assert "--global-batch is for a model on a cluster" in capsys.readouterr().err
+    assert "--global-batch needs a model and a cluster" in capsys.readouterr().err

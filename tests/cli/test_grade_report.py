@@ -34,7 +34,7 @@ def test_what_was_assumed_is_told_with_how_many_runs_and_one_of_them(runs: Path,
     said = "  network: 8 x infiniband-ndr a node, since a fast network [of our own] is none that is known here (open)"
     assert said in lines
     assert "  key and value heads: as many as heads (3 runs, good and others)" in lines
-    assert "3 of 4 runs leave something open. Assumed, because they do not say it:" in lines
+    assert "3 of 4 runs do not state all details. Assumptions:" in lines
 
 
 def test_a_frameworks_limit_and_a_mistake_are_told_apart(runs: Path, capsys: Captured) -> None:

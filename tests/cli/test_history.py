@@ -148,8 +148,8 @@ def test_a_pipe_has_all_columns_and_a_plan_is_called_by_its_mesh(tmp_path: Path,
     ("words", "said"),
     [
         ("history nowhere", "there is no folder nowhere"),
-        ("history", "there is no folder runs here"),
-        ("show", "no run was named"),
+        ("history", "there is no folder runs in this folder"),
+        ("show", "no run is given"),
         ("show .", "is not the folder of a run: it has no run.json"),
     ],
 )

@@ -80,15 +80,15 @@ def test_the_first_failing_ranks_output_is_last_and_its_exit_code_is_kept(
     done = launched("--ranks", "2", "--", "sh", "-c", FAILING)
     assert done.returncode == 3
     assert done.stderr.endswith(
-        "shardlab: the last lines of rank 1 (40 at most):\nfish\n"
-        "shardlab: rank 1 ended with exit code 3, and all ended with it\n"
+        "shardlab: last lines of rank 1 (at most 40):\nfish\n"
+        "shardlab: rank 1 ended with exit code 3, so all ranks were stopped\n"
     )
 
 
 def test_the_others_end_with_the_one_that_was_killed(tmp_path: Path) -> None:
     done = launched("--ranks", "2", "--", "sh", "-c", "if [ $RANK = 0 ]; then kill -9 $$; else sleep 100000; fi")
     assert done.returncode == 128 + signal.SIGKILL
-    assert "rank 0 was killed (SIGKILL; out of memory?), and all ended with it" in done.stderr
+    assert "rank 0 was killed (SIGKILL; out of memory?), so all ranks were stopped" in done.stderr
 
 
 def test_ranks_are_started_again_as_often_as_asked(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ STEP = "a step has --microbatches of --micro-batch-size sequences"
     [
         ("train", "--lr", "did you mean --learning-rate?"),
         ("train", "--dtype", "did you mean --precision?"),
-        ("train", "--device", "each of --ranks takes a GPU where the host has one for each"),
+        ("train", "--device", "each of --ranks uses a GPU if the host has one for each"),
         ("train", "--max-steps", "did you mean --steps?"),
         ("train", "--block-size", "did you mean --seq-len?"),
         ("train", "--output-dir", "did you mean --out?"),
@@ -41,7 +41,7 @@ STEP = "a step has --microbatches of --micro-batch-size sequences"
         ("train", "--global-batch", STEP),
         ("train", "--num_train_epochs=3", "a run's length is in --steps"),
         ("train", "--N-Layer", "did you mean --layers?"),
-        ("train", "--tokenizer", "the tokenizer is that of the folder in --data"),
+        ("train", "--tokenizer", "the tokenizer comes from the folder in --data"),
         ("train", "--stepz", "did you mean --steps?"),
         ("train", "--zzz", "--help lists them"),
         ("simulate", "--global-batch-size", "did you mean --global-batch?"),
@@ -87,7 +87,7 @@ def test_a_user_who_may_not_read_pythons_own_files_gets_a_sentence(
     monkeypatch.setattr("shardlab.cli.mistakes._is_denied", Path(denied).__eq__)
     assert main(["strategies"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"shardlab: this user may not read {denied}, which this Python needs (")
+    assert said.startswith(f"shardlab: this user has no permission to read {denied}, which this Python needs (")
     assert said.count("\n") == 1
 
 

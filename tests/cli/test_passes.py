@@ -102,7 +102,10 @@ def shown_of(capsys: Captured, *words: str) -> str:
 def test_what_passes_do_is_shown_where_some_are_asked_for(capsys: Captured) -> None:
     for words in (("fsdp",), ("fsdp", "--passes", "none"), ("zero-3", *GPT2)):
         line = refused(capsys, "simulate", *words, "--each-pass")
-        assert line == "shardlab: --each-pass shows what passes make of a step; name some, such as --passes all"
+        assert (
+            line
+            == "shardlab: --each-pass shows the effect of passes, but none is given; give some, such as --passes all"
+        )
 
 
 def test_json_has_each_pass_with_what_was_before_and_after(capsys: Captured) -> None:
@@ -180,7 +183,7 @@ def test_mistakes_are_one_sentence(capsys: Captured) -> None:
     assert "the pass prefetch has nothing to do: no weights are gathered" in refused(
         capsys, "simulate", "ddp", "--passes", "prefetch"
     )
-    assert "--passes rewrites a plan's program, and plan compares plans" in refused(
+    assert "--passes rewrites the program of a plan, but this command compares plans" in refused(
         capsys, "plan", "--model", "gpt2", "--cluster", "h100x4", "--passes", "all"
     )
 
@@ -192,9 +195,9 @@ def test_what_is_offloaded_may_be_rewritten_by_all_passes(capsys: Captured) -> N
 
 
 def test_offloading_that_lowers_no_peak_says_so(capsys: Captured) -> None:
-    useless = "offloading activations:host lowers no peak: the fullest rank holds 13.50 MiB"
+    useless = "offloading activations:host does not lower the peak: the fullest rank holds 13.50 MiB"
     assert useless in said(capsys, "ddp", "--offload", "activations=host")
-    assert "lowers no peak" not in said(capsys, "ddp", "--offload", "optimizer=host")
+    assert "does not lower the peak" not in said(capsys, "ddp", "--offload", "optimizer=host")
 
 
 def test_passes_are_listed(capsys: Captured) -> None:

@@ -101,14 +101,14 @@ def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_limits_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, *SMALL, "--tp", "2", "--max-tp", "1") == ("--tp 2 is more than --max-tp 1; give one of them")
-    assert "--plan names a plan" in refused(capsys, *SMALL, "--plan", "small.toml")
-    assert "--plan names a plan" in refused(capsys, *SMALL, "--plan=small.toml")
+    assert "--plan gives a complete plan" in refused(capsys, *SMALL, "--plan", "small.toml")
+    assert "--plan gives a complete plan" in refused(capsys, *SMALL, "--plan=small.toml")
     for words in (["--passes", "prefetch"], ["--offload", "optimizer=host"]):
-        assert refused(capsys, *SMALL, *words).startswith(f"{words[0]} rewrites a plan's program, and plan compares")
+        assert refused(capsys, *SMALL, *words).startswith(f"{words[0]} rewrites the program of a plan, but this")
     assert "more than h100 has" in refused(capsys, *SMALL, "--memory", "90GiB")
     assert "give bytes above 0 with their unit" in refused(capsys, *SMALL, "--memory", "much")
     told = refused(capsys, *SMALL, "--memory", "72")
-    assert told == "--memory 72 has no unit; write 72GiB, 72GB, or 72B where bytes are meant"
+    assert told == "--memory 72 has no unit; write 72GiB, 72GB, or 72B for bytes"
 
 
 def test_a_batch_that_does_not_divide_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +120,9 @@ def test_a_batch_that_does_not_divide_is_refused(capsys: pytest.CaptureFixture[s
         "limits"
     )
     told = refused(capsys, *SMALL[:4], "--tokens-per-step", "1000")
-    assert told == ("1,000 tokens are no whole sequences of 512 tokens; give --global-batch 1 or 2 (512 tokens)")
+    assert told == (
+        "1,000 tokens are not a whole number of sequences of 512 tokens; give --global-batch 1 or 2 (512 tokens)"
+    )
 
 
 def test_where_nothing_fits_it_is_said_what_comes_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,9 +134,13 @@ def test_where_nothing_fits_it_is_said_what_comes_nearest(capsys: pytest.Capture
 def test_a_search_without_time_gives_the_best_so_far_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--seconds", "1e-9"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "time was up before all were generated, so faster ones may be left: give more --seconds" in told
+    assert (
+        "the time limit ended before all plans were generated, so there may be faster ones: give more --seconds" in told
+    )
     for seconds in ("0", "-1", "nan"):
-        assert f"--seconds {seconds} is no time; give a number above 0" in refused(capsys, *SMALL, "--seconds", seconds)
+        assert f"--seconds {seconds} is not a time; give a number above 0" in refused(
+            capsys, *SMALL, "--seconds", seconds
+        )
 
 
 def test_what_is_refused_is_not_listed_and_no_option_has_two_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +305,7 @@ def test_where_the_limits_leave_nothing_it_is_said_why(capsys: pytest.CaptureFix
 )
 def test_grades_take_no_flag_of_a_search(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     told = refused(capsys, "--grade", "runs.json", *flags)
-    assert told == f"--grade predicts the runs of its file and searches for no plan; leave out {' '.join(flags)}"
+    assert told == f"--grade predicts the runs in its file and does not search for a plan; leave out {' '.join(flags)}"
 
 
 def test_force_replaces_a_file_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,7 @@ def test_what_is_no_result_is_refused_in_one_sentence(capsys: pytest.CaptureFixt
 
     assert "no such file or folder" in refused(capsys, *H100, "--measured", "none.json")
     (folder / "empty").mkdir()
-    assert "there is no run in this folder" in refused(capsys, *H100, "--measured", "empty")
+    assert "this folder contains no run" in refused(capsys, *H100, "--measured", "empty")
     assert "results.json" in told("not JSON")
     assert "holds no results: take what shardlab plan --measure 3 --json prints" in told("[1, 2]")
     head = {"model": "small.toml", "cluster": "h100x2", "global_batch": 4, "tokens": 64}
@@ -158,7 +158,7 @@ def test_what_is_no_result_is_refused_in_one_sentence(capsys: pytest.CaptureFixt
     wrong = {
         "measured_seconds is 'fast'": {"measured_seconds": "fast"},
         "measured_seconds is 0": {"measured_seconds": 0},
-        "does not say which plan": {"plan": 3},
+        "has no plan": {"plan": 3},
         "experiment 1: ": {"precision": "bf17"},
         "on 4 ranks, and the plan is for 2": {"plan": {"mesh": {"dp_shard": 4}}},
     }

@@ -109,5 +109,5 @@ def test_a_plan_that_is_resumed_follows_the_ranks_and_any_other_is_refused() -> 
     options, base = plan_flags(), Plan(Mesh(pp=2, dp_shard=2))
     assert plan_of(options.entry("plan", 2, base, follows=True)).mesh == Mesh(pp=2)
     assert plan_of(plan_flags(pp=2, dp_shard=2).entry(None, 2, follows=True)).mesh == Mesh(pp=2)
-    with pytest.raises(UserError, match=r"there are to be 2 ranks, but the plan's mesh is pp 2 x dp_shard 2"):
+    with pytest.raises(UserError, match=r"the plan's mesh pp 2 x dp_shard 2 does not fit on 2 ranks"):
         options.entry("plan", 2, base)

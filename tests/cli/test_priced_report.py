@@ -72,7 +72,7 @@ def test_an_mfu_above_1_is_warned_of() -> None:
     slow = replace(result.workload.cluster.device, flops={"bfloat16": 1e9})
     too_fast = replace(result.workload, cluster=replace(result.workload.cluster, device=slow))
     (warning,) = doubts(too_fast, result.estimate, "local")
-    assert "is more than the device can do" in warning
+    assert "is more than the device can reach" in warning
 
 
 def test_idle_devices_are_told() -> None:

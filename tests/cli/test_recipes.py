@@ -49,7 +49,7 @@ def test_an_unknown_recipe_is_a_sentence_with_the_nearest(command: list[str], ca
 
 def test_a_recipe_without_a_cluster_is_refused(capsys: Captured) -> None:
     assert main(["simulate", "ddp", "--recipe", "fsdp2"]) == 2
-    assert "--recipe is for a model on a cluster" in capsys.readouterr().err
+    assert "--recipe needs a model and a cluster" in capsys.readouterr().err
 
 
 def test_a_step_is_timed_as_its_recipe_runs_it(capsys: Captured, tmp_path: Path) -> None:

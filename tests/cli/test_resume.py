@@ -105,16 +105,16 @@ def test_a_harmed_manifest_is_named(run: Path, capsys: Captured) -> None:
         ("--resume {run} --from-step 3", "{run} has no checkpoint after step 3; it has those after steps 4-5"),
         ("--resume {run}/nowhere", "{run}/nowhere does not exist; name the folder of a run"),
         ("--resume {run}/checkpoints", "{run}/checkpoints has no complete checkpoint; name the folder of a run"),
-        ("--resume {run} --out x", "--resume and --out were given"),
-        ("--resume {run} --init x", "--resume and --init were given"),
-        ("--resume auto", "--resume auto goes on with the run in --out, or begins it; give --out FOLDER"),
-        ("--from-step 3", "--from-step names a checkpoint of the run that is resumed; give --resume FOLDER too"),
+        ("--resume {run} --out x", "--resume and --out exclude each other"),
+        ("--resume {run} --init x", "--resume and --init exclude each other"),
+        ("--resume auto", "--resume auto resumes the run in --out, or starts it; give --out FOLDER"),
+        ("--from-step 3", "--from-step chooses a checkpoint of the run to resume; give --resume FOLDER, too"),
         ("--resume {run} --steps 9 --hidden-size 32", "{run}/checkpoints/step-000005 has the weights of another model"),
         ("--resume {run} --steps 9 --seed 1", "--seed: 0 before, 1 now; a run goes on as it has begun"),
         ("--resume {run} --steps 9 --optimizer lion", "--optimizer: adamw before, lion now"),
         ("--resume {run} --steps 9 --microbatches 8", "sequences of the first 5 steps: 40 before, 80 now"),
         ("--resume {run} --steps 9 --data {run}/run.json --seq-len 4", "--seq-len: 8 before, 4 now"),
-        ("--resume {run} --steps 20 --trace", "--trace records a run's first steps, which are over"),
+        ("--resume {run} --steps 20 --trace", "--trace records the first steps of a run, which are already done"),
         ("--out {run}", "--out {run} exists; name a new folder"),
     ],
 )
@@ -348,7 +348,7 @@ def test_what_is_started_again_and_does_not_save_is_refused(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     small = "--ranks 1 --steps 1 --hidden-size 16"
     assert main(["train", *small.split(), *words.split(), "--out", str(tmp_path / "run")]) == 2
-    assert "(restart 1), and it does not begin again at step 0 by itself" in capsys.readouterr().err
+    assert "(restart 1), and a restarted run does not begin again at step 0" in capsys.readouterr().err
 
 
 def losses(run: Path) -> list[float]:

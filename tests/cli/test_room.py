@@ -12,8 +12,8 @@ OFFLOADED = ["verify", "fsdp", "--ranks", "2", "--layers", "2", "--offload"]
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ("host", "this host's memory has 0.00 KiB free; offload less"),
-        ("disk", "has 0.00 KiB free; name another folder by TMPDIR, or offload less"),
+        ("host", "this host's memory has only 0.00 KiB free; offload less"),
+        ("disk", "has only 0.00 KiB free; set TMPDIR to another folder, or offload less"),
     ],
 )
 def test_a_place_without_room_is_told_with_bytes(
@@ -23,7 +23,7 @@ def test_a_place_without_room_is_told_with_bytes(
     monkeypatch.setattr(room, "free_room", lambda asked: (0 if asked == place else None, where))  # pyright: ignore
     assert main([*OFFLOADED, f"optimizer={place}"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"shardlab: what 2 ranks keep on the {place} takes ")
+    assert told.startswith("shardlab: 2 ranks need ")
     assert says in told
 
 

@@ -176,8 +176,8 @@ def test_a_prompt_that_the_tokenizer_cannot_encode_is_one_sentence(folder: Path,
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run"], "there is nothing to go on from; give --prompt TEXT, or --chat"),
-        (["run", "--prompt", ""], "--prompt is empty; text is continued from at least one token"),
+        (["run"], "there is no text to continue; give --prompt TEXT, or --chat"),
+        (["run", "--prompt", ""], "--prompt is empty; give a text of at least one token"),
         (["run", "--chat", "--json"], "both --chat and --json were given; give one of them"),
         (["run", "--prompt", "x", "--temperature", "-1"], "a temperature of -1 means nothing; give 0 or more"),
         (["run", "--prompt", "x", "--top-p", "2"], "a top-p of 2 is no probability to draw from"),

@@ -69,7 +69,7 @@ def test_muon_gathers_directions_where_matrices_are_cut(capsys: Captured) -> Non
     assert json_of(capsys, "ddp", "--optimizer", "muon")["ops"] == json_of(capsys, "ddp")["ops"]
     assert json_of(capsys, "wsdp", "--optimizer", "muon")["ops"] > json_of(capsys, "wsdp")["ops"]
     assert main(["simulate", "ddp", "--optimizer", "lion"]) == 2
-    assert "--optimizer is for a model on a cluster" in capsys.readouterr().err
+    assert "--optimizer needs a model and a cluster" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -114,11 +114,11 @@ def test_a_trace_in_unit_costs_is_written_as_well(tmp_path: Path) -> None:
 
 
 MISTAKES = [
-    (("fsdp", "--model", "gpt2"), "give --cluster, such as h100x16, as well"),
+    (("fsdp", "--model", "gpt2"), "give --cluster, such as h100x16, too"),
     (("fsdq", "--model", "gpt2"), "did you mean fsdp?"),
-    (("fsdp", "--cluster", "h100x8"), "give --model, such as gpt2-xl, as well"),
-    (("fsdp", "--micro-batch-size", "2"), "--micro-batch-size is for a model on a cluster"),
-    (("fsdp", "--precision", "bf16"), "--precision is for a model on a cluster"),
+    (("fsdp", "--cluster", "h100x8"), "give --model, such as gpt2-xl, too"),
+    (("fsdp", "--micro-batch-size", "2"), "--micro-batch-size needs a model and a cluster"),
+    (("fsdp", "--precision", "bf16"), "--precision needs a model and a cluster"),
     (("fsdp", *GPT2, "--costs", "forward=1"), "leave out one of them"),
     (("fsdp", "--model", "gpt2-xxl", "--cluster", "h100x8"), "there is no model 'gpt2-xxl'; did you mean gpt2"),
     (("fsdp", "--model", "gpt2", "--cluster", "h10x8"), "there is no device 'h10'; did you mean h100"),

@@ -23,7 +23,7 @@ SIDES = Side([1.0, 2.0], [0.5, 0.5], 90), Side([2.0, 4.0], [0.5, 0.5], 100), Sid
     [
         (["--only", "zero3"], "there is no pair with a strategy 'zero3'; did you mean zero-3?"),
         (["--sizes", "smal"], "there is no size 'smal'; did you mean small?"),
-        (["--ranks", "1"], "one rank has nobody to communicate with; give --ranks 2 or 4"),
+        (["--ranks", "1"], "one rank has no other rank to communicate with; give --ranks 2 or 4"),
         (["--passes", "buckets"], "did you mean bucket"),
         (["--turns", "0"], "--turns: 0 is too few; give 1 or more"),
         (["--out", "a-file"], "--out a-file: this is a file; name a folder"),

@@ -173,7 +173,7 @@ def test_a_name_that_is_taken_resumes_no_other_jobs_run(more: str, flag: str, bi
     assert main(words) == 2
     said = capsys.readouterr().err
     assert said == (
-        f"shardlab: runs/shardlab exists; give another {flag}, so that nothing is overwritten, or go on with its run: "
+        f"shardlab: runs/shardlab exists; give another {flag}, so that nothing is overwritten, or resume its run: "
         "-- train --resume runs/shardlab\n"
     )
     assert main([*words, "--resume", "auto"]) == 0
@@ -255,9 +255,9 @@ def test_a_scheduler_that_refuses_is_quoted(bin: Path, capsys: Captured) -> None
     ("words", "said"),
     [
         ("--scheduler pbs -- train", "there is no qsub here, so this host knows no PBS"),
-        ("-- train", "neither sbatch nor qsub is here"),
+        ("-- train", "neither sbatch nor qsub is installed here"),
         ("--scheduler slurm", "there is no command; give one after --"),
-        ("--scheduler slurm -- trian", "'trian' joins no launcher's world; did you mean train?"),
+        ("--scheduler slurm -- trian", "'trian' does not run under a launcher; did you mean train?"),
         (
             "--scheduler slurm --time soon -- train",
             "--time is 'soon'; give a time, such as 90s, 10m, 2h, 1d, 1:30:00 or 1-12:00:00",

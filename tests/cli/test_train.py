@@ -109,8 +109,8 @@ def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("verify ddp --clip 1", "--clip 1.0 limits the gradient's norm, which ddp does not compute"),
-        ("train --strategy ddp --clip 1", "--clip 1.0 limits the gradient's norm, which ddp does not compute"),
+        ("verify ddp --clip 1", "--clip 1.0 limits the gradient norm, which ddp does not compute"),
+        ("train --strategy ddp --clip 1", "--clip 1.0 limits the gradient norm, which ddp does not compute"),
         (
             "train --passes update-early --clip 1",
             "which fsdp does not compute; leave out the pass update-early, or --clip",
@@ -128,7 +128,10 @@ def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.
         ("train --prompt ''", "prompt is ''; give some text"),
         ("train --data short.txt", "short.txt has 20 bytes but 130 are needed"),
         ("train --out .", "exists"),
-        ("train --strategy 1f1b --ranks 2 --audit-every 5", "but under 1f1b no two do; leave it out, or add an axis"),
+        (
+            "train --strategy 1f1b --ranks 2 --audit-every 5",
+            "but 1f1b has no such results; leave it out, or add an axis",
+        ),
         ("train --steps 0", "0 is too few; give 1 or more"),
         ("verify single --ranks 2", "runs on one device, but 2 ranks were asked for"),
         ("verify user.py:gone", "has no function 'gone'"),
@@ -199,7 +202,7 @@ def test_a_run_that_cannot_write_its_weights_says_so_and_gives_the_rest(
         "loss.svg",
         "strategy.svg",
     }
-    assert "The model goes on from --prompt, 6 characters:\nimport" in done.stdout
+    assert "The model continues --prompt, 6 characters:\nimport" in done.stdout
     assert "weights" not in done.stdout
     record = json.loads((out / "run.json").read_text())
     assert record["command"] == shlex.join(["shardlab", *OPTIONS.split(), str(out)])
@@ -214,10 +217,10 @@ def test_a_plan_in_a_file_does_not_say_which_model_is_trained_so_train_does(
     small = ["--steps", "1", "--hidden-size", "16", "--layers", "2", "--out", str(tmp_path / "run")]
     done = warm.run(["-m", "shardlab", "train", "--plan", str(plan), *words, *small])
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith(f"{plan} does not say which model")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(f"{plan} does not name a model")]
     assert bool(lines) is told
     if lines:
-        assert re.search(r"so gpt is trained, of [\d,]+ parameters in 2 layers; --model takes another$", lines[0])
+        assert re.search(r"so gpt is trained, with [\d,]+ parameters in 2 layers; --model chooses another$", lines[0])
 
 
 def test_what_starts_ranks_imports_torch_only_to_ask_for_gpus(
@@ -271,8 +274,8 @@ def test_a_folder_that_cannot_be_made_is_refused_before_ranks_start(
     ("words", "said"),
     [
         ("--tp 3 --layers 4", "4 heads do not divide into 3 tensor-parallel slices"),
-        ("--strategy ddp --ranks 2 --clip 1", "--clip 1.0 limits the gradient's norm, which ddp does not compute"),
-        ("--strategy single --audit-every 2", "--audit-every compares what several ranks keep"),
+        ("--strategy ddp --ranks 2 --clip 1", "--clip 1.0 limits the gradient norm, which ddp does not compute"),
+        ("--strategy single --audit-every 2", "--audit-every compares results that several ranks keep"),
         ("--strategy ddp --out there", "--out there exists"),
         ("--strategy ddp --data there", "there"),
         ("--strategy ddp --passes offload=host", "offload"),

@@ -275,7 +275,7 @@ def test_what_follows_from_the_steps_still_does_in_a_file_that_a_run_leaves(else
         ("[data]\ndata = 3", "", "mine.toml: data is 3; give a list of texts"),
         ("[precision]\nprecision = 'bf1'", "", "mine.toml: precision is 'bf1'; give one of fp32, bf16"),
         ("[plan]\nstrategy = 'ddp'\nschedule = '1f1b'", "", "ddp is a program of its own, which fields of a plan do"),
-        ("[plan]\nmesh = { tp = 2 }", "--ranks 4", "there are to be 4 ranks, but the plan's mesh is tp 2"),
+        ("[plan]\nmesh = { tp = 2 }", "--ranks 4", "the plan's mesh tp 2 does not fit on 4 ranks"),
         ("[[", "", "mine.toml is not TOML"),
         ("", "--batch-ramp 1:4", "batch_ramp is '1:4'; give ascending steps from 0 on, each with its number"),
         ("", "--batch-ramp 0:4,8:8,8:4", "batch_ramp is '0:4,8:8,8:4'; give ascending steps from 0 on"),
@@ -284,8 +284,8 @@ def test_what_follows_from_the_steps_still_does_in_a_file_that_a_run_leaves(else
         ("", "--batch-ramp 0:2,8:4 --microbatches 8", "microbatches is 8, but the batch ramp 0:2,8:4 ends with 4"),
         ("", "--batch-ramp 0:8,9:2 --ranks 4 --strategy fsdp", "2 microbatches do not divide among 4 ranks; give"),
         ("", "--batch-ramp 0:3,9:4 --pp 2 --dp-shard 2", "3 microbatches do not divide among 2 data-parallel ranks"),
-        ("", "--batch-ramp 0:4,9:8 --trace", "--trace looks at steps 0 to 14, between which the batch ramp 0:4,9:8"),
-        ("", "--batch-ramp 0:4,9:8 --profile-steps 8:10", "--profile-steps looks at steps 8 to 9, between which the"),
+        ("", "--batch-ramp 0:4,9:8 --trace", "--trace covers steps 0 to 14, but the batch ramp 0:4,9:8"),
+        ("", "--batch-ramp 0:4,9:8 --profile-steps 8:10", "--profile-steps covers steps 8 to 9, but the"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_nothing_is_written(

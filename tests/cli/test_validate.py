@@ -64,7 +64,7 @@ def test_what_was_assumed_is_told_on_demand_and_in_json(few: Path, capsys: pytes
     row["model"]["kv_heads"] = row["parallelism"]["cp"] = None
     few.write_text(json.dumps([row]))
     assert main(["validate", str(few)]) == 0
-    assert "1 of 1 runs leave something open" in capsys.readouterr().out
+    assert "1 of 1 runs do not state all details" in capsys.readouterr().out
     assert main(["validate", str(few), "--assumed"]) == 0
     said = capsys.readouterr().out
     assert f"key and value heads: as many as heads ({row['id']})" in said

@@ -210,7 +210,7 @@ def test_what_torchrun_starts_again_does_not_begin_at_step_0_in_silence(start: S
     training = start([*TORCHRUN, "--max-restarts", "1"])
     training.kill(1, signal.SIGKILL)
     output = training.process.communicate(timeout=PATIENCE)[1]
-    assert "(restart 1), and it does not begin again at step 0 by itself" in output
+    assert "(restart 1), and a restarted run does not begin again at step 0" in output
     assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in output
     assert not training.saves
 

@@ -122,8 +122,8 @@ def _run(argv: Sequence[str] | None) -> int:
     except (ImportError, OSError, EOFError) as error:
         if (where := unreadable_python(error)) is not None:
             print(
-                f"shardlab: this user may not read {where}, which this Python needs ({error}); let all users read it, "
-                "or take a Python that was installed for all",
+                f"shardlab: this user has no permission to read {where}, which this Python needs ({error}); make "
+                "it readable for all users, or use a Python that is installed for all users",
                 file=sys.stderr,
             )
             return 2
@@ -172,7 +172,7 @@ def _parsed(words: list[str]) -> Any:
 def _unrecognized(word: str, command: object) -> UserError:
     """A sentence about a word of the command line that is no option of the command."""
     if not word.startswith("-"):
-        return UserError(f"{word!r} is one word too many; options begin with --, and --help lists them")
+        return UserError(f"unexpected argument {word!r}; options begin with --, and --help lists them")
     if told := getattr(command, "elsewhere", {}).get(word.partition("=")[0]):
         return UserError(told)
     flags = sorted(f"--{name.replace('_', '-')}" for name in option_names(command))
@@ -187,6 +187,6 @@ def _version() -> str:
 
 
 DESCRIPTION = (
-    "Write a parallel-training strategy once: it is checked, drawn, timed, and trains a real transformer. "
-    "--version prints the version."
+    "Write a parallel training strategy once; check, draw and simulate it, and train a real "
+    "transformer with it. --version prints the version."
 )

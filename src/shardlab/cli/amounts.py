@@ -23,7 +23,7 @@ def read_bytes(text: str, flag: str) -> float:
         UserError: it is no amount above 0, or it has no unit.
     """
     if re.fullmatch(NUMBER, text.strip().lower()):
-        raise UserError(f"{flag} {text} has no unit; write {text}GiB, {text}GB, or {text}B where bytes are meant")
+        raise UserError(f"{flag} {text} has no unit; write {text}GiB, {text}GB, or {text}B for bytes")
     return _amount(text, BYTES, f"{flag} {text}: give bytes above 0 with their unit, such as 72GiB or 80GB")
 
 

@@ -64,7 +64,9 @@ def planned_here(
     passes = layout.given().get("passes")
     config = resolved(sources, planned_entry(Plan(Mesh(dp_shard=ranks), passes=passes), "auto"), ranks)
     if config.train.batch_ramp is not None:
-        raise UserError("--plan auto chooses the microbatches of one batch, and a batch ramp has several; give a plan")
+        raise UserError(
+            "--plan auto chooses the microbatches of one batch size, but a batch ramp has several; give a plan"
+        )
     measure = measure and not (config.train.compile or config.train.cuda_graph)
     choose = partial(_choice, layout, config, ranks, measure=measure, tell=tell)
     told = json.loads(of_first_rank(choose, config.train.timeout))
@@ -110,7 +112,7 @@ def _fixed(layout: PlanOptions) -> dict[str, Any]:
         UserError: when blocks are to be frozen, for which no plan is searched.
     """
     if "freeze" in layout.given():
-        raise UserError("--plan auto plans for training all blocks; leave out --freeze, or give a plan by flags")
+        raise UserError("--plan auto plans a training of all blocks; leave out --freeze, or give a plan by flags")
     types = field_types(Plan)
     given = {name: value for name, value in layout.given().items() if name not in ("plan", "passes")}
     return {name: value if name in AXES else types[name].of_words(value) for name, value in given.items()}

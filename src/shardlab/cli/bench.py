@@ -54,7 +54,7 @@ class BenchCollectives(Measuring):
                 raise unknown("collective", kind, KINDS)
         ranks = self.ranks or max(2, default_ranks())
         if ranks < 2:
-            raise UserError("one rank has nobody to communicate with; give --ranks 2 or more")
+            raise UserError("one rank has no other rank to communicate with; give --ranks 2 or more")
         sizes = tuple(sizes_between(parse_size(self.min), parse_size(self.max), self.factor))
         seconds = check_seconds(self.seconds)
         bench = CollectiveBench(self.kinds or KINDS, sizes, group_sizes(ranks), seconds, overlap=self.overlap)

@@ -198,7 +198,7 @@ def print_compute(points: Sequence[Point], verbose: bool = False, console: Conso
     counted = [point for point in points if isinstance(point, LayerPoint) and point.flops]
     over = [point for point in counted if point.flops > 1.05 * point.seconds * _peak_of(point, peaks)]
     if over:
-        text = "faster than the peak; the machine was busy while that was measured: measure again"
+        text = "faster than the peak, because the machine was busy when the peak was measured; measure again"
         print_fact(console, "doubtful", f"{len(over)} timings are {text}", "yellow")
 
 

@@ -129,7 +129,7 @@ def _show(run: Path, *, verify: bool, json: bool) -> int:
         if row["wrong"]:
             console.print(row["wrong"], highlight=False, soft_wrap=True)
     if whole:
-        console.print(f"go on with: shardlab train --resume {run}", highlight=False, soft_wrap=True)
+        console.print(f"resume with: shardlab train --resume {run}", highlight=False, soft_wrap=True)
     return 0 if whole else 1
 
 

@@ -50,8 +50,8 @@ def _named(name: str, *, other_machine: bool) -> Cluster:
     if not is_measured(name):
         if other_machine:
             raise UserError(
-                f"--other-machine takes a profile, and {name} is none; give --cluster local or FILE.json, or leave it "
-                "out"
+                f"--other-machine is for profiles, and {name} is not a profile; give --cluster local or "
+                "FILE.json, or leave it out"
             )
         return find_cluster(name)
     from shardlab.measure.saving import this_machine

@@ -26,7 +26,7 @@ NAMES = {
     "all_gather": "the ranks' slices side by side, on every rank",
     "reduce_scatter": "slice i of the ranks' sum, on rank i",
     "all_to_all": "slice i of every rank's tensor, on rank i",
-    "barrier": "nobody goes on before all have come",
+    "barrier": "no rank continues before all ranks have arrived",
     "send": "the root's tensor, on the rank after it, which receives (send and recv)",
 }
 """Every collective, and a message between two ranks, with what each rank then has."""
@@ -73,7 +73,9 @@ class Collectives:
         names = self._names()
         self._want_ranks()
         if self.reduction != "sum" and not REDUCING.intersection(names):
-            raise UserError(f"--reduction {self.reduction}: {names[0]} has none; reduce and all_reduce have, and all")
+            raise UserError(
+                f"--reduction {self.reduction}: {names[0]} has no reduction; give it to reduce, all_reduce or all"
+            )
         require_port(os.environ)
         from shardlab.cli.ranks import failures_as_exit
         from shardlab.execute.show import show_rank
@@ -103,7 +105,7 @@ class Collectives:
 
     def _want_ranks(self) -> None:
         if not 2 <= self.ranks <= 99:
-            raise UserError(f"--ranks {self.ranks}: collectives are shown among 2 to 99 ranks; give --ranks 4")
+            raise UserError(f"--ranks {self.ranks}: collectives are shown on 2 to 99 ranks; give --ranks 4")
         if not 0 <= self.root < self.ranks:
             raise UserError(f"--root {self.root}: there are ranks 0-{self.ranks - 1}; give one of them")
 

@@ -69,7 +69,7 @@ class Compare:
     def run(self) -> int:
         self.pictures.check("comparison.svg")
         if not self.folders:
-            raise UserError("no run was named; give its folder, or those of several, as in: runs/fsdp-1 runs/ddp-1")
+            raise UserError("no run is given; give the folder of a run, or of several, such as runs/fsdp-1 runs/ddp-1")
         return self._beside_prediction(self.folders[0]) if len(self.folders) == 1 else self._beside_each_other()
 
     def _beside_each_other(self) -> int:
@@ -78,14 +78,14 @@ class Compare:
 
         alone = {"--cluster": self.cluster, "--recipe": self.recipe, "--trace": self.pictures.trace}
         if given := [name for name, value in alone.items() if value is not None]:
-            raise UserError(f"{given[0]} is for the prediction of one run, but {len(self.folders)} were named")
+            raise UserError(f"{given[0]} is for the prediction of one run, but {len(self.folders)} runs are given")
         if len({folder.resolve() for folder in self.folders}) < len(self.folders):
-            raise UserError("a run was named twice; name several")
+            raise UserError("a run is given twice; give different runs")
         runs = [past_run(folder) for folder in self.folders]
         records = {str(folder): records_of(folder) for folder in self.folders}
         for folder, steps in records.items():
             if not steps:
-                raise UserError(f"{folder} has no step on record yet; name runs that have")
+                raise UserError(f"{folder} has no recorded steps yet; give runs that have some")
         if self.pictures.svg is not None:
             from shardlab.train.report import draw_runs
 

@@ -21,8 +21,8 @@ SHOWN_STEPS = 6
 """Steps at which losses of several runs are shown; --json has all."""
 
 NOTE = (
-    "exposed communication: a rank waits for it; idle: a rank waits for others; an op's time is that of all it counts "
-    "in a step"
+    "exposed communication: a rank waits for communication; idle: a rank waits for other ranks; the "
+    "time of an op is its total in a step"
 )
 
 NEGLIGIBLE = 1e-3
@@ -83,7 +83,7 @@ def print_runs(
     print_whole(console, table, folded=1)
     console.print()
     if not steps:
-        console.print("no step is on record in all of them")
+        console.print("no step is recorded in all of the runs")
     else:
         losses = table_of("loss of step", *map(str, range(1, len(runs) + 1)), words=0)
         shown = sorted({round(at * (len(steps) - 1) / (SHOWN_STEPS - 1)) for at in range(SHOWN_STEPS)})
@@ -91,7 +91,7 @@ def print_runs(
             losses.add_row(str(row["step"] + 1), *(_cell(loss, 1.0, ".4f") for loss in row["loss"]))
         print_whole(console, losses, folded=0)
         console.print()
-        console.print("tokens/s, ms/step: medians of the steps on record after the first 3", style="dim")
+        console.print("tokens/s, ms/step: medians of the recorded steps after the first 3", style="dim")
     for path in written:
         print_path(console, "written to", path)
 
@@ -101,10 +101,12 @@ def _cell(figure: float | None, times: float, form: str) -> str:
 
 
 def _print_how_to_predict(console: Console, ranks: int) -> None:
-    console.print(Text("nothing is predicted: this machine is not measured yet; to measure it, run", "yellow"))
+    console.print(
+        Text("there is no prediction, because this machine is not measured yet; to measure it, run", "yellow")
+    )
     for what in ("collectives", "compute"):
         console.print(Text(f"  shardlab bench {what} --ranks {ranks}", "bold"), soft_wrap=True)
-    console.print(Text("or name another one, such as --cluster h100x8", "yellow"))
+    console.print(Text("or give another cluster, such as --cluster h100x8", "yellow"))
 
 
 class _Pairs:

@@ -30,7 +30,7 @@ def costs_of(text: str) -> Costs:
     for part in text.split(","):
         name, equals, time = (word.strip() for word in part.partition("="))
         if not equals:
-            raise UserError(f"--costs: {part.strip()!r} is no cost; give NAME=TIME,... such as forward=1,send=0.2")
+            raise UserError(f"--costs: {part.strip()!r} is not a cost; give NAME=TIME,... such as forward=1,send=0.2")
         if name == "backward":
             raise UserError("--costs: give backward_input and backward_weight; an unsplit backward costs their sum")
         if name not in given:

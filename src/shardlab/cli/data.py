@@ -82,7 +82,7 @@ class Prepare(Preparing):
 
     def run(self) -> int:
         if self.train_bpe is not None and self.tokenizer != "bytes":
-            raise UserError(f"--tokenizer {self.tokenizer} and --train-bpe contradict each other; give one of them")
+            raise UserError(f"--tokenizer {self.tokenizer} and --train-bpe exclude each other; give one of them")
         if not self.files:
             raise UserError("no file is given; name a .txt, .jsonl or .parquet file")
         return self.prepared([self._source(file) for file in self.files], self.out, self.tokenizer)
@@ -182,7 +182,9 @@ def documents_of(path: Path, function: str) -> Documents:
     """
     found: Any = member(module_of(path), path, function, ("function", "functions"), inspect.isfunction)
     if not callable(found):
-        raise UserError(f"{function} in {path} is no function; write one that gives documents: texts, bytes or tokens")
+        raise UserError(
+            f"{function} in {path} is not a function; write one that yields documents: texts, bytes or tokens"
+        )
 
     def documents() -> Iterator[Document]:
         with running(path):

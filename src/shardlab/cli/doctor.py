@@ -65,7 +65,7 @@ class Doctor:
         from shardlab.train.launch_environment import find_launch_environment
 
         place, launched, world = None, True, None
-        remedy = "look at MASTER_ADDR and MASTER_PORT, at the firewall, and at GLOO_SOCKET_IFNAME"
+        remedy = "check MASTER_ADDR and MASTER_PORT, the firewall, and GLOO_SOCKET_IFNAME"
         try:
             place = find_launch_environment(os.environ)
             launched = place is not None and place.world > 1
@@ -77,7 +77,7 @@ class Doctor:
         except Exception as error:  # whatever torch says of a network
             first = place.rank if place is not None and launched else 0
             what = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            network = Finding("network", f"rank {first} did not meet the others: {what}", remedy, "error")
+            network = Finding("network", f"rank {first} did not connect to the others: {what}", remedy, "error")
             return [*examined(host_facts(first, (place and place.local_world) or 1, write=True)), network], None
         return (None, None) if world is None else (list(all_findings(world)), world)
 

@@ -80,7 +80,8 @@ class Eval:
         if self.seq_len is not None:
             if self.seq_len > model.seq_len:
                 raise UserError(
-                    f"--seq-len {self.seq_len} is more than the model's {model.seq_len} positions; give as many or less"
+                    f"--seq-len {self.seq_len} is more than the model's {model.seq_len} positions; give at most "
+                    f"{model.seq_len}"
                 )
             model = replace(model, seq_len=self.seq_len)
         ranks = self.ranks or ranks_here(0) or None

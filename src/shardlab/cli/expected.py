@@ -102,7 +102,7 @@ def predicted_seconds(job: Job) -> float | str:
     """Seconds that a step should take here, or why that cannot be said."""
     cluster = cluster_here(job.ranks)
     if cluster is None:
-        return "this machine was not measured yet (shardlab bench)"
+        return "this machine is not measured yet (see shardlab bench)"
     try:
         return workload_of(job, cluster).estimate().step
     except UserError as error:

@@ -27,7 +27,7 @@ def train(
     """Train as `shardlab train` does, with settings by the names of its options; see `shardlab.train`."""
     given = {**settings, "strategy": _named(strategy) if callable(strategy) else strategy}
     if unfit := [name for name in OF_THE_COMMAND if given.get(name)]:
-        raise UserError(f"{unfit[0]} is an option of the command shardlab train alone; leave it out")
+        raise UserError(f"{unfit[0]} is an option of the command shardlab train only; leave it out")
     _require_callbacks(callbacks)
     words = [word for name, value in given.items() for word in _words(name, value)]
     said = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
@@ -50,7 +50,7 @@ def _require_callbacks(callbacks: Sequence[object]) -> None:
 
     if unfit := [each for each in callbacks if not isinstance(each, Callback)]:
         raise UserError(
-            f"callbacks has {unfit[0]!r}, which is no callback; give instances of classes derived from "
+            f"callbacks has {unfit[0]!r}, which is not a callback; give instances of classes derived from "
             "shardlab.train.Callback"
         )
 
@@ -70,8 +70,8 @@ def _named(strategy: Callable[..., Any]) -> str:
         file = None
     if file is None or not Path(file).is_file():
         raise UserError(
-            f"{strategy.__name__} is in no file, from which each rank could read it; write it into one "
-            "(in a notebook: %%writefile mine.py), and name mine.py:FUNCTION"
+            f"{strategy.__name__} is not in a file, from which each rank could load it; write it into one (in "
+            "a notebook: %%writefile mine.py), and give mine.py:FUNCTION"
         )
     return f"{file}:{strategy.__name__}"
 

@@ -51,7 +51,7 @@ def print_grades(runs: Path, recipe: Recipe | None, *, json: bool) -> None:
     seen = list(track(coming, "predicting", len(rows), console=shown, transient=True, disable=not shown.is_terminal))
     cells = cells_of(seen)
     if not cells:
-        raise UserError(f"{runs}: none of its {len(rows)} runs measured a step's time; there is nothing to grade")
+        raise UserError(f"{runs}: none of its {len(rows)} runs has a measured step time, so there is nothing to grade")
     few = [cell for cell in cells if cell.nodes < MANY_NODES]
     groups = {f"below {MANY_NODES} nodes": few} if few and len(few) < len(cells) else {}
     grades = {name: Grades.of(some) for name, some in {**groups, "all": cells}.items()}
@@ -115,5 +115,5 @@ def _print(cells: Sequence[GradedCell], grades: dict[str, Grades], seen: Sequenc
             console.print(f"  {some[0].id}: {some[0].reason}", style="dim", markup=False, soft_wrap=True)
     if assumed := assumed_by(seen):
         open = sum(bool(each.assumed) for each in seen)
-        console.print(f"{open} of {len(seen)} runs leave something open. Assumed, because they do not say it:")
+        console.print(f"{open} of {len(seen)} runs do not state all details. Assumptions:")
         print_phrases(assumed, console)

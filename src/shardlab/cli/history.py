@@ -48,7 +48,7 @@ class History:
         from shardlab.train.history import past_runs
 
         if not self.folders and not RUNS.is_dir():
-            raise UserError("there is no folder runs here; name the folders in which runs are")
+            raise UserError("there is no folder runs in this folder; give the folders that contain runs")
         runs = past_runs(self.folders or [RUNS])
         if self.json:
             print_json([run.as_dict() for run in runs])
@@ -83,7 +83,7 @@ class Show:
         from shardlab.train.history import CONFIG, past_run
 
         if self.folder is None:
-            raise UserError("no run was named; give its folder, such as: shardlab show runs/fsdp-1")
+            raise UserError("no run is given; give its folder, such as: shardlab show runs/fsdp-1")
         run = past_run(self.folder)
         written = (self.folder / CONFIG).is_file()
         config: dict[str, Any] = read_file(self.folder / CONFIG, "TOML") if written else {}
@@ -132,7 +132,7 @@ def _print(console: Console, run: PastRun, config: dict[str, Any], files: dict[s
     console.print()
     if command := run.record.get("command"):
         print_fact(console, "command", str(command))
-    print_fact(console, "began", str(run.record.get("began", "it is not known when")))
+    print_fact(console, "began", str(run.record.get("began", "unknown")))
     print_fact(console, "steps", f"{run.steps} of {run.wanted}" if run.wanted else str(run.steps))
     print_fact(console, "ended", run.ended + (f": {run.why}" if run.why else ""), STYLES.get(run.ended, "red"))
     if run.resume:

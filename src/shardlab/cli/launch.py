@@ -57,7 +57,9 @@ class Launch:
         if self.ranks not in (None, place.world):
             raise UserError(f"--ranks is {self.ranks}, but {launcher} started {place.world}; leave out --ranks")
         if self.max_restarts:
-            raise UserError(f"--max-restarts is for ranks that are started here, but {launcher} started these")
+            raise UserError(
+                f"--max-restarts is for ranks that this command starts, but {launcher} started these; leave it out"
+            )
         if place.local_rank == 0:
             self._tell_joined(place)
         return become(place, command, bound=self.bind)
@@ -87,9 +89,9 @@ class Launch:
         ending = run_command(command, ranks, bound=self.bind, restarts=self.max_restarts)
         if ending.rank is not None and not ending.asked:
             if ending.output:
-                print(f"\nshardlab: the last lines of rank {ending.rank} ({LAST_LINES} at most):", file=sys.stderr)
+                print(f"\nshardlab: last lines of rank {ending.rank} (at most {LAST_LINES}):", file=sys.stderr)
                 print(ending.output, file=sys.stderr)
-            print(f"shardlab: rank {ending.rank} {how_ended(ending.code)}, and all ended with it", file=sys.stderr)
+            print(f"shardlab: rank {ending.rank} {how_ended(ending.code)}, so all ranks were stopped", file=sys.stderr)
         if ending.asked:
             print(f"shardlab: interrupted ({signal.Signals(ending.asked).name}); all ranks have ended", file=sys.stderr)
             return 0 if ending.rank is None else INTERRUPTED

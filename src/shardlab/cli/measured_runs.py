@@ -43,7 +43,7 @@ def read_measured(paths: Sequence[Path], problem: Problem, model: str, cluster: 
     found: list[MeasuredStep] = []
     for path in paths:
         if not path.exists():
-            raise UserError(f"--measured {path}: there is no such file or folder; name a run's folder, or RESULTS.json")
+            raise UserError(f"--measured {path}: no such file or folder; give the folder of a run, or RESULTS.json")
         found += _of_folder(path, problem, model, cluster) if path.is_dir() else _of_file(path, problem, model, cluster)
     return found
 
@@ -53,7 +53,7 @@ def _of_folder(path: Path, problem: Problem, model: str, cluster: str) -> Iterat
 
     runs = past_runs([path])
     if not runs:
-        raise UserError(f"--measured {path}: there is no run in this folder; name one that shardlab train has written")
+        raise UserError(f"--measured {path}: this folder contains no run; give one that shardlab train has written")
     for run in runs:
         yield _of_run(run.folder, dict(run.record), problem, model, cluster)
 
@@ -68,13 +68,13 @@ def _of_run(folder: Path, record: dict[str, Any], problem: Problem, model: str, 
 
     job = job_of(record)
     if not isinstance(job.strategy, Plan):
-        raise UserError(f"{folder} ran {job.strategy}, a program of its own and no plan; leave it out")
+        raise UserError(f"{folder} ran {job.strategy}, which is a program and not a plan; leave it out")
     _want_same_model(str(folder), job.model, problem.model, model)
     sequences = job.microbatches * job.micro_batch_size
     _want(str(folder), "sequences a step", sequences, problem.sequences, "its --global-batch")
     _want(str(folder), "optimizer", job.optimizer, problem.optimizer, "its --optimizer")
     if record.get("batch_ramp"):
-        raise UserError(f"{folder} had a batch that grew, so its steps are of several sizes; leave it out")
+        raise UserError(f"{folder} had a batch ramp, so its steps have several sizes; leave it out")
     devices = {str(place["device"]).partition(" (")[2].rstrip(")") for place in record.get("places", [])}
     if others := [name for name in sorted(devices) if not _is_device(name, problem)]:
         raise UserError(f"{folder} ran on {others[0]}, and {cluster} is {problem.cluster}; leave it out")
@@ -139,7 +139,7 @@ def _of_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterator
     for number, row in enumerate(cast(list[Any], rows)):
         source = f"{path}, experiment {number + 1}"
         if not isinstance(row, dict):
-            raise UserError(f"{source} is no object; give its plan, micro_batch_size, precision and {SECONDS}")
+            raise UserError(f"{source} is not an object; give its plan, micro_batch_size, precision and {SECONDS}")
         values = cast(dict[str, Any], row)
         if (seconds := values.get(SECONDS)) is None:
             continue
@@ -150,7 +150,7 @@ def _of_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterator
             )
         size, plan = values.get("micro_batch_size"), values.get("plan")
         if type(size) is not int or size < 1 or not isinstance(plan, dict):
-            raise UserError(f"{source} does not say which plan; give it plan and micro_batch_size as they were printed")
+            raise UserError(f"{source} has no plan; give plan and micro_batch_size as they were printed")
         try:
             read, precision = Plan.from_dict(cast(dict[str, Any], plan)), find_precision(str(values.get("precision")))
         except UserError as error:

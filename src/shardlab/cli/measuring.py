@@ -73,7 +73,9 @@ class Measuring:
         from shardlab.train.processes import RankFailed
 
         if self.profile is not None and self.profile.suffix != ".json":
-            raise UserError(f"--profile {self.profile}: its name must end in .json, by which --cluster knows a profile")
+            raise UserError(
+                f"--profile {self.profile}: its name must end in .json, so that --cluster recognizes a profile"
+            )
         if self.plot is not None and self.plot.suffix.lower() not in PLOTS:
             raise UserError(f"--plot {self.plot}: its name must end in {', '.join(PLOTS[:-1])} or {PLOTS[-1]}")
         if self.save:

@@ -36,10 +36,10 @@ PEERS = {
     "train-batch-size",
     "a run's length is in --steps": "epochs num-epochs num-train-epochs max-epochs",
     "--precision": "dtype torch-dtype bf16 fp16 mixed-precision param-dtype",
-    "the tokenizer is that of the folder in --data, which shardlab data prepare makes, or of the one in --init":
+    "the tokenizer comes from the folder in --data, which shardlab data prepare makes, or from --init":
     "tokenizer tokenizer-name tokenizer-type tokenizer-path",
-    "each of --ranks takes a GPU where the host has one for each, and else they compute on CPUs (CUDA_VISIBLE_DEVICES= "
-    "hides GPUs)": "device accelerator no-cuda use-cpu cpu gpu",
+    "each of --ranks uses a GPU if the host has one for each, otherwise CPUs (CUDA_VISIBLE_DEVICES= "
+"hides GPUs)": "device accelerator no-cuda use-cpu cpu gpu",
     "--ranks": "gpus num-gpus nproc-per-node nproc devices world-size num-processes",
     "--out": "output-dir output out-dir save-dir checkpoint-dir save-folder",
     "--save-every": "save-interval save-steps checkpoint-interval checkpoint-every checkpointing-steps",

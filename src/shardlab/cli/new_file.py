@@ -45,7 +45,7 @@ def check_new_file(
     if path.is_file() and not force and not _may_go(path, content):
         whose = "not what Shardlab would write" if content is not None else "not one of Shardlab's"
         raise UserError(
-            f"{option} {path}: this file exists and is {whose}; name another one, or give --force to replace it"
+            f"{option} {path}: this file exists and is {whose}; give another name, or --force to replace it"
         )
 
 

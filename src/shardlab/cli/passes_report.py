@@ -42,8 +42,9 @@ def useless_offload(passed: Sequence[Passed]) -> str:
     for before, after in pairwise(passed):
         if after.name == OFFLOAD and after.setting and after.peak >= before.peak:
             return (
-                f"offloading {after.setting} lowers no peak: the fullest rank holds {bytes_text(after.peak)} on its "
-                f"device with it, and {bytes_text(before.peak)} without, since other things fill it"
+                f"offloading {after.setting} does not lower the peak: the fullest rank holds "
+                f"{bytes_text(after.peak)} on its device with it and {bytes_text(before.peak)} without it, "
+                "because other tensors take its place"
             )
     return ""
 

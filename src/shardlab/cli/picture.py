@@ -52,11 +52,11 @@ class Pictures:
             UserError: if so, or if there is none that could be replaced.
         """
         if self.force and not self.files:
-            raise UserError("--force replaces files, and none is written; give --svg or --trace, or leave it out")
+            raise UserError("--force replaces files, but no file is written; give --svg or --trace, or leave it out")
         check_new_file("--svg", self.svg, example, force=self.force)
         check_new_file("--trace", self.trace, "trace.json", force=self.force)
         if self.svg is not None and self.trace is not None and self.svg.resolve() == self.trace.resolve():
-            raise UserError(f"--svg and --trace are both {self.svg}; give each a file of its own")
+            raise UserError(f"--svg and --trace are both {self.svg}; give them different files")
 
     def save(self, timeline: Timeline, name: str, counters: Sequence[Counter] | None = None) -> None:
         """Write a timeline of what has such a name into the files that are wanted."""

@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from shardlab.planner.problem import Limits, Problem
 
 ELSEWHERE = {
-    "--plan": "--plan names a plan that is made; plan makes one: leave it out, or give it to simulate",
+    "--plan": "--plan gives a complete plan, but this command searches for one; leave it out, or give it to simulate",
     **{
-        flag: f"{flag} rewrites a plan's program, and plan compares plans; leave it out, or give it to simulate"
+        flag: f"{flag} rewrites the program of a plan, but this command compares plans; leave it out, or give "
+        "it to simulate"
         for flag in ("--passes", "--offload")
     },
-    "--freeze": "--freeze leaves blocks as they are, and plan trains all; leave it out, or give it to simulate",
+    "--freeze": "--freeze excludes blocks from training, but this command plans a training of all blocks; leave "
+    "it out, or give it to simulate",
 }
 """Sentences for options of other commands that are none of this one."""
 
@@ -203,7 +205,7 @@ class PlanCommand:
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layout"}
         given = {name: value for name, value in own.items() if value != getattr(graded, name)}
         if wrong := as_flags(given | self.layout.given()):
-            raise UserError(f"--grade predicts the runs of its file and searches for no plan; leave out {wrong}")
+            raise UserError(f"--grade predicts the runs in its file and does not search for a plan; leave out {wrong}")
 
     def _problem(self) -> Problem:
         """Make the planning problem that the flags describe.
@@ -220,7 +222,7 @@ class PlanCommand:
             missing = "--model, such as llama3-8b" if self.model is None else "--cluster, such as h100x32"
             raise UserError(f"a plan is for a model on a cluster; give {missing}")
         if not self.seconds > 0:
-            raise UserError(f"--seconds {self.seconds:g} is no time; give a number above 0")
+            raise UserError(f"--seconds {self.seconds:g} is not a time; give a number above 0")
         cluster = cluster_called(self.cluster, other_machine=self.other_machine, memory=self.memory)
         changes = {"seq_len": self.sequence, "layers": self.layers}
         given = {name: value for name, value in changes.items() if value is not None}

@@ -85,7 +85,7 @@ def print_experiments(
         else:
             print_fact(console, "", "; ".join(described(problem, candidate)), indent=4)
     if not experiments:
-        print_fact(console, "", "nothing: no other plan that may be as fast would tell anything new", indent=4)
+        print_fact(console, "", "nothing: no other plan that may be as fast would give new information", indent=4)
     elif run:
         paths = shlex.join(str(folder) for _, folder in run)
         console.print(Text(f"  then: {again} {paths}"), soft_wrap=True)

@@ -49,7 +49,7 @@ class PlanOptions:
                 del every[f"no_{name}"]
         if words := every.pop("offload"):
             if "offload=" in (every["passes"] or ""):
-                raise UserError("both --offload and --passes offload=... say what goes elsewhere; give one of them")
+                raise UserError("both --offload and --passes offload=... are given; give one of them")
             every["passes"] = with_offload(every["passes"], words)
         return {field: value for field, value in every.items() if value is not None}
 
@@ -88,7 +88,8 @@ class PlanOptions:
         path: Path | None = given.pop("plan", None)
         if name is None and path is None and not given:
             raise UserError(
-                "no strategy is named; give one (shardlab strategies lists them), --plan FILE, or flags such as --pp 2"
+                "no strategy is given; give a name (shardlab strategies lists them), --plan FILE, or flags such "
+                "as --pp 2"
             )
         if name is not None and path is not None:
             raise UserError(f"both {name} and --plan {path} were given; give one of them")
@@ -108,8 +109,8 @@ class PlanOptions:
             plan = plan.on(ranks)
         if ranks not in (None, plan.mesh.world):
             raise UserError(
-                f"there are to be {counted(ranks, 'rank')}, but the plan's mesh is {plan.mesh}; "
-                f"leave out --ranks or change the mesh"
+                f"the plan's mesh {plan.mesh} does not fit on {counted(ranks, 'rank')}; leave out --ranks or change "
+                "the mesh"
             )
         return planned_entry(plan, name or (str(path) if path else UNNAMED)), plan.mesh.world
 
@@ -134,8 +135,7 @@ def _base(name: str | None, path: Path | None, ranks: int | None) -> Plan:
     if entry.plan is None:
         plans = ", ".join(known for known, row in STRATEGIES.items() if row.plan is not None)
         raise UserError(
-            f"{name} is a program of its own, which flags do not change; leave out the name, or start from one of "
-            f"{plans}"
+            f"{name} is a program, which flags cannot change; leave out the name, or start from one of {plans}"
         )
     return entry.plan(ranks or entry.ranks)
 

@@ -126,12 +126,16 @@ def searched(choice: PlanChoice) -> str:
     seen = f"{found.space['shapes']:,} shapes and {found.space['candidates']:,} plans"
     done = f"{seen}, {len(found.outcomes):,} simulated in {found.seconds:.1f} s"
     if found.left is None:
-        return f"{done}; floors say that no other is faster by {EQUAL:.1%} or more"
+        return f"{done}; lower bounds show that no other plan is faster by {EQUAL:.1%} or more"
     if not found.left:
-        return f"{done}; time was up before all were generated, so faster ones may be left: give more --seconds"
+        return (
+            f"{done}; the time limit ended before all plans were generated, so there may be faster ones: give "
+            "more --seconds"
+        )
     chosen = choice.best.forecast.seconds
     least = min(found.left, chosen)
     return (
-        f"{done}; time was up, and a step of what is left could take {seconds_text(least)} instead of "
-        f"{seconds_text(chosen)}, {1 - least / chosen:.0%} less: give more --seconds"
+        f"{done}; the time limit ended, and a step of the remaining plans could take "
+        f"{seconds_text(least)} instead of {seconds_text(chosen)}, {1 - least / chosen:.0%} less: give "
+        "more --seconds"
     )

@@ -116,8 +116,8 @@ def price(
     mesh, notes, whole = entry.grid(ranks), list[str](), model
     if entry.plan is None and model.borrowed(model.layers - 1):
         notes.append(
-            f"{entry.name} computes on whole blocks, which share no weight: the tied head of {model_name} is priced "
-            f"as {model.vocab_size * model.hidden_size:,} parameters of its own (plans keep it tied)"
+            f"{entry.name} computes whole blocks, which share no weights, so the tied head of {model_name} is "
+            f"priced as {model.vocab_size * model.hidden_size:,} parameters of its own (plans keep it tied)"
         )
         assert isinstance(model, GPT), "no other model has a tied head"
         model = replace(model, tied=False)
@@ -195,8 +195,8 @@ def _useless_recompute(workload: Workload, estimate: Estimate) -> list[str]:
     if replace(workload, plan=replace(plan, recompute="none")).peak_bytes() > estimate.peak.bytes:
         return []
     return [
-        "--recompute selective saves no memory here: it computes attention's scores again, but without it none are "
-        "kept either (they are with dropout, or without a fused kernel); leave it out"
+        "--recompute selective saves no memory here, because attention scores are not stored anyway "
+        "(they are with dropout, or without a fused kernel); leave it out"
     ]
 
 
@@ -207,8 +207,9 @@ def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
         notes.append(f"{idle:,} of the {workload.cluster.size:,} devices of {cluster} are idle")
     if (mfu := workload.mfu(estimate.step)) > 1:
         notes.append(
-            f"an MFU of {mfu:.0%} is more than the device can do: the profile or the efficiencies of {cluster} do not "
-            "fit this step, so do not trust its time; measure again with shardlab bench compute"
+            f"an MFU of {mfu:.0%} is more than the device can reach, so the predicted time is wrong: the "
+            f"profile or the efficiencies of {cluster} do not fit this step; measure again with shardlab "
+            "bench compute"
         )
     return notes
 

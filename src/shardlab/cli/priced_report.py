@@ -99,13 +99,13 @@ def _simulated(result: PricedStep) -> str:
     stages = [f"rank {rank_of(program, row)} for {alike[0]}-{alike[-1]}" for row, alike in enumerate(stood)]
     if len(stages) > NAMED_STAGES:
         stages[NAMED_STAGES - 1 : -1] = ["..."]
-    return f"{program.ranks:,} of {ranks:,} ranks, which stand for those that are alike: {', '.join(stages)}"
+    return f"{program.ranks:,} of {ranks:,} ranks, which represent identical ranks: {', '.join(stages)}"
 
 
 def _checked(result: PricedStep) -> str:
     if result.checked:
         return "passed"
-    return f"left out above {MOST_CHECKED:,} ops on all ranks; fewer ranks, layers or microbatches are checked"
+    return f"skipped above {MOST_CHECKED:,} ops over all ranks; use fewer ranks, layers or microbatches to check"
 
 
 def _print_ranks(console: Console, result: PricedStep) -> None:

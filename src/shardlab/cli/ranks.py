@@ -45,7 +45,7 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> C
     if (clip := config.clip) is not None and not any(
         op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape
     ):
-        lacking = f"the gradient's norm, which {entry.name} does not compute"
+        lacking = f"the gradient norm, which {entry.name} does not compute"
         plan = "take fsdp or a plan, such as zero-3"
         instead = plan if want_norm(entry.passes_on(job.ranks)) else "leave out the pass update-early"
         raise UserError(f"--clip {clip} limits {lacking}; {instead}, or --clip none")
@@ -65,8 +65,8 @@ def require_audit(proof: Checked, name: str) -> None:
     """
     if not compared_ranks(replicas_of(proof), results_of(proof)):
         raise UserError(
-            f"--audit-every compares what several ranks keep or compute, but under {name} no two do; "
-            "leave it out, or add an axis of data parallelism"
+            f"--audit-every compares results that several ranks keep or compute, but {name} has no such "
+            "results; leave it out, or add an axis of data parallelism"
         )
 
 
@@ -113,8 +113,8 @@ def refuse_restart(count: int, out: Path | None, save_every: int | str | None) -
     if out is None or save_every is None:
         kept = "its results are in the last folder of runs" if out is None else saved_in(out)
         raise UserError(
-            f"the launcher has started this run again (restart {count}), and it does not begin again at step 0 by "
-            f"itself; give --out FOLDER and --save-every 10m to have it go on; {kept}"
+            f"the launcher restarted this run (restart {count}), and a restarted run does not begin again at "
+            f"step 0; give --out FOLDER and --save-every 10m, so that it can resume; {kept}"
         )
 
 
@@ -157,7 +157,7 @@ def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generato
             print(f"shardlab: the run failed; {saved_in(out)}", file=sys.stderr)
         if environment is None or not is_lost(error):
             raise
-        print(f"shardlab: rank {environment.rank} lost its connection, since another rank has ended", file=sys.stderr)
+        print(f"shardlab: rank {environment.rank} lost its connection, because another rank ended", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt as interrupt:
         note("interrupted", str(interrupt))

@@ -59,7 +59,7 @@ def print_table(console: Console) -> None:
         counts = len(figures), sum(bool(each.fitted_to) for each in figures), sum(each.assumed for each in figures)
         table.add_row(recipe.name, *map(str, counts), recipe.source)
     console.print(table)
-    console.print("\n[dim]Every figure of one, with its source:[/] shardlab recipes NAME")
+    console.print("\n[dim]All figures of one recipe, with their sources:[/] shardlab recipes NAME")
 
 
 def print_recipe(recipe: Recipe, console: Console) -> None:

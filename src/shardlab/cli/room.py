@@ -29,9 +29,9 @@ def require_room(proof: Checked, ranks: Sequence[int]) -> None:
         taken = sum(peak_elsewhere_in_bytes(proof, place)[rank] for rank in ranks)
         free, where = free_room(place)
         if taken and free is not None and taken > free:
-            remedy = "name another folder by TMPDIR, or offload less" if place == DISK else "offload less"
+            remedy = "set TMPDIR to another folder, or offload less" if place == DISK else "offload less"
             raise UserError(
-                f"what {len(ranks)} ranks keep on the {place} takes {bytes_text(taken)}, and {where} has "
+                f"{len(ranks)} ranks need {bytes_text(taken)} on the {place}, but {where} has only "
                 f"{bytes_text(free)} free; {remedy}"
             )
 

@@ -66,9 +66,9 @@ class Sample:
 
     def run(self) -> int:
         if self.prompt is None and not self.chat:
-            raise UserError("there is nothing to go on from; give --prompt TEXT, or --chat")
+            raise UserError("there is no text to continue; give --prompt TEXT, or --chat")
         if self.prompt == "" and not self.chat:
-            raise UserError("--prompt is empty; text is continued from at least one token")
+            raise UserError("--prompt is empty; give a text of at least one token")
         if self.chat and self.json:
             raise UserError("both --chat and --json were given; give one of them")
         import torch

@@ -143,7 +143,9 @@ class Simulate:
     def _stages(self, passed: list[Passed], timeline: Callable[[Checked], Timeline]) -> dict[str, Timeline]:
         """The step before the first pass and after each that helped, if that is to be shown."""
         if self.each_pass and not passed:
-            raise UserError("--each-pass shows what passes make of a step; name some, such as --passes all")
+            raise UserError(
+                "--each-pass shows the effect of passes, but none is given; give some, such as --passes all"
+            )
         if not self.each_pass and not self.pictures.files:
             return {}
         return {name: timeline(each.checked) for name, each in helped(passed).items()}
@@ -160,12 +162,12 @@ class Simulate:
     def _is_priced(self) -> bool:
         if self.model and self.cluster:
             if self.costs is not None:
-                raise UserError("--costs are unit costs, and --cluster gives seconds; leave out one of them")
+                raise UserError("--costs gives unit costs, but --cluster gives seconds; leave out one of them")
             return True
         if self.model or self.cluster:
             self.layout.entry(self.strategy, self.ranks)  # what is wrong with the plan is said first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
-            raise UserError(f"a step is timed in seconds for a model on a cluster; give {missing}, as well")
+            raise UserError(f"a step in seconds needs a model and a cluster; give {missing}, too")
         flags = {
             "sequence": self.sequence,
             "memory": self.memory,
@@ -179,7 +181,7 @@ class Simulate:
         }
         for flag, given in flags.items():
             if given:
-                raise UserError(f"--{flag} is for a model on a cluster; give --model and --cluster, or leave it out")
+                raise UserError(f"--{flag} needs a model and a cluster; give --model and --cluster, or leave it out")
         return False
 
     def _run_priced(self) -> int:

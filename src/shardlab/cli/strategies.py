@@ -126,4 +126,4 @@ def print_table(console: Console) -> None:
         grid = Table.grid()
         grid.add_row(Text(word, "dim"), Text(text, "dim"))
         console.print(grid)
-    console.print("\n[dim]Check, time and draw one with[/] shardlab simulate NAME --svg FILE")
+    console.print("\n[dim]Check, simulate and draw one with[/] shardlab simulate NAME --svg FILE")

@@ -94,11 +94,11 @@ class BenchStrategies:
             UserError: saying so.
         """
         if self.ranks < 2:
-            raise UserError("one rank has nobody to communicate with; give --ranks 2 or 4")
+            raise UserError("one rank has no other rank to communicate with; give --ranks 2 or 4")
         environment = find_launch_environment(os.environ)
         if environment is not None and environment.world > 1:
             raise UserError(
-                "bench strategies starts processes of its own for each pair; run it without a launcher, with --ranks"
+                "bench strategies starts its own processes for each pair; run it without a launcher, with --ranks"
             )
         if self.out is not None:
             if self.out.exists() and not self.out.is_dir():

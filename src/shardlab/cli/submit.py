@@ -72,14 +72,17 @@ class Submit:
         if not self.command or self.command[0] not in COMMANDS:
             given = self.command[0] if self.command else ""
             meant = closest(given, COMMANDS)
-            what = f"{given!r} joins no launcher's world" if given else "there is no command"
+            what = f"{given!r} does not run under a launcher" if given else "there is no command"
             raise UserError(
                 f"{what}; {f'did you mean {meant}?' if meant else 'give one after --, such as: -- train --steps 1000'}"
             )
         there: list[Scheduler] = [name for name, program in SUBMIT.items() if shutil.which(program)]
         scheduler = self.scheduler or next(iter(there), None)
         if scheduler is None:
-            raise UserError("neither sbatch nor qsub is here; submit where one is, or give --scheduler and --dry-run")
+            raise UserError(
+                "neither sbatch nor qsub is installed here; submit on a host that has one, or give --scheduler "
+                "and --dry-run"
+            )
         job = self._job()
         script = job.script(scheduler)
         if self.dry_run:
@@ -107,8 +110,8 @@ class Submit:
             run = Path(out or (resume if goes_on and resume else f"runs/{self.name}"))
             if resume is None and run.exists():
                 raise UserError(
-                    f"{run} exists; give another {'--out' if out else '--name'}, so that nothing is overwritten, or go "
-                    f"on with its run: -- train --resume {run}"
+                    f"{run} exists; give another {'--out' if out else '--name'}, so that nothing is overwritten, or "
+                    f"resume its run: -- train --resume {run}"
                 )
             if goes_on and not run.is_dir():
                 raise UserError(f"{run} does not exist; name the folder of a run with --resume")

@@ -92,7 +92,10 @@ def fastest(planned: PlannedRuns, run: TrainingRun, prove: Prove, joining: Joini
     if len(jobs) < 2:
         return (*running, *planned.runs)[0]
     if tell:
-        words = f"{counted(len(jobs), 'plan')} that may be the fastest take turns, for about {planned.seconds:.0f} s"
+        words = (
+            f"{counted(len(jobs), 'plan')} that may be the fastest are measured in turns, for about "
+            f"{planned.seconds:.0f} s"
+        )
         print(f"shardlab: {words}", file=sys.stderr)
     data, init = tuple(sources_of(run.config.data.data)), run.config.train.init
     race = Race(seconds=planned.seconds, optimizer=run.config.optimizer, data=data, init=init)
@@ -103,10 +106,10 @@ def fastest(planned: PlannedRuns, run: TrainingRun, prove: Prove, joining: Joini
         if find_launch_environment(os.environ) is not None:  # the others wait for this rank
             raise
         why = "; ".join(dict.fromkeys((str(error).splitlines()[0], str(error).splitlines()[-1])))
-        print(f"shardlab: no turns were taken ({why}); --plan auto takes {running[0].name}", file=sys.stderr)
+        print(f"shardlab: plans were not measured ({why}); --plan auto chooses {running[0].name}", file=sys.stderr)
         return running[0]
     at = min(range(len(jobs)), key=lambda place: took[place])
     if tell:
         times = "; ".join(f"{each.name}: {seconds_text(its)}" for each, its in zip(running, took, strict=True))
-        print(f"shardlab: measured a step: {times}; --plan auto takes {running[at].name}", file=sys.stderr)
+        print(f"shardlab: measured a step: {times}; --plan auto chooses {running[at].name}", file=sys.stderr)
     return running[at]

@@ -32,7 +32,7 @@ def sequences_of_step(tokens_per_step: str | None, global_batch: int | None, len
     if rest or not sequences:
         near = f"{sequences} or {sequences + 1}" if sequences else "1"
         raise UserError(
-            f"{tokens:,} tokens are no whole sequences of {length:,} tokens; give --global-batch {near} "
-            f"({max(sequences, 1) * length:,} tokens)"
+            f"{tokens:,} tokens are not a whole number of sequences of {length:,} tokens; give --global-batch "
+            f"{near} ({max(sequences, 1) * length:,} tokens)"
         )
     return sequences

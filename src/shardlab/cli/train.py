@@ -179,19 +179,21 @@ class Train:
         """
         if self.resume is None:
             if self.from_step is not None:
-                raise UserError("--from-step names a checkpoint of the run that is resumed; give --resume FOLDER too")
+                raise UserError("--from-step chooses a checkpoint of the run to resume; give --resume FOLDER, too")
             return None
         from shardlab.train.resume import Resumed
         from shardlab.train.stores import Together
 
         if self.resume == "auto":
             if self.out is None:
-                raise UserError("--resume auto goes on with the run in --out, or begins it; give --out FOLDER")
+                raise UserError("--resume auto resumes the run in --out, or starts it; give --out FOLDER")
             return Resumed.find(self.out, self.from_step, auto=True, together=Together(world, self._limit))
         others = {"--preset": self.preset, "--config": self.config, "--depth": self.depth, "--out": self.out}
         others["--init"] = self.settings.given()["train"].get("init")
         if given := [name for name, value in others.items() if value is not None]:
-            raise UserError(f"--resume and {given[0]} were given, and a run goes on with its own; give one of them")
+            raise UserError(
+                f"--resume and {given[0]} exclude each other, because a resumed run keeps its own; give one of them"
+            )
         return Resumed.find(Path(self.resume), self.from_step, together=Together(world, self._limit))
 
     @property
@@ -265,7 +267,7 @@ class Train:
         if path not in (None, AUTO) and unsaid:
             name, layers = merged(sources, "model")["model"], counted(config.model.layers, "layer")
             size = f"{config.model.parameter_count:,} parameters in {layers}"
-            print(f"{path} does not say which model, so {name} is trained, of {size}; --model takes another")
+            print(f"{path} does not name a model, so {name} is trained, with {size}; --model chooses another")
 
     def _run(
         self,
@@ -297,7 +299,7 @@ class Train:
         again = self.resume is not None and there
         if there and not again:
             raise UserError(
-                f"--out {out} exists; name a new folder, so that nothing is overwritten, or go on with its run by "
+                f"--out {out} exists; name a new folder, so that nothing is overwritten, or resume its run with "
                 f"--resume {out}"
             )
         if first:
@@ -375,8 +377,8 @@ class Train:
             want_step_graph(proof, *needs, traced=config.logging.trace)
         if config.train.non_finite == "skip" and not proof.clips:
             raise UserError(
-                f"--non-finite skip leaves out a step by the gradient's norm, which {chosen.name} does not compute; "
-                "take fsdp or a plan, such as zero-3, or --non-finite stop"
+                f"--non-finite skip needs the gradient norm, which {chosen.name} does not compute; take fsdp or a "
+                "plan, such as zero-3, or give --non-finite stop"
             )
         if config.train.audit_every is not None:
             require_audit(proof, chosen.name)

@@ -21,7 +21,9 @@ def want_looks(config: TrainingConfig, traced: int, *, resumed: bool) -> None:
         raise UserError(f"--trace needs {traced} steps, but --steps is {steps}; give more")
     first_step, end = config.logging.profile_steps or (0, 0)
     if config.logging.memory_snapshot and not end:
-        raise UserError("--memory-snapshot is of steps that are profiled; name them too, as in --profile-steps 3:5")
+        raise UserError(
+            "--memory-snapshot records the steps of --profile-steps; give them, too, as in --profile-steps 3:5"
+        )
     if end > steps:
         raise UserError(f"--profile-steps {first_step}:{end} needs {end} steps, but --steps is {steps}; give more")
     ramp, looked = config.train.ramp, {"--profile-steps": (first_step, end)} if end else {}
@@ -30,8 +32,8 @@ def want_looks(config: TrainingConfig, traced: int, *, resumed: bool) -> None:
     for flag, (begin, stop) in looked.items():
         if ramp.stage(begin) != ramp.stage(stop - 1):
             raise UserError(
-                f"{flag} looks at steps {begin} to {stop - 1}, between which the batch ramp "
-                f"{config.train.batch_ramp} changes the batch; let it change before or after"
+                f"{flag} covers steps {begin} to {stop - 1}, but the batch ramp {config.train.batch_ramp} changes "
+                "the batch between them; change it before or after"
             )
     if config.logging.trace and resumed:
-        raise UserError("--trace records a run's first steps, which are over; trace a new run")
+        raise UserError("--trace records the first steps of a run, which are already done; trace a new run")

@@ -25,7 +25,7 @@ def print_summary(summary: Summary, config: TrainingConfig) -> None:
     print_fact(console, "model", f"{model.parameter_count:,} parameters in {model.layers} layers")
     print_fact(console, "steps", f"{summary.steps}" + (" (interrupted)" if summary.interrupted else ""))
     if summary.validation_after_ema is not None:
-        loss += f", {summary.validation_after_ema:.3f} of the averaged weights"
+        loss += f", {summary.validation_after_ema:.3f} with the averaged weights"
     print_fact(console, "validation", loss, "bold")
     print_fact(console, "speed", speed)
     files = ["config.toml", "run.json", "metrics.jsonl", "report.md", "loss.svg", "strategy.svg"]
@@ -34,5 +34,5 @@ def print_summary(summary: Summary, config: TrainingConfig) -> None:
     files = [file for file in files if file not in summary.unwritten]
     print_fact(console, "results", f"{summary.out}/: {', '.join(files)}")
     source = "a line of the validation text" if config.logging.prompt is None else "--prompt"
-    console.print(f"\n[dim]The model goes on from {source}, {len(summary.prompt)} characters:[/]")
+    console.print(f"\n[dim]The model continues {source}, {len(summary.prompt)} characters:[/]")
     console.print(Text.assemble((summary.prompt, "bold"), summary.sample.removeprefix(summary.prompt)))

@@ -126,9 +126,9 @@ def _print_assumed(outcomes: Sequence[Outcome], console: Console, *, each: bool)
         return
     if not each:
         count = sum(bool(outcome.assumed) for outcome in outcomes)
-        console.print(f"{count} of {len(outcomes)} runs leave something open; --assumed lists what was assumed.")
+        console.print(f"{count} of {len(outcomes)} runs do not state all details; --assumed lists the assumptions.")
     else:
-        console.print("Assumed, because runs do not say it:")
+        console.print("Assumptions about details that runs do not state:")
         print_phrases(runs, console)
     console.print()
 

@@ -154,7 +154,7 @@ class Verify:
         passes = given.pop("passes", "all")
         if given or replace(self, all=False, steps=3, json=False, layout=NO_FLAGS) != Verify():
             raise UserError(
-                "verify --all has its own table of strategies and sizes; give only --steps, --passes and --json with it"
+                "verify --all uses its own strategies and sizes; give only --steps, --passes and --json with it"
             )
         start = time.monotonic()
         with failures_as_exit():
