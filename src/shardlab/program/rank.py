@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shardlab.program.rank_communication import CollectiveVerbs
-from shardlab.program.rank_compute import AttentionVerbs
-from shardlab.program.rank_values import CopyingVerbs, ScalingVerbs, SlicingVerbs
+from shardlab.program.rank_communication import CommunicationVerbs
+from shardlab.program.rank_compute import ComputeVerbs
+from shardlab.program.rank_values import ValueVerbs
 
 
-class Rank(AttentionVerbs, CollectiveVerbs, CopyingVerbs, ScalingVerbs, SlicingVerbs):
+class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
     """One rank of a strategy program: its place and stores, the verbs that compute and those that communicate."""

@@ -30,15 +30,31 @@ SEND, RECV = OpKind.SEND, OpKind.RECV
 _APART = COMMUNICATION | {OpKind.WAIT}
 """Ops that wait for others, which may wait for the messages of a batch that is open."""
 
+By = Literal["sum", "mean", "min", "max"]
+"""How a reduction combines the members' values.
 
-class MessageVerbs(RankContext):
-    """Messages between two ranks.
+Gradients and partial results are summed: each contribution once. `mean`, `min` and `max` take weights or gradients that
+are equal on all members, and give that value. Gradients are shares of the step's mean already, so the mean of different
+ones is a part of it, and `update` wants the whole (see `scale`). Scalars take all four; only their sum is a norm that
+`update` takes.
+"""
 
-    Each verb issues one, or two, and returns a handle; `await` it for the result. What it reads may not be updated
-    before that.
+_ALL_REDUCE, _BARRIER = OpKind.ALL_REDUCE, call_of(OpKind.BARRIER)
+_ALL_GATHER, _REDUCE_SCATTER = call_of(OpKind.ALL_GATHER), call_of(OpKind.REDUCE_SCATTER)
+_ALL_TO_ALL = call_of(OpKind.ALL_TO_ALL)
+_REDUCTIONS = {reduction.value: reduction for reduction in Reduction}
+_MAY_GIVE_NONE = frozenset(kind for kind in COLLECTIVES if 0 in kind.row.inputs)
+
+
+class CommunicationVerbs(RankContext):
+    """Verbs that send and receive messages between two ranks, and collectives over an axis of the mesh.
+
+    Each verb issues one communication, or two, and returns a handle. `await` it for the result. What it reads may not
+    be updated before that. All members of a group issue its collectives in one order.
 
     Every verb raises `Refused`, with the rank, the op and the line, for a value that was freed, that belongs to another
-    rank or that is still a handle.
+    rank or that is still a handle, and for an axis that the mesh does not have. What the members' values must have in
+    common is checked when the last member has come.
     """
 
     def send(self, value: Value, *, to: int) -> Handle[None]:
@@ -72,6 +88,28 @@ class MessageVerbs(RankContext):
         self._world.channels.deliver(handle)
         return handle
 
+    def exchange(self, value: Value, *, to: int, source: int, expect: Expected | None = None) -> Handle[Value]:
+        """Send to one rank and receive from one, issued together so that neither must come first.
+
+        Awaiting the handle waits for both, and gives the value received.
+
+        Args:
+            to, source, expect: as in `send` and `recv`.
+
+        Raises:
+            Refused: as `send` and `recv` do.
+        """
+        if self._batch >= 0:
+            remedy = "send and receive in it, or end its block first"
+            self.refuse("batch of messages", "exchange", "a batch of messages is open", remedy)
+        self._batches += 1
+        sent = self._send("exchange", value, to, self._batches - 1)
+        received = self._recv(source, expect, self._batches - 1)
+        received.others = (sent,)
+        self._world.channels.deliver(sent)
+        self._world.channels.deliver(received)
+        return received
+
     @contextmanager
     def batch_p2p(self) -> Generator[None, None, None]:
         """Issue the sends and receives of a `with` block together, as one group: none must come before another.
@@ -98,114 +136,6 @@ class MessageVerbs(RankContext):
         for handle, at in zip(issued, range(len(self.ops) - len(messages), len(self.ops)), strict=True):
             handle.op = at
             handle.others = tuple([other for other in issued if other is not handle])
-
-    def exchange(self, value: Value, *, to: int, source: int, expect: Expected | None = None) -> Handle[Value]:
-        """Send to one rank and receive from one, issued together so that neither must come first.
-
-        Awaiting the handle waits for both, and gives the value received.
-
-        Args:
-            to, source, expect: as in `send` and `recv`.
-
-        Raises:
-            Refused: as `send` and `recv` do.
-        """
-        if self._batch >= 0:
-            remedy = "send and receive in it, or end its block first"
-            self.refuse("batch of messages", "exchange", "a batch of messages is open", remedy)
-        self._batches += 1
-        sent = self._send("exchange", value, to, self._batches - 1)
-        received = self._recv(source, expect, self._batches - 1)
-        received.others = (sent,)
-        self._world.channels.deliver(sent)
-        self._world.channels.deliver(received)
-        return received
-
-    def _send(self, verb: str, value: Value, to: int, batch: int) -> SendHandle:
-        spec = self._read(value, verb)
-        if spec[0].place:
-            self._refuse_elsewhere(verb, spec)
-        self._check_peer("send to", to)
-        handle = self._world.channels.post_send(self, value, to)
-        op = communication_op(SEND, spec[0].layer, (value.number,), (), handle.number, None, to, None, batch)
-        self._issue(op, handle, value)
-        return handle
-
-    def _recv(self, source: int, expect: Expected | None, batch: int) -> RecvHandle:
-        self._check_peer("recv from", source)
-        message = None if expect is None else self._message("recv", expect)
-        handle = self._world.channels.post_recv(self, source, message)
-        number = handle.result.number
-        layer = -1 if message is None else message.layer
-        op = communication_op(RECV, layer, (), (number,), handle.number, None, source, message, batch)
-        self._issue(op, handle, None)
-        return handle
-
-    def _message(self, op: str, expect: Expected) -> ExpectedValue:
-        if not isinstance(expect, tuple) or len(expect) != 3:  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "write (store's name, layer, microbatch or microbatches)"
-            self.refuse("wrong expectation", op, f"{expect!r} was expected", remedy)
-        name, layer, microbatches = expect
-        kind = STORES.get(name)
-        if kind is None:
-            remedy = f"expect one of {', '.join(STORES)}"
-            self.refuse("wrong expectation", op, f"{name!r} is not a store", remedy)
-        total = len(self.microbatches)
-        if microbatches.__class__ is int and 0 <= microbatches < total:  # pyright: ignore[reportOperatorIssue]
-            return ExpectedValue(kind, layer, 1 << microbatches)  # pyright: ignore[reportOperatorIssue]
-        numbers = [microbatches] if isinstance(microbatches, int) else list(microbatches or ())
-        try:
-            mask = mask_of(numbers)
-        except ValueError:  # a negative number
-            mask = -1
-        if not 0 <= mask < 1 << total:
-            remedy = f"the step has 0-{total - 1}, expect some of these"
-            self.refuse("unknown microbatch", of_layer(op, layer), f"microbatches {numbers} were expected", remedy)
-        return ExpectedValue(kind, layer, mask)
-
-    def _check_peer(self, op: str, peer: int) -> None:
-        if not isinstance(peer, int):  # pyright: ignore[reportUnnecessaryIsInstance]  # users' programs are not checked
-            self.refuse("unknown rank", f"{op} {peer!r}", "this is no rank", "a rank is named by its number, give that")
-        if peer == self.index or not 0 <= peer < self.world:
-            why = "that is this rank itself" if peer == self.index else "it does not exist"
-            remedy = f"the world has ranks 0-{self.world - 1}, name another of these"
-            self.refuse("unknown rank", f"{op} rank {peer}", why, remedy)
-
-    def _refuse_elsewhere(self, verb: str, spec: Spec) -> None:
-        """Refuse to communicate what is not on the device."""
-        try:
-            want_here(spec.about(verb), spec)
-        except Refused as refusal:
-            raise refusal.at(self.index, len(self.ops)) from None
-
-
-By = Literal["sum", "mean", "min", "max"]
-"""How a reduction combines the members' values.
-
-Gradients and partial results are summed: each contribution once. `mean`, `min` and `max` take weights or gradients that
-are equal on all members, and give that value. Gradients are shares of the step's mean already, so the mean of different
-ones is a part of it, and `update` wants the whole (see `scale`). Scalars take all four; only their sum is a norm that
-`update` takes.
-"""
-
-
-_ALL_REDUCE, _BARRIER = OpKind.ALL_REDUCE, call_of(OpKind.BARRIER)
-_ALL_GATHER, _REDUCE_SCATTER = call_of(OpKind.ALL_GATHER), call_of(OpKind.REDUCE_SCATTER)
-_ALL_TO_ALL = call_of(OpKind.ALL_TO_ALL)
-_REDUCTIONS = {reduction.value: reduction for reduction in Reduction}
-_MAY_GIVE_NONE = frozenset(kind for kind in COLLECTIVES if 0 in kind.row.inputs)
-
-
-class CollectiveVerbs(MessageVerbs):
-    """Collectives over an axis of the mesh.
-
-    Each verb issues one and returns a handle; `await` it for the result. What it reads may not be updated
-    before that. All members of a group issue its collectives in one order.
-
-    Every verb raises `Refused`, with the rank, the op and the line, for a value that was freed, that belongs to another
-    rank or that is still a handle, and for an axis that the mesh does not have. What the members' values must have in
-    common is checked when the last member has come.
-    """
 
     def all_reduce(
         self,
@@ -327,16 +257,55 @@ class CollectiveVerbs(MessageVerbs):
         """Wait, when awaited, until every member has come; no value is moved."""
         return self._collective(_BARRIER, None, self.group(axis))
 
-    def _from_root(self, call: Call, value: Value | None, axis: str | None, expect: Expected | None) -> Handle[Value]:
-        group, is_root = self.group(axis), call.root == self.index
-        if is_root and value is None:
-            remedy = "give one, the root's is what the others get"
-            self.refuse("wrong root", str(call), "no value was given", remedy)
-        if not is_root and value is not None:
-            given = f"rank {self.index} gives a value, but only the root does"
-            self.refuse("wrong root", str(call), given, "give None on the others")
-        message = None if expect is None or is_root else self._message(call.kind.value, expect)
-        return self._collective(call, value, group, message)
+    def _send(self, verb: str, value: Value, to: int, batch: int) -> SendHandle:
+        spec = self._read(value, verb)
+        if spec[0].place:
+            self._refuse_elsewhere(verb, spec)
+        self._check_peer("send to", to)
+        handle = self._world.channels.post_send(self, value, to)
+        op = communication_op(SEND, spec[0].layer, (value.number,), (), handle.number, None, to, None, batch)
+        self._issue(op, handle, value)
+        return handle
+
+    def _recv(self, source: int, expect: Expected | None, batch: int) -> RecvHandle:
+        self._check_peer("recv from", source)
+        message = None if expect is None else self._message("recv", expect)
+        handle = self._world.channels.post_recv(self, source, message)
+        number = handle.result.number
+        layer = -1 if message is None else message.layer
+        op = communication_op(RECV, layer, (), (number,), handle.number, None, source, message, batch)
+        self._issue(op, handle, None)
+        return handle
+
+    def _message(self, op: str, expect: Expected) -> ExpectedValue:
+        if not isinstance(expect, tuple) or len(expect) != 3:  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "write (store's name, layer, microbatch or microbatches)"
+            self.refuse("wrong expectation", op, f"{expect!r} was expected", remedy)
+        name, layer, microbatches = expect
+        kind = STORES.get(name)
+        if kind is None:
+            remedy = f"expect one of {', '.join(STORES)}"
+            self.refuse("wrong expectation", op, f"{name!r} is not a store", remedy)
+        total = len(self.microbatches)
+        if microbatches.__class__ is int and 0 <= microbatches < total:  # pyright: ignore[reportOperatorIssue]
+            return ExpectedValue(kind, layer, 1 << microbatches)  # pyright: ignore[reportOperatorIssue]
+        numbers = [microbatches] if isinstance(microbatches, int) else list(microbatches or ())
+        try:
+            mask = mask_of(numbers)
+        except ValueError:  # a negative number
+            mask = -1
+        if not 0 <= mask < 1 << total:
+            remedy = f"the step has 0-{total - 1}, expect some of these"
+            self.refuse("unknown microbatch", of_layer(op, layer), f"microbatches {numbers} were expected", remedy)
+        return ExpectedValue(kind, layer, mask)
+
+    def _check_peer(self, op: str, peer: int) -> None:
+        if not isinstance(peer, int):  # pyright: ignore[reportUnnecessaryIsInstance]  # users' programs are not checked
+            self.refuse("unknown rank", f"{op} {peer!r}", "this is no rank", "a rank is named by its number, give that")
+        if peer == self.index or not 0 <= peer < self.world:
+            why = "that is this rank itself" if peer == self.index else "it does not exist"
+            remedy = f"the world has ranks 0-{self.world - 1}, name another of these"
+            self.refuse("unknown rank", f"{op} rank {peer}", why, remedy)
 
     def _collective(
         self, call: Call, value: Value | None, group: Group, expect: ExpectedValue | None = None
@@ -363,6 +332,17 @@ class CollectiveVerbs(MessageVerbs):
         collectives.meet(handle)
         return handle
 
+    def _from_root(self, call: Call, value: Value | None, axis: str | None, expect: Expected | None) -> Handle[Value]:
+        group, is_root = self.group(axis), call.root == self.index
+        if is_root and value is None:
+            remedy = "give one, the root's is what the others get"
+            self.refuse("wrong root", str(call), "no value was given", remedy)
+        if not is_root and value is not None:
+            given = f"rank {self.index} gives a value, but only the root does"
+            self.refuse("wrong root", str(call), given, "give None on the others")
+        message = None if expect is None or is_root else self._message(call.kind.value, expect)
+        return self._collective(call, value, group, message)
+
     def _reduction(self, op: str, by: str) -> Reduction:
         reduction = _REDUCTIONS.get(by)
         if reduction is None:
@@ -384,3 +364,10 @@ class CollectiveVerbs(MessageVerbs):
             remedy = f"name rank {self.index} itself and others of {others}, each once"
             self.refuse("unknown group", op, f"among={ranks!r} was given", remedy)
         return group_among(named) if axis is None else group_of(axis, named)
+
+    def _refuse_elsewhere(self, verb: str, spec: Spec) -> None:
+        """Refuse to communicate what is not on the device."""
+        try:
+            want_here(spec.about(verb), spec)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None

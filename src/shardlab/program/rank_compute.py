@@ -8,8 +8,8 @@ from typing import overload
 
 from shardlab.errors import Refused, of_layer
 from shardlab.program.ops import OpKind
-from shardlab.program.rank_values import LoadingVerbs
 from shardlab.program.tape import compute_op
+from shardlab.program.tracing import RankContext
 from shardlab.program.values import Value
 from shardlab.rules import sums, update
 from shardlab.rules.layer import BackwardResult
@@ -18,143 +18,17 @@ from shardlab.rules.spec import Spec
 
 Values = tuple[Value, ...]
 
-# named once: on Python 3.11 an enum's member is ten times as slow to look up as a global
-ADD, UPDATE = OpKind.ADD, OpKind.UPDATE
-
-
-class UpdateVerbs(LoadingVerbs):
-    """Verbs that add gradients, and that update weights by them; refusals are as of `ComputeVerbs`."""
-
-    def add(self, a: Value, b: Value) -> Value:
-        """Add two weight gradients, two scalars, or two terms of one value; also written `a + b`.
-
-        Terms are partial results: of slices of a layer, or of attention to some of the keys and values.
-
-        Raises:
-            Refused: for values of different layers, kinds or slices, and when a contribution would be counted twice.
-        """
-        try:
-            made = sums.add_two(self._read(a, "add"), self._read(b, "add"))
-        except Refused as refusal:
-            raise refusal.at(self.index, len(self.ops)) from None
-        output = self.make(made)
-        self.ops.append(compute_op(ADD, made[0].layer, (a.number, b.number), (output.number,)))
-        self._done_with(a, b)
-        return output
-
-    def accumulate(self, gradient: Value) -> None:
-        """Add a weight's gradient to `grad_weights[layer]`, or store it there if it is the first.
-
-        Raises:
-            Refused: as `add` does.
-        """
-        layer, sums = self._read(gradient, "accumulate").layer, self.grad_weights
-        sums[layer] = self.add(sums[layer], gradient) if layer in sums else gradient
-
-    def norm(self, layer: int, gradient: Value) -> Value:
-        """Compute the sum of squares of a finished gradient: a scalar, one layer's or slice's part of the model's.
-
-        Add the parts of all layers, and `all_reduce` the sum over the ranks that have other layers or slices. `update`
-        takes the result.
-
-        Raises:
-            Refused: for a gradient that lacks a microbatch, and for what is no weight's gradient.
-        """
-        self._check_layer("norm", layer)
-        return self._one(OpKind.NORM, layer, (gradient,), partial(update.norm, len(self.layers)))
-
-    def wants_norm(self) -> bool:
-        """Return whether `update` wants a norm, by which the optimizer may clip. The puzzles' optimizer never does."""
-        return self._world.sizes.clips
-
-    def wants_direction(self, layer: int) -> bool:
-        """Return whether `update` of a slice needs a direction: if the optimizer steps whole matrices, as Muon does."""
-        return layer in self._rules.directed
-
-    def direction(self, layer: int, gradient: Value, opt_state: Value, norm: Value | None = None) -> Value:
-        """Compute the direction of an optimizer's step, for an optimizer such as Muon that steps whole matrices.
-
-        Muon makes whole matrices of a momentum orthogonal. If ranks have slices of a layer, each computes the direction
-        of its slice; `all_gather` them, and give the whole to `update`. The optimizer state stays as it is.
-
-        Args:
-            gradient: of the optimizer state's slice, or of more.
-            opt_state, norm: those that `update` is given.
-
-        Raises:
-            Refused: as `update` does, and where no direction is wanted (see `wants_direction`).
-        """
-        self._check_layer("direction", layer)
-        read = (gradient, opt_state) if norm is None else (gradient, opt_state, norm)
-
-        def rule(layer: int, *specs: Spec) -> Spec:
-            return self._rules.direction(layer, specs, self._world.trained)
-
-        return self._one(OpKind.DIRECTION, layer, read, rule)
-
-    def update(
-        self,
-        layer: int,
-        gradient: Value,
-        weight: Value,
-        opt_state: Value,
-        norm: Value | None = None,
-        direction: Value | None = None,
-    ) -> tuple[Value, Value]:
-        """Take the optimizer's step on one slice. The old weight and optimizer state end here, in place.
-
-        Args:
-            gradient, weight: of the optimizer state's slice, or of more.
-            opt_state: this step's optimizer state.
-            norm: the sum of squares of the whole model's gradient (None: no clipping). The gradient is clipped to the
-                optimizer's limit; if the norm is not finite, weight and optimizer state stay as they are.
-            direction: of whole matrices, where the optimizer steps these and the optimizer state is cut.
-
-        Returns:
-            The new weight, of the optimizer state's slice alone, and the new optimizer state.
-
-        Raises:
-            Refused: when a microbatch is missing from the gradient, for values of different layers, slices or steps,
-                for a norm that lacks a part of the model, and for a part of a matrix without its direction.
-        """
-        self._check_layer("update", layer)
-        read = (gradient, weight, opt_state, *(each for each in (norm, direction) if each is not None))
-        try:
-            specs = self._read_all(read, "update", layer)
-            made = self._rules.update(layer, specs, self._world.trained)
-        except Refused as refusal:
-            raise refusal.at(self.index, len(self.ops)) from None
-        self._end_in_place(weight)
-        self._end_in_place(opt_state)
-        new_weight, new_state = self.make(made[0]), self.make(made[1])
-        inputs = tuple([value.number for value in read])
-        self.ops.append(compute_op(UPDATE, layer, inputs, (new_weight.number, new_state.number)))
-        self._done_with(gradient, *read[3:])
-        return new_weight, new_state
-
-    def _one(self, kind: OpKind, layer: int, read: Values, rule: Callable[..., Spec]) -> Value:
-        """Record an op that makes one value of the values that it reads."""
-        verb = kind.row.name
-        try:
-            made = rule(layer, *self._read_all(read, verb, layer))
-        except Refused as refusal:
-            raise refusal.at(self.index, len(self.ops)) from None
-        output = self.make(made)
-        self.ops.append(compute_op(kind, layer, tuple([value.number for value in read]), (output.number,)))
-        self._done_with(*read)
-        return output
-
-
 Part = tuple[int, int]
 """Which of how many equal parts, counted from 0."""
 
 # named once: on Python 3.11 an enum's member is ten times as slow to look up as a global
 FORWARD, RECOMPUTE = OpKind.FORWARD, OpKind.RECOMPUTE
 BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
+ADD, UPDATE = OpKind.ADD, OpKind.UPDATE
 
 
-class ComputeVerbs(UpdateVerbs):
-    """Verbs that compute forward and backward passes, and the loss between them.
+class ComputeVerbs(RankContext):
+    """Verbs that compute layers' passes, attention between slices, the loss, sums, norms and updates.
 
     A layer takes as many values as it has inputs. Given one value, a verb makes one; given a tuple, it makes a tuple.
     Every verb raises `Refused`, with the rank, the op and the line, for a value that was freed, that belongs to another
@@ -221,44 +95,6 @@ class ComputeVerbs(UpdateVerbs):
             self.refuse("wrong number", of_layer("forward", layer), given, "give its inputs as a tuple")
         return outputs[0]
 
-    def _part(self, layer: int, part: Part) -> Holds:
-        """One of equal parts.
-
-        Raises:
-            Refused: when there is no such part.
-        """
-        number, of = part
-        if not 0 <= number < of:
-            given = f"part {number} of {of} was asked for"
-            self.refuse("unknown slice", of_layer("forward", layer), given, "count parts from 0, below their number")
-        return Holds(1 << number, of)
-
-    def loss(self, activation: Value, stats: Value | None = None) -> Value:
-        """Compute the gradient of the loss with respect to the last activation.
-
-        Args:
-            activation: the last layer's output, or slices of its vocabulary.
-            stats: for slices, the `loss_stats` of all slices, gathered.
-
-        Returns:
-            The gradient; of as many slices as were given.
-
-        Raises:
-            Refused: for another activation, for a term of a sum, and for slices without the statistics of all.
-        """
-        read = (activation,) if stats is None else (activation, stats)
-        return self._one(OpKind.LOSS, len(self.layers), read, update.loss)
-
-    def loss_stats(self, logits: Value) -> Value:
-        """Compute what the loss needs of some slices of the logits: three numbers a token.
-
-        `all_gather` the result over the ranks that have the other slices, and give it to `loss`.
-
-        Raises:
-            Refused: for anything but slices of the last activation.
-        """
-        return self._one(OpKind.LOSS_STATS, len(self.layers), (logits,), update.loss_stats)
-
     @overload
     def backward(self, layer: int, activation: Value, gradients: Value, weight: Value) -> tuple[Value, Value]: ...
     @overload
@@ -317,43 +153,6 @@ class ComputeVerbs(UpdateVerbs):
         self._done_with(*read)
         return tuple(outputs) if isinstance(gradients, tuple) else outputs[0]
 
-    def _backward(
-        self, op: str, layer: int, activation: Value, gradients: Value | Values, weight: Value
-    ) -> tuple[list[Spec], BackwardResult, tuple[int, ...], Values]:
-        """Derive a backward pass.
-
-        Returns:
-            The specs that both halves make, what they follow from, the numbers of the values that the op reads, and the
-            values themselves.
-        """
-        self._check_layer(op, layer)
-        given = gradients if isinstance(gradients, tuple) else (gradients,)
-        rules = self._rules.layers[layer]
-        try:
-            spec, read = self._read(activation, op, layer), self._read(weight, op, layer)
-            made, follows = rules.backward(spec, self._read_all(given, op, layer), read, op)
-        except Refused as refusal:
-            raise refusal.at(self.index, len(self.ops)) from None
-        if given[0] is gradients and len(made) > 2:
-            given = f"this layer read {len(made) - 1} values"
-            self.refuse("wrong number", of_layer(op, layer), given, "give the gradients as a tuple")
-        known = activation.saved or {}
-        saved = known.pop(follows.saved, -1)
-        if known and saved < 0:
-            given = f"the forward pass was by other slices of the layer than {weight.spec} and its gradient"
-            self.refuse("other forward", of_layer(op, layer), given, "give the slices of the forward pass")
-        if saved < 0:
-            if not rules.layer.recomputed:
-                given = f"no forward has come before it for {spec}, and a layer of several values is not recomputed"
-                self.refuse("no forward", of_layer(op, layer), given, "call forward before it, with save=True")
-            saved = len(self._values)
-            self._values.append(Spec(follows.saved, spec.cells))
-            self.ops.append(compute_op(RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
-        numbers = (activation.number, given[0].number, weight.number, saved)
-        if len(given) > 1:
-            numbers += tuple([value.number for value in given[1:]])
-        return made, follows, numbers, (activation, weight, *given)
-
     def backward_weight(self, layer: int, activation: Value, gradient: Value) -> Value:
         """Compute the second half of a backward pass, at any time after `backward_input`: the weight's gradient.
 
@@ -383,10 +182,6 @@ class ComputeVerbs(UpdateVerbs):
         self.ops.append(compute_op(BACKWARD_WEIGHT, layer, numbers, (grad_weight.number,)))
         self._done_with(activation, gradient)
         return grad_weight
-
-
-class AttentionVerbs(ComputeVerbs):
-    """Verbs of attention whose queries meet chunks of keys and values, in any order."""
 
     def attend(self, layer: int, queries: Value, keys_values: Value) -> Value:
         """Let queries meet one chunk of keys and values; the result is activation l + 1, or a part of it.
@@ -429,3 +224,197 @@ class AttentionVerbs(ComputeVerbs):
         self.ops.append(compute_op(OpKind.ATTEND_BACKWARD, layer, numbers, (made[0].number, made[1].number)))
         self._done_with(*read)
         return made
+
+    def loss(self, activation: Value, stats: Value | None = None) -> Value:
+        """Compute the gradient of the loss with respect to the last activation.
+
+        Args:
+            activation: the last layer's output, or slices of its vocabulary.
+            stats: for slices, the `loss_stats` of all slices, gathered.
+
+        Returns:
+            The gradient; of as many slices as were given.
+
+        Raises:
+            Refused: for another activation, for a term of a sum, and for slices without the statistics of all.
+        """
+        read = (activation,) if stats is None else (activation, stats)
+        return self._one(OpKind.LOSS, len(self.layers), read, update.loss)
+
+    def loss_stats(self, logits: Value) -> Value:
+        """Compute what the loss needs of some slices of the logits: three numbers a token.
+
+        `all_gather` the result over the ranks that have the other slices, and give it to `loss`.
+
+        Raises:
+            Refused: for anything but slices of the last activation.
+        """
+        return self._one(OpKind.LOSS_STATS, len(self.layers), (logits,), update.loss_stats)
+
+    def add(self, a: Value, b: Value) -> Value:
+        """Add two weight gradients, two scalars, or two terms of one value; also written `a + b`.
+
+        Terms are partial results: of slices of a layer, or of attention to some of the keys and values.
+
+        Raises:
+            Refused: for values of different layers, kinds or slices, and when a contribution would be counted twice.
+        """
+        try:
+            made = sums.add_two(self._read(a, "add"), self._read(b, "add"))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(compute_op(ADD, made[0].layer, (a.number, b.number), (output.number,)))
+        self._done_with(a, b)
+        return output
+
+    def accumulate(self, gradient: Value) -> None:
+        """Add a weight's gradient to `grad_weights[layer]`, or store it there if it is the first.
+
+        Raises:
+            Refused: as `add` does.
+        """
+        layer, sums = self._read(gradient, "accumulate").layer, self.grad_weights
+        sums[layer] = self.add(sums[layer], gradient) if layer in sums else gradient
+
+    def norm(self, layer: int, gradient: Value) -> Value:
+        """Compute the sum of squares of a finished gradient: a scalar, one layer's or slice's part of the model's.
+
+        Add the parts of all layers, and `all_reduce` the sum over the ranks that have other layers or slices. `update`
+        takes the result.
+
+        Raises:
+            Refused: for a gradient that lacks a microbatch, and for what is no weight's gradient.
+        """
+        self._check_layer("norm", layer)
+        return self._one(OpKind.NORM, layer, (gradient,), partial(update.norm, len(self.layers)))
+
+    def wants_norm(self) -> bool:
+        """Return whether `update` wants a norm, by which the optimizer may clip. The puzzles' optimizer never does."""
+        return self._world.sizes.clips
+
+    def direction(self, layer: int, gradient: Value, opt_state: Value, norm: Value | None = None) -> Value:
+        """Compute the direction of an optimizer's step, for an optimizer such as Muon that steps whole matrices.
+
+        Muon makes whole matrices of a momentum orthogonal. If ranks have slices of a layer, each computes the direction
+        of its slice; `all_gather` them, and give the whole to `update`. The optimizer state stays as it is.
+
+        Args:
+            gradient: of the optimizer state's slice, or of more.
+            opt_state, norm: those that `update` is given.
+
+        Raises:
+            Refused: as `update` does, and where no direction is wanted (see `wants_direction`).
+        """
+        self._check_layer("direction", layer)
+        read = (gradient, opt_state) if norm is None else (gradient, opt_state, norm)
+
+        def rule(layer: int, *specs: Spec) -> Spec:
+            return self._rules.direction(layer, specs, self._world.trained)
+
+        return self._one(OpKind.DIRECTION, layer, read, rule)
+
+    def wants_direction(self, layer: int) -> bool:
+        """Return whether `update` of a slice needs a direction: if the optimizer steps whole matrices, as Muon does."""
+        return layer in self._rules.directed
+
+    def update(
+        self,
+        layer: int,
+        gradient: Value,
+        weight: Value,
+        opt_state: Value,
+        norm: Value | None = None,
+        direction: Value | None = None,
+    ) -> tuple[Value, Value]:
+        """Take the optimizer's step on one slice. The old weight and optimizer state end here, in place.
+
+        Args:
+            gradient, weight: of the optimizer state's slice, or of more.
+            opt_state: this step's optimizer state.
+            norm: the sum of squares of the whole model's gradient (None: no clipping). The gradient is clipped to the
+                optimizer's limit; if the norm is not finite, weight and optimizer state stay as they are.
+            direction: of whole matrices, where the optimizer steps these and the optimizer state is cut.
+
+        Returns:
+            The new weight, of the optimizer state's slice alone, and the new optimizer state.
+
+        Raises:
+            Refused: when a microbatch is missing from the gradient, for values of different layers, slices or steps,
+                for a norm that lacks a part of the model, and for a part of a matrix without its direction.
+        """
+        self._check_layer("update", layer)
+        read = (gradient, weight, opt_state, *(each for each in (norm, direction) if each is not None))
+        try:
+            specs = self._read_all(read, "update", layer)
+            made = self._rules.update(layer, specs, self._world.trained)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        self._end_in_place(weight)
+        self._end_in_place(opt_state)
+        new_weight, new_state = self.make(made[0]), self.make(made[1])
+        inputs = tuple([value.number for value in read])
+        self.ops.append(compute_op(UPDATE, layer, inputs, (new_weight.number, new_state.number)))
+        self._done_with(gradient, *read[3:])
+        return new_weight, new_state
+
+    def _part(self, layer: int, part: Part) -> Holds:
+        """One of equal parts.
+
+        Raises:
+            Refused: when there is no such part.
+        """
+        number, of = part
+        if not 0 <= number < of:
+            given = f"part {number} of {of} was asked for"
+            self.refuse("unknown slice", of_layer("forward", layer), given, "count parts from 0, below their number")
+        return Holds(1 << number, of)
+
+    def _backward(
+        self, op: str, layer: int, activation: Value, gradients: Value | Values, weight: Value
+    ) -> tuple[list[Spec], BackwardResult, tuple[int, ...], Values]:
+        """Derive a backward pass.
+
+        Returns:
+            The specs that both halves make, what they follow from, the numbers of the values that the op reads, and the
+            values themselves.
+        """
+        self._check_layer(op, layer)
+        given = gradients if isinstance(gradients, tuple) else (gradients,)
+        rules = self._rules.layers[layer]
+        try:
+            spec, read = self._read(activation, op, layer), self._read(weight, op, layer)
+            made, follows = rules.backward(spec, self._read_all(given, op, layer), read, op)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        if given[0] is gradients and len(made) > 2:
+            given = f"this layer read {len(made) - 1} values"
+            self.refuse("wrong number", of_layer(op, layer), given, "give the gradients as a tuple")
+        known = activation.saved or {}
+        saved = known.pop(follows.saved, -1)
+        if known and saved < 0:
+            given = f"the forward pass was by other slices of the layer than {weight.spec} and its gradient"
+            self.refuse("other forward", of_layer(op, layer), given, "give the slices of the forward pass")
+        if saved < 0:
+            if not rules.layer.recomputed:
+                given = f"no forward has come before it for {spec}, and a layer of several values is not recomputed"
+                self.refuse("no forward", of_layer(op, layer), given, "call forward before it, with save=True")
+            saved = len(self._values)
+            self._values.append(Spec(follows.saved, spec.cells))
+            self.ops.append(compute_op(RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
+        numbers = (activation.number, given[0].number, weight.number, saved)
+        if len(given) > 1:
+            numbers += tuple([value.number for value in given[1:]])
+        return made, follows, numbers, (activation, weight, *given)
+
+    def _one(self, kind: OpKind, layer: int, read: Values, rule: Callable[..., Spec]) -> Value:
+        """Record an op that makes one value of the values that it reads."""
+        verb = kind.row.name
+        try:
+            made = rule(layer, *self._read_all(read, verb, layer))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(compute_op(kind, layer, tuple([value.number for value in read]), (output.number,)))
+        self._done_with(*read)
+        return output

@@ -20,8 +20,23 @@ from shardlab.rules.place import want_place
 from shardlab.rules.spec import Spec, form_of
 
 
-class LoadingVerbs(RankContext):
-    """Verbs that make values of nothing: weights, optimizer states, batches, and gradients of no microbatch."""
+class CopyHandle(Handle[Value]):
+    """A copy under way; it waits for no other rank."""
+
+    __slots__ = ()
+
+    def __init__(self, rank: RankContext, value: Value, made: Spec) -> None:
+        self._begin(rank, rank.make(made), value, ready=True)
+
+    def wait(self) -> Wait:
+        raise AssertionError("a copy is ready at once")
+
+
+class ValueVerbs(RankContext):
+    """Verbs that load values, cut them and put them together, change their numbers, and copy them elsewhere.
+
+    Loads and changes are plain calls that return a value. Copies start at once and return a handle.
+    """
 
     def load_weights(self, layer: int, shard: int = 0, of: int = 1, *, place: str = "") -> tuple[Value, Value]:
         """Load this step's weight and optimizer state of a layer.
@@ -66,52 +81,6 @@ class LoadingVerbs(RankContext):
         """
         return self._load(OpKind.LOAD_OPT_STATE, Kind.OPT_STATE, layer, shard, of, place)
 
-    def _load(self, kind: OpKind, what: Kind, layer: int, shard: int, of: int, place: str) -> Value:
-        name = kind.value
-        holds = self._slice_of_weights(name, layer, shard, of)
-        key = (what, layer, holds)
-        if key in self._loaded:
-            given = f"the same slice was loaded by op {self._loaded[key]} already"
-            self.refuse("loaded twice", of_layer(name, layer), given, "load each slice once")
-        if place:
-            try:
-                want_place(of_layer(name, layer), place)
-            except Refused as refusal:
-                raise refusal.at(self.index, len(self.ops)) from None
-        self._loaded[key] = len(self.ops)
-        if what is Kind.OPT_STATE:
-            self._world.trained |= self.sizes.layers_of_weight(layer)
-        value = self.make(Spec(form_of(what, layer, 0, self._rules.space, holds, place=place)))
-        self.ops.append(Op(kind, layer, (), (value.number,), holds=holds, place=place))
-        return value
-
-    def _slice_of_weights(self, name: str, layer: int, shard: int, of: int) -> Holds:
-        """One of the equal slices of a layer's own weights."""
-        self._check_layer(name, layer)
-        about = of_layer(name, layer)
-        if self.sizes.weight_of(layer) != layer:
-            self.refuse("tied weight", about, NO_WEIGHT, LOAD_FIRST)
-        if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            self.refuse("unknown slice", about, f"shard {shard!r} of {of!r} was asked for", "give whole numbers")
-        if not 0 <= shard < of <= MOST_SLICES:
-            given = f"shard {number_text(shard)} of {number_text(of)} does not exist"
-            remedy = f"count shards from 0, below their number, which is {MOST_SLICES:,} at most"
-            self.refuse("unknown slice", about, given, remedy)
-        return Holds(1 << shard, of)
-
-    def zero_gradient(self, layer: int, shard: int = 0, of: int = 1) -> Value:
-        """Make a weight's gradient of no microbatch: zeros.
-
-        A rank without a microbatch gives it to a reduction, to which others give their gradients.
-
-        Args:
-            shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
-        """
-        holds = self._slice_of_weights(OpKind.ZERO_GRADIENT.value, layer, shard, of)
-        value = self.make(Spec(form_of(Kind.GRAD_WEIGHT, layer, 0, self._rules.space, holds)))
-        self.ops.append(Op(OpKind.ZERO_GRADIENT, layer, (), (value.number,), holds=holds))
-        return value
-
     def load_batch(self, microbatches: Iterable[int], slices: Iterable[int] | None = None) -> Value:
         """Load activation 0, the input rows of some microbatches.
 
@@ -141,9 +110,18 @@ class LoadingVerbs(RankContext):
         self.ops.append(Op(OpKind.LOAD_BATCH, 0, (), (value.number,), holds=holds))
         return value
 
+    def zero_gradient(self, layer: int, shard: int = 0, of: int = 1) -> Value:
+        """Make a weight's gradient of no microbatch: zeros.
 
-class SlicingVerbs(RankContext):
-    """Slices of a value, and their concatenation."""
+        A rank without a microbatch gives it to a reduction, to which others give their gradients.
+
+        Args:
+            shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
+        """
+        holds = self._slice_of_weights(OpKind.ZERO_GRADIENT.value, layer, shard, of)
+        value = self.make(Spec(form_of(Kind.GRAD_WEIGHT, layer, 0, self._rules.space, holds)))
+        self.ops.append(Op(OpKind.ZERO_GRADIENT, layer, (), (value.number,), holds=holds))
+        return value
 
     def slice(self, value: Value, index: int, of: int) -> Value:
         """Cut one of several equal slices out of a value: of the parameters that it holds, or of its tokens.
@@ -190,10 +168,6 @@ class SlicingVerbs(RankContext):
         rule = partial(gathers.gather, specs[0].about("concatenate"), specs, names)
         return self._made_of(read, OpKind.CONCATENATE, rule)
 
-
-class ScalingVerbs(RankContext):
-    """Gradients multiplied by numbers that are known, or cancel; values in numbers of fewer bytes, or of more."""
-
     def scale(self, value: Value, by: Factor | Fraction | int) -> Value:
         """Multiply a gradient by a rational number, or by token counts.
 
@@ -218,19 +192,6 @@ class ScalingVerbs(RankContext):
         assert isinstance(by, Factor)
         return self._made_of([value], OpKind.SCALE, partial(sums.scale, spec, by), factor=by)
 
-    def cast(self, value: Value, dtype: str = "") -> Value:
-        """Copy a value into another dtype: into a smaller one to move it, into a larger one to add it up.
-
-        A layer computes in the dtype that the run's precision gives to each kind of value. So a weight or an activation
-        is cast back before a layer reads it. `norm` and `update` take a weight's gradient in any dtype.
-
-        Args:
-            value: a weight, an activation or a gradient.
-            dtype: torch's name, such as `bfloat16`; "" for the dtype of the value's kind.
-        """
-        spec = self._read(value, "cast")
-        return self._made_of([value], OpKind.CAST, partial(sums.cast, spec, dtype), dtype=dtype)
-
     def tokens(self, microbatches: Iterable[int] | None = None) -> Factor:
         """Return the number of tokens of some microbatches that count in the loss, as a factor for `scale`.
 
@@ -245,21 +206,18 @@ class ScalingVerbs(RankContext):
             self.refuse("unknown microbatch", "tokens", f"{numbers} was given", remedy)
         return factor_of(1, ((mask_of(numbers), 1),))
 
+    def cast(self, value: Value, dtype: str = "") -> Value:
+        """Copy a value into another dtype: into a smaller one to move it, into a larger one to add it up.
 
-class CopyHandle(Handle[Value]):
-    """A copy under way; it waits for no other rank."""
+        A layer computes in the dtype that the run's precision gives to each kind of value. So a weight or an activation
+        is cast back before a layer reads it. `norm` and `update` take a weight's gradient in any dtype.
 
-    __slots__ = ()
-
-    def __init__(self, rank: RankContext, value: Value, made: Spec) -> None:
-        self._begin(rank, rank.make(made), value, ready=True)
-
-    def wait(self) -> Wait:
-        raise AssertionError("a copy is ready at once")
-
-
-class CopyingVerbs(RankContext):
-    """Copies that start at once; `await` the handle for the copy."""
+        Args:
+            value: a weight, an activation or a gradient.
+            dtype: torch's name, such as `bfloat16`; "" for the dtype of the value's kind.
+        """
+        spec = self._read(value, "cast")
+        return self._made_of([value], OpKind.CAST, partial(sums.cast, spec, dtype), dtype=dtype)
 
     def offload(self, value: Value, to: str = "host") -> Handle[Value]:
         """Copy a value to the host's memory or to the disk, so that its memory on the device can be freed.
@@ -285,6 +243,39 @@ class CopyingVerbs(RankContext):
             Refused: for a value that is there.
         """
         return self._copy(OpKind.RELOAD, value, place.reload)
+
+    def _load(self, kind: OpKind, what: Kind, layer: int, shard: int, of: int, place: str) -> Value:
+        name = kind.value
+        holds = self._slice_of_weights(name, layer, shard, of)
+        key = (what, layer, holds)
+        if key in self._loaded:
+            given = f"the same slice was loaded by op {self._loaded[key]} already"
+            self.refuse("loaded twice", of_layer(name, layer), given, "load each slice once")
+        if place:
+            try:
+                want_place(of_layer(name, layer), place)
+            except Refused as refusal:
+                raise refusal.at(self.index, len(self.ops)) from None
+        self._loaded[key] = len(self.ops)
+        if what is Kind.OPT_STATE:
+            self._world.trained |= self.sizes.layers_of_weight(layer)
+        value = self.make(Spec(form_of(what, layer, 0, self._rules.space, holds, place=place)))
+        self.ops.append(Op(kind, layer, (), (value.number,), holds=holds, place=place))
+        return value
+
+    def _slice_of_weights(self, name: str, layer: int, shard: int, of: int) -> Holds:
+        """One of the equal slices of a layer's own weights."""
+        self._check_layer(name, layer)
+        about = of_layer(name, layer)
+        if self.sizes.weight_of(layer) != layer:
+            self.refuse("tied weight", about, NO_WEIGHT, LOAD_FIRST)
+        if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            self.refuse("unknown slice", about, f"shard {shard!r} of {of!r} was asked for", "give whole numbers")
+        if not 0 <= shard < of <= MOST_SLICES:
+            given = f"shard {number_text(shard)} of {number_text(of)} does not exist"
+            remedy = f"count shards from 0, below their number, which is {MOST_SLICES:,} at most"
+            self.refuse("unknown slice", about, given, remedy)
+        return Holds(1 << shard, of)
 
     def _copy(self, kind: OpKind, value: Value, rule: Callable[[Spec], Spec], to: str = "") -> Handle[Value]:
         spec = self._read(value, kind.value)
