@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 from shardlab.predict.rotation import Rotation
 from shardlab.program import Group, Mesh, Op, OpKind, Program, Rank, Refused, Sizes, Spec, Strategy, UserError, World
@@ -19,7 +18,7 @@ from shardlab.program.bounds import MAX_FOLDED
 from shardlab.program.matching import Channel, Communication, channel_of, communications_of
 from shardlab.program.rendezvous import Channels, CollectiveHandle, OpenCollectives, SendHandle, Wake
 from shardlab.program.rooted import Call, collective, unite
-from shardlab.program.values import Value
+from shardlab.program.values import TracedRank, Value
 from shardlab.program.world import gc_paused
 from shardlab.rules.dealing import share
 from shardlab.rules.kind import ROW_KINDS, Kind
@@ -27,10 +26,6 @@ from shardlab.rules.layers import Rules
 from shardlab.rules.spec import Space, form_of, of_layer
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
-
-if TYPE_CHECKING:
-    from shardlab.program.tracing import Tracer
-
 
 SCALAR = Kind.SCALAR
 
@@ -119,7 +114,7 @@ class FoldedCollectives(OpenCollectives):
         classes: dict[Hashable, int] = {}
         self._alike = [classes.setdefault(each, len(classes)) for each in around]
 
-    def issue(self, rank: Tracer, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
+    def issue(self, rank: TracedRank, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
         if _all_there(group, self._stride):
             return super().issue(rank, call, value, group)
         return CollectiveHandle(rank, call, value, group, {})
@@ -181,7 +176,7 @@ class FoldedChannels(Channels):
         self._rotation = rotation
         self._stride = stride
 
-    def post_send(self, rank: Tracer, value: Value, to: int) -> SendHandle:
+    def post_send(self, rank: TracedRank, value: Value, to: int) -> SendHandle:
         source, there = _twin(self._rotation.mesh, rank.index, to, self._stride)
         queue = self._matcher[source, there]
         handle = queue.next(source)[source] = SendHandle(rank, value, queue)

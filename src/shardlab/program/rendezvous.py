@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardlab.errors import Refused
 from shardlab.program import rooted
@@ -12,15 +12,11 @@ from shardlab.program.mesh import Group
 from shardlab.program.ops import OpKind
 from shardlab.program.rooted import Call, call_text
 from shardlab.program.tape import ExpectedValue
-from shardlab.program.values import Handle, Value, Wait
+from shardlab.program.values import Handle, TracedRank, Value, Wait
 from shardlab.rules.kind import Kind
 from shardlab.rules.layers import Rules
 from shardlab.rules.pieces import plural
 from shardlab.rules.spec import Space, Spec, form_of
-
-if TYPE_CHECKING:
-    from shardlab.program.tracing import Tracer
-
 
 Wake = Callable[[Handle[Any]], None]
 
@@ -35,7 +31,7 @@ class CollectiveHandle(Handle[Value | None]):
     __slots__ = ("arrived", "call", "group", "spec")
 
     def __init__(
-        self, rank: Tracer, call: Call, value: Value | None, group: Group, arrived: dict[int, CollectiveHandle]
+        self, rank: TracedRank, call: Call, value: Value | None, group: Group, arrived: dict[int, CollectiveHandle]
     ) -> None:
         _, made = rooted.values_of(call, rank.index)
         result = rank.make(IN_FLIGHT) if made else value if call[0] is BROADCAST else None
@@ -62,7 +58,7 @@ class OpenCollectives:
         self._rules = rules
         self._matcher = Matcher[CollectiveHandle]()
 
-    def issue(self, rank: Tracer, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
+    def issue(self, rank: TracedRank, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
         """Issue this rank's part in the group's next collective that it has not joined yet."""
         arrived = self._matcher[group].next(rank.index)
         if arrived:
@@ -111,7 +107,7 @@ class SendHandle(Handle[None]):
 
     __slots__ = ("queue", "spec")
 
-    def __init__(self, rank: Tracer, value: Value, queue: ChannelQueue[Any]) -> None:
+    def __init__(self, rank: TracedRank, value: Value, queue: ChannelQueue[Any]) -> None:
         self._begin(rank, None, value, ready=True)
         self.spec = value.spec
         self.queue = queue
@@ -122,7 +118,7 @@ class RecvHandle(Handle[Value]):
 
     __slots__ = ("expect", "queue", "source")
 
-    def __init__(self, rank: Tracer, source: int, expect: ExpectedValue | None, queue: ChannelQueue[Any]) -> None:
+    def __init__(self, rank: TracedRank, source: int, expect: ExpectedValue | None, queue: ChannelQueue[Any]) -> None:
         self._begin(rank, rank.make(IN_FLIGHT), None)
         self.source = source
         self.expect = expect
@@ -140,12 +136,12 @@ class Channels:
         self._wake = wake
         self._matcher = Matcher[Any]()  # of a send and a receive
 
-    def post_send(self, rank: Tracer, value: Value, to: int) -> SendHandle:
+    def post_send(self, rank: TracedRank, value: Value, to: int) -> SendHandle:
         queue, index = self._matcher[rank.index, to], rank.index
         handle = queue.next(index)[index] = SendHandle(rank, value, queue)
         return handle
 
-    def post_recv(self, rank: Tracer, source: int, expect: ExpectedValue | None) -> RecvHandle:
+    def post_recv(self, rank: TracedRank, source: int, expect: ExpectedValue | None) -> RecvHandle:
         queue, index = self._matcher[source, rank.index], rank.index
         handle = queue.next(index)[index] = RecvHandle(rank, source, expect, queue)
         return handle

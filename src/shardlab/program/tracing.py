@@ -7,6 +7,7 @@ not say any of this.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -41,7 +42,7 @@ def wait_of(handle: int) -> Op:
     return Op(WAIT, -1, handle=handle)
 
 
-class Tracer:
+class Tracer(ABC):
     """Writes the tape of one rank and keeps its values' lives."""
 
     def __init__(self, index: int, sizes: Sizes, count: OpCount) -> None:
@@ -60,13 +61,17 @@ class Tracer:
         """Raise `Refused` for what the program is doing now."""
         raise Refused(rule, about, given, remedy).at(self.index, len(self.ops))
 
+    @abstractmethod
+    def add(self, a: Value, b: Value) -> Value:
+        """Add two values, as `a + b` does."""
+
     def make(self, spec: Spec) -> Value:
         """Make a new value of this rank."""
         values = self._values
         number = len(values)
         if number > self._next_count:
             self._count_ops()
-        value = new_value(self, number, spec)  # pyright: ignore[reportArgumentType]  # a recorder is part of a rank
+        value = new_value(self, number, spec)
         values.append(value)
         return value
 
@@ -75,7 +80,7 @@ class Tracer:
         values = self._values
         made: list[Value] = []
         for spec in specs:
-            value = new_value(self, len(values), spec)  # pyright: ignore[reportArgumentType]  # as in `make`
+            value = new_value(self, len(values), spec)
             values.append(value)
             made.append(value)
         if len(values) > self._next_count:

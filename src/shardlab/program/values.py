@@ -4,16 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 from shardlab.errors import Deadlock, Refused
 from shardlab.program.picture import picture
+from shardlab.program.sizes import Sizes
+from shardlab.program.tape import Op
 from shardlab.rules.kind import Kind
 from shardlab.rules.spec import Form, Spec
 
-if TYPE_CHECKING:
-    from shardlab.program.rank import Rank
-    from shardlab.program.tracing import Tracer
+
+class TracedRank(Protocol):
+    """Interface that values, stores and handles use of the rank that they belong to (see `tracing.Tracer`).
+
+    Attributes:
+        index: the rank's number, from 0.
+        sizes: the elements and bytes of every value.
+        ops: the rank's tape.
+        handles: how many communications the rank has issued.
+    """
+
+    index: int
+    sizes: Sizes
+    ops: list[Op]
+    handles: int
+
+    def make(self, spec: Spec) -> Value: ...
+    def add(self, a: Value, b: Value) -> Value: ...
+    def emit_wait(self, handle: Handle[Any]) -> None: ...
+    def forget_key(self, value: Value) -> None: ...
+    def refuse_to_store(self, kind: Kind, key: Hashable, value: object) -> NoReturn: ...
 
 
 class Value:
@@ -35,7 +55,7 @@ class Value:
         "alive", "keys", "number", "rank", "reading", "replaced", "saved", "saved_for_weight", "spec", "was_stored",
     )  # fmt: skip
 
-    rank: Rank
+    rank: TracedRank
     number: int
     spec: Spec
     keys: int
@@ -68,7 +88,7 @@ class Value:
 _new = object.__new__
 
 
-def new_value(rank: Rank, number: int, spec: Spec) -> Value:
+def new_value(rank: TracedRank, number: int, spec: Spec) -> Value:
     """Make a value; a constructor of the class's own would be called through C, which costs as much again."""
     value = _new(Value)
     value.rank, value.number, value.spec = rank, number, spec
@@ -85,7 +105,7 @@ class MissingKey(Refused, KeyError):
 class Store(MutableMapping[Hashable, Value]):
     """One of a rank's stores. Two keys may name one value; it is freed when its last key goes."""
 
-    def __init__(self, rank: Tracer, kind: Kind) -> None:
+    def __init__(self, rank: TracedRank, kind: Kind) -> None:
         self._rank = rank
         self.kind = kind
         self.name: str = kind.value
@@ -168,7 +188,7 @@ class Handle(Generic[Result]):
 
     __slots__ = ("number", "op", "others", "rank", "read", "ready", "result", "waited")
 
-    def _begin(self, rank: Tracer, result: Any, read: Value | None, *, ready: bool = False) -> None:
+    def _begin(self, rank: TracedRank, result: Any, read: Value | None, *, ready: bool = False) -> None:
         """What each kind of handle begins with; a plain call, where `super` would make an object."""
         self.rank = rank
         self.number = rank.handles
