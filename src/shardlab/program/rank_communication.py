@@ -13,7 +13,7 @@ from shardlab.program.ops import COLLECTIVES, COMMUNICATION, ROOTED, OpKind
 from shardlab.program.rendezvous import RecvHandle, SendHandle
 from shardlab.program.rooted import Call, call_of
 from shardlab.program.tape import ExpectedValue, communication_op
-from shardlab.program.tracing import RankContext
+from shardlab.program.tracing import Tracer
 from shardlab.program.values import Handle, Value
 from shardlab.rules.kind import AUTOGRAD_KINDS, Kind, Reduction
 from shardlab.rules.pieces import mask_of
@@ -46,7 +46,7 @@ _REDUCTIONS = {reduction.value: reduction for reduction in Reduction}
 _MAY_GIVE_NONE = frozenset(kind for kind in COLLECTIVES if 0 in kind.row.inputs)
 
 
-class CommunicationVerbs(RankContext):
+class CommunicationVerbs(Tracer):
     """Verbs that send and receive messages between two ranks, and collectives over an axis of the mesh.
 
     Each verb issues one communication, or two, and returns a handle. `await` it for the result. What it reads may not

@@ -9,7 +9,7 @@ from typing import overload
 from shardlab.errors import Refused, of_layer
 from shardlab.program.ops import OpKind
 from shardlab.program.tape import compute_op
-from shardlab.program.tracing import RankContext
+from shardlab.program.tracing import Tracer
 from shardlab.program.values import Value
 from shardlab.rules import sums, update
 from shardlab.rules.layer import BackwardResult
@@ -27,7 +27,7 @@ BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = OpKind.BACKWARD, OpKind.BACKWARD_INP
 ADD, UPDATE = OpKind.ADD, OpKind.UPDATE
 
 
-class ComputeVerbs(RankContext):
+class ComputeVerbs(Tracer):
     """Verbs that compute layers' passes, attention between slices, the loss, sums, norms and updates.
 
     A layer takes as many values as it has inputs. Given one value, a verb makes one; given a tuple, it makes a tuple.
@@ -193,7 +193,7 @@ class ComputeVerbs(RankContext):
             Refused: for queries and keys of different layers, microbatches or heads, and for a chunk that comes after
                 all of the queries.
         """
-        return self._one(OpKind.ATTEND, layer, (queries, keys_values), self._rules.attend)
+        return self._compute(OpKind.ATTEND, layer, (queries, keys_values), self._rules.attend)
 
     def attend_backward(
         self, layer: int, queries: Value, keys_values: Value, attention_output: Value, gradient: Value
@@ -239,7 +239,7 @@ class ComputeVerbs(RankContext):
             Refused: for another activation, for a term of a sum, and for slices without the statistics of all.
         """
         read = (activation,) if stats is None else (activation, stats)
-        return self._one(OpKind.LOSS, len(self.layers), read, update.loss)
+        return self._compute(OpKind.LOSS, len(self.layers), read, update.loss)
 
     def loss_stats(self, logits: Value) -> Value:
         """Compute what the loss needs of some slices of the logits: three numbers a token.
@@ -249,7 +249,7 @@ class ComputeVerbs(RankContext):
         Raises:
             Refused: for anything but slices of the last activation.
         """
-        return self._one(OpKind.LOSS_STATS, len(self.layers), (logits,), update.loss_stats)
+        return self._compute(OpKind.LOSS_STATS, len(self.layers), (logits,), update.loss_stats)
 
     def add(self, a: Value, b: Value) -> Value:
         """Add two weight gradients, two scalars, or two terms of one value; also written `a + b`.
@@ -268,15 +268,6 @@ class ComputeVerbs(RankContext):
         self._done_with(a, b)
         return output
 
-    def accumulate(self, gradient: Value) -> None:
-        """Add a weight's gradient to `grad_weights[layer]`, or store it there if it is the first.
-
-        Raises:
-            Refused: as `add` does.
-        """
-        layer, sums = self._read(gradient, "accumulate").layer, self.grad_weights
-        sums[layer] = self.add(sums[layer], gradient) if layer in sums else gradient
-
     def norm(self, layer: int, gradient: Value) -> Value:
         """Compute the sum of squares of a finished gradient: a scalar, one layer's or slice's part of the model's.
 
@@ -287,7 +278,7 @@ class ComputeVerbs(RankContext):
             Refused: for a gradient that lacks a microbatch, and for what is no weight's gradient.
         """
         self._check_layer("norm", layer)
-        return self._one(OpKind.NORM, layer, (gradient,), partial(update.norm, len(self.layers)))
+        return self._compute(OpKind.NORM, layer, (gradient,), partial(update.norm, len(self.layers)))
 
     def wants_norm(self) -> bool:
         """Return whether `update` wants a norm, by which the optimizer may clip. The puzzles' optimizer never does."""
@@ -312,7 +303,7 @@ class ComputeVerbs(RankContext):
         def rule(layer: int, *specs: Spec) -> Spec:
             return self._rules.direction(layer, specs, self._world.trained)
 
-        return self._one(OpKind.DIRECTION, layer, read, rule)
+        return self._compute(OpKind.DIRECTION, layer, read, rule)
 
     def wants_direction(self, layer: int) -> bool:
         """Return whether `update` of a slice needs a direction: if the optimizer steps whole matrices, as Muon does."""
@@ -407,8 +398,8 @@ class ComputeVerbs(RankContext):
             numbers += tuple([value.number for value in given[1:]])
         return made, follows, numbers, (activation, weight, *given)
 
-    def _one(self, kind: OpKind, layer: int, read: Values, rule: Callable[..., Spec]) -> Value:
-        """Record an op that makes one value of the values that it reads."""
+    def _compute(self, kind: OpKind, layer: int, read: Values, rule: Callable[..., Spec]) -> Value:
+        """Record an op of a layer that makes one value; the rule derives it from what is read."""
         verb = kind.row.name
         try:
             made = rule(layer, *self._read_all(read, verb, layer))

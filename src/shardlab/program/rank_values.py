@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 from shardlab.errors import Refused, of_layer
 from shardlab.program.ops import OpKind
 from shardlab.program.rooted import Names
 from shardlab.program.tape import LOAD_FIRST, NO_WEIGHT, Op
-from shardlab.program.tracing import RankContext
+from shardlab.program.tracing import Tracer
 from shardlab.program.values import Handle, Value, Wait
 from shardlab.rules import dealing, gathers, place, sums
 from shardlab.rules.factor import Factor, factor_of
@@ -25,14 +26,14 @@ class CopyHandle(Handle[Value]):
 
     __slots__ = ()
 
-    def __init__(self, rank: RankContext, value: Value, made: Spec) -> None:
+    def __init__(self, rank: Tracer, value: Value, made: Spec) -> None:
         self._begin(rank, rank.make(made), value, ready=True)
 
     def wait(self) -> Wait:
         raise AssertionError("a copy is ready at once")
 
 
-class ValueVerbs(RankContext):
+class ValueVerbs(Tracer):
     """Verbs that load values, cut them and put them together, change their numbers, and copy them elsewhere.
 
     Loads and changes are plain calls that return a value. Copies start at once and return a handle.
@@ -166,7 +167,7 @@ class ValueVerbs(RankContext):
         specs = [self._read(value, "concatenate") for value in read]
         names = Names(range(len(specs)), "piece")
         rule = partial(gathers.gather, specs[0].about("concatenate"), specs, names)
-        return self._made_of(read, OpKind.CONCATENATE, rule)
+        return self._record(read, OpKind.CONCATENATE, rule)
 
     def scale(self, value: Value, by: Factor | Fraction | int) -> Value:
         """Multiply a gradient by a rational number, or by token counts.
@@ -190,7 +191,7 @@ class ValueVerbs(RankContext):
                 self.refuse("wrong factor", spec.about("scale"), f"{by!r} was given", remedy)
             by = factor_of(by)
         assert isinstance(by, Factor)
-        return self._made_of([value], OpKind.SCALE, partial(sums.scale, spec, by), factor=by)
+        return self._record([value], OpKind.SCALE, partial(sums.scale, spec, by), factor=by)
 
     def tokens(self, microbatches: Iterable[int] | None = None) -> Factor:
         """Return the number of tokens of some microbatches that count in the loss, as a factor for `scale`.
@@ -217,7 +218,7 @@ class ValueVerbs(RankContext):
             dtype: torch's name, such as `bfloat16`; "" for the dtype of the value's kind.
         """
         spec = self._read(value, "cast")
-        return self._made_of([value], OpKind.CAST, partial(sums.cast, spec, dtype), dtype=dtype)
+        return self._record([value], OpKind.CAST, partial(sums.cast, spec, dtype), dtype=dtype)
 
     def offload(self, value: Value, to: str = "host") -> Handle[Value]:
         """Copy a value to the host's memory or to the disk, so that its memory on the device can be freed.
@@ -276,6 +277,22 @@ class ValueVerbs(RankContext):
             remedy = f"count shards from 0, below their number, which is {MOST_SLICES:,} at most"
             self.refuse("unknown slice", about, given, remedy)
         return Holds(1 << shard, of)
+
+    def _record(self, values: Sequence[Value], kind: OpKind, rule: Callable[[], Spec], **fields: Any) -> Value:
+        """Record an op that makes one value on this rank alone, of values that were read; the rule says what it is.
+
+        Args:
+            fields: of the op, beside its inputs and its output.
+        """
+        try:
+            made = rule()
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        read = tuple([value.number for value in values])
+        self.ops.append(Op(kind, made.layer, read, (output.number,), **fields))
+        self._done_with(*values)
+        return output
 
     def _copy(self, kind: OpKind, value: Value, rule: Callable[[Spec], Spec], to: str = "") -> Handle[Value]:
         spec = self._read(value, kind.value)
