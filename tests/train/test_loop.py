@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -28,10 +28,11 @@ from shardlab.program import UserError
 from shardlab.train.callbacks import Sampling, Validation, tell_threads
 from shardlab.train.config import LoggingConfig
 from shardlab.train.job import Job
+from shardlab.train.loop import fit
 from shardlab.train.output import OutputFolder
 from shardlab.train.run import Summary
 from shardlab.train.sample import opening
-from shardlab.train.steps import StepResult
+from shardlab.train.steps import Callback, StepResult, Training
 from shardlab.train.world import agree
 from shardlab.train.written import free_folder
 from tests.support.ranks import Ranks
@@ -196,6 +197,34 @@ def test_every_rank_count_sees_the_same_batches_in_the_same_steps(ranks: World, 
     one = losses(tmp_path / "one")
     assert losses(tmp_path / "two") == pytest.approx(one, rel=1e-5)
     assert losses(tmp_path / "four") == pytest.approx(one, rel=1e-5)
+
+
+class EqualToAll(Callback):
+    """A user's callback that is equal to any other one."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def on_metrics(self, training: Training, step: StepResult) -> dict[str, float]:
+        return {"users": 1.0}
+
+
+class Reporting(Callback):
+    """A callback of every training, whose figure is no number."""
+
+    def on_metrics(self, training: Training, step: StepResult) -> Any:
+        return {"phase": "warm-up"}
+
+
+def test_figures_are_a_users_if_the_callback_itself_is_and_not_an_equal_one() -> None:
+    users, step = EqualToAll(), StepResult({}, stopping=False, diverged=[])
+    training = MagicMock(callbacks=[Reporting(), users])
+    training.run.callbacks.values = [users]
+    training.__iter__.return_value = [step]
+    assert fit(training)
+    assert (step.own, step.metrics) == ({"users": 1.0}, {"phase": "warm-up", "users": 1.0})
 
 
 def text_that_differs(rank: int) -> str:
