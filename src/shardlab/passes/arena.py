@@ -14,7 +14,7 @@ import numpy as np
 from shardlab.check import Checked
 from shardlab.check.rooms import ALIGNMENT, Room, RoomBytes, offsets_in, rooms_of
 from shardlab.passes.rewriting import CannotApply, Tapes
-from shardlab.timeline.memory import account
+from shardlab.timeline.memory import MemoryLedger
 from shardlab.timeline.prices import Bytes
 
 
@@ -36,7 +36,7 @@ def arena(checked: Checked, _: int) -> Tapes:
     found: Tapes = []
     for rank, tape in enumerate(plain):
         specs = checked.specs[rank]
-        live = account(tape, specs, bytes_of, real=True, sizes=program.sizes).during
+        live = MemoryLedger(tape, specs, bytes_of, real=True, sizes=program.sizes).run().during
         counted = [(room, size.of(room, specs), sum(bytes_of(specs[n]) for n in room.values)) for room in rooms[rank]]
         offsets: dict[int, int] = {}
         for room, begin in best_fit(counted, live):

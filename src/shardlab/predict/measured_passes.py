@@ -6,7 +6,7 @@ from shardlab.predict.folding import Folded
 from shardlab.predict.passes import Crest, Held, Meeting, Pass, PassKey
 from shardlab.program import OpKind
 from shardlab.timeline.clocks import Clocks
-from shardlab.timeline.memory import account
+from shardlab.timeline.memory import MemoryLedger
 from shardlab.timeline.prices import Bytes, Prices
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
@@ -18,7 +18,7 @@ class PassMeter:
 
     def __init__(self, traced: Folded, prices: Prices, size: Bytes) -> None:
         self.tape, self.times = traced.program.tapes[0], Clocks(traced, prices).run()
-        self.memory = account(self.tape, traced.specs[0], size, real=True, counters=True, sizes=size.sizes)
+        self.memory = MemoryLedger(self.tape, traced.specs[0], size, real=True, counters=True, sizes=size.sizes).run()
         self.moments = self._moments(prices.blocking_p2p)
 
     def _moments(self, blocking: float) -> list[float]:

@@ -1,7 +1,7 @@
 """Residual streams that lie in what layers keep, and so take no room of their own.
 
-`shardlab.timeline.memory.account` says when that is. A pass of a sample is measured beside the sample's other layers,
-so it is corrected where the layer before it, on the rank that is outlined, keeps more or less.
+`shardlab.timeline.memory.MemoryLedger` says when that is. A pass of a sample is measured beside the sample's other
+layers, so it is corrected where the layer before it, on the rank that is outlined, keeps more or less.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -37,6 +37,8 @@ class Category(Enum):
 
 CATEGORIES = tuple(Category)
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
+_ALL_GATHER = OpKind.ALL_GATHER
+_SAVED, _RESIDUAL, _WEIGHT = Kind.SAVED, Kind.RESIDUAL, Kind.WEIGHT
 
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 _PARAMETERS, _GATHERED, _COMMUNICATION = (
@@ -74,38 +76,39 @@ class RankMemory:
 
 
 def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list[int]]:
-    """Count for each rank and op the elements that are live when it starts, before its own result is stored.
+    """Count for each rank and op the elements that are live when the op starts, before its own output is stored.
 
-    Only values of some kinds are counted, if `of` names them.
+    An output of a communication counts from its issue. What a layer keeps ends with its BACKWARD or with its
+    activation. The outputs of an update take the memory of its inputs. A gradient that BACKWARD adds to an older one
+    takes no memory of its own, and neither does their sum.
 
-    Results of communication count from issue, what layers keep goes with its BACKWARD or with its activation,
-    and an update's results take the place of what it was given. A gradient that BACKWARD adds to an older one takes no
-    room of its own, and neither does their sum.
+    Args:
+        of: the kinds of values to count.
     """
     elements = traced.program.sizes.elements
 
     def size(spec: Spec) -> int:
         return elements(spec) if spec.kind in of else 0
 
-    return [account(tape, traced.specs[row], size).before for row, tape in enumerate(traced.program.tapes)]
+    return [MemoryLedger(tape, traced.specs[row], size).run().before for row, tape in enumerate(traced.program.tapes)]
 
 
 def peak_elsewhere(traced: Traced) -> dict[str, int]:
-    """The most elements of any rank in each place beside its device; none where nothing is offloaded."""
+    """Return the peak of elements over all ranks in each place beside the device to which something is offloaded."""
     used = {spec.form.place for specs in traced.specs for spec in specs.values()}
     elements, tapes = traced.program.sizes.elements, traced.program.tapes
-    return {
-        place: max(account(tape, traced.specs[row], elements, memory=place).peak for row, tape in enumerate(tapes))
-        for place in PLACES
-        if place in used
-    }
+
+    def peak(row: int, place: str) -> int:
+        return MemoryLedger(tapes[row], traced.specs[row], elements, memory=place).run().peak
+
+    return {place: max(peak(row, place) for row in range(len(tapes))) for place in PLACES if place in used}
 
 
 def peak_elsewhere_in_bytes(traced: Traced, place: str) -> list[int]:
-    """The most bytes of each rank in a place beside its device."""
+    """Return the peak of bytes of each rank in a place beside its device."""
     size = Bytes(traced.program.sizes)
     tapes = enumerate(traced.program.tapes)
-    return [account(tape, traced.specs[row], size, real=True, memory=place).peak for row, tape in tapes]
+    return [MemoryLedger(tape, traced.specs[row], size, real=True, memory=place).run().peak for row, tape in tapes]
 
 
 def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool = False) -> list[RankMemory]:
@@ -117,170 +120,242 @@ def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool
     size = Bytes(kept or traced.program.sizes)
     arenas = arenas_of(traced.program, traced.specs)
     return [
-        account(
-            tape,
-            traced.specs[row],
-            size,
-            real=True,
-            counters=counters,
-            arena=arenas[row],
-            sizes=size.sizes,
-        )
+        MemoryLedger(
+            tape, traced.specs[row], size, real=True, counters=counters, arena=arenas[row], sizes=size.sizes
+        ).run()
         for row, tape in enumerate(traced.program.tapes)
     ]
 
 
-def account(
-    tape: Sequence[Op],
-    specs: Mapping[int, Spec],
-    size: Callable[[Spec], int],
-    *,
-    real: bool = False,
-    counters: bool = False,
-    memory: str = "",
-    arena: Arena = NO_ARENA,
-    sizes: Sizes | None = None,
-) -> RankMemory:
-    """Follow one tape, with every value as large as `size` says.
+class MemoryLedger:
+    """Ledger of the bytes that one rank holds in one place of memory, written op by op along the rank's tape.
+
+    Every value has an entry: its bytes and its category. An op first adds the entries of its outputs, then its peak is
+    compared with the largest so far, and then the entries end that nobody needs after it.
 
     Args:
-        arena: of the rank; what lies there takes no memory of its own.
-        sizes: say which of their inputs layers keep. An input goes with the last of its layer's
-            backward passes, or, if it is not kept, when it was read for the last time, as the executor lets it (None:
-            when it is freed). They also say where a residual stream lies in what layers keep: there it takes no room
-            of its own, as long as this lives, and until it is read by anything but a forward pass that keeps all. What
-            else reads it, such as a message, may have it for longer.
-        memory: which is followed, of `rules.place.PLACES` ("": the device's); other values take none of it.
-        real: whether ALL_REDUCE and ADD write over an input that nobody reads any more, as the executor does; the
-            puzzles count both.
+        tape: the ops of the rank.
+        specs: the spec of every value by number.
+        size: the bytes, or the elements, of a value with a spec.
+        real: whether ALL_REDUCE and ADD write over an input that nobody reads any more, as the executor does. The
+            puzzles count input and output.
         counters: whether to note all categories at every op.
+        memory: the place to follow, one of `rules.place.PLACES` ("" for the device). Other values take no bytes.
+        arena: the rank's arena. Values that lie there take no memory of their own.
+        sizes: which inputs layers keep, and where a residual stream lies in what they keep. A kept input ends with the
+            last of its layer's backward passes, and one that is not kept ends when it was read for the last time, as in
+            the executor. A residual takes no memory of its own as long as what the layer keeps lives, and until
+            anything but a forward pass that keeps all reads it: a message, for example, may have it for longer. Without
+            `sizes`, inputs end when they are freed.
     """
-    in_place = InPlace(tape)
-    taken_over = {at: older for at, (older, _) in in_place.fused.items()}
-    buckets = Buckets(tape if real else (), in_place)
-    if real:
-        written = (at for at in in_place.first_input if at not in taken_over and tape[at].outputs)  # some have a root
-        taken_over |= {at: tape[at].inputs[0] for at in written}
-        if buckets.batched:
-            taken_over = {
-                at: older
-                for at, older in taken_over.items()
-                if at not in buckets.batched and older not in buckets.first
-            }
-    buffers: dict[int, tuple[list[int], int]] = {}  # handle to those of its batch, and to the bytes of their buffer
-    free_of_room = {newer for _, newer in in_place.fused.values()}
-    room, category_of = ([0] * (max(specs, default=-1) + 1) for _ in range(2))  # of each value: its bytes, its category
-    owned: dict[int, dict[Form, int]] = {}  # what layers keep for an activation
-    views = Views(tape, specs, buckets.first)
-    keeps_input, saves_residual = (sizes.keeps_input, sizes.saves_residual) if sizes else ((), ())
-    read_last = last_reads(tape, specs) if keeps_input else {}
-    left: set[int] = set()  # activations that their layers alone keep
-    inside: dict[int, int] = {}  # residual that lies in what layers keep, to its bytes
-    residual_in: dict[int, int] = {}  # what layers keep, to the residual in it
-    issued: dict[int, tuple[int, ...]] = {}
-    live, peak, peak_op = arena.bytes, 0, 0
-    by_category = [0] * len(CATEGORIES)
-    by_category[_INDEX[Category.ARENA]] = arena.bytes
-    at_peak = tuple(by_category)
-    before: list[int] = []
-    during: list[int] = []
-    curve: list[tuple[int, ...]] = []
-    starts: list[tuple[int, ...]] = []
-    for at, op in enumerate(tape):
-        kind, inputs, handle = op[0], op[2], op[4]
-        row = kind.row
-        before.append(live)
-        if counters:
-            starts.append(tuple(by_category))
-        if kind is not FREE and kind is not WAIT:
-            saves = row.keeps is Kind.SAVED and specs[op[3][-1]][0].kind is Kind.SAVED
-            for number in inputs if inside and not saves else ():
-                if number in inside:
-                    room[number] = bytes = inside.pop(number)
-                    by_category[category_of[number]] += bytes
-                    live += bytes
-            for number in op[3]:
-                spec = specs[number]
-                elsewhere = spec[0].place != memory or number in free_of_room or number in views.roots
-                elsewhere = elsewhere or number in arena.values
-                bytes = 0 if elsewhere else size(spec)
-                if number in buckets.rooms and number not in arena.values:
-                    bytes = sum(size(specs[other]) for other in buckets.rooms[number])
-                if saves and saves_residual and saves_residual[op[1]] and spec[0].kind is Kind.RESIDUAL:
-                    inside[number], residual_in[op[3][-1]], bytes = bytes, number, 0
-                room[number] = bytes
-                slot = CATEGORY_OF_KIND[spec[0].kind]
-                if handle >= 0:
-                    gathers = kind is OpKind.ALL_GATHER and slot == _PARAMETERS and spec[0].step == 0
-                    slot = _GATHERED if gathers else _COMMUNICATION
-                    issued[handle] = op[3]
-                category_of[number] = slot
-                by_category[slot] += bytes
-                live += bytes
-            if at in buckets.buffers:
-                bytes = sum(size(specs[number]) for number in buckets.buffers[at])
-                handles = [tape[other][4] for other in buckets.batches[op.batch]]
-                buffers |= dict.fromkeys(handles, (handles, bytes))
-                by_category[_COMMUNICATION] += bytes
-                live += bytes
-            if at in taken_over:  # the result is that value's buffer, and from now on that is all that counts
-                older = taken_over[at]
-                live -= room[older]
-                by_category[category_of[older]] -= room[older]
-                room[older] = 0
-            ended = views.ended(tuple([inputs[at_input] for at_input in row.ends])) if row.ends else ()
-            for number in ended:  # in place: what is made is what was given
-                live -= room[number]
-                by_category[category_of[number]] -= room[number]
-            if live > peak:
-                peak, peak_op, at_peak = live, at, tuple(by_category)
-        during.append(live)
-        if at in read_last:
-            number = read_last[at]
-            if keeps_input[op.layer]:
-                left.add(number)
-            else:
-                live -= room[number]
-                by_category[category_of[number]] -= room[number]
-                room[number] = 0
-        if counters:
-            curve.append(tuple(by_category))
-        if kind is FREE:  # what most ops are
-            gone = inputs if inputs[0] not in owned else (inputs[0], *owned.pop(inputs[0]).values())
-            gone = views.ended(gone)
-        elif row.saved >= 0 or row.keeps:
-            kept = owned.setdefault(inputs[0], {})
-            gone = (kept.pop(specs[inputs[row.saved]][0]),) if row.saved >= 0 else ()
-            if row.keeps and (made := specs[op[3][-1]][0]).kind is row.keeps:
-                gone = (*gone, kept[made]) if made in kept else gone
-                kept[made] = op[3][-1]
-            if not kept and inputs[0] in left:
-                gone = (*gone, inputs[0])
+
+    def __init__(
+        self,
+        tape: Sequence[Op],
+        specs: Mapping[int, Spec],
+        size: Callable[[Spec], int],
+        *,
+        real: bool = False,
+        counters: bool = False,
+        memory: str = "",
+        arena: Arena = NO_ARENA,
+        sizes: Sizes | None = None,
+    ) -> None:
+        self._tape, self._specs, self._size = tape, specs, size
+        self._counts, self._memory = counters, memory
+        in_place = InPlace(tape)
+        buckets = Buckets(tape if real else (), in_place)
+        self._views = Views(tape, specs, buckets.first)
+        self._overwrites = _overwrites(tape, in_place, buckets, real)
+        no_bytes = {newer for _, newer in in_place.fused.values()} | self._views.roots.keys() | arena.values
+        self._fixed_bytes = dict.fromkeys(no_bytes, 0) | {
+            first: sum(size(specs[number]) for number in numbers)
+            for first, numbers in buckets.rooms.items()
+            if first not in arena.values
+        }
+        self._batches, self._buffers_at = buckets.batches, buckets.buffers
+        self._keeps_input, self._saves_residual = (sizes.keeps_input, sizes.saves_residual) if sizes else ((), ())
+        self._last_reads = last_reads(tape, specs) if self._keeps_input else {}
+
+        values = max(specs, default=-1) + 1
+        self._bytes, self._category = [0] * values, [0] * values  # of each value
+        self._live = arena.bytes
+        self._by_category = [0] * len(CATEGORIES)
+        self._by_category[_INDEX[Category.ARENA]] = arena.bytes
+        self._saved: dict[int, dict[Form, int]] = {}  # what layers keep for an activation
+        self._only_saved: set[int] = set()  # activations that nobody but their layers keeps
+        self._inside: dict[int, int] = {}  # residuals that lie in what layers keep, to their bytes
+        self._residual_in: dict[int, int] = {}  # what layers keep, to the residual in it
+        self._issued: dict[int, tuple[int, ...]] = {}  # results that are on their way, by handle
+        self._buffers: dict[int, tuple[list[int], int]] = {}  # by handle: the batch's handles, its bytes
+
+    def run(self) -> RankMemory:
+        """Follow the tape from the first op to the last."""
+        before, during = list[int](), list[int]()
+        counters, at_starts = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        overwrites, last_reads, counts = self._overwrites, self._last_reads, self._counts
+        peak, peak_op, at_peak = self._live, 0, tuple(self._by_category)
+        for at, op in enumerate(self._tape):
+            kind = op[0]
+            before.append(self._live)
+            if counts:
+                at_starts.append(tuple(self._by_category))
+            if kind is not FREE and kind is not WAIT:
+                if op[4] >= 0:
+                    self._communicate(at, op)
+                else:
+                    self._compute(op)
+                if at in overwrites:
+                    self._release(overwrites[at])
+                if kind.row.ends:
+                    self._update(op)
+                if self._live > peak:
+                    peak, peak_op, at_peak = self._live, at, tuple(self._by_category)
+            during.append(self._live)
+            if at in last_reads:
+                self._release_input(at, op)
+            if counts:
+                counters.append(tuple(self._by_category))
+            if kind is FREE:
+                self._free(op[2][0])
+            elif kind is WAIT:
+                self._wait(op[4])
+            elif kind.row.saved >= 0 or kind.row.keeps:
+                self._keep_for_backward(op)
+        return RankMemory(before, during, peak, peak_op, at_peak, counters, at_starts)
+
+    def _compute(self, op: Op) -> None:
+        """Add the outputs of an op of the compute stream, and of what its layer keeps."""
+        kind, layer, inputs, outputs = op[0], op[1], op[2], op[3]
+        specs, hold = self._specs, self._hold
+        saves = kind.row.keeps is _SAVED and specs[outputs[-1]][0].kind is _SAVED
+        if self._inside and not saves:
+            self._move_residuals_out(inputs)
+        shares_residual = saves and self._saves_residual and self._saves_residual[layer]
+        for number in outputs:
+            spec = specs[number]
+            hold(number, spec, CATEGORY_OF_KIND[spec[0].kind])
+            if shares_residual and spec[0].kind is _RESIDUAL:
+                self._inside[number], self._residual_in[outputs[-1]] = self._bytes[number], number
+                self._release(number)
+
+    def _communicate(self, at: int, op: Op) -> None:
+        """Add the outputs of a communication or a copy, which are on their way from now on, and its batch's buffer."""
+        kind, inputs, outputs, handle = op[0], op[2], op[3], op[4]
+        if self._inside:
+            self._move_residuals_out(inputs)
+        for number in outputs:
+            spec = self._specs[number]
+            gathers = kind is _ALL_GATHER and spec[0].kind is _WEIGHT and spec[0].step == 0
+            self._hold(number, spec, _GATHERED if gathers else _COMMUNICATION)
+        if outputs:
+            self._issued[handle] = outputs
+        if at in self._buffers_at:
+            bytes = sum(self._size(self._specs[number]) for number in self._buffers_at[at])
+            handles = [self._tape[other][4] for other in self._batches[op.batch]]
+            self._buffers |= dict.fromkeys(handles, (handles, bytes))
+            self._add(_COMMUNICATION, bytes)
+
+    def _wait(self, handle: int) -> None:
+        """Give results that have arrived the category of their kind, and end the buffer of their batch."""
+        if handle in self._buffers:
+            handles, bytes = self._buffers[handle]
+            for other in handles:
+                del self._buffers[other]
+            self._add(_COMMUNICATION, -bytes)
+        for number in self._issued.pop(handle, ()):
+            if self._category[number] == _COMMUNICATION:
+                category = CATEGORY_OF_KIND[self._specs[number][0].kind]
+                self._category[number] = category
+                self._by_category[_COMMUNICATION] -= self._bytes[number]
+                self._by_category[category] += self._bytes[number]
+
+    def _update(self, op: Op) -> None:
+        """End the inputs that an op replaces in place: its outputs take their memory."""
+        for number in self._views.ended(tuple([op[2][place] for place in op[0].row.ends])):
+            self._release(number)
+
+    def _release_input(self, at: int, op: Op) -> None:
+        """End the input of a forward pass that nobody reads after it, or leave it to the layer that keeps it."""
+        number = self._last_reads[at]
+        if self._keeps_input[op.layer]:
+            self._only_saved.add(number)
         else:
-            if kind is WAIT:
-                if handle in buffers:
-                    handles, bytes = buffers[handle]
-                    for other in handles:
-                        del buffers[other]
-                    by_category[_COMMUNICATION] -= bytes
-                    live -= bytes
-                for number in issued.pop(handle, ()):
-                    if category_of[number] == _COMMUNICATION:  # it has arrived
-                        by_category[_COMMUNICATION] -= room[number]
-                        category_of[number] = CATEGORY_OF_KIND[specs[number].kind]
-                        by_category[category_of[number]] += room[number]
-            continue
-        for number in gone:
-            live -= room[number]
-            by_category[category_of[number]] -= room[number]
-            room[number] = 0
-            if number in inside:
-                del inside[number]
-            elif number in residual_in and (residual := residual_in.pop(number)) in inside:
-                room[residual] = bytes = inside.pop(residual)
-                by_category[category_of[residual]] += bytes
-                live += bytes
-    return RankMemory(before, during, peak, peak_op, at_peak, curve, starts)
+            self._release(number)
+
+    def _keep_for_backward(self, op: Op) -> None:
+        """Replace what a layer keeps for the passes that are to come, once one of its passes has run."""
+        row, activation, specs = op[0].row, op[2][0], self._specs
+        saved = self._saved.setdefault(activation, {})
+        ended = list[int]()
+        if row.saved >= 0:
+            ended.append(saved.pop(specs[op[2][row.saved]][0]))
+        if row.keeps and (form := specs[op[3][-1]][0]).kind is row.keeps:
+            if form in saved:
+                ended.append(saved[form])
+            saved[form] = op[3][-1]
+        if not saved and activation in self._only_saved:
+            ended.append(activation)
+        for number in ended:
+            self._end(number)
+
+    def _free(self, number: int) -> None:
+        """End a value, and what layers keep for it."""
+        if number not in self._saved and not self._views.roots:  # as most are
+            self._end(number)
+            return
+        for each in self._views.ended((number, *self._saved.pop(number, {}).values())):
+            self._end(each)
+
+    def _end(self, number: int) -> None:
+        """End a value. A residual that lay in it moves into memory of its own."""
+        bytes, self._bytes[number] = self._bytes[number], 0  # as `_release`, without a call
+        self._by_category[self._category[number]] -= bytes
+        self._live -= bytes
+        if self._inside:
+            if number in self._inside:
+                del self._inside[number]
+            elif number in self._residual_in:
+                self._move_residuals_out((self._residual_in.pop(number),))
+
+    def _move_residuals_out(self, numbers: Iterable[int]) -> None:
+        """Give residuals that lie in what a layer keeps memory of their own."""
+        for number in numbers:
+            if number in self._inside:
+                bytes = self._inside.pop(number)
+                self._bytes[number] = bytes
+                self._add(self._category[number], bytes)
+
+    def _hold(self, number: int, spec: Spec, category: int) -> None:
+        """Add a value. It takes no bytes in another place, nor if it lies in another value's memory."""
+        bytes = self._fixed_bytes.get(number)
+        if bytes is None:
+            bytes = self._size(spec) if spec[0].place == self._memory else 0
+        self._bytes[number], self._category[number] = bytes, category
+        self._by_category[category] += bytes
+        self._live += bytes
+
+    def _release(self, number: int) -> None:
+        bytes, self._bytes[number] = self._bytes[number], 0
+        self._by_category[self._category[number]] -= bytes
+        self._live -= bytes
+
+    def _add(self, category: int, bytes: int) -> None:
+        self._by_category[category] += bytes
+        self._live += bytes
+
+
+def _overwrites(tape: Sequence[Op], in_place: InPlace, buckets: Buckets, real: bool) -> dict[int, int]:
+    """Map each op whose output is the memory of an older value to that value, which takes no bytes from then on."""
+    older_of = {at: older for at, (older, _) in in_place.fused.items()}
+    if real:
+        written = (at for at in in_place.first_input if at not in older_of and tape[at].outputs)  # some have a root
+        older_of |= {at: tape[at].inputs[0] for at in written}
+    if buckets.batched:
+        older_of = {
+            at: older for at, older in older_of.items() if at not in buckets.batched and older not in buckets.first
+        }
+    return older_of
 
 
 class Views:
