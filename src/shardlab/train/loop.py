@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.saved import VALIDATION, saved_in
 from shardlab.train.saving import Saver
-from shardlab.train.steps import Callback, Training, diverged
+from shardlab.train.steps import Callback, StepResult, Training, diverged
 from shardlab.train.world import RunningWorld, agree, unseen
 
 SEEN_WITHIN = 20.0
@@ -60,11 +60,16 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
             display = stack.enter_context(TrainingProgress(run.config.train.steps, run.config.logging.log_every))
             setup.begin(folder)
         records = Records(run, folder, display, validation, weights)
-        callbacks: list[Callback] = [ProductKernels(), saver, weights, validation, *run.callbacks.values]
-        callbacks += [records, sampling]
-        if run.config.train.audit_every is not None:  # before anything is saved
-            audits = [Audit(each) for each in executors.values()]
-            callbacks.insert(0, Auditing(audits, run.config.train.audit_every, partial(saved_in, run.out)))
+        callbacks: list[Callback] = [
+            *setup.auditing(executors.values()),  # before anything is saved
+            ProductKernels(),
+            saver,
+            weights,
+            validation,
+            *run.callbacks.values,
+            records,  # after all whose figures it records
+            sampling,
+        ]
         training = Training(executor, run, stop, setup.batches, callbacks, display, setup.checkpoint)
         if not fit(training):
             return None
@@ -76,22 +81,21 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
 def fit(training: Training) -> bool:
     """Train to the last step, or until a rank is asked to end.
 
+    `Training` runs the steps, each of which loads its batch, and calls `on_step_end`. It yields the figures of a step
+    while the next step runs already.
+
     Returns:
         Whether the steps were finite, on ranks other than 0.
 
     Raises:
         UserError: on rank 0, when a step was not.
     """
-    users = training.run.callbacks.values
     for callback in training.callbacks:
         callback.on_begin(training)
     for step in training:
         for callback in training.callbacks:
-            figures = callback.on_metrics(training, step) or {}
-            if any(callback is each for each in users):  # not by equality, which is the user's to define
-                figures = step.own_figures(figures, type(callback).__name__)
-                step.own.update(figures)
-            step.metrics.update(figures)
+            figures = callback.on_metrics(training, step)
+            _add_figures(training, step, callback, figures or {})
         if step.diverged and training.rank == 0:
             raise diverged(training.run, step.not_finite)
         if step.diverged:
@@ -99,6 +103,14 @@ def fit(training: Training) -> bool:
     for callback in training.callbacks:
         callback.on_end(training)
     return True
+
+
+def _add_figures(training: Training, step: StepResult, callback: Callback, figures: Mapping[str, float]) -> None:
+    """Add the figures that a callback has returned to the metrics of a step."""
+    if any(callback is each for each in training.run.callbacks.values):  # not by equality: users may define that
+        figures = step.own_figures(figures, type(callback).__name__)
+        step.own.update(figures)
+    step.metrics.update(figures)
 
 
 class RankSetup:
@@ -176,6 +188,13 @@ class RankSetup:
         sequences = InOrder(job.micro_batch_size, batches.validation_microbatches, job.microbatches, batches.validation)
         state = executor.state
         return Evaluation(job, self._checked, self._rank, self._device, sequences, of=state, groups=self._groups)
+
+    def auditing(self, executors: Iterable[Executor]) -> list[Auditing]:
+        """Make the callback that audits the ranks; none, unless the run says how often."""
+        every = self._run.config.train.audit_every
+        if every is None:
+            return []
+        return [Auditing([Audit(each) for each in executors], every, partial(saved_in, self._run.out))]
 
     def begin(self, folder: OutputFolder) -> None:
         """Write what is known of the run before its first step."""

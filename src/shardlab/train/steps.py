@@ -218,30 +218,29 @@ class Training:
         the callbacks have seen it. The last step given is the run's last, or the first that diverged, or the one
         after a rank wished to stop.
         """
-        summing: tuple[int, Tensor, dist.Work] | None = None
+        pending: tuple[int, Tensor, dist.Work] | None = None  # the last step, whose figures are being summed
         self.start_clock()
         for step in range(self.state.step, self.run.config.train.steps):
-            ran = (step, *self._step())
-            before, summing = summing, ran
+            previous, pending = pending, (step, *self._step())
             for callback in self.callbacks:
                 callback.on_step_end(self)
-            if before is not None:
-                found = self._summed(*before)
-                if found.diverged:
-                    ran[2].wait()  # nothing stays in flight, although nobody asks for more
-                yield found
-                if found.diverged:
+            if previous is not None:
+                result = self._result(*previous)
+                if result.diverged:
+                    pending[2].wait()  # nothing stays in flight, although nobody asks for more
+                yield result
+                if result.diverged:
                     return
-                if found.stopping:
+                if result.stopping:
                     break
             if any(callback.needs_weights(step) for callback in self.callbacks):
-                found, summing = self._summed(*ran), None
-                yield found
-                if found.diverged or found.stopping:
+                result, pending = self._result(*pending), None
+                yield result
+                if result.diverged or result.stopping:
                     return
                 self.start_clock()
-        if summing is not None:
-            yield self._summed(*summing)
+        if pending is not None:
+            yield self._result(*pending)
 
     def _step(self) -> tuple[Tensor, dist.Work]:
         """One step, and the sum over the ranks that has it all.
@@ -262,7 +261,8 @@ class Training:
         sums = torch.cat([loss, *(sent_to(device, each) for each in (wishes, flags.flatten()))])
         return sums, cast(dist.Work, dist.all_reduce(sums, async_op=True))
 
-    def _summed(self, step: int, sums: Tensor, work: dist.Work) -> StepResult:
+    def _result(self, step: int, sums: Tensor, work: dist.Work) -> StepResult:
+        """Wait for the sum over the ranks, and make the result of the step of it."""
         work.wait()
         run, sums = self.run, sums.cpu()
         total, tokens, stopping, warned = (float(figure) for figure in sums[:4])
