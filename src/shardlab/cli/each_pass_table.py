@@ -10,7 +10,6 @@ from rich.text import Text
 
 from shardlab.cli.console import print_fact, table_of
 from shardlab.cli.each_pass import PassesRow
-from shardlab.cli.strategies_bench_table import size_title
 from shardlab.hardware.unmeasured import DEVICE
 from shardlab.measure.side_by_side.results import Spread
 from shardlab.passes import settled
@@ -21,7 +20,7 @@ TOGETHER = "together"
 
 def print_passes(console: Console, rows: Sequence[PassesRow], ranks: int) -> None:
     """All rows, size by size."""
-    for title, of_size in groupby(rows, lambda row: size_title(row.size, ranks)):
+    for title, of_size in groupby(rows, lambda row: row.size.title(ranks)):
         mine = list(of_size)
         console.print(f"[bold]{title}[/]\n")
         table = table_of("ours", "pass", "predicted", "measured", "middle half", words=2)

@@ -15,7 +15,7 @@ class BatchRequest:
     Attributes:
         sequences: of the global batch.
         microbatches: of the global batch.
-        rows: sequences of a microbatch.
+        micro_batch_size: sequences of a microbatch.
     """
 
     sequences: int | None = None

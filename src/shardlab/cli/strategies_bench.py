@@ -156,13 +156,12 @@ class BenchStrategies:
         return PairRow(pair, size, compared)
 
     def _write(self, folder: Path, found: dict[str, object], rows: Sequence[PairRow]) -> None:
-        from shardlab.cli.strategies_bench_table import title_of
         from shardlab.measure.side_by_side.plot import plot_strategies
 
         panels: dict[str, list[tuple[StrategyPair, Compared]]] = defaultdict(list)
         for row in rows:
             if row.compared is not None:
-                panels[title_of(row, self.ranks)].append((row.pair, row.compared))
+                panels[row.size.title(self.ranks)].append((row.pair, row.compared))
         name = "passes.json" if self.each_pass else "strategies.json"
         files = [folder / name, *((folder / f"strategies.{end}") for end in ("svg", "png") if panels)]
         with writing("--out", folder):

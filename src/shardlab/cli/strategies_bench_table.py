@@ -9,25 +9,14 @@ from statistics import median
 from rich.console import Console
 
 from shardlab.cli.console import print_fact, table_of
-from shardlab.measure.side_by_side.pairs import Size
 from shardlab.measure.side_by_side.report import PairRow
 
 MILLI = 1e-3
 
 
-def title_of(row: PairRow, ranks: int) -> str:
-    """The size of a row's model and batch, in words; pipelines may have a few more layers."""
-    return size_title(row.size, ranks)
-
-
-def size_title(size: Size, ranks: int) -> str:
-    """A model and its batch, in words."""
-    return f"{size.name}: {size.model.hidden_size} wide, {size.tokens:,} tokens a step, {ranks} ranks"
-
-
 def print_rows(console: Console, rows: Sequence[PairRow], ranks: int) -> None:
     """All rows, size by size; what was not compared is said below."""
-    for title, of_size in groupby(rows, lambda row: title_of(row, ranks)):
+    for title, of_size in groupby(rows, lambda row: row.size.title(ranks)):
         mine = list(of_size)
         console.print(f"[bold]{title}[/]\n")
         if any(row.compared for row in mine):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +31,8 @@ def shakespeare(file: Path | None) -> Generator[Path, None, None]:
         _want_text(file.read_bytes(), str(file))
         yield file
         return
+    import urllib.request  # which imports much else
+
     try:
         with urllib.request.urlopen(URL, timeout=PATIENCE) as answer:
             text = answer.read()

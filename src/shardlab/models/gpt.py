@@ -28,7 +28,7 @@ class GPT(Blocks):
         kv_heads: heads of keys and values, each shared by `heads / kv_heads` neighbouring heads (None: as many).
         tied: the head uses the token embedding instead of a matrix of its own (Press and Wolf 2017, arXiv 1608.05859).
             With more than one layer, the embedding and the head are layers of their own.
-        ffn_hidden: features inside each MLP (None: 4 x hidden_size).
+        ffn_hidden_size: features inside each MLP (None: 4 x hidden_size).
         activation: of the MLPs: gelu, gelu_tanh, squared_relu or swiglu.
         norm: layer, or rms (RMSNorm).
         norm_eps: what norms add to the variance, or to the mean square.

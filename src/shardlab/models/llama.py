@@ -29,7 +29,7 @@ class Llama(GPT):
     128
 
     Attributes:
-        ffn_hidden: features inside each MLP (None: 8/3 x hidden_size, to the next multiple of 32).
+        ffn_hidden_size: features inside each MLP (None: 8/3 x hidden_size, to the next multiple of 32).
     """
 
     bias: bool = False

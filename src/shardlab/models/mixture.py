@@ -21,7 +21,7 @@ class Router:
     """How tokens are routed.
 
     Attributes:
-        width: features of a token, C.
+        hidden_size: features of a token, C.
         experts: how many there are.
         top_k: how many of them a token is sent to.
         capacity_factor: an expert's places for a microbatch, as a multiple of top_k * tokens / experts (None: as many

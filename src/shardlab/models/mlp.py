@@ -15,7 +15,7 @@ class MLP(Blocks):
     """A GPT without attention and positions: every token goes its own way through residual pre-norm GELU MLPs.
 
     Attributes:
-        ffn_hidden: features inside each MLP (None: 4 x hidden_size).
+        ffn_hidden_size: features inside each MLP (None: 4 x hidden_size).
     """
 
     ffn_hidden_size: int | None = None

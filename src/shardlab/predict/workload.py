@@ -40,7 +40,7 @@ class Workload:
         model: what is trained, whole.
         cluster: on what.
         microbatches: of the global batch.
-        rows: sequences of a microbatch.
+        micro_batch_size: sequences of a microbatch.
         precision: in which numbers.
         trace: what traces and checks the program of all ranks; without it, a plan's alike ranks are folded.
         recipe: how the framework that runs it does so.

@@ -29,7 +29,7 @@ class Job:
         ranks: how many processes.
         microbatches: of the global batch.
         model: what is trained; its blocks are the program's layers (see `cut`).
-        rows: sequences of a microbatch.
+        micro_batch_size: sequences of a microbatch.
         precision: in which numbers, by name (see `shardlab.program.precision`).
         seed: of weights, data and dropout.
         name: what to call the strategy (nothing: its own name).

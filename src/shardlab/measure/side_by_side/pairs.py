@@ -43,6 +43,10 @@ class Size(NamedTuple):
         """Tokens of a step."""
         return self.sequences * self.model.seq_len
 
+    def title(self, ranks: int) -> str:
+        """Return the heading of a table: the model, its batch, and the number of ranks."""
+        return f"{self.name}: {self.model.hidden_size} wide, {self.tokens:,} tokens a step, {ranks} ranks"
+
 
 SIZES = {
     "small": Size("small", GPT(layers=6, hidden_size=256, heads=4, vocab_size=256, seq_len=128), 16),
