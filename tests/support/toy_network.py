@@ -146,7 +146,8 @@ def kind_of(program: Program, number: int) -> str:
     if not layer.cut:
         if layer.routes and not layer.carries:
             return "routing" if layer.deals else "combining"
-        return "norm" if layer.carries and any(each.cut for each in layers) else "whole"
+        cuts = {index for each in layers for index in each.cut}
+        return "norm" if cuts - {"expert"} or (cuts and layer.carries) else "whole"
     if "expert" in layer.cut:
         return "experts"
     if any(node.takes_own for node in layer.nodes) and "vocab" not in layer.cut:
