@@ -27,20 +27,18 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.hardware import Cluster, Profile
-from shardlab.measure.saving import this_machine
+from shardlab.language import Mesh
+from shardlab.language.precision import PRECISIONS
+from shardlab.measure.profile import this_machine
 from shardlab.models import GPT, Llama
-from shardlab.predict.estimate import estimate
-from shardlab.predict.priced import ClusterPrices
-from shardlab.program import Mesh
-from shardlab.program.precision import PRECISIONS
-from shardlab.recorded.compare import compare
-from shardlab.recorded.trace_file import read_trace
-from shardlab.strategies.plan import Plan
-from shardlab.timeline.memory import CATEGORIES, memory_in_bytes
-from shardlab.train.job import Job
-from shardlab.train.launch import run_ranks
-from shardlab.train.traced_steps import Tracing
+from shardlab.simulate.hardware import Cluster, Profile
+from shardlab.simulate.predict.estimate import estimate
+from shardlab.simulate.predict.prices import ClusterPrices
+from shardlab.simulate.timeline.measured import compare, read_trace
+from shardlab.simulate.timeline.memory import CATEGORIES, memory_in_bytes
+from shardlab.strategies.plan.plan import Plan
+from shardlab.train.job import Job, Tracing
+from shardlab.train.launch.ranks import run_ranks
 from shardlab.train.tracing import trace_rank
 
 SMALL = GPT(layers=4, hidden_size=192, heads=4, seq_len=96, vocab_size=256)

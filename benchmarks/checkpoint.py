@@ -19,15 +19,15 @@ from statistics import median
 import torch
 import tyro
 
-from shardlab.checkpoint import Checkpoint, folder_of
-from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
 from shardlab.models import GPT
+from shardlab.train.batches import Batches
+from shardlab.train.checkpoint import Checkpoint, folder_of
+from shardlab.train.checkpoints import Saver
 from shardlab.train.config import LoopConfig, SavingConfig, StrategyConfig, TrainingConfig
-from shardlab.train.data import Batches
-from shardlab.train.launch import run_ranks
+from shardlab.train.data import Corpus
+from shardlab.train.launch.ranks import run_ranks
 from shardlab.train.run import TrainingRun
-from shardlab.train.saving import Saver
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
-from shardlab.execute.compute_clock import ComputeClock
+from shardlab.execute.timers import ComputeClock
 from shardlab.models import GPT
-from shardlab.train.data import Batches
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
 from shardlab.train.job import Job
-from shardlab.train.launch import pick_device
+from shardlab.train.launch.ranks import pick_device
 
 WARM_UP = 5
 

@@ -31,15 +31,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardlab.hardware import DEVICES, LINKS, device
-from shardlab.hardware.figure import CONSTANTS
-from shardlab.predict.recipe import Recipe, recipes
-from shardlab.predict.workload import Workload
-from shardlab.program import Refused, UserError
-from shardlab.published.predict import predict
-from shardlab.published.reading import read_run
-from shardlab.published.records import Incomplete
-from shardlab.published.rows import read_rows
+from shardlab.language import Refused, UserError
+from shardlab.planner.published.predict import predict
+from shardlab.planner.published.reading import read_run
+from shardlab.planner.published.records import Incomplete, read_rows
+from shardlab.simulate.hardware import DEVICES, LINKS, device
+from shardlab.simulate.hardware.device import CONSTANTS
+from shardlab.simulate.predict.recipe import Recipe, recipes
+from shardlab.simulate.predict.workload import Workload
 
 RUNS = Path(__file__).parent / "published_runs.json"
 STEP, NOISE, WIDTH, LEAST = 0.02, 0.05, 0.30, -0.9

@@ -21,13 +21,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.hardware import find_cluster
+from shardlab.language import UserError
+from shardlab.language.precision import find_precision
 from shardlab.models import Blocks, Llama, find_model
-from shardlab.predict.forecast import forecast
-from shardlab.predict.workload import Workload
-from shardlab.program import UserError
-from shardlab.program.precision import find_precision
-from shardlab.strategies.plan import Plan
+from shardlab.simulate.hardware import find_cluster
+from shardlab.simulate.predict.forecast import forecast
+from shardlab.simulate.predict.workload import Workload
+from shardlab.strategies.plan.plan import Plan
 
 SMALL: dict[str, Any] = {"vocab_size": 131072, "seq_len": 4096, "tied": True}
 MODELS: dict[str, Blocks] = {

@@ -35,19 +35,19 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from shardlab.cli.expected import device_called
-from shardlab.errors import UserError
+from shardlab.cli.train.this_machine import device_called
+from shardlab.common.errors import UserError
 from shardlab.execute import Executor, OptimizerConfig, Settings
-from shardlab.execute.compiling import want_compilable
-from shardlab.hardware import DEVICES
+from shardlab.execute.requirements import want_compilable
+from shardlab.language import Mesh
 from shardlab.models import GPT
 from shardlab.models.tensors import initial_weights, named_views
-from shardlab.models.tensors.tokens import sent_to
-from shardlab.program import Mesh
-from shardlab.strategies.plan import Plan
-from shardlab.train.figures import flops_per_token, memory_of
+from shardlab.models.tensors.attention import sent_to
+from shardlab.simulate.hardware import DEVICES
+from shardlab.strategies.plan.plan import Plan
 from shardlab.train.job import Job
-from shardlab.train.launch import backend_of, device_of, run_ranks
+from shardlab.train.launch.ranks import backend_of, device_of, run_ranks
+from shardlab.train.steps import flops_per_token, memory_of
 
 SMALL = GPT(layers=12, hidden_size=768, heads=12, vocab_size=50304, seq_len=1024, bias=False, tied=True)
 TINY = GPT(layers=2, hidden_size=32, heads=2, vocab_size=256, seq_len=32, bias=False, tied=True)

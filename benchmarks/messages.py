@@ -26,9 +26,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.execute import collectives
-from shardlab.execute.neighbours import Neighbours
-from shardlab.train.launch import run_ranks
+from shardlab.execute.transport import collectives
+from shardlab.execute.transport.neighbours import Neighbours
+from shardlab.train.launch.ranks import run_ranks
 
 WAYS = ("shared", "messages", "gloo")
 

@@ -38,11 +38,11 @@ from rich.table import Table
 from torch import Tensor
 
 from shardlab.execute import Executor, Settings
+from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.models import GPT
-from shardlab.optimizers import OptimizerConfig
 from shardlab.strategies.load import load
 from shardlab.train.job import Job
-from shardlab.train.launch import run_ranks
+from shardlab.train.launch.ranks import run_ranks
 
 CASES = {"ddp": 2, "zero-1": 2, "zero-3": 2, "tensor-parallel": 1, "1f1b": 8, "zb-v": 8}
 """Microbatches of a step, by strategy; on two ranks."""
@@ -133,7 +133,7 @@ def on_a_rank(rank: int, device: torch.device, name: str, options: Options) -> d
 
 def plain(name: str, ranks: int, rank: int, device: torch.device) -> Any:
     """A rank's share of the step in plain PyTorch."""
-    from shardlab.measure.side_by_side.pairs import PAIRS, Size
+    from shardlab.measure.side_by_side.results import PAIRS, Size
     from shardlab.measure.side_by_side.sides import floor_of
 
     return floor_of(PAIRS[name], Size("tiny", MODEL, SEQUENCES), ranks, rank, device)

@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from shardlab.data import Corpus
 from shardlab.execute import Executor, OptimizerConfig, Settings
+from shardlab.language import Mesh
 from shardlab.models import GPT
-from shardlab.program import Mesh
-from shardlab.strategies import resolve
-from shardlab.strategies.plan import Plan
-from shardlab.train.data import Batches
+from shardlab.strategies.plan import resolve
+from shardlab.strategies.plan.plan import Plan
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
 from shardlab.train.job import Job
-from shardlab.train.launch import backend_of, run_ranks
+from shardlab.train.launch.ranks import backend_of, run_ranks
 
 WARM_UP = 3
 

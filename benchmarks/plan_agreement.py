@@ -35,24 +35,22 @@ from agreement import bench
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.hardware import Cluster, Profile
-from shardlab.measure.race import Race
-from shardlab.measure.race_rank import race_rank
-from shardlab.measure.saving import this_machine
+from shardlab.common.fields import as_flags
+from shardlab.language.precision import PRECISIONS
+from shardlab.language.rules.kinds import counted
+from shardlab.measure.profile import this_machine
+from shardlab.measure.progress import Race
+from shardlab.measure.side_by_side.sides import race_rank
 from shardlab.models import GPT, Blocks, Llama
-from shardlab.planner.chosen import choose
-from shardlab.planner.contenders import contenders
-from shardlab.planner.families import family
-from shardlab.planner.problem import Candidate, Limits, Problem
+from shardlab.planner.choose import choose, contenders
+from shardlab.planner.describe import chosen_fields
+from shardlab.planner.problem import Candidate, Limits, Problem, family
 from shardlab.planner.space import candidates, shapes
-from shardlab.planner.words import chosen_fields
 from shardlab.planner.workers import Asked, answer, workers
-from shardlab.program.field_types import as_flags
-from shardlab.program.precision import PRECISIONS
-from shardlab.rules.pieces import counted
+from shardlab.simulate.hardware import Cluster, Profile
 from shardlab.starting import INTERRUPTED
 from shardlab.train.job import Job
-from shardlab.train.launch import run_ranks
+from shardlab.train.launch.ranks import run_ranks
 
 RANKS = 2
 

@@ -23,8 +23,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.models.tensors.onednn import Product, timed
-from shardlab.train.heap import set_heap
+from shardlab.models.tensors.compute import Product, timed
+from shardlab.train.launch.ranks import set_heap
 
 
 @dataclass(frozen=True)

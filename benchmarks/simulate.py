@@ -16,15 +16,15 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.hardware import find_cluster
+from shardlab.language import Mesh
+from shardlab.language.precision import find_precision
+from shardlab.language.world import gc_paused
 from shardlab.models import find_model
-from shardlab.predict.estimate import estimate
-from shardlab.predict.priced import ClusterPrices
-from shardlab.predict.workload import Workload
-from shardlab.program import Mesh
-from shardlab.program.precision import find_precision
-from shardlab.program.world import gc_paused
-from shardlab.strategies.plan import Plan
+from shardlab.simulate.hardware import find_cluster
+from shardlab.simulate.predict.estimate import estimate
+from shardlab.simulate.predict.prices import ClusterPrices
+from shardlab.simulate.predict.workload import Workload
+from shardlab.strategies.plan.plan import Plan
 
 SHARD = ("dp_shard",)
 

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from shardlab.check import check
-from shardlab.program import Deadlock, Mesh, Rank, Strategy, trace
+from shardlab.language import Deadlock, Mesh, Rank, Strategy, trace
 from shardlab.strategies import STRATEGIES
-from shardlab.strategies.plan import Plan
-from shardlab.strategies.planned import planned
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.program import planned
 
 CASES = {  # mesh, layers, microbatches
     "gpipe": (Mesh(pp=64), 64, 256),

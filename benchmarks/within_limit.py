@@ -20,12 +20,11 @@ from pathlib import Path
 import torch
 import tyro
 
-from shardlab.errors import UserError
+from shardlab.common.errors import UserError
+from shardlab.language.pass_names import with_offload
 from shardlab.models import GPT
-from shardlab.program.pass_names import with_offload
 from shardlab.train.config import LoopConfig, SavingConfig, StrategyConfig, TrainingConfig
-from shardlab.train.heap import set_heap
-from shardlab.train.launch import run_ranks
+from shardlab.train.launch.ranks import run_ranks, set_heap
 from shardlab.train.loop import train_rank
 from shardlab.train.run import Summary, TrainingRun
 

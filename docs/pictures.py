@@ -11,18 +11,29 @@ from pathlib import Path
 
 from shardlab.check import check
 from shardlab.cli import main
-from shardlab.draw.canvas import FAINT, IDLE, INK, Box, Page, fill, style
-from shardlab.draw.palette import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ink_on
-from shardlab.program import Holds, Kind, Mesh, OpKind, Rank, Spec, trace
-from shardlab.rules import derive
-from shardlab.rules.derive import Held
-from shardlab.rules.node import Layer, Node, Port
-from shardlab.rules.pieces import bits, listed
-from shardlab.rules.spec import Space
+from shardlab.draw.canvas import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FAINT,
+    FORWARD,
+    IDLE,
+    INK,
+    Box,
+    Page,
+    fill,
+    ink_on,
+    style,
+)
+from shardlab.language import Holds, Kind, Mesh, OpKind, Rank, Spec, trace
+from shardlab.language.rules import layer_graph
+from shardlab.language.rules.kinds import bits, listed
+from shardlab.language.rules.layer_graph import Held, Layer, Node, Port
+from shardlab.language.rules.spec import Space
+from shardlab.simulate.timeline import Costs, bubble, simulate
 from shardlab.strategies import STRATEGIES
-from shardlab.strategies.context import dealt
+from shardlab.strategies.plan.layer_passes import dealt
 from shardlab.strategies.schedules import SCHEDULES
-from shardlab.timeline import Costs, bubble, simulate
 
 FOLDER = Path(__file__).parent / "pictures"
 TIMELINE = ["simulate", "--pp", "4", "--schedule", "zb-v"]
@@ -101,8 +112,8 @@ def layer(path: Path) -> None:
     """What every tensor of an MLP and every gradient holds where its hidden features are cut in two."""
     space = Space(microbatches=1, pieces=(("slice", SLICES),))
     cut = {"slice": SLICE}
-    held = derive.forward(MLP, {"x": Held({})}, cut, space)
-    gradients = derive.backward(MLP, held, {"y": Held({})}, cut, space).of_tensors
+    held = layer_graph.forward(MLP, {"x": Held({})}, cut, space)
+    gradients = layer_graph.backward(MLP, held, {"y": Held({})}, cut, space).of_tensors
     indices = {"x": "in"} | {name: of for node in MLP.nodes for name, of in node.makes.items()}
     with style():
         page = Page(9.6, 3.9)

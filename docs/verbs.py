@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardlab.program import Rank
+from shardlab.language import Rank
 
 PAGE = Path(__file__).parent / "verbs.md"
 WIDTH = 120

@@ -3,7 +3,7 @@
 PyTorch's DDP does this with the communication hook `bf16_compress_hook`.
 """
 
-from shardlab.program import Rank
+from shardlab.language import Rank
 
 
 async def gradients_in_half(rank: Rank) -> None:

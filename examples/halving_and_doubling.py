@@ -5,7 +5,7 @@ what comes; then the halves are put together again in the opposite order. It sen
 (Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH").
 """
 
-from shardlab.program import Rank, UserError, Value
+from shardlab.language import Rank, UserError, Value
 
 
 async def halving_and_doubling(rank: Rank) -> None:

@@ -1,6 +1,6 @@
 """The strategy of my_strategy.py without its all-reduce: every rank would update its weights with its own gradient."""
 
-from shardlab.program import Rank
+from shardlab.language import Rank
 
 
 async def my_ddp(rank: Rank) -> None:

@@ -1,6 +1,6 @@
 """Data parallelism, as a user would first write it: every rank takes its share of the batch, gradients are summed."""
 
-from shardlab.program import Rank
+from shardlab.language import Rank
 
 
 async def my_ddp(rank: Rank) -> None:

@@ -1,6 +1,6 @@
 """Data parallelism whose optimizer lives in the host's memory (ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840)."""
 
-from shardlab.program import Handle, Rank, Value
+from shardlab.language import Handle, Rank, Value
 
 
 async def offload(rank: Rank) -> None:

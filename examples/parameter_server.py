@@ -1,6 +1,6 @@
 """A parameter server: rank 0 alone keeps weights and optimizer states, and all others compute for it."""
 
-from shardlab.program import Rank
+from shardlab.language import Rank
 
 SERVER = 0
 

@@ -5,7 +5,7 @@ each rank has one whole sum; in a second round these go round. So every rank sen
 is the least possible (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").
 """
 
-from shardlab.program import Rank, Value
+from shardlab.language import Rank, Value
 
 
 async def ring_all_reduce(rank: Rank) -> None:

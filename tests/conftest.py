@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from shardlab.program.stoppable import Stoppable
-from shardlab.train import heartbeat
+from shardlab.common.user_code import Stoppable
+from shardlab.train.launch import interrupt
 from tests.support.processes import left_processes, mark_processes, stop_ignoring_signals
 from tests.support.ranks import Ranks
 from tests.support.waiting import PATIENCE
@@ -42,61 +42,66 @@ TESTS = Path(__file__).parent
 SLOW = (
     "attack/",
     "chaos/",
-    "check/test_channels",
-    "check/test_drift",
-    "check/test_forward_only",
+    "check/test_channels_by_chance",
+    "check/test_deadlock",
     "check/test_group_programs",
     "check/test_judge",
     "check/test_mutations",
     "check/test_properties",
+    "check/test_replicas",
     "check/test_right_programs",
     "check/test_roots",
     "check/test_tracing_agrees",
-    "checkpoint/",
+    "cli/bench/test_strategies",
+    "cli/plan/test_command",
+    "cli/plan/test_measure",
+    "cli/simulate/",
     "cli/test_advice",
-    "cli/test_auto_plan",
     "cli/test_bad_input",
-    "cli/test_costs",
     "cli/test_endless_input",
-    "cli/test_from_python",
+    "cli/test_launch_submit",
+    "cli/test_listings",
     "cli/test_new_files",
+    "cli/test_options",
     "cli/test_passes",
-    "cli/test_plan",
-    "cli/test_priced_report",
-    "cli/test_recipes",
-    "cli/test_settling",
-    "cli/test_simulate",
-    "cli/test_strategies",
-    "cli/test_submit",
-    "cli/test_timeline_rows",
+    "cli/test_plan_options.py",
+    "cli/test_simulate_priced",
     "cli/test_train_config",
+    "cli/train/test_auto_plan",
+    "cli/train/test_choose_passes",
+    "cli/train/test_from_python",
+    "common/test_text",
+    "common/test_user_code",
     "draw/",
-    "execute/test_arena",
-    "execute/test_neighbours",
-    "measure/",
+    "execute/test_tape_analysis",
+    "execute/transport/test_neighbours",
+    "language/rules/test_kinds",
+    "language/test_world",
+    "learn/puzzles/",
+    "measure/side_by_side/",
+    "measure/test_collectives",
+    "measure/test_fits",
+    "measure/test_layers",
+    "measure/test_profile",
+    "measure/test_progress",
     "models/tensors/",
-    "passes/test_arena",
     "planner/",
-    "predict/",
-    "program/test_stoppable",
-    "program/test_world",
-    "published/",
-    "puzzles/",
-    "rules/test_pieces",
-    "strategies/test_context",
+    "simulate/passes/test_bucket",
+    "simulate/predict/",
+    "strategies/plan/test_layer_passes",
     "strategies/test_csv_schedule",
     "strategies/test_memory_formulas",
     "test_adding",
     "test_hands_on",
     "test_readme",
     "test_trainers",
-    "train/test_data",
+    "train/checkpoint/",
+    "train/launch/test_commands",
+    "train/launch/test_environment",
+    "train/test_batches",
     "train/test_freeze",
-    "train/test_heap",
-    "train/test_launch_environment",
-    "train/test_loggers",
     "train/test_passes",
-    "train/test_stores",
+    "train/test_report_loggers",
     "train/test_within_limit",
 )
 """Beginnings of the paths of tests that take long in all, although few of them start ranks."""
@@ -151,7 +156,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def _a_busy_machine_adds_no_lines() -> Iterator[None]:
     """Leave out the lines that say what is under way for long, which a test's output has on a busy machine alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heartbeat, "SILENCE", PATIENCE)
+        patch.setattr(interrupt, "SILENCE", PATIENCE)
         yield
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from shardlab.cli import main
-from shardlab.hardware import find_cluster
+from shardlab.language import Mesh
 from shardlab.models import find_model
-from shardlab.program import Mesh
-from shardlab.strategies.plan import Plan
-from shardlab.train.described import described, job_of
-from shardlab.train.job import Job
+from shardlab.simulate.hardware import find_cluster
+from shardlab.strategies.plan.plan import Plan
+from shardlab.train.job import Job, described, job_of
 from tests.models.tensors import alone, test_compute
 from tests.support.waiting import PATIENCE
 from tests.support.warm import WarmStarts

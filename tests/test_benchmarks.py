@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardlab.measure.saving import this_machine
-from tests.cli.test_cluster import profile_of
+from shardlab.measure.profile import this_machine
+from tests.cli.test_plan_options_cluster import profile_of
 from tests.support.ranks import Ranks
 from tests.support.warm import WarmStarts
 from tests.test_readme import recipe

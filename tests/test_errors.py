@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardlab import errors
-from shardlab.errors import UserError, closest, find, nearest, unknown
+from shardlab.common import errors
+from shardlab.common.errors import UserError, closest, find, nearest, unknown
 
 SOURCE = Path(errors.__file__).parent
 

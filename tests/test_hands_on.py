@@ -24,7 +24,7 @@ END = "\x1e"
 SESSION = f"""
 import shlex, sys
 from shardlab.cli import main
-from shardlab.data import shakespeare
+from shardlab.train.data import shakespeare
 shakespeare.SHA256 = sys.argv[1]
 for line in sys.stdin:
     print(main(shlex.split(line)[1:]), end="\\n{END}", flush=True)

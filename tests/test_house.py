@@ -1,4 +1,4 @@
-"""The house's rules: who may import whom, who may import torch, and what may be in the repository."""
+"""Rules of the project: imports between packages, imports of torch, sizes, and contents of the repository."""
 
 from __future__ import annotations
 
@@ -8,76 +8,56 @@ import re
 import subprocess
 import sys
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "shardlab"
+from tests.house import (
+    CODE_LINES,
+    ROOT,
+    SOURCE,
+    files_of,
+    imported_modules,
+    module_name,
+    modules,
+    package_of,
+    sizes,
+    tree_of,
+)
 
-CORE = {"rules", "program"}
+CORE = {"common", "language"}
 
 MAY_IMPORT = {
-    "rules": set[str](),
-    "program": {"rules"},
-    "data": CORE,
-    "strategies": CORE,
+    "common": set[str](),
+    "language": {"common"},
     "check": CORE,
-    "timeline": CORE | {"check"},
-    "passes": CORE | {"check", "timeline"},
-    "predict": CORE | {"check", "timeline", "passes", "strategies", "models", "hardware"},
-    "recorded": CORE | {"check", "timeline"},
-    "draw": CORE | {"check", "timeline"},
+    "strategies": CORE,
     "models": CORE,
-    "hardware": CORE | {"models"},
-    "exchange": CORE | {"models", "checkpoint"},
-    "optimizers": CORE,
-    "execute": CORE | {"check", "models", "optimizers"},
-    "checkpoint": CORE | {"check", "models", "execute"},
-    "faults": CORE | {"check", "execute"},
-    "train": CORE
-    | {"data", "strategies", "check", "timeline", "passes", "recorded", "draw", "models", "optimizers", "execute"}
-    | {"exchange", "checkpoint", "faults"},
-    "measure": CORE | {"data", "strategies", "check", "draw", "models", "hardware", "optimizers", "execute", "train"},
-    "doctor": CORE | {"strategies", "models", "execute", "measure", "train"},
-    "puzzles": CORE | {"check", "timeline", "draw"},
-    "published": CORE | {"strategies", "timeline", "predict", "models", "hardware"},
-    "planner": CORE | {"strategies", "timeline", "predict", "published", "models", "hardware"},
+    "simulate": CORE | {"check", "strategies", "models"},
+    "draw": CORE | {"check", "simulate"},
+    "execute": CORE | {"check", "models"},
+    "planner": CORE | {"check", "strategies", "models", "simulate"},
+    "train": CORE | {"check", "strategies", "models", "simulate", "draw", "execute"},
+    "measure": CORE | {"check", "strategies", "models", "simulate", "draw", "execute", "train"},
+    "learn": CORE | {"check", "strategies", "models", "simulate", "draw", "execute", "train"},
 }
-"""Arrows point one way. `cli` and the package's own `__init__` may import everybody, and nobody imports them."""
+"""Imports between packages point one way. `cli` and the package's own `__init__` may import all of them."""
 
-TORCH = ("models/tensors", "exchange", "execute", "checkpoint", "train", "measure", "doctor", "cli")
-"""Only these import torch; what a command line without training runs is tried without torch below."""
+TORCH = ("models/tensors", "execute", "train", "measure", "cli")
+"""Only these import torch. The commands that need no training are tried without torch below."""
 
 LONGEST = {"src": 700, "tests": 700, "benchmarks": 400, "examples": 400, "docs": 400}
-"""Lines of a file, by the folder at the top."""
+"""The most lines of a Python file, by the folder at the top."""
 
+MOST_MODULES = 20
+"""The most modules of a folder of `src`."""
 
-def files_of(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.py"))
+FEWEST_LINES = 60
+"""A module with fewer lines and a single importer belongs into its importer."""
 
-
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
-
-
-def imports(path: Path) -> set[str]:
-    """Every module that a file imports anywhere, also inside functions and for annotations."""
-    found: set[str] = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
-            found.add(node.module or "")
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
-def packages(path: Path) -> set[str]:
-    """The packages of Shardlab that a file imports."""
-    names = {name.split(".")[1] for name in imports(path) if name.startswith("shardlab.")}
-    return names - {path.relative_to(SOURCE).parts[0]} - {"errors"}  # a module of its own, which everybody may import
+CATALOGUES = ("strategies/", "strategies/schedules/", "simulate/passes/", "cli/")
+"""Folders whose modules are entries of a catalogue (a strategy, a schedule, a pass, a command), however short."""
 
 
 @cache
@@ -93,29 +73,67 @@ def tracked() -> list[Path]:
 
 def test_every_package_has_its_rule() -> None:
     folders = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
-    assert folders - {"cli"} <= set(MAY_IMPORT)
+    assert folders - {"cli"} == set(MAY_IMPORT)
+
+
+def test_imports_are_absolute() -> None:
+    for path in files_of(SOURCE):
+        assert all(node.level == 0 for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)), path
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_arrows_point_one_way(package: str) -> None:
+def test_imports_between_packages_point_one_way(package: str) -> None:
     for path in files_of(SOURCE / package):
-        extra = packages(path) - MAY_IMPORT[package]
-        assert not extra, f"{path.relative_to(ROOT)} imports {', '.join(sorted(extra))}"
+        imported = {package_of(modules()[name]) for name in imported_modules(path)} - {package}
+        assert imported <= MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {imported - MAY_IMPORT[package]}"
 
 
 def test_the_rules_have_no_cycle() -> None:
-    done: list[str] = []
-    while len(done) < len(MAY_IMPORT):
-        ready = [name for name, needs in MAY_IMPORT.items() if name not in done and needs <= set(done)]
-        assert ready, f"a cycle among {set(MAY_IMPORT) - set(done)}"
-        done += ready
+    assert list(TopologicalSorter(MAY_IMPORT).static_order())
+
+
+def test_no_module_is_in_an_import_cycle() -> None:
+    """Imports for type checkers count; imports inside functions, which run late, do not."""
+    graph = {name: imported_modules(path, in_functions=False) for name, path in modules().items()}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+def test_a_folder_has_few_modules() -> None:
+    for folder in {path.parent for path in modules().values()}:
+        assert len(list(folder.glob("*.py"))) <= MOST_MODULES, folder.relative_to(ROOT)
+
+
+def test_a_short_module_with_one_importer_is_part_of_that_importer() -> None:
+    importers: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        for imported in imported_modules(path):
+            importers.setdefault(imported, []).append(name)
+    for name, path in modules().items():
+        place = path.relative_to(SOURCE).as_posix()
+        in_catalogue = f"{place.rpartition('/')[0]}/" in CATALOGUES or place.startswith("cli/")
+        if len(importers.get(name, [])) == 1 and path.name != "__init__.py" and not in_catalogue:
+            lines = len(path.read_text(encoding="utf-8").splitlines())
+            assert lines >= FEWEST_LINES, f"{place} has {lines} lines and is imported by {importers[name][0]} alone"
+
+
+def test_no_package_has_more_code_than_its_limit() -> None:
+    found = sizes()
+    assert set(found) == set(CODE_LINES)
+    larger = {name: lines for name, lines in found.items() if lines > CODE_LINES[name]}
+    assert not larger, f"more code lines than tests/house.py allows: {larger}"
 
 
 def test_only_the_tensor_half_imports_torch() -> None:
     for path in files_of(SOURCE):
         where = path.relative_to(SOURCE).as_posix()
         if not where.startswith(TORCH):
-            assert not {name for name in imports(path) if name.split(".")[0] == "torch"}, where
+            for node in ast.walk(tree_of(path)):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert "torch" not in {name.split(".")[0] for name in names}, where
 
 
 def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -138,8 +156,8 @@ sys.meta_path.insert(0, NoTorch())
 
 COMMANDS = """
 from shardlab.cli import main
-from shardlab.train import verdict
-verdict.run_ranks = lambda *_, **__: verdict.Verdict(0.0, 0.0, 0, 0.0, 0)  # ranks are other processes
+from shardlab.train.verification import cases
+cases.run_ranks = lambda *_, **__: cases.Verdict(0.0, 0.0, 0, 0.0, 0)  # ranks are other processes
 for arguments in {commands!r}:
     assert main(arguments) == 0, arguments
     assert ("matplotlib" in sys.modules) == ("--svg" in arguments), arguments
@@ -175,7 +193,8 @@ def test_checking_timing_and_drawing_need_no_torch(tmp_path: Path) -> None:
 
 
 def test_each_package_can_be_imported_alone_and_without_torch() -> None:
-    packages = ["program", "data", "check", "timeline", "passes", "predict", "strategies", "models", "puzzles", "draw"]
+    packages = ["language", "train.data", "check", "simulate.timeline", "simulate.passes", "simulate.predict"]
+    packages += ["strategies", "models", "learn.puzzles", "draw", "planner"]
     done = python(NO_TORCH + PACKAGES.format(packages=packages), ROOT)
     assert done.returncode == 0, done.stderr
 
@@ -203,13 +222,54 @@ def test_no_path_of_one_machine_is_written_down() -> None:
             assert not MACHINE_PATHS.search(line), f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
 
 
-def test_every_class_has_a_name_of_its_own() -> None:
-    where: dict[str, list[str]] = {}
+def test_class_names_are_unique_within_a_package() -> None:
+    where: dict[tuple[str, str], list[str]] = {}
     for path in files_of(SOURCE):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
-                where.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+                where.setdefault((package_of(path), node.name), []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not {name: places for name, places in where.items() if len(places) > 1}
+
+
+def _fields(tree: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
+    """Return the names that a class has: its fields, those set in `__init__`, properties, and those of its bases."""
+    names = {
+        node.target.id for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    names |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        for target in targets:
+            for each in ast.walk(target):
+                if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self":
+                    names.add(each.attr)
+                if isinstance(each, ast.Name) and node in tree.body:
+                    names.add(each.id)
+    for base in tree.bases:
+        name = base.value if isinstance(base, ast.Subscript) else base
+        if isinstance(name, ast.Name) and name.id in classes:
+            names |= _fields(classes[name.id], classes)
+    return names
+
+
+def test_the_attributes_of_a_docstring_are_fields_of_its_class() -> None:
+    classes = {
+        node.name: node
+        for path in files_of(SOURCE)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+    }
+    for path in files_of(SOURCE):
+        for node in ast.walk(tree_of(path)):
+            text = (ast.get_docstring(node) or "") if isinstance(node, ast.ClassDef) else ""
+            if isinstance(node, ast.ClassDef) and "Attributes:\n" in text:
+                section = re.split(r"^\w", text.split("Attributes:\n")[1], flags=re.MULTILINE)[0]
+                entries = re.findall(r"^    (\w[\w, ]*):", section, re.MULTILINE)
+                said = {name.strip() for entry in entries for name in entry.split(",")}
+                extra = said - _fields(node, classes)
+                assert not extra, f"{module_name(path)}: {node.name} has no {', '.join(sorted(extra))}"
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -1,4 +1,4 @@
-"""Each sentence of a refusal, once (those of sums and layers in tests/rules); all other tests ask for fields."""
+"""Each sentence of a refusal, once (those of sums and layers in tests/language/rules); other tests ask for fields."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
-from shardlab.errors import Rule
-from tests.rules import test_refusals as of_rules
+from shardlab.common.errors import Rule
+from tests.language.rules import test_refusals as of_rules
 from tests.support.refused_calls import PROGRAMS, PUZZLES
 from tests.support.refused_tapes import TAPES
 from tests.support.refusing import refusal_of, sentence_of

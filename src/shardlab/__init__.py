@@ -16,9 +16,9 @@ from types import ModuleType  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from shardlab import train  # noqa: E402
-from shardlab.program import Store, Value  # noqa: E402
-from shardlab.program.picture import picture  # noqa: E402
-from shardlab.timeline import Timeline  # noqa: E402
+from shardlab.language import Store, Value  # noqa: E402
+from shardlab.language.ops import picture  # noqa: E402
+from shardlab.simulate.timeline import Timeline  # noqa: E402
 
 
 @picture.register(Timeline)
@@ -77,7 +77,7 @@ class _CallablePackage(ModuleType):
             RankFailed: when a rank fails or hangs.
             KeyboardInterrupt: when the training was interrupted before it could save.
         """
-        from shardlab.cli.from_python import train as function
+        from shardlab.cli.train.from_python import train as function
 
         return function(strategy, callbacks=callbacks, **settings)
 

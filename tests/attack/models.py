@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache, partial
 
+from shardlab.language import Mesh, Sizes
+from shardlab.language.precision import FP64
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, MoE
 from shardlab.models.cutting import cut_for
-from shardlab.program import Mesh, Sizes
-from shardlab.program.precision import FP64
 
 _small = partial(GPT, hidden_size=8, heads=4, seq_len=8, vocab_size=16)
 _llama = partial(Llama, hidden_size=8, heads=4, kv_heads=2, seq_len=8, vocab_size=16)

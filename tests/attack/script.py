@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from shardlab.program import Handle, Mesh, Rank, Strategy, UserError, Value
+from shardlab.language import Handle, Mesh, Rank, Strategy, UserError, Value
 
 SOURCE = "<attack>"
 """File name of every script's code; frames that have it are the script's own."""

@@ -8,11 +8,11 @@ from random import Random
 from typing import Any
 
 from shardlab.check import Checked, check
+from shardlab.language import Mesh, Program, Refused, Strategy, trace
 from shardlab.models import GPT, Blocks, Mixtral, MoE
-from shardlab.passes import PASSES
-from shardlab.passes.rewriting import CannotApply
-from shardlab.program import Mesh, Program, Refused, Strategy, trace
-from shardlab.strategies.entry import StrategyEntry, planned_entry
+from shardlab.simulate.passes import PASSES
+from shardlab.simulate.passes.reorder import CannotApply
+from shardlab.strategies.registry import StrategyEntry, planned_entry
 from shardlab.train.job import Job
 from tests.attack.models import MODELS, ROWS
 from tests.attack.script import Script

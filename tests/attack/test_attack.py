@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardlab.program import Refused, trace
+from shardlab.language import Refused, trace
 from shardlab.train.job import Job
 from tests.attack import campaign
 from tests.attack.campaign import Attack, World, subject_of, subjects_of, text_of
@@ -93,7 +93,7 @@ def raises_inside(*_: Any) -> None:
 def test_an_exception_within_shardlab_is_a_failure_though_tracing_blames_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shardlab.rules.layer import LayerRules  # its rules are called by the verbs
+    from shardlab.language.rules.layer_rules import LayerRules  # its rules are called by the verbs
 
     subject = Subject("script", 1)
     monkeypatch.setattr(LayerRules, "forward", raises_inside)

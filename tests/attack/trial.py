@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from shardlab.check import Checked
-from shardlab.check.copies import replicas_of
-from shardlab.hardware import find_cluster
-from shardlab.predict.workload import Workload
-from shardlab.program import Refused, UserError
-from shardlab.program.precision import find_precision
-from shardlab.timeline import bubble, simulate
+from shardlab.check.replicas import replicas_of
+from shardlab.language import Refused, UserError
+from shardlab.language.precision import find_precision
+from shardlab.simulate.hardware import find_cluster
+from shardlab.simulate.predict.workload import Workload
+from shardlab.simulate.timeline import bubble, simulate
 from shardlab.train.job import Job
 from tests.attack.script import SOURCE
 from tests.attack.subjects import Subject
@@ -29,6 +29,7 @@ from tests.support.interpreter import judge
 
 if TYPE_CHECKING:
     from shardlab.execute.state import State
+
 
 STEPS = 2
 """Optimizer steps: the second begins with what the first has left."""
@@ -136,7 +137,7 @@ def _draw(subject: Subject, checked: Checked) -> str:
     """A picture and a report; their imports take seconds."""
     from rich.console import Console
 
-    from shardlab.cli.report import print_report
+    from shardlab.cli.simulate.command import print_report
     from shardlab.draw import timeline_svg
 
     timeline = simulate(checked)
@@ -190,7 +191,7 @@ def run_jobs(rank: int, jobs: Sequence[Job], folder: str) -> None:
     """
     import torch
 
-    from shardlab.train import verify
+    from shardlab.train.verification import verify
 
     cpu, groups = torch.device("cpu"), dict[Any, Any]()
     remembered = patch.object(verify, "train_reference", _remembered(verify.train_reference))

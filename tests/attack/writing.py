@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 
-from shardlab.program import Mesh
-from shardlab.rules.layer import GRADIENT_OF
-from shardlab.rules.node import Layer
+from shardlab.language import Mesh
+from shardlab.language.rules.layer_graph import Layer
+from shardlab.language.rules.layer_rules import GRADIENT_OF
 from tests.attack.losses import losses_of
 from tests.attack.models import TIED, sizes_of
 from tests.attack.script import NAMES, Lines, Script

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardlab.checkpoint import Checkpoint
 from shardlab.execute.state import State
 from shardlab.strategies.ddp import ddp
+from shardlab.train.checkpoint import Checkpoint
 
 __all__ = ["ddp"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Container, Sequence
 
-from shardlab.program import Rank, Strategy, Value
+from shardlab.language import Rank, Strategy, Value
 
 Sum = Callable[[Rank, Value], Awaitable[Value]]
 """Makes of a rank's gradient the sum of all ranks'."""

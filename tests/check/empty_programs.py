@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardlab.program import Kind, Mesh, Rank, Value
-from shardlab.rules.layer import GRADIENT_OF
+from shardlab.language import Kind, Mesh, Rank, Value
+from shardlab.language.rules.layer_rules import GRADIENT_OF
 from tests.support.passes import gradients
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from shardlab.program import Handle, Mesh, Rank, Value
+from shardlab.language import Handle, Mesh, Rank, Value
 from shardlab.strategies.fsdp import fsdp
 from tests.check import right_programs, sliced_programs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.program import Rank
+from shardlab.language import Rank
 from tests.support.passes import gradients
 
 

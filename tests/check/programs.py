@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from shardlab.program import Program, Rank, Strategy, UserError, Value, trace
+from shardlab.language import Program, Rank, Strategy, UserError, Value, trace
 from shardlab.strategies import STRATEGIES
 
 PLACE = r"^(rank \d+, op \d+[: ]|deadlock: rank \d+ waits in )"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardlab.program import Mesh, Rank, Store, Value
-from shardlab.rules.factor import ONE, Factor
+from shardlab.language import Mesh, Rank, Store, Value
+from shardlab.language.rules.kinds import ONE, Factor
 
 
 def terms_added_by_hand_mesh(ranks: int) -> Mesh:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from shardlab.program import Rank, Strategy, Value
-from shardlab.rules.factor import ONE, Factor
+from shardlab.language import Rank, Strategy, Value
+from shardlab.language.rules.kinds import ONE, Factor
 from tests.check.drifting import computed
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.program import Mesh, Rank, Strategy, Value
+from shardlab.language import Mesh, Rank, Strategy, Value
 
 
 def microbatches_together_mesh(ranks: int) -> Mesh:

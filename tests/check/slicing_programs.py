@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from typing import Any, cast
 
-from shardlab.program import Handle, Mesh, Rank, Value
-from shardlab.rules.kind import ROW_KINDS
-from shardlab.strategies.plan import Plan
-from shardlab.strategies.planned import planned
+from shardlab.language import Handle, Mesh, Rank, Value
+from shardlab.language.rules.kinds import ROW_KINDS
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.program import planned
 
 
 def forward(rank: Rank, microbatches: range, weights: dict[int, Value] | None = None) -> Value:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardlab.program import Mesh, Rank
-from shardlab.strategies.plan import Plan
-from shardlab.strategies.planned import TracedRunner
-from shardlab.strategies.resolve import resolve
+from shardlab.language import Mesh, Rank
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.program import TracedRunner
+from shardlab.strategies.plan.resolve import resolve
 
 
 def terms_exchanged_mesh(ranks: int) -> Mesh:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from shardlab.check import check
-from shardlab.program import Rank, Strategy, trace
+from shardlab.language import Rank, Strategy, trace
+from shardlab.simulate.timeline.timeline import traffic
 from shardlab.strategies.ddp import ddp
-from shardlab.timeline.traffic import traffic
 from tests.check.casting_programs import RIGHT, gradients_in_half
-from tests.program.tapes import Lines, refused
+from tests.language.tapes import Lines, refused
 from tests.support.interpreter import judge
 from tests.support.refusing import Told, told
 

@@ -11,9 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardlab.check import ChannelModel, check
-from shardlab.check.channels import empties
-from shardlab.check.replay import Replay
-from shardlab.program import Program, Refused
+from shardlab.check.deadlock import Replay, empties
+from shardlab.language import Program, Refused
 from tests.support.channel_judge import hangs
 from tests.support.mutations import MUTATIONS
 from tests.support.random_chatter import chatter

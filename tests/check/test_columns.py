@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from shardlab.check import check
-from shardlab.program import Mesh, Op, OpKind, Program, Refused, Sizes, Strategy, trace
+from shardlab.language import Mesh, Op, OpKind, Program, Refused, Sizes, Strategy, trace
 from shardlab.strategies.column_parallel import column_parallel
-from shardlab.strategies.plan import Plan
-from shardlab.strategies.planned import planned
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.program import planned
 from tests.support.refusing import refuses
 
 TWO = Mesh(tp=2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardlab.check import check
-from shardlab.program import Holds, Mesh, Op, OpKind, Program, Rank, Value, trace
+from shardlab.language import Holds, Mesh, Op, OpKind, Program, Rank, Value, trace
 from shardlab.strategies.expert_parallel import expert_parallel
 from tests.check.expert_programs import combined_apart, combined_apart_mesh
 from tests.support.passing import is_right_everywhere

@@ -10,13 +10,13 @@ import torch
 
 from shardlab.check import check
 from shardlab.check.runnable import why_not_runnable
+from shardlab.language import Mesh, OpKind, Program, Sizes, Strategy, trace
+from shardlab.language.ops import COLLECTIVES
 from shardlab.models import GPT, MLP, Blocks, MoE
-from shardlab.program import Mesh, OpKind, Program, Sizes, Strategy, trace
-from shardlab.program.ops import COLLECTIVES
 from shardlab.strategies import Plan
-from shardlab.strategies.planned import planned
+from shardlab.strategies.plan.program import planned
 from shardlab.train.job import Job
-from shardlab.train.verify import verify_rank
+from shardlab.train.verification.verify import verify_rank
 from tests.check import group_programs as right
 from tests.support.interpreter import judge
 from tests.support.passing import is_right_everywhere

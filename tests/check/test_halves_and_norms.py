@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardlab.check import check
-from shardlab.program import Kind, Op, OpKind, Program, Rank, Refused, trace
+from shardlab.language import Kind, Op, OpKind, Program, Rank, Refused, trace
 from tests.support.interpreter import judge
 from tests.support.mutating import changed, living_on, places, renamed, with_tape
 from tests.support.refusing import refusal_of, tells

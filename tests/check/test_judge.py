@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from shardlab.program import Mesh, OpKind, Program, Strategy, trace
+from shardlab.language import Mesh, OpKind, Program, Strategy, trace
 from shardlab.strategies import STRATEGIES
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan.plan import Plan
 from tests.check.programs import built_in, exchanged, gradients_swapped
 from tests.support.interpreter import Outcome, judge
 from tests.support.mutations import MUTATIONS, changed, moved, places, with_tape
@@ -66,10 +66,10 @@ def imports(module: str) -> set[str]:
 def test_the_judge_knows_neither_rules_nor_checks() -> None:
     """Only what a tape is: none of its parts, and nothing that these import, takes more from shardlab."""
     assert imports("tests.support.interpreter") == {
-        "shardlab.program",
-        "shardlab.program.Op",
-        "shardlab.program.OpKind",
-        "shardlab.program.Program",
+        "shardlab.language",
+        "shardlab.language.Op",
+        "shardlab.language.OpKind",
+        "shardlab.language.Program",
     }
 
 

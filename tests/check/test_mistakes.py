@@ -7,7 +7,7 @@ import re
 import pytest
 
 from shardlab.check import check
-from shardlab.program import Deadlock, Rank, Strategy, trace
+from shardlab.language import Deadlock, Rank, Strategy, trace
 from tests.support.refusing import Told, refuses, told
 
 LAYERS, MICROBATCHES = 2, 2

@@ -13,10 +13,10 @@ from random import Random
 
 import pytest
 
-from shardlab.program import Mesh, Op, OpKind, Program, Rank, trace
+from shardlab.language import Mesh, Op, OpKind, Program, Rank, trace
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.load import load
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan.plan import Plan
 from tests.check import casting_programs, offloading_programs, slicing_programs
 from tests.check.programs import PLACE, built_in
 from tests.check.scaling_programs import sum_of_tokens

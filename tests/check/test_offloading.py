@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from shardlab.check import check
-from shardlab.errors import Refused
-from shardlab.program import OpKind, Rank, Strategy, trace
-from shardlab.rules.place import PLACES
-from shardlab.timeline import simulate
-from shardlab.timeline.memory import Category, memory_in_bytes, peak_elsewhere
+from shardlab.common.errors import Refused
+from shardlab.language import OpKind, Rank, Strategy, trace
+from shardlab.language.rules.refusals import PLACES
+from shardlab.simulate.timeline import simulate
+from shardlab.simulate.timeline.memory import Category, memory_in_bytes, peak_elsewhere
 from tests.check.offloading_programs import RIGHT, offloaded, state_away, sums_away, weights_away
-from tests.program.tapes import refusal
+from tests.language.tapes import refusal
 from tests.support.interpreter import judge
 from tests.support.refusing import Told, tells, told
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from shardlab.check import check
-from shardlab.program import Mesh, Op, OpKind, Program, Rank, Refused, Strategy, trace
+from shardlab.language import Mesh, Op, OpKind, Program, Rank, Refused, Strategy, trace
 from tests.check.programs import built_in
 from tests.support.interpreter import judge
 from tests.support.mutations import places, with_tape

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.check import ChannelModel, check
-from shardlab.program import OpKind
+from shardlab.language import OpKind
 from tests.support.passing import is_right, is_right_everywhere
 from tests.support.random_attention import random_attention
 from tests.support.random_experts import random_experts

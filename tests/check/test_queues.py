@@ -7,7 +7,7 @@ import re
 import pytest
 
 from shardlab.check import ChannelModel, Checked, check
-from shardlab.program import Rank, Strategy, Value, trace
+from shardlab.language import Rank, Strategy, Value, trace
 from tests.check.programs import finish, one_layer_gradient
 from tests.support.interpreter import judge
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from shardlab.check import check
+from shardlab.language import Mesh, Program, Rank, Strategy, Value, trace
 from shardlab.models import GPT, Blocks, MoE
-from shardlab.program import Mesh, Program, Rank, Strategy, Value, trace
 from shardlab.train.job import Job
-from shardlab.train.verify import verify_rank
+from shardlab.train.verification.verify import verify_rank
 from tests.check import empty_programs as empty
 from tests.check import right_programs as right
 from tests.support.interpreter import judge

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from shardlab.check import check
-from shardlab.program import Mesh, Program, Strategy, trace
+from shardlab.language import Mesh, Program, Strategy, trace
 from tests.check.programs import PLACE
 from tests.support.interpreter import judge
 from tests.support.mutations import MUTATIONS

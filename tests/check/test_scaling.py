@@ -10,15 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.check import check
-from shardlab.errors import About
-from shardlab.program import Rank, Refused, Strategy, trace
-from shardlab.rules.factor import ONE, Factor, factor_of
-from shardlab.rules.kind import Kind
-from shardlab.rules.pieces import bits
-from shardlab.rules.spec import Space, Spec, form_of
-from shardlab.rules.sums import add, scale
+from shardlab.common.errors import About
+from shardlab.language import Rank, Refused, Strategy, trace
+from shardlab.language.rules.arithmetic import add, scale
+from shardlab.language.rules.kinds import ONE, Factor, Kind, bits, factor_of
+from shardlab.language.rules.spec import Space, Spec, form_of
 from tests.check import scaling_programs as programs
-from tests.program.tapes import alone
+from tests.language.tapes import alone
 from tests.support.interpreter import judge
 from tests.support.passing import is_right_everywhere
 from tests.support.refusing import Told, tells, told

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardlab.check import check
-from shardlab.errors import Rule
-from shardlab.program import Op, OpKind, Program, Rank, Sizes, Strategy, trace
+from shardlab.common.errors import Rule
+from shardlab.language import Op, OpKind, Program, Rank, Sizes, Strategy, trace
 from tests.check import slicing_programs as right
 from tests.support.interpreter import Outcome, judge
 from tests.support.refusing import refusal, refuses, tells

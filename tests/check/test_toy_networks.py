@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlab.program import OpKind
+from shardlab.language import OpKind
 from tests.support.judged_collectives import combined
 from tests.support.one_device import initial
 from tests.support.pieces import ELEMENTS, PRIME, WIDTH, Array, Column, Piece, labels, owned

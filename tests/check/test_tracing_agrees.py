@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from shardlab.check import check
-from shardlab.program import Spec, World
+from shardlab.language import Spec, World
 from tests.support.passing import is_right
 from tests.support.random_programs import Shape, program_of, random_program, shapes
 from tests.support.thorough import examples

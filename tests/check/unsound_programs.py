@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.program import Rank, Value
+from shardlab.language import Rank, Value
 
 
 async def _total(rank: Rank) -> Value:

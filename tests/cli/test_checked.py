@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardlab.check import Checked, blame
-from shardlab.cli import main, strategy
-from shardlab.program import Program, Refused
+from shardlab.check import Checked, report
+from shardlab.cli import main, plan_options
+from shardlab.language import Program, Refused
 
 PLAN = ("--pp", "2", "--dp-shard", "2", "--tp", "2", "--shard-optimizer", "dp_shard")
 OWN = ("examples/my_strategy.py:my_ddp", "--ranks", "8")
@@ -26,8 +26,8 @@ def test_all_ranks_are_checked(
     def refuse(program: Program) -> Checked:
         raise Refused("not loaded", "", f"the tapes of {program.ranks} ranks were checked", "load them")
 
-    monkeypatch.setattr(strategy, "check", refuse)
-    monkeypatch.setattr(blame, "check", refuse)
+    monkeypatch.setattr(plan_options, "check", refuse)
+    monkeypatch.setattr(report, "check", refuse)
     name = [] if given is PLAN else ["--strategy", given[0]] if command[0] == "train" else [given[0]]
     words = given if given is PLAN else given[1:]
     assert main([command[0], *name, *command[1:], *words, "--microbatches", "8"]) == 1

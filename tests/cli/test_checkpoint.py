@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from shardlab.cli import main
-from shardlab.exchange import initial_from
 from shardlab.models import GPT
+from shardlab.train.huggingface import initial_from
 from shardlab.train.job import Job
-from tests.checkpoint.runs import saving_run, trained
 from tests.support.ranks import Ranks
+from tests.train.checkpoint.runs import saving_run, trained
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]

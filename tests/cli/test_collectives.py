@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from shardlab.cli import main
-from shardlab.cli.collectives import NAMES, SAME, same_as
-from shardlab.cli.collectives_table import diagram, print_same, print_shown, short
-from shardlab.execute.show import ACTS, BARRIER, Numbers, Shown
+from shardlab.cli.collectives import NAMES, SAME, diagram, print_same, print_shown, same_as, short
+from shardlab.execute.transport.trial import ACTS, BARRIER, Numbers, Shown
 
 Captured = pytest.CaptureFixture[str]
 

@@ -10,17 +10,16 @@ import pytest
 
 from shardlab.check import Checked
 from shardlab.cli import main
-from shardlab.hardware import AlphaBeta, Machine, Profile, Rate
-from shardlab.measure.saving import this_machine
+from shardlab.language import Mesh
+from shardlab.language.tape import RankRecord
+from shardlab.measure.profile import this_machine
 from shardlab.models import GPT
-from shardlab.program import Mesh
-from shardlab.program.record import RankRecord
-from shardlab.recorded.trace_file import write_rank, write_trace
-from shardlab.strategies.plan import Plan
-from shardlab.train.described import described, job_of
-from shardlab.train.job import Job
+from shardlab.simulate.hardware import AlphaBeta, Machine, Profile, Rate
+from shardlab.simulate.timeline.measured import write_rank, write_trace
+from shardlab.strategies.plan.plan import Plan
+from shardlab.train.job import Job, described, job_of
 from tests.draw.viewer import named, require_readable
-from tests.recorded.test_measured import records
+from tests.simulate.timeline.test_measured import records
 
 JOB = Job("fsdp", 2, 2, GPT(layers=3, hidden_size=16, heads=2, seq_len=8), 2)
 

@@ -13,12 +13,11 @@ import pytest
 import transformers
 
 from shardlab.cli import main
-from shardlab.data.bpe import HuggingFace
-from shardlab.data.kept import kept_tokenizer
-from shardlab.data.tokenizers import Characters
 from shardlab.models import GPT, Mixtral
-from tests.exchange.folders import random_run
+from shardlab.train.data.prepared_folder import kept_tokenizer
+from shardlab.train.data.tokenizers import Characters, HuggingFace
 from tests.support.tokenizer_files import byte_level
+from tests.train.huggingface.folders import random_run
 
 Captured = pytest.CaptureFixture[str]
 

@@ -144,8 +144,8 @@ def test_without_the_library_it_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     Path("a.parquet").touch()
-    from shardlab.data.extra import library
-    from shardlab.errors import UserError
+    from shardlab.common.errors import UserError
+    from shardlab.train.data.documents import library
 
     with pytest.raises(UserError, match=rf"a file needs the Python package {package}.*pip install 'shardlab\[data\]'"):
         library(f"{package}.something", "a file")

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from shardlab.cli import main
-from shardlab.program.files import write_whole
+from shardlab.common.files import write_whole
 from shardlab.train.history import note_end, past_run, past_runs, record_in
 
 Captured = pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
-from shardlab.train.binding import usable_cpus
+from shardlab.train.launch.environment import usable_cpus
 from tests.support.processes import started
 from tests.support.waiting import PATIENCE
 

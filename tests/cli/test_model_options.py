@@ -10,8 +10,8 @@ import tyro
 
 from shardlab.cli import main
 from shardlab.cli.model_options import ModelOptions
+from shardlab.language import UserError
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, MoE, find_model
-from shardlab.program import UserError
 
 
 def made(line: str, **small: Any) -> Blocks:

@@ -12,9 +12,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from shardlab.cli import main
-from shardlab.cli.new_file import check_new_file
+from shardlab.cli.options import check_new_file
+from shardlab.language import UserError
 from shardlab.measure.plot import save_figure
-from shardlab.program import UserError
 
 WRITES = [
     ("simulate ddp --svg", "new.svg"),

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shardlab.cli import main
-from shardlab.passes import PASSES
-from shardlab.program.pass_names import ONLY_NAMED
+from shardlab.language.pass_names import ONLY_NAMED
+from shardlab.simulate.passes import PASSES
 
 Captured = pytest.CaptureFixture[str]
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -10,10 +10,10 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.cli.plan_options import plan_flags
-from shardlab.program import AXES, Mesh, UserError
-from shardlab.program.field_types import field_helps, field_types
+from shardlab.common.fields import field_helps, field_types
+from shardlab.language import AXES, Mesh, UserError
 from shardlab.strategies import STRATEGIES, Plan
-from shardlab.strategies.entry import StrategyEntry
+from shardlab.strategies.registry import StrategyEntry
 
 Captured = pytest.CaptureFixture[str]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_schedule.py"

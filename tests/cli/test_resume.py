@@ -21,23 +21,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardlab.checkpoint import read as reading
-from shardlab.checkpoint.commit import checksum_of
 from shardlab.cli import main
-from shardlab.errors import UserError
+from shardlab.common.errors import UserError
+from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.models import GPT
-from shardlab.optimizers import OptimizerConfig
-from shardlab.train.history import note_end
+from shardlab.train.checkpoint import read as reading
+from shardlab.train.checkpoint.write import checksum_of
+from shardlab.train.checkpoints import Resumed, find_checkpoint
+from shardlab.train.history import locked, note_end
 from shardlab.train.job import Job
-from shardlab.train.launch_environment import LaunchEnvironment
-from shardlab.train.lock import locked
-from shardlab.train.resume import Resumed, find_checkpoint
-from shardlab.train.stores import Together
-from tests.checkpoint.runs import saving_run, trained
+from shardlab.train.launch.commands import Together
+from shardlab.train.launch.environment import LaunchEnvironment
 from tests.support.ports import free_port
 from tests.support.ranks import Ranks
 from tests.support.waiting import until
 from tests.support.warm import WarmStarts
+from tests.train.checkpoint.runs import saving_run, trained
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
@@ -294,7 +293,7 @@ def looked(rank: int, run: Path, port: int, auto: bool) -> tuple[str, list[str]]
         compared(path, entry)
 
     compared = reading._compare  # pyright: ignore[reportPrivateUsage]
-    with patch("shardlab.checkpoint.read._compare", compare):
+    with patch("shardlab.train.checkpoint.read._compare", compare):
         together = Together(LaunchEnvironment(rank, 2, rank, "127.0.0.1", port))
         try:
             found = find_checkpoint(run, auto=auto, together=together)

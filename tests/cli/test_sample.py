@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
-from shardlab.data.bpe import HuggingFace
-from shardlab.data.tokenizers import Characters, Tokenizer
 from shardlab.models import GPT, Mixtral
 from shardlab.models.tensors import Writer
-from tests.exchange.folders import random_run
+from shardlab.train.data.tokenizers import Characters, HuggingFace, Tokenizer
 from tests.support.tokenizer_files import byte_fallback, dropping
+from tests.train.huggingface.folders import random_run
 
 SMALL = GPT(layers=1, hidden_size=16, heads=2, seq_len=32)
 Captured = pytest.CaptureFixture[str]

@@ -12,9 +12,8 @@ from rich.console import Console
 
 from shardlab.cli import main
 from shardlab.cli.plan_options import plan_flags
-from shardlab.cli.priced import price
-from shardlab.cli.priced_report import print_priced
-from shardlab.timeline.units import seconds_text
+from shardlab.cli.simulate.priced import price, print_priced
+from shardlab.common.text import seconds_text
 
 Captured = pytest.CaptureFixture[str]
 

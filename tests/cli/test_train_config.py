@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import pytest
 
 from shardlab.cli import main
+from shardlab.common.fields import field_types
+from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.models import GPT, MoE
-from shardlab.optimizers import OptimizerConfig
-from shardlab.program.field_types import field_types
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan.plan import Plan
 from shardlab.train.config import SECTIONS, LoggingConfig, LoopConfig, StrategyConfig, TrainingConfig
 
 Captured = pytest.CaptureFixture[str]
@@ -25,7 +25,9 @@ Captured = pytest.CaptureFixture[str]
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own, in which nothing may be trained."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shardlab.train.launch._start_local", Mock(side_effect=AssertionError("ranks were started")))
+    monkeypatch.setattr(
+        "shardlab.train.launch.ranks._start_local", Mock(side_effect=AssertionError("ranks were started"))
+    )
     return tmp_path
 
 

@@ -10,7 +10,7 @@ import pytest
 from shardlab.cli import main
 
 Captured = pytest.CaptureFixture[str]
-RUNS = Path(__file__).parent.parent / "published" / "published_runs.json"
+RUNS = Path(__file__).parents[1] / "planner" / "published" / "published_runs.json"
 
 
 @pytest.fixture

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+import xml.etree.ElementTree as xml
 from dataclasses import replace
 from pathlib import Path
 
 import matplotlib as mpl
 import pytest
 
-from shardlab.draw import save_timeline, timeline_svg
-from shardlab.draw.canvas import Page, style
-from shardlab.draw.lanes import messages
-from shardlab.draw.memory import curve, short
-from shardlab.draw.palette import COLORS, FORWARD, SHADES, ink_on, layer_color, shade
-from shardlab.program import OpKind
-from shardlab.program.ops import COLLECTIVES, COMMUNICATION
+from shardlab.check import check
+from shardlab.draw import comparison_svg, save_comparison, save_timeline, timeline_svg
+from shardlab.draw.canvas import COLORS, FORWARD, SHADES, Page, ink_on, layer_color, shade, style
+from shardlab.draw.panels import curve, messages, short
+from shardlab.language import OpKind, trace
+from shardlab.language.ops import COLLECTIVES, COMMUNICATION
+from shardlab.simulate.timeline import Costs, Timeline, simulate
 from shardlab.strategies import STRATEGIES
-from shardlab.timeline import Timeline
-from tests.recorded.runs import SQUARE, run
-from tests.timeline.programs import prefetching, recomputing
+from shardlab.strategies.fsdp import fsdp
+from tests.simulate.timeline.programs import prefetching, recomputing
+from tests.simulate.timeline.runs import SQUARE, run
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -252,3 +253,30 @@ def test_a_page_is_measured_in_inches() -> None:
     with style():
         svg = Page(3, 2).svg()
     assert 'width="216pt" height="144pt"' in svg
+
+
+# A comparison: its two timelines stand in one picture, on one axis.
+
+
+CHECKED = check(trace(fsdp, ranks=2, layers=3, microbatches=2))
+SLOW = simulate(CHECKED, Costs(forward=2.0, collective=0.9))
+
+
+def words(svg: str) -> list[str]:
+    return [
+        "".join(element.itertext()).strip() for element in xml.fromstring(svg).iter() if element.tag.endswith("text")
+    ]
+
+
+def test_both_are_named_with_their_lengths_in_milliseconds() -> None:
+    told = simulate(CHECKED)
+    said = words(comparison_svg({"predicted": told, "measured": SLOW}, "fsdp"))
+    assert {"predicted", "measured", "fsdp", "milliseconds since the first rank began"} <= set(said)
+    assert f"predicted {1000 * told.end:.4g} ms  ·  measured {1000 * SLOW.end:.4g} ms" in said
+    assert said.count("rank 0") == said.count("rank 1") == 2
+
+
+def test_a_measurement_alone_is_drawn_alone(tmp_path: Path) -> None:
+    save_comparison({"measured": SLOW}, tmp_path / "c.svg", "fsdp")
+    assert words((tmp_path / "c.svg").read_text()).count("rank 0") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["c.svg"]

@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardlab.execute import Executor, Settings
-from shardlab.execute.optimizer import torch_optimizers
+from shardlab.execute.optimizers.flat_slice import torch_optimizers
+from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.state import State
+from shardlab.language import Mesh
+from shardlab.language.precision import Optimizer
 from shardlab.models import GPT, Blocks, Llama, Mixtral
-from shardlab.optimizers import OptimizerConfig
-from shardlab.program import Mesh
-from shardlab.program.precision import Optimizer
-from shardlab.strategies.plan import Plan
-from shardlab.train.data import Batches, Corpus
+from shardlab.strategies.plan.plan import Plan
+from shardlab.train.batches import Batches
+from shardlab.train.data.corpus import Corpus
 from shardlab.train.job import Job
 
 SHARD = ("dp_shard",)
@@ -59,7 +60,7 @@ def test_nothing_of_the_host_meets_what_is_on_the_device(name: str, monkeypatch:
 @pytest.mark.parametrize("name", ["fsdp", "tp"])
 def test_directions_of_cut_matrices_stay_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = partial(torch_optimizers, fused=False)  # torch has no fused kernels of its device `meta`
-    monkeypatch.setattr("shardlab.execute.optimizer.torch_optimizers", plain)
+    monkeypatch.setattr("shardlab.execute.optimizers.flat_slice.torch_optimizers", plain)
     step_on_meta(*CASES[name], "muon", monkeypatch)
 
 

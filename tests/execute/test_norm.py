@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardlab.execute.updating import sum_of_squares
+from shardlab.execute.update_ops import sum_of_squares
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

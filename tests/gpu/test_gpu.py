@@ -13,13 +13,13 @@ import torch
 
 from shardlab.cli import main
 from shardlab.execute import Executor, Settings
-from shardlab.execute.compute_clock import ComputeClock
-from shardlab.execute.recording import OpTimer
-from shardlab.execute.step_graph import FIRST_STEPS
-from shardlab.execute.tracked_memory import step_with_memory
+from shardlab.execute.collect import step_with_memory
+from shardlab.execute.executor import FIRST_STEPS
+from shardlab.execute.timers import ComputeClock, OpTimer
+from shardlab.language.tape import MemoryRecord
 from shardlab.models import GPT
-from shardlab.program.record import MemoryRecord
-from shardlab.train.data import Batches, Corpus
+from shardlab.train.batches import Batches
+from shardlab.train.data.corpus import Corpus
 from shardlab.train.job import Job
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("gpus")]

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch
 
-from shardlab.measure.cases import CASES, make_case
-from shardlab.measure.collectives import CollectiveBench, measure_collectives
+from shardlab.measure.collectives import CASES, CollectiveBench, MeasuringRanks, make_case, measure_collectives
 from shardlab.measure.layers import ComputeBench, measure_compute
-from shardlab.measure.world import MeasuringRanks
 
 
 def collectives(rank: int, bench: CollectiveBench, file: Path) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.measure.collectives import USUAL, CollectiveBench, group_sizes
-from shardlab.measure.points import KINDS, CollectivePoint, OverlapPoint, read_points
+from shardlab.measure.fits import KINDS, CollectivePoint, OverlapPoint, read_points
 from tests.measure import jobs
 from tests.support.ranks import Ranks
 

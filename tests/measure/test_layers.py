@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from shardlab.measure.kernel_fit import errors_of, fit_kernels
+from shardlab.language import UserError
+from shardlab.measure.fits import (
+    LayerPoint,
+    PeakPoint,
+    Shape,
+    fit_kernels,
+    heads_of,
+    parse_batch,
+    rate_errors,
+    read_points,
+    subjects,
+)
 from shardlab.measure.layers import ComputeBench
-from shardlab.measure.points import LayerPoint, PeakPoint, read_points
-from shardlab.measure.shapes import Shape, heads_of, parse_batch, subjects
 from shardlab.models import GPT
-from shardlab.program import UserError
 from tests.measure import jobs
 from tests.support.ranks import Ranks
 
@@ -41,7 +49,7 @@ def test_every_pass_of_every_layer_is_measured_alone_and_together(ranks: Measuri
         expected |= {(layer, "norm") for layer in HALVES | WHOLE}
         assert found == expected | {(layer, op) for layer in WHOLE for op in PASSES}
         assert all(point.seconds >= point.fastest > 0 for point in mine)
-        assert errors_of(mine, fit_kernels(mine)).points == len(mine)
+        assert rate_errors(mine, fit_kernels(mine)).points == len(mine)
 
 
 def test_a_layers_arithmetic_is_counted_in_both_directions() -> None:

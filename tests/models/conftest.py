@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardlab.language import Kind
 from shardlab.models import Model
 from shardlab.models.mixture import Routing
 from shardlab.models.tensors import (
@@ -22,10 +23,9 @@ from shardlab.models.tensors import (
     prepared_layer,
     views,
 )
-from shardlab.models.tensors.both_passes import by_autograd
-from shardlab.models.tensors.both_passes.by_autograd import Saved, View
+from shardlab.models.tensors.backward import autograd
+from shardlab.models.tensors.backward.autograd import Saved, View
 from shardlab.models.tensors.share import ALL
-from shardlab.program import Kind
 
 
 def piece_of(model: Model, layer: int, number: int) -> Share:
@@ -78,7 +78,7 @@ def forward(
 ) -> tuple[list[Tensor], Workspace, list[Tensor]]:
     """What a layer makes, its pass, and the tensors that stay for the backward pass."""
     dropout = Dropout(model.dropout, 0, 0, layer, (0,))
-    with patch.object(by_autograd, "Saved", Watched):
+    with patch.object(autograd, "Saved", Watched):
         made, its = passes_of(model, layer).forward([x.detach() for x in inputs], weights, share, dropout)
     kept = [*Watched.kept, *(each for each in its.tensors if isinstance(each, Tensor))]
     Watched.kept.clear()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardlab.errors import UserError
+from shardlab.common.errors import UserError
 from shardlab.models import GPT, MLP, cut
 from shardlab.models.tensors import to_blocks, to_layers
 from tests.models.conftest import piece_of

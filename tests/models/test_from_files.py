@@ -13,13 +13,13 @@ import torch
 
 from shardlab.cli import main
 from shardlab.cli.model_options import ModelOptions
-from shardlab.errors import UserError
+from shardlab.common.errors import UserError
+from shardlab.language import Mesh
 from shardlab.models import GPT, Llama, cut, find_model
 from shardlab.models.named import name_of, with_fields
-from shardlab.program import Mesh
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan.plan import Plan
 from shardlab.train.job import Job
-from shardlab.train.verify import verify_rank
+from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
 
 FILE = '''
@@ -30,7 +30,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from shardlab.models import GPT, Blocks, Llama, Parameter
-from shardlab.models.primitive import Primitive
+from shardlab.models.primitives import Primitive
 from shardlab.models.tensors.compute import Given, compute
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardlab.errors import UserError
+from shardlab.common.errors import UserError
 from shardlab.models import GPT, MLP, Blocks, Llama, cut
 from shardlab.models.primitives import Norm
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shardlab.language import UserError
 from shardlab.models import GPT, Llama, Mixtral, find_model
 from shardlab.models.named import ARCHITECTURES, sources
-from shardlab.program import UserError
 
 PUBLISHED = {
     "gpt2": 124_439_808,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from shardlab.planner.beliefs import Beliefs
-from shardlab.planner.found import PlanOutcome
+from shardlab.language import Mesh
+from shardlab.language.precision import PRECISIONS
+from shardlab.planner.describe import StepShares
+from shardlab.planner.error_model import Beliefs
 from shardlab.planner.problem import Candidate
-from shardlab.planner.shares import StepShares
-from shardlab.predict.forecast import Forecast
-from shardlab.program import Mesh
-from shardlab.program.precision import PRECISIONS
-from shardlab.strategies.plan import Plan
+from shardlab.planner.results import PlanOutcome
+from shardlab.simulate.predict.forecast import Forecast
+from shardlab.strategies.plan.plan import Plan
 
 DDP = Plan(Mesh(dp_shard=2))
 ZERO_1 = Plan(Mesh(dp_shard=2), shard_optimizer=("dp_shard",))

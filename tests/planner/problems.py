@@ -6,14 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
-from shardlab.hardware import find_cluster
+from shardlab.language.precision import find_precision
 from shardlab.models import GPT
-from shardlab.planner.floors import Floors
-from shardlab.planner.plan_shape import PlanShape
-from shardlab.planner.problem import Limits, Problem
+from shardlab.planner.bounds import Floors
+from shardlab.planner.problem import Limits, PlanShape, Problem
 from shardlab.planner.workers import Answer, Asked, answer, with_memory
-from shardlab.program.precision import find_precision
-from shardlab.strategies.plan import Plan
+from shardlab.simulate.hardware import find_cluster
+from shardlab.strategies.plan.plan import Plan
 
 GIB = 2**30
 SMALL = GPT(layers=4, heads=8, hidden_size=512, vocab_size=1024, seq_len=512)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from shardlab.planner.grade import GradedCell, Grades, cells_of
-from shardlab.planner.tried import TriedPlan, candidate_of
-from shardlab.predict.recipe import find_recipe
-from shardlab.program import UserError
+from shardlab.language import UserError
+from shardlab.planner.grade import GradedCell, Grades, TriedPlan, candidate_of, cells_of
+from shardlab.simulate.predict.recipe import find_recipe
 from tests.planner.nanotron_rows import row
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from shardlab.errors import UserError
+from shardlab.common.errors import UserError
+from shardlab.language import Mesh
 from shardlab.models import Llama
-from shardlab.planner.floors import Floors
-from shardlab.planner.nothing_divides import nothing_to_search
+from shardlab.planner.bounds import Floors
+from shardlab.planner.nothing_fits import nothing_to_search
 from shardlab.planner.problem import Limits, Problem
 from shardlab.planner.space import candidates, shapes
 from shardlab.planner.workers import Asked, answer
-from shardlab.predict.recipe import find_recipe
-from shardlab.program import Mesh
-from shardlab.strategies.plan import Plan
+from shardlab.simulate.predict.recipe import find_recipe
+from shardlab.strategies.plan.plan import Plan
 from tests.planner.problems import problem
 
 LLAMA = Llama(layers=6, heads=8, kv_heads=4, hidden_size=512, ffn_hidden_size=1536, vocab_size=1000, seq_len=4096)

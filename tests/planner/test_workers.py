@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cache
+from math import inf
 from multiprocessing.process import BaseProcess
 from unittest.mock import patch
 
+import pytest
+
+from shardlab.planner import search
 from shardlab.planner import workers as module
-from shardlab.planner.dealer import AskedDeal, Deals
-from shardlab.planner.problem import Problem
-from shardlab.planner.space import candidates, shapes
-from shardlab.planner.workers import Asked, answer, changed, workers
-from tests.planner.problems import problem
+from shardlab.planner.bounds import Floors
+from shardlab.planner.problem import Limits, PlanShape, Problem
+from shardlab.planner.results import Waiting
+from shardlab.planner.search import Search
+from shardlab.planner.space import candidates, dealt, follows, pipelined, shapes
+from shardlab.planner.workers import (
+    Answer,
+    Asked,
+    AskedDeal,
+    Dealer,
+    Deals,
+    Dealt,
+    InTime,
+    Workers,
+    answer,
+    changed,
+    deal,
+    workers,
+)
+from shardlab.simulate.predict.recipe import OWN
+from shardlab.strategies.plan.plan import Plan
+from tests.planner.problems import GIB, passes_of, problem
 
 LONG = 600.0
 """Seconds for which nobody waits."""
@@ -85,3 +110,154 @@ def test_a_process_deals_a_problem_with_what_it_has_worked_out() -> None:
         assert ask.dealer(larger, "batch").problem is larger
         assert ask.dealer(asked, "") is dealer
         assert ask.dealer(larger, "").problem is larger  # never another problem's floors
+
+
+# Candidates that are dealt many at a time, in another process or here, are those that are dealt one by one.
+
+
+PROBLEM = problem(limits=Limits(fixed={"recompute": "none"}, most={"tp": 2, "micro_batch_size": 2}))
+
+
+def asked_of(dealer: Dealer, least: float = math.inf) -> AskedDeal:
+    """All shapes of the problem, to be dealt."""
+    floors = [(shape, dealer.floors.of_shape(shape)) for shape in shapes(dealer.problem)]
+    waiting = [
+        Waiting(0.0, 0, each.seconds, each.bytes, each.passes, shape, passes=each.passes) for shape, each in floors
+    ]
+    return AskedDeal(waiting, least)
+
+
+def test_all_candidates_are_dealt_if_all_are_fast_enough() -> None:
+    dealer = Dealer(PROBLEM)
+    dealt = [each.plan for each in dealer.all(asked_of(dealer)).candidates]
+    assert dealt == [each for shape in shapes(PROBLEM) for each in candidates(PROBLEM, shape)]
+
+
+def test_a_worker_deals_as_this_process_does() -> None:
+    dealer = Dealer(PROBLEM)
+    seconds = sorted(each.seconds for each in dealer.all(asked_of(dealer)).candidates)
+    asked = asked_of(dealer, seconds[len(seconds) // 4])
+    with workers(PROBLEM, 2) as ask:
+        found = ask.deal(asked).result()
+    assert found == Dealer(PROBLEM).all(asked)
+    assert 0 < len(found.candidates) < len(seconds)
+
+
+@pytest.mark.parametrize("beside", [1, 3])
+def test_a_search_finds_the_same_plans_when_workers_deal_beside_it(beside: int) -> None:
+    dealer, handed = Dealer(PROBLEM), list[int]()
+
+    def forecast(asked: Asked) -> Future[Answer | None]:
+        future: Future[Answer | None] = Future()
+        future.set_result(answer(PROBLEM, asked))
+        return future
+
+    def deal(asked: AskedDeal) -> Future[Deals]:
+        handed.append(len(asked.waiting))
+        future: Future[Deals] = Future()
+        future.set_result(dealer.all(asked))
+        return future
+
+    with patch.object(search, "HANDED_OUT", 2), patch.object(search, "SCOUTS", 0):
+        alone = Search(PROBLEM, forecast, ahead=2).run()
+        found = Search(PROBLEM, Workers(forecast, deal, beside), ahead=2).run()
+    assert len(handed) > 2
+    assert found.left is alone.left is None
+    assert found.best == alone.best
+    assert {each.rank for each in found.outcomes} == {each.rank for each in alone.outcomes}
+
+
+# Dealing discards only what does not fit, or is slower than what is wanted.
+
+
+LITTLE = problem(
+    devices=8,
+    memory=0.2 * GIB + OWN.memory.context_bytes,
+    limits=Limits(fixed={"tp": 2, "pp": 2, "recompute": "none"}, micro_batch_size=1),
+    hidden_size=1024,
+)
+
+
+def dealt_by(floors: Floors, shape: PlanShape, plan: Plan, least: float, *, whole: bool = True) -> Dealt:
+    return deal(floors, shape, plan, passes_of(floors, shape, plan), least=least, whole=whole)
+
+
+def pipelines(asked: Problem) -> list[tuple[PlanShape, Plan]]:
+    return [(shape, plan) for shape in shapes(asked) for plan in pipelined(asked, shape) if follows(asked, shape, plan)]
+
+
+@cache
+def forecasts_of_what_fits() -> dict[str, float]:
+    """Forecast step times in seconds of all candidates that fit."""
+    forecasts: dict[str, float] = {}
+    for shape, plan in pipelines(LITTLE):
+        for candidate in dealt(LITTLE, shape, plan):
+            found = answer(LITTLE, Asked(candidate))
+            if found is not None and found.forecast.memory.fits and found.forecast.memory.safe:
+                forecasts[repr(candidate)] = found.forecast.seconds
+    return forecasts
+
+
+@pytest.mark.parametrize("share", [0.4, 0.8])
+def test_what_fits_and_is_fast_enough_is_dealt(share: float) -> None:
+    floors, forecasts, every = Floors(LITTLE), forecasts_of_what_fits(), pipelines(LITTLE)
+    assert len(every) > 5
+    least = sorted(forecasts.values())[int(share * len(forecasts))]
+    wanted = {name for name, seconds in forecasts.items() if seconds <= least}
+    for whole in (False, True):
+        found = [each for shape, plan in every for each in dealt_by(floors, shape, plan, least, whole=whole).candidates]
+        assert wanted <= {repr(each.candidate) for each in found}
+        assert all(each.seconds <= least for each in found)
+        assert len(found) < sum(1 for shape, plan in every for _ in dealt(LITTLE, shape, plan))
+
+
+# Questions are asked, and answers waited for, until time is up.
+
+
+ASKED = Asked(next(candidates(problem(), next(shapes(problem())))))
+
+
+def never(_: Asked) -> Future[Answer | None]:
+    return Future()
+
+
+def test_an_answer_that_does_not_come_in_time_is_missed_and_its_question_withdrawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    timed = InTime(problem(), never, now + 0.05)
+    coming = timed.ask(ASKED)
+    assert timed.answer(coming, "an alternative") is None
+    assert coming is not None
+    assert coming.cancelled()
+    assert str(timed) == "an alternative (1)"
+
+
+def test_nothing_is_asked_when_time_is_up() -> None:
+    asked: list[Asked] = []
+
+    def ask(question: Asked) -> Future[Answer | None]:
+        asked.append(question)
+        return Future()
+
+    timed = InTime(problem(), ask, time.monotonic() - 1)
+    assert timed.answer(timed.ask(ASKED), "why") is timed.answer(timed.ask(ASKED), "why") is None
+    assert not asked
+    assert str(timed) == "why (2)"
+
+
+def test_no_trace_is_begun_that_would_take_longer_than_there_is_time() -> None:
+    timed = InTime(problem(sequences=2**20), never, time.monotonic() + 60)
+    unsteady = replace(ASKED.candidate, plan=replace(ASKED.candidate.plan, schedule="gpipe"))
+    assert timed.ask(replace(ASKED, shares=True)) is not None, "few microbatches tell it"
+    assert timed.ask(replace(ASKED, candidate=unsteady)) is not None, "a forecast is no trace"
+    assert timed.ask(replace(ASKED, candidate=unsteady, shares=True)) is None
+
+
+def test_a_refusal_is_no_answer_that_was_missed() -> None:
+    refused: Future[Answer | None] = Future()
+    refused.set_result(None)
+    timed = InTime(problem(), lambda _: refused, inf)
+    assert timed.answer(timed.ask(ASKED), "why") is None
+    assert not str(timed)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardlab.strategies.schedules import Schedule
-from shardlab.strategies.schedules.csv_schedule import Form, csv_of_steps, import_csv
-from shardlab.strategies.schedules.messages import Recv, Send
-from shardlab.strategies.schedules.sharding import ShardedStep
-from shardlab.strategies.schedules.steps import steps_of
+from shardlab.strategies.schedules.pytorch_csv import Form, csv_of_steps, import_csv
+from shardlab.strategies.schedules.steps import Recv, Send, ShardedStep, steps_of
 
 
 def csv_of(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank: int = 1, *, form: Form) -> str:

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.check import check
-from shardlab.program import Kind, OpKind, Program, UserError, trace
+from shardlab.language import Kind, OpKind, Program, UserError, trace
+from shardlab.simulate.timeline import simulate
 from shardlab.strategies import STRATEGIES, find
-from shardlab.strategies.entry import DECLARED
-from shardlab.timeline import simulate
+from shardlab.strategies.registry import DECLARED
 from tests.support.thorough import examples
 
 WEIGHT_HALF = OpKind.BACKWARD_WEIGHT

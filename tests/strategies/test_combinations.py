@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from shardlab.check import check
+from shardlab.language import Mesh, trace
 from shardlab.models import MoE
 from shardlab.models.cutting import cut_for
-from shardlab.program import Mesh, trace
-from shardlab.strategies.plan import Plan
-from shardlab.strategies.planned import planned
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.program import planned
 from tests.train.verify_cases import TABLE, Verified
 
 MODEL = MoE(layers=2, hidden_size=8, heads=4, seq_len=16, vocab_size=16, experts=4)

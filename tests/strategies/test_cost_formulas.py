@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from shardlab.check import Checked, check
-from shardlab.program import Kind, UserError, trace
+from shardlab.language import Kind, UserError, trace
+from shardlab.simulate.timeline import live_memory, traffic
 from shardlab.strategies import STRATEGIES, StrategyEntry
-from shardlab.strategies.entry import planned_entry
-from shardlab.timeline import live_memory, traffic
+from shardlab.strategies.registry import planned_entry
 
 PAGES = Path(__file__).parents[2] / "docs" / "strategies"
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from shardlab.program import UserError
+from shardlab.language import UserError
 from tests.strategies.csv_files import read_csv
 
 ACTIONS = """\

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shardlab.program import UserError
+from shardlab.language import UserError
 from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
-from shardlab.strategies.schedules.csv_format import cells, write_csv
-from shardlab.strategies.schedules.messages import Recv, Send
-from shardlab.strategies.schedules.sharding import ReduceGrad, Reshard, ShardedStep, Unshard
+from shardlab.strategies.schedules.pytorch_csv import cells, write_csv
+from shardlab.strategies.schedules.steps import Recv, ReduceGrad, Reshard, Send, ShardedStep, Unshard
 
 WORDS: list[tuple[str, ShardedStep]] = [
     ("2F0", Forward(2, 0)),

@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.program import UserError
-from shardlab.strategies.schedules import (
-    SCHEDULES,
-    Action,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Schedule,
+from shardlab.language import UserError
+from shardlab.strategies.schedules import SCHEDULES, Action, Backward, BackwardInput, BackwardWeight, Forward, Schedule
+from shardlab.strategies.schedules.pytorch_csv import Form, import_csv, write_csv
+from shardlab.strategies.schedules.steps import (
+    Recv,
+    ReduceGrad,
+    Reshard,
+    Send,
+    ShardedStep,
+    Step,
+    Steps,
+    Unshard,
+    with_messages,
+    with_sharding,
 )
-from shardlab.strategies.schedules.csv_format import write_csv
-from shardlab.strategies.schedules.csv_schedule import Form, import_csv
-from shardlab.strategies.schedules.messages import Recv, Send, Step, with_messages
-from shardlab.strategies.schedules.sharding import ReduceGrad, Reshard, ShardedStep, Unshard, with_sharding
-from shardlab.strategies.schedules.steps import Steps
 from tests.strategies.csv_files import csv_of, read_csv
 
 FORMS: list[Form] = ["compute_only", "compute_comms"]

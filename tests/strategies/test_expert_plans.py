@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from shardlab.check import Checked, check
 from shardlab.draw import timeline_svg
-from shardlab.program import Kind, Mesh, OpKind, Sizes, UserError, trace
-from shardlab.strategies.plan import Plan
-from shardlab.strategies.planned import planned
-from shardlab.timeline import simulate
+from shardlab.language import Kind, Mesh, OpKind, Sizes, UserError, trace
+from shardlab.simulate.timeline import simulate
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.program import planned
 from tests.support.thorough import examples
 
 SHARDS = [(), ("dp_shard",), ("dp_shard", "dp_replicate")]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardlab.program import Mesh, UserError
+from shardlab.language import Mesh, UserError
 from shardlab.strategies.load import load
 
 FILE = """
@@ -25,7 +25,7 @@ async def on_a_grid(rank):
     pass
 
 def on_a_grid_mesh(ranks):
-    from shardlab.program import Mesh
+    from shardlab.language import Mesh
     return Mesh(pp=ranks // 2, dp_shard=2)
 
 def plain(rank):
@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_run_is_refused_with_its_line(tmp_path: Path, text
 def test_a_mesh_function_that_is_wrong_is_one_sentence(tmp_path: Path, mesh: str, sentence: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        f"from shardlab.program import Mesh\n\nasync def go(rank): ...\n\ndef go_mesh(ranks): return {mesh}\n"
+        f"from shardlab.language import Mesh\n\nasync def go(rank): ...\n\ndef go_mesh(ranks): return {mesh}\n"
     )
     with pytest.raises(UserError, match=sentence):
         load(f"{file}:go").grid(4)

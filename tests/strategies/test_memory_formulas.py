@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardlab.check import Checked, check
-from shardlab.program import Kind, OpKind, trace
+from shardlab.language import Kind, OpKind, trace
+from shardlab.simulate.timeline import live_memory
 from shardlab.strategies import STRATEGIES
-from shardlab.timeline import live_memory
 
 LAYERS = 32
 BLOCKS = 8

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from shardlab.check import check
+from shardlab.language import Kind, Mesh, OpKind, Program, Sizes, UserError, trace
+from shardlab.language.rules.kinds import ROW_KINDS
 from shardlab.models import GPT, cut
-from shardlab.program import Kind, Mesh, OpKind, Program, Sizes, UserError, trace
-from shardlab.rules.kind import ROW_KINDS
-from shardlab.strategies.plan import Plan, Recompute
-from shardlab.strategies.planned import planned
-from shardlab.timeline import Timeline, simulate
+from shardlab.simulate.timeline import Timeline, simulate
+from shardlab.strategies.plan.plan import Plan, Recompute
+from shardlab.strategies.plan.program import planned
 
 SAVED = Sizes(weights=(1,) * 4, opt_states=(1,) * 4, activations=(10,) * 5, saved=(100,) * 4)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from random import Random
 
 from shardlab.check import ChannelModel
-from shardlab.program import Op, OpKind, Program
-from shardlab.program.ops import COMMUNICATION
+from shardlab.language import Op, OpKind, Program
+from shardlab.language.ops import COMMUNICATION
 
 QUEUES = (ChannelModel.QUEUED_PER_PAIR, ChannelModel.QUEUED)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from shardlab.program import OpKind, Program
+from shardlab.language import OpKind, Program
 from tests.support.judged_compute import COMPUTE, PLACE
 from tests.support.judged_dtypes import dtype_made
 from tests.support.judged_links import Links

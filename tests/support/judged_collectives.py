@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from shardlab.program import OpKind
+from shardlab.language import OpKind
 from tests.support.pieces import BrokenTape, Owner, Piece, numbers_of, summed
 
 

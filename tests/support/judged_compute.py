@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardlab.program import Op, OpKind
+from shardlab.language import Op, OpKind
 from tests.support.judged_collectives import combined, scattered_columns, scattered_rows
 from tests.support.judged_memory import elements_of
 from tests.support.judged_rank import JudgedRank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.program import Op, OpKind
+from shardlab.language import Op, OpKind
 from tests.support.judged_rank import JudgedRank
 from tests.support.pieces import BrokenTape
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import replace
 
-from shardlab.program import Op, OpKind
+from shardlab.language import Op, OpKind
 from tests.support.judged_rank import JudgedRank
 from tests.support.judged_roots import received
 from tests.support.judged_scales import common_scale

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardlab.program import Op, OpKind
+from shardlab.language import Op, OpKind
 from tests.support.one_device import initial
 from tests.support.pieces import ELEMENTS, PRIME, Array, BrokenTape, Piece
 

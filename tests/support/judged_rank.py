@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardlab.program import Op, OpKind
+from shardlab.language import Op, OpKind
 from tests.support.judged_memory import KeptWeights
 from tests.support.pieces import Array, BrokenTape, Piece
 

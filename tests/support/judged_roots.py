@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardlab.program import Op, OpKind
+from shardlab.language import Op, OpKind
 from tests.support.judged_collectives import combined
 from tests.support.pieces import PRIME, BrokenTape, Piece, summed
 

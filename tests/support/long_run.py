@@ -15,9 +15,9 @@ from dataclasses import replace
 from random import Random
 
 from shardlab.check import check
-from shardlab.passes import PASSES
-from shardlab.passes.rewriting import CannotApply
-from shardlab.program import Program
+from shardlab.language import Program
+from shardlab.simulate.passes import PASSES
+from shardlab.simulate.passes.reorder import CannotApply
 from tests.support.interpreter import Outcome, judge
 from tests.support.mutations import MUTATIONS
 from tests.support.random_attention import random_attention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from shardlab.program import Op, OpKind, Program
+from shardlab.language import Op, OpKind, Program
 
 Mutation = Callable[[Program], Iterator[Program]]
 MUTATIONS: dict[str, Mutation] = {}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from shardlab.program import Group, Op, OpKind, Program
-from shardlab.program.mesh import group_of
-from shardlab.program.ops import COLLECTIVES
+from shardlab.language import Group, Op, OpKind, Program
+from shardlab.language.mesh import group_of
+from shardlab.language.ops import COLLECTIVES
 from tests.support.mutating import changed, fresh_number, mutation, places, renamed, wait_of, with_tape
 
 REDUCES = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER})

@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from shardlab.program import Op, OpKind, Program
-from shardlab.program.mesh import group_of
-from shardlab.program.ops import COLLECTIVES
+from shardlab.language import Op, OpKind, Program
+from shardlab.language.mesh import group_of
+from shardlab.language.ops import COLLECTIVES
 from tests.support.mutating import (
     changed,
     everywhere,

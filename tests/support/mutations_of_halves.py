@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from shardlab.program import Op, OpKind, Program
-from shardlab.program.ops import COLLECTIVES
+from shardlab.language import Op, OpKind, Program
+from shardlab.language.ops import COLLECTIVES
 from tests.support.mutating import (
     changed,
     fresh_number,

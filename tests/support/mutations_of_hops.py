@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardlab.program import Kind, Op, OpKind, Program
+from shardlab.language import Kind, Op, OpKind, Program
 from tests.support.mutating import (
     changed,
     everywhere,

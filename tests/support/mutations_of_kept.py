@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardlab.program import ExpectedValue, Kind, Op, OpKind, Program
-from shardlab.program.mesh import group_of
+from shardlab.language import ExpectedValue, Kind, Op, OpKind, Program
+from shardlab.language.mesh import group_of
 from tests.support.mutating import fresh_number, living_on, mutation, places, renamed, with_tape
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from shardlab.program import OpKind, Program
+from shardlab.language import OpKind, Program
 from tests.support.mutating import changed, moved, mutation, places, wait_of, with_tape
 
 

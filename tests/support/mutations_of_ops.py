@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardlab.program import Holds, Op, OpKind, Program
-from shardlab.program.ops import COMMUNICATION
+from shardlab.language import Holds, Op, OpKind, Program
+from shardlab.language.ops import COMMUNICATION
 from tests.support.mutating import changed, fresh_number, moved, mutation, places, renamed, with_tape
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from shardlab.program import ExpectedValue, Holds, Kind, Op, OpKind, Program, Reduction
-from shardlab.program.mesh import group_of
-from shardlab.rules.factor import ONE, factor_of
+from shardlab.language import ExpectedValue, Holds, Kind, Op, OpKind, Program, Reduction
+from shardlab.language.mesh import group_of
+from shardlab.language.rules.kinds import ONE, factor_of
 from tests.support.mutating import (
     changed,
     everywhere,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardlab.program import Op, OpKind, Program, Reduction
-from shardlab.program.ops import COLLECTIVES, ROOT_GIVES, ROOTED
+from shardlab.language import Op, OpKind, Program, Reduction
+from shardlab.language.ops import COLLECTIVES, ROOT_GIVES, ROOTED
 from tests.support.mutating import changed, fresh_number, mutation, places, wait_of, with_tape
 from tests.support.mutations_of_collectives import communications
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardlab.program import Holds, OpKind, Program
+from shardlab.language import Holds, OpKind, Program
 from tests.support.mutating import changed, everywhere, mutation, places, reading
 
 CARRIED = {OpKind.FORWARD: 2, OpKind.BACKWARD: 4, OpKind.BACKWARD_INPUT: 4}

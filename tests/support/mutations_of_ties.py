@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardlab.program import Op, OpKind, Program
+from shardlab.language import Op, OpKind, Program
 from tests.support.mutating import (
     added_twice,
     changed,

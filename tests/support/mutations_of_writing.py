@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardlab.program import Holds, Mesh, OpKind, Program, Sizes
+from shardlab.language import Holds, Mesh, OpKind, Program, Sizes
 from tests.support.mutating import changed, mutation, places
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from shardlab.program import Rank, Value
+from shardlab.language import Rank, Value
 
 
 def gradients(rank: Rank, microbatches: Iterable[int] | None = None) -> Iterator[tuple[int, Value]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardlab.check import Checked, check
-from shardlab.program import Program
+from shardlab.language import Program
 from tests.support.interpreter import judge
 
 

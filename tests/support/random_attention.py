@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from random import Random
 
-from shardlab.program import Handle, Program, Rank, Sizes, Store, Strategy, Value, trace
+from shardlab.language import Handle, Program, Rank, Sizes, Store, Strategy, Value, trace
 from tests.support.random_dealing import Agreed, AttentionShape, random_attention_shape
 
 

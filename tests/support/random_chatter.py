@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from shardlab.program import Deadlock, Handle, Program, Rank, trace
+from shardlab.language import Deadlock, Handle, Program, Rank, trace
 
 Call = Callable[[Rank], Handle[object]]
 

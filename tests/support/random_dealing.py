@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from random import Random
 
-from shardlab.program import Mesh
+from shardlab.language import Mesh
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import itertools
 from dataclasses import replace
 from random import Random
 
-from shardlab.program import Kind, Mesh, Program, Rank, Sizes, Store, Strategy, Value, trace
-from shardlab.rules.layer import GRADIENT_OF
+from shardlab.language import Kind, Mesh, Program, Rank, Sizes, Store, Strategy, Value, trace
+from shardlab.language.rules.layer_rules import GRADIENT_OF
 from tests.support.random_plans import routed
 
 

@@ -10,8 +10,8 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from shardlab.program import Mesh
-from shardlab.rules.factor import ONE, factor_of
+from shardlab.language import Mesh
+from shardlab.language.rules.kinds import ONE, factor_of
 
 
 @dataclass(frozen=True)

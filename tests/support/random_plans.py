@@ -9,12 +9,12 @@ from random import Random
 
 from hypothesis import strategies as st
 
+from shardlab.language import Mesh, Program, Sizes, trace
 from shardlab.models import MoE
 from shardlab.models.cutting import cut
-from shardlab.program import Mesh, Program, Sizes, trace
-from shardlab.strategies.model_layers import model_layers
-from shardlab.strategies.plan import CUT_AXES, DATA_AXES, Context, Plan, Recompute
-from shardlab.strategies.planned import planned
+from shardlab.strategies.plan.plan import CUT_AXES, DATA_AXES, Context, Plan, Recompute
+from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.rank_plan import model_layers
 from shardlab.strategies.schedules import SCHEDULES
 from tests.support.pieces import WIDTH
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from shardlab.program import Handle, Program, Rank, Strategy, Value, trace
-from shardlab.rules.factor import ONE
+from shardlab.language import Handle, Program, Rank, Strategy, Value, trace
+from shardlab.language.rules.kinds import ONE
 from tests.support.random_plan import Plan, Shape, random_shape, schedule, shapes
 from tests.support.rooted_calls import Detour
 

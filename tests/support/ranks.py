@@ -13,12 +13,12 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-from shardlab.errors import UserError
-from shardlab.execute.connecting import connect_neighbours
+from shardlab.common.errors import UserError
+from shardlab.execute.transport.neighbours import connect_neighbours
 from shardlab.train.job import Job
-from shardlab.train.wakeups import set_wakeups
+from shardlab.train.launch.ranks import set_wakeups
 
-PRELOAD = ["shardlab.train.verify", "shardlab.train.loop", "torch._dynamo"]
+PRELOAD = ["shardlab.train.verification.verify", "shardlab.train.loop", "torch._dynamo"]
 """What all ranks import, once for all of them; the last is what torch's optimizers import at their first use."""
 
 

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from shardlab.check import check
-from shardlab.program import Mesh, Rank, Sizes, Strategy, Value, trace
-from shardlab.program.bounds import bounded
-from shardlab.puzzles import Model, Weight, WeightGrad
-from shardlab.puzzles.native import timeline_of
-from shardlab.puzzles.statements import find
+from shardlab.common.user_code import bounded
+from shardlab.language import Mesh, Rank, Sizes, Strategy, Value, trace
+from shardlab.learn.puzzles import Model, Weight, WeightGrad
+from shardlab.learn.puzzles.grader import find, timeline_of_strategy
 from tests.check import unsound_programs as unsound
 
 Calls = dict[str, Callable[[], object]]
@@ -387,7 +386,7 @@ def standing(call: Callable[[], object]) -> Callable[[], object]:
 
 OF_PUZZLES: Calls = {
     "made up": lambda: raises(made_up()),
-    "frozen": lambda: timeline_of(frozen_but_kept, find("grad_accum")),
+    "frozen": lambda: timeline_of_strategy(frozen_but_kept, find("grad_accum")),
     "partial": lambda: WeightGrad(0, 1, {0}, 2, {0}, 2).shard(0, 2),
     "no value": lambda: Weight(0, 1, 0).combine(cast(Any, "cheese")),
     "other values": lambda: Weight(0, 2, 0, {0}, 2).combine(Weight(1, 2, 0, {1}, 2)),

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardlab.errors import of_layer
-from shardlab.program import Holds, Kind, Mesh, OpKind, Sizes, Spec
-from shardlab.rules import attention, dealing, place, sums, update
-from shardlab.rules.factor import factor_of
-from shardlab.rules.layer import LayerRules
-from shardlab.rules.pieces import WHOLE
-from shardlab.rules.spec import Term
-from tests.rules.toys import Toy
+from shardlab.common.errors import of_layer
+from shardlab.language import Holds, Kind, Mesh, OpKind, Sizes, Spec
+from shardlab.language.rules import arithmetic, attention, collectives, optimizer_step, refusals
+from shardlab.language.rules.kinds import WHOLE, factor_of
+from shardlab.language.rules.layer_rules import LayerRules
+from shardlab.language.rules.spec import Term
+from tests.language.rules.toys import Toy
 from tests.support.random_plans import routed
 
 Calls = dict[str, Callable[[], object]]
@@ -39,7 +38,7 @@ def exchanged(*members: Spec) -> Callable[[], object]:
 
 
 def scaled(by: int, kind: Kind = Kind.GRAD_WEIGHT) -> Spec:
-    return sums.scale(rows(kind, by), factor_of(by))
+    return arithmetic.scale(rows(kind, by), factor_of(by))
 
 
 def queries(cells: int, **form: Any) -> Spec:
@@ -76,7 +75,7 @@ def routed_back(term: int) -> object:
 def unevenly_scaled() -> object:
     gradients = [
         rows(Kind.GRAD_ACTIVATION, 0b1, layer=2),
-        sums.scale(rows(Kind.GRAD_RESIDUAL, 0b1, layer=3), factor_of(2)),
+        arithmetic.scale(rows(Kind.GRAD_RESIDUAL, 0b1, layer=3), factor_of(2)),
     ]
     return layer_of(BODIES, 1).backward(rows(Kind.ACTIVATION, 0b1), gradients, weight_of(BODIES, 1))
 
@@ -99,9 +98,11 @@ RULES: Calls = {
     "other indices": lambda: BODIES.meet(
         OpKind.ALL_GATHER, *[rows(Kind.ACTIVATION, 0b11, slices={"ffn": n, "head": n}) for n in (1, 2)]
     ),
-    "other factors": lambda: sums.add_two(scaled(1), scaled(2)),
-    "frozen in the norm": lambda: update.want_no_frozen(of_layer("update", 1), rows(Kind.SCALAR, 0), Holds(0b01, 2)),
-    "missing microbatches, of cut sequences": lambda: update.norm(7, 1, rows(Kind.GRAD_WEIGHT, 0b0011)),
+    "other factors": lambda: arithmetic.add_two(scaled(1), scaled(2)),
+    "frozen in the norm": lambda: optimizer_step.want_no_frozen(
+        of_layer("update", 1), rows(Kind.SCALAR, 0), Holds(0b01, 2)
+    ),
+    "missing microbatches, of cut sequences": lambda: optimizer_step.norm(7, 1, rows(Kind.GRAD_WEIGHT, 0b0011)),
     "missing terms, of keys": lambda: attention.attend_backward(
         1, queries(0b10), keys(0b01), ATTENDED, rows(Kind.GRAD_ACTIVATION, 0b10, layer=2)
     ),
@@ -109,13 +110,13 @@ RULES: Calls = {
     "other tokens, of one microbatch": lambda: attention.attend(1, queries(0b0110), keys(0b0110)),
     "wrong layer, of queries": lambda: attention.attend(2, queries(0b01), keys(0b01)),
     "other pieces, of keys": lambda: attention.attend(1, queries(0b01), keys(0b01, slices={"head": 0b01})),
-    "unknown slice": lambda: dealing.slice_of(rows(Kind.WEIGHT, 0), 3, 2),
+    "unknown slice": lambda: collectives.slice_of(rows(Kind.WEIGHT, 0), 3, 2),
     "unknown slice, of a layer that deals nothing": parted(5, Holds(1, 2)),
-    "wrong kind, sliced": lambda: dealing.slice_of(rows(Kind.SCALAR, 0), 0, 2),
-    "wrong kind, scaled": lambda: sums.scale(rows(Kind.WEIGHT, 0), factor_of(2)),
-    "wrong factor": lambda: sums.scale(rows(Kind.GRAD_WEIGHT, 0b1), factor_of(0)),
-    "does not divide, sliced": lambda: dealing.slice_of(rows(Kind.ACTIVATION, 0b1, WHOLE_BLOCKS), 0, 2),
-    "does not divide, slices of sequences": lambda: dealing.slice_of(rows(Kind.ACTIVATION, 0b1), 0, 2),
+    "wrong kind, sliced": lambda: collectives.slice_of(rows(Kind.SCALAR, 0), 0, 2),
+    "wrong kind, scaled": lambda: arithmetic.scale(rows(Kind.WEIGHT, 0), factor_of(2)),
+    "wrong factor": lambda: arithmetic.scale(rows(Kind.GRAD_WEIGHT, 0b1), factor_of(0)),
+    "does not divide, sliced": lambda: collectives.slice_of(rows(Kind.ACTIVATION, 0b1, WHOLE_BLOCKS), 0, 2),
+    "does not divide, slices of sequences": lambda: collectives.slice_of(rows(Kind.ACTIVATION, 0b1), 0, 2),
     "does not divide, into parts of the experts": parted(4, Holds(1, 3)),
     "does not divide, experts": exchanged(*(buffers(1 << n) for n in range(3))),
     "does not divide, one expert": exchanged(*(buffers(1 << n, 0b01) for n in range(2))),
@@ -129,29 +130,29 @@ RULES: Calls = {
     ),
     "other factors, gathered": lambda: BODIES.meet(OpKind.ALL_GATHER, scaled(1), scaled(2)),
     "other factors, of one pass": unevenly_scaled,
-    "other sums": lambda: sums.add_two(term("ffn"), term("head")),
+    "other sums": lambda: arithmetic.add_two(term("ffn"), term("head")),
     "other pieces, of experts": lambda: layer_of(EXPERTS, 5).forward(
         [buffers(0b1, 0b01)], weight_of(EXPERTS, 5, Holds(0b10, 2))
     ),
     "other pieces, of the routing": lambda: routed_back(0b10),
-    "other dtypes": lambda: sums.cast(rows(Kind.GRAD_WEIGHT, 0b1), "float7"),
-    "other dtypes, of one sum": lambda: sums.add_two(
-        rows(Kind.GRAD_WEIGHT, 0b1), sums.cast(rows(Kind.GRAD_WEIGHT, 0b10), "bfloat16")
+    "other dtypes": lambda: arithmetic.cast(rows(Kind.GRAD_WEIGHT, 0b1), "float7"),
+    "other dtypes, of one sum": lambda: arithmetic.add_two(
+        rows(Kind.GRAD_WEIGHT, 0b1), arithmetic.cast(rows(Kind.GRAD_WEIGHT, 0b10), "bfloat16")
     ),
     "other dtypes, of what is computed with": lambda: layer_of(WHOLE_BLOCKS, 0).forward(
-        [rows(Kind.ACTIVATION, 0b1, WHOLE_BLOCKS, 0)], sums.cast(weight_of(WHOLE_BLOCKS, 0), "bfloat16")
+        [rows(Kind.ACTIVATION, 0b1, WHOLE_BLOCKS, 0)], arithmetic.cast(weight_of(WHOLE_BLOCKS, 0), "bfloat16")
     ),
-    "elsewhere": lambda: place.offload(weight_of(WHOLE_BLOCKS, 0), "attic"),
-    "elsewhere, on the disk": lambda: place.offload(rows(Kind.GRAD_WEIGHT, 0b1), "disk"),
-    "elsewhere, on the device": lambda: place.reload(weight_of(WHOLE_BLOCKS, 0)),
+    "elsewhere": lambda: refusals.offload(weight_of(WHOLE_BLOCKS, 0), "attic"),
+    "elsewhere, on the disk": lambda: refusals.offload(rows(Kind.GRAD_WEIGHT, 0b1), "disk"),
+    "elsewhere, on the device": lambda: refusals.reload(weight_of(WHOLE_BLOCKS, 0)),
     "elsewhere, computed with": lambda: layer_of(WHOLE_BLOCKS, 0).forward(
-        [rows(Kind.ACTIVATION, 0b1, WHOLE_BLOCKS, 0)], place.offload(weight_of(WHOLE_BLOCKS, 0), "host")
+        [rows(Kind.ACTIVATION, 0b1, WHOLE_BLOCKS, 0)], refusals.offload(weight_of(WHOLE_BLOCKS, 0), "host")
     ),
-    "elsewhere, of one sum": lambda: sums.add_two(
-        rows(Kind.GRAD_WEIGHT, 0b1), place.offload(rows(Kind.GRAD_WEIGHT, 0b10), "host")
+    "elsewhere, of one sum": lambda: arithmetic.add_two(
+        rows(Kind.GRAD_WEIGHT, 0b1), refusals.offload(rows(Kind.GRAD_WEIGHT, 0b10), "host")
     ),
-    "wrong kind, offloaded": lambda: place.offload(rows(Kind.SCALAR, 0), "host"),
-    "missing terms, offloaded": lambda: place.offload(term("ffn"), "host"),
-    "wrong kind, cast": lambda: sums.cast(rows(Kind.SCALAR, 0), "bfloat16"),
-    "wrong step, cast": lambda: sums.cast(rows(Kind.WEIGHT, 0, step=1), "bfloat16"),
+    "wrong kind, offloaded": lambda: refusals.offload(rows(Kind.SCALAR, 0), "host"),
+    "missing terms, offloaded": lambda: refusals.offload(term("ffn"), "host"),
+    "wrong kind, cast": lambda: arithmetic.cast(rows(Kind.SCALAR, 0), "bfloat16"),
+    "wrong step, cast": lambda: arithmetic.cast(rows(Kind.WEIGHT, 0, step=1), "bfloat16"),
 }

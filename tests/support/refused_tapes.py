@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shardlab.check import check
-from shardlab.program import Holds, Mesh, Op, OpKind, Program, Rank, Strategy, Value, trace
-from shardlab.program.mesh import Group, group_of
-from shardlab.strategies.plan import Plan
+from shardlab.language import Holds, Mesh, Op, OpKind, Program, Rank, Strategy, Value, trace
+from shardlab.language.mesh import Group, group_of
+from shardlab.strategies.plan.plan import Plan
 from tests.support.mutations import places
 from tests.support.random_plans import Planned
 from tests.support.refused_calls import Calls, begun, reducing, single

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from shardlab.check import check
-from shardlab.errors import Refused, Rule
-from shardlab.program import Program
+from shardlab.common.errors import Refused, Rule
+from shardlab.language import Program
 
 
 class Told(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from random import Random
 from typing import cast
 
-from shardlab.program import Handle, Kind, Rank, Value
+from shardlab.language import Handle, Kind, Rank, Value
 
 
 class Done:

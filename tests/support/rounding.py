@@ -10,8 +10,8 @@ from functools import reduce
 from unittest.mock import patch
 
 from shardlab.check import Checked
-from shardlab.check.accumulation import InPlace
-from shardlab.program import Kind, Op, OpKind
+from shardlab.check.in_place import InPlace
+from shardlab.language import Kind, Op, OpKind
 from tests.support import judged_collectives, judged_compute, judged_roots
 from tests.support.interpreter import Interpreter
 from tests.support.judged_rank import JudgedRank

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardlab.execute.joint_update import step_together
-from shardlab.execute.optimizer import Slice
+from shardlab.execute.optimizers.flat_slice import Slice, step_together
 
 
 def stepped(kept: Slice, gradient: Tensor, step: int, squared_norm: float | None = None) -> None:

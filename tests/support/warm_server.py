@@ -26,9 +26,9 @@ from tests.support.warm import LONGEST, WarmProcess
 
 IMPORTED = (
     "shardlab.cli",
-    "shardlab.cli.ranks",
+    "shardlab.cli.train.before_ranks",
     "shardlab.train.loop",
-    "shardlab.train.resume",
+    "shardlab.train.checkpoints",
     "torch._dynamo",
     "torch.distributed.run",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.program import Handle, Mesh, Rank, Value
+from shardlab.language import Handle, Mesh, Rank, Value
 from tests.train.user_programs import accumulate, backward, forward
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
-from shardlab.execute.neighbours import Neighbours
-from shardlab.program import Holds
-from shardlab.train.data import Batches
-from shardlab.train.interrupt import StopRequest
+from shardlab.execute.transport.neighbours import Neighbours
+from shardlab.language import Holds
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
 from shardlab.train.job import Job
+from shardlab.train.launch.interrupt import StopRequest
 
 LEAD = 1.0
 """Seconds before a rank goes wrong, in which the others come to where they wait for it."""

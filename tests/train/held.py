@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.cli import main
-from shardlab.train import saving
+from shardlab.train import checkpoints
 
-_commit = saving.commit
+_commit = checkpoints.commit
 
 
 def commit(disk: Any, folder: Path, *rest: Any) -> None:
@@ -27,7 +27,7 @@ def commit(disk: Any, folder: Path, *rest: Any) -> None:
         time.sleep(0.02)
 
 
-saving.commit = commit
+checkpoints.commit = commit
 
 if __name__ == "__main__":
     if "HELD_PID" in os.environ:

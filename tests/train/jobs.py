@@ -16,13 +16,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
-from shardlab.program import Holds, UserError
-from shardlab.train.data import Batches
-from shardlab.train.job import Job
-from shardlab.train.launch import run_ranks
-from shardlab.train.traced_steps import Tracing
+from shardlab.language import Holds, UserError
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
+from shardlab.train.job import Job, Tracing
+from shardlab.train.launch.ranks import run_ranks
 from shardlab.train.tracing import TracedExecutor
 
 

@@ -6,12 +6,12 @@ import os
 import sys
 from pathlib import Path
 
-from shardlab.cli.ranks import failures_as_exit, lines_of
-from shardlab.faults import Watching
+from shardlab.cli.train.before_ranks import failures_as_exit, lines_of
 from shardlab.models import find_model
 from shardlab.strategies.load import load
+from shardlab.train.faults import Watching
 from shardlab.train.job import Job
-from shardlab.train.launch import run_ranks
+from shardlab.train.launch.ranks import run_ranks
 from tests.train import faulty
 
 if __name__ == "__main__":

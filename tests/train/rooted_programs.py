@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from examples.parameter_server import parameter_server
-from shardlab.program import Mesh, Rank
+from shardlab.language import Mesh, Rank
 from tests.train.user_programs import accumulate, backward, forward
 
 __all__ = ["by_root", "by_root_mesh", "parameter_server", "replicas"]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardlab.optimizers import OptimizerConfig
+from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.train.config import DataConfig, LoggingConfig, LoopConfig, StrategyConfig, TrainingConfig
-from shardlab.train.job import Job
+from shardlab.train.job import Job, Tracing
 from shardlab.train.run import TrainingRun
-from shardlab.train.traced_steps import Tracing
 
 
 def run_of(

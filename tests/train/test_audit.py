@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.check.copies import compared_ranks, replicas_of, results_of
-from shardlab.data import Corpus
-from shardlab.errors import UserError
+from shardlab.check.replicas import compared_ranks, replicas_of, results_of
+from shardlab.common.errors import UserError
 from shardlab.execute import Executor, Settings
 from shardlab.models import GPT, MLP
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan.plan import Plan
 from shardlab.train.audit import Audit, Auditing, advice, hash_of
-from shardlab.train.data import Batches
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
 from shardlab.train.job import Job
 from tests.support.ranks import Ranks
 

@@ -14,20 +14,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardlab.exchange import converted, open_source
 from shardlab.execute import OptimizerConfig
-from shardlab.execute.average import averaged
 from shardlab.execute.executor import Executor
+from shardlab.execute.optimizers.algorithms import averaged
 from shardlab.execute.settings import Settings
+from shardlab.language import Holds, Mesh
 from shardlab.models import GPT, MoE
-from shardlab.program import Holds, Mesh
-from shardlab.strategies.plan import Plan
-from shardlab.train.cases import SHARDINGS
+from shardlab.strategies.plan.plan import Plan
+from shardlab.train.batches import Batches
 from shardlab.train.config import LoggingConfig
-from shardlab.train.data import Batches, Corpus
+from shardlab.train.data.corpus import Corpus
+from shardlab.train.huggingface import converted, open_source
 from shardlab.train.job import Job
 from shardlab.train.run import Summary, TrainingRun
-from shardlab.train.verify import verify_rank
+from shardlab.train.verification.cases import SHARDINGS
+from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
 from tests.train.plainly import train_plainly
 from tests.train.runs import run_of

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from shardlab.data import Corpus
-from shardlab.data.stream import SequenceStream, TokenRun
-from shardlab.data.tokenizers import ByteTokenizer
-from shardlab.execute.communicator import Groups
+from shardlab.execute.transport.collectives import Groups
+from shardlab.language import Mesh
 from shardlab.models import GPT
-from shardlab.program import Mesh
 from shardlab.strategies import Plan
-from shardlab.train import verify
-from shardlab.train.data import Batches
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
+from shardlab.train.data.stream import SequenceStream, TokenRun
+from shardlab.train.data.tokenizers import ByteTokenizer
 from shardlab.train.job import Job
-from shardlab.train.verdict import Verdict
-from shardlab.train.verify import verify_rank
+from shardlab.train.verification import verify
+from shardlab.train.verification.cases import Verdict
+from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")

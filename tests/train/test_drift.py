@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardlab.data import Corpus
 from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.models import GPT, MLP
-from shardlab.train.data import Batches
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
 from shardlab.train.job import Job
 from tests.support.ranks import Ranks
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from shardlab.rules.pieces import counted
+from shardlab.language.rules.kinds import counted
 from tests.support.waiting import PATIENCE, until
 from tests.support.warm import WarmStarts
 

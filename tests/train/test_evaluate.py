@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from shardlab.execute import Executor, Settings
-from shardlab.execute.communicator import Groups
+from shardlab.execute.transport.collectives import Groups
+from shardlab.language import Mesh
 from shardlab.models.tensors import initial_weights, layers_of, loss_of, views, with_borrowed
-from shardlab.program import Mesh
 from shardlab.strategies import STRATEGIES, Plan
-from shardlab.train.cases import ALONE, CASES, FSDP
 from shardlab.train.evaluate import Evaluation, InOrder
 from shardlab.train.job import Job
+from shardlab.train.verification.cases import ALONE, CASES, FSDP
 from tests.support.ranks import Ranks
 from tests.support.thorough import sampled
 from tests.train.verify_cases import DROPPING, DROPS, TIED

@@ -14,15 +14,15 @@ from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariable
 
 from shardlab.check import check
 from shardlab.cli import main
-from shardlab.errors import UserError
+from shardlab.common.errors import UserError
+from shardlab.language import Mesh, OpKind, trace
+from shardlab.language.precision import Optimizer
 from shardlab.models import GPT, Blocks, MoE
-from shardlab.program import Mesh, OpKind, trace
-from shardlab.program.precision import Optimizer
-from shardlab.strategies.plan import Plan
-from shardlab.strategies.planned import planned
-from shardlab.train.cases import SHARDINGS
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.program import planned
 from shardlab.train.job import Job
-from shardlab.train.verify import verify_rank
+from shardlab.train.verification.cases import SHARDINGS
+from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
 from tests.support.thorough import examples, sampled
 

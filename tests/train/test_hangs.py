@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from shardlab.cli.ranks import lines_of
-from shardlab.faults import Watching
+from shardlab.cli.train.before_ranks import lines_of
 from shardlab.models import find_model
 from shardlab.strategies.load import load
+from shardlab.train.faults import Watching
 from shardlab.train.job import Job
-from shardlab.train.launch import run_ranks
-from shardlab.train.processes import RankFailed
+from shardlab.train.launch.processes import RankFailed
+from shardlab.train.launch.ranks import run_ranks
 from tests.support.warm import WarmStarts
 from tests.train import faulty
 

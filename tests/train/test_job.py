@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from shardlab.language import Mesh, UserError
 from shardlab.models import GPT, Blocks
-from shardlab.program import Mesh, UserError
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan.plan import Plan
 from shardlab.train.job import Job
 
 MISTAKES: list[tuple[str | Plan, Blocks, str]] = [

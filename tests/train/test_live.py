@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
-from shardlab.execute.tracked_memory import step_with_memory
+from shardlab.execute.collect import step_with_memory
+from shardlab.language import Mesh, OpKind
+from shardlab.language.tape import MemoryRecord
 from shardlab.models import GPT, Blocks, Llama
-from shardlab.program import Mesh, OpKind
-from shardlab.program.record import MemoryRecord
+from shardlab.simulate.timeline.memory import memory_in_bytes
 from shardlab.strategies import Plan
-from shardlab.timeline.memory import memory_in_bytes
-from shardlab.train.data import Batches
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
 from shardlab.train.job import Job
 from tests.support.ranks import Ranks
 

@@ -17,16 +17,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardlab.data import Corpus
-from shardlab.data.documents import Input
-from shardlab.data.kept import kept_tokenizer
-from shardlab.data.prepare import prepare
-from shardlab.exchange import converted, open_source
 from shardlab.execute import OptimizerConfig
+from shardlab.language import UserError
 from shardlab.models import GPT, MoE
-from shardlab.program import UserError
 from shardlab.train.callbacks import Sampling, Validation, tell_threads
 from shardlab.train.config import LoggingConfig
+from shardlab.train.data import Corpus
+from shardlab.train.data.documents import Input
+from shardlab.train.data.prepare import prepare
+from shardlab.train.data.prepared_folder import kept_tokenizer
+from shardlab.train.history import free_folder
+from shardlab.train.huggingface import converted, open_source
 from shardlab.train.job import Job
 from shardlab.train.loop import fit
 from shardlab.train.output import OutputFolder
@@ -34,7 +35,6 @@ from shardlab.train.run import Summary
 from shardlab.train.sample import opening
 from shardlab.train.steps import Callback, StepResult, Training
 from shardlab.train.world import agree
-from shardlab.train.written import free_folder
 from tests.support.ranks import Ranks
 from tests.train.plainly import train_by_ticks, train_plainly
 from tests.train.runs import run_of

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardlab.data import Corpus
 from shardlab.execute import Executor, OptimizerConfig, Settings
+from shardlab.language import OpKind
+from shardlab.language.precision import FP64
 from shardlab.models import GPT
-from shardlab.program import OpKind
-from shardlab.program.precision import FP64
-from shardlab.train.data import Batches
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
 from shardlab.train.job import Job
 from tests.support.ranks import Ranks
 from tests.train import user_programs

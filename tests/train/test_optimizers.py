@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from shardlab.execute import Executor, OptimizerConfig, Settings
+from shardlab.language import Kind, Mesh, OpKind
+from shardlab.language.precision import Optimizer
 from shardlab.models import GPT, MLP, Blocks, Llama, MoE
-from shardlab.program import Kind, Mesh, OpKind
-from shardlab.program.precision import Optimizer
-from shardlab.strategies.plan import Plan
-from shardlab.train.cases import SHARDINGS
-from shardlab.train.data import Batches, Corpus
+from shardlab.strategies.plan.plan import Plan
+from shardlab.train.batches import Batches
+from shardlab.train.data.corpus import Corpus
 from shardlab.train.job import Job
-from shardlab.train.verify import verify_rank
+from shardlab.train.verification.cases import SHARDINGS
+from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
 from tests.support.stepped import stepped
 from tests.support.thorough import sampled

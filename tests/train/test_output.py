@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardlab.data.tokenizers import ByteTokenizer
+from shardlab.language import UserError
 from shardlab.models import MLP
-from shardlab.program import UserError
+from shardlab.train.data.tokenizers import ByteTokenizer
 from shardlab.train.job import Job
 from shardlab.train.output import OutputFolder
 from tests.support.full_disk import files_of_at_most

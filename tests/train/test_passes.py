@@ -10,20 +10,18 @@ import pytest
 import torch
 
 from shardlab.check import Checked, check_forward, forward_only
-from shardlab.cli.ranks import lines_of
+from shardlab.cli.train.before_ranks import lines_of
 from shardlab.execute.state import State
+from shardlab.language import Op, UserError
+from shardlab.language.mesh import Mesh
 from shardlab.models import GPT
-from shardlab.passes import PASSES, find_passes, run_passes
-from shardlab.program import Op, UserError
+from shardlab.simulate.passes import PASSES, find_passes, run_passes
 from shardlab.strategies import Plan, ddp
 from shardlab.strategies.load import load
-from shardlab.strategies.plan import Mesh
 from shardlab.train import job as jobs
-from shardlab.train.cases import ALONE, CASES, Case
-from shardlab.train.described import described, job_of
-from shardlab.train.job import Job
-from shardlab.train.verdict import Verdict
-from shardlab.train.verify import verify_rank
+from shardlab.train.job import Job, described, job_of
+from shardlab.train.verification.cases import ALONE, CASES, Case, Verdict
+from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
 from tests.support.thorough import sampled
 
@@ -47,7 +45,7 @@ def trained(rank: int, job: Job) -> tuple[Verdict, list[torch.Tensor]]:
     return verify_rank(rank, CPU, job, 3, {}, trained=keep), kept
 
 
-LATE = Path(__file__).parents[1] / "passes" / "late_programs.py"
+LATE = Path(__file__).parents[1] / "simulate" / "passes" / "late_programs.py"
 
 FORCED = {
     "fsdp": "prefetch=2,defer=2",

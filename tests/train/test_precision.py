@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardlab.data import Corpus
-from shardlab.errors import UserError
+from shardlab.common.errors import UserError
 from shardlab.execute import Executor, OptimizerConfig, Settings
-from shardlab.execute.tracked_memory import step_with_memory
+from shardlab.execute.collect import step_with_memory
+from shardlab.language import OpKind
+from shardlab.language.tape import MemoryRecord
 from shardlab.models import GPT
-from shardlab.program import OpKind
-from shardlab.program.record import MemoryRecord
-from shardlab.timeline.memory import memory_in_bytes
-from shardlab.train.cases import SHARDINGS, Case, alone
-from shardlab.train.data import Batches
+from shardlab.simulate.timeline.memory import memory_in_bytes
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
 from shardlab.train.job import Job
-from shardlab.train.verify import verify_rank
+from shardlab.train.verification.cases import SHARDINGS, Case, alone
+from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
 from tests.support.thorough import sampled
 

@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 from shardlab.execute import OptimizerConfig
 from shardlab.models import GPT
 from shardlab.train.config import LoggingConfig
-from shardlab.train.job import Job
+from shardlab.train.job import Job, Tracing
 from shardlab.train.loop import train_rank
 from shardlab.train.report import usual_times, write_report
 from shardlab.train.run import Summary, TrainingRun
-from shardlab.train.traced_steps import Tracing
 from tests.support.ranks import Ranks
 from tests.train.runs import run_of
 

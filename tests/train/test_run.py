@@ -11,18 +11,17 @@ from typing import Any
 
 import pytest
 
-from shardlab.data import Documents, Input
-from shardlab.data.bpe import HuggingFace
-from shardlab.data.prepare import prepare
-from shardlab.errors import UserError
+from shardlab.common.errors import UserError
 from shardlab.execute import OptimizerConfig
 from shardlab.models import GPT
-from shardlab.train.described import job_of
-from shardlab.train.job import Job
+from shardlab.train.data import Documents, Input
+from shardlab.train.data.prepare import prepare
+from shardlab.train.data.tokenizers import HuggingFace
+from shardlab.train.job import Job, job_of
 from shardlab.train.run import TrainingRun
 from shardlab.train.world import RankPlace, RunningWorld
-from tests.exchange.folders import random_run
 from tests.support import tokenizer_files
+from tests.train.huggingface.folders import random_run
 from tests.train.runs import run_of
 
 JOB = Job("ddp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=16), 2, seed=7)

@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.data import Corpus
 from shardlab.execute import Executor, OptimizerConfig, Settings
+from shardlab.language import OpKind, UserError
+from shardlab.language.precision import FP32
 from shardlab.models import GPT
-from shardlab.program import OpKind, UserError
-from shardlab.program.precision import FP32
-from shardlab.train.cases import SHARDINGS
+from shardlab.train.batches import Batches
+from shardlab.train.checkpoints import Saver
 from shardlab.train.config import NonFinite
-from shardlab.train.data import Batches
-from shardlab.train.interrupt import StopRequest
+from shardlab.train.data import Corpus
 from shardlab.train.job import Job
+from shardlab.train.launch.interrupt import StopRequest
 from shardlab.train.loop import train_rank
-from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import TrainingRun
-from shardlab.train.saving import Saver
 from shardlab.train.steps import StepResult, Training
+from shardlab.train.tracing import RampedExecutor
+from shardlab.train.verification.cases import SHARDINGS
 from tests.support.ranks import Ranks
 from tests.train.runs import run_of
 

@@ -13,18 +13,17 @@ import torch
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from shardlab.cli import main
-from shardlab.execute import compute
+from shardlab.execute import compute_ops
 from shardlab.execute.state import State
+from shardlab.language import Mesh, Op, OpKind, Rank, Refused, UserError, trace
+from shardlab.language.precision import Optimizer
 from shardlab.models import GPT, MoE
 from shardlab.models.tensors import Choice, Writer, named_views
-from shardlab.program import Mesh, Op, OpKind, Rank, Refused, UserError, trace
-from shardlab.program.precision import Optimizer
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.single import single
-from shardlab.train.cases import SHARD
 from shardlab.train.job import Job
-from shardlab.train.verdict import Verdict
-from shardlab.train.verify import verify_rank
+from shardlab.train.verification.cases import SHARD, Verdict
+from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
 from tests.train.tied_plans import CPU, trained, verdict
 
@@ -40,7 +39,7 @@ def model() -> GPT:
 
 def doubled(state: State, at: int, op: Op) -> Callable[[], None]:
     """NORM that counts the shared matrix for the head as well."""
-    run, output = compute.norm(state, at, op), op.outputs[0]
+    run, output = compute_ops.norm(state, at, op), op.outputs[0]
 
     def run_twice() -> None:
         run()
@@ -51,7 +50,7 @@ def doubled(state: State, at: int, op: Op) -> Callable[[], None]:
 
 
 def verdict_with_a_norm_that_counts_twice(rank: int, plan: Plan, microbatches: int) -> Verdict | None:
-    with patch.dict(compute.COMPUTE, {OpKind.NORM: doubled}):
+    with patch.dict(compute_ops.COMPUTE, {OpKind.NORM: doubled}):
         return verdict(rank, plan, microbatches, model())
 
 

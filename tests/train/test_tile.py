@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 
+from shardlab.language import Mesh, OpKind
 from shardlab.models import GPT, Blocks, Llama
-from shardlab.program import Mesh, OpKind
 from shardlab.strategies import Plan
 from shardlab.train.job import Job
-from shardlab.train.verify import verify_rank
+from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
 from tests.train.test_offload import memory
 

@@ -10,7 +10,7 @@ import torch
 
 from shardlab.models import GPT
 from shardlab.train.job import Job
-from shardlab.train.verify import verify_rank
+from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")

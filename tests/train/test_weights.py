@@ -21,19 +21,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shardlab.execute import Executor, Settings
-from shardlab.execute.tracked_memory import TrackedStorages
+from shardlab.execute.collect import TrackedStorages
+from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.language import Mesh
 from shardlab.models import GPT, Blocks, MoE
+from shardlab.models.named import weights_at
 from shardlab.models.tensors import Choice, initial_weights, named_views
-from shardlab.models.tensors.tensor_files import TensorFiles, files_of
-from shardlab.models.weight_files import weights_at
-from shardlab.optimizers import OptimizerConfig
-from shardlab.program import Mesh
-from shardlab.strategies.plan import Plan
-from shardlab.train.cases import SHARDINGS
-from shardlab.train.data import Batches
+from shardlab.models.tensors.weights import TensorFiles, files_of
+from shardlab.strategies.plan.plan import Plan
+from shardlab.train.batches import Batches
 from shardlab.train.evaluate import Evaluation, InOrder
 from shardlab.train.job import Job
-from shardlab.train.parallel_writer import ParallelWriter
+from shardlab.train.sample import ParallelWriter
+from shardlab.train.verification.cases import SHARDINGS
 from shardlab.train.weights import save_weights
 from tests.support.full_disk import files_of_at_most
 from tests.support.ranks import Ranks

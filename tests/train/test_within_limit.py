@@ -15,18 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab.checkpoint import Snapshot
-from shardlab.checkpoint.held import held
-from shardlab.data import Corpus
-from shardlab.errors import UserError
+from shardlab.common.errors import UserError
 from shardlab.execute import Executor, OptimizerConfig, Settings
+from shardlab.language.pass_names import with_offload
 from shardlab.models import GPT
-from shardlab.program.pass_names import with_offload
-from shardlab.train.data import Batches
-from shardlab.train.heap import set_heap
+from shardlab.train.batches import Batches
+from shardlab.train.checkpoint import Snapshot
+from shardlab.train.checkpoint.contents import held
+from shardlab.train.data import Corpus
 from shardlab.train.job import Job
-from shardlab.train.launch import run_ranks
-from shardlab.train.out_of_memory import is_out_of_memory, out_of_memory
+from shardlab.train.launch.ranks import is_out_of_memory, out_of_memory, run_ranks, set_heap
 
 ROOM = 52 * 2**20
 JOB = Job("fsdp", 2, 2, GPT(layers=24, hidden_size=224, heads=4, seq_len=16), 1, passes="none")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardlab.program import Mesh
+from shardlab.language import Mesh
 from shardlab.train.world import RankPlace, RunningWorld, unseen
 from tests.support.ranks import Ranks
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from shardlab.data import Corpus
 from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.collect import collect
+from shardlab.language.precision import FP64
 from shardlab.models import Blocks, CutModel
 from shardlab.models.tensors import to_blocks
-from shardlab.program.precision import FP64
-from shardlab.strategies.plan import Plan
-from shardlab.train.data import Batches
+from shardlab.strategies.plan.plan import Plan
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
 from shardlab.train.job import Job
-from shardlab.train.verdict import Verdict
-from shardlab.train.verify import verify_rank
+from shardlab.train.verification.cases import Verdict
+from shardlab.train.verification.verify import verify_rank
 
 CPU = torch.device("cpu")
 

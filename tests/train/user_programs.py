@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.program import Mesh, Rank, Value
+from shardlab.language import Mesh, Rank, Value
 
 
 def forward(rank: Rank, microbatches: list[int] | range, weights: dict[int, Value] | None = None) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from shardlab.language import Mesh
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, MoE
-from shardlab.program import Mesh
 from shardlab.strategies import Plan
-from shardlab.strategies.schedules.csv_schedule import Form
-from shardlab.train.cases import ALONE, CASES, FSDP, NO_PIPELINE, PIPELINES, SHARD, SHARDINGS, Case
+from shardlab.strategies.schedules.pytorch_csv import Form
 from shardlab.train.job import Job
+from shardlab.train.verification.cases import ALONE, CASES, FSDP, NO_PIPELINE, PIPELINES, SHARD, SHARDINGS, Case
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"

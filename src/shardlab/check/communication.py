@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
-from shardlab.check.buckets import alike
-from shardlab.check.rank_state import RankState
-from shardlab.program import ExpectedValue, Group, Op, OpKind, Refused, Spec, rooted
-from shardlab.program.matching import Communication, Matcher, Participant
-from shardlab.program.mesh import group_of
-from shardlab.program.ops import COLLECTIVES, POINT_TO_POINT, Stream
-from shardlab.program.rooted import Call, call_of, call_text
-from shardlab.program.values import Wait
-from shardlab.rules import place
-from shardlab.rules.pieces import counted, plural
-from shardlab.rules.place import want_here
+from shardlab.check.buffers import alike
+from shardlab.common.errors import Rule
+from shardlab.language import ExpectedValue, Group, Holds, Kind, Op, OpKind, Program, Refused, Spec, collective_calls
+from shardlab.language.collective_calls import Call, call_of, call_text
+from shardlab.language.mesh import group_of
+from shardlab.language.ops import COLLECTIVES, POINT_TO_POINT, Stream
+from shardlab.language.rules import refusals
+from shardlab.language.rules.kinds import AUTOGRAD_KINDS, counted, plural
+from shardlab.language.rules.layer_rules import LayerRules
+from shardlab.language.rules.refusals import want_here
+from shardlab.language.rules.spec import Form
+from shardlab.language.tape import Communication, Matcher, Participant
+from shardlab.language.values import Wait
 
 COLLECTIVE, MESSAGE, COPY = Stream.COLLECTIVE, Stream.MESSAGE, Stream.COPY
 
@@ -136,13 +138,13 @@ class CommunicationCheck:
         if arrived:
             first, first_spec, first_call = next(iter(arrived.values()))
             assert first_call is not None
-            if not rooted.agree(first_call, first_spec, call, spec):
+            if not collective_calls.agree(first_call, first_spec, call, spec):
                 first_text = call_text(first_call, first_spec)
-                raise rooted.disagreement(call, spec, group, first.rank, first.op, first_text)
+                raise collective_calls.disagreement(call, spec, group, first.rank, first.op, first_text)
         arrived[state.index] = (member, spec, call)
         if len(arrived) == len(group.ranks):
             parts = queue.whole()
-            specs = rooted.collective(call, [gave for _, gave, _ in parts], group.ranks, state.rules)
+            specs = collective_calls.collective(call, [gave for _, gave, _ in parts], group.ranks, state.rules)
             for (other, gave, _), received in zip(parts, specs, strict=True):
                 if gave is None and received is not None:
                     self._want_expected(other, call, received)
@@ -153,7 +155,7 @@ class CommunicationCheck:
         expect = self.states[member.rank].ops[member.op].expect
         assert expect is not None, "it is looked at when it is issued"
         try:
-            rooted.want_expected(call, expect, received)
+            collective_calls.want_expected(call, expect, received)
         except Refused as refusal:
             raise refusal.at(member.rank, member.op) from None
 
@@ -179,10 +181,10 @@ class CommunicationCheck:
         self._deliver(peer, state.index, (member, None, None))
 
     def _offload(self, state: RankState, op: Op) -> None:
-        self._copy(state, op, place.offload(state.live[op[2][0]], op.place))
+        self._copy(state, op, refusals.offload(state.live[op[2][0]], op.place))
 
     def _reload(self, state: RankState, op: Op) -> None:
-        self._copy(state, op, place.reload(state.live[op[2][0]]))
+        self._copy(state, op, refusals.reload(state.live[op[2][0]]))
 
     def _copy(self, state: RankState, op: Op, made: Spec) -> None:
         """A copy on one rank, which waits for nobody."""
@@ -204,7 +206,7 @@ class CommunicationCheck:
         assert expect is not None, "a recv is looked at when it is issued"
         if expect != ExpectedValue.of(spec):
             try:
-                rooted.want_delivered(source, expect, spec)
+                collective_calls.want_delivered(source, expect, spec)
             except Refused as refusal:
                 raise refusal.at(to, receiver.op) from None
         communication = Communication(MESSAGE, None, [sender, receiver])
@@ -231,8 +233,8 @@ def _call(op: Op) -> Call:
 
 def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
     """Get what this rank gives; the op must read and make what its part in the call says."""
-    rooted.want_sound(call, group.ranks)
-    reads, makes = rooted.values_of(call, state.index)
+    collective_calls.want_sound(call, group.ranks)
+    reads, makes = collective_calls.values_of(call, state.index)
     if (len(op[2]), len(op[3])) != (reads, makes):
         given = f"has {counted(len(op[2]), 'input')} and {counted(len(op[3]), 'output')}"
         remedy = f"the part of rank {state.index} reads {reads} and makes {makes}, give these"
@@ -284,3 +286,122 @@ def _check_peer(state: RankState, op: Op) -> None:
 def refuse_second_wait(state: RankState, op: Op) -> NoReturn:
     """Refuse a WAIT for what is not under way."""
     state.refuse("nothing to wait for", f"handle {op.handle} is not in flight", "wait for each communication once")
+
+
+# One rank while its tape is replayed.
+
+
+class RankState:
+    """State of a rank up to the op at hand: what is live, in flight and loaded.
+
+    Attributes:
+        trained: the program's layers whose weights are updated, as a bit set.
+        rules: what ops make of values.
+        layers: those of each layer.
+        at: index of the op at hand.
+        specs: the spec of every value made so far, by number.
+        live: those that ops may use now.
+        saved_of: live activation to what its layer keeps of its forward passes, by form: of each slice of the layer's
+            parameters the latest.
+        half_of: live activation to what first halves of its backward left for the second ones, by form.
+        reading: value to how many communications in flight read it, if any.
+        flying: handle to the index of the op that issued it.
+        arrived: handle to what it delivers (None: nothing).
+        loaded: (kind, layer, slices) to the index of the op that loaded them.
+        clips: whether its updates so far were given the norm (None: there was no update).
+        groups: those of which this rank has issued a collective.
+        batches: batch to the index of its latest op.
+        concerned: indices of the ops that are looked at again once all tapes have passed; walking whole tapes, half of
+            them FREE, would cost a tenth of the check each time.
+        waits_for: the handle that the rank waits for (-1: it does not).
+    """
+
+    def __init__(self, index: int, program: Program, trained: int) -> None:
+        self.index = index
+        self.program = program
+        self.trained = trained
+        self.ops = program.tapes[index]
+        self.rules = program.rules
+        self.layers = program.rules.layers
+        self.at = 0
+        self.specs: dict[int, Spec] = {}
+        self.live = Live(self)
+        self.saved_of: dict[int, dict[Form, int]] = {}
+        self.half_of: dict[int, dict[Form, int]] = {}
+        self.reading: dict[int, int] = {}
+        self.flying: dict[int, int] = {}
+        self.arrived: dict[int, Spec | None] = {}
+        self.loaded: dict[tuple[Kind, int, Holds], int] = {}
+        self.clips: bool | None = None
+        self.groups: set[Group] = set()
+        self.batches: dict[int, int] = {}
+        self.concerned: list[int] = []
+        self.waits_for = -1
+
+    def make(self, number: int, spec: Spec) -> None:
+        """A value comes to life; its number must be new."""
+        if number in self.specs or number < 0:
+            self._refuse_number(number)
+        self.specs[number] = self.live[number] = spec
+
+    def note(self, number: int, spec: Spec) -> None:
+        """A value exists, whether or not ops may use it."""
+        if number in self.specs or number < 0:
+            self._refuse_number(number)
+        self.specs[number] = spec
+
+    def _refuse_number(self, number: int) -> NoReturn:
+        self.refuse("number in use", f"makes value {number}, which must be a new one", "number values from 0")
+
+    def make_all(self, numbers: Sequence[int], specs: Sequence[Spec]) -> None:
+        """Values come to life, as many as the op says."""
+        if len(numbers) != len(specs):
+            given = f"numbers {counted(len(numbers), 'value')}, but makes {len(specs)} beside what the layer keeps"
+            self.refuse("malformed tape", given, "number what it makes")
+        known, live = self.specs, self.live
+        for number, spec in zip(numbers, specs, strict=True):
+            if number in known or number < 0:  # as in `make`, without a call for each
+                self._refuse_number(number)
+            known[number] = live[number] = spec
+
+    def layer(self, op: Op) -> LayerRules:
+        """The rules of the layer that an op computes."""
+        if not 0 <= op[1] < len(self.layers):
+            remedy = f"the model has layers 0-{len(self.layers) - 1}, name one of these"
+            self.refuse("unknown layer", f"layer {op[1]} does not exist", remedy)
+        return self.layers[op[1]]
+
+    def want_layer(self, op: Op, layer: int) -> None:
+        """The layer that an op names must be the one that it acts on."""
+        if op[1] != layer:
+            self.refuse("wrong layer", f"the op says layer {op[1]}, but it acts on layer {layer}", "say that one")
+
+    def refuse(self, rule: Rule, given: str, remedy: str, op: int | None = None) -> NoReturn:
+        """Refuse the op at hand, or another, or the tape's end."""
+        at = self.at if op is None else op
+        about = self.ops[at].about if at < len(self.ops) else ""
+        raise Refused(rule, about, given, remedy).at(self.index, at)
+
+    def refuse_input(self, number: int) -> NoReturn:
+        """Say why an op may not use a value."""
+        flying = next((handle for handle, at in self.flying.items() if number in self.ops[at].outputs), None)
+        if flying is not None:
+            self.refuse("in flight", f"value {number} is still in flight", f"wait for handle {flying} first")
+        if number not in self.specs:
+            self.refuse("freed", f"value {number} has not been made yet", "make it before")
+        if self.specs[number].kind in AUTOGRAD_KINDS:
+            remedy = "leave it to the backward of its activation"
+            self.refuse("the layer's own", f"value {number} is what a layer keeps", remedy)
+        given = f"value {number}, {self.specs[number]}, was freed or replaced before this op"
+        self.refuse("freed", given, "free it after its last use")
+
+
+class Live(dict[int, Spec]):
+    """The specs of the values that a rank's ops may use now, by number; asking for any other is refused."""
+
+    def __init__(self, state: RankState) -> None:
+        super().__init__()
+        self.state = state
+
+    def __missing__(self, number: int) -> NoReturn:
+        self.state.refuse_input(number)

@@ -14,36 +14,31 @@ from typing import Annotated, Any, Protocol, Union, cast
 
 import tyro
 
-from shardlab.cli.bench import Bench
+from shardlab.cli.bench.command import Bench
 from shardlab.cli.checkpoint import CheckpointCommand
 from shardlab.cli.collectives import Collectives
 from shardlab.cli.compare import Compare
-from shardlab.cli.console import print_json
+from shardlab.cli.console import meant_by, mistakes_as_sentences, print_json, unreadable_python
 from shardlab.cli.convert import Convert
 from shardlab.cli.data import DataCommand
-from shardlab.cli.doctor import Doctor
-from shardlab.cli.eval import Eval
+from shardlab.cli.doctor import Doctor, SmokeTest
+from shardlab.cli.evaluate import Eval
 from shardlab.cli.history import History, Show
-from shardlab.cli.launch import Launch
-from shardlab.cli.mistakes import meant_by, mistakes_as_sentences, unreadable_python
+from shardlab.cli.launch import Launch, Submit
+from shardlab.cli.listings import Recipes, ScheduleCommand, Strategies
 from shardlab.cli.options import check_counts, option_names
 from shardlab.cli.passes import PassesCommand
-from shardlab.cli.plan import PlanCommand
-from shardlab.cli.recipes import Recipes
+from shardlab.cli.plan.command import PlanCommand
 from shardlab.cli.sample import Sample
-from shardlab.cli.schedule import ScheduleCommand
-from shardlab.cli.simulate import Simulate
-from shardlab.cli.smoke_test import SmokeTest
-from shardlab.cli.strategies import Strategies
-from shardlab.cli.submit import Submit
-from shardlab.cli.train import Train
+from shardlab.cli.simulate.command import Simulate
+from shardlab.cli.train.command import Train
 from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
-from shardlab.errors import nearest
-from shardlab.program import Refused, UserError
-from shardlab.program.bounds import bounded
+from shardlab.common.errors import nearest
+from shardlab.common.user_code import bounded
+from shardlab.language import Refused, UserError
 from shardlab.starting import INTERRUPTED, loaded
-from shardlab.train.streams import unbroken
+from shardlab.train.launch.interrupt import unbroken
 
 
 class Command(Protocol):
@@ -156,7 +151,7 @@ def _parsed(words: list[str]) -> Any:
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         raise UserError(f"there is no command {words[0]!r}; {nearest(words[0], COMMANDS)}")
     if {"-h", "--help"} & set(words):
-        from shardlab.cli.help import print_help
+        from shardlab.cli.console import print_help
 
         print_help(words, COMMANDS, DESCRIPTION)
     named = tuple(Annotated[Any, tyro.conf.subcommand(name=name, constructor=kind)] for name, kind in COMMANDS.items())

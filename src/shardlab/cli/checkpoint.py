@@ -14,10 +14,11 @@ from tyro.conf import subcommand
 from shardlab.cli.console import print_json, stdout_console, table_of
 from shardlab.cli.convert import Convert
 from shardlab.cli.options import Count, Flag, OptionalCount
-from shardlab.errors import UserError
+from shardlab.common.errors import UserError
 
 if TYPE_CHECKING:
-    from shardlab.checkpoint import Checkpoint
+    from shardlab.train.checkpoint import Checkpoint
+
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]
 """The folder of a run."""
@@ -74,7 +75,7 @@ class ConvertCheckpoint:
     """Print only JSON."""
 
     def run(self) -> int:
-        from shardlab.train.resume import find_checkpoint
+        from shardlab.train.checkpoints import find_checkpoint
 
         found = find_checkpoint(self.run_folder, self.step)
         assert found is not None
@@ -105,8 +106,8 @@ def _show(run: Path, *, verify: bool, json: bool) -> int:
     Raises:
         UserError: when there is none.
     """
-    from shardlab.checkpoint import Disk, folder_of, steps_in
-    from shardlab.train.saved import CHECKPOINTS
+    from shardlab.train.checkpoint import Disk, folder_of, steps_in
+    from shardlab.train.history import CHECKPOINTS
 
     steps = steps_in(Disk(), run / CHECKPOINTS)
     if not steps:
@@ -135,7 +136,7 @@ def _show(run: Path, *, verify: bool, json: bool) -> int:
 
 def _row(folder: Path, step: int, *, verify: bool) -> dict[str, Any]:
     """What there is to say of a checkpoint."""
-    from shardlab.checkpoint import Checkpoint
+    from shardlab.train.checkpoint import Checkpoint
 
     row: dict[str, Any] = {"step": step, "folder": str(folder), "plan": "", "ranks": "", "bytes": None}
     row |= {"written": datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "seconds"), "wrong": None}

@@ -13,13 +13,13 @@ from rich.progress import track
 from shardlab.cli.console import print_fact, print_json, print_path, stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag
-from shardlab.program import UserError
-from shardlab.rules.pieces import counted
+from shardlab.language import UserError
+from shardlab.language.rules.kinds import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardlab.exchange.convert import Planned
+    from shardlab.train.huggingface.convert import Planned
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Convert:
     def run(self) -> int:
         if self.out.exists():
             raise UserError(f"{self.out} exists; name a new folder, so that nothing is overwritten")
-        from shardlab.data.exported import exported
-        from shardlab.data.kept import kept_tokenizer
-        from shardlab.exchange import converted, open_source
+        from shardlab.train.data.prepared_folder import kept_tokenizer
+        from shardlab.train.data.tokenizers import exported
+        from shardlab.train.huggingface import converted, open_source
 
         source = open_source(self.source, self.model.changed)
         form = self.to or ("hf" if source.form == "shardlab" else "shardlab")

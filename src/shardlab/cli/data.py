@@ -18,13 +18,13 @@ from tyro.conf import subcommand
 
 from shardlab.cli.console import print_fact, print_json, print_path, stdout_console
 from shardlab.cli.options import Flag, Name, OptionalCount
-from shardlab.data.documents import Document, Documents, DocumentSource, Input
-from shardlab.data.encoded import Progress, said_of
-from shardlab.data.manifest import Prepared, TokenCount
-from shardlab.data.prepare import prepare
-from shardlab.errors import UserError
-from shardlab.program.user_file import file_and_name, member, module_of, running
-from shardlab.rules.pieces import counted
+from shardlab.common.errors import UserError
+from shardlab.common.user_code import file_and_name, member, module_of, running
+from shardlab.language.rules.kinds import counted
+from shardlab.train.data.documents import Document, Documents, DocumentSource, Input
+from shardlab.train.data.evaluation_text import Progress, said_of
+from shardlab.train.data.prepare import prepare
+from shardlab.train.data.prepared_folder import Prepared, TokenCount
 
 TokenizerName = Annotated[str, tyro.conf.arg(metavar="TOKENIZER")]
 """chars, bytes, gpt2, a file or a folder."""
@@ -108,7 +108,10 @@ class TinyShakespeare(Preparing):
     """chars, bytes, gpt2, or a Hugging Face tokenizer.json."""
 
     def run(self) -> int:
-        from shardlab.data.shakespeare import URL, shakespeare  # it loads what speaks with servers
+        from shardlab.train.data.documents import (
+            URL,  # it loads what speaks with servers
+            shakespeare,  # it loads what speaks with servers
+        )
 
         with shakespeare(self.file) as path:
             return self.prepared([Input(path, "text")], self.out, self.tokenizer, [URL])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -12,14 +14,16 @@ import tyro
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.console import print_json, stdout_console, table_of
+from shardlab.cli.console import print_fact, print_json, stdout_console, table_of
 from shardlab.cli.options import Flag, OptionalCount
-from shardlab.program import UserError
-from shardlab.rules.pieces import counted
+from shardlab.language import UserError
+from shardlab.language.rules.kinds import counted
+from shardlab.train.launch.environment import require_port
 
 if TYPE_CHECKING:
-    from shardlab.doctor.finding import Finding
-    from shardlab.doctor.links import WorldFacts
+    from shardlab.measure.doctor.checks import Finding
+    from shardlab.measure.doctor.network import SmokeResult, WorldFacts
+
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -47,7 +51,7 @@ class Doctor:
         try:
             importlib.import_module("torch")
         except ImportError as error:
-            from shardlab.doctor.finding import Finding
+            from shardlab.measure.doctor.checks import Finding
 
             return self._tell([Finding("torch", f"cannot be imported: {error}", "pip install torch", "error")], None)
         findings, world = self._examined()
@@ -55,14 +59,11 @@ class Doctor:
 
     def _examined(self) -> tuple[list[Finding] | None, WorldFacts | None]:
         """What was found, and the world if its ranks met; None in a process that leaves the telling to rank 0."""
-        from shardlab.doctor.checks import examined
-        from shardlab.doctor.facts import host_facts
-        from shardlab.doctor.finding import Finding
-        from shardlab.doctor.links import world_facts
-        from shardlab.doctor.world_checks import all_findings
-        from shardlab.execute.gpus import gpu_count
-        from shardlab.train.launch import Joining, ranks_here, run_ranks, start_limit
-        from shardlab.train.launch_environment import find_launch_environment
+        from shardlab.execute.requirements import gpu_count
+        from shardlab.measure.doctor.checks import Finding, examined, host_facts
+        from shardlab.measure.doctor.network import all_findings, world_facts
+        from shardlab.train.launch.environment import find_launch_environment
+        from shardlab.train.launch.ranks import Joining, ranks_here, run_ranks, start_limit
 
         place, launched, world = None, True, None
         remedy = "check MASTER_ADDR and MASTER_PORT, the firewall, and GLOO_SOCKET_IFNAME"
@@ -111,3 +112,59 @@ def _table(findings: Sequence[Finding]) -> Table:
             text.append(f"\n{finding.remedy}", "bold")
         table.add_row(*[finding.host] * several, finding.check, state, text)
     return table
+
+
+# `shardlab test`: do the ranks that are here train, and rightly?
+
+
+@dataclass(frozen=True)
+class SmokeTest:
+    """Test in seconds that ranks train correctly here: a tiny model with two strategies, against one device.
+
+    Replicated weights are compared bit by bit, and bandwidths are measured. Under a launcher, all its ranks take part.
+    The exit status is 1 if something fails.
+    """
+
+    ranks: OptionalCount = None
+    """Number of processes, if no launcher started them. Default: one for each GPU, or 2."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    def run(self) -> int:
+        require_port(os.environ)
+
+        from shardlab.cli.train.before_ranks import failures_as_exit
+        from shardlab.execute.requirements import gpu_count
+        from shardlab.measure.doctor.network import STRATEGIES, smoke_rank
+        from shardlab.train.launch.ranks import ranks_here, run_ranks
+
+        ranks = self.ranks or ranks_here(gpu_count() or 2)
+        began = time.monotonic()
+        with failures_as_exit():
+            result = run_ranks(ranks, smoke_rank, STRATEGIES)
+        if result is None:  # a rank of an existing world, but not the one that reports
+            return 0
+        seconds, failures = time.monotonic() - began, result.failures()
+        if self.json:
+            print_json({**asdict(result), "ranks": ranks, "seconds": seconds, "failures": failures, "ok": not failures})
+        else:
+            _print(result, ranks, seconds)
+        for failure in failures:
+            print(f"shardlab: {failure}", file=sys.stderr)
+        return bool(failures)
+
+
+def _print(result: SmokeResult, ranks: int, seconds: float) -> None:
+    console = stdout_console()
+    for each in result.trained:
+        far = f"{max(each.verdict.all):.1e} from one device; "
+        twins = "the ranks are in sync" if not each.unequal else "the ranks differ"
+        print_fact(console, each.strategy, far + twins, "" if each.ok else "red")
+    if (point := result.all_reduce) is not None:
+        print_fact(console, "all-reduce", f"{point.bus_bandwidth / 1e9:.2f} GB/s on the bus, of 8 MiB")
+    for link in result.links:
+        figures = f"latency {1e6 * link.latency:,.0f} us, {link.bandwidth / 1e9:.2f} GB/s"
+        print_fact(console, "messages", f"rank {link.first} to {link.second}: {figures}")
+    ended = ("failed", "red") if result.failures() else ("passed", "green")
+    console.print(Text(f"\n{ended[0]} on {counted(ranks, 'rank')} in {seconds:.1f} s", ended[1]))

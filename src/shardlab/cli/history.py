@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.config_table import as_words
 from shardlab.cli.console import print_fact, print_json, print_whole, stdout_console, table_of, whole_width
 from shardlab.cli.options import Flag
-from shardlab.program import UserError
-from shardlab.program.nesting import read_file
+from shardlab.cli.train.command import as_words
+from shardlab.common.files import read_file
+from shardlab.language import UserError
 
 if TYPE_CHECKING:
     from shardlab.train.history import PastRun
+
 
 RUNS = Path("runs")
 

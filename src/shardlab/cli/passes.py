@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from shardlab.cli.console import print_fact, print_json, stdout_console, table_of
 from shardlab.cli.options import Flag
-from shardlab.passes import PASSES
-from shardlab.program.pass_names import OFFLOAD
+from shardlab.common.text import bytes_text
+from shardlab.language.pass_names import OFFLOAD, Ahead, Homes
+from shardlab.simulate.passes import PASSES, Passed, settled
 
 
 @dataclass(frozen=True)
@@ -38,3 +45,60 @@ class PassesCommand:
         print_fact(console, "offload", "--offload optimizer=host activations=disk")
         print_fact(console, "or", "--passes offload=optimizer:host+activations:disk,copy-early")
         return 0
+
+
+# What passes made of a program, step by step: a table, and JSON.
+
+
+def print_passed(passed: Sequence[Passed], time_text: Callable[[float], str], console: Console | None = None) -> None:
+    """Print the step's end and the peak of memory before the first pass and after each; nothing without passes."""
+    if not passed:
+        return
+    console = console or stdout_console()
+    table = table_of("pass", "step ends", "peak memory")
+    table.add_column("what it does")
+    for each in passed:
+        figures = time_text(each.end), bytes_text(each.peak)
+        if not each.name:
+            table.add_row("as written", *figures, "")
+        else:
+            what = Text(PASSES[each.name].does) if each.setting else Text(f"nothing: {each.why_not}", "dim")
+            table.add_row(settled([each]) if each.setting else each.name, *figures, what)
+    console.print(table)
+    console.print()
+    if useless := useless_offload(passed):
+        print_fact(console, "warning", useless, "yellow")
+        console.print()
+
+
+def useless_offload(passed: Sequence[Passed]) -> str:
+    """Say that what is offloaded leaves the peak where it was, if so."""
+    for before, after in pairwise(passed):
+        if after.name == OFFLOAD and after.setting and after.peak >= before.peak:
+            return (
+                f"offloading {after.setting} does not lower the peak: the fullest rank holds "
+                f"{bytes_text(after.peak)} on its device with it and {bytes_text(before.peak)} without it, "
+                "because other tensors take its place"
+            )
+    return ""
+
+
+def as_json(passed: Sequence[Passed]) -> dict[str, Any]:
+    """Describe each pass with what was before and after it, in the unit of the prices and in bytes; {} without any.
+
+    `settled` is what `--passes` takes to make the same program whatever the prices.
+    """
+    return {"passes": [_pass_as_json(*pair) for pair in pairwise(passed)], "settled": settled(passed)} if passed else {}
+
+
+def _pass_as_json(before: Passed, after: Passed) -> dict[str, Any]:
+    return {
+        "pass": after.name,
+        "does": PASSES[after.name].does,
+        "number": str(after.setting) if isinstance(after.setting, Ahead | Homes) else after.setting or 0,
+        "why_not": after.why_not,
+        "end": float(f"{after.end:.9g}"),
+        "end_before": float(f"{before.end:.9g}"),
+        "peak_bytes": after.peak,
+        "peak_bytes_before": before.peak,
+    }

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from shardlab.check import Checked, check
+from shardlab.check.report import Blame
 from shardlab.cli.options import OptionalCount, switch_flags, switched
-from shardlab.program import AXES, Mesh, UserError
-from shardlab.program.field_types import COUNT, as_flags, field_helps, field_types
-from shardlab.program.pass_names import with_offload
-from shardlab.rules.pieces import counted
+from shardlab.common.fields import COUNT, as_flags, field_helps, field_types
+from shardlab.common.text import read_bytes
+from shardlab.common.user_code import file_and_name
+from shardlab.language import AXES, Mesh, Sizes, UserError, trace
+from shardlab.language.pass_names import with_offload
+from shardlab.language.rules.kinds import counted
 from shardlab.strategies import STRATEGIES
-from shardlab.strategies.entry import StrategyEntry, planned_entry
 from shardlab.strategies.load import load
-from shardlab.strategies.plan import UNNAMED, Plan
-from shardlab.strategies.plan_file import read_plan
+from shardlab.strategies.plan.plan import UNNAMED, Plan, read_plan
+from shardlab.strategies.registry import StrategyEntry, planned_entry
+
+if TYPE_CHECKING:
+    from shardlab.simulate.hardware import Cluster
+    from shardlab.simulate.predict.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class PlanOptions:
     """
 
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """TOML file with a plan: the fields of shardlab.strategies.plan.Plan. For train, auto chooses a plan for this
+    """TOML file with a plan: the fields of shardlab.strategies.Plan. For train, auto chooses a plan for this
     machine."""
 
     offload: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="WHAT=WHERE", help_behavior_hint="")] = None
@@ -172,3 +181,126 @@ NO_LIMITS = limit_flags()
 
 Layout = Annotated[PlanOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
 """The flags, as a command's field; their names stand alone."""
+
+
+# Check of STRATEGY on the command line, in which a refusal names the user's own line.
+
+
+def checked(
+    entry: StrategyEntry, ranks: int, layers: int | Sizes, microbatches: int, *, whole_matrices: bool = False
+) -> Checked:
+    """Trace a strategy and check it.
+
+    Args:
+        layers: of the puzzles' model, or the sizes of another one.
+        whole_matrices: whether the optimizer steps the puzzles' matrices whole.
+
+    Raises:
+        Refused: if the program is wrong; for a user's file the line at fault stands before the sentence.
+        UserError: if the sizes do not fit.
+    """
+    path, _ = file_and_name(entry.name)
+    mesh = entry.grid(ranks)
+    entry.require_ops(ranks, layers if isinstance(layers, int) else layers.layers, microbatches)
+    if isinstance(layers, int) and layers > 0:
+        layers = replace(entry.puzzle(ranks, layers), whole_matrices=whole_matrices)
+    with contextlib.redirect_stdout(sys.stderr):
+        if path is None:
+            return check(trace(entry.program, mesh, layers, microbatches))
+        return Blame(entry.program, str(path)).checked(mesh, layers, microbatches)
+
+
+# `--recipe NAME|FILE`: how a framework runs a step, and what it does where the user does not say.
+
+
+RecipeName = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="NAME|FILE",
+        help="Recipe, which describes how a framework runs a step, such as megatron-core or torchtitan (see shardlab "
+        "recipes), or path/to/recipe.toml.",
+        help_behavior_hint="(default: shardlab)",
+    ),
+]
+"""A recipe by name; None: Shardlab's own."""
+
+
+def recipe_called(name: str | None) -> Recipe:
+    """The recipe of that name.
+
+    Raises:
+        UserError: there is none; the nearest is named.
+    """
+    from shardlab.simulate.predict.recipe import OWN, find_recipe
+
+    return OWN if name is None else find_recipe(name)
+
+
+def precision_of(recipe: Recipe, cluster: Cluster) -> str:
+    """The precision in which a framework trains on such devices."""
+    if "bfloat16" not in cluster.device.flops:
+        return "fp32"
+    wide = (recipe.defaults.bf16_gradient_bytes or recipe.defaults.gradient_bytes) == 4
+    return "bf16-fp32-grads" if wide else "bf16"
+
+
+def as_recipe_does(entry: StrategyEntry, ranks: int, layout: PlanOptions, recipe: Recipe) -> StrategyEntry:
+    """The plan as the framework would run it, where neither the flags nor a file say."""
+    given = layout.given()
+    if entry.plan is None or "plan" in given:
+        return entry
+    plan, changed = entry.plan(ranks), dict[str, object]()
+    sharded = bool(plan.shard_optimizer) or any(name.startswith("shard_") for name in given)
+    if "reduce_at" not in given and plan.reduce_at == "layer":
+        changed["reduce_at"] = recipe.defaults.reduction(sharded=sharded or recipe.defaults.zero_stage > 0)
+    if recipe.defaults.zero_stage and plan.mesh.dp_shard > 1 and not sharded:
+        changed["shard_optimizer"] = ("dp_shard",)
+    return planned_entry(replace(plan, **changed), entry.name) if changed else entry
+
+
+# The cluster that a command is asked to predict for.
+
+
+DeviceMemory = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="(default: all of it)")]
+"""Memory of each device that a step may take, such as 72GiB."""
+
+
+def cluster_called(name: str, *, other_machine: bool, memory: str | None = None) -> Cluster:
+    """The cluster of that name; "local" or a profile's file is this machine as measured, or another one if asked for.
+
+    torch, which knows what this machine is, is imported for that alone.
+
+    Args:
+        name: as `find_cluster` takes it.
+        other_machine: take a profile from another machine.
+        memory: so much of each device's alone, as a user writes it (None: all of it).
+
+    Raises:
+        UserError: as of `find_cluster`; when `other_machine` is said of no profile, or a device has less memory.
+    """
+    cluster = _named(name, other_machine=other_machine)
+    if memory is None:
+        return cluster
+    room, device = read_bytes(memory, "--memory"), cluster.device
+    if room > device.memory:
+        raise UserError(
+            f"--memory {memory} is more than {device.name} has, {device.memory / 2**30:.0f} GiB; give less, or another "
+            "cluster"
+        )
+    return replace(cluster, device=replace(device, memory=room))
+
+
+def _named(name: str, *, other_machine: bool) -> Cluster:
+    from shardlab.simulate.hardware import find_cluster
+    from shardlab.simulate.hardware.cluster import is_measured
+
+    if not is_measured(name):
+        if other_machine:
+            raise UserError(
+                f"--other-machine is for profiles, and {name} is not a profile; give --cluster local or "
+                "FILE.json, or leave it out"
+            )
+        return find_cluster(name)
+    from shardlab.measure.profile import this_machine
+
+    return find_cluster(name, here=this_machine(), other_machine=other_machine)

@@ -13,14 +13,14 @@ import tyro
 
 from shardlab.cli.console import print_json
 from shardlab.cli.options import Count, Flag, OptionalCount
-from shardlab.program import UserError
-from shardlab.rules.pieces import counted
+from shardlab.language import UserError
+from shardlab.language.rules.kinds import counted
 
 if TYPE_CHECKING:
-    from shardlab.data.tokenizers import Tokenizer
     from shardlab.models import Model
     from shardlab.models.tensors import Writer
-    from shardlab.train.chat import Conversation
+    from shardlab.train.data.tokenizers import Tokenizer
+    from shardlab.train.sample import Conversation
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,15 @@ class Sample:
             raise UserError("both --chat and --json were given; give one of them")
         import torch
 
-        from shardlab.data.chat import chat_template
-        from shardlab.data.kept import want_tokenizer
-        from shardlab.data.manifest import Prepared
-        from shardlab.exchange import initial_from, open_source
-        from shardlab.execute.products import KeptChoices
+        from shardlab.execute.kernel_choice import KeptChoices
         from shardlab.models.tensors import Choice, Writer
-        from shardlab.models.tensors.onednn import choices
-        from shardlab.train.binding import CpuShare, threads_of
-        from shardlab.train.chat import Conversation
-        from shardlab.train.launch import pick_device
-        from shardlab.train.sample import for_text, in_writing, whole_weights
+        from shardlab.models.tensors.compute import choices
+        from shardlab.train.data.chat import chat_template
+        from shardlab.train.data.prepared_folder import Prepared, want_tokenizer
+        from shardlab.train.huggingface import initial_from, open_source
+        from shardlab.train.launch.environment import CpuShare, threads_of
+        from shardlab.train.launch.ranks import pick_device
+        from shardlab.train.sample import Conversation, for_text, in_writing, whole_weights
 
         choice = Choice(self.temperature, self.top_k, self.top_p, self.seed)
         source = open_source(self.folder)
@@ -105,8 +103,8 @@ class Sample:
         """The prompt, and what the model makes of it."""
         import numpy as np
 
-        from shardlab.data.encoded import said_of
-        from shardlab.train.printable import printable
+        from shardlab.common.text import printable
+        from shardlab.train.data.evaluation_text import said_of
         from shardlab.train.sample import as_text, tokens_of
 
         prompt = (self.prompt or "").encode(errors="surrogateescape")

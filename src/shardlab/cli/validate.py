@@ -14,11 +14,19 @@ from rich.table import Table
 
 from shardlab.cli.console import print_json, stdout_console, table_of
 from shardlab.cli.options import Flag
-from shardlab.cli.recipe_option import RecipeName, recipe_called
-from shardlab.published.outcomes import Figure, Outcome, outcomes_of
-from shardlab.published.report import ErrorSummary, assumed_by, by_source, misjudged, worst_of
-from shardlab.published.rows import GIB, read_rows
-from shardlab.timeline.units import seconds_text
+from shardlab.cli.plan_options import RecipeName, recipe_called
+from shardlab.common.text import seconds_text
+from shardlab.planner.published.predict import (
+    ErrorSummary,
+    Figure,
+    Outcome,
+    assumed_by,
+    by_source,
+    misjudged,
+    outcomes_of,
+    worst_of,
+)
+from shardlab.planner.published.records import GIB, read_rows
 
 WORST = 5
 """How many of the runs whose predictions are farthest off are named; --json has all."""

@@ -14,11 +14,11 @@ from shardlab.cli.console import print_fact, print_figures, print_json, stdout_c
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Ranks, StrategyName
 from shardlab.cli.plan_options import NO_FLAGS, Layout
-from shardlab.cli.report import print_drifts
-from shardlab.program import UserError
-from shardlab.program.precision import Optimizer
-from shardlab.rules.pieces import counted
-from shardlab.train.launch_environment import require_port
+from shardlab.cli.simulate.command import print_drifts
+from shardlab.language import UserError
+from shardlab.language.precision import Optimizer
+from shardlab.language.rules.kinds import counted
+from shardlab.train.launch.environment import require_port
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class Verify:
             return self._all()
         require_port(os.environ)
 
-        from shardlab.cli.ranks import checked_to_run, failures_as_exit
-        from shardlab.cli.settling import settled_here
+        from shardlab.cli.train.before_ranks import checked_to_run, failures_as_exit
+        from shardlab.cli.train.choose_passes import settled_here
         from shardlab.execute import OptimizerConfig
-        from shardlab.execute.compiling import want_compilable
+        from shardlab.execute.requirements import want_compilable
         from shardlab.train.job import Job
-        from shardlab.train.launch import device_type, ranks_here
-        from shardlab.train.verdict import TOLERANCE, clip_for, verify
+        from shardlab.train.launch.ranks import device_type, ranks_here
+        from shardlab.train.verification.cases import TOLERANCE, clip_for, verify
 
         chosen, ranks = self.layout.entry(self.strategy, self.ranks or ranks_here(0) or None)
         ep = chosen.grid(ranks).ep
@@ -145,10 +145,10 @@ class Verify:
         return 0 if verdict.ok else 1
 
     def _all(self) -> int:
-        from shardlab.cli.ranks import failures_as_exit
+        from shardlab.cli.train.before_ranks import failures_as_exit
         from shardlab.cli.verify_table import as_json, print_tables
-        from shardlab.train.cases import CASES
-        from shardlab.train.verify_all import verify_all
+        from shardlab.train.verification.cases import CASES
+        from shardlab.train.verification.verify import verify_all
 
         given = self.layout.given()
         passes = given.pop("passes", "all")

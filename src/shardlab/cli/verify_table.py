@@ -12,9 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab.cli.console import table_of
-from shardlab.train.cases import ALONE
-from shardlab.train.verdict import TOLERANCE
-from shardlab.train.verify_all import CaseResult
+from shardlab.train.verification.cases import ALONE, TOLERANCE
+from shardlab.train.verification.verify import CaseResult
 
 
 def as_json(results: Sequence[CaseResult], seconds: float) -> dict[str, Any]:

@@ -6,19 +6,27 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import cache, partial
 from io import StringIO
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
+
+from shardlab.language import OpKind, Sizes
+from shardlab.language.ops import HUES, Color, ColorBy
+from shardlab.simulate.timeline import Event, Timeline
 
 _LONG = re.compile(r"(\.\d\d)\d+")
 """Digits beyond a hundredth of a point, which are most of a large picture's bytes."""
@@ -127,3 +135,175 @@ def fill(
 def fitting(text: str, width: float) -> float:
     """The largest font size at which text fits into a width, both in points."""
     return (width - 1.5) / (len(text) * EM)
+
+
+# The colours that ops name (see `shardlab.language.ops`), as they are drawn.
+#
+# Layers take the viridis map, which keeps its order for every kind of colour vision.
+
+
+PEAK = "#d55e00"
+
+Family = tuple[str, str]
+"""The darkest and the lightest of a pass's shades."""
+
+SHADES: dict[Color, Family] = {name: (hue.drawn, hue.lightest) for name, hue in HUES.items() if hue.lightest}
+"""The passes' colours."""
+
+FORWARD, BACKWARD = SHADES["blue"], SHADES["orange"]
+BACKWARD_INPUT, BACKWARD_WEIGHT = SHADES["teal"], SHADES["green"]
+
+COLORS: dict[Color, str] = {name: hue.drawn for name, hue in HUES.items() if not hue.lightest}
+"""The colours of all other ops."""
+
+LOSS, OTHER = COLORS["brown"], COLORS["grey"]
+"""The loss, and compute that is no pass: sums of gradients, norms."""
+
+
+@cache
+def shade(family: Family, place: float) -> str:
+    """A pass's shade, from its darkest at 0 to its lightest at 1."""
+    return mixed(*family, place)
+
+
+@cache
+def layer_color(layer: int, layers: int) -> str:
+    """Dark for the first layer, light for the last."""
+    place = 0.12 + 0.76 * (layer / (layers - 1) if layers > 1 else 0.35)
+    return to_hex(mpl.colormaps["viridis"](place))
+
+
+def mixed(color: str, other: str, share: float) -> str:
+    """A colour with a share of another in it."""
+    red, green, blue = (a * (1 - share) + b * share for a, b in zip(to_rgb(color), to_rgb(other), strict=True))
+    return to_hex((red, green, blue))
+
+
+@cache
+def pale(color: str) -> str:
+    return mixed(color, "#ffffff", 0.74)
+
+
+@cache
+def ink_on(color: str) -> str:
+    """Black or white, whichever reads better on a colour (relative luminance, WCAG 2)."""
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color))
+    return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.207 else "#1b1f24"
+
+
+# The look of every box of a timeline: by pass, or by layer.
+
+
+class Paint(NamedTuple):
+    """A look that many boxes share.
+
+    Attributes:
+        color, hatch: of the whole box.
+        top, bottom: colours of stripes along its edges, if it has them.
+    """
+
+    color: str
+    hatch: str = ""
+    top: str = ""
+    bottom: str = ""
+
+
+class Looks:
+    """The looks of one timeline's boxes.
+
+    Attributes:
+        by: what the colour tells first.
+        layers: how many the model has.
+        chunks: how many model chunks a rank of a pipeline has; 0 if the ranks are no pipeline.
+    """
+
+    def __init__(self, timeline: Timeline, by: ColorBy) -> None:
+        self.by = by
+        self._sizes = timeline.program.sizes
+        self._chunks = chunks_of(timeline)
+        self.layers = model_layer_count(self._sizes)
+        self.chunks = 1 + max((n for row in self._chunks for n in row.values()), default=0) if self._chunks else 0
+        self._layer_of: Callable[[int], int] = cache(partial(model_layer, self._sizes))
+        self.compute_paint = cache(self._compute_paint)
+
+    def chunk(self, event: Event) -> int:
+        """The model chunk that an event is about; 0 if the ranks are no pipeline."""
+        return self._chunks[event.rank].get(event.layer, 0) if self._chunks else 0
+
+    def paint(self, event: Event) -> Paint:
+        """The look of an event's box."""
+        row = event.kind.row
+        if not row.part_of:
+            return Paint(COLORS[row.color])
+        if self.by == "layer" or not self.chunks:
+            return self.compute_paint(event.kind, self._layer_of(event.layer))
+        return self.compute_paint(event.kind, self.chunk(event))
+
+    def _compute_paint(self, kind: OpKind, place: int) -> Paint:
+        """The look of a pass through a layer of the model, or through a chunk of a pipeline's rank."""
+        hatch, family = kind.row.hatch, SHADES[kind.row.color]
+        if self.by == "pass":
+            of = self.chunks or self.layers
+            return Paint(shade(family, place / (of - 1) if of > 1 else 0.2), hatch)
+        color = layer_color(place, self.layers)
+        if family == FORWARD:
+            return Paint(color, hatch)
+        top = color if family != BACKWARD_WEIGHT else ""
+        bottom = color if family != BACKWARD_INPUT else ""
+        return Paint(pale(color), hatch, top, bottom)
+
+
+# Model chunks: the one of its rank that each layer belongs to, and the model's layer that it is part of.
+
+
+Chunks = list[dict[int, int]]
+"""Chunk, counted from 0, of each layer that a row of a timeline computes, for each row."""
+
+
+def chunks_of(timeline: Timeline) -> Chunks | None:
+    """The chunks of a pipeline's ranks; None if all ranks compute the same layers, so that nothing is a pipeline."""
+    own = [sorted({e.layer for e in events if e.kind is OpKind.FORWARD}) for events in timeline.events]
+    if len({tuple(layers) for layers in own if layers}) <= 1:
+        return None
+    runs = [_runs(layers) for layers in own]
+    most = max(max(each, default=0) for each in runs) + 1
+    return [dict(zip(layers, _spread(each, most), strict=True)) for layers, each in zip(own, runs, strict=True)]
+
+
+def _runs(layers: list[int]) -> list[int]:
+    """Find for each layer the run of successive ones that it stands in."""
+    found = [0] * len(layers)
+    for place, (one, other) in enumerate(pairwise(layers)):
+        found[place + 1] = found[place] + (other != one + 1)
+    return found
+
+
+def _spread(runs: list[int], most: int) -> list[int]:
+    """The chunks of a rank whose last stages follow each other, as where a V turns: its layers in equal parts."""
+    if not runs or runs[-1] + 1 == most:
+        return runs
+    return [place * most // len(runs) for place in range(len(runs))]
+
+
+def model_layer_count(sizes: Sizes) -> int:
+    """Layers of the model in a reader's words: a program may cut each into several."""
+    if sizes.blocks:
+        return len(sizes.blocks) - 1
+    return len(_experts(sizes)) or sizes.layers
+
+
+def model_layer(sizes: Sizes, layer: int) -> int:
+    """Which of the model's layers a program's layer is part of; what stands before the first or after the last is
+    counted to it."""
+    if sizes.blocks:
+        found = bisect_right(sizes.blocks, layer) - 1
+    elif experts := _experts(sizes):
+        found = bisect_left(experts, layer)
+    else:
+        return layer
+    return max(0, min(model_layer_count(sizes) - 1, found))
+
+
+def _experts(sizes: Sizes) -> list[int]:
+    """The program's layers that are a mixture's experts, one of each of the model's."""
+    return [number for number, layer in enumerate(sizes.signatures) if "expert" in layer.cut]

@@ -5,21 +5,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from textwrap import wrap
 
-from shardlab.draw.canvas import EM, Page, style
-from shardlab.draw.closeup import close_up_height, close_up_of, draw_close_up
-from shardlab.draw.header import HEADER, MARGIN, draw_header, summary
-from shardlab.draw.lanes import Panel, draw_lanes
-from shardlab.draw.legend import ROW, draw_legend, flow, legend_items
-from shardlab.draw.looks import Looks
-from shardlab.draw.memory import draw_memory, key_width
-from shardlab.draw.rows import MOST_ROWS, Row, row_name, rows_of, spaced
-from shardlab.program.files import write_whole
-from shardlab.program.picture import ColorBy
-from shardlab.timeline import Timeline
+from matplotlib.axes import Axes
+
+from shardlab.common.files import write_whole
+from shardlab.common.text import seconds_text
+from shardlab.draw.canvas import EM, FAINT, Looks, Page, model_layer_count, style
+from shardlab.draw.panels import (
+    ROW,
+    Panel,
+    draw_lanes,
+    draw_legend,
+    draw_memory,
+    flow,
+    key_width,
+    legend_items,
+    memory_text,
+)
+from shardlab.draw.rows import MOST_ROWS, Detail, Row, passes, ranks_text, row_name, rows_of, spaced
+from shardlab.language import OpKind
+from shardlab.language.ops import ColorBy
+from shardlab.language.rules.kinds import counted
+from shardlab.simulate.timeline import Event, Timeline
+from shardlab.simulate.timeline.prices import stands_for
 
 UNIT_TIME = "time (1 = forward of one microbatch through one layer)"
 
@@ -101,3 +113,173 @@ def _plot_width(timeline: Timeline) -> float:
     """Inches: wide enough that the shortest pass can carry its label, within reason."""
     passes = [e.end - e.start for events in timeline.events for e in events if e.kind.row.part_of and e.end > e.start]
     return max(8.0, min(15.0, 0.16 * timeline.end / min(passes))) if passes else 8.0
+
+
+# The head of a picture: its title, and in one line what it is of and the step's figures, in the model's words.
+
+
+MARGIN, HEADER = 0.2, 0.62
+"""Inches beside a picture, and above it where the header stands."""
+
+
+def draw_header(page: Page, title: str, facts: list[str]) -> None:
+    """Write a title, and below it what is to be known first."""
+    page.ink.text(MARGIN, 0.25, title, size=13, weight="bold", va="center")
+    page.ink.text(MARGIN, 0.48, "  ·  ".join(facts), size=8.5, color=FAINT, va="center")
+
+
+def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
+    """Sizes and figures of a step.
+
+    Args:
+        rows: rows of unlike ranks.
+        drawn: rows in the picture.
+    """
+    program, mesh = timeline.program, timeline.program.mesh
+    ranks = [rank for row in range(program.ranks) for rank in stands_for(program, row)]
+    grid = f" ({mesh})" if len(mesh.used) > 1 else ""
+    peak = [
+        rank
+        for row, live in enumerate(timeline.peak_memory_by_rank)
+        if live == timeline.peak_memory
+        for rank in stands_for(program, row)
+    ]
+    return [
+        counted(len(ranks), "rank") + grid + _folded(len(ranks), rows, drawn),
+        counted(model_layer_count(program.sizes), "layer"),
+        counted(program.microbatches, "microbatch"),
+        f"ends at {seconds_text(timeline.end) if timeline.in_seconds else f'{timeline.end:g}'}",
+        f"peak {memory_text(timeline, timeline.peak_memory)} on {ranks_text(peak)}",
+    ]
+
+
+def _folded(ranks: int, rows: int, drawn: int) -> str:
+    """Say how the rows stand for the ranks, where they are fewer."""
+    if rows == 1 < ranks:
+        return " in one row, all alike"
+    alike = f" in {rows} rows, alike ones together" if rows < ranks else ""
+    return alike + (f", {drawn} {'rows' if alike else 'of them'} drawn" if drawn < rows else "")
+
+
+# A close-up of a few rows in the middle of a step, where its whole shows no single microbatch.
+
+
+ROWS = 8
+CLOSEUP_ROW = 0.36
+HEADING, FOOT = 0.3, 0.5
+"""Inches above and below the rows."""
+
+PASS = 22.0
+"""Points of the usual forward pass."""
+
+
+def close_up_of(panel: Panel, width: float) -> Panel | None:
+    """A panel of the same width (inches) between the last rank's first backward pass and the first one's last forward
+    pass, when a pipeline runs steadily; None if the whole shows single microbatches."""
+    if panel.detail is not Detail.SHARES:
+        return None
+    forwards = [s.end - s.start for row in panel.rows for kind, s in passes(row, panel.looks) if kind is OpKind.FORWARD]
+    last = [max((e.start for e in row.events if e.kind is OpKind.FORWARD), default=0.0) for row in panel.rows]
+    first = [min((e.start for e in row.events if "backward" in e.kind.value), default=panel.end) for row in panel.rows]
+    middle = (min(last) + max(first)) / 2 if max(first) < min(last) else panel.end / 2
+    half = min(panel.end, width * 72 / PASS * median(forwards)) / 2
+    start = max(0.0, min(panel.end - 2 * half, middle - half))
+    rows = spaced(panel.rows, ROWS)
+    return Panel.of(panel.timeline, rows, panel.looks, (start, start + 2 * half), (width, CLOSEUP_ROW))
+
+
+def close_up_height(panel: Panel) -> float:
+    """Inches."""
+    return HEADING + CLOSEUP_ROW * len(panel.rows) + FOOT
+
+
+def draw_close_up(page: Page, whole: Axes, panel: Panel, box: tuple[float, float, float], time_unit: str) -> bool:
+    """Draw it below a place of the page (left, top and right, in inches), and mark it in the panel of the whole step.
+    Whether any microbatch is named is returned."""
+    left, top, right = box
+    rows = "" if len(panel.rows) == len(whole.get_yticks()) else f", {len(panel.rows)} of the rows"
+    heading = f"Close-up of the time from {panel.start:.4g} to {panel.end:.4g}{rows}"
+    page.ink.text(left, top + HEADING / 2, heading, size=9, weight="bold", va="center")
+    axes = page.panel((left, top + HEADING, right, top + HEADING + CLOSEUP_ROW * len(panel.rows)))
+    named = draw_lanes(page, axes, panel)
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel(time_unit)
+    for moment in (panel.start, panel.end):
+        whole.axvline(moment, color=FAINT, linewidth=0.9, linestyle=(0, (2, 2)))
+    return named
+
+
+# Timelines of one step, one above the other on one axis: predicted and measured, or before and after each pass.
+
+
+COMPARISON_RIGHT, PLOT, COMPARISON_HEADING = 0.3, 12.0, 0.3
+"""Inches."""
+
+FEWEST_ROWS = 16
+"""Rows that each of many timelines may have in any case."""
+
+
+MILLISECONDS = "milliseconds since the first rank began"
+
+
+def comparison_svg(
+    timelines: Mapping[str, Timeline], title: str, color_by: ColorBy = "pass", time_unit: str = MILLISECONDS
+) -> str:
+    """Timelines in seconds, each under its name, as an SVG document with an axis in milliseconds.
+
+    Args:
+        time_unit: of timelines in another unit, how the axis is labelled.
+    """
+    with style():
+        if time_unit == MILLISECONDS:
+            timelines = {name: _in_milliseconds(timeline) for name, timeline in timelines.items()}
+        return _comparison_page(timelines, title, color_by, time_unit).svg()
+
+
+def save_comparison(
+    timelines: Mapping[str, Timeline],
+    path: Path,
+    title: str,
+    color_by: ColorBy = "pass",
+    time_unit: str = MILLISECONDS,
+) -> None:
+    """Write the picture to a file; it appears whole or not at all."""
+    write_whole(path, comparison_svg(timelines, title, color_by, time_unit))
+
+
+def _comparison_page(timelines: Mapping[str, Timeline], title: str, color_by: ColorBy, time_unit: str) -> Page:
+    end = max(timeline.end for timeline in timelines.values()) or 1.0
+    first = next(iter(timelines.values()))
+    most = MOST_ROWS if len(timelines) <= 2 else max(FEWEST_ROWS, 2 * MOST_ROWS // len(timelines))
+    rows = {name: spaced(rows_of(timeline, fold=False), most) for name, timeline in timelines.items()}
+    count = max(map(len, rows.values()))
+    left = left_of(first, rows_of(first, fold=False))
+    row = max(0.165, min(0.52, 12 / count / max(2, len(timelines))))
+    panels = {
+        name: Panel.of(timeline, rows[name], Looks(timeline, color_by), (0.0, end), (PLOT, row))
+        for name, timeline in timelines.items()
+    }
+    width = left + PLOT + COMPARISON_RIGHT - 2 * MARGIN
+    top = HEADER + len(flow(legend_items([*panels.values()], numbered=True), width)) * ROW
+    height = COMPARISON_HEADING + row * count
+    page = Page(left + PLOT + COMPARISON_RIGHT, top + len(timelines) * height + 0.5)
+    unit = " ms" if time_unit == MILLISECONDS else ""
+    draw_header(page, title, [f"{name} {timeline.end:.4g}{unit}" for name, timeline in timelines.items()])
+    numbered = False
+    for place, (name, panel) in enumerate(panels.items()):
+        bottom = top + (place + 1) * height
+        page.ink.text(left, bottom - row * count - 0.1, name, size=9, weight="bold", va="center")
+        lanes = page.panel((left, bottom - row * count, left + PLOT, bottom))
+        numbered |= draw_lanes(page, lanes, panel)
+        lanes.tick_params(axis="x", length=0, labelbottom=place == len(timelines) - 1)
+        if place == len(timelines) - 1:
+            lanes.set_xlabel(time_unit)
+    draw_legend(page, flow(legend_items([*panels.values()], numbered), width), MARGIN, HEADER)
+    return page
+
+
+def _in_milliseconds(timeline: Timeline) -> Timeline:
+    def scaled(event: Event) -> Event:
+        return event._replace(start=1000 * event.start, end=1000 * event.end)
+
+    return Timeline(timeline.program, [[scaled(event) for event in events] for events in timeline.events])

@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from shardlab.optimizers import OptimizerConfig
+from shardlab.execute.optimizers.settings import OptimizerConfig
 
 if TYPE_CHECKING:
     from shardlab.execute.executor import Executor
     from shardlab.execute.settings import Sampler, Settings
+
 
 __all__ = ["Executor", "OptimizerConfig", "Sampler", "Settings"]
 

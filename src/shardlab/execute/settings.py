@@ -9,11 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardlab.execute.loss_scale import FIRST
+from shardlab.execute.optimizers.settings import FIRST, OptimizerConfig
+from shardlab.language import Holds
+from shardlab.language.precision import FP32, Precision
 from shardlab.models.tensors import Initial
-from shardlab.optimizers import OptimizerConfig
-from shardlab.program import Holds
-from shardlab.program.precision import FP32, Precision
 
 
 class Sampler(Protocol):

@@ -8,12 +8,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from shardlab.execute.shapes import Shapes
 from shardlab.execute.state import State
-from shardlab.models.tensors.tokens import index_on, rows_of
-from shardlab.program import Kind, Op, Spec
-from shardlab.rules.kind import ROW_KINDS
-from shardlab.rules.pieces import bits
+from shardlab.execute.tape_analysis import Shapes
+from shardlab.language import Kind, Op, Spec
+from shardlab.language.rules.kinds import ROW_KINDS, bits
+from shardlab.models.tensors.attention import index_on, rows_of
 
 Cut = Callable[[Tensor], Tensor]
 Join = Callable[[Sequence[Tensor]], Tensor]

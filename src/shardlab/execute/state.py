@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from shardlab.check import Checked
-from shardlab.execute.analysis import Analysis, loss_owners
-from shardlab.execute.arena import ArenaTensors
-from shardlab.execute.communicator import Wait
-from shardlab.execute.loss_scale import LossScale
-from shardlab.execute.optimizer import Slice
-from shardlab.execute.places import storage_at, tensor_at
+from shardlab.execute.offload import storage_at, tensor_at
+from shardlab.execute.optimizers.flat_slice import Slice
+from shardlab.execute.optimizers.settings import LossScale
 from shardlab.execute.settings import GradientObserver, Settings, torch_dtype
-from shardlab.execute.shapes import Shapes
+from shardlab.execute.tape_analysis import Analysis, ArenaTensors, Shapes, loss_owners
+from shardlab.execute.transport.collectives import Wait
+from shardlab.language import Holds, Kind, Op, OpKind, Spec
+from shardlab.language.precision import FP64
+from shardlab.language.rules.kinds import Factor, bits
 from shardlab.models import CutModel, Model
 from shardlab.models.matrices import matrices_of
 from shardlab.models.tensors import (
@@ -34,10 +35,6 @@ from shardlab.models.tensors import (
     prepared_layer,
     views,
 )
-from shardlab.program import Holds, Kind, Op, OpKind, Spec
-from shardlab.program.precision import FP64
-from shardlab.rules.factor import Factor
-from shardlab.rules.pieces import bits
 
 
 class State:

@@ -4,20 +4,39 @@
 a machine without devices of its own is seldom quiet.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from shardlab.measure.cases import CollectiveCase, Team, make_case
-from shardlab.measure.clock import Clock, batches, iterations_for
-from shardlab.measure.points import CollectivePoint, OverlapPoint, append
+from shardlab.common.fields import TICK
+from shardlab.execute.transport.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    recv,
+    reduce_scatter,
+    scatter,
+    send,
+)
+from shardlab.measure.fits import CollectivePoint, OverlapPoint, append
 from shardlab.measure.progress import Progress
-from shardlab.measure.world import MeasuringRanks
 
 BATCHES = 5
 
@@ -180,3 +199,278 @@ def overlap(
     found = [[of_round(what, each) for what in (compute, between, beside)] for each in batches(cycles, BATCHES)]
     computing, waiting, together = (median(times) for times in zip(*found, strict=True))
     return OverlapPoint(kind, team.size, case.bytes, alone, computing, max(alone, waiting - computing), together)
+
+
+# Every collective on tensors: how one call starts, and whether its result is right.
+
+
+Wait = Callable[[], Any]
+Start = Callable[[], Wait]
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks that meet.
+
+    Attributes:
+        group: their process group.
+        ranks: their global numbers.
+        index: this process's place among them.
+        device: where tensors are.
+    """
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    index: int
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def values(self, rank: int, elements: int) -> Tensor:
+        """Make the tensor (elements,) that the member `rank` gives: small whole numbers, whose sums are exact."""
+        return _pattern(elements, self.device) * (rank + 1)
+
+    def sum(self, elements: int) -> Tensor:
+        """Sum the tensors (elements,) that all members give."""
+        return _pattern(elements, self.device) * (self.size * (self.size + 1) // 2)
+
+
+@dataclass(frozen=True)
+class CollectiveCase:
+    """A collective of some size, ready to be called again and again.
+
+    Attributes:
+        bytes: of the whole value.
+        start: one call, which starts at once and gives how to wait for it.
+        result: where this rank's result will be; None if it has none.
+        expected: what the first call must leave there.
+        sent: what is overwritten by every call, and so must not grow.
+    """
+
+    bytes: int
+    start: Start
+    result: Tensor | None
+    expected: Tensor | None
+    sent: Tensor | None = None
+
+    def wrong(self) -> int:
+        """Call once, and count the elements of this rank's result that are wrong."""
+        self.start()()
+        if self.result is None or self.expected is None:
+            return 0
+        wrong = int((self.result != self.expected).sum())
+        if self.sent is not None:
+            self.sent.zero_()
+        return wrong
+
+
+def make_case(kind: str, size: int, team: Team) -> CollectiveCase:
+    """A collective on float32 numbers of about `size` bytes together: a multiple of the ranks."""
+    elements = max(1, size // 4 // team.size) * team.size
+    return CASES[kind](elements, team)
+
+
+def _pattern(elements: int, device: torch.device) -> Tensor:
+    return torch.arange(elements, device=device).remainder_(7).add_(1).to(torch.float32)
+
+
+def _case(
+    elements: int,
+    team: Team,
+    call: Callable[..., Any],
+    result: Tensor | None,
+    expected: Tensor | None,
+    sent: Tensor | None = None,
+) -> CollectiveCase:
+    """A collective that is given all but its group."""
+    work = partial(call, group=team.group)
+    return CollectiveCase(4 * elements, lambda: work().wait, result, expected, sent)
+
+
+def _all_reduce(elements: int, team: Team) -> CollectiveCase:
+    x = team.values(team.index, elements)
+    return _case(elements, team, partial(all_reduce, x, dist.ReduceOp.SUM), x, team.sum(elements), sent=x)
+
+
+def _gathered(elements: int, team: Team) -> Tensor:
+    return torch.cat([team.values(rank, elements // team.size) for rank in range(team.size)])
+
+
+def _all_gather(elements: int, team: Team) -> CollectiveCase:
+    piece = team.values(team.index, elements // team.size)
+    whole = piece.new_empty(elements)
+    return _case(elements, team, partial(all_gather, whole, piece), whole, _gathered(elements, team))
+
+
+def _reduce_scatter(elements: int, team: Team) -> CollectiveCase:
+    whole = team.values(team.index, elements)
+    piece = whole.new_empty(elements // team.size)
+    expected = team.sum(elements).chunk(team.size)[team.index]
+    return _case(elements, team, partial(reduce_scatter, piece, whole), piece, expected)
+
+
+def _all_to_all(elements: int, team: Team) -> CollectiveCase:
+    given = team.values(team.index, elements)
+    taken = torch.empty_like(given)
+    pieces = [team.values(rank, elements).chunk(team.size)[team.index] for rank in range(team.size)]
+    return _case(elements, team, partial(all_to_all, taken, given), taken, torch.cat(pieces))
+
+
+def _broadcast(elements: int, team: Team) -> CollectiveCase:
+    x = team.values(team.index, elements)
+    return _case(elements, team, partial(broadcast, x, team.ranks[0]), x, team.values(0, elements))
+
+
+def _reduce(elements: int, team: Team) -> CollectiveCase:
+    x = team.values(team.index, elements)
+    expected = team.sum(elements) if team.index == 0 else None
+    return _case(elements, team, partial(dist.reduce, x, team.ranks[0], async_op=True), x, expected, sent=x)
+
+
+def _gather(elements: int, team: Team) -> CollectiveCase:
+    piece = team.values(team.index, elements // team.size)
+    whole = None if team.index else piece.new_empty(elements)
+    expected = None if team.index else _gathered(elements, team)
+    return _case(elements, team, partial(gather, whole, piece, team.ranks[0]), whole, expected)
+
+
+def _scatter(elements: int, team: Team) -> CollectiveCase:
+    given = team.values(0, elements)
+    piece = torch.empty_like(given.chunk(team.size)[0])
+    call = partial(scatter, piece, None if team.index else given, team.ranks[0])
+    return _case(elements, team, call, piece, given.chunk(team.size)[team.index].clone())
+
+
+def _barrier(elements: int, team: Team) -> CollectiveCase:
+    return _case(0, team, barrier, None, None)
+
+
+def _send_recv(elements: int, team: Team) -> CollectiveCase:
+    """A message from the first to the second and back; its time is twice that of one message."""
+    assert team.size == 2, "a message has two ends"
+    other = team.ranks[1 - team.index]
+    x = team.values(0, elements) if team.index == 0 else torch.zeros(elements, device=team.device)
+
+    def ping_pong() -> Wait:
+        first, second = (send, recv) if team.index == 0 else (recv, send)
+        first(x, other).wait()
+        return second(x, other).wait
+
+    return CollectiveCase(4 * elements, ping_pong, x, team.values(0, elements))
+
+
+CASES: dict[str, Callable[[int, Team], CollectiveCase]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+    "barrier": _barrier,
+    "send_recv": _send_recv,
+}
+
+
+# World of the measuring ranks: teams of every size, and common decisions.
+
+
+class MeasuringRanks:
+    """This rank among all.
+
+    Args:
+        rank: its number.
+        device: its device.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = dist.get_world_size()
+        self.device = device
+
+    def team(self, size: int) -> Team:
+        """This rank's team when the world splits into teams of neighbours; every rank calls this."""
+        first = self.rank // size * size
+        ranks = tuple(range(first, first + size))
+        group = dist.group.WORLD if size == self.size else dist.new_group(list(ranks), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return Team(group, ranks, self.rank - first, self.device)
+
+    def most(self, number: float) -> float:
+        """Find the largest of all ranks' numbers."""
+        return self._reduced(number, dist.ReduceOp.MAX)
+
+    def sum(self, number: float) -> float:
+        """Add up all ranks' numbers."""
+        return self._reduced(number, dist.ReduceOp.SUM)
+
+    def mean(self, number: float) -> float:
+        """Find the mean of all ranks' numbers."""
+        return self.sum(number) / self.size
+
+    def meet(self) -> None:
+        """Wait until all ranks have come, and their devices have done what they were given."""
+        self.sum(0)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _reduced(self, number: float, how: dist.ReduceOp.RedOpType) -> float:
+        x = torch.tensor([number], dtype=torch.float64, device=self.device)
+        dist.all_reduce(x, op=how)
+        return float(x)
+
+
+# Time as a device spends it: events on a GPU's stream, the wall clock on a CPU.
+
+
+class Clock:
+    """Marks moments of a device's current stream, and says what lies between them.
+
+    >>> clock = Clock(torch.device("cpu"))
+    >>> clock.mark(); clock.mark()
+    >>> len(clock.gaps())
+    1
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Now, in the order of what the device has been given to do."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def gaps(self) -> list[float]:
+        """Seconds from each mark to the next, above 0; waits until the device is at the last, and forgets them."""
+        marks, self._marks = self._marks, []
+        if self._cuda:
+            torch.cuda.synchronize()
+            return [max(TICK, first.elapsed_time(second) / 1000) for first, second in pairwise(marks)]
+        return [max(TICK, second - first) for first, second in pairwise(marks)]
+
+    def seconds(self, run: Callable[[], Any], iterations: int) -> float:
+        """Seconds of one call, as the mean over so many, one after the other."""
+        self.mark()
+        for _ in range(iterations):
+            run()
+        self.mark()
+        return self.gaps()[0] / iterations
+
+
+def iterations_for(seconds: float, budget: float, at_least: int = 5, at_most: int = 2000) -> int:
+    """How many calls of so many seconds fill a budget of seconds."""
+    return max(at_least, min(at_most, int(budget / max(seconds, TICK))))
+
+
+def batches(iterations: int, count: int) -> Sequence[int]:
+    """Split iterations into `count` batches, as even as can be; fewer batches if there are fewer iterations."""
+    count = min(count, iterations)
+    return [iterations // count + (i < iterations % count) for i in range(count)]

@@ -14,19 +14,17 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
-from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
-from shardlab.execute.products import choose_products
-from shardlab.measure.clock import Clock, iterations_for
-from shardlab.measure.points import LayerPoint, PeakPoint, append
+from shardlab.execute.kernel_choice import choose_products
+from shardlab.language import Op, OpKind
+from shardlab.language.precision import precision_in
+from shardlab.measure.collectives import Clock, MeasuringRanks, iterations_for
+from shardlab.measure.fits import MEASURED, MICROBATCHES, LayerPoint, PeakPoint, Shape, Subject, append, subjects
 from shardlab.measure.progress import Progress
-from shardlab.measure.shapes import MEASURED, MICROBATCHES, Shape, Subject, subjects
-from shardlab.measure.world import MeasuringRanks
-from shardlab.models.tensors.onednn import AVAILABLE, choices, onednn_linear
-from shardlab.program import Op, OpKind
-from shardlab.program.precision import precision_in
-from shardlab.train.binding import CpuShare, threads_of
-from shardlab.train.data import Batches
+from shardlab.models.tensors.compute import AVAILABLE, choices, onednn_linear
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
+from shardlab.train.launch.environment import CpuShare, threads_of
 
 PEAK_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 """Rows and columns of the matrices whose fastest product is called the peak."""

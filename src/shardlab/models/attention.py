@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
-from shardlab.models.layout import Parameter
-from shardlab.models.primitive import Pieces, Primitive, piece
-from shardlab.models.primitives import Linear
+from shardlab.models.layout import FusedAttention, Kernel, Matmul, Parameter, Pointwise
+from shardlab.models.primitives import Linear, Pieces, Primitive, piece
 
 RopeScaling = tuple[float, float, float, int]
 """Factor, low and high frequency factor, and the context that rotary frequencies were first trained for.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardlab.models.kernels import Matmul
-from shardlab.models.layout import LayerLayout, Parameter
-from shardlab.models.run import Run
+from shardlab.models.attention import Attend, Projection
+from shardlab.models.layer import Run
+from shardlab.models.layout import LayerLayout, Matmul, Parameter
+from shardlab.models.model import Model
+from shardlab.models.primitives import Activate, Embed, Linear, Norm, Primitive, Scores
 
 ITERATIONS = 5
 """Rounds of Newton and Schulz's iteration (Jordan 2024, https://kellerjordan.github.io/posts/muon/)."""
@@ -73,3 +76,109 @@ def _matrices(parameter: Parameter, pieces: Mapping[str, int], begins: Sequence[
         for height in parameter.sections or (parameter.shape[-2],):
             yield WholeMatrix(parameter.name, (height, columns), dim, tuple(begin + top * width for begin in begins))
             top += height * rows // parameter.shape[-2]
+
+
+# What a framework keeps for the backward pass, where it is not what our own executor keeps on a CPU.
+#
+# Our own count (`Model.saved_elements`) is measured on a CPU. Autograd, by which other frameworks run, keeps the
+# outputs of activation functions as well. On a GPU a dropout mask is one byte an element (Korthikanti et al. 2022,
+# arXiv 2205.05198, eq. 1: 34 sbh + 5 a s^2 b bytes a layer in half precision, masks of a byte included), and a
+# framework may hold a value once that our programs hold twice, or compute some of it again.
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """Choices of what is kept.
+
+    Attributes:
+        mask: bytes of an element of a dropout mask (0: as wide as an activation).
+        branch: whether the branch that a norm of half-blocks adds to the residual stays until its backward pass.
+        gathered: whether a body's input that sequence parallelism has gathered stays so; otherwise a slice of it does
+            (Korthikanti et al. 2022, section 4.2.2).
+        activated: whether an activation function that is run as several kernels keeps what is between them.
+        per_op: whether of each block only its input, attention's result and every second product are kept, and all
+            else is computed again (torchtitan's selective activation checkpointing,
+            torchtitan/distributed/activation_checkpoint.py: every second product by `_get_custom_policy`).
+        unread: whether of these products also those stay that no backward pass reads (the feed-forward's last), as
+            they do where no compiler sees that.
+        copied: whether keys and values are copied beside each other, and stay in both places.
+        made_again: whether what only products read is not kept, and made again, as our own executor does.
+    """
+
+    mask: float = 0.0
+    branch: bool = True
+    gathered: bool = True
+    activated: bool = False
+    per_op: bool = False
+    unread: bool = False
+    copied: bool = False
+    made_again: bool = False
+
+
+AUTOGRAD = SavedActivations()
+"""What autograd saves of a model on a CPU, if norms and activation functions are kernels that save their input."""
+
+EXECUTOR = SavedActivations(made_again=True)
+"""What our own executor keeps, as measured on a CPU (see `shardlab.models.tensors.backward`)."""
+
+
+def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, element: int) -> int:
+    """Elements of `element` bytes that are kept of a layer for a microbatch of `rows` sequences, beyond its input."""
+    run = model.run(layer)
+    primitives = [step.primitive for step in run.steps]
+    if kept.per_op:
+        return sum(_every_second(each, kept, rows) for each in primitives) + _residuals(run, rows)
+    dropped = sum(_dropped(each, kept, element, rows) for each in primitives)
+    return max(0, run.saved(rows, kept.made_again) - int(dropped))
+
+
+def saves_residual(model: Model, layer: int, kept: SavedActivations) -> bool:
+    """Whether what is kept of a layer has the residual stream in it that the layer makes."""
+    run = model.run(layer)
+    return run.saves_residual and (not kept.per_op or _residuals(run, 1) > 0)
+
+
+def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: int) -> tuple[int, ...]:
+    """Elements that stay of each activation that enters a layer; `slices`: into how many sequence parallelism cuts."""
+    sizes = [model.microbatch_elements(index, rows) for index in range(model.layers + 1)]
+    for layer, run in enumerate(model.runs):
+        if "s" in run.inputs[1:] or isinstance(run.steps[0].primitive, Embed):
+            sizes[layer] *= kept.branch
+        elif run.cut and layer and model.run(layer - 1).attend is None:
+            sizes[layer] = 0 if kept.per_op else sizes[layer] // (1 if kept.gathered else slices)
+    return tuple(sizes)
+
+
+def _dropped(primitive: Primitive, kept: SavedActivations, element: int, rows: int) -> float:
+    """Elements of a primitive that autograd keeps and this choice does not (negative: it keeps more)."""
+    if isinstance(primitive, Activate) and kept.activated and primitive.activation == "swiglu":
+        return -rows * primitive.tokens * primitive.hidden
+    if isinstance(primitive, Projection) and kept.copied:
+        return -2 * rows * primitive.tokens * primitive.kv_width
+    narrower = 1 - kept.mask / element if kept.mask and not isinstance(primitive, Embed) else 0.0
+    return narrower * primitive.mask(rows)
+
+
+def _every_second(primitive: Primitive, kept: SavedActivations, rows: int) -> int:
+    """Elements kept of a primitive where every second product is: queries and values, gates, attention's result."""
+    each = rows * primitive.tokens
+    if isinstance(primitive, Projection):
+        return each * (primitive.hidden_size + primitive.kv_width)
+    if isinstance(primitive, Attend):
+        return each * primitive.hidden_size
+    if isinstance(primitive, Activate):
+        return each * primitive.hidden
+    if isinstance(primitive, Scores):
+        return each * primitive.inputs
+    if isinstance(primitive, Linear):
+        return each * primitive.outputs if kept.unread and primitive.in_index == "ffn" else 0
+    if isinstance(primitive, Norm) and primitive.name == "ln_f":
+        return primitive.keeps_beside(rows)
+    return primitive.mask(rows) if isinstance(primitive, Embed) else 0
+
+
+def _residuals(run: Run, rows: int) -> int:
+    """Elements of the blocks' inputs that are made in a layer: what attention's norms read."""
+    primitives = [step.primitive for step in run.steps]
+    norms = [n for n, each in enumerate(primitives) if n and isinstance(each, Norm) and each.name == "ln_1"]
+    return sum(rows * primitives[n].tokens * primitives[n].features("x") for n in norms)

@@ -10,10 +10,17 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardlab.models.kernels import Kernel, Matmul, Pointwise
-from shardlab.models.layout import Parameter
-from shardlab.models.primitive import Pieces, Primitive, piece
-from shardlab.models.primitives import Activate, Activation, Linear, activation_kernel, features_of
+from shardlab.models.layout import Kernel, Matmul, Parameter, Pointwise
+from shardlab.models.primitives import (
+    Activate,
+    Activation,
+    Linear,
+    Pieces,
+    Primitive,
+    activation_kernel,
+    features_of,
+    piece,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import copyreg
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, replace
 from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
-from shardlab.errors import UserError, nearest, unknown
-from shardlab.models.blocks import Blocks
-from shardlab.models.gpt import GPT
-from shardlab.models.llama import Llama, Mixtral
-from shardlab.models.mlp import MLP
-from shardlab.models.moe import MoE
-from shardlab.models.sound import want_carried, want_sound
-from shardlab.program.files import packaged
-from shardlab.program.nesting import read_file
-from shardlab.program.user_file import file_and_name, member, module_of, running
+from shardlab.common.errors import UserError, nearest, unknown
+from shardlab.common.files import packaged, read_file
+from shardlab.common.user_code import file_and_name, member, module_of, running
+from shardlab.models.architectures import GPT, MLP, Llama, Mixtral, MoE
+from shardlab.models.layer import want_carried, want_sound
+from shardlab.models.model import Blocks
 
 ARCHITECTURES: dict[str, type[Blocks]] = {"gpt": GPT, "mlp": MLP, "moe": MoE, "llama": Llama, "mixtral": Mixtral}
 """Kinds of model by name; alone, such a name is the smallest thing of its kind, for trying out."""
@@ -184,3 +181,49 @@ def _from_toml(path: Path) -> Blocks:
 def _table() -> dict[str, dict[str, Any]]:
     """The published models, as they are written down."""
     return packaged("models/named.toml")
+
+
+# Names of files of weights: one, or several and their index, as transformers has them.
+
+
+ENDING = ".safetensors"
+SINGLE = "model.safetensors"
+
+SHARD_BYTES = 5 * 10**9
+"""Bytes of a file, unless one tensor has more: transformers' own bound."""
+
+
+def index_of(single: Path) -> Path:
+    """The index that stands for a file of weights where there are several of them."""
+    return single.with_name(single.name + ".index.json")
+
+
+def shards_of(sizes: Iterable[int], single: str, shard_bytes: int) -> list[str]:
+    """For tensors of so many bytes, in order, the names of the files that have them: one, or several with numbers."""
+    numbers: list[int] = []
+    number = filled = 0
+    for size in sizes:
+        if filled and filled + size > shard_bytes:
+            number, filled = number + 1, 0
+        filled += size
+        numbers.append(number)
+    stem, count = single.removesuffix(ENDING), number + 1
+    return [single if count == 1 else f"{stem}-{each + 1:05}-of-{count:05}{ENDING}" for each in numbers]
+
+
+def index_text(files: Mapping[str, str], total: int) -> str:
+    """The index of several files of weights.
+
+    Args:
+        files: of each tensor.
+        total: bytes of all tensors.
+    """
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(files)}, indent=2) + "\n"
+
+
+def weights_at(single: Path) -> Path | None:
+    """A file of weights, or the index of several in its place; None where there is neither.
+
+    Where there are both, the file is read, as transformers does.
+    """
+    return next((path for path in (single, index_of(single)) if path.is_file()), None)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.planner.chosen import PlanChoice
-from shardlab.planner.floors import Floors
-from shardlab.planner.neighbours import Topic
-from shardlab.planner.plan_shape import PlanShape
-from shardlab.planner.reasons import sentence
-from shardlab.program import Kind, Mesh
-from shardlab.rules.pieces import counted
-from shardlab.timeline.units import bytes_text, room_text, seconds_text
+from shardlab.common.text import bytes_text, room_text, seconds_text
+from shardlab.language import Kind, Mesh
+from shardlab.language.rules.kinds import counted
+from shardlab.planner.alternatives import Topic, sentence
+from shardlab.planner.bounds import Floors
+from shardlab.planner.choose import PlanChoice
+from shardlab.planner.problem import PlanShape
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
-from shardlab.errors import UserError
-from shardlab.hardware import Cluster
-from shardlab.models import Blocks
-from shardlab.predict.recipe import OWN, Recipe
-from shardlab.predict.workload import Workload
-from shardlab.program import AXES
-from shardlab.program.field_types import as_flags, check_field, field_types
-from shardlab.program.precision import Optimizer, Precision
-from shardlab.strategies.plan import Plan
+from shardlab.common.errors import UserError
+from shardlab.common.fields import as_flags, check_field, field_types
+from shardlab.language import AXES, Mesh
+from shardlab.language.precision import Optimizer, Precision
+from shardlab.models import Blocks, cut_for
+from shardlab.models.cutting import Repeated, sampled
+from shardlab.simulate.hardware import Cluster
+from shardlab.simulate.predict.recipe import OWN, Recipe
+from shardlab.simulate.predict.workload import Workload
+from shardlab.strategies.plan.plan import Context, Plan, Recompute
+from shardlab.strategies.plan.rank_plan import ModelLayers, model_layers
 
 T = TypeVar("T")
 
@@ -143,3 +146,160 @@ class Problem:
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.sequences * self.model.seq_len
+
+
+# Shape of a plan: what the time of a microbatch's own passes depends on.
+
+
+SHARES = {"none": 0.0, "1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "3/4": 0.75, "7/8": 0.875, "full": 1.0}
+"""Shares of a stage's blocks that are computed again."""
+
+WORDS: dict[str | tuple[int, ...], Recompute] = {"selective": "selective", "full": "full"}
+"""Recomputation that is the same for every number of stages."""
+
+
+@dataclass(frozen=True)
+class PlanShape:
+    """What the time of a microbatch's own passes depends on.
+
+    Attributes:
+        mesh: the ranks; those of the data-parallel axes are all on `dp_shard`.
+        micro_batch_size: sequences of a microbatch.
+        precision: in which numbers.
+        sequence_parallel, context, ulysses_degree, stripes: as in a plan.
+        recompute: which share of blocks is computed again, of `SHARES`; or "selective", or blocks by number.
+    """
+
+    mesh: Mesh
+    micro_batch_size: int
+    precision: Precision
+    sequence_parallel: bool = False
+    context: Context = "ring"
+    ulysses_degree: int | None = None
+    recompute: str | tuple[int, ...] = "none"
+    stripes: int | None = None
+
+    @property
+    def share(self) -> float:
+        """The share of blocks that are computed again, at least."""
+        return 0.0 if isinstance(self.recompute, tuple) else SHARES.get(self.recompute, 0.0)
+
+    @property
+    def candidate(self) -> Candidate:
+        """The candidate that shards nothing, of one pipeline stage if blocks by number are computed again.
+
+        Raises:
+            UserError: the mesh does not go together with the rest.
+        """
+        plan = Plan(
+            self.mesh,
+            sequence_parallel=self.sequence_parallel,
+            context=self.context,
+            ulysses_degree=self.ulysses_degree,
+            recompute=WORDS.get(self.recompute, "none"),
+            stripes=self.stripes,
+        )
+        return Candidate(plan, self.micro_batch_size, self.precision)
+
+
+def divides(problem: Problem, shape: PlanShape) -> bool:
+    """Whether `Plan` and the code that cuts models accept a shape."""
+    try:
+        return bool(shape.candidate) and _blocks(problem, shape) is not None
+    except UserError:
+        return False
+
+
+def blocks_of(problem: Problem, shape: PlanShape) -> AlikeBlocks:
+    """The model in the layers of a shape's plans."""
+    found = _blocks(problem, shape)
+    assert found is not None, "shapes are of models that divide"
+    return found
+
+
+def _blocks(problem: Problem, shape: PlanShape) -> AlikeBlocks | None:
+    ulysses = shape.ulysses_degree or (shape.mesh.cp if shape.context == "ulysses" else 1)
+    return alike_blocks(problem.model, shape.mesh, apart=shape.recompute == "selective", ulysses=ulysses)
+
+
+# Families of plans, by the names that the field gives them.
+
+
+ORDER = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "HSDP")
+"""The families of data parallelism alone, in the order of a table; others follow."""
+
+
+def family(plan: Plan) -> str:
+    """The family of a plan: how data parallelism shares the model, if there is no other; else the other kinds.
+
+    >>> family(Plan(Mesh(dp_shard=8), shard_optimizer=("dp_shard",)))
+    'ZeRO-1'
+    >>> family(Plan(Mesh(dp_shard=2, tp=2, pp=2)))
+    '3D: TP + PP'
+    """
+    kinds = model_kinds(plan.mesh)
+    if kinds:
+        return kinds
+    if plan.mesh.world == 1:
+        return "one device"
+    stage = plan.zero_stage
+    return "HSDP" if stage == 3 and plan.mesh.dp_replicate > 1 else f"ZeRO-{stage}" if stage else "data parallel"
+
+
+def model_kinds(mesh: Mesh) -> str:
+    """The kinds of parallelism beside the data's: `TP + CP`; "": none."""
+    used = [axis.upper() for axis in ("tp", "pp", "cp", "ep") if getattr(mesh, axis) > 1]
+    named = " + ".join(used)
+    return f"{len(used) + 1}D: {named}" if len(used) > 1 and mesh.dp_shard * mesh.dp_replicate > 1 else named
+
+
+def by_order(name: str) -> tuple[int, str]:
+    """A key that sorts families as a table has them."""
+    known = [place for place, each in enumerate(ORDER) if name.startswith(each)]
+    return (known[-1] if known else len(ORDER) + name.count("+"), name)
+
+
+# A model cut into a plan's layers, known by three of its blocks: all in the middle are alike.
+
+
+class AlikeBlocks:
+    """A model in the layers of a plan.
+
+    Args:
+        model: whole.
+        mesh: whose tp, cp and ep cut it, and the blocks of a tied model if it has pp.
+        apart, ulysses: as `cut_for` takes them.
+
+    Attributes:
+        whole, short: the same model with three blocks, and what it is when it is cut.
+
+    Raises:
+        UserError: when the model does not divide.
+    """
+
+    def __init__(self, model: Blocks, mesh: Mesh, apart: bool, ulysses: int) -> None:
+        self.whole = sampled(model)
+        self.short = cut_for(self.whole, mesh, planned=True, attention_apart=apart, ulysses=ulysses)
+        self._repeated = Repeated(self.short, model.layers - self.whole.layers)
+
+    def all(self, known: Sequence[T]) -> list[T]:
+        """Extend a list with an entry for each layer of the short model to all layers of the whole one."""
+        return [known[layer] for layer in self._repeated.alike[:-1]]
+
+    @cached_property
+    def layers(self) -> ModelLayers:
+        """The whole model's layers, as a plan needs to know them."""
+        return model_layers(self._repeated.sizes(self.short.sizes(1, 1)))
+
+
+@lru_cache(maxsize=256)
+def _alike(model: Any, mesh: Mesh, apart: bool, ulysses: int) -> AlikeBlocks | None:
+    try:
+        return AlikeBlocks(model, mesh, apart, ulysses)
+    except UserError:
+        return None
+
+
+def alike_blocks(model: Blocks, mesh: Mesh, *, apart: bool = False, ulysses: int = 1) -> AlikeBlocks | None:
+    """The model in the layers of plans on a mesh; None: the code that cuts models does not accept it."""
+    return _alike(model, Mesh(pp=min(mesh.pp, 2), cp=mesh.cp, tp=mesh.tp, ep=mesh.ep), apart or mesh.cp > 1, ulysses)

@@ -6,28 +6,29 @@ a good plan is found early, and floors leave out most of the rest.
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as futures_wait
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 from math import inf
 from typing import Any, NamedTuple
 
-from shardlab.planner.dealer import AskedDeal, Change, Deals
-from shardlab.planner.families import family, model_kinds
-from shardlab.planner.found import Found, PlanOutcome
-from shardlab.planner.plan_shape import PlanShape
-from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.scouts import Scouts
-from shardlab.planner.smallest import SmallestPlans
-from shardlab.planner.space import shapes
-from shardlab.planner.waiting import Waiting
-from shardlab.planner.waiting_queue import WaitingQueue
-from shardlab.planner.workers import Answer, Ask, Asked, Workers
-from shardlab.program.world import gc_paused
-from shardlab.strategies.plan import Plan
+import numpy as np
+
+from shardlab.common.errors import UserError
+from shardlab.language import Mesh
+from shardlab.language.world import gc_paused
+from shardlab.planner.bounds import Floors
+from shardlab.planner.bounds.step import shared_as
+from shardlab.planner.problem import Candidate, PlanShape, Problem, family, model_kinds
+from shardlab.planner.results import Found, Phase, PlanOutcome, Waiting, key_of
+from shardlab.planner.space import legal, pipelined, shapes
+from shardlab.planner.workers import Answer, Ask, Asked, AskedDeal, Change, Deals, Workers
+from shardlab.strategies.plan.plan import Plan
 
 SCOUTING = 0.4
 """Share of the time that scouts may take."""
@@ -284,3 +285,211 @@ class Search:
         self.found.outcomes.append(outcome)
         if outcome.fits:
             self._best = min(self._best, outcome.seconds)
+
+
+# Queue of what waits in a search, and what of it goes to workers.
+
+
+HANDED_OUT = 128
+"""Shapes and pipelines that a worker deals at a time, at least."""
+
+HANDS = 32
+"""A worker deals one of so many parts of all of them, where that is more."""
+
+
+class WaitingQueue:
+    """All that waits in a search.
+
+    Args:
+        floors: of the problem that is searched.
+
+    Attributes:
+        phase: of the search.
+    """
+
+    def __init__(self, floors: Floors) -> None:
+        self.phase: Phase = "scouts"
+        self._floors = floors
+        self._room = floors.problem.room
+        self._heap: list[Waiting] = []
+        self._aside: list[Waiting] = []
+        self._above: dict[str, float] = {}  # by kinds of parallelism, the least ratio of forecast bytes to their floor
+        self._tie = count()
+
+    def __len__(self) -> int:
+        """How much waits, but for what is set aside."""
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return chain(self._heap, self._aside)
+
+    def begin(self, phase: Phase) -> None:
+        """Go on to a phase, in which other things come first."""
+        self.phase = phase
+        self._heap = [self._keyed(each) for each in self._heap]
+        heapq.heapify(self._heap)
+
+    def push(self, waiting: Waiting) -> None:
+        """Let something wait."""
+        self.push_back(waiting._replace(tie=next(self._tie)))
+
+    def push_back(self, waiting: Waiting) -> None:
+        """Let something wait that has waited before, and that more is known of now."""
+        heapq.heappush(self._heap, self._keyed(waiting))
+
+    def pop(self) -> Waiting:
+        """Take out what comes first."""
+        return heapq.heappop(self._heap)
+
+    def set_aside(self, waiting: Waiting) -> None:
+        """Let something wait until it is taken back."""
+        self._aside.append(waiting)
+
+    def take_back(self) -> None:
+        """Take back all that was set aside."""
+        self._heap += self._aside
+        self._aside = []
+        heapq.heapify(self._heap)
+
+    def note_bytes(self, kinds: str, above: float) -> None:
+        """Note how many times its floor of bytes a plan of some kinds of parallelism takes."""
+        self._above[kinds] = min(self._above.get(kinds, inf), above)
+
+    def hand_out(self, least: float, deal: Callable[[list[Waiting]], None]) -> None:
+        """Hand out shapes and pipelines, if many wait; what is slower than `least` seconds waits no longer.
+
+        What takes many pipeline ranks goes first, one mesh after the other: so hardly any floor is worked out twice.
+
+        Args:
+            least: seconds above which nothing is worth a forecast.
+            deal: is given them, before they are out of the queue.
+        """
+        if len(self._heap) < 2 * HANDED_OUT:
+            return
+        wanted = [each for each in self._heap if each.seconds <= least]
+        wanted.sort(key=lambda each: (each.depth == 2, -each.shape.mesh.pp, each.shape.mesh.tp, each.shape.mesh.cp))
+        many = max(HANDED_OUT, len(wanted) // HANDS)
+        given = [each for each in wanted[:many] if each.depth < 2] if len(wanted) >= 2 * HANDED_OUT else []
+        if given:
+            deal(given)
+        self._heap = wanted[len(given) :]
+        heapq.heapify(self._heap)
+
+    def _keyed(self, waiting: Waiting) -> Waiting:
+        """What waits, with its key."""
+        passes = waiting.shape.mesh.pp * self._floors.each(waiting.shape)
+        likely = waiting.bytes * self._above.get(waiting.kinds, 1.0)
+        return waiting._replace(key=key_of(waiting, self.phase, likely / self._room, passes))
+
+
+# Scouts of a search: which few plans of each family are forecast before all others, so that each is seen.
+
+
+SCOUTS = 6
+"""Forecasts of each family before all others; the lowest floors come first."""
+
+SCOUTED = 48
+"""Pipelines of each family at most whose candidates are made for those; where hardly any fits, there is no end."""
+
+ROOMY = 0.9
+"""Share of the room that the floor of bytes of every second scout may take: what comes closer often does not fit."""
+
+
+class Scouts:
+    """What scouts have seen, and what they are yet to see.
+
+    Args:
+        room: bytes of each device.
+    """
+
+    def __init__(self, room: float) -> None:
+        self._room = room
+        self._forecasts = Counter[str]()
+        self._dealt = Counter[str]()
+        self._shapes: set[PlanShape] = set()
+
+    def note_forecast(self, candidate: Candidate) -> None:
+        """Note that a candidate's forecast is asked for."""
+        self._forecasts[family(candidate.plan)] += 1
+
+    def note_dealt(self, pipeline: Waiting) -> None:
+        """Note that the candidates with a pipeline are made."""
+        self._dealt[pipeline.kinds] += 1
+
+    def note_shape(self, shape: PlanShape) -> None:
+        """Note that a scout has one of a shape's candidates."""
+        self._shapes.add(shape)
+
+    def want(self, waiting: Waiting) -> bool:
+        """Whether scouts look at this: more is to be known of its family, and half of them need no luck to fit."""
+        name = family(waiting.plan.plan) if isinstance(waiting.plan, Candidate) else waiting.kinds
+        known = self._forecasts[name]
+        if known >= SCOUTS or (known >= SCOUTS // 2 and waiting.bytes > ROOMY * self._room):
+            return False
+        if isinstance(waiting.plan, Candidate) and waiting.kinds:  # those of one shape are much alike
+            return waiting.shape not in self._shapes
+        return isinstance(waiting.plan, Candidate) or self._dealt[name] < SCOUTED
+
+
+# The plan of each family that takes least memory: forecast first, it tells whether any of the family fits.
+
+
+TRIED = 4
+"""Meshes with the same kinds of parallelism on which the smallest plans are looked for."""
+
+SMALL = "1f1b"
+"""The schedule that holds least, but for what finer stages may save; others are looked at where it is not allowed."""
+
+
+class SmallestPlans:
+    """The plans that take least memory, of shapes that are noted one after the other."""
+
+    def __init__(self, floors: Floors) -> None:
+        self._floors = floors
+        self._shapes: dict[str, dict[Mesh, tuple[float, PlanShape]]] = {}
+
+    def note(self, shape: PlanShape, least: float) -> None:
+        """Note a shape, no plan of which takes less than so many bytes."""
+        known = self._shapes.setdefault(model_kinds(shape.mesh), {})
+        most = known[shape.mesh][0] if shape.mesh in known else inf
+        if len(known) >= TRIED:
+            most = min(most, max(bytes for bytes, _ in known.values()))
+        if least > most or (filled := self._floors.filled(shape)) > most:
+            return
+        if shape.mesh not in known or (filled, -shape.share) < (most, -known[shape.mesh][1].share):
+            known[shape.mesh] = filled, shape
+        if len(known) > TRIED:
+            del known[max(known, key=lambda mesh: known[mesh][0])]
+
+    def candidates(self) -> list[tuple[float, Candidate]]:
+        """The smallest candidate of each family, by floors of bytes; the smallest one first, each with its floor."""
+        found: dict[str, tuple[float, Candidate]] = {}
+        for _, shape in chain(*(known.values() for known in self._shapes.values())):
+            for bytes, candidate in self._of_shape(shape):
+                known = found.get(name := family(candidate.plan))
+                if known is None or bytes < known[0]:
+                    found[name] = bytes, candidate
+        return sorted(found.values(), key=lambda each: each[0])
+
+    def _of_shape(self, shape: PlanShape) -> list[tuple[float, Candidate]]:
+        """The smallest candidate of each family that a shape has with each of its pipelines, and a floor of its
+        bytes."""
+        problem, ways = self._floors.problem, self._floors.ways(shape)
+        found: list[tuple[float, Candidate]] = []
+        plans = list(pipelined(problem, shape))
+        for plan in [each for each in plans if each.schedule == SMALL] or plans:
+            if not self._floors.follows(shape, plan):
+                continue
+            named = set[str]()
+            order: list[int] = np.argsort(self._floors.bytes_of_ways(shape, plan), kind="stable").tolist()
+            for way in order:
+                if (name := family(ways.plans[way])) in named:
+                    continue
+                try:
+                    candidate = legal(problem, shape, shared_as(plan, ways.plans[way]))
+                except UserError:
+                    continue
+                if candidate is not None:
+                    named.add(name)
+                    found.append((self._floors.memory.of(shape, candidate), candidate))
+        return found

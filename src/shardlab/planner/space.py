@@ -29,18 +29,23 @@ be better than one that is there:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Container, Iterator
 from dataclasses import replace
-from typing import get_args
+from itertools import pairwise
+from math import ceil
+from typing import Any, get_args
 
-from shardlab.models.moe import MoE
-from shardlab.planner.plan_shape import SHARES, PlanShape, divides
-from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.shape_pipelines import follows, pipelined
-from shardlab.planner.sharded import divisors, sharded, splits
-from shardlab.predict.limits import broken_limit
-from shardlab.program import Mesh
-from shardlab.strategies.plan import Context, Plan
+from shardlab.common.errors import UserError
+from shardlab.language import Mesh
+from shardlab.models.architectures import MoE
+from shardlab.planner.problem import SHARES, Candidate, PlanShape, Problem, alike_blocks, blocks_of, divides
+from shardlab.simulate.predict.memory_advice import broken_limit
+from shardlab.simulate.predict.recipe import stages_by_cost
+from shardlab.strategies.plan.plan import Context, Plan
+from shardlab.strategies.plan.rank_plan import ModelLayers
+from shardlab.strategies.plan.resolve import named_blocks
+from shardlab.strategies.schedules import SCHEDULES, Schedule
 
 LEAST_SEQUENCE = 1024
 """Tokens of a sequence on each context-parallel rank, at least: what is cut finer is all messages."""
@@ -115,3 +120,144 @@ def legal(problem: Problem, shape: PlanShape, plan: Plan) -> Candidate | None:
     """A shape's candidate with a plan, if the limits allow it and the recipe's framework runs it."""
     candidate = Candidate(plan, shape.micro_batch_size, shape.precision)
     return candidate if problem.limits.allow(plan) and not broken_limit(problem.workload(candidate)) else None
+
+
+# Ways to share a model: data-parallel ranks as replicas and shards, and over which axes who keeps what.
+
+
+Axes = tuple[str, ...]
+
+SHARDED = ("shard_parameters", "shard_gradients", "shard_optimizer")
+"""The fields of a plan that say over which axes its state is cut."""
+
+
+def sharded(problem: Problem, plan: Plan) -> Iterator[Plan]:
+    """A plan with its data-parallel ranks split into replicas and shards, and who keeps what, in every way."""
+    limits = problem.limits
+    for mesh in (replace(plan.mesh, dp_replicate=r, dp_shard=s) for r, s in splits(problem, plan.mesh.dp_shard)):
+        for sharding in _shardings(problem, mesh):
+            reshards = ("layer", *(["stage"] if mesh.pp > 1 else []), "step") if sharding[0] else ("layer",)
+            for reshard in limits.tried("reshard_after", reshards):
+                words = {
+                    **dict(zip(SHARDED, sharding, strict=True)),
+                    "reshard_after": reshard,
+                    "reduce_at": problem.recipe.defaults.reduction(sharded=bool(sharding[-1])),
+                }
+                try:
+                    yield replace(plan, mesh=mesh, **(words | limits.fields))
+                except UserError:
+                    continue
+
+
+def splits(problem: Problem, data: int) -> Iterator[tuple[int, int]]:
+    """Replicas and shards that make up so many data-parallel ranks."""
+    limits, lacks = problem.limits, problem.recipe.defaults.lacks("dp_replicate")
+    any_size = not lacks or "dp_shard" in limits.fixed  # then a sentence says what the framework lacks
+    usual = [each for each in divisors(data) if each == 1 or (each < data and any_size)]
+    for replicas in limits.tried("dp_replicate", usual):
+        shards, rest = divmod(data, replicas)
+        if not rest and shards in limits.tried("dp_shard", (shards,)):
+            yield replicas, shards
+
+
+def _shardings(problem: Problem, mesh: Mesh) -> list[tuple[Axes, ...]]:
+    """Axes over which parameters, gradients and the optimizer's state are cut, each over two ranks or more."""
+    fixed, sizes = problem.limits.fixed, mesh.sizes()
+    own = [
+        tuple(fixed.get(name, axes) for name, axes in zip(SHARDED, each, strict=True)) for each in _usual(mesh, fixed)
+    ]
+    return [each for each in dict.fromkeys(own) if all(sizes[axis] > 1 for axes in each for axis in axes)]
+
+
+def _usual(mesh: Mesh, fixed: Container[str]) -> Iterator[tuple[Axes, Axes, Axes]]:
+    """Axes over which parameters, gradients and the optimizer's state are cut, unless some are fixed."""
+    if mesh.dp_replicate == 1 or mesh.dp_shard == 1 or "dp_replicate" in fixed or "dp_shard" in fixed:
+        yield (), (), ()
+    for along in ((), ("cp",)) if mesh.cp > 1 else ((),):
+        shard = (*(("dp_shard",) if mesh.dp_shard > 1 else ()), *along)
+        if not shard:
+            continue
+        for parameters in ((), shard):
+            for gradients in ((), shard):
+                yield parameters, gradients, shard
+                if mesh.dp_replicate > 1 and (parameters or gradients):
+                    yield parameters, gradients, (*shard, "dp_replicate")
+
+
+def divisors(number: int) -> list[int]:
+    """Every number that divides another, ascending."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+# Pipelines of a shape: every schedule and number of stages, and which blocks each stage computes again.
+
+
+def pipelined(problem: Problem, shape: PlanShape) -> Iterator[Plan]:
+    """The plans of a shape with every schedule and number of stages, that shard nothing; `follows` knows the legal."""
+    model, limits, pp = blocks_of(problem, shape).layers, problem.limits, shape.mesh.pp
+    bare = shape.candidate.plan
+    base = replace(bare, layers_per_stage=layers_of_stages(problem, bare))
+    for schedule in limits.tried("schedule", tuple(SCHEDULES) if pp > 1 else ("1f1b",)):
+        order = replace(base, schedule=schedule).order
+        looped = pp > 1 and isinstance(order, Schedule) and order.stages_per_rank is None
+        for stages in limits.tried("stages_per_rank", _stages(problem.model.layers, pp) if looped else (None,)):
+            try:
+                plan = replace(base, schedule=schedule, stages_per_rank=stages)
+                again = _recomputed(shape, model, plan.bounds(model.pipeline_units))
+                yield plan if plan.recompute == again else replace(plan, recompute=again)
+            except UserError:
+                continue
+
+
+def layers_of_stages(problem: Problem, plan: Plan) -> tuple[int, ...]:
+    """The layers of each stage of a plan: as they are fixed, or as the recipe deals them (empty: evenly)."""
+    if "layers_per_stage" in problem.limits.fixed:
+        return problem.limits.fixed["layers_per_stage"]
+    if plan.mesh.pp == 1 or problem.recipe.defaults.stages == "even":
+        return ()
+    found = alike_blocks(problem.model, plan.mesh, apart=plan.attention_apart, ulysses=plan.ulysses)
+    return stages_by_cost(problem.model, plan.mesh.pp, halves=bool(found and found.layers.blocks))
+
+
+def follows(problem: Problem, shape: PlanShape, plan: Plan) -> bool:
+    """Whether a plan's schedule can be followed with as many microbatches as there are."""
+    each = problem.sequences // (plan.data_ranks * shape.micro_batch_size)
+    units = blocks_of(problem, shape).layers.pipeline_units
+    try:
+        plan.steps(units, few_of(each, shape.mesh.pp) * plan.data_ranks)
+    except UserError:
+        return False
+    return True
+
+
+def few_of(each: int, pp: int) -> int:
+    """Fewer microbatches for each data-parallel rank, with which a schedule is legal if it is with all of them; some of
+    them are neither the first nor the last."""
+    return each if each <= 4 * pp else max(4, 2 * pp) + each % (2 * pp)
+
+
+def _stages(layers: int, pp: int) -> tuple[int, ...]:
+    """Numbers of stages of each rank: all that divide the layers, or, if the ranks do not, all up to 8."""
+    found = range(2, layers // pp + 1)
+    return tuple(each for each in found if layers % (pp * each) == 0 or (layers % pp and each <= 8))
+
+
+def _recomputed(shape: PlanShape, model: ModelLayers, bounds: list[int]) -> Any:
+    """The plan's word for a share of the blocks: so many of each stage's first ones.
+
+    Raises:
+        UserError: blocks by number of which the model lacks some, or a share of so few blocks that it is all.
+    """
+    if isinstance(shape.recompute, tuple):
+        named_blocks(shape.recompute, model)
+        return shape.recompute
+    if shape.recompute in ("none", "selective", "full"):
+        return shape.recompute
+    starts = [block.start for block in model.recomputable]
+    cuts = [bisect_left(starts, model.pipeline_cuts[unit]) for unit in bounds]
+    chosen: list[int] = []
+    for blocks in (range(*cut) for cut in pairwise(cuts)):
+        chosen += blocks[: ceil(shape.share * len(blocks))]
+    if len(chosen) == len(model.recomputable):
+        raise UserError("so few blocks are all computed again, as full says")
+    return tuple(chosen)

@@ -1,8 +1,8 @@
 """Tensor parallelism in its simplest form: every matrix is cut by columns (Stanford CS336, spring 2025, lecture 8:
 github.com/stanford-cs336/spring2025-lectures lecture_08.py, whose backward pass is "homework exercise")."""
 
-from shardlab.program import Rank, Value
-from shardlab.strategies.entry import built_in, tensor_parallel_mesh
+from shardlab.language import Rank, Value
+from shardlab.strategies.registry import built_in, tensor_parallel_mesh
 
 
 @built_in(

@@ -1,7 +1,7 @@
 """Distributed data parallel: every rank holds the whole model and its share of the batch (Li et al. 2020)."""
 
-from shardlab.program import Handle, Rank, Value
-from shardlab.strategies.entry import built_in
+from shardlab.language import Handle, Rank, Value
+from shardlab.strategies.registry import built_in
 
 
 @built_in("the batch", keeps="W + G + O", source="Li et al. 2020, arXiv 2006.15704", order=3)

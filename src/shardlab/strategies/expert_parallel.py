@@ -1,8 +1,8 @@
 """Expert parallel: every rank holds 1/world of every layer's experts and all of the rest (GShard, Lepikhin et al. 2020,
 section 3.2)."""
 
-from shardlab.program import Rank, Value
-from shardlab.strategies.entry import built_in, expert_parallel_mesh
+from shardlab.language import Rank, Value
+from shardlab.strategies.registry import built_in, expert_parallel_mesh
 
 
 @built_in(

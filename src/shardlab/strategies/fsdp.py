@@ -1,7 +1,7 @@
 """Fully sharded data parallel: every rank holds 1/world of every layer (ZeRO stage 3, Rajbhandari et al. 2020)."""
 
-from shardlab.program import Rank
-from shardlab.strategies.entry import built_in
+from shardlab.language import Rank
+from shardlab.strategies.registry import built_in
 
 
 @built_in(

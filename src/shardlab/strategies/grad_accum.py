@@ -1,7 +1,7 @@
 """Gradient accumulation: one microbatch at a time, so that only one microbatch's activations are ever held."""
 
-from shardlab.program import Rank
-from shardlab.strategies.entry import built_in, one_device_mesh
+from shardlab.language import Rank
+from shardlab.strategies.registry import built_in, one_device_mesh
 
 
 @built_in(

@@ -6,11 +6,11 @@ import inspect
 from dataclasses import replace
 from pathlib import Path
 
-from shardlab.program import UserError
-from shardlab.program.user_file import file_and_name, member, module_of
+from shardlab.common.user_code import file_and_name, member, module_of
+from shardlab.language import UserError
 from shardlab.strategies import find
-from shardlab.strategies.entry import StrategyEntry, data_parallel_mesh, planned_entry
-from shardlab.strategies.plan import UNNAMED, Plan
+from shardlab.strategies.plan.plan import UNNAMED, Plan
+from shardlab.strategies.registry import StrategyEntry, data_parallel_mesh, planned_entry
 
 
 def load(name: str | Plan, passes: str | None = None) -> StrategyEntry:

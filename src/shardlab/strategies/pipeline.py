@@ -1,7 +1,7 @@
 """Pipeline parallelism without microbatches: each rank owns consecutive layers, and the whole batch passes through."""
 
-from shardlab.program import Rank
-from shardlab.strategies.entry import built_in, pipeline_mesh
+from shardlab.language import Rank
+from shardlab.strategies.registry import built_in, pipeline_mesh
 
 
 @built_in("the layers", keeps="(W + G + O)/p", source="LLM Training Puzzles, puzzle 5", mesh=pipeline_mesh, order=9)

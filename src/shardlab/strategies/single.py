@@ -1,7 +1,7 @@
 """Training on one device: the whole batch through every layer, back again, then the update."""
 
-from shardlab.program import Rank
-from shardlab.strategies.entry import built_in, one_device_mesh
+from shardlab.language import Rank
+from shardlab.strategies.registry import built_in, one_device_mesh
 
 
 @built_in("nothing", keeps="W + G + O", source="LLM Training Puzzles, puzzle 0", mesh=one_device_mesh, ranks=1, order=1)

@@ -1,7 +1,7 @@
 """Tensor parallelism: matrices are cut over the ranks (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053, fig. 3)."""
 
-from shardlab.program import Rank, Value
-from shardlab.strategies.entry import built_in, tensor_parallel_mesh
+from shardlab.language import Rank, Value
+from shardlab.strategies.registry import built_in, tensor_parallel_mesh
 
 
 @built_in(

@@ -1,7 +1,7 @@
 """Weight-sharded data parallel: weights and optimizer state are sharded, gradients stay whole until reduced."""
 
-from shardlab.program import Rank
-from shardlab.strategies.entry import built_in
+from shardlab.language import Rank
+from shardlab.strategies.registry import built_in
 
 
 @built_in(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardlab.train.steps import Callback, StepResult, Training
 
+
 __all__ = ["Callback", "StepResult", "Training"]
 
 

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.check import Checked
-from shardlab.check.copies import COMPARED, Replica, Result, replicas_of, results_of
-from shardlab.errors import UserError
+from shardlab.check.replicas import COMPARED, Replica, Result, replicas_of, results_of
+from shardlab.common.errors import UserError
 from shardlab.execute import Executor, Sampler
-from shardlab.execute.compute import Instruction
 from shardlab.execute.state import State
-from shardlab.faults.report import names
-from shardlab.program import Holds, OpKind
-from shardlab.rules.pieces import common
+from shardlab.execute.update_ops import Instruction
+from shardlab.language import Holds, OpKind
+from shardlab.language.rules.kinds import common
+from shardlab.train.faults import names
 from shardlab.train.steps import Callback, Training
 
 Value = TypeVar("Value")

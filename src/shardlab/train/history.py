@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from shardlab.models.weight_files import weights_at
-from shardlab.program import UserError
-from shardlab.program.files import write_whole
-from shardlab.program.nesting import read_file
-from shardlab.strategies.plan import UNNAMED, Plan
-from shardlab.train.saved import METRICS, RECORD, VALIDATION, WEIGHTS, checkpoints_in, last_figures
+from shardlab.common.files import PART, read_file, write_whole
+from shardlab.language import UserError
+from shardlab.language.rules.kinds import counted
+from shardlab.models.named import weights_at
+from shardlab.strategies.plan.plan import UNNAMED, Plan
 
 CONFIG = "config.toml"
 
@@ -184,3 +188,157 @@ def _in_use(path: Path) -> bool:
     except OSError as error:
         return isinstance(error, BlockingIOError)
     return False
+
+
+# Remains of a run that ended early, read off its files.
+
+
+CHECKPOINTS = "checkpoints"
+"""Name of the folder, in a run's, that has its checkpoints."""
+
+WEIGHTS, AVERAGED = "weights.safetensors", "ema.safetensors"
+METRICS, RECORD = "metrics.jsonl", "run.json"
+
+VALIDATION, VALIDATION_EMA = "validation_loss", "validation_loss_ema"
+"""Names of losses in records: of the weights, and of their averages."""
+
+TAIL = 1 << 16
+"""Bytes at the end of the metrics in which the last line is."""
+
+_UNFINISHED = re.compile(r"step-\d{6,}(\.old)?\.part")
+
+
+def sweep(out: Path) -> None:
+    """Remove what a run's processes were writing when they were killed, and nothing that others have put there."""
+    for part in out.glob(f"*{PART}"):
+        part.unlink(missing_ok=True)
+    for part in (out / CHECKPOINTS).glob("*"):
+        if _UNFINISHED.fullmatch(part.name):
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def checkpoints_in(out: Path) -> list[int]:
+    """Steps of a run's complete checkpoints, ascending."""
+    numbers = (path.parent.name.removeprefix("step-") for path in (out / CHECKPOINTS).glob("step-*/manifest.json"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def last_figures(path: Path) -> dict[str, float | None]:
+    """The last whole line of a run's metrics; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        with suppress(ValueError):  # the last one may be torn
+            return json.loads(line)
+    return {}
+
+
+def saved_in(out: Path) -> str:
+    """A sentence on what there is in an output folder, and what is lost."""
+    steps = checkpoints_in(out)
+    again = f"; go on after step {steps[-1]} with: shardlab train --resume {out}" if steps else ""
+    return _left(out) + again
+
+
+def _left(out: Path) -> str:
+    weights, metrics = weights_at(out / WEIGHTS), out / METRICS
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    if weights is not None:
+        steps = counted(int(last_figures(metrics).get("step", -1) or 0) + 1, "step")
+        if weights.stat().st_mtime < _began(out):
+            return f"the weights in {weights} are from before the run was resumed; on record are {steps} ({METRICS})"
+        return f"the weights after {steps} are in {weights}"
+    if lines:
+        return f"there are no weights in {out}, only the figures of {counted(len(lines), 'step')} ({METRICS})"
+    return "no step had ended, so nothing is saved"
+
+
+def _began(out: Path) -> float:
+    """When a run began, or was resumed for the last time, in seconds since 1970; 0 where its record does not say."""
+    try:
+        return datetime.fromisoformat(json.loads((out / RECORD).read_text())["began"]).timestamp()
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+# A run's folder belongs to one process at a time: to the one that has locked its metrics.
+
+
+def locked(folder: Path) -> FileIO:
+    """Open a run's metrics to append to, which no other process can until the file is closed or this process ends.
+
+    Raises:
+        OSError: when it cannot be opened.
+        UserError: when another process has it.
+    """
+    file = FileIO(folder / METRICS, "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(f"{folder} is in use by another process; wait until that has ended, or end it first") from None
+    except OSError:  # a file system that knows no locks
+        pass
+    return file
+
+
+def require_free(folder: Path) -> None:
+    """Refuse a folder that another process is at work in.
+
+    Raises:
+        UserError: if so.
+    """
+    if (folder / METRICS).is_file():
+        with suppress(OSError):
+            locked(folder).close()
+
+
+# Where a run's files go, and that they can be written.
+
+
+@contextmanager
+def written(path: Path) -> Generator[Path, None, None]:
+    """Make it the user's mistake that `path` cannot be written.
+
+    Raises:
+        UserError: with the path and the reason.
+    """
+    try:
+        yield path
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    """A sentence on a file that cannot be written."""
+    return UserError(
+        f"{path} cannot be written ({error.strerror or error}); free some space, or name a folder on another disk with "
+        "--out"
+    )
+
+
+def require_writable(folder: Path) -> None:
+    """Refuse the folder of a run that cannot be made, or written into if it is there, before ranks find that out.
+
+    Raises:
+        UserError: with the reason.
+    """
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".shardlab-", dir=there))
+    except OSError as error:
+        raise UserError(
+            f"--out {folder}: nothing can be written there ({error.strerror}); name another folder, one of your own"
+        ) from error
+
+
+def free_folder(parent: Path, name: str) -> Path:
+    """`parent/name-1`, or the first number that is not taken."""
+    number = 1
+    while os.path.exists(parent / f"{name}-{number}"):  # also where it may not be looked at
+        number += 1
+    return parent / f"{name}-{number}"

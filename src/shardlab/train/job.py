@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from shardlab.check import Checked, check
+from shardlab.common.user_code import bounded, file_and_name
+from shardlab.language import Kind, Sizes, UserError, trace
+from shardlab.language.pass_names import want_norm
+from shardlab.language.precision import Optimizer, Precision, find_precision
 from shardlab.models import Blocks, Model, cut_for
-from shardlab.passes import passed
-from shardlab.program import Kind, Sizes, trace
-from shardlab.program.bounds import bounded
-from shardlab.program.pass_names import want_norm
-from shardlab.program.precision import Optimizer, Precision, find_precision
-from shardlab.strategies.entry import StrategyEntry
+from shardlab.models.named import find_model, name_of, with_fields
+from shardlab.simulate.passes import passed
 from shardlab.strategies.load import load
-from shardlab.strategies.plan import UNNAMED, Plan
+from shardlab.strategies.plan.plan import UNNAMED, Plan
+from shardlab.strategies.registry import StrategyEntry
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Job:
         microbatches: of the global batch.
         model: what is trained; its blocks are the program's layers (see `cut`).
         micro_batch_size: sequences of a microbatch.
-        precision: in which numbers, by name (see `shardlab.program.precision`).
+        precision: in which numbers, by name (see `shardlab.language.precision`).
         seed: of weights, data and dropout.
         name: what to call the strategy (nothing: its own name).
         optimizer: what makes a step of a gradient, which says how large its state is.
@@ -126,3 +129,69 @@ class Job:
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.microbatches * self.micro_batch_size * self.model.seq_len
+
+
+# A job in words and numbers, for a file, and the job again.
+
+
+def described(job: Job) -> dict[str, Any]:
+    """Describe a job in words and numbers, from which `job_of` makes it again."""
+    return {field.name: getattr(job, field.name) for field in fields(job)} | {
+        "strategy": job.strategy if isinstance(job.strategy, str) else job.strategy.as_dict(),
+        "model": {"kind": name_of(type(job.model)), **asdict(job.model)},
+    }
+
+
+def model_in(words: Mapping[str, Any]) -> Blocks:
+    """The model that was described, as that of a job."""
+    changes = dict(words)
+    kind = changes.pop("kind")
+    return with_fields(find_model(kind), changes, kind)
+
+
+def job_of(words: Mapping[str, Any]) -> Job:
+    """The job that was described.
+
+    Raises:
+        UserError: when this version of Shardlab has no such model, plan or precision, or a model's file is not here.
+    """
+    if (path := file_and_name(str(words.get("model", {}).get("kind")))[0]) is not None and not path.is_file():
+        raise UserError(
+            f"the model of this trace is in {path}, which is not here; give the command in the run's folder"
+        )
+    try:
+        words = {"passes": None, **words}  # which a trace of an older version does not have
+        strategy = words["strategy"]
+        found: dict[str, Any] = {
+            "strategy": strategy if isinstance(strategy, str) else Plan.from_dict(strategy),
+            "model": model_in(words["model"]),
+        }
+        return Job(**({field.name: words[field.name] for field in fields(Job)} | found))
+    except (KeyError, AttributeError, TypeError, UserError) as error:
+        raise UserError(
+            f"the job in this trace is none that this version of Shardlab knows ({type(error).__name__}: {error}); "
+            "compare it with the version that recorded it"
+        ) from None
+
+
+# Which of a run's steps are recorded.
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """How much of a run is recorded.
+
+    Attributes:
+        warm_up: steps before, in which memory is first taken and connections are made.
+        timed: steps whose ops are timed; they start together on all ranks, as simulated steps do.
+        measured: steps, after those, whose memory is measured; of these the last is kept.
+    """
+
+    warm_up: int = 3
+    timed: int = 10
+    measured: int = 2
+
+    @property
+    def steps(self) -> int:
+        """How many steps a run must have."""
+        return self.warm_up + self.timed + self.measured

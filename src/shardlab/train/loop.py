@@ -13,25 +13,24 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from shardlab.checkpoint import Checkpoint
-from shardlab.exchange import initial_from
 from shardlab.execute import Executor, Settings
-from shardlab.execute.communicator import Groups
-from shardlab.models.tensors.onednn import choices
-from shardlab.program import Kind, UserError
+from shardlab.execute.transport.collectives import Groups
+from shardlab.language import Kind, UserError
+from shardlab.models.tensors.compute import choices
 from shardlab.train.audit import Audit, Auditing
-from shardlab.train.callbacks import ProductKernels, Records, Sampling, Validation, Weights
-from shardlab.train.data import Batches
+from shardlab.train.batches import Batches
+from shardlab.train.callbacks import ProductKernels, Records, Sampling, TrainingProgress, Validation, Weights
+from shardlab.train.checkpoint import Checkpoint
+from shardlab.train.checkpoints import Saver
 from shardlab.train.evaluate import Evaluation, InOrder
-from shardlab.train.interrupt import StopRequest
-from shardlab.train.launch import backend_of
+from shardlab.train.history import VALIDATION, saved_in
+from shardlab.train.huggingface import initial_from
+from shardlab.train.launch.interrupt import StopRequest
+from shardlab.train.launch.ranks import backend_of
 from shardlab.train.output import OutputFolder
-from shardlab.train.progress import TrainingProgress
-from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import Summary, TrainingRun
-from shardlab.train.saved import VALIDATION, saved_in
-from shardlab.train.saving import Saver
 from shardlab.train.steps import Callback, StepResult, Training, diverged
+from shardlab.train.tracing import RampedExecutor
 from shardlab.train.world import RunningWorld, agree, unseen
 
 SEEN_WITHIN = 20.0

@@ -19,17 +19,15 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from shardlab.check import Checked
-from shardlab.data.tokenizers import Tokenizer
+from shardlab.common.files import whole_file, write_whole
 from shardlab.draw import save_timeline
-from shardlab.program import UserError
-from shardlab.program.files import whole_file, write_whole
-from shardlab.timeline import simulate
+from shardlab.language import UserError
+from shardlab.simulate.timeline import simulate
 from shardlab.train.config import LoggingConfig
-from shardlab.train.heartbeat import say
-from shardlab.train.lock import locked
-from shardlab.train.loggers import Logger, loggers_of
-from shardlab.train.saved import METRICS, VALIDATION, last_figures, sweep
-from shardlab.train.written import written
+from shardlab.train.data.tokenizers import Tokenizer
+from shardlab.train.history import METRICS, VALIDATION, last_figures, locked, sweep, written
+from shardlab.train.launch.interrupt import say
+from shardlab.train.report import Logger, loggers_of
 
 
 class OutputFolder:

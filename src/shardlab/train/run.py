@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab.check import Checked
-from shardlab.data import Corpus, sources_of
-from shardlab.data.kept import described as described_tokenizer
-from shardlab.data.kept import kept_tokenizer, want_tokenizer
-from shardlab.data.tokenizers import Tokenizer
 from shardlab.train.config import TrainingConfig
-from shardlab.train.described import described
-from shardlab.train.job import Job
-from shardlab.train.traced_steps import Tracing
+from shardlab.train.data import Corpus, sources_of
+from shardlab.train.data.prepared_folder import described as described_tokenizer
+from shardlab.train.data.prepared_folder import kept_tokenizer, want_tokenizer
+from shardlab.train.data.tokenizers import Tokenizer
+from shardlab.train.job import Job, Tracing, described
 
 if TYPE_CHECKING:
     from shardlab.train.world import RunningWorld

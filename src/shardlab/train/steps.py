@@ -6,30 +6,36 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.common.fields import TICK
 from shardlab.execute.state import State
-from shardlab.models.tensors.tokens import sent_to
-from shardlab.program import UserError
-from shardlab.program.duration import TICK
-from shardlab.rules.pieces import listed
-from shardlab.train.figures import SPREAD, bits_per_byte, bytes_per_token, memory_of, speeds, spreads
-from shardlab.train.interrupt import GRACE, WARNED_GRACE, StopRequest
+from shardlab.language import UserError
+from shardlab.language.rules.kinds import listed
+from shardlab.models import Blocks
+from shardlab.models.model import count_parameters
+from shardlab.models.tensors.attention import sent_to
+from shardlab.train.data import Corpus, Tokenizer
+from shardlab.train.data.evaluation_text import first_bytes
+from shardlab.train.data.stream import TokenRun
+from shardlab.train.history import saved_in
+from shardlab.train.launch.interrupt import GRACE, WARNED_GRACE, StopRequest
 from shardlab.train.run import TrainingRun
-from shardlab.train.saved import saved_in
 
 if TYPE_CHECKING:
-    from shardlab.checkpoint import Checkpoint
-    from shardlab.data import Corpus
-    from shardlab.train.data import Batches
-    from shardlab.train.progress import TrainingProgress
+    from shardlab.train.batches import Batches
+    from shardlab.train.callbacks import TrainingProgress
+    from shardlab.train.checkpoint import Checkpoint
 
 
 class Stepping(Protocol):
@@ -327,3 +333,95 @@ def _not_finite(flags: Sequence[int], step: int, run: TrainingRun) -> str:
         else "gradient's norm"
     )
     return f"the {what} of step {step + 1} on rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
+
+
+# Figures of a step: what each rank saw of it, and the line of metrics.jsonl that follows.
+
+
+SPREAD = ("dt", "dtf", "dtb", "memory")
+"""Figures of which the mean, the least and the most over the ranks are told; docs/training.md defines them."""
+
+READ = 100_000
+"""Tokens that are decoded to see how long they are."""
+
+
+def memory_of(device: torch.device) -> int:
+    """The most bytes so far: that torch has taken on a GPU, or that this process has had in memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def spreads(ranks: Tensor) -> dict[str, float]:
+    """Mean, least and most over the ranks of (figures, ranks) in the order of SPREAD."""
+    return {
+        name + suffix: float(figure)
+        for name, row in zip(SPREAD, ranks, strict=True)
+        for suffix, figure in (("", row.mean()), ("_min", row.min()), ("_max", row.max()))
+    }
+
+
+def speeds(model: Blocks, sequences: int, dt: float, ranks: int, peak: float | None) -> dict[str, Any]:
+    """Sequences and tokens per second, of all ranks and of each, and the model FLOPs utilization.
+
+    A utilization above 1 says that the peak is none, so that it is not known either.
+
+    Args:
+        model: what is trained.
+        sequences: of the global batch.
+        dt: seconds of a step.
+        ranks: how many share them.
+        peak: FLOP/s of all devices together, if that is known.
+    """
+    sps = sequences / dt
+    tps = sps * model.seq_len
+    mfu = None if peak is None else flops_per_token(model) * tps / peak
+    return {
+        "sps": sps,
+        "sps_per_gpu": sps / ranks,
+        "tps": tps,
+        "tps_per_gpu": tps / ranks,
+        "mfu": None if mfu is None or mfu > 1 else mfu,
+    }
+
+
+def flops_per_token(model: Blocks) -> float:
+    """6 N + 12 L H Q T: nanoGPT's formula (`estimate_mfu`), after Chowdhery et al. 2022, arXiv 2204.02311, appendix B.
+
+    N is the number of parameters without position embeddings, and of experts those that a token is sent to; L layers
+    have H heads of Q features each, and attend to T tokens.
+    """
+    top_k, experts = getattr(model, "top_k", 1), getattr(model, "experts", 1)
+    routed = sum(
+        each.numel
+        for layer in range(model.layers)
+        for each in model.layout(layer).parameters
+        if ".experts." in each.name
+    )
+    parameters = count_parameters(model).without_positions - routed * (1 - top_k / experts)
+    width = model.hidden_size if getattr(model, "heads", 0) else 0
+    return 6.0 * parameters + 12.0 * model.layers * width * model.seq_len
+
+
+def bytes_per_token(corpus: Corpus) -> float:
+    """Bytes of text that a predicted token of the training part stands for: a mean over the sources' shares.
+
+    They are counted where the text was encoded; of data that do not tell, some tokens are decoded together.
+    """
+    stream = corpus.training
+    each = [_bytes_per_token(run, corpus.tokenizer) for run in stream.runs]
+    return sum(share * ratio for share, ratio in zip(stream.shares, each, strict=True)) / sum(stream.shares)
+
+
+def _bytes_per_token(run: TokenRun, tokenizer: Tokenizer) -> float:
+    if run.sizes is None:
+        tokens = np.asarray(run.tokens[:READ])
+        return max(1, tokenizer.count_bytes(tokens)) / len(tokens)
+    predicted = int(run.sizes.sum()) - first_bytes(run, tokenizer)
+    return max(1, predicted) / (len(run.tokens) - run.documents)
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """A loss in nats per token, in bits per byte of text."""
+    return loss / math.log(2) / bytes_per_token

@@ -5,27 +5,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from shardlab.data import Corpus
-from shardlab.draw.trace import save_trace_events
+from shardlab.check import Checked
+from shardlab.check.in_place import Kept
+from shardlab.draw.trace_events import save_trace_events
 from shardlab.execute import Executor, Settings
-from shardlab.execute.clock import clock_offset
-from shardlab.execute.recording import OpTimer
+from shardlab.execute.collect import step_with_memory
 from shardlab.execute.state import State
-from shardlab.execute.tracked_memory import step_with_memory
-from shardlab.program.record import MemoryRecord, RankRecord
-from shardlab.recorded.trace_file import rank_file, write_rank, write_trace
-from shardlab.train.data import Batches
-from shardlab.train.described import described
-from shardlab.train.job import Job
-from shardlab.train.launch import backend_of
-from shardlab.train.traced_steps import Tracing
-from shardlab.train.written import written
+from shardlab.execute.tape_analysis import Shapes
+from shardlab.execute.timers import ComputeClock, OpTimer, clock_offset
+from shardlab.execute.update_ops import Instruction
+from shardlab.language import Holds, Op, OpKind, UserError
+from shardlab.language.rules.kinds import bits, listed
+from shardlab.language.tape import MemoryRecord, RankRecord
+from shardlab.models import Model
+from shardlab.simulate.timeline.measured import rank_file, write_rank, write_trace
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
+from shardlab.train.history import written
+from shardlab.train.job import Job, Tracing, described
+from shardlab.train.launch.ranks import backend_of
+from shardlab.train.run import TrainingRun
 
 
 class TracedExecutor:
@@ -102,3 +110,175 @@ def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing:
     for _ in range(tracing.steps):
         traced.step()
     traced.finish()
+
+
+# `train --profile-steps 10:13`: torch's own profile of a few steps, in which the tape's ops have their names.
+
+
+class ProfiledExecutor:
+    """Takes an executor's steps, of which some are profiled; each rank writes `profile-RANK.json`, for Perfetto.
+
+    Outside these steps an op costs a test more than before.
+
+    Args:
+        executor: of which all ops are named.
+        steps: the first step that is profiled, and the one that no longer is.
+        folder: of the run.
+        memory: note every allocation as well.
+    """
+
+    def __init__(self, executor: Executor, steps: tuple[int, int], folder: Path, *, memory: bool = False) -> None:
+        self._state = executor.state
+        self._steps = range(*steps)
+        self._folder = folder
+        self._memory = memory
+        self._on_gpu = executor.state.settings.device.type == "cuda"
+        self._profile: profile | None = None
+        plain = zip(executor.state.tape, executor.instructions, strict=True)
+        executor.instructions[:] = [self._named(self._name(op), instruction) for op, instruction in plain]
+        self.inner: Executor | TracedExecutor = executor
+
+    @property
+    def state(self) -> State:
+        """The rank's tensors."""
+        return self._state
+
+    def step(self) -> Tensor:
+        """Run a step as `Executor.step` does."""
+        step = self._state.step
+        if step not in self._steps:
+            return self.inner.step()
+        if self._profile is None:
+            activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._on_gpu]
+            self._profile = profile(activities=activities, profile_memory=self._memory)
+            self._profile.start()
+            if self._memory and self._on_gpu:
+                torch.cuda.memory._record_memory_history()  # pyright: ignore[reportPrivateUsage]  # its documented name
+        with record_function(f"step {step}"):
+            loss = self.inner.step()
+        if step + 1 == self._steps.stop:
+            self._profile.stop()
+            self._folder.mkdir(parents=True, exist_ok=True)  # on a host whose disk is its own there is none yet
+            with written(self._folder / f"profile-{self._state.rank}.json") as path:
+                self._profile.export_chrome_trace(str(path))
+            self._profile = None
+            if self._memory and self._on_gpu:
+                with written(self._folder / f"memory-{self._state.rank}.pickle") as path:
+                    torch.cuda.memory._dump_snapshot(str(path))  # pyright: ignore[reportPrivateUsage]
+                torch.cuda.memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]
+        return loss
+
+    def _named(self, name: str, instruction: Instruction) -> Instruction:
+        def run() -> None:
+            if self._profile is None:
+                return instruction()
+            with record_function(name):
+                return instruction()
+
+        return run
+
+    def _name(self, op: Op) -> str:
+        """As in trace.json: `forward 0 (layer 3)`."""
+        made = self._state.specs[op.outputs[0]] if op.outputs else None
+        microbatches = f" {listed(bits(made.microbatches))}" if made is not None and made.microbatches else ""
+        return op.kind.value.replace("_", "-") + microbatches + (f" (layer {op.layer})" if op.layer >= 0 else "")
+
+
+# Steps of one rank by several programs, one for each number of microbatches of a batch ramp.
+
+
+KEPT = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 0, OpKind.UPDATE: 1}
+"""Ops that load or step what a rank keeps, and which of their results it is."""
+
+
+class RampedExecutor:
+    """Takes each step by the program that has its number of microbatches; weights and optimizer states are common.
+
+    Args:
+        executors: by number of microbatches.
+        run: says which of them takes a step, and which steps are profiled or traced.
+        step: the first one.
+
+    Attributes:
+        tracer: what records its steps, if they are traced.
+    """
+
+    def __init__(self, executors: Mapping[int, Executor], run: TrainingRun, step: int = 0) -> None:
+        self._ramp, logging = run.config.train.ramp, run.config.logging
+        self._executors: dict[int, Executor | TracedExecutor | ProfiledExecutor] = {**executors}
+        self.tracer: TracedExecutor | None = None
+        profiler = None
+        if logging.profile_steps is not None:
+            count = self._ramp.microbatches(logging.profile_steps[0])
+            self._executors[count] = profiler = ProfiledExecutor(
+                executors[count], logging.profile_steps, run.out, memory=logging.memory_snapshot
+            )
+        self._clocks = [ComputeClock(executor) for executor in executors.values()]
+        first = self._ramp.microbatches(0)
+        if logging.trace:
+            job = replace(run.job, microbatches=first)
+            self.tracer = TracedExecutor(executors[first], job, run.out, run.tracing)
+            if profiler is not None and profiler is self._executors[first]:
+                profiler.inner = self.tracer
+            else:
+                self._executors[first] = self.tracer
+        self._last = self._executors[self._ramp.microbatches(step)]
+        self.state.step = step
+
+    @property
+    def state(self) -> State:
+        """The rank's tensors, as the last step has left them; its `step` is the one that comes next."""
+        return self._last.state
+
+    def step(self) -> Tensor:
+        """Run a step as `Executor.step` does."""
+        step = self.state.step
+        self._last = self._executors[self._ramp.microbatches(step)]
+        self.state.step = step
+        return self._last.step()
+
+    def read(self) -> tuple[float, float]:
+        """Seconds forward and backward since the last reading."""
+        forward, backward = zip(*(clock.read() for clock in self._clocks), strict=True)
+        return sum(forward), sum(backward)
+
+
+def want_same_slices(proofs: Mapping[int, Checked], model: Model) -> None:
+    """Refuse programs, by their numbers of microbatches, that would not find the tensors which the others keep.
+
+    Raises:
+        UserError: naming two of the numbers.
+    """
+    first, *others = proofs
+    for count in others:
+        if _kept(proofs[count], model) == _kept(proofs[first], model):
+            continue
+        if _kept(proofs[count], model, carried=False) == _kept(proofs[first], model, carried=False):
+            raise UserError(
+                f"with {count} microbatches other weights are carried from step to step, gathered already, than with "
+                f"{first}, so they cannot follow one another in --batch-ramp; leave out the pass fuse-steps, or gather "
+                "the same layers first, whatever their number"
+            )
+        raise UserError(
+            f"with {count} microbatches the strategy keeps other slices of weights than with {first}, or keeps them "
+            "elsewhere, so they cannot follow one another in --batch-ramp; let it cut and offload weights alike, "
+            "whatever their number"
+        )
+
+
+def _kept(
+    checked: Checked, model: Model, *, carried: bool = True
+) -> tuple[list[int], list[set[tuple[OpKind, int, Holds, str]]]]:
+    """How long the layers' buffers are, and what each rank keeps of them, and where.
+
+    Args:
+        carried: with the weights that a step leaves gathered.
+    """
+    kept: list[set[tuple[OpKind, int, Holds, str]]] = []
+    for tape, specs in zip(checked.program.tapes, checked.specs, strict=True):
+        gathers = () if carried else {op.outputs[0] for op in tape if op.kind is OpKind.ALL_GATHER}
+        gathered = {key for number, key in Kept(tape, specs).final.items() if number in gathers}
+        forms = [(op.kind, specs[op.outputs[KEPT[op.kind]]].form) for op in tape if op.kind in KEPT]
+        alone = [(kind, form) for kind, form in forms if (form.layer, form.holds) not in gathered]
+        kept.append({(kind, form.layer, form.holds, form.place) for kind, form in alone})
+    return Shapes(checked, model, 1).flat, kept

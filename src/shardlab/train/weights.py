@@ -18,18 +18,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardlab.checkpoint import Disk, bytes_of, header_of
-from shardlab.errors import UserError
-from shardlab.execute.average import averaged
+from shardlab.common.errors import UserError
+from shardlab.common.files import PART
 from shardlab.execute.collect import collect
+from shardlab.execute.optimizers.algorithms import averaged
 from shardlab.execute.settings import torch_dtype
 from shardlab.execute.state import State
+from shardlab.models.named import ENDING, SHARD_BYTES, index_of, index_text, shards_of
 from shardlab.models.tensors import whole_parameters
-from shardlab.models.weight_files import ENDING, SHARD_BYTES, index_of, index_text, shards_of
-from shardlab.program.files import PART
-from shardlab.train.heartbeat import say
-from shardlab.train.saved import AVERAGED, WEIGHTS
-from shardlab.train.written import written
+from shardlab.train.checkpoint import Disk, bytes_of, header_of
+from shardlab.train.history import AVERAGED, WEIGHTS, written
+from shardlab.train.launch.interrupt import say
 
 
 class PartialFile:

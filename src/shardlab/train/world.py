@@ -22,12 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from shardlab.check import Checked
-from shardlab.execute.gpus import gpu_count
-from shardlab.program import Mesh
-from shardlab.program.files import PART
-from shardlab.rules.pieces import counted, listed
-from shardlab.train.binding import as_ranges, usable_cpus
-from shardlab.train.launch_environment import launcher_of
+from shardlab.common.files import PART
+from shardlab.execute.requirements import gpu_count
+from shardlab.language import Mesh
+from shardlab.language.rules.kinds import counted, listed
+from shardlab.train.launch.environment import as_ranges, launcher_of, usable_cpus
 
 VERSIONED = ("shardlab", "torch", "numpy", "safetensors")
 

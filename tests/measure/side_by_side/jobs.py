@@ -10,9 +10,8 @@ import time
 import torch
 from torch import Tensor
 
-from shardlab.measure.side_by_side.pairs import Size, StrategyPair
-from shardlab.measure.side_by_side.results import Compared
-from shardlab.measure.side_by_side.turns import compare_rank, compare_sides
+from shardlab.measure.side_by_side.results import Compared, Size, StrategyPair
+from shardlab.measure.side_by_side.sides import compare_rank, compare_sides
 from shardlab.models import GPT
 
 CPU = torch.device("cpu")

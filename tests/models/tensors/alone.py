@@ -14,11 +14,21 @@ from torch import Tensor
 from shardlab.models.attention import Attend, Projection
 from shardlab.models.layout import Parameter
 from shardlab.models.mixture import Combine, Dispatch, ExpertActivate, ExpertLinear, Place, Route, Router
-from shardlab.models.primitive import Primitive
-from shardlab.models.primitives import Activate, Add, DropoutSite, Embed, Linear, Lookup, Norm, Scores, features_of
+from shardlab.models.primitives import (
+    Activate,
+    Add,
+    DropoutSite,
+    Embed,
+    Linear,
+    Lookup,
+    Norm,
+    Primitive,
+    Scores,
+    features_of,
+)
 from shardlab.models.tensors import Dropout, Share
 from shardlab.models.tensors.compute import Given, compute
-from shardlab.models.tensors.factors import Surroundings, factor
+from shardlab.models.tensors.dropout import Surroundings, factor
 from shardlab.models.tensors.mixture import slots_of
 
 ROWS, T, C, HIDDEN = 3, 6, 8, 16

@@ -1,5 +1,8 @@
 """Every primitive by itself on real tensors: whole, in slices as its rule says, and what autograd keeps of it."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,25 +11,26 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardlab.language.rules import layer_graph
+from shardlab.language.rules.kinds import INDICES, WHOLE, Holds
+from shardlab.language.rules.layer_graph import Held, Layer
+from shardlab.language.rules.spec import Space
 from shardlab.models.attention import Attend
-from shardlab.models.primitive import Primitive
-from shardlab.models.primitives import Add, Embed
-from shardlab.models.tensors import Dropout, Share, Workspace
-from shardlab.models.tensors.both_passes import by_autograd
-from shardlab.models.tensors.both_passes.primitive import TensorPlaces, passes
-from shardlab.models.tensors.compute import compute
-from shardlab.rules import derive
-from shardlab.rules.derive import Held
-from shardlab.rules.index import INDICES
-from shardlab.rules.node import Layer
-from shardlab.rules.pieces import WHOLE, Holds
-from shardlab.rules.spec import Space
+from shardlab.models.primitives import Add, Embed, Primitive
+from shardlab.models.tensors import Dropout, Share, Workspace, combined_loss, loss_gradient, loss_of, loss_stats
+from shardlab.models.tensors.backward import autograd
+from shardlab.models.tensors.backward.workspace import TensorPlaces, passes
+from shardlab.models.tensors.compute import compute, look_up, with_auxiliary_loss
 from tests.models.conftest import Watched
-from tests.models.tensors.alone import PRIMITIVES, ROWS, T, Whole, gradients, inputs_of, made_by, parameters_of
-from tests.models.tensors.comparing import error
+from tests.models.tensors.alone import PRIMITIVES, T, Whole, gradients, inputs_of, made_by, parameters_of
+from tests.models.tensors.alone import ROWS as ROWS_imported
+from tests.models.tensors.comparing import error, gradient_of
 
 ALL = [primitive for primitive, _ in PRIMITIVES]
 every_primitive = pytest.mark.parametrize("primitive", ALL, ids=repr)
@@ -85,14 +89,14 @@ class Slices:
         made = made_by(primitive, own, given, Share({index: (number, of)}, experts=experts))
         cut = {index: 1 << number} if parameters or index in primitive.deals else {}
         reads = {name: Held({index: 1 << number} if index in its.split() else {}) for name, its in node.reads.items()}
-        held = derive.forward(layer, reads, cut, space)
+        held = layer_graph.forward(layer, reads, cut, space)
         for name, its in primitive.node.makes.items():
             self.add(number, held[f"made {name}"], f"made {name}", its, made[name].detach(), whole.made[name].detach())
         above = {
             name: whole.piece(f"made {name}", y, primitive.makes[name], index, number, of)
             for name, y in whole.above.items()
         }
-        below, of_weights = derive.backward(
+        below, of_weights = layer_graph.backward(
             layer, held, {name: Held(held[name].slices) for name in node.makes}, cut, space
         )
         assert of_weights is None
@@ -179,9 +183,9 @@ def test_its_passes_keep_what_it_declares(primitive: Primitive) -> None:
     drops = isinstance(primitive, Add | Embed | Attend) and primitive.drops
     dropout = Dropout(0.3, seed=1, step=2, layer=3, microbatches=(4,)) if drops else None
     Watched.kept.clear()
-    with patch.object(by_autograd, "Saved", Watched):
-        both = passes(primitive, at) or by_autograd.by_autograd(primitive, at)
-        its = Workspace([None] * at.count, weights, Share(), dropout, ROWS, T)
+    with patch.object(autograd, "Saved", Watched):
+        both = passes(primitive, at) or autograd.by_autograd(primitive, at)
+        its = Workspace([None] * at.count, weights, Share(), dropout, ROWS_imported, T)
         for name, x in tensors.items():
             its.tensors[read[name]] = (x if "expert" in primitive.reads[name] else x.flatten(0, 1)).detach()
         both.forward(its)
@@ -194,7 +198,7 @@ def test_its_passes_keep_what_it_declares(primitive: Primitive) -> None:
     places = at.tensors | read
     named = [its.tensors[places[name]] for name in primitive.keeps()]
     assert set(storages) >= {each.untyped_storage().data_ptr() for each in named}
-    assert sum(storages.values()) == sum(each.numel() for each in named) + primitive.keeps_beside(ROWS)
+    assert sum(storages.values()) == sum(each.numel() for each in named) + primitive.keeps_beside(ROWS_imported)
 
 
 @every_primitive
@@ -206,3 +210,85 @@ def test_shapes_and_flops_are_those_it_declares(primitive: Primitive) -> None:
     assert {name: tuple(y.shape) for name, y in made.items()} == {n: primitive.shape(n, 1) for n in primitive.makes}
     if not isinstance(primitive, Attend) or primitive.drops:
         assert counter.get_total_flops() == primitive.flops()
+
+
+# The look-up in one slice of the vocabulary.
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(0, 100))
+def test_slices_sum_to_the_whole_look_up_and_their_gradients_are_its_slices(size: int, slices: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(size * slices, 3, dtype=torch.float64, generator=generator).requires_grad_()
+    tokens = torch.randint(size * slices, (2, 7), generator=generator)
+    gradient = torch.randn(2, 7, 3, dtype=torch.float64, generator=generator)
+    expected = F.embedding(tokens, whole)
+    expected.backward(gradient)
+
+    parts = [part.requires_grad_() for part in whole.detach().clone().chunk(slices)]
+    results = [look_up(part, tokens, i * size) for i, part in enumerate(parts)]
+    assert torch.equal(torch.stack(results).sum(0), expected)
+    torch.autograd.backward(results, [gradient] * slices)
+    torch.testing.assert_close(torch.cat([gradient_of(part) for part in parts]), gradient_of(whole), rtol=0, atol=1e-14)
+
+
+# Cross-entropy over slices of the vocabulary is cross-entropy.
+
+
+ROWS, LENGTH = 2, 5
+
+
+def by_slices(logits: Tensor, targets: Tensor, slices: int) -> tuple[Tensor, Tensor]:
+    """Loss and gradient from `slices` slices of the logits, padded at the end."""
+    vocab_size = logits.shape[-1]
+    size = -(-vocab_size // slices)
+    padded = F.pad(logits, (0, size * slices - vocab_size), value=float("-inf"))
+    cut = list(zip(padded.chunk(slices, -1), range(0, size * slices, size), strict=True))
+    stats = torch.stack([loss_stats(each, targets, first) for each, first in cut])
+    assert stats.shape == (slices, ROWS, LENGTH, 3)
+    gradients = [loss_gradient(each, stats, targets, first) for each, first in cut]
+    gradient = torch.cat(gradients, -1)
+    assert not gradient[..., vocab_size:].any()
+    return combined_loss(stats, targets), gradient[..., :vocab_size]
+
+
+@given(st.integers(1, 30), st.integers(1, 7), st.sampled_from([1e-3, 1.0, 300.0]), st.integers(0, 1000))
+def test_loss_and_gradient_of_slices_are_cross_entropys(vocab_size: int, slices: int, scale: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(ROWS, LENGTH, vocab_size, dtype=torch.float64, generator=generator)
+    targets = torch.randint(-1, vocab_size, (ROWS, LENGTH), generator=generator)
+    logits.requires_grad_()
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+    expected.backward()
+    loss, gradient = by_slices(logits.detach(), targets, slices)
+    assert abs(loss - expected).item() <= 1e-14 * max(1.0, expected.item())
+    assert (gradient - gradient_of(logits)).abs().max().item() <= 2e-15
+
+
+def test_logits_are_left_as_they_were() -> None:
+    logits, targets = torch.randn(ROWS, LENGTH, 6, dtype=torch.float64), torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    before = logits.clone()
+    stats = loss_stats(logits, targets, 0)[None]
+    loss_gradient(logits, stats, targets, 0)
+    combined_loss(stats, targets)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_statistics_are_in_single_precision_at_least_and_gradients_in_the_logits(dtype: torch.dtype) -> None:
+    logits, targets = torch.randn(ROWS, LENGTH, 6).to(dtype), torch.ones(ROWS, LENGTH, dtype=torch.int64)
+    stats = loss_stats(logits, targets, 0)[None]
+    assert stats.dtype == torch.float32
+    assert loss_gradient(logits, stats, targets, 0).dtype == dtype
+    torch.testing.assert_close(combined_loss(stats, targets), loss_of(logits, targets))
+
+
+# An auxiliary loss of a primitive that a user writes.
+
+
+def test_an_auxiliary_loss_goes_back_at_the_scale_of_the_gradients_with_its_share_of_the_step() -> None:
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    made = with_auxiliary_loss(2 * x, (x**2).sum(), Share(of_step=4, gradient_scale=8))
+    above = torch.randn_like(x)
+    (gradient,) = torch.autograd.grad(made, x, above)
+    assert torch.equal(made, 2 * x)
+    assert error(gradient, 2 * above + 8 / 4 * 2 * x.detach()) <= 1e-15

@@ -14,8 +14,7 @@ from torch import Tensor
 from shardlab.models import GPT, MLP, Blocks, Llama, cut
 from shardlab.models.attention import Attend
 from shardlab.models.tensors import Dropout, Share, layers_of, loss_of, to_blocks, to_layers, views
-from shardlab.models.tensors.attention import attend, attend_backward, merge
-from shardlab.models.tensors.tokens import rows_of, runs
+from shardlab.models.tensors.attention import attend, attend_backward, merge, rows_of, runs
 from tests.models.small import Dimensions
 from tests.models.tensors.comparing import error, fill_gradient, random_batch, random_flats, whole_step
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.errors import UserError
+from shardlab.common.errors import UserError
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, MoE
 from shardlab.models.tensors import Choice, Writer, initial_weights, views
-from shardlab.models.tensors.cache import can_cache
+from shardlab.models.tensors.attention import can_cache
 
 GPT_SMALL = GPT(layers=2, hidden_size=16, heads=2, vocab_size=20, seq_len=8)
 CACHED = {

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from shardlab.models import GPT, Llama, Mixtral
 from shardlab.models.tensors import Share, layers_of, loss_of, views
-from shardlab.models.tensors.rms_norm import rms_norm
-from shardlab.models.tensors.rotary import turned, turns
+from shardlab.models.tensors.attention import turned, turns
+from shardlab.models.tensors.compute import rms_norm
 from tests.models.small import Dimensions
 from tests.models.tensors.comparing import error, gradient_of
 

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shardlab.language.rules.kinds import Holds
 from shardlab.models.mixture import Router, mixture
-from shardlab.models.primitive import Primitive
+from shardlab.models.primitives import Primitive
 from shardlab.models.tensors import Share
 from shardlab.models.tensors.compute import Given, compute
 from shardlab.models.tensors.mixture import combine, dispatch, route, slots_of
-from shardlab.rules.pieces import Holds
 from tests.models.tensors.comparing import error, gradient_of
 from tests.support.thorough import examples
 

@@ -1,23 +1,56 @@
 """What takes turns on one rank: PyTorch's side of a pair, ours, and the floor below both."""
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # torch leaves some of its annotations out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from shardlab.common.fields import TICK
 from shardlab.execute import Executor, Settings
-from shardlab.measure.side_by_side.contender import Contender, DrawnBatches, Loop
-from shardlab.measure.side_by_side.data_parallel import WRAPPERS
-from shardlab.measure.side_by_side.floor import Floor
-from shardlab.measure.side_by_side.module import GPTModule, gpt_module
-from shardlab.measure.side_by_side.pairs import MICROBATCHES, OPTIMIZER, SEED, Size, StrategyPair
-from shardlab.measure.side_by_side.pipeline import Pipeline, stages_of
-from shardlab.measure.side_by_side.tensor_parallel import TensorParallelLoop, tensor_parallel
-from shardlab.train.launch import backend_of
+from shardlab.execute.kernel_choice import choose_products
+from shardlab.execute.transport.collectives import Groups
+from shardlab.measure.collectives import MeasuringRanks
+from shardlab.measure.progress import Race
+from shardlab.measure.side_by_side.contender import (
+    Contender,
+    DrawnBatches,
+    Floor,
+    GPTModule,
+    Loop,
+    gpt_module,
+    made_and_measured,
+)
+from shardlab.measure.side_by_side.pytorch import WRAPPERS, Pipeline, TensorParallelLoop, stages_of, tensor_parallel
+from shardlab.measure.side_by_side.results import (
+    LOSSES_AGREE,
+    MICROBATCHES,
+    OPTIMIZER,
+    SEED,
+    Compared,
+    Side,
+    Size,
+    Spread,
+    StrategyPair,
+    error_of,
+    spread_of,
+)
+from shardlab.models.tensors.compute import choices
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
+from shardlab.train.data.prepared_folder import kept_tokenizer
+from shardlab.train.job import Job
+from shardlab.train.launch.ranks import backend_of
 
 Make = Callable[[], Contender]
 
@@ -55,3 +88,204 @@ def floor_of(pair: StrategyPair, size: Size, ranks: int, rank: int, device: torc
     slices = ranks if pair.family == "tensor" else 1
     modules = [GPTModule(model, every, slices).to(device)]
     return Floor(model, modules, rows, 1, one_in=pair.shards(ranks))
+
+
+# Steps in turns: PyTorch's, ours, the floor, and again, in the same processes.
+
+
+WARM_UP = 3
+"""First steps of each side: memory is taken for the first time, connections are made. Memory is of the last."""
+
+
+def compare_rank(rank: int, device: torch.device, pair: StrategyPair, size: Size, turns: int) -> Compared:
+    """One rank's part of a comparison; every rank gives the same.
+
+    Args:
+        turns: steps of each side that are timed.
+    """
+    ranks = dist.get_world_size()
+    return compare_sides(makers(pair, size, ranks, rank, device), turns, device)
+
+
+def compare_sides(makes: Mapping[str, Make], turns: int, device: torch.device) -> Compared:
+    """Make all sides and have them take turns; `makes` has what makes each of `SIDES`."""
+    found, losses = in_turns(makes, [(SIDES[1], SIDES[0], *SIDES[2:]), SIDES], turns, device)
+    return Compared(found["ours"], found["theirs"], found["floor"], *(losses[side] for side in SIDES[1::-1]))
+
+
+def in_turns(
+    makes: Mapping[str, Make], orders: Sequence[Sequence[str]], turns: int, device: torch.device
+) -> tuple[dict[str, Side], dict[str, list[float]]]:
+    """Make contenders, let them warm up one after the other, and then take turns.
+
+    Args:
+        makes: what makes each, by name.
+        orders: in which they train a step, turn about; all ranks have the same.
+        turns: steps of each that are timed.
+
+    Returns:
+        The timed steps of each, and the mean loss of every step, those before the timed ones included.
+    """
+    with choices({}):
+        return _in_turns(makes, orders, turns, device)
+
+
+def _in_turns(
+    makes: Mapping[str, Make], orders: Sequence[Sequence[str]], turns: int, device: torch.device
+) -> tuple[dict[str, Side], dict[str, list[float]]]:
+    contenders: dict[str, Contender] = {}
+    losses: dict[str, list[Tensor]] = {}
+    peaks: dict[str, int] = {}
+    for side, make in makes.items():
+        contenders[side], losses[side], peaks[side] = made_and_measured(make, WARM_UP, device)
+    choose_products(device)
+    seconds: dict[str, list[float]] = {side: [] for side in makes}
+    computing: dict[str, list[float]] = {side: [] for side in makes}
+    gc.collect()
+    for turn in range(turns):
+        for side in orders[turn % len(orders)]:
+            loss, took, computed = _timed(contenders[side], device)
+            losses[side].append(loss)
+            seconds[side].append(took)
+            computing[side].append(computed)
+
+    def over_ranks(numbers: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+        total = torch.tensor(numbers, dtype=torch.float64, device=device)
+        dist.all_reduce(total, how)
+        return total.tolist()
+
+    ranks = dist.get_world_size()
+    found = {
+        side: Side(
+            over_ranks(seconds[side], dist.ReduceOp.MAX),
+            [total / ranks for total in over_ranks(computing[side], dist.ReduceOp.SUM)],
+            int(over_ranks([float(peaks[side])], dist.ReduceOp.MAX)[0]),
+        )
+        for side in makes
+    }
+    return found, {side: _means(losses[side]) for side in makes}
+
+
+def _timed(contender: Contender, device: torch.device) -> tuple[Tensor, float, float]:
+    """One step: its loss, its seconds, and those for which this thread had a core."""
+    dist.barrier()
+    began, had = time.perf_counter(), time.thread_time()
+    loss = contender.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return loss, max(TICK, time.perf_counter() - began), time.thread_time() - had
+
+
+def _means(losses: Sequence[Tensor]) -> list[float]:
+    """Mean loss of each step over the tokens of all ranks."""
+    total = torch.stack([*losses])
+    dist.all_reduce(total)
+    return (total[:, 0] / total[:, 1]).tolist()
+
+
+# Our program as it is written and after each of its passes, step by step in turns, in the same processes.
+
+
+@dataclass(frozen=True)
+class PassTurns:
+    """The timed steps of a program as it was written, and as each pass left it.
+
+    Attributes:
+        sides: of each.
+        losses: of each, the mean loss of every step, those before the timed ones included.
+    """
+
+    sides: list[Side]
+    losses: list[list[float]]
+
+    @property
+    def loss_error(self) -> float:
+        """The largest difference of a loss from that of the program as it was written, relative to it."""
+        return max(error_of(each, self.losses[0]) for each in self.losses)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all of them train alike; only then do their times say anything."""
+        return self.loss_error <= LOSSES_AGREE
+
+    @property
+    def gains(self) -> list[Spread]:
+        """By what share of a step each pass made it shorter than the one beside it, before the pass."""
+        return [gain(after, before) for before, after in pairwise(self.sides)]
+
+    @property
+    def gain(self) -> Spread:
+        """That of all passes together."""
+        return gain(self.sides[-1], self.sides[0])
+
+
+def gain(after: Side, before: Side) -> Spread:
+    """By what share one side's steps are shorter than another's of the same turn."""
+    return spread_of([1 - a / b for a, b in zip(after.seconds, before.seconds, strict=True)])
+
+
+def time_passes_rank(
+    rank: int, device: torch.device, pair: StrategyPair, size: Size, passes: Sequence[str], turns: int
+) -> PassTurns:
+    """One rank's part of timing a pair's program; every rank gives the same.
+
+    Args:
+        passes: for each variant, first as it is written, what rewrites it.
+        turns: steps of each that are timed.
+    """
+    ranks = dist.get_world_size()
+    makes = {each: makers(replace(pair, passes=each), size, ranks, rank, device)["ours"] for each in passes}
+    orders = [passes, passes[::-1]]
+    sides, losses = in_turns(makes, orders, turns, device)
+    return PassTurns([sides[each] for each in passes], [losses[each] for each in passes])
+
+
+# A rank's part of a race: its jobs' steps, by turns.
+
+
+def race_rank(rank: int, device: torch.device, jobs: Sequence[Job], turns: Race) -> list[float]:
+    """Seconds of a step of every job: the median over rounds of its slowest rank's. Every rank gives the same.
+
+    In a round each job takes a step to warm up and one that counts, so that what else the machine does slows all of
+    them alike; every other round goes the other way. All jobs' weights are there at the same time.
+    """
+    with choices({}):
+        return _race(MeasuringRanks(rank, device), jobs, turns)
+
+
+def _race(world: MeasuringRanks, jobs: Sequence[Job], turns: Race) -> list[float]:
+    device = world.device
+    groups: Groups = {}
+    began = time.perf_counter()
+    executors = [_executor(job, world, groups, turns) for job in jobs]
+    running = list(range(len(jobs)))
+    for at in running:
+        executors[at].step()  # memory is first taken, and connections are made
+    choose_products(device)
+    times: list[list[float]] = [[] for _ in jobs]
+    for number in range(turns.rounds):
+        for at in running[:: 1 if number % 2 else -1]:
+            executors[at].step()
+            world.meet()
+            start = time.perf_counter()
+            executors[at].step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times[at].append(world.most(time.perf_counter() - start))
+        running = turns.going_on(running, times)
+        if world.most(time.perf_counter() - began) > turns.seconds:
+            break
+    if device.type == "cuda":  # what follows in this process counts its memory anew
+        executors.clear()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return [median(each) for each in times]
+
+
+def _executor(job: Job, world: MeasuringRanks, groups: Groups, turns: Race) -> Executor:
+    tokenizer = None if turns.init is None else kept_tokenizer(turns.init)
+    corpus = Corpus.open(turns.data, job.model.seq_len, tokenizer=tokenizer)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
+    settings = Settings(job.seed, job.numbers, world.device, turns.optimizer)
+    backend = backend_of(world.device.type)
+    return Executor(job.checked(), world.rank, job.cut, batches, settings, backend, groups=groups)

@@ -1,6 +1,6 @@
 """The models' arithmetic on torch: layers, dropout, first weights, loss and sampling."""
 
-from shardlab.models.tensors.both_passes import (
+from shardlab.models.tensors.backward import (
     AddGradients,
     CompiledPasses,
     PreparedLayer,
@@ -8,16 +8,22 @@ from shardlab.models.tensors.both_passes import (
     Workspace,
     prepared_layer,
 )
-from shardlab.models.tensors.compiled import compiled_layers_of
-from shardlab.models.tensors.dropout import Dropout
-from shardlab.models.tensors.flat import lengthened, named_views, views, with_borrowed
+from shardlab.models.tensors.compute import combined_loss, loss_gradient, loss_of, loss_stats
+from shardlab.models.tensors.dropout import Dropout, generator_of
 from shardlab.models.tensors.generate import Choice, Writer
-from shardlab.models.tensors.layers import TensorLayer, layers_of
-from shardlab.models.tensors.loss import combined_loss, loss_gradient, loss_of, loss_stats
-from shardlab.models.tensors.recutting import to_blocks, to_layers, whole_parameters
-from shardlab.models.tensors.seeding import generator_of
+from shardlab.models.tensors.layers import TensorLayer, compiled_layers_of, layers_of
 from shardlab.models.tensors.share import Share
-from shardlab.models.tensors.weights import Initial, initial_weights
+from shardlab.models.tensors.weights import (
+    Initial,
+    initial_weights,
+    lengthened,
+    named_views,
+    to_blocks,
+    to_layers,
+    views,
+    whole_parameters,
+    with_borrowed,
+)
 
 __all__ = [
     "AddGradients",

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardlab.errors import UserError
+from shardlab.common.errors import UserError
 from shardlab.models.model import Model
-from shardlab.models.tensors.cache import KeysValues, can_cache
-from shardlab.models.tensors.flat import named_views, views
+from shardlab.models.tensors.attention import KeysValues, can_cache
+from shardlab.models.tensors.dropout import generator_of
 from shardlab.models.tensors.layers import layers_of
-from shardlab.models.tensors.seeding import generator_of
 from shardlab.models.tensors.share import Share
+from shardlab.models.tensors.weights import named_views, views
 
 
 @dataclass(frozen=True)

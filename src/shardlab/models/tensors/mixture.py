@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlab.language.rules.kinds import bits
 from shardlab.models.mixture import Router
 from shardlab.models.tensors.share import Share
-from shardlab.rules.pieces import bits
 
 
 class Routed(NamedTuple):

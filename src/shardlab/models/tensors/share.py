@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from shardlab.rules.pieces import WHOLE, Holds
+from shardlab.language.rules.kinds import WHOLE, Holds
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,16 @@ from shardlab.strategies.schedules.actions import (
     loop,
     vee,
 )
-from shardlab.strategies.schedules.breadth_first import breadth_first
-from shardlab.strategies.schedules.dualpipe_v import dualpipe_v
-from shardlab.strategies.schedules.gpipe import gpipe
-from shardlab.strategies.schedules.interleaved import interleaved
-from shardlab.strategies.schedules.one_f_one_b import one_f_one_b
-from shardlab.strategies.schedules.zb_v import zb_v
-from shardlab.strategies.schedules.zero_bubble import zb_h1, zb_h2
+from shardlab.strategies.schedules.published import (
+    breadth_first,
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 
 SCHEDULES = {
     schedule.name: schedule

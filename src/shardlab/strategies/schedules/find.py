@@ -6,12 +6,12 @@ import inspect
 from functools import cache
 from pathlib import Path
 
-from shardlab.errors import unknown
-from shardlab.program import UserError
-from shardlab.program.user_file import file_and_name, member, module_of
+from shardlab.common.errors import unknown
+from shardlab.common.user_code import file_and_name, member, module_of
+from shardlab.language import UserError
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.actions import Schedule
-from shardlab.strategies.schedules.csv_schedule import import_csv
+from shardlab.strategies.schedules.pytorch_csv import import_csv
 from shardlab.strategies.schedules.steps import Steps
 
 

@@ -1,0 +1,247 @@
+"""`shardlab bench`: how fast this machine communicates and computes; kept as its profile, for the simulator."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from tyro.conf import subcommand
+
+from shardlab.cli.bench.strategies import BenchStrategies
+from shardlab.cli.console import print_json, print_path, stdout_console
+from shardlab.cli.options import Count, Flag, NewFile, OptionalCount, check_new_file, writing
+from shardlab.common.errors import unknown
+from shardlab.common.text import parse_size, sizes_between
+from shardlab.language import UserError
+from shardlab.measure.fits import KINDS
+from shardlab.starting import INTERRUPTED
+
+if TYPE_CHECKING:
+    from shardlab.measure.fits import Point
+
+
+# Options that both benches share, and an ending that says and keeps what was measured.
+
+
+PLOTS = (".svg", ".png", ".pdf")
+"""Formats of a plot; each can say who drew it."""
+
+ProfileFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: in the user's cache)")]
+"""Where the profile is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """The options of both benches."""
+
+    seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 0.2
+    """Time for which each collective is measured at each size."""
+
+    save: bool = True
+    """Save the fit in this machine's profile."""
+
+    profile: ProfileFile = None
+    """Profile file. A profile that is kept elsewhere is named FILE.json, and --cluster accepts it."""
+
+    plot: NewFile = None
+    """Draw the measurements into this file."""
+
+    verbose: Flag = False
+    """Also print every size and layer, and every fitted rate."""
+
+    force: Flag = False
+    """Replace --plot even if Shardlab did not write that file."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    def measure(
+        self,
+        ranks: int,
+        function: Callable[..., bool],
+        bench: Any,
+        show: Callable[[list[Point], bool], None],
+        draw: Callable[[list[Point], Path], None],
+    ) -> int:
+        """Run a bench on its ranks, and tell what was measured; the exit status.
+
+        Args:
+            function: `function(rank, device, bench, file)` writes points into the file and says whether this process
+                is the one that tells.
+            show, draw: print the points, with or without each of them, and draw them into a file.
+        """
+        from shardlab.measure.fits import read_points
+        from shardlab.measure.profile import profile_to_update
+        from shardlab.train.launch.processes import RankFailed
+        from shardlab.train.launch.ranks import run_ranks
+
+        if self.profile is not None and self.profile.suffix != ".json":
+            raise UserError(
+                f"--profile {self.profile}: its name must end in .json, so that --cluster recognizes a profile"
+            )
+        if self.plot is not None and self.plot.suffix.lower() not in PLOTS:
+            raise UserError(f"--plot {self.plot}: its name must end in {', '.join(PLOTS[:-1])} or {PLOTS[-1]}")
+        if self.save:
+            profile_to_update(self.profile)  # before minutes of measuring, not after
+        failure, status, tells = "", 0, True
+        with tempfile.TemporaryDirectory(prefix="shardlab-") as folder:
+            file = Path(folder, "points.jsonl")
+            try:
+                tells = run_ranks(ranks, function, bench, file)
+            except RankFailed as error:
+                failure, status = str(error), 1
+            except KeyboardInterrupt:
+                failure, status = "interrupted", INTERRUPTED
+            points = read_points(file)
+        if tells and points:
+            self._tell(points, failure, show, draw)
+        if failure:
+            kept = "; the above was measured before" if points and not self.json else ""
+            print(f"shardlab: {failure}{kept}", file=sys.stderr)
+        return status
+
+    def _tell(
+        self,
+        points: list[Point],
+        failure: str,
+        show: Callable[[list[Point], bool], None],
+        draw: Callable[[list[Point], Path], None],
+    ) -> None:
+        from shardlab.measure.profile import as_json, save
+
+        where = save(points, self.profile) if self.save else None
+        if self.plot is not None:
+            with writing("--plot", self.plot):
+                draw(points, self.plot)
+        if self.json:
+            print_json(
+                {**as_json(points), "profile": None if where is None else str(where), "failure": failure or None}
+            )
+            return
+        show(points, self.verbose)
+        for what, path in (("profile", where), ("drawn in", self.plot)):
+            if path is not None:
+                print_path(stdout_console(), what, path)
+
+
+def check_seconds(seconds: float) -> float:
+    """Refuse what is no time.
+
+    Raises:
+        UserError: saying so.
+    """
+    if not 0 < seconds < float("inf"):
+        raise UserError(f"--seconds is {seconds}; give a positive number of seconds")
+    return seconds
+
+
+def default_ranks() -> int:
+    """Ranks if nobody says: one for each GPU, or each core if there is none; or as many as a launcher started."""
+    from shardlab.measure.profile import this_machine
+    from shardlab.train.launch.ranks import ranks_here
+
+    return ranks_here(this_machine().places)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCollectives(Measuring):
+    """Time every collective at every size, as nccl-tests does, check its results, and fit latency and bandwidth."""
+
+    ranks: OptionalCount = None
+    """Number of ranks. Groups of every divisor are measured. Default: one for each GPU, or else each core, but at least
+    two."""
+
+    min: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "1KB"
+    """Smallest size of the whole value."""
+
+    max: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "64MB"
+    """Largest size of the whole value."""
+
+    factor: Count = 4
+    """Ratio of each size to the previous one."""
+
+    kinds: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KIND ...", help_behavior_hint="(default: all)")] = ()
+    """Collectives to measure: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter,
+    barrier, send_recv."""
+
+    overlap: bool = True
+    """Also measure collectives between and during computations, as they occur in steps. The profile then holds these
+    figures."""
+
+    def run(self) -> int:
+        from shardlab.cli.bench.report import print_collectives
+        from shardlab.measure.collectives import CollectiveBench, group_sizes, measure_collectives
+        from shardlab.measure.plot import plot_collectives
+
+        check_new_file("--plot", self.plot, "collectives.svg", force=self.force)
+        for kind in self.kinds:
+            if kind not in KINDS:
+                raise unknown("collective", kind, KINDS)
+        ranks = self.ranks or max(2, default_ranks())
+        if ranks < 2:
+            raise UserError("one rank has no other rank to communicate with; give --ranks 2 or more")
+        sizes = tuple(sizes_between(parse_size(self.min), parse_size(self.max), self.factor))
+        seconds = check_seconds(self.seconds)
+        bench = CollectiveBench(self.kinds or KINDS, sizes, group_sizes(ranks), seconds, overlap=self.overlap)
+        return self.measure(ranks, measure_collectives, bench, print_collectives, plot_collectives)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCompute(Measuring):
+    """Time the layers of the model in real training steps, and fit the speed of each kind of kernel."""
+
+    ranks: OptionalCount = None
+    """Number of processes that compute at once; one process alone is measured as well. Default: one for each GPU, or
+    else each core."""
+
+    widths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="C ...")] = (64, 128, 256, 512)
+    """Features of a token."""
+
+    batches: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ROWSxTOKENS ...")] = ("1x64", "4x64", "2x256", "8x128")
+    """Microbatches: numbers of sequences and of tokens in each."""
+
+    dtype: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DTYPE ...")] = ("float32",)
+    """Data types of weights and activations: float32, bfloat16, float16, float64."""
+
+    vocab_size: Count = 256
+    """Number of different tokens."""
+
+    seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 1.0
+    """Time for which each model is trained."""
+
+    def run(self) -> int:
+        from shardlab.cli.bench.report import print_compute
+        from shardlab.measure.fits import DTYPES, Shape, parse_batch
+        from shardlab.measure.layers import ComputeBench, measure_compute
+        from shardlab.measure.plot import plot_compute
+
+        check_new_file("--plot", self.plot, "compute.svg", force=self.force)
+        for dtype in self.dtype:
+            if dtype not in DTYPES:
+                raise unknown("dtype that can be measured", dtype, DTYPES)
+        small = [width for width in self.widths if width < 8]
+        if small:
+            raise UserError(f"a width of {small[0]} is too small for a model with heads; give 8 or more")
+        shapes = tuple(Shape(width, *parse_batch(batch)) for width in self.widths for batch in self.batches)
+        bench = ComputeBench(shapes, self.dtype, self.vocab_size, seconds=check_seconds(self.seconds))
+        return self.measure(self.ranks or default_ranks(), measure_compute, bench, print_compute, plot_compute)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure this machine and save the results as its profile; or compare our strategies with PyTorch's own."""
+
+    what: Annotated[
+        Annotated[BenchCollectives, subcommand("collectives", prefix_name=False)]
+        | Annotated[BenchCompute, subcommand("compute", prefix_name=False)]
+        | Annotated[BenchStrategies, subcommand("strategies", prefix_name=False)],
+        tyro.conf.arg(name=""),
+    ]
+
+    def run(self) -> int:
+        return self.what.run()

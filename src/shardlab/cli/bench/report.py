@@ -1,0 +1,285 @@
+"""Output of the benches: one screen, and with --verbose tables of every point and every rate before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from statistics import median
+
+from rich.console import Console
+
+from shardlab.cli.console import print_fact, stdout_console, table_of
+from shardlab.common.text import size_text
+from shardlab.measure.fits import (
+    CollectivePoint,
+    FitErrors,
+    FittedLine,
+    LayerPoint,
+    OverlapPoint,
+    PeakPoint,
+    Point,
+    errors_by_layer,
+    fit_kernels,
+    fit_lines,
+    rate_errors,
+)
+from shardlab.measure.profile import crowds
+from shardlab.measure.side_by_side.results import PairRow
+
+GIGA = 1e9
+MICRO = 1e-6
+
+PASSES = ("forward", "backward", "backward_input", "backward_weight", "update")
+
+
+def print_sizes(console: Console, measured: Sequence[CollectivePoint]) -> None:
+    """Print every collective at every size, called again and again."""
+    table = table_of("collective", "ranks", "size", "time us", "alg GB/s", "bus GB/s", "wrong", gap=1)
+    for point, before in zip(measured, [None, *measured], strict=False):
+        if before is not None and (before.kind, before.ranks) != (point.kind, point.ranks):
+            table.add_row()
+        bandwidths = (f"{each / GIGA:.3f}" for each in (point.algorithm_bandwidth, point.bus_bandwidth))
+        table.add_row(
+            point.kind,
+            str(point.ranks),
+            *((size_text(point.bytes),) if point.bytes else ("-",)),
+            f"{point.seconds / MICRO:,.1f}",
+            *(bandwidths if point.bytes else ("-", "-")),
+            f"[bold red]{point.wrong}[/]" if point.wrong else "0",
+        )
+    console.print(table, "")
+
+
+def print_overlap(console: Console, points: Sequence[OverlapPoint]) -> None:
+    """Print what every collective adds to a step that computes, and how much of it compute hides."""
+    if not points:
+        return
+    table = table_of("in a step", "ranks", "size", "compute us", "it adds us", "beside us", "hidden", gap=1)
+    for point in points:
+        times = (f"{each / MICRO:,.0f}" for each in (point.compute, point.communication, point.together))
+        size = size_text(point.bytes) if point.bytes else "-"
+        table.add_row(point.kind, str(point.ranks), size, *times, hidden_text(point.overlap))
+    console.print(table)
+    console.print(
+        "[dim]it adds: where it is waited for between computations; beside: computed between its start and the wait\n"
+        "hidden: of the shorter of the two; 0% is one after the other, and none is slower than that[/]\n"
+    )
+
+
+def hidden_text(share: float) -> str:
+    """The share of what could be hidden that was; timings that scatter give less than none, or more than all."""
+    return "none" if share < 0 else f"{min(share, 1.0):.0%}"
+
+
+def print_layers(console: Console, layers: Sequence[LayerPoint], peaks: dict[tuple[str, int], PeakPoint]) -> None:
+    """Print every layer that has a forward pass, at every size."""
+    console.print(
+        f"[bold]{layers[0].processes} at once[/], in microseconds, and as a share of the peak; a backward pass also in "
+        "halves, for the input and for the weight"
+    )
+    heads = ("forward", "peak", "backward", "peak", "input", "weight", "update")
+    table = table_of("layer", "width", "batch", *heads, gap=1)
+    rows: dict[tuple[str, int, int, int, str], dict[str, LayerPoint]] = {}
+    for point in layers:
+        key = (point.layer, point.width, point.rows, point.tokens, point.dtype)
+        rows.setdefault(key, {}).setdefault("forward" if point.op == "loss" else point.op, point)
+    sizes = len({key[1:] for key in rows})
+    before = ""
+    for (layer, width, sequences, tokens, dtype), ops in sorted(rows.items(), key=lambda row: row[0]):
+        if not ops.keys() & set(PASSES):  # drawing a batch and adding a gradient are in the fit alone
+            continue
+        if before and layer != before and sizes > 1:
+            table.add_row()
+        before = layer
+        cells: list[str] = []
+        for op in PASSES:
+            point = ops.get(op)
+            cells.append(f"{point.seconds / MICRO:,.0f}" if point else "-")
+            if op in ("forward", "backward"):
+                peak = peaks.get((dtype, layers[0].processes))
+                known = point is not None and peak is not None and point.flops
+                cells.append(f"{point.flops / point.seconds / peak.flops:.0%}" if known else "-")  # pyright: ignore
+        table.add_row(layer, str(width), f"{sequences} x {tokens}", *cells)
+    console.print(table, "")
+
+
+def print_rates(console: Console, layers: Sequence[LayerPoint]) -> None:
+    """Print what each kind of kernel was found to reach, and how far that is from each layer's timings."""
+    rates = fit_kernels(layers)
+    table = table_of(f"fit, {layers[0].processes} at once", "dtype", "launch us", "GFLOP/s", "GB/s", words=2, gap=1)
+    for (family, dtype), rate in sorted(rates.items()):
+        numbers = (f"{each / GIGA:,.1f}" if each else "-" for each in (rate.flops, rate.bytes))
+        table.add_row(family, dtype, f"{rate.launch / MICRO:,.1f}" if rate.launch else "-", *numbers)
+    console.print("", table, "")
+    errors = table_of("errors of that fit", "points", "median", "worst", gap=1)
+    for (layer, op), found in sorted(errors_by_layer(layers, rates).items()):
+        errors.add_row(f"{layer}, {op.replace('_', ' ')}", *_errors(found))
+    errors.add_row()
+    errors.add_row("all", *_errors(rate_errors(layers, rates)))
+    console.print(errors, "")
+
+
+def _errors(errors: FitErrors) -> tuple[str, str, str]:
+    return str(errors.points), f"{errors.median:.0%}", f"{errors.worst:.0%}"
+
+
+def print_collectives(points: Sequence[Point], verbose: bool = False, console: Console | None = None) -> None:
+    """A row for each collective: its time at both ends, its bandwidth, and latency and bandwidth of the fitted line."""
+    console = console or stdout_console()
+    measured = [point for point in points if isinstance(point, CollectivePoint)]
+    beside = [point for point in points if isinstance(point, OverlapPoint)]
+    fits = fit_lines(points)
+    if verbose:
+        print_sizes(console, measured)
+        print_overlap(console, beside)
+    sizes = sorted({point.bytes for point in measured if point.bytes} or {0})
+    ends = list(dict.fromkeys(size_text(size) for size in (sizes[0], sizes[-1])))
+    for ranks in sorted({point.ranks for point in measured}):
+        times = [f"us at {end}" for end in ends]
+        table = table_of(f"{ranks} ranks", *times, "bus GB/s", "latency us", "GB/s", "error", "hidden", gap=1)
+        for kind in dict.fromkeys(point.kind for point in measured if point.ranks == ranks):
+            mine = [point for point in measured if (point.kind, point.ranks) == (kind, ranks)]
+            hidden = [point.overlap for point in beside if (point.kind, point.ranks) == (kind, ranks)]
+            overlap = hidden_text(median(hidden)) if hidden else "-"
+            table.add_row(kind, *_times(mine, len(times)), *_line(fits.get((kind, ranks))), overlap)
+        console.print(table)
+        console.print()
+    print_fact(console, "us, bus GB/s", f"called alone; bandwidth at {ends[-1]}, as nccl-tests reckons it")
+    print_fact(console, "latency, GB/s", "of the line through what it adds to a step at each size; the profile has it")
+    print_fact(console, "error", "half of the sizes are nearer to that line than this")
+    if beside:
+        text = "of what could be, beside compute (median over sizes); none: they slow each other down"
+        print_fact(console, "hidden", text)
+    wrong = [point for point in measured if point.wrong]
+    for point in wrong:
+        text = f"{point.wrong} elements of {point.kind} among {point.ranks} ranks at {size_text(point.bytes)}"
+        print_fact(console, "wrong", text, "bold red")
+    if not wrong:
+        print_fact(console, "results", "right at every size")
+    _print_doubts(console, fits)
+
+
+def _times(points: Sequence[CollectivePoint], count: int) -> list[str]:
+    """Microseconds at the smallest and the largest size, and the bus bandwidth there."""
+    first, last = points[0], points[-1]
+    if not last.bytes:  # a barrier has no size
+        return [f"{first.seconds / MICRO:,.0f}", *["-"] * count]
+    times = [f"{point.seconds / MICRO:,.0f}" for point in (first, last)[:count]]
+    return [*times, f"{last.bus_bandwidth / GIGA:.3f}"]
+
+
+def _line(fitted: FittedLine | None) -> tuple[str, str, str]:
+    if fitted is None:
+        return "-", "-", "-"
+    bandwidth = f"{1 / fitted.line.beta / GIGA:.3f}" if fitted.line.beta else "-"
+    return f"{fitted.line.alpha / MICRO:,.0f}", bandwidth, f"{fitted.errors.median:.0%}"
+
+
+def _print_doubts(console: Console, fits: dict[tuple[str, int], FittedLine]) -> None:
+    """Each reason to doubt a line, with the collectives that it is about."""
+    several = len({ranks for _, ranks in fits}) > 1
+    for reason in dict.fromkeys(fitted.doubt for fitted in fits.values() if fitted.doubt):
+        keys = [key for key, fitted in fits.items() if fitted.doubt == reason]
+        doubted = [f"{kind} of {ranks}" if several else kind for kind, ranks in keys]
+        print_fact(console, "doubtful", f"{', '.join(doubted)}: {reason}", "yellow")
+
+
+def print_compute(points: Sequence[Point], verbose: bool = False, console: Console | None = None) -> None:
+    """Layers at the largest size, as a share of the peak; the peaks; how well the fitted kernels tell the timings."""
+    console = console or stdout_console()
+    peaks = {(point.dtype, point.processes): point for point in points if isinstance(point, PeakPoint)}
+    groups = crowds(points)
+    if verbose:
+        for layers in groups:
+            print_layers(console, layers, peaks)
+            print_rates(console, layers)
+    elif groups:
+        largest = max(groups[0], key=lambda point: (point.width, point.rows * point.tokens))
+        shape = (largest.width, largest.rows, largest.tokens)
+        print_layers(console, [p for p in groups[0] if (p.width, p.rows, p.tokens) == shape], peaks)
+    for peak in peaks.values():
+        threads = "" if peak.threads == 1 else f" on {peak.threads} threads"
+        found = f"{peak.flops / GIGA:,.1f} GFLOP/s each, {peak.processes} at once{threads}, in {peak.dtype}"
+        print_fact(console, "peak", f"{found}: the fastest product of matrices, {peak.size} x {peak.size}")
+    for layers in groups:
+        errors = rate_errors(layers, fit_kernels(layers))
+        half = f"of {errors.points} timings half are within {errors.median:.0%} of it"
+        text = f"{layers[0].processes} at once: {half}, the worst is {errors.worst:.0%} off"
+        print_fact(console, "fit", text)
+    counted = [point for point in points if isinstance(point, LayerPoint) and point.flops]
+    over = [point for point in counted if point.flops > 1.05 * point.seconds * _peak_of(point, peaks)]
+    if over:
+        text = "faster than the peak, because the machine was busy when the peak was measured; measure again"
+        print_fact(console, "doubtful", f"{len(over)} timings are {text}", "yellow")
+
+
+def _peak_of(point: LayerPoint, peaks: dict[tuple[str, int], PeakPoint]) -> float:
+    peak = peaks.get((point.dtype, point.processes))
+    return peak.flops if peak else float("inf")
+
+
+# Output of `shardlab bench strategies`: for each size, ratios, and where the time of a step goes.
+
+
+MILLI = 1e-3
+
+
+def print_rows(console: Console, rows: Sequence[PairRow], ranks: int) -> None:
+    """All rows, size by size; what was not compared is said below."""
+    for title, of_size in groupby(rows, lambda row: row.size.title(ranks)):
+        mine = list(of_size)
+        console.print(f"[bold]{title}[/]\n")
+        if any(row.compared for row in mine):
+            _print_ratios(console, mine)
+            _print_parts(console, mine)
+            _print_passes(console, mine)
+        missing = [row for row in mine if row.compared is None]
+        for row in missing:
+            print_fact(console, row.pair.name, f"not compared: {row.why_not.splitlines()[-1]}", "yellow")
+        if missing:
+            console.print()
+    console.print(
+        "[dim]time, memory: ours over PyTorch's; middle half: of the ratios of neighbours\n"
+        "memory: the most bytes of storages in a step, parameters and all\n"
+        "floor: a rank's share in plain PyTorch, without communication\n"
+        "compute: the floor's; overhead: how much longer a rank's thread has a core;\n"
+        "waiting: it has none[/]"
+    )
+
+
+def _print_ratios(console: Console, rows: Sequence[PairRow]) -> None:
+    table = table_of("ours", "PyTorch's", "layers", "time", "middle half", "memory", words=2)
+    for row in rows:
+        if (found := row.compared) is None:
+            continue
+        ratio = found.ratio
+        table.add_row(
+            row.pair.name,
+            row.pair.theirs,
+            str(row.size.model.layers),
+            f"[bold]{ratio.median:.2f}[/]",
+            f"{ratio.low:.2f}-{ratio.high:.2f}",
+            f"{found.memory:.2f}",
+        )
+    console.print(table, "")
+
+
+def _print_passes(console: Console, rows: Sequence[PairRow]) -> None:
+    """Name the passes that have rewritten our programs."""
+    rewritten = [row.pair for row in rows if row.compared and row.pair.passes != "none"]
+    for pair in rewritten:
+        print_fact(console, pair.name, f"after {pair.passes}")
+    if rewritten:
+        console.print()
+
+
+def _print_parts(console: Console, rows: Sequence[PairRow]) -> None:
+    table = table_of("step of", "", "ms", "compute", "overhead", "waiting", "over floor", words=2)
+    for row in rows:
+        if (found := row.compared) is None:
+            continue
+        for name, whose, side in ((row.pair.name, "ours", found.ours), ("", "PyTorch's", found.theirs)):
+            cells = (median(side.seconds), *side.parts(found.floor))
+            over = side.over(found.floor).median
+            table.add_row(name, whose, *(f"{each / MILLI:,.1f}" for each in cells), f"{over:.2f}")
+    console.print(table, "")

@@ -1,0 +1,170 @@
+"""`shardlab bench strategies`: our executor and PyTorch's own parts side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from shardlab.cli.console import print_json, print_path, stdout_console
+from shardlab.cli.options import Count, Flag, writing
+from shardlab.common.errors import find
+from shardlab.common.files import whole_file
+from shardlab.language import Refused, UserError
+from shardlab.language.rules.kinds import counted
+from shardlab.starting import INTERRUPTED
+from shardlab.train.launch.environment import find_launch_environment
+
+if TYPE_CHECKING:
+    from shardlab.cli.bench.passes import PassesRow
+    from shardlab.measure.side_by_side.results import Compared, PairRow, Size, StrategyPair
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchStrategies:
+    """Time our strategies against PyTorch's own: the same model, weights and data, with alternating steps.
+
+    Losses must agree to 1e-4 before a time counts. Both sides run in the same processes, with fused AdamW, in float32.
+    """
+
+    ranks: Count = 2
+    """Number of processes: 2 or 4."""
+
+    only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = ()
+    """Strategies to time: ddp, zero-1, zero-3, fsdp, hsdp, tensor-parallel, gpipe, 1f1b, interleaved-1f1b, zb-v."""
+
+    sizes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SIZE ...", help_behavior_hint="(default: all)")] = ()
+    """Models to time: small (4.9 million parameters, 2,048 tokens a step) and overhead (32 wide, 24 layers)."""
+
+    turns: Count = 20
+    """Number of timed steps of each side."""
+
+    passes: Annotated[str, tyro.conf.arg(metavar="all|none|NAME,...")] = "all"
+    """Passes that rewrite our programs, with the settings that help on this machine, as in train."""
+
+    each_pass: Flag = False
+    """Time only our programs, before and after each pass, and compare its measured gain with the predicted one."""
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Write strategies.json, strategies.svg and strategies.png into this folder; with --each-pass, passes.json."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    def run(self) -> int:
+        from shardlab.measure.side_by_side.results import SIZES, PairRow, as_json, pairs_named
+
+        pairs = pairs_named(self.only, self.passes)
+        sizes = [find(SIZES, name, "size") for name in self.sizes] or list(SIZES.values())
+        self._check()
+        load, interrupted = os.getloadavg()[0], False
+        rows: list[PairRow | PassesRow] = []
+        try:
+            rows.extend(self._rows(pairs, sizes))
+        except KeyboardInterrupt:
+            interrupted = True
+        flags = f"--passes {self.passes}{' --each-pass' * self.each_pass}"
+        found = as_json(rows, self.ranks, self.turns, flags, load)
+        if self.json:
+            print_json(found)
+        elif rows:
+            self._print(rows)
+        if self.out is not None:
+            self._write(self.out, found, [row for row in rows if isinstance(row, PairRow)])
+        if interrupted:
+            print(f"shardlab: interrupted after {counted(len(rows), 'pair')}", file=sys.stderr)
+            return INTERRUPTED
+        return 1 if any(row.failed for row in rows) else 0
+
+    def _check(self) -> None:
+        """Refuse what cannot be run, before anything is.
+
+        Raises:
+            UserError: saying so.
+        """
+        if self.ranks < 2:
+            raise UserError("one rank has no other rank to communicate with; give --ranks 2 or 4")
+        environment = find_launch_environment(os.environ)
+        if environment is not None and environment.world > 1:
+            raise UserError(
+                "bench strategies starts its own processes for each pair; run it without a launcher, with --ranks"
+            )
+        if self.out is not None:
+            if self.out.exists() and not self.out.is_dir():
+                raise UserError(f"--out {self.out}: this is a file; name a folder")
+            with writing("--out", self.out):
+                self.out.mkdir(parents=True, exist_ok=True)
+
+    def _print(self, rows: Sequence[PairRow | PassesRow]) -> None:
+        from shardlab.cli.bench.passes import print_passes
+        from shardlab.cli.bench.report import print_rows
+        from shardlab.measure.side_by_side.results import PairRow
+
+        console = stdout_console()
+        if self.each_pass:
+            print_passes(console, [row for row in rows if not isinstance(row, PairRow)], self.ranks)
+        else:
+            print_rows(console, [row for row in rows if isinstance(row, PairRow)], self.ranks)
+
+    def _rows(self, pairs: Sequence[StrategyPair], sizes: Sequence[Size]) -> Iterator[PairRow | PassesRow]:
+        from shardlab.cli.bench.passes import passes_row
+        from shardlab.measure.progress import Progress
+
+        progress = Progress(len(pairs) * len(sizes))
+        try:
+            for size in sizes:
+                for pair in pairs:
+                    sized = pair.sized(size, self.ranks)
+                    if self.each_pass:
+                        progress.say(f"each pass of {pair.name}, {size.name}")
+                        yield passes_row(pair, sized, self.ranks, self.turns)
+                    else:
+                        progress.say(f"{pair.name} beside {pair.theirs}, {size.name}")
+                        yield self._row(pair, sized)
+                    progress.step()
+        finally:
+            progress.stop()
+
+    def _row(self, pair: StrategyPair, size: Size) -> PairRow:
+        from shardlab.cli.bench.passes import settled_pair
+        from shardlab.measure.side_by_side.results import PairRow
+        from shardlab.measure.side_by_side.sides import compare_rank
+        from shardlab.train.launch.processes import RankFailed
+        from shardlab.train.launch.ranks import Joining, run_ranks
+
+        if why_not := pair.why_not(size, self.ranks):
+            return PairRow(pair, size, None, why_not)
+        try:
+            pair = settled_pair(pair, size, self.ranks)
+            compared = run_ranks(self.ranks, compare_rank, pair, size, self.turns, joining=Joining(dynamo=True))
+        except (RankFailed, Refused, UserError) as error:
+            return PairRow(pair, size, None, str(error), failed=True)
+        if not compared.agrees:
+            differ = f"losses differ by {compared.loss_error:.1e} of them, so no time counts"
+            return PairRow(pair, size, None, differ, failed=True)
+        return PairRow(pair, size, compared)
+
+    def _write(self, folder: Path, found: dict[str, object], rows: Sequence[PairRow]) -> None:
+        from shardlab.measure.plot import plot_strategies
+
+        panels: dict[str, list[tuple[StrategyPair, Compared]]] = defaultdict(list)
+        for row in rows:
+            if row.compared is not None:
+                panels[row.size.title(self.ranks)].append((row.pair, row.compared))
+        name = "passes.json" if self.each_pass else "strategies.json"
+        files = [folder / name, *((folder / f"strategies.{end}") for end in ("svg", "png") if panels)]
+        with writing("--out", folder):
+            with whole_file(files[0]) as part:
+                part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            if panels:
+                plot_strategies(panels, files[1:])
+        if not self.json:
+            for file in files:
+                print_path(stdout_console(), "written", file)

@@ -1,0 +1,127 @@
+"""`shardlab eval FOLDER --data PATH`: how well the weights of a run, or of a Hugging Face folder, know a text."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from shardlab.cli.console import print_figures, print_json, stdout_console
+from shardlab.cli.options import Count, Flag, Name, OptionalCount, Ranks
+from shardlab.cli.plan_options import NO_FLAGS, Layout
+from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.language import Mesh, UserError
+from shardlab.language.rules.kinds import counted
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.registry import planned_entry
+from shardlab.train.launch.environment import require_port
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Compute the loss, the perplexity and the bits per byte of a text, on one device or on ranks.
+
+    The tokenizer beside the weights converts the text into tokens. Each document is split into sequences. Each token
+    except the first of a document is predicted once, from the tokens before it in its sequence.
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
+    """Folder of a run, or Hugging Face folder."""
+
+    data: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
+    """Text, file of documents (.jsonl, .parquet), or prepared folder, of which the validation part is used."""
+
+    format: Name = None
+    """text, jsonl, parquet or tokens, if the file name does not tell."""
+
+    field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
+    """Field of a JSON line, or column, that holds the text."""
+
+    batches: OptionalCount = None
+    """Number of microbatches to evaluate, from the beginning of the text. Default: all."""
+
+    strategy: Annotated[str | None, tyro.conf.arg(metavar="STRATEGY", help_behavior_hint="")] = None
+    """Built-in name, or path/to/file.py:function. Leave it out for one device, or for a plan by flags."""
+
+    ranks: Ranks = None
+    """Number of ranks."""
+
+    microbatches: Count = 4
+    """Number of microbatches that the ranks compute at once."""
+
+    micro_batch_size: Count = 4
+    """Sequences of a microbatch."""
+
+    seq_len: OptionalCount = None
+    """Tokens of a sequence. Default: the number of positions of the model, which is also the maximum."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    layout: Layout = NO_FLAGS
+
+    def run(self) -> int:
+        require_port(os.environ)
+        if self.data is None:
+            raise UserError("there is no text to predict; give --data PATH")
+        from shardlab.cli.train.before_ranks import checked_to_run, failures_as_exit
+        from shardlab.cli.train.choose_passes import settled_here
+        from shardlab.train.data.evaluation_text import said_of
+        from shardlab.train.evaluate import TextJob, evaluate_rank
+        from shardlab.train.huggingface import open_source
+        from shardlab.train.job import Job
+        from shardlab.train.launch.ranks import ranks_here, run_ranks
+
+        model = open_source(self.folder).model
+        if self.seq_len is not None:
+            if self.seq_len > model.seq_len:
+                raise UserError(
+                    f"--seq-len {self.seq_len} is more than the model's {model.seq_len} positions; give at most "
+                    f"{model.seq_len}"
+                )
+            model = replace(model, seq_len=self.seq_len)
+        ranks = self.ranks or ranks_here(0) or None
+        if self.strategy is None and self.layout == NO_FLAGS and ranks in (None, 1):
+            chosen, ranks = planned_entry(Plan(Mesh()), "one device"), 1
+        else:
+            chosen, ranks = self.layout.entry(self.strategy, ranks)
+        job = Job(
+            chosen.for_job(ranks),
+            ranks,
+            self.microbatches,
+            model,
+            self.micro_batch_size,
+            name=chosen.name,
+            passes=chosen.passes,
+        )
+        judged = TextJob((job,), self.folder, self.data, model.seq_len, self.batches, self.format, self.field)
+        text = judged.text()
+        if note := said_of(text.lost):
+            print(f"shardlab: {self.data}: {note}; bits per byte count the whole text", file=sys.stderr)
+        judged = judged.fitted(text)
+        chosen = settled_here(chosen, judged.jobs[-1])
+        settled = (replace(job, strategy=chosen.for_job(ranks), passes=chosen.passes) for job in judged.jobs)
+        judged = replace(judged, jobs=tuple(settled))
+        for job in judged.jobs:
+            checked_to_run(chosen, job, OptimizerConfig())
+        with failures_as_exit():
+            loss = run_ranks(ranks, evaluate_rank, judged)
+        if loss is None:  # a rank of an existing world, but not the one that reports
+            return 0
+        if self.json:
+            figures = {"perplexity": loss.perplexity, "bits_per_byte": loss.bits_per_byte}
+            print_json({"loss": loss.mean, **figures, **asdict(loss), "strategy": chosen.name, "ranks": ranks})
+            return 0
+        print_figures(
+            stdout_console(),
+            [
+                ("loss", f"{loss.mean:.4f}", f"nats per token, over {counted(loss.tokens, 'token')}"),
+                ("perplexity", f"{loss.perplexity:.4f}", ""),
+                ("bits per byte", f"{loss.bits_per_byte:.4f}", ""),
+            ],
+        )
+        return 0

@@ -1,0 +1,304 @@
+"""`shardlab strategies`: the table of what is built in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, cast
+
+import tyro
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardlab.check import check
+from shardlab.cli.console import print_fact, print_json, stdout_console
+from shardlab.cli.options import Flag, MaxOps, MaxSeconds, NewFile, OptionalCount, check_new_file, writing
+from shardlab.common.files import write_whole
+from shardlab.language import Mesh, trace
+from shardlab.language.rules.kinds import counted
+from shardlab.models.matrices import SavedActivations
+from shardlab.simulate.hardware.device import Figure
+from shardlab.simulate.predict.recipe import GROUPS, Recipe, find_recipe, recipes
+from shardlab.simulate.timeline import Traffic, traffic
+from shardlab.strategies import STRATEGIES, StrategyEntry
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.schedules.find import find_schedule
+from shardlab.strategies.schedules.pytorch_csv import Form, csv_of_steps
+from shardlab.strategies.schedules.steps import Steps
+
+LAYERS = 8
+MICROBATCHES = 8
+"""The size of the step whose communication is shown; every strategy fits on its usual number of ranks."""
+
+WIDE = 132
+"""Characters from which on a row of the table is a line or two; in less, each strategy gets three."""
+
+NOTES = (
+    f"sends   the rank that sends most, in a step of {LAYERS} layers and {MICROBATCHES} microbatches, on 4 ranks "
+    "(tensor-parallel: 2, 3d and 4d: 8); W is the size of all weights, A that of a microbatch's activation between two "
+    "layers",
+    "keeps   of weights W, gradients G and optimizer state O, with n ranks, p of them along the pipeline with v stages "
+    "each, s along dp_shard and t along tp; activations come on top, and for a while up to three whole layers",
+    "zero-3  keeps what fsdp keeps: fsdp is the page to read, which waits for every collective; zero-3 is the plan to "
+    "use, which overlaps them with compute, microbatch by microbatch",
+)
+
+
+@dataclass(frozen=True)
+class Strategies:
+    """List the built-in strategies, in reading order: what each one splits, sends and keeps."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    def run(self) -> int:
+        if self.json:
+            print_json([strategy_as_json(entry) for entry in STRATEGIES.values()])
+        else:
+            print_strategies(stdout_console())
+        return 0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Traffic of the rank that sends most in a step.
+
+    Attributes:
+        traffic: its bytes, collectives and messages.
+        weights: in units of all weights.
+        activations: in units of one microbatch's activation.
+    """
+
+    traffic: Traffic
+    weights: float
+    activations: float
+
+    def __str__(self) -> str:
+        sizes = [f"{size:.4g} {unit}" for size, unit in ((self.weights, "W"), (self.activations, "A")) if size]
+        times = [
+            f"{number} {what}{'s' * (number > 1)}"
+            for number, what in ((self.traffic.collectives, "collective"), (self.traffic.messages, "message"))
+            if number
+        ]
+        return f"{' + '.join(sizes)} in {' and '.join(times)}" if times else "nothing"
+
+
+def sent_by(entry: StrategyEntry) -> Sent:
+    """Counted on the tapes; elements have 4 bytes."""
+    checked = check(trace(entry.program, entry.grid(entry.ranks), entry.puzzle(entry.ranks, LAYERS), MICROBATCHES))
+    sizes = checked.program.sizes
+    most = max(traffic(checked), key=lambda each: each.bytes)
+    return Sent(most, most.weights / 4 / sum(sizes.weights), most.activations / 4 / sizes.activations[0])
+
+
+def strategy_as_json(entry: StrategyEntry) -> dict[str, Any]:
+    """A row for other programs."""
+    sent = sent_by(entry)
+    return {
+        "name": entry.name,
+        "splits": entry.splits,
+        "sends": {
+            "ranks": entry.ranks,
+            "layers": LAYERS,
+            "microbatches": MICROBATCHES,
+            "collectives": sent.traffic.collectives,
+            "messages": sent.traffic.messages,
+            "bytes": round(sent.traffic.bytes),
+            "weights": round(sent.weights, 9),
+            "activations": round(sent.activations, 9),
+        },
+        "keeps": entry.memory,
+        "source": entry.source,
+    }
+
+
+def print_strategies(console: Console) -> None:
+    """One row for each strategy, as wide as the terminal allows."""
+    wide = console.width >= WIDE
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=wide)
+    table.add_column("name", style="cyan", no_wrap=True)
+    if wide:
+        for title in ("split over the ranks", "a rank sends", "a rank keeps"):
+            table.add_column(title, min_width=22)
+        table.add_column("source", style="dim")
+    else:
+        table.add_column("")
+    for entry in STRATEGIES.values():
+        cells = [entry.splits, str(sent_by(entry)), entry.memory, entry.source]
+        if not wide:
+            facts = f"{cells[0]}\nsends {cells[1]}\nkeeps {cells[2]}\n"
+            cells = [Text.assemble(facts, (entry.source, "dim"))]
+        table.add_row(entry.name, *cells)
+    console.print(table)
+    console.print()
+    for note in NOTES:
+        word, text = note[:8], note[8:]
+        grid = Table.grid()
+        grid.add_row(Text(word, "dim"), Text(text, "dim"))
+        console.print(grid)
+    console.print("\n[dim]Check, simulate and draw one with[/] shardlab simulate NAME --svg FILE")
+
+
+# `shardlab recipes [NAME]`: how frameworks run a step, and where each figure is from.
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """List the recipes, which describe how a training framework runs a step; or show one with all its sources."""
+
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|FILE", help_behavior_hint="")] = None
+    """Name of a recipe, or path/to/recipe.toml."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    def run(self) -> int:
+        if self.name is not None:
+            recipe = find_recipe(self.name)
+            print_json(recipe_as_json(recipe)) if self.json else print_recipe(recipe, stdout_console())
+        elif self.json:
+            print_json([recipe_as_json(recipe) for recipe in recipes().values()])
+        else:
+            print_recipes(stdout_console())
+        return 0
+
+
+def recipe_as_json(recipe: Recipe) -> dict[str, Any]:
+    """Describe a recipe for other programs: every field of every group, and the figures that have a source."""
+    groups = {group: asdict(getattr(recipe, group)) for group in GROUPS}
+    figures = {name: asdict(figure) for name, figure in recipe.figures.items()}
+    return {"name": recipe.name, "source": recipe.source, **groups, "figures": figures}
+
+
+def print_recipes(console: Console) -> None:
+    """A row for each recipe: where it is described, and how many of its figures are fitted and assumed."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("name", style="cyan", no_wrap=True)
+    for title in ("figures", "fitted", "assumed"):
+        table.add_column(title, justify="right")
+    table.add_column("source")
+    for recipe in recipes().values():
+        figures = recipe.figures.values()
+        counts = len(figures), sum(bool(each.fitted_to) for each in figures), sum(each.assumed for each in figures)
+        table.add_row(recipe.name, *map(str, counts), recipe.source)
+    console.print(table)
+    console.print("\n[dim]All figures of one recipe, with their sources:[/] shardlab recipes NAME")
+
+
+def print_recipe(recipe: Recipe, console: Console) -> None:
+    """All figures, by group."""
+    print_fact(console, recipe.name, recipe.source)
+    for group in GROUPS:
+        told = {name: figure for name, figure in recipe.figures.items() if name.split(".")[0] == group}
+        if told:
+            console.print(f"\n[bold]{group}[/]")
+        for name, figure in told.items():
+            label, value = Text(name.split(".")[1], "cyan"), as_text(figure.value)
+            console.print(Padding(Text.assemble(label, f" = {value}"), (0, 0, 0, 2)))
+            if provenance := _provenance(figure, recipe):
+                console.print(Padding(Text(provenance, "dim"), (0, 0, 0, 4)))
+
+
+def as_text(value: Any) -> str:
+    """A figure's value for a reader."""
+    if isinstance(value, SavedActivations):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {as_text(each)}" for key, each in cast(Mapping[str, Any], value).items())
+    if isinstance(value, tuple):
+        return " and ".join(map(as_text, cast(tuple[float, ...], value)))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _provenance(figure: Figure, recipe: Recipe) -> str:
+    """Where a figure is from, if the recipe's own source does not say."""
+    parts = [
+        f"{'assumed' if figure.assumed else 'source'}: {figure.source}" if figure.source != recipe.source else "",
+        f"fitted to: {figure.fitted_to}" if figure.fitted_to else "",
+        f"runs: {', '.join(figure.runs)}" if figure.runs else "",
+    ]
+    return "; ".join(filter(None, parts))
+
+
+# `shardlab schedule NAME`: a pipeline schedule as the CSV that PyTorch's pipelining reads.
+
+
+@dataclass(frozen=True)
+class ScheduleCommand:
+    """Write a pipeline schedule as a CSV file of PyTorch: a row for each rank, a cell for each action.
+
+    simulate, verify and train accept such files, as in `shardlab simulate --schedule FILE.csv`.
+    """
+
+    schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCHEDULE")]
+    """Built-in name, path/to/file.py:generator, or a CSV file to check and write in another form."""
+
+    pp: Annotated[OptionalCount, tyro.conf.arg(help_behavior_hint="(default: 4, or the file's)")] = None
+    """Number of pipeline ranks."""
+
+    microbatches: Annotated[OptionalCount, tyro.conf.arg(help_behavior_hint="(default: 4, or the file's)")] = None
+    """Number of microbatches in a step."""
+
+    stages_per_rank: OptionalCount = None
+    """Stages on each rank, for a schedule without a fixed number."""
+
+    max_ops: MaxOps = None
+    """Refuse a schedule with more passes. Messages do not count."""
+
+    max_seconds_per_op: MaxSeconds = None
+    """Refuse a schedule that needs more CPU time until its next pass, because it may loop forever."""
+
+    form: Form = "compute_comms"
+    """Write only the passes, or also the messages and the actions of sharded stages."""
+
+    csv: NewFile = None
+    """Write into this file instead of the terminal."""
+
+    force: Flag = False
+    """Replace a file with other contents."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    def run(self) -> int:
+        check_new_file("--csv", self.csv, "schedule.csv", force=True)  # its folder, before any work
+        steps = self.steps()
+        text = csv_of_steps(steps, form=self.form)
+        check_new_file("--csv", self.csv, "schedule.csv", force=self.force, content=text.encode())
+        if self.csv is not None:
+            with writing("--csv", self.csv):
+                write_whole(self.csv, text)
+        if self.json:
+            facts = {
+                "schedule": self.schedule,
+                "ranks": len(steps.of_ranks),
+                "microbatches": steps.microbatches,
+                "stages": steps.stages,
+                "form": self.form,
+                "rows": [row.split(",") for row in text.splitlines()],
+            }
+            print_json(facts)
+        elif self.csv is None:
+            print(text, end="")
+        else:
+            print(
+                f"{self.csv}: {self.schedule} for {counted(len(steps.of_ranks), 'rank')}, "
+                f"{counted(steps.stages, 'stage')} and {counted(steps.microbatches, 'microbatch')}, "
+                f"{text.count(',') + text.count(chr(10))} steps"
+            )
+        return 0
+
+    def steps(self) -> Steps:
+        """The schedule made out for the sizes that were asked for.
+
+        Raises:
+            UserError: if there is no such schedule, or it does not have these sizes.
+        """
+        order = find_schedule(self.schedule)
+        ranks, microbatches = (len(order.of_ranks), order.microbatches) if isinstance(order, Steps) else (4, 4)
+        plan = Plan(Mesh(pp=self.pp or ranks), self.schedule, self.stages_per_rank)
+        return plan.steps(plan.natural_layers(), self.microbatches or microbatches)

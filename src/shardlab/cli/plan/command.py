@@ -1,0 +1,326 @@
+"""`shardlab plan --model NAME --cluster NAME`: of all plans the fastest that fits, the runners-up, and why."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import tyro
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from shardlab.cli.console import print_json, stdout_console
+from shardlab.cli.options import Count, Flag, Name, NewFile, OptionalCount, check_new_file, sequences_of_step, writing
+from shardlab.cli.plan.grade import print_grades
+from shardlab.cli.plan_options import NO_LIMITS, DeviceMemory, Layout, RecipeName, cluster_called, recipe_called
+from shardlab.common.fields import as_flags, field_types
+from shardlab.common.text import seconds_text
+from shardlab.language import AXES, UserError
+from shardlab.language.precision import Optimizer
+from shardlab.language.rules.kinds import counted
+from shardlab.strategies.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from shardlab.planner.choose import PlanChoice
+    from shardlab.planner.problem import Limits, Problem
+    from shardlab.planner.results import Found
+    from shardlab.planner.search import Told
+
+
+ELSEWHERE = {
+    "--plan": "--plan gives a complete plan, but this command searches for one; leave it out, or give it to simulate",
+    **{
+        flag: f"{flag} rewrites the program of a plan, but this command compares plans; leave it out, or give "
+        "it to simulate"
+        for flag in ("--passes", "--offload")
+    },
+    "--freeze": "--freeze excludes blocks from training, but this command plans a training of all blocks; leave "
+    "it out, or give it to simulate",
+}
+"""Sentences for options of other commands that are none of this one."""
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """Search all plans of a model on a cluster for the fastest one that fits, and explain the choice.
+
+    Flags of a plan, such as --tp 4 or --recompute none, restrict the search to plans with these values.
+    """
+
+    model: Name = None
+    """Model such as llama3-8b, or path/to/file.py:NAME, or path/to/model.toml."""
+
+    cluster: Name = None
+    """Device type and number, such as h100x16, or path/to/cluster.toml; or the results of bench: local, or
+    path/to/profile.json. Plans use all devices."""
+
+    other_machine: Flag = False
+    """Accept a profile that was measured on another machine."""
+
+    sequence: OptionalCount = None
+    """Tokens of a sequence (default: the model's)."""
+
+    layers: OptionalCount = None
+    """Number of layers of the model (default: its own)."""
+
+    tokens_per_step: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
+    """Tokens in a step, such as 4M (default: 16 sequences for each device, and at most 16M tokens)."""
+
+    global_batch: OptionalCount = None
+    """Sequences in a step, instead of --tokens-per-step."""
+
+    micro_batch_size: OptionalCount = None
+    """Sequences of a microbatch (default: chosen by the search)."""
+
+    precision: Name = None
+    """fp32, bf16, bf16-fp32-grads or fp16; or several with commas, of which the search chooses the fastest (default:
+    bf16 if the device has it)."""
+
+    optimizer: Annotated[Optimizer, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = "adamw"
+    """Optimizer, which determines the size of the optimizer state."""
+
+    recipe: RecipeName = None
+
+    memory: DeviceMemory = None
+    """Memory of each device that the step may use, such as 72GiB."""
+
+    max_tp: OptionalCount = None
+    """Largest number of tensor-parallel ranks."""
+
+    max_pp: OptionalCount = None
+    """Largest number of pipeline ranks."""
+
+    max_cp: OptionalCount = None
+    """Largest number of context-parallel ranks."""
+
+    max_ep: OptionalCount = None
+    """Largest number of expert-parallel ranks."""
+
+    max_dp_shard: OptionalCount = None
+    """Largest number of dp_shard ranks that share weights, gradients or optimizer state. The limit does not apply to
+    ranks that share nothing."""
+
+    max_micro_batch_size: OptionalCount = None
+    """Largest number of sequences of a microbatch."""
+
+    seconds: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 120.0
+    """Time limit of the search and its explanation. When it is over, or after Ctrl-C, the best plan so far is
+    printed."""
+
+    top: Count = 4
+    """Number of runners-up to list besides the best plan of each family."""
+
+    explain: Flag = False
+    """Explain the decisions with their numbers, in the order in which an expert makes them."""
+
+    out: NewFile = None
+    """Write the chosen plan into this TOML file, which simulate, verify and train accept as --plan. An earlier plan is
+    replaced."""
+
+    measure: OptionalCount = None
+    """Suggest at most N plans to measure next: those whose measured step times could change the choice, each with its
+    command and a reason."""
+
+    measured: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN|RESULTS.json ...", help_behavior_hint="")] = ()
+    """Measured steps, which correct the predictions and the ranking: folders of runs, or the output of --measure --json
+    with measured_seconds filled in."""
+
+    grade: Annotated[Path | None, tyro.conf.arg(metavar="RUNS.json", help_behavior_hint="")] = None
+    """Instead of a search, grade the predictions on a file of measured runs, as validate reads it. For each model and
+    number of devices, choose the run with the fastest prediction, and compare its measured speed with that of the best
+    run."""
+
+    force: Flag = False
+    """Replace --out even if Shardlab did not write that file."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    layout: Layout = NO_LIMITS
+
+    elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
+
+    def run(self) -> int:
+        if self.grade is not None:
+            self._want_no_search(self.grade)
+            print_grades(self.grade, None if self.recipe is None else recipe_called(self.recipe), json=self.json)
+            return 0
+        from shardlab.cli.plan.measure import (
+            commands,
+            experiments_as_json,
+            print_experiments,
+            print_measured,
+            print_ran_out,
+            read_measured,
+        )
+        from shardlab.planner.choose import choose
+        from shardlab.planner.error_model import experiments
+        from shardlab.planner.workers import workers
+        from shardlab.simulate.hardware.cluster import cores
+
+        problem = self._problem()
+        if self.force and self.out is None:
+            raise UserError("--force replaces the file of --out; give --out FILE, or leave it out")
+        check_new_file("--out", self.out, "plan.toml", force=self.force)
+        assert self.model is not None
+        assert self.cluster is not None
+        measured = read_measured(self.measured, problem, self.model, self.cluster)
+        wanted = measured if self.measured or self.measure else None
+        with workers(problem) as ask, SearchLine(Console(stderr=True)) as told:
+            choice = choose(problem, ask, seconds=self.seconds, ahead=2 * cores(), told=told, measured=wanted)
+        asked = experiments(choice.beliefs, self.measure) if choice.beliefs and self.measure else []
+        run = commands(asked, problem, self._model_words())
+        how = self._commands(choice)
+        if self.out is not None:
+            with writing("--out", self.out):
+                self.out.write_text(choice.as_toml(how.values()), encoding="utf-8")
+        if self.json:
+            from shardlab.cli.plan.report import as_json
+
+            told_next = {"experiments": experiments_as_json(asked, run, problem)} if self.measure else {}
+            print_json({**as_json(choice, self.model, self.cluster, how, self.top), **told_next})
+            return 0
+        from shardlab.cli.plan.report import print_choice, print_explained
+
+        shown = choice, self.model, self.cluster, how, self.out
+        if self.explain:
+            print_explained(*shown, stdout_console())
+            if choice.beliefs and choice.beliefs.measured:
+                print_measured(choice.beliefs, self.top, stdout_console())
+        else:
+            print_choice(*shown, self.top, stdout_console())
+        print_ran_out(choice.found, stdout_console())
+        if self.measure:
+            print_experiments(asked, run, choice, self._again(problem), stdout_console())
+        return 0
+
+    def _want_no_search(self, runs: Path) -> None:
+        """Refuse what a search alone takes: all but the file of runs, their recipe and the form of what is printed.
+
+        Raises:
+            UserError: with its flags.
+        """
+        graded = PlanCommand(grade=runs, recipe=self.recipe, json=self.json)
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layout"}
+        given = {name: value for name, value in own.items() if value != getattr(graded, name)}
+        if wrong := as_flags(given | self.layout.given()):
+            raise UserError(f"--grade predicts the runs in its file and does not search for a plan; leave out {wrong}")
+
+    def _problem(self) -> Problem:
+        """Make the planning problem that the flags describe.
+
+        Raises:
+            UserError: for names that are unknown, and values that do not go together.
+        """
+        from shardlab.language.precision import find_precision
+        from shardlab.models import find_model
+        from shardlab.models.named import with_fields
+        from shardlab.planner.problem import Problem
+
+        if self.model is None or self.cluster is None:
+            missing = "--model, such as llama3-8b" if self.model is None else "--cluster, such as h100x32"
+            raise UserError(f"a plan is for a model on a cluster; give {missing}")
+        if not self.seconds > 0:
+            raise UserError(f"--seconds {self.seconds:g} is not a time; give a number above 0")
+        cluster = cluster_called(self.cluster, other_machine=self.other_machine, memory=self.memory)
+        changes = {"seq_len": self.sequence, "layers": self.layers}
+        given = {name: value for name, value in changes.items() if value is not None}
+        model = with_fields(find_model(self.model), given, self.model)
+        usual = "bf16" if "bfloat16" in cluster.device.flops else "fp32"
+        precisions = tuple(find_precision(name) for name in (self.precision or usual).split(","))
+        for precision in precisions:
+            cluster.device.peak(precision.compute)
+        sequences = sequences_of_step(self.tokens_per_step, self.global_batch, model.seq_len, cluster.size)
+        return Problem(
+            model, cluster, sequences, precisions, recipe_called(self.recipe), self.optimizer, self._limits()
+        )
+
+    def _limits(self) -> Limits:
+        from shardlab.planner.problem import Limits
+
+        fixed = self.layout.given()
+        types = field_types(Plan)
+        fixed = {name: value if name in AXES else types[name].of_words(value) for name, value in fixed.items()}
+        names = [name.removeprefix("max_") for name in vars(self) if name.startswith("max_")]
+        most = {name: size for name in names if (size := getattr(self, f"max_{name}")) is not None}
+        return Limits(fixed, most, self.micro_batch_size)
+
+    def _commands(self, choice: PlanChoice) -> dict[str, str]:
+        """The commands that run the chosen plan, by what they do: another framework's plans are only simulated."""
+        from shardlab.planner.describe import flags_of, train_command
+        from shardlab.simulate.predict.recipe import OWN
+
+        problem, candidate = choice.problem, choice.best.candidate
+        plan = shlex.quote(str(self.out)) if self.out else None
+        found = {"simulate": f"shardlab simulate {self._rerun()} {flags_of(problem, candidate, plan)}"}
+        if problem.recipe.name == OWN.name:
+            found["train"] = train_command(problem, candidate, self._model_words(), plan)
+        return found
+
+    def _rerun(self) -> str:
+        """The words of the command that tell the model, the cluster and how a step is run, but for the plan's."""
+        same = ("model", "layers", "sequence", "cluster", "memory", "recipe")
+        other = ["--other-machine"] if self.other_machine else []
+        return shlex.join([*self._words_of({name: getattr(self, name) for name in same}), *other])
+
+    def _words_of(self, flags: Mapping[str, object]) -> list[str]:
+        """The words of flags that are given, and of the optimizer where it is not the usual one."""
+        given = {name: value for name, value in flags.items() if value is not None}
+        if self.optimizer != "adamw":
+            given["optimizer"] = self.optimizer
+        return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+    def _model_words(self) -> str:
+        """The words of a training that tell the model, and the optimizer."""
+        flags = {"model": self.model, "layers": self.layers, "seq-len": self.sequence}
+        return shlex.join(self._words_of(flags))
+
+    def _again(self, problem: Problem) -> str:
+        """The command that takes the results of the experiments in: before their paths."""
+        precisions = ",".join(each.name for each in problem.precisions)
+        same = f"{self._rerun()} --global-batch {problem.sequences} --precision {precisions} {problem.limits}"
+        before = shlex.join(map(str, self.measured))
+        return " ".join(["shardlab plan", *same.split(), "--measured", *([before] if before else [])])
+
+
+# Line of a search's progress, live on a terminal.
+
+
+REFRESHED = 0.1
+"""Seconds after which a search's progress is shown anew."""
+
+
+class SearchLine:
+    """A live line of a search's progress, on a terminal alone.
+
+    Args:
+        console: where it is shown.
+    """
+
+    def __init__(self, console: Console) -> None:
+        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        # No thread may refresh it: workers are forked while it is shown
+        self._progress = Progress(
+            *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
+        )
+        self._next = 0.0
+
+    def __enter__(self) -> Told:
+        self._task = self._progress.add_task("generating plans")
+        self._progress.start()
+        return self._tell
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def _tell(self, found: Found, waiting: int) -> None:
+        if (now := time.monotonic()) < self._next:
+            return
+        self._next = now + REFRESHED
+        best = f"; best so far {seconds_text(found.best.seconds)} a step" if found.best else ""
+        text = f"{counted(len(found.outcomes), 'plan')} simulated, {waiting:,} wait{best}"
+        self._progress.update(self._task, description=text, refresh=True)

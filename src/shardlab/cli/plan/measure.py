@@ -1,0 +1,305 @@
+"""What to run next for `shardlab plan --measure`, as commands; and what `--measured` steps have told."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, cast
+
+from rich.console import Console
+from rich.text import Text
+
+from shardlab.cli.console import print_fact, table_of
+from shardlab.cli.train.this_machine import device_called
+from shardlab.common.files import read_file
+from shardlab.common.text import seconds_text
+from shardlab.language import UserError
+from shardlab.language.precision import find_precision
+from shardlab.language.rules.kinds import counted
+from shardlab.models import Blocks
+from shardlab.planner.describe import described, short, train_command
+from shardlab.planner.error_model import Experiment
+from shardlab.planner.problem import family
+from shardlab.simulate.predict.recipe import OWN
+from shardlab.strategies.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from shardlab.planner.choose import PlanChoice
+    from shardlab.planner.error_model import Beliefs, MeasuredStep
+    from shardlab.planner.problem import Problem
+    from shardlab.planner.results import Found
+
+
+STEPS = 13
+"""Steps of a run: three that do not count, and ten of which the median does."""
+
+
+def commands(experiments: list[Experiment], problem: Problem, words: str) -> list[tuple[str, Path]]:
+    """The command that runs each plan, and the new folder that it writes; none for another framework's plans.
+
+    Args:
+        words: of the command that tell the model.
+    """
+    if problem.recipe.name != OWN.name:
+        return []
+    named = zip((each.outcome.candidate for each in experiments), _free(Path("runs")), strict=False)
+    return [
+        (train_command(problem, each, words, run=f"--steps {STEPS} --out {folder}", name=folder.name), folder)
+        for each, folder in named
+    ]
+
+
+def _free(parent: Path) -> Iterator[Path]:
+    """Folders `parent/measure-N` that are not there, in order."""
+    number = 0
+    while True:
+        number += 1
+        if not (path := parent / f"measure-{number}").exists():
+            yield path
+
+
+def experiments_as_json(
+    experiments: list[Experiment], run: list[tuple[str, Path]], problem: Problem
+) -> list[dict[str, Any]]:
+    """Experiments for other programs; `measured_seconds` is for whoever runs them to fill in."""
+    return [
+        {
+            "command": run[number][0] if run else None,
+            "why": each.why,
+            "family": family(each.outcome.candidate.plan),
+            "plan": each.outcome.candidate.plan.as_dict(),
+            "micro_batch_size": each.outcome.candidate.micro_batch_size,
+            "precision": each.outcome.candidate.precision.name,
+            "predicted_seconds": each.outcome.forecast.seconds,
+            "measured_seconds": None,
+        }
+        for number, each in enumerate(experiments)
+    ]
+
+
+def print_experiments(
+    experiments: list[Experiment], run: list[tuple[str, Path]], choice: PlanChoice, again: str, console: Console
+) -> None:
+    """Print what to run next, each with its reason, and the command that takes the results in."""
+    problem = choice.problem
+    console.print("\nworth running next", style="dim")
+    for number, each in enumerate(experiments):
+        candidate = each.outcome.candidate
+        print_fact(console, f"  {number + 1}", f"{family(candidate.plan)}, {short(candidate)}: {each.why}", indent=4)
+        if run:
+            console.print(Text(f"    {run[number][0]}"), soft_wrap=True)
+        else:
+            print_fact(console, "", "; ".join(described(problem, candidate)), indent=4)
+    if not experiments:
+        print_fact(console, "", "nothing: no other plan that may be as fast would give new information", indent=4)
+    elif run:
+        paths = shlex.join(str(folder) for _, folder in run)
+        console.print(Text(f"  then: {again} {paths}"), soft_wrap=True)
+    else:
+        name = problem.recipe.name
+        print_fact(console, "  then", f"run them in {name}, and give {again} what --json prints, with measured_seconds")
+
+
+def measured_as_json(beliefs: Beliefs) -> dict[str, Any]:
+    """What was measured, and what followed, for other programs."""
+    rows: list[dict[str, Any]] = [
+        {
+            "family": outcome.family,
+            "plan": outcome.candidate.plan.as_dict(),
+            "micro_batch_size": outcome.candidate.micro_batch_size,
+            "precision": outcome.candidate.precision.name,
+            "predicted_seconds": outcome.seconds,
+            "measured_seconds": beliefs.measured.get(at),
+            "step_seconds": beliefs.seconds[at],
+            "error": beliefs.sure[at],
+        }
+        for at, outcome in enumerate(beliefs.plans)
+    ]
+    return {"factors": beliefs.factors, "plans": sorted(rows, key=lambda row: row["step_seconds"])}
+
+
+def print_measured(beliefs: Beliefs, top: int, console: Console) -> None:
+    """Print what was measured, and the best plans as they are ranked now."""
+    table = table_of("", "after measuring", "predicted", "measured", "corrected", "sure to", words=2)
+    table.columns[1].no_wrap = False
+    order = sorted(range(len(beliefs.plans)), key=lambda at: beliefs.seconds[at])
+    for at in [at for place, at in enumerate(order) if place <= top or at in beliefs.measured]:
+        outcome, seconds = beliefs.plans[at], beliefs.measured.get(at)
+        table.add_row(
+            outcome.family,
+            short(outcome.candidate),
+            seconds_text(outcome.seconds),
+            "" if seconds is None else seconds_text(seconds),
+            seconds_text(beliefs.seconds[at]),
+            f"± {beliefs.sure[at]:.1%}",
+        )
+    console.print()
+    console.print(table)
+    factors = ", ".join(f"{name} {factor:.2f}" for name, factor in beliefs.factors.items())
+    console.print()
+    print_fact(console, "corrected by", f"{factors} times as long as predicted, and what alike plans took")
+
+
+def print_ran_out(found: Found, console: Console) -> None:
+    """Print the plans that were run, and ran out of memory."""
+    for each in (each for each in found.outcomes if each.ran_out):
+        print_fact(console, "does not fit", f"{each.family}, {short(each.candidate)}: it ran out of memory")
+
+
+def how_sure(choice: PlanChoice) -> str:
+    """How far the chosen plan's time may be off."""
+    beliefs = choice.beliefs
+    if beliefs is None or not beliefs.measured:
+        return f"{choice.sure}; plans that are closer are as good as equal"
+    steps = counted(len(beliefs.measured), "measured step")
+    now = f"± {choice.sure_now:.1%} after {steps}, ± {choice.sure.mean:.1%} before"
+    return f"{now}; plans that are closer are as good as equal"
+
+
+# Measured steps for `shardlab plan --measured`: of runs' folders, and of the JSON that `plan --measure` prints.
+
+
+SECONDS = "measured_seconds"
+"""The field that whoever ran an experiment adds to its JSON: a number, or "out of memory"."""
+
+OUT_OF_MEMORY = re.compile("out of memory|[Cc]an(no|')t allocate memory|MemoryError")
+"""Why a run ended that ran out of memory: as torch says it of a GPU or a CPU, Python, or who saw a rank killed."""
+
+
+def read_measured(paths: Sequence[Path], problem: Problem, model: str, cluster: str) -> list[MeasuredStep]:
+    """Read the steps that some files and folders have of a problem's plans.
+
+    Args:
+        paths: folders of runs, or with runs in them, and files as `plan --measure N --json` prints them, in which
+            `measured_seconds` were filled in.
+        model, cluster: as they were named.
+
+    Raises:
+        UserError: for anything else, and for results of another model, batch or cluster.
+    """
+    found: list[MeasuredStep] = []
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"--measured {path}: no such file or folder; give the folder of a run, or RESULTS.json")
+        found += _of_folder(path, problem, model, cluster) if path.is_dir() else _of_file(path, problem, model, cluster)
+    return found
+
+
+def _of_folder(path: Path, problem: Problem, model: str, cluster: str) -> Iterator[MeasuredStep]:
+    from shardlab.train.history import past_runs
+
+    runs = past_runs([path])
+    if not runs:
+        raise UserError(f"--measured {path}: this folder contains no run; give one that shardlab train has written")
+    for run in runs:
+        yield _of_run(run.folder, dict(run.record), problem, model, cluster)
+
+
+def _of_run(folder: Path, record: dict[str, Any], problem: Problem, model: str, cluster: str) -> MeasuredStep:
+    """The step of a run that `shardlab train` has recorded, by the median of its steps after the first few."""
+    from shardlab.planner.error_model import MeasuredStep
+    from shardlab.planner.problem import Candidate
+    from shardlab.train.history import METRICS
+    from shardlab.train.job import job_of
+    from shardlab.train.run import WARM_UP
+
+    job = job_of(record)
+    if not isinstance(job.strategy, Plan):
+        raise UserError(f"{folder} ran {job.strategy}, which is a program and not a plan; leave it out")
+    _want_same_model(str(folder), job.model, problem.model, model)
+    sequences = job.microbatches * job.micro_batch_size
+    _want(str(folder), "sequences a step", sequences, problem.sequences, "its --global-batch")
+    _want(str(folder), "optimizer", job.optimizer, problem.optimizer, "its --optimizer")
+    if record.get("batch_ramp"):
+        raise UserError(f"{folder} had a batch ramp, so its steps have several sizes; leave it out")
+    devices = {str(place["device"]).partition(" (")[2].rstrip(")") for place in record.get("places", [])}
+    if others := [name for name in sorted(devices) if not _is_device(name, problem)]:
+        raise UserError(f"{folder} ran on {others[0]}, and {cluster} is {problem.cluster}; leave it out")
+    times: list[float] = []
+    with suppress(OSError, ValueError, KeyError):  # the last line may be torn
+        for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
+            times.append(float(json.loads(line)["dt"]))
+    plan = replace(job.strategy, passes=None)  # the planner's plans are as they were written
+    candidate = Candidate(plan, job.micro_batch_size, job.numbers)
+    if OUT_OF_MEMORY.search(dict(record.get("ended") or {}).get("why", "")):
+        return MeasuredStep(candidate, None, str(folder))
+    if len(times) <= WARM_UP:
+        raise UserError(
+            f"{folder} has {len(times)} steps on record, of which the first {WARM_UP} do not count; run it again with "
+            f"more --steps, or leave it out"
+        )
+    return MeasuredStep(candidate, median(times[WARM_UP:]), str(folder))
+
+
+def _is_device(name: str, problem: Problem) -> bool:
+    """Whether a rank's device, as its run names it, is the cluster's; of a CPU that is its architecture alone."""
+    cluster = problem.cluster
+    if cluster.on_cpu:
+        return not device_called(name)
+    return cluster.device.name in (name, device_called(name))
+
+
+def _want_same_model(source: str, theirs: Blocks, ours: Blocks, model: str) -> None:
+    if theirs == ours:
+        return
+    if type(theirs) is not type(ours):
+        raise UserError(f"{source} trained another model than {model}, a {type(theirs).__name__}; leave it out")
+    name = next(each.name for each in fields(ours) if getattr(theirs, each.name) != getattr(ours, each.name))
+    raise UserError(
+        f"{source} trained another model than {model}: its {name} is {getattr(theirs, name)}, not "
+        f"{getattr(ours, name)}; leave it out"
+    )
+
+
+def _want(source: str, what: str, theirs: object, ours: object, flag: str) -> None:
+    if theirs != ours:
+        raise UserError(f"{source}: {what} {theirs} there, and {ours} here; leave it out, or give {flag}")
+
+
+def _of_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterator[MeasuredStep]:
+    """The experiments of a file that have a measured time."""
+    from shardlab.planner.error_model import MeasuredStep
+    from shardlab.planner.problem import Candidate
+
+    written = read_file(path, "JSON")
+    data = cast(dict[str, Any], written) if isinstance(written, dict) else {}
+    rows = data.get("experiments")
+    if not isinstance(rows, list):
+        raise UserError(
+            f"{path} holds no results: take what shardlab plan --measure 3 --json prints, and give each of its "
+            f"experiments that was run its {SECONDS}"
+        )
+    here = {"model": model, "cluster": cluster, "global_batch": problem.sequences, "tokens": problem.tokens}
+    for name, value in here.items():
+        _want(str(path), name.replace("_", " "), data.get(name), value, "what it was measured with")
+    ran = 0
+    for number, row in enumerate(cast(list[Any], rows)):
+        source = f"{path}, experiment {number + 1}"
+        if not isinstance(row, dict):
+            raise UserError(f"{source} is not an object; give its plan, micro_batch_size, precision and {SECONDS}")
+        values = cast(dict[str, Any], row)
+        if (seconds := values.get(SECONDS)) is None:
+            continue
+        number_given = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds != "out of memory" and not (number_given and 0 < seconds < float("inf")):
+            raise UserError(
+                f'{source}: {SECONDS} is {seconds!r}; give the seconds of a step, a number above 0, or "out of memory"'
+            )
+        size, plan = values.get("micro_batch_size"), values.get("plan")
+        if type(size) is not int or size < 1 or not isinstance(plan, dict):
+            raise UserError(f"{source} has no plan; give plan and micro_batch_size as they were printed")
+        try:
+            read, precision = Plan.from_dict(cast(dict[str, Any], plan)), find_precision(str(values.get("precision")))
+        except UserError as error:
+            raise UserError(f"{source}: {error}") from None
+        ran += 1
+        taken = float(seconds) if number_given else None
+        yield MeasuredStep(Candidate(read, size, precision), taken, source, by_hand=True)
+    if not ran:
+        raise UserError(f"no experiment in {path} has {SECONDS}; run one, and give it the seconds of its step")

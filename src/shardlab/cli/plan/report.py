@@ -1,0 +1,366 @@
+"""Report of a planner's choice, for a reader: on the first screen what is chosen, and then why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from shardlab.cli.console import INDENT, print_fact, print_figures, print_path, table_of
+from shardlab.cli.plan.measure import how_sure, measured_as_json, print_measured
+from shardlab.common.text import bytes_text, room_text, seconds_text, share_text, unit_of
+from shardlab.language.rules.kinds import counted
+from shardlab.planner.alternatives import TELLING, sentence
+from shardlab.planner.choose import EQUAL, NOTABLE
+from shardlab.planner.describe import described, picture, short
+from shardlab.planner.explain import decisions
+from shardlab.planner.problem import family
+from shardlab.simulate.predict.memory import left_out
+from shardlab.simulate.predict.memory_advice import assumed_figures
+
+if TYPE_CHECKING:
+    from shardlab.planner.choose import PlanChoice
+    from shardlab.planner.problem import Candidate, Problem
+    from shardlab.planner.results import PlanOutcome
+    from shardlab.planner.workers import Answer, Change
+
+
+PATH = "what the step waits for, one after the other: of a message and the compute beside it, only what ends last"
+"""Why a critical path has less compute than the step."""
+
+NODE = 10
+"""Characters of a node's name, before its devices."""
+
+HELPS: dict[Change, str] = {
+    "memory": "twice the memory",
+    "links": "twice the bandwidth between nodes",
+    "batch": "twice the batch",
+}
+
+
+def print_choice(
+    choice: PlanChoice,
+    model: str,
+    cluster: str,
+    commands: Mapping[str, str],
+    out: Path | None,
+    top: int,
+    console: Console,
+) -> None:
+    """Print all of it, the choice and the best of each family first.
+
+    Args:
+        commands: that run the plan, by what they do.
+        out: the file that holds the plan, if there is one.
+        top: how many plans are listed.
+    """
+    problem, best = choice.problem, choice.best
+    console.print(Text.assemble(("plan", "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
+    batch = f"{counted(problem.sequences, 'sequence')} of {problem.model.seq_len:,} tokens"
+    console.print(f"{batch}, {problem.tokens:,} tokens a step; recipe {problem.recipe.name}\n", style="dim")
+    for number, line in enumerate(described(problem, best.candidate)):
+        print_fact(console, "" if number else "plan", line)
+    console.print()
+    print_figures(console, figures(choice))
+    print_fact(console, "", memory_bar(choice))
+    print_fact(console, "how sure", how_sure(choice))
+    if assumed := assumed_figures(problem.workload(best.candidate)):
+        print_fact(console, "assumed", ", ".join(assumed))
+    console.print()
+    for line in picture(best.candidate.plan.mesh, problem.cluster):
+        print_fact(console, line[:NODE], line[NODE:], indent=NODE)
+    print_families(choice, console)
+    print_misses(choice, console)
+    if choice.beliefs is not None and choice.beliefs.measured:
+        print_measured(choice.beliefs, top, console)
+    else:
+        print_runners_up(choice, console, top)
+    console.print()
+    print_fact(console, "critical path", path_text(choice.path) if choice.path else choice.unknown)
+    if choice.path:
+        print_fact(console, "", PATH, style="dim")
+    print_reasons(choice, console)
+    console.print()
+    _print_helps(choice, console)
+    _print_end(choice, commands, out, console)
+
+
+def print_explained(
+    choice: PlanChoice, model: str, cluster: str, commands: Mapping[str, str], out: Path | None, console: Console
+) -> None:
+    """Print the decisions one after the other; arguments as of `print_choice`."""
+    console.print(Text.assemble(("plan", "bold cyan"), f" of {model} on {cluster}, decision by decision"))
+    for decision in decisions(choice):
+        console.print(f"\n{decision.question}", style="bold")
+        for line in decision.lines:
+            print_fact(console, "  -", line, indent=4)
+    console.print("\nchosen", style="bold")
+    for line in described(choice.problem, choice.best.candidate):
+        print_fact(console, "  -", line, indent=4)
+    _print_end(choice, commands, out, console)
+
+
+def _print_end(choice: PlanChoice, commands: Mapping[str, str], out: Path | None, console: Console) -> None:
+    """The commands that run the plan, what was searched, and the file that was written."""
+    console.print()
+    for what, command in commands.items():
+        console.print(Text.assemble((f"{what} it".ljust(INDENT), "dim"), command), soft_wrap=True)
+    print_fact(console, "searched", searched(choice))
+    if choice.missed:
+        print_fact(console, "left out", f"as time was up: {choice.missed}; give more --seconds")
+    if out is not None:
+        print_path(console, "written to", out)
+
+
+def _print_helps(choice: PlanChoice, console: Console) -> None:
+    kept = [f"{HELPS[change]} {gain:+.1%}" for change, gain in choice.helps.items() if change != "memory"]
+    words = [f"{' and '.join(kept)} tokens/s with this very plan"] if kept else []
+    gain = choice.helps.get("memory")
+    anew = "was not searched to the end" if gain is None else f"less than +{NOTABLE:.0%}" if gain < NOTABLE else ""
+    words.append(f"{HELPS['memory']}, planned anew, {anew or f'{gain:+.1%}'}")
+    print_fact(console, "would help", "; ".join(words))
+
+
+def searched(choice: PlanChoice) -> str:
+    """What was searched, and whether anything is left that could be better."""
+    found = choice.found
+    seen = f"{found.space['shapes']:,} shapes and {found.space['candidates']:,} plans"
+    done = f"{seen}, {len(found.outcomes):,} simulated in {found.seconds:.1f} s"
+    if found.left is None:
+        return f"{done}; lower bounds show that no other plan is faster by {EQUAL:.1%} or more"
+    if not found.left:
+        return (
+            f"{done}; the time limit ended before all plans were generated, so there may be faster ones: give "
+            "more --seconds"
+        )
+    chosen = choice.best.forecast.seconds
+    least = min(found.left, chosen)
+    return (
+        f"{done}; the time limit ended, and a step of the remaining plans could take "
+        f"{seconds_text(least)} instead of {seconds_text(chosen)}, {1 - least / chosen:.0%} less: give "
+        "more --seconds"
+    )
+
+
+# Tables of a planner's choice: the best of each family, runners-up, alternatives, and what does not fit.
+
+
+WIDE = 80
+"""Columns of a terminal in which families, and what limits them, need no second line."""
+
+WORDS = 0.4
+"""Share of the line that an alternative's name has at most, before what it would cost."""
+
+
+def print_families(choice: PlanChoice, console: Console) -> None:
+    """Print the best plan of each family, and what limits it."""
+    table = table_of("", "best found of each family", "step", "memory", "what limits it", words=2)
+    table.columns[1].no_wrap = False
+    table.columns[0].no_wrap = table.columns[4].no_wrap = console.width >= WIDE
+    table.columns[4].justify = "left"
+    for outcome, answer in choice.families:
+        limit = ""
+        if answer.shares is not None:
+            name, share = answer.shares.limit
+            name, share = (name, share) if share >= 0.02 else ("compute", answer.shares.compute)
+            limit = f"{name.replace(' on', '')} {share:.0%}"
+        table.add_row(
+            outcome.family,
+            short(outcome.candidate),
+            seconds_text(outcome.seconds),
+            bytes_text(outcome.forecast.memory.total, 1),
+            limit,
+            style="bold" if outcome.candidate == choice.best.candidate else "",
+        )
+    console.print()
+    console.print(table)
+
+
+def print_runners_up(choice: PlanChoice, console: Console, top: int) -> None:
+    """Print the plans that are fastest after the chosen one, at most `top`."""
+    shown = choice.found.fitting[1 : top + 1]
+    if not shown:
+        return
+    table = table_of("", "runners-up", "step", "slower by", "memory", words=2)
+    table.columns[1].no_wrap = False
+    for outcome in shown:
+        slower = outcome.seconds / choice.best.seconds - 1
+        equal = " (equal)" if slower < choice.sure_now else ""
+        memory = bytes_text(outcome.forecast.memory.total, 1)
+        table.add_row(
+            outcome.family, short(outcome.candidate), seconds_text(outcome.seconds), f"{slower:.1%}{equal}", memory
+        )
+    console.print()
+    console.print(table)
+
+
+def print_reasons(choice: PlanChoice, console: Console) -> None:
+    """Print the nearest alternative of each choice, and what it would cost."""
+    if not choice.alternatives:
+        return
+    predicted = ", as predicted" if choice.beliefs and choice.beliefs.measured else ""
+    heading = f"why, choice by choice: another one, all else as it is{predicted} (shares of this step)"
+    console.print(f"\n{heading}", style="dim")
+    table = table_of("", "", words=2)
+    table.show_header = False
+    table.columns[0].max_width = int(WORDS * console.width)
+    for column in table.columns:
+        column.no_wrap = False
+    for each in choice.alternatives:
+        table.add_row(each.choice, sentence(each, choice.answer, choice.problem))
+    console.print(table)
+
+
+def print_misses(choice: PlanChoice, console: Console) -> None:
+    """Print the families of which no plan fits, and by how much."""
+    if misses := choice.found.misses():
+        console.print("\nwhat does not fit", style="dim")
+    for name, (bytes, _) in misses.items():
+        over = bytes_text(bytes - choice.problem.room, 1)
+        console.print(f"  {name}: at least {over} too many", highlight=False, soft_wrap=True)
+
+
+# Figures of a planner's choice: its step, speed and memory, and what its critical path is made of.
+
+
+BAR = 40
+"""Characters of the memory's bar."""
+
+SIGNS = {
+    "parameters": "P",
+    "gradients": "G",
+    "optimizer": "O",
+    "activations": "A",
+    "gathered": "g",
+    "communication": "c",
+}
+"""A letter of the bar for each category of memory; what else is held is `+`."""
+
+
+def figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
+    """The chosen plan's figures, each with its name and words beside it."""
+    problem, best = choice.problem, choice.best
+    workload, memory = problem.workload(best.candidate), best.forecast.memory
+    room, shares = problem.cluster.device.memory, choice.answer.shares
+    speed, of_room = problem.tokens / best.seconds, f"of {room_text(room)} on the fullest device"
+    return [
+        ("step time", seconds_text(best.seconds), str(shares or choice.unknown)),
+        ("tokens/s", f"{speed:,.0f}", f"{speed / problem.cluster.size:,.0f} on each device"),
+        ("MFU", share_text(workload.mfu(best.seconds)), f"of {problem.cluster.device.name}'s peak"),
+        ("memory", bytes_text(memory.total), "; ".join(filter(None, (of_room, left_out(workload))))),
+    ]
+
+
+def memory_bar(choice: PlanChoice) -> str:
+    """The fullest device's memory by category, and the amounts."""
+    memory, room = choice.best.forecast.memory, choice.problem.cluster.device.memory
+    peak = max(choice.best.forecast.peaks, key=lambda peak: peak.bytes)
+    shares = sorted(peak.by_category.items(), key=lambda item: -item[1])
+    shares.append(("beyond tensors", max(0, int(memory.total - peak.bytes))))
+    bar = "".join(SIGNS.get(name, "+") * round(bytes / room * BAR) for name, bytes in shares)[:BAR]
+    _, size = unit_of(peak.bytes)
+    words = [f"{SIGNS.get(name, '+')} {name} {bytes / size:,.1f}" for name, bytes in shares if bytes >= 0.05 * size]
+    return f"[{bar:·<{BAR}}] {', '.join(words)}"
+
+
+def path_text(path: dict[str, float]) -> str:
+    """The parts of a step's critical path, each with its share."""
+    step = sum(path.values())
+    shown = [f"{name} {seconds / step:.1%}" for name, seconds in path.items() if seconds >= TELLING * step]
+    rest = 1 - sum(seconds for seconds in path.values() if seconds >= TELLING * step) / step
+    return ", ".join([*shown, *([f"others {rest:.1%}"] if rest >= 0.0005 else [])])
+
+
+# A planner's choice for other programs; in seconds, bytes and shares.
+
+
+def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str, str], top: int) -> dict[str, Any]:
+    """Describe all of it; arguments as of `print_choice`."""
+    problem, found = choice.problem, choice.found
+    tokens, workload = problem.tokens, problem.workload(choice.best.candidate)
+    return {
+        "model": model,
+        "cluster": cluster,
+        "recipe": problem.recipe.name,
+        "global_batch": problem.sequences,
+        "tokens": tokens,
+        "device_memory": problem.cluster.device.memory,
+        "chosen": {**_outcome(problem, choice.best), **_shares(choice.answer)},
+        "commands": dict(commands),
+        "families": [{**_outcome(problem, outcome), **_shares(answer)} for outcome, answer in choice.families],
+        "decisions": [vars(decision) for decision in decisions(choice)],
+        "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1 : top + 1]],
+        "error_on_published_runs": vars(choice.sure),
+        "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
+        "measured": measured_as_json(choice.beliefs) if choice.beliefs and choice.beliefs.measured else None,
+        "critical_path": choice.path,
+        "alternatives": [
+            {
+                "choice": each.choice,
+                **_candidate(problem, each.candidate),
+                **_forecast(problem, each.answer),
+                "text": sentence(each, choice.answer, problem),
+            }
+            for each in choice.alternatives
+            if each.answer is not None
+        ],
+        "does_not_fit": [
+            {
+                "family": name,
+                "bytes_at_least": bytes,
+                "bytes_too_many": bytes - problem.room,
+                **_candidate(problem, candidate),
+            }
+            for name, (bytes, candidate) in found.misses().items()
+        ],
+        "would_help": choice.helps,
+        "searched": {
+            **found.space,
+            "simulated": len(found.outcomes),
+            "refused": len(found.refused),
+            "seconds": found.seconds,
+            "complete": found.left is None,
+            "floor_of_the_rest": found.left,
+            "left_out": choice.missed,
+        },
+    }
+
+
+def _outcome(problem: Problem, outcome: PlanOutcome) -> dict[str, Any]:
+    forecast, seconds = outcome.forecast, outcome.seconds
+    peak = max(forecast.peaks, key=lambda peak: peak.bytes)
+    return {
+        "family": outcome.family,
+        **_candidate(problem, outcome.candidate),
+        "step_seconds": seconds,
+        "tokens_per_second": problem.tokens / seconds,
+        "tokens_per_second_per_device": problem.tokens / seconds / problem.cluster.size,
+        "mfu": problem.workload(outcome.candidate).mfu(seconds),
+        "memory": forecast.memory.total,
+        "peak_memory": peak.bytes,
+        "peak_memory_by_category": peak.by_category,
+        "fits": outcome.fits,
+    }
+
+
+def _candidate(problem: Problem, candidate: Candidate) -> dict[str, Any]:
+    return {
+        "family": family(candidate.plan),
+        "plan": candidate.plan.as_dict(),
+        "micro_batch_size": candidate.micro_batch_size,
+        "microbatches": problem.sequences // candidate.micro_batch_size,
+        "precision": candidate.precision.name,
+    }
+
+
+def _forecast(problem: Problem, answer: Answer) -> dict[str, Any]:
+    forecast = answer.forecast
+    return {"step_seconds": forecast.seconds, "memory": forecast.memory.total, "fits": forecast.memory.fits}
+
+
+def _shares(answer: Answer) -> dict[str, Any]:
+    return {"shares": answer.shares.parts if answer.shares else {}}

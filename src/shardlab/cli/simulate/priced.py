@@ -1,0 +1,393 @@
+"""`shardlab simulate ... --model NAME --cluster NAME`: a step in seconds and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from shardlab.check import Checked
+from shardlab.cli.console import print_fact, print_figures, print_path, stdout_console
+from shardlab.cli.options import AS_USUAL, BatchRequest
+from shardlab.cli.plan_options import PlanOptions, as_recipe_does, checked, cluster_called, precision_of, recipe_called
+from shardlab.cli.simulate.terminal_timeline import print_timeline
+from shardlab.common.text import bytes_text, room_text, seconds_text, share_text, unit_of
+from shardlab.common.user_code import max_ops
+from shardlab.language import AXES, Mesh, Sizes, UserError
+from shardlab.language.precision import Optimizer
+from shardlab.language.rules.kinds import counted
+from shardlab.simulate.predict.memory import left_out
+from shardlab.simulate.timeline.prices import rank_of, stands_for
+from shardlab.strategies.load import load
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.registry import StrategyEntry
+
+if TYPE_CHECKING:
+    from shardlab.simulate.passes import Passed
+    from shardlab.simulate.predict.estimate import Estimate, Peak
+    from shardlab.simulate.predict.memory import HeldMemory
+    from shardlab.simulate.predict.workload import Workload
+
+
+MOST_CHECKED = 100_000
+"""Ops on all ranks of a plan that is checked before it is priced: a matter of seconds."""
+
+MOST_ALONG = 100_000
+"""Ranks along an axis, of a plan whose ranks are folded: what they hold is put together one by one."""
+
+FLOPS_CONVENTION = (
+    "products of matrices, forward and twice as many backward; attention as a whole square; "
+    "nothing for what is computed again (Chowdhery et al. 2022, arXiv 2204.02311, appendix B)"
+)
+
+
+@dataclass(frozen=True)
+class PricedStep:
+    """A priced step.
+
+    Attributes:
+        entry: the strategy.
+        workload, estimate: what was simulated, and what came out.
+        held: what the fullest device holds.
+        names: of the model and the cluster.
+        checked: whether the tapes of all ranks were checked; those of a large plan are not, whose alike ranks are
+            simulated once.
+        notes: what was done to the model that a reader should know.
+        passed: the program as it was written, and as each pass left it (none: no pass was asked for).
+    """
+
+    entry: StrategyEntry
+    workload: Workload
+    estimate: Estimate
+    held: HeldMemory
+    names: tuple[str, str]
+    checked: bool
+    notes: list[str]
+    passed: list[Passed]
+
+
+def price(
+    strategy: str | None,
+    layout: PlanOptions,
+    model_name: str,
+    cluster_name: str,
+    *,
+    precision: str | None = None,
+    recipe: str | None = None,
+    optimizer: Optimizer = "adamw",
+    ema: bool = False,
+    ranks: int | None = None,
+    layers: int | None = None,
+    sequence: int | None = None,
+    memory: str | None = None,
+    batch: BatchRequest = AS_USUAL,
+    other_machine: bool = False,
+) -> PricedStep:
+    """Simulate what the command line asks for; what it leaves out is None.
+
+    Args:
+        strategy: its name.
+        layout: flags of a plan.
+        precision: by name; without one, the recipe's: bfloat16 where the device has it.
+        recipe: how the step is run, by name; without one, as Shardlab runs it.
+        optimizer: what makes a step of a gradient.
+        ema: whether an average of the weights is kept.
+        sequence: tokens of a sequence.
+        memory: of each device that may be taken.
+        batch: how large the global batch is, and how it is cut.
+        other_machine: take a profile from another machine.
+
+    Raises:
+        UserError: for names that are unknown, sizes that do not fit, and a plan that does not fit into memory.
+        Refused: for a program that is wrong.
+    """
+    from shardlab.language.precision import find_precision
+    from shardlab.models import GPT, find_model
+    from shardlab.models.named import with_fields
+    from shardlab.simulate.predict.memory_advice import broken_limit, require_memory
+    from shardlab.simulate.predict.workload import Workload
+
+    cluster = cluster_called(cluster_name, other_machine=other_machine, memory=memory)
+    changes = {"seq_len": sequence, "layers": layers}
+    given = {name: value for name, value in changes.items() if value is not None}
+    model = with_fields(find_model(model_name), given, model_name)
+    entry, ranks = layout.entry(strategy, ranks or _ranks(strategy, layout, cluster.size))
+    cluster.require(ranks)
+    way = recipe_called(recipe)
+    entry = as_recipe_does(entry, ranks, layout, way)
+    numbers = find_precision(precision or precision_of(way, cluster))
+    mesh, notes, whole = entry.grid(ranks), list[str](), model
+    if entry.plan is None and model.borrowed(model.layers - 1):
+        notes.append(
+            f"{entry.name} computes whole blocks, which share no weights, so the tied head of {model_name} is "
+            f"priced as {model.vocab_size * model.hidden_size:,} parameters of its own (plans keep it tied)"
+        )
+        assert isinstance(model, GPT), "no other model has a tied head"
+        model = replace(model, tied=False)
+
+    def trace(_: Mesh, sizes: Sizes, microbatches: int) -> Checked:
+        return _runs(entry, checked(entry, ranks, sizes, microbatches), cluster_name)
+
+    plan = mesh if entry.plan is None else entry.plan(ranks)
+    microbatches, micro_batch_size = batch.cut(cluster.size, plan.data_ranks if isinstance(plan, Plan) else None)
+    workload = Workload(
+        plan,
+        model,
+        cluster,
+        microbatches,
+        micro_batch_size,
+        numbers,
+        trace if entry.plan is None else None,
+        entry.columns,
+        way,
+        optimizer=optimizer,
+        ema=ema,
+        passes=entry.passes,
+        tiles=entry.tiles_on(ranks),
+    )
+    if entry.plan is None:
+        entry.require_ops(1, model.layers, batch.microbatches or 1)
+    _require_few_ranks(entry, workload, cluster_name)
+    rewritten = workload.pass_names != "none"
+    alike = entry.plan is not None and not rewritten and _ops_on_all_ranks(workload) > MOST_CHECKED
+    if rewritten:
+        _runs(entry, workload.passed[-1].checked, cluster_name)
+    elif entry.plan is not None and not alike:
+        trace(mesh, workload.traced.program.sizes, microbatches)
+    estimate = workload.estimate()
+    held = require_memory(workload, estimate, whole)
+    notes += [*_useless_recompute(workload, estimate), *doubts(workload, estimate, cluster_name)]
+    if limit := broken_limit(workload):
+        notes.insert(0, limit)
+    passed = workload.passed if rewritten else []
+    return PricedStep(entry, workload, estimate, held, (model_name, cluster_name), not alike, notes, passed)
+
+
+def _runs(entry: StrategyEntry, proof: Checked, cluster: str) -> Checked:
+    """See that a program runs on a cluster's devices."""
+    if (why := proof.why_not("nccl")) is not None:
+        raise UserError(f"{entry.name} cannot be timed on {cluster}: {why}")
+    return proof
+
+
+def _require_few_ranks(entry: StrategyEntry, workload: Workload, cluster: str) -> None:
+    """Refuse what would take minutes before the simulation begins."""
+    mesh = workload.mesh
+    axis, size = max(mesh.sizes().items(), key=lambda item: item[1])
+    if entry.plan is not None:
+        if size > MOST_ALONG:
+            raise UserError(
+                f"{entry.name} on {cluster} has {size:,} ranks along {axis}, and at most {MOST_ALONG:,} along an axis "
+                "are simulated; take fewer devices, or a mesh of more axes"
+            )
+        return
+    at_least = 3 * workload.cut.layers * mesh.world // mesh.pp
+    if at_least > max_ops():
+        flag = axis.replace("_", "-")
+        raise UserError(
+            f"{entry.name} on {cluster} would trace {mesh.world:,} ranks one by one, {at_least:,} ops or more; a plan "
+            f"folds those that are alike: --{flag} {min(size, MOST_ALONG)}"
+        )
+
+
+def _useless_recompute(workload: Workload, estimate: Estimate) -> list[str]:
+    """Note that selective recomputation saves nothing, if the same plan without it takes no more memory."""
+    plan = workload.plan
+    if not isinstance(plan, Plan) or plan.recompute != "selective":
+        return []
+    if replace(workload, plan=replace(plan, recompute="none")).peak_bytes() > estimate.peak.bytes:
+        return []
+    return [
+        "--recompute selective saves no memory here, because attention scores are not stored anyway "
+        "(they are with dropout, or without a fused kernel); leave it out"
+    ]
+
+
+def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
+    """List what a reader of the figures should know."""
+    notes = list(map(str, estimate.traced.drifts)) if isinstance(estimate.traced, Checked) else []
+    if idle := workload.cluster.size - workload.mesh.world:
+        notes.append(f"{idle:,} of the {workload.cluster.size:,} devices of {cluster} are idle")
+    if (mfu := workload.mfu(estimate.step)) > 1:
+        notes.append(
+            f"an MFU of {mfu:.0%} is more than the device can reach, so the predicted time is wrong: the "
+            f"profile or the efficiencies of {cluster} do not fit this step; measure again with shardlab "
+            "bench compute"
+        )
+    return notes
+
+
+def _ops_on_all_ranks(workload: Workload) -> int:
+    program = workload.traced.program
+    return sum(map(len, program.tapes)) * program.mesh.world // program.ranks
+
+
+def _ranks(strategy: str | None, layout: PlanOptions, size: int) -> int | None:
+    """The whole cluster, unless the strategy or the flags say how many ranks there are."""
+    named = any(getattr(layout, axis) for axis in AXES) or layout.plan is not None
+    alone = strategy is not None and load(strategy).ranks == 1
+    return None if named or alone else size
+
+
+def as_json(result: PricedStep) -> dict[str, Any]:
+    """Describe the step for other programs; in seconds, bytes and shares."""
+    from shardlab.simulate.predict.memory_advice import assumed_figures
+
+    workload, estimate, entry = result.workload, result.estimate, result.entry
+    program, step = estimate.traced.program, estimate.step
+    return {
+        "strategy": entry.name,
+        **({"plan": entry.plan(workload.mesh.world).as_dict()} if entry.plan else {}),
+        "model": result.names[0],
+        "cluster": result.names[1],
+        "recipe": workload.recipe.name,
+        "precision": workload.precision.name,
+        "ranks": workload.mesh.world,
+        "idle_devices": workload.cluster.size - workload.mesh.world,
+        "mesh": workload.mesh.used,
+        "layers": program.layers,
+        "global_batch": workload.microbatches * workload.micro_batch_size,
+        "microbatches": workload.microbatches,
+        "micro_batch_size": workload.micro_batch_size,
+        "tokens": workload.tokens,
+        "step_seconds": step,
+        "tokens_per_second": workload.tokens / step,
+        "tokens_per_second_per_device": workload.tokens / step / workload.mesh.world,
+        "model_flops": workload.flops,
+        "mfu": workload.mfu(step),
+        "flops_convention": FLOPS_CONVENTION,
+        "compute_share": estimate.compute_share,
+        "exposed_share": estimate.exposed_share,
+        "exposed": [
+            {"kind": kind, "axis": axis, "share": share, "seconds": share * step}
+            for (kind, axis), share in estimate.exposed.items()
+        ],
+        "bubble_share": estimate.bubble_share,
+        "peak_memory": estimate.peak.bytes,
+        "device_memory": workload.cluster.device.memory,
+        "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
+        "memory_held": result.held.total,
+        "memory_held_by_part": result.held.parts,
+        "peak_memory_by_rank": [_peak(peak, stands_for(program, row)) for row, peak in enumerate(estimate.peaks)],
+        "ops": sum(map(len, program.tapes)),
+        "ranks_simulated": program.ranks,
+        "checked": result.checked,
+        "notes": result.notes,
+    }
+
+
+def _peak(peak: Peak, ranks: range) -> dict[str, Any]:
+    return {
+        "rank": peak.rank,
+        "first_rank": ranks[0],
+        "last_rank": ranks[-1],
+        "bytes": peak.bytes,
+        "by_category": peak.by_category,
+        "cause": {"op": peak.op and peak.op.value, "layer": peak.layer, "part": peak.part, "text": peak.cause},
+    }
+
+
+# Report of a priced simulation, for a reader.
+
+
+NAMED_STAGES = 4
+"""Stages of folded ranks that are named at most: the first ones and the last."""
+
+DRAWN_OPS = 200_000
+"""Ops of which a timeline is drawn in the terminal at most; more would take longer than the simulation."""
+
+
+def print_priced(result: PricedStep, written: list[Path], console: Console | None = None) -> None:
+    """Print all of it; `written` are the files that were made."""
+    from shardlab.simulate.predict.memory_advice import assumed_figures
+    from shardlab.simulate.predict.recipe import OWN
+
+    console = console or stdout_console()
+    workload, estimate = result.workload, result.estimate
+    model, cluster = result.names
+    console.print(Text.assemble((result.entry.name, "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
+    micro_batch_size = f"{counted(workload.micro_batch_size, 'sequence')} of {workload.model.seq_len} tokens"
+    microbatches = counted(workload.microbatches, "microbatch")
+    batch = f"global batch {workload.microbatches * workload.micro_batch_size:,}: {microbatches} of {micro_batch_size}"
+    recipe = "" if workload.recipe == OWN else f", as {workload.recipe.name} runs it"
+    console.print(f"{workload.mesh}, {batch}, {workload.precision.name}{recipe}\n", style="dim")
+    print_figures(console, _figures(result))
+    ops = sum(map(len, estimate.traced.program.tapes))
+    print_fact(console, "ops", f"{ops:,}, of {_simulated(result)}")
+    print_fact(console, "check", _checked(result))
+    if assumed := assumed_figures(workload):
+        print_fact(console, "assumed", ", ".join(assumed))
+    for note in result.notes:
+        print_fact(console, "note", note)
+    if ops <= DRAWN_OPS:
+        console.print()
+        _print_ranks(console, result)
+    for path in written:
+        print_path(console, "written to", path)
+
+
+def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
+    """List the figures, each with its label and a remark."""
+    workload, estimate = result.workload, result.estimate
+    step, peak, held, device = estimate.step, estimate.peak, result.held, workload.cluster.device
+    speed, parts = workload.tokens / step, _parts(held.total, held.parts)
+    return [
+        ("step time", seconds_text(step), ""),
+        ("tokens/s", f"{speed:,.0f}", f"{speed / workload.mesh.world:,.0f} on each device"),
+        ("MFU", share_text(workload.mfu(step)), f"of {device.name}'s {workload.precision.compute} peak"),
+        ("compute", f"{estimate.compute_share:.1%}", "of the step, the mean over ranks"),
+        ("exposed", f"{estimate.exposed_share:.1%}", "compute waits for communication: " + _exposed(result)),
+        ("bubble", f"{estimate.bubble_share:.1%}", "a rank waits for others, or has ended"),
+        (
+            "peak memory",
+            bytes_text(peak.bytes),
+            f"of tensors, on rank {peak.rank}: {peak.cause}",
+        ),
+        ("", "", _parts(peak.bytes, peak.by_category)),
+        (
+            "memory held",
+            bytes_text(held.total),
+            "; ".join(filter(None, (f"of {room_text(device.memory)}: {parts}", left_out(workload)))),
+        ),
+    ]
+
+
+def _parts(all: float, parts: Mapping[str, float]) -> str:
+    """What memory is made of, in the unit of all of it; what would be shown as nothing is left out."""
+    _, size = unit_of(all)
+    shares = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{part} {bytes / size:,.2f}" for part, bytes in shares if bytes >= 0.005 * size)
+
+
+def _exposed(result: PricedStep) -> str:
+    shown = [(key, share) for key, share in result.estimate.exposed.items() if share >= 0.0005][:4]
+    return ", ".join(f"{kind.replace('_', '-')} on {axis} {share:.1%}" for (kind, axis), share in shown) or "none"
+
+
+def _simulated(result: PricedStep) -> str:
+    """Say how many ranks were simulated, and which stand for which."""
+    program, ranks = result.estimate.traced.program, result.workload.mesh.world
+    if program.ranks == ranks:
+        return counted(ranks, "rank")
+    stood = [stands_for(program, row) for row in range(program.ranks)]
+    stages = [f"rank {rank_of(program, row)} for {alike[0]}-{alike[-1]}" for row, alike in enumerate(stood)]
+    if len(stages) > NAMED_STAGES:
+        stages[NAMED_STAGES - 1 : -1] = ["..."]
+    return f"{program.ranks:,} of {ranks:,} ranks, which represent identical ranks: {', '.join(stages)}"
+
+
+def _checked(result: PricedStep) -> str:
+    if result.checked:
+        return "passed"
+    return f"skipped above {MOST_CHECKED:,} ops over all ranks; use fewer ranks, layers or microbatches to check"
+
+
+def _print_ranks(console: Console, result: PricedStep) -> None:
+    """A row of signs for each rank, with its peak memory."""
+    timeline, peaks = result.estimate.timeline(), result.estimate.peaks
+    memory = [f"{bytes_text(peak.bytes):>11}" for peak in peaks]
+    print_timeline(console, timeline, lambda row: rank_of(timeline.program, row), [("peak memory", memory)], label=6)

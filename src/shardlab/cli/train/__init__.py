@@ -1,0 +1,1 @@
+"""The command `shardlab train`, and `shardlab.train` of Python."""

@@ -1,0 +1,173 @@
+"""Messages about ranks that fail or are interrupted."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from shardlab.check import Checked
+from shardlab.check.replicas import compared_ranks, replicas_of, results_of
+from shardlab.check.report import Retrace
+from shardlab.cli.plan_options import checked
+from shardlab.cli.train.this_machine import require_room
+from shardlab.common.user_code import file_and_name
+from shardlab.execute.optimizers.settings import OptimizerConfig, want_scalable
+from shardlab.language import Op, OpKind, Refused, UserError, World
+from shardlab.language.pass_names import want_norm
+from shardlab.simulate.passes import passed
+from shardlab.starting import INTERRUPTED
+from shardlab.strategies.registry import StrategyEntry
+from shardlab.train.faults import LineOf
+from shardlab.train.history import End, note_end, record_in, saved_in, sweep
+from shardlab.train.job import Job
+from shardlab.train.launch.environment import find_launch_environment
+from shardlab.train.launch.processes import RankFailed, is_lost
+from shardlab.train.launch.ranks import backend_of, device_type
+
+
+def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> Checked:
+    """Check a strategy for a job, before any rank is started. The job keeps the program that its ranks run.
+
+    Raises:
+        Refused: when the program is wrong, or does not run on the backend that its ranks would use.
+        UserError: when it is to clip, or float16 wants to know of overflows, but it computes no norm.
+    """
+    entry.require_ops(job.ranks, job.model.layers, job.microbatches)
+    proof = passed(checked(entry, job.ranks, job.sizes, job.microbatches), entry.passes_on(job.ranks))
+    job.keep(proof)
+    want_scalable(job.numbers, proof)
+    if (clip := config.clip) is not None and not any(
+        op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape
+    ):
+        lacking = f"the gradient norm, which {entry.name} does not compute"
+        plan = "take fsdp or a plan, such as zero-3"
+        instead = plan if want_norm(entry.passes_on(job.ranks)) else "leave out the pass update-early"
+        raise UserError(f"--clip {clip} limits {lacking}; {instead}, or --clip none")
+    launched = find_launch_environment(os.environ)
+    if launched is None:
+        require_room(proof, range(job.ranks))
+    if (why_not := proof.why_not(backend_of(device_type(job.ranks)))) is not None:
+        raise why_not
+    return proof
+
+
+def require_audit(proof: Checked, name: str) -> None:
+    """Refuse an audit where there is nothing to compare.
+
+    Raises:
+        UserError: if no two ranks keep or compute the same.
+    """
+    if not compared_ranks(replicas_of(proof), results_of(proof)):
+        raise UserError(
+            f"--audit-every compares results that several ranks keep or compute, but {name} has no such "
+            "results; leave it out, or add an axis of data parallelism"
+        )
+
+
+def lines_of(entry: StrategyEntry, job: Job) -> LineOf:
+    """Find the line of a user's file that wrote an op of a rank; a built-in strategy has none of the user's.
+
+    Passes may have put the op elsewhere than where it was written, into a bucket, or its result into an arena; what
+    they have made themselves has no line.
+    """
+    path, _ = file_and_name(entry.name)
+    if path is None:
+        return lambda rank, op: ""
+
+    @cache
+    def traced() -> tuple[Retrace, list[dict[Op, int]], list[list[Op]]]:
+        retrace = Retrace(entry.program, str(path), World(entry.grid(job.ranks), job.sizes, job.microbatches))
+        numbers = [{_by_itself(op): number for number, op in enumerate(ops)} for ops in retrace.written]
+        return retrace, numbers, job.checked().program.tapes
+
+    def line(rank: int, at: int) -> str:
+        retrace, numbers, tapes = traced()
+        number = numbers[rank].get(_by_itself(tapes[rank][at]))
+        return "" if number is None else f" ({path}:{retrace.line(rank, number)})"
+
+    return line
+
+
+def _by_itself(op: Op) -> Op:
+    """An op without what passes put into it."""
+    return op._replace(batch=-1, offset=-1)
+
+
+def refuse_restart(count: int, out: Path | None, save_every: int | str | None) -> None:
+    """Refuse a run that a launcher has started again after a failure, and that would lose what it had done.
+
+    Args:
+        count: how often it was.
+        out: the folder of the run that failed, if it was named.
+        save_every: how often it saves, if it does; such a run had not come so far, and begins again in its folder.
+
+    Raises:
+        UserError: if it cannot.
+    """
+    if out is None or save_every is None:
+        kept = "its results are in the last folder of runs" if out is None else saved_in(out)
+        raise UserError(
+            f"the launcher restarted this run (restart {count}), and a restarted run does not begin again at "
+            f"step 0; give --out FOLDER and --save-every 10m, so that it can resume; {kept}"
+        )
+
+
+@contextmanager
+def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generator[None, None, None]:
+    """Print a failed rank's traceback, last, and exit with 1; after a signal that asked for the end, exit with 130.
+
+    Args:
+        out: the folder of a run that saves; the message says what is there.
+        exits: whether to exit; otherwise `RankFailed` or `KeyboardInterrupt` is raised on, for a caller in Python.
+    """
+    before = out and record_in(out)
+
+    def note(how: End, why: str) -> None:
+        environment = find_launch_environment(os.environ)
+        if out is not None and (environment is None or environment.rank == 0):
+            note_end(out, how, before, why)
+
+    try:
+        yield
+    except RankFailed as failure:
+        lines = str(failure).splitlines()
+        note("failed", " ".join(dict.fromkeys((lines[0], lines[-1]))))
+        if out is not None:
+            if find_launch_environment(os.environ) is None:  # a launcher's other ranks may still write
+                sweep(out)
+            print(f"shardlab: the run failed; {saved_in(out)}", file=sys.stderr)
+        if not exits:
+            raise
+        report = f"{failure.report}\n\n" if failure.report else ""
+        print(f"{report}shardlab: {failure}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except (UserError, Refused) as error:
+        note("failed", str(error))
+        raise
+    except Exception as error:  # in a launcher's world this process is a rank
+        note("failed", f"{type(error).__name__}: {error}".splitlines()[0])
+        environment = find_launch_environment(os.environ)
+        if out is not None and environment is not None and environment.rank == 0:
+            print(f"shardlab: the run failed; {saved_in(out)}", file=sys.stderr)
+        if environment is None or not is_lost(error):
+            raise
+        print(f"shardlab: rank {environment.rank} lost its connection, because another rank ended", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt as interrupt:
+        note("interrupted", str(interrupt))
+        if out is not None and find_launch_environment(os.environ) is None:  # a launcher's other ranks may still write
+            sweep(out)
+        tell_interrupted(out, str(interrupt))
+        if not exits:
+            raise
+        raise SystemExit(INTERRUPTED) from None
+
+
+def tell_interrupted(out: Path | None, why: str = "") -> None:
+    """Say that a run was interrupted, and what it has saved."""
+    words = ["interrupted", why and f": {why}", "" if out is None else f"; {saved_in(out)}"]
+    print(f"shardlab: {''.join(words)}", file=sys.stderr)

@@ -1,0 +1,511 @@
+"""`shardlab train`: train a small language model under a strategy, on processes of this machine or of a launcher."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from shardlab.cli.console import print_fact, print_figures, print_json, print_whole, stdout_console, table_of
+from shardlab.cli.model_options import DEFAULT_MODEL, NO_SETTINGS, ModelFlags, Settings
+from shardlab.cli.options import Flag, MaxOps, MaxSeconds, Name, OptionalCount, Ranks
+from shardlab.cli.plan_options import NO_FLAGS, Layout
+from shardlab.cli.train.auto_plan import AUTO, PlannedRuns, fastest, planned_before, planned_here
+from shardlab.cli.train.choose_passes import settled_run, unsettled_run
+from shardlab.cli.train.this_machine import peak_flops, predicted_seconds
+from shardlab.language import AXES, UserError
+from shardlab.language.precision import find_precision
+from shardlab.language.rules.kinds import counted
+from shardlab.models.model import ParameterCounts, count_parameters
+from shardlab.models.named import weights_at
+from shardlab.starting import INTERRUPTED
+from shardlab.strategies.plan.plan import UNNAMED
+from shardlab.strategies.registry import StrategyEntry
+from shardlab.train.config import TrainingConfig
+from shardlab.train.config_sources import (
+    ConfigSource,
+    config_file,
+    merged,
+    of_data,
+    of_depth,
+    origin,
+    plan_below,
+    preset,
+    resolved,
+)
+from shardlab.train.data import sources_of
+from shardlab.train.history import AVERAGED, WEIGHTS
+
+if TYPE_CHECKING:
+    from shardlab.check import Checked
+    from shardlab.train.checkpoints import Resumed
+    from shardlab.train.launch.environment import LaunchEnvironment
+    from shardlab.train.launch.interrupt import Heartbeat
+    from shardlab.train.run import Summary, TrainingRun
+    from shardlab.train.steps import Callback
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Command line or Python program that asks for a training.
+
+    Attributes:
+        command: text of the call, for the run's record.
+        callbacks: observers of the training beside its own.
+        in_python: whether failures are raised and the summary is returned, rather than printed.
+        summaries: takes the summary.
+    """
+
+    command: str
+    callbacks: Sequence[Callback] = ()
+    in_python: bool = False
+    summaries: list[Summary] = field(default_factory=list[Any])
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a language model under a strategy; save weights, metrics and drawings."""
+
+    strategy: Annotated[str | None, tyro.conf.arg(metavar="STRATEGY", help_behavior_hint="(default: fsdp)")] = None
+    """Built-in name or file.py:function."""
+
+    ranks: Ranks = None
+    """Number of ranks."""
+
+    preset: Name = None
+    """Named settings: default, wordplay or shakespeare-cpu."""
+
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """TOML file with settings, such as the config.toml of a run. It overrides the preset, and flags override both."""
+
+    depth: OptionalCount = None
+    """Number of layers, from which the model's width and heads, the batch, the steps and the learning rate follow."""
+
+    print_config: Flag = False
+    """Print the configuration and the model's parameter counts, check that they can be trained, and exit."""
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: in runs/)")] = None
+    """New folder for the results."""
+
+    bind: Flag = False
+    """Pin each rank to CPUs of its own, unless the launcher has done so."""
+
+    resume: Annotated[str | None, tyro.conf.arg(metavar="FOLDER|auto", help_behavior_hint="")] = None
+    """Continue this run from its newest checkpoint; auto: continue the run in --out, or start it there."""
+
+    from_step: OptionalCount = None
+    """With --resume: continue from the checkpoint after N steps."""
+
+    max_ops: MaxOps = None
+    """Refuse a program with more ops in a step, over all ranks, because it may never end."""
+
+    max_seconds_per_op: MaxSeconds = None
+    """Refuse a program or a schedule that needs more CPU time until its next op, because it may loop forever."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    settings: Settings = NO_SETTINGS
+
+    model: ModelFlags = DEFAULT_MODEL
+
+    layout: Layout = NO_FLAGS
+
+    def run(self) -> int:
+        return self.called(Caller(shlex.join(["shardlab", *sys.argv[1:]])))
+
+    def called(self, caller: Caller) -> int:
+        """Train for a caller; the exit status of a command.
+
+        Raises:
+            RankFailed: if the caller is in Python, when a rank fails.
+            KeyboardInterrupt: if the caller is in Python, when the training was interrupted and has no result.
+        """
+        from shardlab.train.launch.environment import find_launch_environment, may_restart, require_port
+
+        require_port(os.environ)
+        place = find_launch_environment(os.environ)
+        world = None if place is None or (place.world == 1 and not may_restart(os.environ)) else place
+        if self.resume not in (None, "auto") or not may_restart(os.environ):
+            return self._start(caller, world, 0)
+        from shardlab.train.launch.commands import restarts_in  # which needs torch
+
+        restart = restarts_in(world, self._limit)
+        return (replace(self, resume="auto") if restart and self.out is not None else self)._start(
+            caller, world, restart
+        )
+
+    def _start(self, caller: Caller, world: LaunchEnvironment | None, restart: int) -> int:
+        """Train in a launcher's world, if there is one, which has been started again so many times."""
+        from shardlab.train.launch.interrupt import Heartbeat
+
+        first, launched = world is None or world.rank == 0, world and world.world
+        resumed = self._resumed(world)
+        sources = self._sources() if resumed is None else self._sources_again(resumed, launched)
+        goes_on, tell = resumed is not None, first and not self.json and not caller.in_python
+        chosen, config, planned = self._resolved(sources, launched, goes_on=goes_on, tell=tell)
+        if resumed is not None:
+            config = resumed.config(config)
+            if resumed.has_ended(config.train.steps):
+                taken, wanted = resumed.taken, config.train.steps
+                all_of_them = f"all of its {taken} steps" if taken == wanted else f"{counted(taken, 'step')} already"
+                ended = f"{resumed.out} has taken {all_of_them}"
+                if self.resume != "auto":
+                    raise UserError(f"{ended}; give more --steps")
+                if first:
+                    print(f"shardlab: {ended}", file=sys.stderr)
+                return 0
+        if self.print_config and first:
+            self._print_config(unsettled_run(chosen, config), sources)
+        sources_of(config.data.data)  # what is wrong with them is said before torch is imported
+        with Heartbeat("start", until=lambda: not first) as heartbeat:
+            return self._run(caller, heartbeat, first, chosen, config, planned, sources, resumed, restart)
+
+    def _resumed(self, world: LaunchEnvironment | None) -> Resumed | None:
+        """The run that is to go on, if one is; the ranks of a launcher's world look at it together.
+
+        Raises:
+            UserError: when it cannot, or options contradict each other.
+        """
+        if self.resume is None:
+            if self.from_step is not None:
+                raise UserError("--from-step chooses a checkpoint of the run to resume; give --resume FOLDER, too")
+            return None
+        from shardlab.train.checkpoints import Resumed
+        from shardlab.train.launch.commands import Together
+
+        if self.resume == "auto":
+            if self.out is None:
+                raise UserError("--resume auto resumes the run in --out, or starts it; give --out FOLDER")
+            return Resumed.find(self.out, self.from_step, auto=True, together=Together(world, self._limit))
+        others = {"--preset": self.preset, "--config": self.config, "--depth": self.depth, "--out": self.out}
+        others["--init"] = self.settings.given()["train"].get("init")
+        if given := [name for name, value in others.items() if value is not None]:
+            raise UserError(
+                f"--resume and {given[0]} exclude each other, because a resumed run keeps its own; give one of them"
+            )
+        return Resumed.find(Path(self.resume), self.from_step, together=Together(world, self._limit))
+
+    @property
+    def _limit(self) -> timedelta:
+        """Time in which the ranks of a launcher's world meet before the run's settings are known."""
+        from shardlab.train.launch.ranks import JOINING, start_limit
+
+        sources = self._sources() if self.resume is None else [preset("default"), self._flags()]
+        timeout = merged(sources, "train")["timeout"]
+        usable = isinstance(timeout, float) and timeout > 0  # or else it is refused later
+        return start_limit(timeout) if usable else JOINING.start
+
+    def _sources_again(self, resumed: Resumed, launched: int | None) -> list[ConfigSource]:
+        """Where the settings of a run that is resumed come from: its checkpoint, and flags."""
+        flags = self._flags()
+        train = {name: value for name, value in flags.sections["train"].items() if name != "init"}
+        saved = resumed.source(launched, flags.sections["optimizer"])
+        return [preset("default"), saved, ConfigSource("flags", {**flags.sections, "train": train})]
+
+    def _flags(self) -> ConfigSource:
+        """The settings that flags give."""
+        plan = self.layout.given()
+        if any(axis in plan for axis in AXES):
+            plan["mesh"] = True
+        named = {"strategy": self.strategy, "name": self.strategy, "ranks": self.ranks}
+        plan |= {name: value for name, value in named.items() if value is not None}
+        return ConfigSource("flags", {"plan": plan, "model": self.model.given(), **self.settings.given()})
+
+    def _sources(self) -> list[ConfigSource]:
+        """Where settings come from; later ones prevail."""
+        names = ["default", *([] if self.preset in (None, "default") else [self.preset])]
+        files = [] if self.config is None else [config_file(self.config)]
+        flags = self._flags()
+        sources = [*map(preset, names), *files, flags]
+        if (data := of_data(sources)) is not None:
+            sources.append(data)
+        return sources if self.depth is None else [*sources, of_depth(self.depth, sources, flags.sections)]
+
+    def _resolved(
+        self, sources: list[ConfigSource], launched: int | None, *, goes_on: bool, tell: bool
+    ) -> tuple[StrategyEntry, TrainingConfig, PlannedRuns | None]:
+        """The strategy and the configuration that sources make together; `launched` ranks are there, if any.
+
+        Where it is planned for the machine, the plans that may take turns come as well. A run that goes on keeps the
+        plan that was chosen for it, if that is still what flags ask for.
+        """
+        name, ranks, base, passes = self.strategy, self.ranks, None, None
+        if self.layout.plan == AUTO:
+            planned = planned_before(self.layout, sources, ranks or launched) if goes_on else None
+            if planned is None:
+                measure = not goes_on and not self.print_config
+                planned = planned_here(self.layout, sources, ranks or launched, measure=measure, tell=tell)
+            first = planned.runs[0]
+            sources.append(first.cut)
+            return first.entry, first.config, planned
+        if name is None and self.layout.plan is None:
+            below = [source for source in sources if source.name != "flags"]
+            name, of_file, base, passes = plan_below(below)
+            if self.layout.names_mesh:
+                name = base = passes = None  # such flags are a plan of their own
+            elif self.layout.names_plan and origin(below, "plan", "strategy") == "default":
+                name = None
+            ranks = ranks or (None if self.layout.names_mesh else of_file)
+        follows = self.resume is not None and (self.ranks is None or not self.layout.names_mesh)
+        chosen, ranks = self.layout.entry(name, ranks or launched, base, passes=passes, follows=follows)
+        return chosen, resolved(sources, chosen, ranks), None
+
+    def _tell_model(self, config: TrainingConfig, sources: list[ConfigSource]) -> None:
+        """Say which model is trained where a file has a plan of it, and nobody has said which."""
+        path, unsaid = self.layout.plan, origin(sources, "model", "model") == "default" and config.train.init is None
+        if path not in (None, AUTO) and unsaid:
+            name, layers = merged(sources, "model")["model"], counted(config.model.layers, "layer")
+            size = f"{config.model.parameter_count:,} parameters in {layers}"
+            print(f"{path} does not name a model, so {name} is trained, with {size}; --model chooses another")
+
+    def _run(
+        self,
+        caller: Caller,
+        heartbeat: Heartbeat,
+        first: bool,
+        chosen: StrategyEntry,
+        config: TrainingConfig,
+        planned: PlannedRuns | None,
+        sources: list[ConfigSource],
+        resumed: Resumed | None,
+        restart: int,
+    ) -> int:
+        from shardlab.cli.train.before_ranks import failures_as_exit, lines_of, refuse_restart, tell_interrupted
+        from shardlab.train.faults import Watching
+        from shardlab.train.history import WARNED, free_folder, note_end, record_in, require_writable, saved_in
+        from shardlab.train.launch.ranks import Joining, Named, limit_of, run_ranks, start_limit
+        from shardlab.train.report import require_loggers, write_report
+        from shardlab.train.run import ByValue, Summary, TrainingRun
+
+        if restart and resumed is None:
+            refuse_restart(restart, self.out, config.saving.save_every)
+        out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
+        out, checkpoint = (out, None) if resumed is None else (resumed.out, resumed.checkpoint)
+        there = os.path.exists(out)  # also where it may not be looked at
+        again = self.resume is not None and there
+        if there and not again:
+            raise UserError(
+                f"--out {out} exists; name a new folder, so that nothing is overwritten, or resume its run with "
+                f"--resume {out}"
+            )
+        if first:
+            require_writable(out)
+        peak = peak_flops(config, find_precision(config.precision.precision).compute)
+        resume = None if checkpoint is None else checkpoint.folder
+        callbacks, tell = ByValue(caller.callbacks), first and not self.json and not caller.in_python
+        run = TrainingRun(config, out, caller.command, peak=peak, resume=resume, again=again, callbacks=callbacks)
+        want_looks(config, run.tracing.steps, resumed=checkpoint is not None)
+        require_loggers(config.logging)
+        corpus, prompt = run.corpus(verify=True), config.logging.prompt
+        if resumed is not None and not self.settings.given()["data"]:
+            resumed.want_same_data(corpus.identity)
+        if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
+            raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
+        timeout = config.train.timeout
+        joining = Joining(self.bind, limit_of(timeout), start_limit(timeout), config.train.compile)
+        if planned is not None and len(planned.runs) > 1:
+            heartbeat.doing = "plans in turns"
+            fast = fastest(planned, run, self._proved, joining, tell=tell)
+            sources[-1], chosen, run = fast.cut, fast.entry, replace(run, config=fast.config)
+        heartbeat.doing = "choice of passes"
+        chosen, run = settled_run(chosen, run, sources)
+        config = run.config
+        heartbeat.doing = "check of the program"
+        proof = self._proved(chosen, run)
+        if self.print_config:
+            return 0  # now that all has been refused that is
+        if tell:
+            print_config(stdout_console(), config, sources if resumed is None else sources[1:], all=False)
+            self._tell_model(config, sources)
+            print(*corpus.notes, sep="\n", end="\n" if corpus.notes else "", flush=True)
+        if first and resumed is not None and (change := resumed.schedule_change(config)):
+            print(f"shardlab: {change}", file=sys.stderr)
+        heartbeat.doing = "start of the ranks"
+        heartbeat.until = lambda: not first or (out.exists() and not again)  # then rank 0 says what it does
+        before = record_in(out)
+        with failures_as_exit(out, exits=not caller.in_python):
+            watching = Watching(config.train.timeout, proof, lines_of(chosen, run.job), partial(saved_in, out))
+            train_rank = Named[Summary | None]("shardlab.train.loop", "train_rank")
+            summary = run_ranks(config.plan.ranks, train_rank, run, joining=joining, watching=watching)
+        if summary is None:  # a rank of an existing world, but not the one that reports
+            return 0
+        how, why = ("interrupted", WARNED if summary.warned else "") if summary.interrupted else ("finished", "")
+        note_end(out, how, before, why, summary.validation_after)
+        try:
+            write_report(run, summary, predicted_seconds(run.job))
+        except UserError as error:
+            print(f"shardlab: {error}", file=sys.stderr)
+            summary = replace(summary, unwritten=[*summary.unwritten, "report.md"])
+        caller.summaries.append(summary)
+        if caller.in_python:
+            return 0
+        if self.json:
+            print_json({**asdict(summary), "parameters": config.model.parameter_count})
+        else:
+            print_summary(summary, config)
+        if summary.interrupted:
+            tell_interrupted(out)
+            return 0 if summary.saved == summary.steps else INTERRUPTED
+        return 1 if summary.unwritten else 0
+
+    def _proved(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:
+        """The program of the last steps, which can do what the run asks of it."""
+        from shardlab.cli.train.before_ranks import require_audit
+        from shardlab.execute.requirements import want_compilable, want_step_graph
+        from shardlab.train.launch.ranks import device_type
+
+        proof, config = self._checked(chosen, run), run.config
+        if config.train.compile:
+            want_compilable(proof, device_type(config.plan.ranks), traced=config.logging.trace)
+        if config.train.cuda_graph:
+            needs = run.job.cut, run.job.numbers, config.optimizer, device_type(config.plan.ranks)
+            want_step_graph(proof, *needs, traced=config.logging.trace)
+        if config.train.non_finite == "skip" and not proof.clips:
+            raise UserError(
+                f"--non-finite skip needs the gradient norm, which {chosen.name} does not compute; take fsdp or a "
+                "plan, such as zero-3, or give --non-finite stop"
+            )
+        if config.train.audit_every is not None:
+            require_audit(proof, chosen.name)
+        return proof
+
+    def _checked(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:
+        """The program of the last steps; those of other numbers of microbatches are checked as well."""
+        from shardlab.cli.train.before_ranks import checked_to_run
+
+        others = [count for count in run.config.train.ramp.counts if count != run.job.microbatches]
+        jobs = [run.job, *(replace(run.job, microbatches=count) for count in others)]
+        proofs = {job.microbatches: checked_to_run(chosen, job, run.config.optimizer) for job in jobs}
+        if len(proofs) > 1:
+            from shardlab.train.tracing import want_same_slices
+
+            want_same_slices(proofs, run.job.cut)
+        return proofs[run.job.microbatches]
+
+    def _print_config(self, config: TrainingConfig, sources: list[ConfigSource]) -> None:
+        counts = count_parameters(config.model)
+        if self.json:
+            print_json({**config.as_dict(), "parameters": asdict(counts)})
+            return
+        console = stdout_console()
+        print_config(console, config, sources, all=True)
+        console.print()
+        print_counts(console, counts)
+
+
+# Whether a run has the steps that are to be looked at closely: traced, profiled, or both.
+
+
+def want_looks(config: TrainingConfig, traced: int, *, resumed: bool) -> None:
+    """Refuse a run without those steps.
+
+    Args:
+        traced: steps that a trace is of.
+        resumed: whether the run goes on.
+
+    Raises:
+        UserError: saying what is wrong.
+    """
+    steps = config.train.steps
+    if config.logging.trace and steps < traced:
+        raise UserError(f"--trace needs {traced} steps, but --steps is {steps}; give more")
+    first_step, end = config.logging.profile_steps or (0, 0)
+    if config.logging.memory_snapshot and not end:
+        raise UserError(
+            "--memory-snapshot records the steps of --profile-steps; give them, too, as in --profile-steps 3:5"
+        )
+    if end > steps:
+        raise UserError(f"--profile-steps {first_step}:{end} needs {end} steps, but --steps is {steps}; give more")
+    ramp, looked = config.train.ramp, {"--profile-steps": (first_step, end)} if end else {}
+    if config.logging.trace:
+        looked["--trace"] = 0, traced
+    for flag, (begin, stop) in looked.items():
+        if ramp.stage(begin) != ramp.stage(stop - 1):
+            raise UserError(
+                f"{flag} covers steps {begin} to {stop - 1}, but the batch ramp {config.train.batch_ramp} changes "
+                "the batch between them; change it before or after"
+            )
+    if config.logging.trace and resumed:
+        raise UserError("--trace records the first steps of a run, which are already done; trace a new run")
+
+
+# What `shardlab train` says of a run that has ended.
+
+
+def print_summary(summary: Summary, config: TrainingConfig) -> None:
+    """Print what a run came to, which files it has left, and a sample of its model."""
+    model = config.model
+    console = stdout_console()
+    loss = f"loss {summary.validation_before:.3f} before, {summary.validation_after:.3f} after"
+    speed = f"{summary.tps:,.0f} tokens/s, {1000 * summary.dt:.0f} ms/step (median after {summary.warm_up} steps)"
+    print_fact(console, "model", f"{model.parameter_count:,} parameters in {model.layers} layers")
+    print_fact(console, "steps", f"{summary.steps}" + (" (interrupted)" if summary.interrupted else ""))
+    if summary.validation_after_ema is not None:
+        loss += f", {summary.validation_after_ema:.3f} with the averaged weights"
+    print_fact(console, "validation", loss, "bold")
+    print_fact(console, "speed", speed)
+    files = ["config.toml", "run.json", "metrics.jsonl", "report.md", "loss.svg", "strategy.svg"]
+    weights = (weights_at(Path(summary.out, name)) for name in (WEIGHTS, AVERAGED))
+    files += [path.name for path in weights if path] + ["trace.json"] * config.logging.trace
+    files = [file for file in files if file not in summary.unwritten]
+    print_fact(console, "results", f"{summary.out}/: {', '.join(files)}")
+    source = "a line of the validation text" if config.logging.prompt is None else "--prompt"
+    console.print(f"\n[dim]The model continues {source}, {len(summary.prompt)} characters:[/]")
+    console.print(Text.assemble((summary.prompt, "bold"), summary.sample.removeprefix(summary.prompt)))
+
+
+# A configuration as a table, and what a model counts, for `shardlab train`.
+
+
+BY_NAME = {"model": "the model", "plan": "the plan"}
+"""What gives a field of these sections that no source has; other fields follow by a rule."""
+
+
+def print_config(console: Console, config: TrainingConfig, sources: Sequence[ConfigSource], *, all: bool) -> None:
+    """Print a row for each field, with the source that it comes from; without `all`, but for those of the first source
+    and those that follow from others.
+    """
+    table = table_of("section", "field", "value", "from", words=4)
+    for section, fields in config.as_dict().items():
+        shown = section
+        for name, value in fields.items():
+            source = origin(sources, section, name)
+            if value is None or (not all and source in (None, sources[0].name)) or (name, value) == ("name", UNNAMED):
+                continue
+            found = source or ("rule" if name == "passes" else BY_NAME.get(section, "rule"))
+            table.add_row(shown, name, Text(as_words(value), "bold"), Text(found, "dim"))
+            shown = ""
+    if table.row_count:
+        print_whole(console, table, folded=2)
+
+
+def as_words(value: Any) -> str:
+    """A value as it is read in a table."""
+    if isinstance(value, dict):
+        sizes = cast(dict[str, Any], value)
+        return " ".join(f"{axis} {size}" for axis, size in sizes.items()) or "one rank"
+    if isinstance(value, list):
+        return ", ".join(map(str, cast(list[Any], value))) or "none"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def print_counts(console: Console, counts: ParameterCounts) -> None:
+    """Print a model's parameter counts."""
+    rows = [
+        ("parameters", f"{counts.parameters:,}", "all"),
+        ("decayed", f"{counts.decayed:,}", f"in {counts.decayed_tensors} tensors"),
+        ("not decayed", f"{counts.not_decayed:,}", f"in {counts.not_decayed_tensors} tensors"),
+        ("nanoGPT's count", f"{counts.without_positions:,}", "without position embeddings"),
+    ]
+    print_figures(console, rows)

@@ -1,0 +1,1 @@
+"""Helpers that know nothing of parallel training: errors, text, files, fields of settings, files of users."""

@@ -1,0 +1,308 @@
+"""Forms of a dataclass's fields: in Python, as flags, in TOML and in JSON.
+
+A field's annotation names its `FieldType`; the text below the field is the help of its flag.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast, get_args, get_type_hints
+
+from shardlab.common.errors import UserError
+
+# Times as a person writes them, the same for every flag.
+
+
+TICK = 1e-9
+"""Seconds that anything measured takes at least: clocks are coarse, and a virtual machine's that is being moved can
+stand still."""
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+A_TIME = "a time, such as 90s, 10m, 2h, 1d, 1:30:00 or 1-12:00:00"
+"""What to give where `seconds_of` knows no time."""
+
+
+def seconds_of(words: str) -> float | None:
+    """Seconds of a number with a unit, or of [DAYS-]HOURS:MINUTES:SECONDS; None if it is neither.
+
+    After DAYS- minutes and seconds may be left out, as schedulers write it.
+
+    >>> seconds_of("90s"), seconds_of("1.5h"), seconds_of("1:30:00"), seconds_of("1-12:00:00"), seconds_of("90")
+    (90.0, 5400.0, 5400.0, 129600.0, None)
+    """
+    if clock := re.fullmatch(r"([0-9]{1,9}):([0-5][0-9]):([0-5][0-9])", words):
+        hours, minutes, seconds = map(float, clock.groups())
+        return 3600 * hours + 60 * minutes + seconds
+    if dated := re.fullmatch(r"([0-9]{1,6})-((?:[01]?[0-9]|2[0-3])(?::[0-5][0-9]){0,2})", words):
+        hours, minutes, seconds = map(float, [*dated[2].split(":"), 0, 0][:3])
+        return 86400 * float(dated[1]) + 3600 * hours + 60 * minutes + seconds
+    try:
+        found = float(words[:-1]) * UNITS[words[-1:]]
+    except (ValueError, KeyError):
+        return None
+    return found if 0 <= found < math.inf else None
+
+
+@dataclass(frozen=True)
+class FieldType:
+    """Values that may stand in a field.
+
+    Attributes:
+        words: the type of the words that follow its flag (bool: none).
+        metavar: what help shows in the place of these words.
+        wanted: for a value, what to give instead of it; nothing if it fits.
+        of_words: the value that the words of a flag stand for.
+    """
+
+    words: Any
+    metavar: str
+    wanted: Callable[[Any], str]
+    of_words: Callable[[Any], Any] = lambda words: words
+
+
+@cache
+def field_types(described: type) -> dict[str, FieldType]:
+    """Types of a dataclass's fields, of those whose annotations name one."""
+    hints = get_type_hints(described, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+
+
+def field_helps(described: type) -> dict[str, str]:
+    """Texts that stand below the fields of a dataclass."""
+    module = ast.parse(inspect.getsource(sys.modules[described.__module__]))  # getsource(class) is slow
+    tree = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == described.__name__)
+    helps: dict[str, str] = {}
+    for above, below in pairwise(tree.body):
+        match above, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                helps[name] = " ".join(text.split())
+            case _:
+                pass
+    return helps
+
+
+def check_field(name: str, value: Any, written: FieldType, default: Any) -> None:
+    """Refuse a value that cannot stand in a field.
+
+    Raises:
+        UserError: with what to give instead.
+    """
+    unset = value is None and default is None
+    if not unset and (wanted := written.wanted(value)):
+        raise UserError(f"{name} is {as_text(value)}; give {wanted}")
+
+
+def check_fields(checked: object) -> None:
+    """Refuse an object whose fields hold what cannot stand in them.
+
+    Raises:
+        UserError: with what to give instead.
+    """
+    kind = type(checked)
+    for name, written in field_types(kind).items():
+        check_field(name, getattr(checked, name), written, getattr(kind, name, None))
+
+
+def of_file(written: FieldType, value: Any) -> Any:
+    """The value of a field that stands in a TOML file."""
+    if isinstance(value, list):
+        return tuple(cast(list[Any], value))
+    return written.of_words(value) if written.words is str and isinstance(value, str) else value
+
+
+def as_text(value: Any) -> str:
+    """A field's value in a message."""
+    return ", ".join(map(str, cast(tuple[Any, ...], value))) or "nothing" if isinstance(value, tuple) else repr(value)
+
+
+def as_flags(values: Mapping[str, Any]) -> str:
+    """Fields, or axes of a mesh, as the flags that give them.
+
+    >>> as_flags({"sequence_parallel": False})
+    '--no-sequence-parallel'
+    >>> as_flags({"dp_shard": 2, "sequence_parallel": True, "shard_optimizer": ("dp_shard", "cp")})
+    '--dp-shard 2 --sequence-parallel --shard-optimizer dp_shard cp'
+    """
+    flags: list[str] = []
+    for name, value in values.items():
+        words = cast(tuple[Any, ...], value) if isinstance(value, tuple) else (value,)
+        flag = f"--{'no-' * (value is False)}{name.replace('_', '-')}"
+        flags.append(" ".join([flag, *([] if isinstance(value, bool) else map(str, words))]))
+    return " ".join(flags)
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(number) is int for number in cast(tuple[Any, ...], value))
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, str) for each in cast(tuple[Any, ...], value))
+
+
+def _count(value: Any) -> str:
+    return "a whole number" if type(value) is not int else "1 or more" if value < 1 else ""
+
+
+def whole(wanted: str, least: float) -> FieldType:
+    """A whole number of `least` or more."""
+    return FieldType(
+        int,
+        "N",
+        lambda value: "a whole number" if type(value) is not int else "" if value >= least else wanted,
+    )
+
+
+def number(wanted: str, fits: Callable[[float], bool]) -> FieldType:
+    """A number that fits."""
+    return FieldType(float, "FLOAT", lambda value: "" if _is_number(value) and fits(value) else wanted)
+
+
+def number_or_none(wanted: str, fits: Callable[[float], bool], metavar: str) -> FieldType:
+    """A number that fits, or the word none, which is None."""
+
+    def of_words(words: str) -> float | str | None:
+        try:
+            return None if words.lower() == "none" else float(words)
+        except ValueError:
+            return words
+
+    return FieldType(
+        str,
+        f"{metavar}|none",
+        lambda value: "" if value is None or (_is_number(value) and fits(value)) else wanted,
+        of_words,
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def pair(wanted: str, fits: Callable[[float], bool]) -> FieldType:
+    """Two numbers that fit."""
+
+    def check(value: Any) -> str:
+        numbers = cast(tuple[Any, ...], value) if isinstance(value, tuple) else ()
+        return "" if len(numbers) == 2 and all(_is_number(each) and fits(each) for each in numbers) else wanted
+
+    return FieldType(tuple[float, float], "FLOAT FLOAT", check)
+
+
+def text(metavar: str, wanted: str) -> FieldType:
+    """A text that is not empty."""
+    return FieldType(str, metavar, lambda value: "" if isinstance(value, str) and value else wanted)
+
+
+INTEGER = whole("a whole number", -math.inf)
+PATH = FieldType(str, "FILE", lambda value: "" if isinstance(value, Path) else "a path in quotes", Path)
+FOLDER = replace(PATH, metavar="FOLDER")
+COUNT = FieldType(int, "N", _count)
+NUMBERS = FieldType(tuple[int, ...], "N ...", lambda value: "" if _numbers(value) else "numbers")
+TEXTS = FieldType(tuple[str, ...], "DATA[:WEIGHT] ...", lambda value: "" if _texts(value) else "a list of texts")
+SWITCH = FieldType(bool, "", lambda value: "" if type(value) is bool else "true or false")
+
+
+AMOUNT = number("a number, 0 or more", lambda value: 0 <= value < math.inf)
+
+
+def _span(value: Any) -> str:
+    numbers = cast(tuple[Any, ...], value) if _numbers(value) else ()
+    return "" if len(numbers) == 2 and 0 <= numbers[0] < numbers[1] else "two step numbers, the second larger: 10:13"
+
+
+def _span_of(words: str) -> tuple[int, ...] | str:
+    numbers = words.split(":")
+    return tuple(map(int, numbers)) if all(number.isdecimal() for number in numbers) else words
+
+
+SPAN = FieldType(str, "FIRST:END", _span, _span_of)
+
+
+def _seconds(words: str) -> float | str:
+    try:
+        return float(words)
+    except ValueError:
+        found = seconds_of(words)
+        return words if found is None else found
+
+
+DURATION = FieldType(
+    str,
+    "TIME",
+    lambda value: "" if _is_number(value) and 0 < value < math.inf else f"seconds, above 0, or {A_TIME}",
+    _seconds,
+)
+
+
+def interval(value: int | str | None) -> tuple[int | None, float | None]:
+    """The steps, or the seconds, that an interval has.
+
+    >>> interval(100), interval("10m"), interval(None)
+    ((100, None), (None, 600.0), (None, None))
+    """
+    return (None, seconds_of(value)) if isinstance(value, str) else (value, None)
+
+
+def _is_interval(value: Any) -> bool:
+    return bool(seconds_of(value)) if isinstance(value, str) else not _count(value)
+
+
+EVERY = FieldType(
+    str,
+    "N|TIME",
+    lambda value: "" if _is_interval(value) else f"a number of steps, such as 100, or {A_TIME}",
+    lambda words: int(words) if words.isdecimal() else words,
+)
+
+
+def word(*objects: type) -> FieldType:
+    """A name, or in Python an object of one of these types."""
+    return FieldType(str, "NAME", lambda value: "" if isinstance(value, (str, *objects)) else "a word in quotes")
+
+
+def axes(*known: str) -> FieldType:
+    """Some of these axes of the mesh, in any order."""
+
+    def wanted(value: Any) -> str:
+        if not isinstance(value, tuple):
+            return "a list of axes, such as ['dp_shard']"
+        given = cast(tuple[Any, ...], value)
+        fits = set(given) <= set(known) and len(set(given)) == len(given)
+        return "" if fits else f"some of {', '.join(known)}, each once"
+
+    return FieldType(tuple[str, ...], "AXIS ...", wanted)
+
+
+def choice(literal: Any) -> FieldType:
+    """One of the words of a `Literal`."""
+    words = get_args(literal)
+    wanted = f"one of {', '.join(words)}"
+    return FieldType(literal, f"{{{','.join(words)}}}", lambda value: "" if value in words else wanted)
+
+
+def choice_or_numbers(literal: Any, noun: str) -> FieldType:
+    """One of the words of a `Literal`, or the numbers of some things."""
+    words = get_args(literal)
+    wanted = f"one of {', '.join(words)}, or the numbers of {noun}s, such as 0 1"
+
+    def of_words(given: tuple[str, ...]) -> str | tuple[int, ...]:
+        if given and all(word.isdecimal() for word in given):
+            return tuple(map(int, given))
+        return " ".join(given)
+
+    return FieldType(
+        tuple[str, ...],
+        f"{{{','.join(words)},{noun.upper()} ...}}",
+        lambda value: "" if value in words or _numbers(value) else wanted,
+        of_words,
+    )

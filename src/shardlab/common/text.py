@@ -1,0 +1,183 @@
+"""Bytes, shares and times for a reader."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from shardlab.language import UserError
+
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+"""Largest first."""
+
+
+def bytes_text(bytes: float, digits: int = 2) -> str:
+    """Write bytes in the largest unit that they fill.
+
+    >>> bytes_text(3 * 2**29), bytes_text(5_000_000), bytes_text(80 * 2**30, digits=0)
+    ('1.50 GiB', '4.77 MiB', '80 GiB')
+    """
+    unit, size = unit_of(bytes)
+    return f"{bytes / size:,.{digits}f} {unit}"
+
+
+def room_text(bytes: float) -> str:
+    """Write how much memory a device has: without digits where these would be zeros.
+
+    >>> room_text(80 * 2**30), room_text(1.2 * 2**30)
+    ('80 GiB', '1.20 GiB')
+    """
+    return bytes_text(bytes).replace(".00 ", " ")
+
+
+def unit_of(bytes: float) -> tuple[str, int]:
+    """Find the largest unit that so many bytes fill, and its size in bytes."""
+    return next((unit for unit in UNITS if bytes >= unit[1]), UNITS[-1])
+
+
+def share_text(share: float) -> str:
+    """Write a share in percent with one decimal, or as many as show two digits of a small one.
+
+    >>> share_text(0.421), share_text(0.00012), share_text(0)
+    ('42.1%', '0.012%', '0.0%')
+    """
+    percent = 100 * share
+    decimals = 1 if percent >= 1 or percent <= 0 else 1 - math.floor(math.log10(percent))
+    return f"{percent:,.{decimals}f}%"
+
+
+def seconds_text(seconds: float) -> str:
+    """`3.46 s`, `125.8 ms`, `93.1 us`."""
+    if seconds >= 1:
+        return f"{seconds:#,.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
+    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} us"
+
+
+def moment_text(moment: float, end: float, length: float) -> str:
+    """A moment of a step that ends at `end`, with as many digits as tell moments of a stretch of it apart.
+
+    >>> moment_text(1.2345, 2.75, 0.005), moment_text(0.0125, 0.125, 0.125), moment_text(0, 1, 1)
+    ('1.234500 s', '12.5 ms', '0')
+
+    Args:
+        moment, end, length: in seconds; `length` is that of the stretch.
+    """
+    if not moment:
+        return "0"
+    size, unit = (1.0, "s") if end >= 1 else (1e3, "ms") if end >= 1e-3 else (1e6, "us")
+    digits = max(0, 3 - math.floor(math.log10(length * size)))
+    return f"{moment * size:,.{digits}f} {unit}"
+
+
+# Text that a terminal and a file can show, whatever a model made up.
+
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def printable(text: str) -> str:
+    """Replace each character that cannot be seen, but line ends and tabs; a terminal might obey it.
+
+    >>> printable("a" + chr(27) + "[2J" + chr(9) + "b")
+    'a\ufffd[2J\\tb'
+    """
+    return "".join(each if each.isprintable() or each in "\n\t" else REPLACEMENT for each in text)
+
+
+# Sizes as people write them, 64KB or 1.5 MiB, and back.
+
+
+POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+"""KB and KiB are both 1024 bytes, as in nccl-tests."""
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(?:I?B)?\s*", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size.
+
+    >>> parse_size("64MB"), parse_size("1.5 k"), parse_size("12")
+    (67108864, 1536, 12)
+
+    Raises:
+        UserError: when it is no size.
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise UserError(f"{text!r} is not a size; write a number and a unit, such as 1KB, 512 or 64MB")
+    size = float(found[1]) * 1024 ** POWERS[found[2].upper()]
+    if size != int(size):
+        raise UserError(f"{text!r} is {size} bytes; give a whole number of bytes")
+    return int(size)
+
+
+def size_text(size: float) -> str:
+    """A size in its largest fitting unit.
+
+    >>> size_text(1536), size_text(64 * 1024 * 1024), size_text(7)
+    ('1.5 KB', '64 MB', '7 B')
+    """
+    power = min(4, int(math.log(size, 1024) + 1e-9)) if size >= 1 else 0
+    unit = ("B", "KB", "MB", "GB", "TB")[power]
+    return f"{size / 1024**power:.4g} {unit}"
+
+
+def sizes_between(smallest: int, largest: int, factor: int = 2) -> list[int]:
+    """Sizes from the smallest to the largest, each `factor` times the one before.
+
+    Raises:
+        UserError: when there are none.
+    """
+    if smallest < 4:
+        raise UserError(f"the smallest size is {smallest} bytes; one float32 number has 4: give 4 or more")
+    if largest < smallest:
+        raise UserError(
+            f"the largest size, {size_text(largest)}, is less than the smallest, {size_text(smallest)}; exchange them"
+        )
+    if factor < 2:
+        raise UserError(f"each size is {factor} times the one before, so there is no end; give 2 or more")
+    return [smallest * factor**step for step in range(int(math.log(largest / smallest, factor) + 1e-9) + 1)]
+
+
+# Amounts that a user writes with a unit: bytes, and tokens.
+
+
+NUMBER = r"\d+(?:\.\d+)?(?:e\d+)?"
+
+BYTES = {"b": 1} | {
+    f"{letter}{end}": base**power for power, letter in enumerate("kmgt", 1) for end, base in (("ib", 1024), ("b", 1000))
+}
+
+TOKENS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+"""Units of tokens, powers of 1,024 as batches are commonly named: 4M tokens are 512 sequences of 8,192."""
+
+
+def read_bytes(text: str, flag: str) -> float:
+    """So many bytes: `72GiB`, `80GB`, `5e9B`; a number alone is refused, since it may be meant as GiB.
+
+    Raises:
+        UserError: it is no amount above 0, or it has no unit.
+    """
+    if re.fullmatch(NUMBER, text.strip().lower()):
+        raise UserError(f"{flag} {text} has no unit; write {text}GiB, {text}GB, or {text}B for bytes")
+    return _amount(text, BYTES, f"{flag} {text}: give bytes above 0 with their unit, such as 72GiB or 80GB")
+
+
+def read_tokens(text: str, flag: str) -> int:
+    """So many tokens: `4M`, `512k`, `4194304`.
+
+    Raises:
+        UserError: it is no whole number above 0.
+    """
+    wrong = f"{flag} {text}: give a whole number of tokens, such as 4M (4 x 1024 x 1024) or 500000"
+    amount = _amount(text, TOKENS, wrong)
+    if amount != int(amount):
+        raise UserError(wrong)
+    return int(amount)
+
+
+def _amount(text: str, units: dict[str, int], wrong: str) -> float:
+    found = re.fullmatch(rf"({NUMBER})\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in units or not float(found[1]):
+        raise UserError(wrong)
+    return float(found[1]) * units[found[2]]

@@ -1,0 +1,180 @@
+"""Timelines for trace viewers: ui.perfetto.dev, chrome://tracing.
+
+The format is Google's "Trace Event Format", docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+(also perfetto.dev/docs/getting-started/other-formats), as JSON: complete events "X", metadata "M", flows "s" and "f",
+counters "C"; times are microseconds. Each rank is a process and each of its streams a thread; what a stream does at
+the same time goes to further threads, since spans of one thread may not overlap (perfetto.dev/docs/faq). In unit costs
+a unit is shown as a second.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardlab.common.files import whole_file
+from shardlab.draw.canvas import model_layer
+from shardlab.draw.panels import curve
+from shardlab.draw.rows import rank_name
+from shardlab.language import Op, OpKind
+from shardlab.language.ops import HUES, Stream
+from shardlab.language.rules.kinds import bits, listed
+from shardlab.simulate.timeline import Event, Timeline
+from shardlab.simulate.timeline.prices import rank_of
+from shardlab.simulate.timeline.run import Counter, moments_of
+
+Place = tuple[int, int]
+"""A row and the place of an op on its tape."""
+
+
+class Arrow(NamedTuple):
+    """An arrow from the event at one place to that at another; a `message` or a `join`."""
+
+    name: str
+    source: Place
+    target: Place
+
+
+def arrows(timeline: Timeline) -> Iterator[Arrow]:
+    """List all arrows between the rows of a timeline; of folded ranks, those whose peers have rows of their own.
+
+    A join goes from the member for which the others of a collective waited (of several, the first) to each of them.
+    """
+    moments = [moments_of(timeline, row) for row in range(len(timeline.events))]
+    for communication in timeline.communications:
+        places = [(row, at) for row, _, at in communication.participants]
+        if communication.stream is Stream.MESSAGE:
+            yield Arrow("message", *places)
+        else:
+            last = max(places, key=lambda place: moments[place[0]][place[1]])
+            yield from (Arrow("join", last, place) for place in places if place != last)
+
+
+NANO = 1e9
+"""Nanoseconds of a second, or of a unit: the finest that viewers know, so times are compared when they are rounded."""
+
+
+Shown = tuple[Timeline, Sequence[Counter] | None]
+"""A timeline to be shown, and for each row its memory by category (None: memory is shown as one number)."""
+
+
+class TraceSpan(NamedTuple):
+    """Place of an event in the trace: its process and thread, and its nanoseconds."""
+
+    process: int
+    thread: int
+    start: int
+    end: int
+
+
+def save_trace_events(shown: Mapping[str, Shown], path: Path) -> None:
+    """Write a trace; it appears whole or not at all."""
+    with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "otherData": {"generator": "shardlab"}, "traceEvents": [\n')
+        for place, event in enumerate(trace_events(shown)):
+            file.write((",\n" if place else "") + json.dumps(event))
+        file.write("\n]}\n")
+
+
+def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
+    """The events of a trace; each timeline's name stands before its ranks, whose processes lie side by side."""
+    first = len(shown) * max(timeline.program.mesh.world for timeline, _ in shown.values())
+    threads, flows = count(first), count(1)  # no thread has a process's number: viewers take that for the main thread
+    for place, (name, (timeline, counters)) in enumerate(shown.items()):
+        program = timeline.program
+        spans: dict[tuple[int, int], TraceSpan] = {}
+        for row, events in enumerate(timeline.events):
+            process = rank_of(program, row) * len(shown) + place
+            yield _named("process_name", process, 0, f"{name} {rank_name(program, row)}".strip())
+            yield _meta("process_sort_index", process, 0, sort_index=process)
+            lanes: dict[str, list[TraceSpan]] = defaultdict(list)
+            for event in sorted(events, key=lambda event: (event.start, event.end)):
+                stream = _stream(program.tapes[row][event.op])
+                lane, span = _laid(event, lanes[stream], process, threads)
+                if lane == len(lanes[stream]):
+                    yield _named("thread_name", process, span.thread, f"{stream} ({lane + 1})" if lane else stream)
+                    yield _meta("thread_sort_index", process, span.thread, sort_index=span.thread)
+                lanes[stream][lane:] = [span]
+                spans[row, event.op] = span
+                yield _complete(event, span, model_layer(program.sizes, event.layer))
+            for time, live in counters[row] if counters else [(t, {"live": n}) for t, n in curve(timeline, row)]:
+                yield {"ph": "C", "name": "memory", "pid": process, "ts": _micro(round(time * NANO)), "args": live}
+        for arrow in arrows(timeline):  # after all spans: of one moment, viewers read in the order of the file
+            yield from _flow(arrow, spans, flows)
+
+
+def _laid(event: Event, lanes: Sequence[TraceSpan], process: int, threads: Iterator[int]) -> tuple[int, TraceSpan]:
+    """An event's lane among those of its stream, which are given by their last spans, and where it stands."""
+    start, end = round(event.start * NANO), round(event.end * NANO)
+    lane = next((lane for lane, last in enumerate(lanes) if last.end <= start), len(lanes))
+    thread = lanes[lane].thread if lane < len(lanes) else next(threads)
+    return lane, TraceSpan(process, thread, start, end)
+
+
+def _stream(op: Op) -> str:
+    """Compute; a group's communication; or that with one other rank, in one direction."""
+    stream = op.kind.row.stream
+    if stream is Stream.COLLECTIVE:
+        return f"communication on {op.group}"
+    if stream is Stream.MESSAGE:
+        return f"send to rank {op.peer}" if op.kind is OpKind.SEND else f"recv from rank {op.peer}"
+    return stream.value
+
+
+def _micro(nanoseconds: int) -> float:
+    return nanoseconds / 1000
+
+
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return _meta(what, process, thread, name=name)
+
+
+def _meta(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+
+
+def _complete(event: Event, span: TraceSpan, layer: int) -> dict[str, Any]:
+    """An event as `forward 0 (layer 3)`: its microbatches, as in the pictures, and the model's layer.
+
+    Perfetto gives a name, less its numbers, a colour of its own; Chrome takes that which is named.
+    """
+    name = event.kind.value.replace("_", "-")
+    args: dict[str, Any] = {"op": event.op, "layer": event.layer}
+    if event.microbatches:
+        args["microbatches"] = listed(bits(event.microbatches))
+        name += f" {args['microbatches']}"
+    if event.layer >= 0:
+        name += f" (layer {layer})"
+    color = HUES[event.kind.row.color].chrome
+    return {
+        **({"cname": color} if color else {}),
+        "ph": "X",
+        "name": name,
+        "cat": event.kind.value,
+        "pid": span.process,
+        "tid": span.thread,
+        "ts": _micro(span.start),
+        "dur": _micro(span.end - span.start),
+        "args": args,
+    }
+
+
+def _flow(arrow: Arrow, spans: Mapping[tuple[int, int], TraceSpan], flows: Iterator[int]) -> Iterator[dict[str, Any]]:
+    """An arrow from its source's start to its target's last nanosecond.
+
+    Its ends bind to the spans that enclose them, so what took no time has none, nor has what ended before its source
+    began, on clocks that are further apart than it is long.
+    """
+    source, target = spans.get(arrow.source), spans.get(arrow.target)
+    if source is None or target is None or source.start == source.end or target.start == target.end:
+        return
+    if target.end <= source.start:
+        return
+    about, flow = {"name": arrow.name, "cat": arrow.name}, next(flows)
+    ends = ({"ph": "s"}, source, source.start), ({"ph": "f", "bp": "e"}, target, target.end - 1)
+    for phase, span, time in ends:
+        yield {**phase, **about, "id": flow, "pid": span.process, "tid": span.thread, "ts": _micro(time)}

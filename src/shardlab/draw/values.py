@@ -1,0 +1,168 @@
+"""Values as a picture: the network with what is held of it filled in.
+
+Between the layers stand the microbatches, activations on the left and their gradients on the right; a layer's box
+shows its weights, the gradient with a row for each microbatch summed into it, and the optimizer state, cut from left
+to right into the slices that ranks hold.
+"""
+
+# pyright: reportUnknownMemberType=false
+# matplotlib's own annotations leave **kwargs untyped.
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardlab.draw.canvas import FAINT, Box, Page, fill, style
+from shardlab.language import Kind, Rank, Spec, Store, Value
+from shardlab.language.rules.kinds import bits
+
+COLORS = {
+    Kind.WEIGHT: "#0072b2",
+    Kind.GRAD_WEIGHT: "#d55e00",
+    Kind.OPT_STATE: "#56b4e9",
+    Kind.ACTIVATION: "#009e73",
+    Kind.GRAD_ACTIVATION: "#e69f00",
+}
+"""The palette of Okabe and Ito 2008, made to be told apart with every kind of colour vision."""
+
+BANDS = {Kind.WEIGHT: (0.0, 0.3), Kind.GRAD_WEIGHT: (0.34, 0.78), Kind.OPT_STATE: (0.82, 1.0)}
+"""Begin and end of each kind's part of a layer's box, from its top, as shares of its height."""
+
+HALVES = {Kind.ACTIVATION: (0.0, 0.48), Kind.GRAD_ACTIVATION: (0.52, 1.0)}
+"""Begin and end of each kind's part of an activation's column, from its left, as shares of its width."""
+
+EMPTY = "#f3f5f7"
+MARGIN, LEFT, TOP, HEIGHT = 0.2, 0.5, 1.02, 1.1
+NAMES = 1.0
+"""Inches to the right of the network, for the names of what a layer's box shows."""
+
+NUMBERED_ROWS = 16
+"""Microbatches up to which their rows are ruled and numbered."""
+
+
+def value_svg(value: Value) -> str:
+    """Draw one value, in the network that it belongs to."""
+    state = "" if value.alive else ", freed"
+    title = f"{value.spec} on rank {value.rank.index}{state}"
+    return network_svg([value.spec], *_size(value), title, f"{value.elements:,} elements, {value.bytes:,} bytes")
+
+
+def store_svg(store: Store) -> str | None:
+    """Draw all values of a store over one network; an empty store knows no network, and gives None."""
+    values = list({value.number: value for value in store.values()}.values())
+    if not values:
+        return None
+    title = f"rank.{store.kind.value} on rank {values[0].rank.index}"
+    note = f"{len(values)} value{'s' * (len(values) > 1)}, {sum(value.elements for value in values):,} elements"
+    return network_svg([value.spec for value in values], *_size(values[0]), title, note)
+
+
+def _size(value: Value) -> tuple[int, int]:
+    """Layers and microbatches of the world that a value lives in."""
+    assert isinstance(value.rank, Rank)
+    return len(value.rank.layers), len(value.rank.microbatches)
+
+
+def network_svg(specs: Iterable[Spec], layers: int, microbatches: int, title: str = "", note: str = "") -> str:
+    """Draw any values of one network, as an SVG document.
+
+    >>> half = Spec(form_of(Kind.WEIGHT, 1, 0, Space(4), Holds(0b01, 2)))
+    >>> network_svg([half], layers=3, microbatches=4, title="half of layer 1")
+    """
+    specs = list(specs)
+    with style():
+        net = _Network(layers, microbatches)
+        net.page.ink.text(MARGIN, 0.22, title, size=11, weight="bold", va="center")
+        net.page.ink.text(MARGIN, 0.44, note, size=8.5, color=FAINT, va="center")
+        for layer in range(layers):
+            for kind in BANDS:
+                net.empty(kind, layer)
+        for layer in range(layers + 1):
+            for kind in HALVES:
+                net.empty(kind, layer)
+        for spec in specs:
+            net.hold(spec)
+        net.name_parts({spec.kind for spec in specs})
+        return net.page.svg()
+
+
+class _Network:
+    """Places on the page for each piece of each value."""
+
+    def __init__(self, layers: int, microbatches: int) -> None:
+        self.layers = layers
+        self.microbatches = microbatches
+        self.pitch = max(0.3, min(1.25, 12 / layers))
+        self.column = 0.28 * self.pitch
+        width = layers * self.pitch + self.column
+        self.page = Page(max(LEFT + width + NAMES, 5.2), TOP + HEIGHT + 0.42)
+
+    def area(self, kind: Kind, layer: int) -> Box:
+        """The whole of one kind at one layer."""
+        left = LEFT + layer * self.pitch
+        if kind in HALVES:
+            start, stop = HALVES[kind]
+            return left + start * self.column, TOP, left + stop * self.column, TOP + HEIGHT
+        start, stop = BANDS[kind]
+        gap = 0.14 * self.pitch
+        return left + self.column + gap, TOP + start * HEIGHT, left + self.pitch - gap, TOP + stop * HEIGHT
+
+    def empty(self, kind: Kind, layer: int) -> None:
+        ruled = kind in HALVES and self.microbatches <= NUMBERED_ROWS
+        rows = self.microbatches if ruled else 1
+        cells = [_cell(self.area(kind, layer), 0, 1, row, rows) for row in range(rows)]
+        fill(self.page.ink, cells, EMPTY, edge="#d0d7de", width=0.5)
+
+    def hold(self, spec: Spec) -> None:
+        """Fill the pieces that a value holds."""
+        area = self.area(spec.kind, spec.layer)
+        columns, rows = ([0], 1), ([0], 1)
+        if spec.kind in HALVES:
+            rows = (list(bits(spec.cells)), self.microbatches * spec.form.space.sequence)
+        else:
+            columns = (list(bits(spec.holds.mask)), spec.holds.of)
+        if spec.kind is Kind.GRAD_WEIGHT:
+            rows = (list(bits(spec.microbatches)), self.microbatches)
+        cells = [_cell(area, column, columns[1], row, rows[1]) for column in columns[0] for row in rows[0]]
+        width = min(0.6, 4 / max(columns[1], rows[1]))
+        fill(self.page.ink, cells, COLORS[spec.kind], edge="white", width=width)
+
+    def name_parts(self, kinds: set[Kind]) -> None:
+        """Layers below the network, microbatches to its left, and every kind of box by its name, held or not."""
+        below = TOP + HEIGHT + 0.14
+        every = 1 if self.pitch > 0.4 else 4
+        for layer in range(0, self.layers, every):
+            left, _, right, _ = self.area(Kind.WEIGHT, layer)
+            text = f"layer {layer}" if self.pitch > 0.8 else str(layer)
+            self.page.ink.text((left + right) / 2, below, text, size=7.5, color=FAINT, ha="center", va="center")
+        if self.microbatches <= NUMBERED_ROWS:
+            for row in range(self.microbatches):
+                place = (LEFT - 0.06, TOP + (row + 0.5) * HEIGHT / self.microbatches)
+                self.page.ink.text(*place, str(row), size=6.5, color=FAINT, ha="right", va="center_baseline")
+            middle = TOP + HEIGHT / 2
+            text = "microbatch"
+            self.page.ink.text(MARGIN, middle, text, size=6.5, color=FAINT, rotation=90, ha="center", va="center")
+        end = LEFT + self.layers * self.pitch + self.column + 0.08
+        for kind, (start, stop) in BANDS.items():
+            middle = TOP + (start + stop) / 2 * HEIGHT
+            self.page.ink.text(end, middle, kind.value, size=6.5, color=FAINT, va="center_baseline")
+        columns = " | ".join(kind.value for kind in HALVES)
+        self.page.ink.text(LEFT, TOP - 0.09, f"{columns}, of each microbatch", size=6.5, color=FAINT, va="center")
+        x = MARGIN
+        for kind, color in COLORS.items():
+            if kind in kinds:
+                x = self._key(x, kind.value, color)
+        self._key(x, "not held", EMPTY)
+
+    def _key(self, left: float, text: str, color: str) -> float:
+        """An entry of the legend; where the next one begins is returned."""
+        edge = "#d0d7de" if color == EMPTY else "none"
+        fill(self.page.ink, [(left, 0.62, left + 0.14, 0.76)], color, edge=edge, width=0.5)
+        self.page.ink.text(left + 0.2, 0.69, text, size=8, color=FAINT, va="center_baseline")
+        return left + 0.42 + len(text) * 0.065
+
+
+def _cell(area: Box, column: int, columns: int, row: int, rows: int) -> Box:
+    left, top, right, bottom = area
+    width, height = (right - left) / columns, (bottom - top) / rows
+    return left + column * width, top + row * height, left + (column + 1) * width, top + (row + 1) * height

@@ -1,0 +1,444 @@
+"""What each communication op of a tape does: it starts at once and gives how to wait for it."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain, pairwise
+
+import torch
+from torch import Tensor
+
+from shardlab.execute.offload import copy
+from shardlab.execute.slicing import Join, along_sequence, cut_of, index_apart, join_of
+from shardlab.execute.state import State
+from shardlab.execute.tape_analysis import Shapes
+from shardlab.execute.transport.collectives import Communicator, Wait
+from shardlab.language import Kind, Op, OpKind, Spec
+from shardlab.language.rules.kinds import ROW_KINDS, bits
+from shardlab.models.tensors.attention import index_on
+
+# ALL_TO_ALL on tensors: each member sends every other one what it holds of that one's result.
+
+
+Places = tuple[Tensor, ...]
+"""Indices of some of a tensor's elements, a grid for each dim that is chosen from."""
+
+
+def all_to_all_pieces(
+    state: State, links: Communicator, at: int, op: Op, members: Sequence[Spec], received: Sequence[Spec]
+) -> Callable[[], Wait]:
+    """Start the exchange; `members` are the specs that the group's ranks give, `received` those that they receive.
+
+    Equal parts go to all members: the cells and the pieces of an index that both sides hold.
+    """
+    (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
+    assert group is not None
+    mine, result = state.specs[given], state.specs[output]
+    sent = [_places(state, mine, _common(mine, theirs)) for theirs in received]
+    came = [_places(state, result, _common(theirs, result)) for theirs in members]
+    shape, over = state.shapes.shape(result), at in state.analysis.last_copies
+
+    def start() -> Wait:
+        tensor: Tensor = values[given]
+        parts = torch.stack([tensor[places] for places in sent])
+        if over:
+            values[given] = None
+        inbox = torch.empty_like(parts)
+        wait = links.all_to_all(inbox, parts, group)
+
+        def sort() -> None:
+            wait()
+            whole = values[output] = inbox.new_empty(shape)
+            for places, part in zip(came, inbox, strict=True):
+                whole[places] = part
+
+        return sort
+
+    return start
+
+
+def _common(one: Spec, other: Spec) -> Spec:
+    """What two values of one tensor both hold."""
+    names = {index for index, _ in (*one.form.slices, *other.form.slices)}
+    slices = tuple(sorted((index, one.pieces(index) & other.pieces(index)) for index in names))
+    return one._replace(form=one.form.but(slices=slices), cells=one.cells & other.cells)
+
+
+def _places(state: State, spec: Spec, part: Spec) -> Places:
+    """Where the elements of a part lie in the tensor of a value that holds it."""
+    shapes, device = state.shapes, state.settings.device
+    held = list(bits(spec.microbatches))
+    rows = [held.index(m) for m in bits(part.microbatches)]
+    if shapes.model.is_buffers(spec.layer):  # experts' buffers: of each microbatch, one expert's after the other's
+        of = spec.form.space.count("expert")
+        experts = shapes.model.activation_shape(spec.layer)[0] // of
+        here = list(bits(spec.pieces("expert")))
+        mine = [here.index(piece) * experts + e for piece in bits(part.pieces("expert")) for e in range(experts)]
+        return (torch.tensor([row * len(here) * experts + e for row in rows for e in mine], device=device),)
+    rows = [row * shapes.rows + r for row in rows for r in range(shapes.rows)]
+    places = (rows, shapes.positions(spec, part), _features(shapes, spec, part))
+    return torch.meshgrid(*(torch.tensor(each, device=device) for each in places), indexing="ij")
+
+
+def _features(shapes: Shapes, spec: Spec, part: Spec) -> list[int]:
+    """Where the features of some pieces of heads lie among those of the pieces that a value holds.
+
+    Both hold runs of whole heads; a piece alone may be finer than a head.
+    """
+    of = spec.form.space.count("head")
+    held, wanted = (list(bits(each.pieces("head"))) for each in (spec, part))
+    places: list[int] = []
+    start = 0
+    for section in shapes.sections(spec):
+        first, last, begin, end = (
+            piece * section // of for piece in (held[0], held[-1] + 1, wanted[0], wanted[-1] + 1)
+        )
+        places += range(start + begin - first, start + end - first)
+        start += last - first
+    return places
+
+
+Start = Callable[[], Wait]
+
+
+def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
+    """In place where nobody reads the input any more, but weights into their buffer.
+
+    A REDUCE as well: it writes over its tensor on all ranks, also where the root alone receives.
+    """
+    (given,), values, group = op.inputs, state.values, op.group
+    in_place = at in state.analysis.in_place.first_input
+    of_weights = state.specs[given].kind is Kind.WEIGHT
+    assert group is not None
+
+    def start() -> Wait:
+        tensor: torch.Tensor = values[given]
+        if of_weights and op.outputs:
+            tensor = state.room(op.outputs[0]).copy_(tensor)
+        elif of_weights or not in_place or not tensor.is_contiguous():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        for output in op.outputs:
+            values[output] = tensor
+        if op.kind is OpKind.REDUCE:
+            return links.reduce(tensor, group, op.root, op.reduction)
+        return links.all_reduce(tensor, group, op.reduction)
+
+    return start
+
+
+def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
+    """Weights into their buffer, other values into new room; a GATHER does the same on the root alone."""
+    (given,), values, group = op.inputs, state.values, op.group
+    assert group is not None
+
+    def gather(whole: torch.Tensor | None, piece: torch.Tensor) -> Wait:
+        if op.kind is OpKind.GATHER:
+            return links.gather(whole, piece, group, op.root)
+        assert whole is not None
+        return links.all_gather(whole, piece, group)
+
+    if not op.outputs:
+        return lambda: gather(None, values[given].contiguous())
+    (output,) = op.outputs
+    shape = state.shapes.shape(state.specs[output])
+    members = _given(state, op)
+    if index_apart(members) is not None or along_sequence(members):
+        return _gather_apart(state, gather, op, join_of(state.shapes, members))
+    places = places_of(state, op)
+
+    def start() -> Wait:
+        whole = values[output] = state.room(output)
+        if places == sorted(places):
+            return gather(whole, values[given].contiguous())
+        inbox = torch.empty_like(whole)
+        wait = gather(inbox, values[given].contiguous())
+        pieces = (len(places), shape[0] // len(places), *shape[1:])
+
+        def sort() -> None:
+            wait()
+            whole.view(pieces)[index_on(whole.device, tuple(places))] = inbox.view(pieces)
+
+        return sort
+
+    return start
+
+
+def _received(state: State, op: Op) -> list[Spec]:
+    """What each member of a collective receives, in the group's order."""
+    checked = state.checked
+    members = checked.communications[checked.communication_of[state.rank][op.handle]].participants
+    return [checked.specs[rank][checked.program.tapes[rank][at].outputs[0]] for rank, _, at in members]
+
+
+def _given(state: State, op: Op) -> list[Spec]:
+    """What each member of a collective gives, in the group's order."""
+    checked = state.checked
+    members = checked.communications[checked.communication_of[state.rank][op.handle]].participants
+    return [checked.specs[rank][checked.program.tapes[rank][at].inputs[0]] for rank, _, at in members]
+
+
+def _gather_apart(state: State, gather: Callable[[torch.Tensor, torch.Tensor], Wait], op: Op, join: Join) -> Start:
+    """Pieces that lie apart in the whole: they are copied there once all have come."""
+    (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
+    assert group is not None
+
+    def start() -> Wait:
+        piece = values[given].contiguous()
+        inbox = piece.new_empty((len(group.ranks), *piece.shape))
+        wait = gather(inbox.flatten(0, 1), piece)
+
+        def finish() -> None:
+            wait()
+            values[output] = join(inbox.unbind())
+
+        return finish
+
+    return start
+
+
+def places_of(state: State, op: Op) -> list[int]:
+    """For each piece of a gather, in the order in which the members give them, its place in the whole."""
+    members, whole = _given(state, op), state.specs[op.outputs[0]]
+    of = math.lcm(whole.holds.of, *(member.holds.of for member in members))
+    given = [list(bits(_pieces(member, of))) for member in members]
+    order = sorted(chain(*given))
+    return [order.index(piece) for piece in chain(*given)]
+
+
+def _pieces(member: Spec, of: int) -> int:
+    """What a member gives, as a bit set: microbatches, or some of `of` slices of a layer."""
+    if member.kind in ROW_KINDS:
+        return member.microbatches
+    return member.holds.refined(of).mask
+
+
+def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
+    """This member's slice of the sum; of rows and tokens, in pieces that are first laid one after the other."""
+    (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
+    assert group is not None
+    spec = state.specs[given]
+    parts = _received(state, op) if spec.kind in ROW_KINDS else []
+    cuts = [cut_of(state.shapes, spec, part) for part in parts]
+    over = at in state.analysis.last_copies
+
+    def start() -> Wait:
+        whole: torch.Tensor = values[given]
+        if cuts:
+            whole = torch.cat([cut(whole) for cut in cuts])
+            if over:
+                values[given] = None
+        values[output] = state.room(output)
+        return links.reduce_scatter(values[output], whole, group)
+
+    return start
+
+
+def broadcast(state: State, links: Communicator, at: int, op: Op) -> Start:
+    """The root's own tensor, into new room on the others."""
+    values, group = state.values, op.group
+    assert group is not None
+
+    def start() -> Wait:
+        for given in op.inputs:
+            return links.broadcast(values[given].contiguous(), group, op.root)
+        (output,) = op.outputs
+        values[output] = state.room(output)
+        return links.broadcast(values[output], group, op.root)
+
+    return start
+
+
+def scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
+    """Equal parts of the root's tensor, by their first dim, into new room."""
+    (output,), values, group = op.outputs, state.values, op.group
+    assert group is not None
+
+    def start() -> Wait:
+        values[output] = state.room(output)
+        whole = next((values[given].contiguous() for given in op.inputs), None)
+        return links.scatter(values[output], whole, group, op.root)
+
+    return start
+
+
+def barrier(state: State, links: Communicator, at: int, op: Op) -> Start:
+    group = op.group
+    assert group is not None
+    return lambda: links.barrier(group)
+
+
+def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
+    """Experts' buffers, into new room."""
+    return all_to_all_pieces(state, links, at, op, _given(state, op), _received(state, op))
+
+
+def send(state: State, links: Communicator, at: int, op: Op) -> Start:
+    """The value's tensor, which the tape keeps unchanged until the wait."""
+    given, values, to, batch = op.inputs[0], state.values, op.peer, op.batch
+    return lambda: links.send(values[given].contiguous(), to, batch)
+
+
+def recv(state: State, links: Communicator, at: int, op: Op) -> Start:
+    """Into new room of the shape that the message has."""
+    output, values, source, batch = op.outputs[0], state.values, op.peer, op.batch
+
+    def start() -> Wait:
+        values[output] = state.room(output)
+        return links.recv(values[output], source, batch)
+
+    return start
+
+
+def copied(state: State, links: Communicator, at: int, op: Op) -> Start:
+    """Into room elsewhere or on the device; what an optimizer keeps moves there with all that refers to it."""
+    (given,), (output,), values = op.inputs, op.outputs, state.values
+
+    def start() -> Wait:
+        if state.specs[given].kind is Kind.OPT_STATE:
+            values[output] = values[given]
+            return state.put_opt_state(state.specs[output])
+        values[output] = state.room(output)
+        return copy(values[output], values[given])
+
+    return start
+
+
+START: dict[OpKind, Callable[[State, Communicator, int, Op], Start]] = {
+    OpKind.ALL_REDUCE: all_reduce,
+    OpKind.ALL_GATHER: all_gather,
+    OpKind.REDUCE_SCATTER: reduce_scatter,
+    OpKind.ALL_TO_ALL: all_to_all,
+    OpKind.BROADCAST: broadcast,
+    OpKind.SCATTER: scatter,
+    OpKind.GATHER: all_gather,
+    OpKind.REDUCE: all_reduce,
+    OpKind.BARRIER: barrier,
+    OpKind.SEND: send,
+    OpKind.RECV: recv,
+    OpKind.OFFLOAD: copied,
+    OpKind.RELOAD: copied,
+}
+
+
+# Collectives of one batch on torch.distributed: they run as one, on one tensor.
+
+
+StartTogether = Callable[[State, Communicator, Sequence[Op]], Start]
+
+
+def once(wait: Wait) -> Wait:
+    """Wait at the first call; later ones have nothing to wait for."""
+    waits = [wait]
+
+    def first() -> None:
+        while waits:
+            waits.pop()()
+
+    return first
+
+
+def all_reduce_together(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
+    """Where backward passes have put the gradients side by side, there; otherwise in a copy."""
+    values, group, reduction = state.values, ops[0].group, ops[0].reduction
+    assert group is not None
+    lengths = _lengths(state, [op.inputs[0] for op in ops])
+
+    def start() -> Wait:
+        given: list[Tensor] = [values[op.inputs[0]] for op in ops]
+        whole = state.take_side_by_side(ops[0].inputs[0])
+        if whole is None:
+            whole = torch.cat(given)
+            given = list(torch.split(whole, lengths))
+        wait = links.all_reduce(whole, group, reduction)
+        return _delivered(state, ops, given, wait)
+
+    return start
+
+
+def all_gather_together(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
+    """Each member's pieces one after the other; they are put together where they belong once all have come."""
+    values, group = state.values, ops[0].group
+    assert group is not None
+    lengths = _lengths(state, [op.inputs[0] for op in ops])
+    places = [places_of(state, op) for op in ops]
+    ascending = [order == sorted(order) for order in places]
+    columns = list(pairwise(accumulate(lengths, initial=0)))
+
+    def start() -> Wait:
+        piece = torch.cat([values[op.inputs[0]] for op in ops])
+        inbox = piece.new_empty((len(group.ranks), len(piece)))
+        wholes = [state.room(op.outputs[0]) for op in ops]
+        for op, whole in zip(ops, wholes, strict=True):
+            values[op.outputs[0]] = whole
+        wait = links.all_gather(inbox.flatten(), piece, group)
+
+        def sort() -> None:
+            wait()
+            for whole, order, in_order, (begin, end) in zip(wholes, places, ascending, columns, strict=True):
+                if in_order:
+                    whole.view(len(group.ranks), end - begin).copy_(inbox[:, begin:end])
+                else:
+                    pieces = inbox[:, begin:end].reshape(len(order), len(whole) // len(order))
+                    whole.view(pieces.shape)[index_on(whole.device, tuple(order))] = pieces
+
+        return sort
+
+    return start
+
+
+def reduce_scatter_together(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
+    """What goes to one member lies together, in a copy."""
+    values, group = state.values, ops[0].group
+    assert group is not None
+    lengths = _lengths(state, [op.outputs[0] for op in ops])
+    in_arena = state.arena.side_by_side.get(ops[0].outputs[0])
+
+    def start() -> Wait:
+        wholes: list[Tensor] = [values[op.inputs[0]] for op in ops]
+        mine = wholes[0].new_empty(sum(lengths)) if in_arena is None else in_arena
+        rows = [whole.view(len(group.ranks), length) for whole, length in zip(wholes, lengths, strict=True)]
+        given = torch.cat(rows, 1).flatten()
+        wait = links.reduce_scatter(mine, given, group)
+        delivered = _delivered(state, ops, torch.split(mine, lengths), wait)
+
+        def finish(_: Tensor = given) -> None:  # which stays as long as it is sent
+            delivered()
+
+        return finish
+
+    return start
+
+
+def _lengths(state: State, numbers: Sequence[int]) -> list[int]:
+    return [state.shapes.shape(state.specs[number])[0] for number in numbers]
+
+
+def _delivered(state: State, ops: Sequence[Op], results: Sequence[Tensor], wait: Wait) -> Wait:
+    """Give each op its result; weights have rooms of their own, to which they are copied when they have come."""
+    analysis, values = state.analysis, state.values
+    elsewhere: list[tuple[Tensor, Tensor]] = []
+    for op, result in zip(ops, results, strict=True):
+        output = op.outputs[0]
+        values[output] = result
+        if output in analysis.kept.arrives or output in analysis.slot:
+            values[output] = state.room(output)
+            elsewhere.append((values[output], result))
+
+    def finish() -> None:
+        wait()
+        for there, result in elsewhere:
+            there.copy_(result)
+
+    return finish if elsewhere else wait
+
+
+START_TOGETHER: dict[OpKind, StartTogether] = {
+    OpKind.ALL_REDUCE: all_reduce_together,
+    OpKind.ALL_GATHER: all_gather_together,
+    OpKind.REDUCE_SCATTER: reduce_scatter_together,
+}
+"""By the kind of a batch's collectives."""

@@ -1,0 +1,417 @@
+"""What each compute op of a tape does to the registers: prepared once, called at every step."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlab.execute import slicing
+from shardlab.execute.state import State
+from shardlab.execute.update_ops import Instruction, direction, norm, update
+from shardlab.language import Kind, Op, OpKind, Spec
+from shardlab.language.rules.kinds import bits
+from shardlab.language.rules.spec import share_of
+from shardlab.models import LayerLayout, tensors
+from shardlab.models.attention import Attend
+from shardlab.models.primitives import DropoutSite
+from shardlab.models.tensors import AddGradients, Take, attention, loss_of, views
+from shardlab.models.tensors.attention import rows_of, sent_to
+
+# A layer's passes on a rank's tape: what its ops do to the registers.
+#
+# A forward pass keeps what its backward pass reads, which empties it. The backward pass is given the weight anew: one
+# that was gathered again is read from where it lies then.
+
+
+Waiting = list[tuple[AddGradients, Tensor, Tensor]]
+"""What the parameters' gradients are made of, between the halves of a backward pass."""
+
+
+def forward(state: State, at: int, op: Op) -> Instruction:
+    """A layer; with what its backward pass reads, if the tape saves that; of a RECOMPUTE that alone."""
+    (x, weight, *carried), values, passes = op.inputs, state.values, state.passes[op.layer]
+    saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
+    outputs, saved = op.outputs[: len(op.outputs) - saves], op.outputs[-1]
+    share, run_of_layer = state.share(op), state.model.run(op.layer)
+    factor = state.analysis.gradient_factor.get(saved) if run_of_layer.affine else None
+    stays = at in state.analysis.halved and run_of_layer.keeps_input  # as forecast, to the second half
+    over = at in state.analysis.last_reads and not stays
+
+    def run() -> None:
+        given, weights = [values[number] for number in (x, *carried)], state.weights_of(op.layer, weight)
+        scaled = share if factor is None else state.scaled(share, factor)
+        made, kept = passes.forward(given, weights, scaled, state.dropout(op), keeps=saves)
+        for number, each in zip(outputs, made, strict=op.kind is OpKind.FORWARD):
+            values[number] = each
+        if saves:
+            values[saved] = kept
+            if over:
+                values[x] = None  # what is wanted of it is kept
+
+    return run
+
+
+def backward(state: State, at: int, op: Op) -> Instruction:
+    """The whole backward pass; adds to an older gradient where an ADD would follow."""
+    grad_weight, *outputs = op.outputs
+    layout, room = state.shapes.layout_of_weight(op.layer), gradient_room(state, at, op)
+    back = _back(state, op, outputs)
+
+    def run() -> None:
+        into = room()
+        rooms = parameters_of(into, layout)
+        back(lambda add, gradient, read: add(rooms, gradient, read), [])
+        state.values[grad_weight] = into
+
+    return run
+
+
+def backward_input(state: State, at: int, op: Op) -> Instruction:
+    """The half that gives the inputs' gradients, and keeps what the parameters' are made of."""
+    *outputs, half = op.outputs
+    back = _back(state, op, outputs)
+
+    def run() -> None:
+        waiting: Waiting = []
+        back(lambda add, gradient, read: waiting.append((add, gradient, read)), waiting)
+        state.values[half] = waiting
+
+    return run
+
+
+def backward_weight(state: State, at: int, op: Op) -> Instruction:
+    """The half that gives the weight's gradient, added to an older one where an ADD would follow."""
+    half, grad_weight, values = op.inputs[2], op.outputs[0], state.values
+    layout, room = state.shapes.layout_of_weight(op.layer), gradient_room(state, at, op)
+
+    def run() -> None:
+        waiting: Waiting = values[half]
+        values[half] = None
+        into = room()
+        rooms = parameters_of(into, layout)
+        while waiting:
+            add, gradient, read = waiting.pop(0)
+            add(rooms, gradient, read)
+        values[grad_weight] = into
+
+    return run
+
+
+def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Take, Waiting], None]:
+    """Through a layer, to the inputs' gradients; what the parameters' gradients are made of is taken, and may be kept.
+
+    Each gradient is memory of its own, since others write over it.
+    """
+    (_, gradient, weight, saved, *carried), values = op.inputs, state.values
+    own, passes = own_columns(state, op), state.passes[op.layer]
+
+    def run(take: Take, waiting: Waiting) -> None:
+        kept: Any = values[saved]
+        values[saved] = None
+        gradients = [own(values[number]) for number in (gradient, *carried)]
+        made = passes.backward(kept, gradients, state.weights_of(op.layer, weight), take)
+        taken = {each.data_ptr() for each in (*gradients, *(each for _, each, _ in waiting))}
+        for number, each in zip(outputs, made, strict=False):
+            if each is not None:  # there is none for tokens
+                values[number] = each.clone() if each.data_ptr() in taken else each
+                taken.add(each.data_ptr())
+
+    return run
+
+
+# Attention over sequences that are cut: what its ops do to the registers.
+
+
+def attend(state: State, at: int, op: Op) -> Instruction:
+    """Queries that meet one lot of keys and values."""
+    (queries, keys_values), (output,), values = op.inputs, op.outputs, state.values
+    part, mask = _heads(state, op.layer, state.specs[queries]), _mask(state, op)
+    tokens, key_tokens = (state.shapes.tokens(state.specs[number]) for number in (queries, keys_values))
+
+    def run() -> None:
+        values[output] = attention.attend(part, values[queries], values[keys_values], tokens, key_tokens, mask())
+
+    return run
+
+
+def attend_backward(state: State, at: int, op: Op) -> Instruction:
+    """What one lot of keys and values gives to the queries' gradient, and they to its."""
+    (queries, keys_values, attention_output, gradient), outputs, values = op.inputs, op.outputs, state.values
+    part, mask = _heads(state, op.layer, state.specs[queries]), _mask(state, op)
+    tokens, key_tokens = (state.shapes.tokens(state.specs[number]) for number in (queries, keys_values))
+
+    def run() -> None:
+        q, kv, mixed, grad = (values[number] for number in (queries, keys_values, attention_output, gradient))
+        made = attention.attend_backward(part, q, kv, mixed, grad, tokens, key_tokens, mask())
+        values[outputs[0]], values[outputs[1]] = made
+
+    return run
+
+
+def merge(state: State, op: Op) -> Instruction:
+    """The sum of what queries have met of two lots of keys and values."""
+    (a, b), (output,), values = op.inputs, op.outputs, state.values
+    part = _heads(state, op.layer - 1, state.specs[a])
+    return lambda: values.__setitem__(output, attention.merge(part, values[a], values[b]))
+
+
+def _heads(state: State, layer: int, spec: Spec) -> Attend:
+    """The attention of the heads that a value is of."""
+    share = share_of(spec.form)
+    return state.model.attention_after(layer).heads_of(share.denominator // share.numerator)
+
+
+def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
+    """Dropout's mask of these queries and keys: drawn whole, as on one device, then cut."""
+    queries, keys_values = (state.specs[number] for number in op.inputs[:2])
+    whole, step = state.model.attention_after(op.layer), state.model.run(op.layer).attend
+    assert step is not None
+    shape = (queries.microbatches.bit_count() * state.shapes.rows, whole.heads, whole.tokens, whole.tokens)
+    tokens, key_tokens = (torch.tensor(state.shapes.tokens(spec)) for spec in (queries, keys_values))
+    count = _heads(state, op.layer, queries).heads
+    pieces = queries.pieces("head")  # neighbours, of which the first says where these heads begin
+    first = whole.heads * ((pieces & -pieces).bit_length() - 1) // queries.form.space.count("head")
+    like = torch.empty(0, dtype=state.exact, device=state.settings.device)
+
+    def mask() -> Tensor | None:
+        dropout = state.dropout(op)
+        if dropout is None:
+            return None
+        drawn = replace(dropout, layer=step.block).mask(DropoutSite.ATTENTION, shape, like)
+        return drawn[:, first : first + count, tokens[:, None].to(drawn.device), key_tokens.to(drawn.device)]
+
+    return mask
+
+
+def load_weight(state: State, at: int, op: Op) -> Instruction:
+    """The slice that the rank keeps, bound again at every step."""
+    assert op.holds is not None
+    kept, (weight,), values = state.kept[op.layer, op.holds], op.outputs, state.values
+    return lambda: values.__setitem__(weight, kept)
+
+
+def load_opt_state(state: State, at: int, op: Op) -> Instruction:
+    """The optimizer state that the rank keeps."""
+    assert op.holds is not None
+    kept, (opt_state,), values = state.opt_states[op.layer, op.holds], op.outputs, state.values
+    return lambda: values.__setitem__(opt_state, kept)
+
+
+def scale(state: State, at: int, op: Op) -> Instruction:
+    """A gradient times a number that this step's tokens tell; in place where nobody reads it any more."""
+    (given,), (output,), values, factor = op.inputs, op.outputs, state.values, op.factor
+    in_place = at in state.analysis.in_place.first_input
+    assert factor is not None
+
+    def run() -> None:
+        number = state.value_of(factor)
+        values[output] = values[given].mul_(number) if in_place else values[given] * number
+
+    return run
+
+
+def cast(state: State, at: int, op: Op) -> Instruction:
+    """The value in other numbers, always in memory of its own; a weight in a buffer."""
+    (given,), (output,), values = op.inputs, op.outputs, state.values
+    dtype, slot = state.dtype(state.specs[output]), state.analysis.slot.get(output)
+
+    def run() -> None:
+        tensor: Tensor = values[given]
+        values[output] = (
+            tensor.to(dtype, copy=True) if slot is None else state.fill_buffer(slot, len(tensor)).copy_(tensor)
+        )
+
+    return run
+
+
+def zero_gradient(state: State, at: int, op: Op) -> Instruction:
+    (output,), values = op.outputs, state.values
+    return lambda: values.__setitem__(output, state.room(output).zero_())
+
+
+def load_batch(state: State, at: int, op: Op) -> Instruction:
+    """The tokens of some microbatches, one after the other."""
+    assert op.holds is not None
+    output, values = op.outputs[0], state.values
+
+    def run() -> None:
+        values[output] = _rows(state, state.specs[output], 0)
+
+    return run
+
+
+def _rows(state: State, spec: Spec, which: int) -> Tensor:
+    """What a value holds of this step's tokens (0) or targets (1): (rows, tokens) on the device."""
+    rows = torch.cat([state.batch[m][which] for m in bits(spec.microbatches)])
+    if not spec.whole_sequences:
+        rows = rows_of(rows.T, state.shapes.tokens(spec)).T.contiguous()
+    return sent_to(state.settings.device, rows)
+
+
+def loss_stats(state: State, at: int, op: Op) -> Instruction:
+    """What the loss needs of the slice of the logits that is here."""
+    (x,), (output,), values = op.inputs, op.outputs, state.values
+    first = state.first_token(state.specs[x])
+
+    def run() -> None:
+        values[output] = tensors.loss_stats(values[x], _rows(state, state.specs[x], 1), first)
+
+    return run
+
+
+def loss(state: State, at: int, op: Op) -> Instruction:
+    """Cross-entropy, each token weighted by its share of the step's tokens, so that sums are exact means.
+
+    Where the tape wants no gradient, none is computed.
+    """
+    (x, *stats), values = op.inputs, state.values
+    spec = state.specs[x]
+    microbatches = spec.microbatches.bit_count()
+    owned = [state.loss_owners[cell] == (state.rank, at) for cell in bits(spec.cells)]
+    slices = len(owned) // microbatches  # of each sequence, which are summed one by one
+    if spec.whole_sequences and owned == [mine for mine in owned[::slices] for _ in range(slices)]:
+        owned, slices = owned[::slices], 1  # nobody else reports a part of one
+    first = state.first_token(spec) if stats else 0
+
+    def apart(whole: Tensor, dim: int = 0) -> list[Tensor]:
+        """The pieces of something with rows in `dim` and tokens in the next dim."""
+        if len(owned) == 1:
+            return [whole]
+        return [piece for row in whole.chunk(microbatches, dim) for piece in row.chunk(slices, dim + 1)]
+
+    def report(losses: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        for loss, its in compress(zip(losses, targets, strict=True), owned):
+            state.loss[0] += loss.detach()
+            state.loss[1] += (its >= 0).sum()
+
+    def run() -> None:
+        logits: Tensor = values[x].detach().requires_grad_(bool(op.outputs))
+        targets = apart(_rows(state, spec, 1))
+        losses = [loss_of(part, its) for part, its in zip(apart(logits), targets, strict=True)]
+        for output in op.outputs:
+            (values[output],) = torch.autograd.grad(
+                torch.stack(losses).sum() / (state.tokens / state.loss_scale.scale), logits
+            )
+        report(losses, targets)
+
+    def run_on_slices() -> None:
+        logits: Tensor = values[x]
+        whole = _rows(state, spec, 1)
+        gathered = values[stats[0]].view(*whole.shape, -1, 3).movedim(2, 0)  # (slices, rows, T, 3)
+        for output in op.outputs:
+            scale = state.loss_scale.scale / state.tokens
+            values[output] = tensors.loss_gradient(logits, gathered, whole, first, scale)
+        parts, targets = apart(gathered, 1), apart(whole)
+        report([tensors.combined_loss(part, its) for part, its in zip(parts, targets, strict=True)], targets)
+
+    return run_on_slices if stats else run
+
+
+def add(state: State, at: int, op: Op) -> Instruction:
+    """A sum of gradients; in place where nobody reads the first one any more."""
+    term = state.specs[op.inputs[0]].form.term
+    if term is not None and term.merged:
+        return merge(state, op)
+    (a, b), (output,), values = op.inputs, op.outputs, state.values
+    fused, in_place = at in state.analysis.in_place.fused, at in state.analysis.in_place.first_input
+
+    def run() -> None:
+        if fused:  # BACKWARD has added its gradient to the older one: both values are that buffer
+            values[output] = values[a]
+        else:
+            values[output] = values[a].add_(values[b]) if in_place else values[a] + values[b]
+
+    return run
+
+
+def free(state: State, at: int, op: Op) -> Instruction:
+    """Drop a value, and with an activation what its layer keeps of it."""
+    number, values = op.inputs[0], state.values
+    saved, slot = state.analysis.saved_of[number], state.analysis.empties.get(at)
+    kept = state.analysis.leaves_room.get(at)
+
+    def run() -> None:
+        values[number] = None
+        if slot is not None:
+            state.empty_buffer(slot)
+        if kept is not None:
+            state.give_back(kept)
+        for each in saved:
+            values[each] = None
+
+    return run
+
+
+COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
+    OpKind.LOAD_WEIGHT: load_weight,
+    OpKind.LOAD_OPT_STATE: load_opt_state,
+    OpKind.LOAD_BATCH: load_batch,
+    OpKind.FORWARD: forward,
+    OpKind.RECOMPUTE: forward,
+    OpKind.ATTEND: attend,
+    OpKind.ATTEND_BACKWARD: attend_backward,
+    OpKind.LOSS_STATS: loss_stats,
+    OpKind.LOSS: loss,
+    OpKind.BACKWARD: backward,
+    OpKind.BACKWARD_INPUT: backward_input,
+    OpKind.BACKWARD_WEIGHT: backward_weight,
+    OpKind.NORM: norm,
+    OpKind.ADD: add,
+    OpKind.SCALE: scale,
+    OpKind.CAST: cast,
+    OpKind.ZERO_GRADIENT: zero_gradient,
+    OpKind.SLICE: slicing.slice_,
+    OpKind.CONCATENATE: slicing.concatenate,
+    OpKind.DIRECTION: direction,
+    OpKind.UPDATE: update,
+    OpKind.FREE: free,
+}
+
+
+# Where a backward pass puts a weight's gradient, and what of an output's gradient it takes.
+
+
+def gradient_room(state: State, at: int, op: Op) -> Callable[[], Tensor]:
+    """Where a layer's gradient goes: into zeros, or the older gradient that it is added to."""
+    total = state.analysis.in_place.accumulates.get(at)
+    number, values = op.outputs[0], state.values
+    spec = state.specs[number]
+    if number in state.analysis.buckets.first and total is None:
+        make = state.room_beside(number)
+        return lambda: make().zero_()
+    if total is None and number in state.arena.tensors:
+        return state.arena.tensors[number].zero_
+    if total is None:
+        shape, dtype, device = state.shapes.shape(spec), state.dtype(spec), state.settings.device
+        return lambda: torch.zeros(shape, dtype=dtype, device=device)
+    return lambda: values[total]
+
+
+def parameters_of(gradient: Tensor, layout: LayerLayout) -> Sequence[Tensor]:
+    """The views of a layer's gradient; made once, for all microbatches that are added to it, and kept with it."""
+    kept = vars(gradient)
+    if "views" not in kept:
+        kept["views"] = views(layout, gradient.data)  # views of the tensor itself would keep it, and it them
+    return kept["views"]
+
+
+def own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
+    """Take out of an output's complete gradient what belongs to a slice of it, for layers that take their own."""
+    gradient, saved = state.specs[op.inputs[1]], state.specs[op.inputs[3]]
+    if not takes_own(state, op.layer) or gradient.form.slices or not saved.form.slices:
+        return lambda whole: whole
+    ((index, piece),) = saved.form.slices
+    return lambda whole: whole.chunk(saved.form.space.count(index), -1)[piece.bit_length() - 1]
+
+
+def takes_own(state: State, layer: int) -> bool:
+    """Whether a slice of a layer takes its own part of what comes back."""
+    return any(node.takes_own for node in state.signatures[layer].nodes)

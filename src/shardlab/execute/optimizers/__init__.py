@@ -1,0 +1,1 @@
+"""Optimizers of flat slices of parameters, and their settings."""

@@ -1,0 +1,365 @@
+"""Optimizers by the functions of torch.optim: its classes import torch._dynamo, which costs a rank a second at its
+start."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from shardlab.execute.offload import tensor_at
+from shardlab.language import Holds, OpKind
+from shardlab.models.matrices import ITERATIONS
+
+if TYPE_CHECKING:
+    from shardlab.execute.state import State
+
+
+class TensorOptimizer(ABC):
+    """Optimizer of tensors in groups, laid out as torch.optim.Optimizer is, without its hooks and closures.
+
+    Attributes:
+        param_groups: settings of each group, and under "params" its tensors.
+        state: what the optimizer keeps of each tensor, by name; empty before the tensor's first step.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
+        """Make an optimizer of groups, which have the defaults where they have no setting of their own."""
+        self.param_groups: list[dict[str, Any]] = [
+            {**defaults, **group, "params": list(group["params"])} for group in groups
+        ]
+        self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+
+    @abstractmethod
+    def step(self) -> None:
+        """Update every tensor that has a gradient."""
+
+
+def _with_gradients(group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors of a group that have a gradient, and their gradients."""
+    weights: list[Tensor] = [weight for weight in group["params"] if weight.grad is not None]
+    return weights, [weight.grad for weight in weights if weight.grad is not None]
+
+
+class AdamW(TensorOptimizer):
+    """torch.optim.AdamW, to the bit."""
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, *, fused: bool
+    ) -> None:
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
+        self._fused = fused
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            weights, gradients = _with_gradients(group)
+            states = [self._state_of(weight) for weight in weights]
+            update_by_adamw(group, weights, gradients, states, fused=self._fused)
+
+    def _state_of(self, weight: Tensor) -> dict[str, Any]:
+        state = self.state[weight]
+        if not state:
+            # The fused kernel reads the number of steps where the weight is; the other one on the host, in the numbers
+            # that are the default.
+            where: dict[str, Any] = {"dtype": torch.float32, "device": weight.device} if self._fused else {}
+            state["step"] = torch.zeros((), **where)
+            state["exp_avg"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        return state
+
+
+def update_by_adamw(
+    group: dict[str, Any],
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Any]],
+    *,
+    fused: bool,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Update weights, which AdamW keeps such states of, by the settings of a group.
+
+    Args:
+        found_inf: (), 1 where the fused kernel is to leave the weights as they are.
+    """
+    adamw(
+        weights,
+        gradients,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=fused,
+        found_inf=found_inf,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+class SGD(TensorOptimizer):
+    """torch.optim.SGD with a momentum, to the bit."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, momentum: float, *, fused: bool) -> None:
+        super().__init__(groups, lr=lr, momentum=momentum, weight_decay=0.0)
+        self._fused = fused
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            weights, gradients = _with_gradients(group)
+            has_momentum = group["momentum"] != 0
+            buffers = [self.state[weight].get("momentum_buffer") for weight in weights] if has_momentum else []
+            sgd(
+                weights,
+                gradients,
+                buffers,
+                fused=self._fused,
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+            for weight, buffer in zip(weights, buffers, strict=has_momentum):
+                self.state[weight]["momentum_buffer"] = buffer
+
+
+# Optimizers that torch does not have, or not in float64: each keeps one moment of a weight.
+
+
+class OneMoment(TensorOptimizer):
+    """Torch's loop over weights, with decoupled decay; how far each goes is a method's."""
+
+    def __init__(self, params: Iterable[dict[str, Any]], lr: float) -> None:
+        super().__init__(params, lr=lr, weight_decay=0.0)
+
+    @abstractmethod
+    def move(self, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
+        """Mix a weight's gradient into its moment.
+
+        Returns:
+            The way in which the weight goes, and how far: both times the learning rate are subtracted.
+        """
+
+    def moment(self, weight: Tensor) -> Tensor:
+        """A weight's moment; zeros before the first step."""
+        state = self.state[weight]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        return state["momentum_buffer"]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move every weight that has a gradient."""
+        for group in self.param_groups:
+            rate = group["lr"]
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    way, length = self.move(weight, self.moment(weight))
+                    weight.mul_(1 - rate * group["weight_decay"])
+                    weight.add_(way, alpha=-rate * length)
+
+
+# Lion, which torch does not have.
+
+
+class Lion(OneMoment):
+    """Steps by the sign of a moment that the gradient is mixed into (Chen et al. 2023, arXiv 2302.06675, program 1)."""
+
+    def __init__(self, params: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, lr)
+        self._betas = betas
+
+    def move(self, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
+        """The sign of a mixture by the first decay; the moment keeps one by the second."""
+        assert weight.grad is not None
+        by, kept = self._betas
+        sign = torch.lerp(weight.grad, moment, by).sign_()
+        moment.lerp_(weight.grad, 1 - kept)
+        return sign, 1.0
+
+
+# Muon on whole matrices: torch.optim.Muon, which rounds to bfloat16, and the same in float64 for comparisons.
+
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the iteration's quintic polynomial (Jordan 2024, https://kellerjordan.github.io/posts/muon/)."""
+
+
+class Muon(OneMoment):
+    """A momentum, made nearly orthogonal by Newton and Schulz's iteration (Jordan 2024).
+
+    Steps are as long as AdamW's usually are, by 0.2 sqrt(max(rows, columns)), so that one learning rate fits both (Liu
+    et al. 2025, arXiv 2502.16982, eq. 4). It is torch.optim.Muon to the bit, but keeps float64 where weights are in it.
+
+    Attributes:
+        ways: how a weight goes that is no whole matrix, at the next step: its part of the orthogonal one, and how far.
+    """
+
+    def __init__(self, params: Iterable[dict[str, Any]], lr: float, momentum: float) -> None:
+        super().__init__(params, lr)
+        self._momentum = momentum
+        self.ways: dict[Tensor, tuple[Tensor, float]] = {}
+
+    def direction(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        """Nesterov's mixture of a gradient and the moment that it would make; nothing is changed."""
+        return gradient.lerp(self.moment(weight).lerp(gradient, 1 - self._momentum), self._momentum)
+
+    def move(self, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
+        """The orthogonal matrix that is nearest to the direction, or the part of it that was given."""
+        assert weight.grad is not None
+        way = self.ways.pop(weight, None) or (orthogonal(self.direction(weight, weight.grad)), length(weight.shape))
+        moment.lerp_(weight.grad, 1 - self._momentum)
+        return way
+
+
+def length(shape: Sequence[int]) -> float:
+    """How far an orthogonal matrix of a shape goes, times the learning rate."""
+    return 0.2 * math.sqrt(max(shape))
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """A matrix with nearly the same singular vectors, and singular values from 0.7 to 1.2; in bfloat16, or float64."""
+    a, b, c = COEFFICIENTS
+    rows, columns = matrix.shape
+    found = matrix.to(iterated_in(matrix), copy=True)
+    if rows > columns:
+        found = found.T
+    found.div_(cast(Tensor, found.norm()).clamp(min=1e-7))
+    for _ in range(ITERATIONS):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if rows > columns else found
+
+
+def iterated_in(tensor: Tensor) -> torch.dtype:
+    """The numbers in which a matrix is made orthogonal."""
+    return torch.float64 if tensor.dtype is torch.float64 else torch.bfloat16
+
+
+# Averages of weights over the steps of a training (EMA), kept like an optimizer's state and evaluated like weights.
+
+
+Ranges = Sequence[tuple[int, int]]
+
+
+class Average(TensorOptimizer):
+    """Follows tensors instead of moving them: the mean of what each was after its steps, the latest counting most.
+
+    What a tensor was n steps ago counts decay ** n; that the first steps have fewer before them is corrected as in Adam
+    (Kingma and Ba 2015, arXiv 1412.6980, section 3), so the first weights of a run do not count.
+    """
+
+    def __init__(self, params: Sequence[Tensor], decay: float) -> None:
+        super().__init__([{"params": params}], decay=decay)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take the tensors as they are now into their averages."""
+        for group in self.param_groups:
+            decay = group["decay"]
+            for tensor in group["params"]:
+                state = self.state[tensor]
+                if not state:
+                    state["step"], state["average"] = 0, tensor.clone()
+                state["step"] += 1
+                state["average"].lerp_(tensor, (1 - decay) / (1 - decay ** state["step"]))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A tensor's average; itself before the first step."""
+        return self.state[tensor]["average"] if self.state.get(tensor) else tensor
+
+
+@contextmanager
+def averaged(state: State) -> Generator[None, None, None]:
+    """Put averages in the place of the weights that this rank keeps, for as long as the block takes.
+
+    Each rank has the averages of the slices that it steps, and is given those of the others that it keeps as well. All
+    ranks enter together.
+    """
+    places, device = state.analysis.kept.places, state.settings.device
+    weights = {
+        key: tensor_at(places[key], kept.shape, kept.dtype, device).copy_(kept) for key, kept in state.kept.items()
+    }
+    try:
+        _fill(state)
+        yield
+    finally:
+        for key, kept in state.kept.items():
+            kept.copy_(weights[key])
+
+
+def _fill(state: State) -> None:
+    """Write every average where its slices are kept, from a rank that has it to those that have not."""
+    shapes, stepped = state.shapes, [_of_kind(state, rank, OpKind.UPDATE) for rank in range(dist.get_world_size())]
+    loaded = [_of_kind(state, rank, OpKind.LOAD_WEIGHT) for rank in range(dist.get_world_size())]
+    for layer, holds in dict.fromkeys(key for keys in stepped for key in keys if shapes.flat[key[0]]):
+        ranges = shapes.ranges(layer, holds)
+        mine = (layer, holds) in stepped[state.rank]
+        average = _average(state, layer, holds) if mine else None
+        lacking = any(
+            _common(ranges, shapes.ranges(layer, kept))
+            for its, steps in zip(loaded, stepped, strict=True)
+            for of, kept in its
+            if of == layer and (layer, holds) not in steps
+        )
+        if lacking:
+            if average is None:
+                dtype = getattr(torch, state.settings.precision.state)
+                average = torch.empty(sum(b - a for a, b in ranges), dtype=dtype, device=state.settings.device)
+            dist.broadcast(average, next(rank for rank, steps in enumerate(stepped) if (layer, holds) in steps))
+        if average is not None:
+            for (of, kept), tensor in state.kept.items():
+                if of == layer:
+                    for here, there, length in _common(shapes.ranges(layer, kept), ranges):
+                        tensor[here : here + length] = average[there : there + length]
+
+
+def _average(state: State, layer: int, holds: Holds) -> Tensor:
+    """The average of slices that this rank steps, on the device; before the first step the weights as they are kept."""
+    stepped, owner = state.opt_states[layer, holds], state.analysis.kept.owner(layer, holds)
+    if owner is not None:  # updates are given copies of what is kept elsewhere, and these are gone
+        kept = state.kept[owner]
+        stepped.carry([kept[start:stop] for start, stop in state.shapes.places(layer, owner[1], holds)])
+    return stepped.average.to(state.settings.device)
+
+
+def _of_kind(state: State, rank: int, kind: OpKind) -> list[tuple[int, Holds]]:
+    """(layer, slices) of what a rank loads, or of what it steps."""
+    tape, specs = state.checked.program.tapes[rank], state.checked.specs[rank]
+    values = (specs[op.inputs[2] if kind is OpKind.UPDATE else op.outputs[0]] for op in tape if op.kind is kind)
+    return [(spec.layer, spec.holds) for spec in values]
+
+
+def _common(a: Ranges, b: Ranges) -> list[tuple[int, int, int]]:
+    """What two tensors of runs of one buffer have in common: where it begins in each, and how long it is."""
+    found: list[tuple[int, int, int]] = []
+    here = 0
+    for start, stop in a:
+        there = 0
+        for begin, end in b:
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                found.append((here + first - start, there + first - begin, last - first))
+            there += end - begin
+        here += stop - start
+    return found

@@ -1,0 +1,367 @@
+"""An optimizer of a slice of a layer's flat weights."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardlab.check.in_place import FREE
+from shardlab.execute.offload import Parked
+from shardlab.execute.optimizers.algorithms import (
+    SGD,
+    AdamW,
+    Average,
+    Lion,
+    Muon,
+    TensorOptimizer,
+    iterated_in,
+    length,
+    orthogonal,
+    update_by_adamw,
+)
+from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.execute.transport.collectives import Wait
+from shardlab.language import Op, OpKind
+from shardlab.models.matrices import WholeMatrix
+
+
+def torch_optimizers(
+    config: OptimizerConfig,
+    decayed: list[Tensor],
+    others: list[Tensor],
+    matrices: Sequence[Tensor] = (),
+    *,
+    fused: bool = True,
+) -> list[TensorOptimizer]:
+    """The optimizers of some leaf tensors: of Muon's `matrices`, which decay, and of the rest; last an average.
+
+    There are none of no tensors, as a layer without parameters has.
+    """
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    groups, rate = [group for group in groups if group["params"]], config.learning_rate
+    found: list[TensorOptimizer] = []
+    if matrices:
+        found.append(Muon([{"params": matrices, "weight_decay": config.weight_decay}], rate, config.momentum))
+    if groups and config.optimizer == "sgd":
+        found.append(SGD(groups, rate, config.momentum, fused=fused))
+    elif groups and config.optimizer == "lion":
+        found.append(Lion(groups, rate, config.betas))
+    elif groups:
+        found.append(AdamW(groups, rate, config.betas, config.eps, fused=fused))
+    if config.ema is not None and (followed := [*decayed, *others, *matrices]):
+        found.append(Average(followed, config.ema))
+    return found
+
+
+class SteppedRun(NamedTuple):
+    """A run of a slice's elements that are stepped alike.
+
+    Attributes:
+        leaf: its weights, a view.
+        begin, end: where it lies in the slice.
+        matrix: what it is a part of, if that is stepped whole.
+        piece, start: of the matrix, and the element of that piece at which the run begins.
+    """
+
+    leaf: Tensor
+    begin: int
+    end: int
+    matrix: WholeMatrix | None = None
+    piece: int = 0
+    start: int = 0
+
+
+class Slice:
+    """An optimizer's state for a slice of a layer's flat weights: what a rank keeps from step to step."""
+
+    def __init__(
+        self,
+        weights: list[Tensor],
+        starts: list[int],
+        decayed: list[tuple[int, int]],
+        config: OptimizerConfig,
+        exact: Tensor | None = None,
+        matrices: Sequence[WholeMatrix] = (),
+    ) -> None:
+        """`weights` are the slice's runs, updated in place; run i begins at element `starts[i]` of the layer's buffer.
+
+        Of that buffer the runs `decayed` (start, stop) decay. With `exact`, (elements,), a copy of the weights in more
+        bits, the copy is updated and the weights are rounded from it. `matrices` are those of the layer that Muon
+        steps, of which the slice may have parts.
+        """
+        self.weights = weights
+        self.exact: Sequence[Tensor] = () if exact is None else torch.split(exact, [len(run) for run in weights])
+        self.config = config
+        self._parked = Parked()
+        self._ranges = [(start, start + len(run)) for run, start in zip(weights, starts, strict=True)]
+        runs = [(start, start + m.size, m, piece) for m in matrices for piece, start in enumerate(m.starts)]
+        edges = {place for run in (*decayed, *(run[:2] for run in runs)) for place in run}
+        self.leaves: list[tuple[int, Tensor]] = []  # what is stepped, each with the buffer's element that begins it
+        self._parts: list[SteppedRun] = []
+        self._matrices: dict[WholeMatrix, list[SteppedRun]] = defaultdict(list)
+        roles: list[list[Tensor]] = [[], [], []]
+        at = 0
+        for run, (start, stop) in zip(self.exact or weights, self._ranges, strict=True):
+            inner = {place for place in edges if start < place < stop}
+            for begin, end in pairwise(sorted({start, stop} | inner)):
+                leaf, where = run[begin - start : end - start].detach(), (at + begin - start, at + end - start)
+                whose = (
+                    SteppedRun(leaf, *where, m, i, begin - first) for first, last, m, i in runs if first <= begin < last
+                )
+                part = next(whose, SteppedRun(leaf, *where))
+                self._parts.append(part)
+                decays = any(first <= begin and end <= last for first, last in decayed)
+                self.leaves.append((begin, leaf))
+                roles[2 if part.matrix else 0 if decays else 1].append(leaf)
+                if part.matrix:
+                    self._matrices[part.matrix].append(part)
+            at += len(run)
+        self.optimizers = torch_optimizers(config, *roles)
+        self._muon = next((each for each in self.optimizers if isinstance(each, Muon)), None)
+        self.dropped: Tensor | None = None  # (), 1 where the gradient that was taken is not finite; None: it is
+        self.copied = 0  # bytes that hold a gradient which was taken, beside the gradient itself
+
+    def carry(self, weights: list[Tensor]) -> None:
+        """Step these tensors from now on, of the same runs: a copy of weights that are kept elsewhere."""
+        self.weights = weights
+        if self.exact:
+            return
+        flat_places = list(accumulate((0, *map(len, weights))))
+        for part in self._parts:
+            run = bisect_right(flat_places, part.begin) - 1
+            part.leaf.data = weights[run][part.begin - flat_places[run] : part.end - flat_places[run]]
+
+    def offload(self, room: Callable[[int], torch.UntypedStorage]) -> Wait:
+        """Start to copy what the optimizer keeps into new room; its memory where it is updated is freed at the end."""
+        return self._parked.offload([kept for kept in (*self.moments, *self.exact) if kept.numel() > 1], room)
+
+    def reload(self) -> Wait:
+        """Start to bring what the optimizer keeps back to where it is updated."""
+        return self._parked.reload()
+
+    def lying(self, kept: Tensor) -> Tensor:
+        """What the optimizer keeps of something, where that lies now."""
+        return self._parked.lying(kept)
+
+    def make_moments(self, updates: int) -> None:
+        """Make what the optimizers keep after so many updates, to be filled in; a step by a gradient of zero does.
+
+        What they keep is where it is updated.
+        """
+        gone = [run for run in self.weights if not run.untyped_storage().nbytes()]  # an update is given a copy
+        for run in gone:
+            memory, end = run.untyped_storage(), (int(run.storage_offset()) + len(run)) * run.itemsize
+            memory.resize_(max(memory.nbytes(), end))
+            run.zero_()
+        for part in self._parts:
+            part.leaf.grad = torch.zeros_like(part.leaf)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):  # it may have parts of matrices, and steps whole ones
+                for part in chain(*self._matrices.values()):
+                    optimizer.moment(part.leaf)
+            else:
+                optimizer.step()
+        for part in self._parts:
+            part.leaf.grad = None
+        for optimizer in self.optimizers:
+            for kept in optimizer.state.values():
+                if "step" in kept:
+                    kept["step"] = kept["step"] * 0 + updates  # a number, or a tensor of it
+        for run in gone:
+            run.untyped_storage().resize_(0)
+
+    @property
+    def flat(self) -> Tensor:
+        """The slice's weights now, (elements,); itself where the slice is one run, else a copy."""
+        return self.weights[0] if len(self.weights) == 1 else torch.cat(self.weights)
+
+    @property
+    def average(self) -> Tensor:
+        """The average of the slice's weights over the steps, (elements,), from where it lies."""
+        kept = self.optimizers[-1]
+        assert isinstance(kept, Average), "an average was asked for"
+        return torch.cat([self.lying(kept.of(part.leaf)) for part in self._parts])
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """What the optimizers keep."""
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        return [moment for state in states for moment in state.values() if isinstance(moment, Tensor)]
+
+    def direction(self, gradient: Tensor, squared_norm: float | Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        """The way in which Muon's momentum would go with a gradient of the same length; zero where it steps nothing.
+
+        Args:
+            squared_norm, scale: as for `take`.
+        """
+        return self._direction(self._clipped(gradient, squared_norm, scale))
+
+    def take(
+        self,
+        gradient: Tensor,
+        rate: float | Tensor,
+        squared_norm: float | Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        direction: Direction | None = None,
+    ) -> bool:
+        """Take a gradient of the same length for a step (see `step_together`); false for one that is dropped.
+
+        Args:
+            rate: the learning rate; in a step that is captured float32 on the device, ().
+            squared_norm: of the whole model's gradient. The gradient is clipped by it (Pascanu et al. 2013, arXiv
+                1211.5063, algorithm 1, as torch.nn.utils.clip_grad_norm_), and dropped if it is not finite: by the
+                host, or by the update where the norm is on the device, ().
+            scale: by what the gradient was multiplied on its way; the norm was not.
+            direction: of all matrices that the slice has parts of (None: it has them whole).
+        """
+        self.dropped = None
+        if isinstance(squared_norm, Tensor):
+            self.dropped = squared_norm.isfinite().logical_not().float()
+        elif squared_norm is not None and not math.isfinite(squared_norm):
+            return False
+        given, gradient = gradient, self._clipped(gradient, squared_norm, scale)
+        self.copied = 0 if gradient is given else gradient.nbytes
+        if self._muon is not None:
+            whole = direction or Direction(self._direction(gradient), self._ranges)
+            self._muon.ways = self._ways(whole)
+        for part in self._parts:
+            part.leaf.grad = gradient[part.begin : part.end]
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        return True
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether it may be stepped with those that follow: by AdamW, and what is handed on is stepped with it."""
+        return len(self.weights) == 1 and all(isinstance(each, AdamW) for each in self.optimizers[:1])
+
+    def finish(self) -> None:
+        """The leaves have been stepped: let go of the gradient, and round the weights from their exact copy."""
+        for part in self._parts:
+            part.leaf.grad = None
+        if self.exact:
+            for run, exact in zip(self.weights, self.exact, strict=True):
+                run.copy_(exact)
+
+    def _clipped(self, gradient: Tensor, squared_norm: float | Tensor | None, scale: float) -> Tensor:
+        gradient = gradient.to((self.exact or self.weights)[0].dtype)
+        if scale != 1.0:
+            gradient = gradient / scale
+        if squared_norm is not None and self.config.clip is not None:
+            gradient = gradient * _factor(self.config.clip, squared_norm)
+        return gradient
+
+    def _direction(self, gradient: Tensor) -> Tensor:
+        """In the numbers in which matrices are made orthogonal."""
+        made = torch.zeros_like(gradient, dtype=iterated_in(gradient))
+        for part in chain(*self._matrices.values()):
+            assert self._muon is not None
+            here = slice(part.begin, part.end)
+            made[here] = self._muon.direction(part.leaf, gradient[here])
+        return made
+
+    def _ways(self, direction: Direction) -> dict[Tensor, tuple[Tensor, float]]:
+        """How each part of a matrix goes, and how far: each matrix is made orthogonal once."""
+        ways: dict[Tensor, tuple[Tensor, float]] = {}
+        for matrix, parts in self._matrices.items():
+            pieces = orthogonal(direction.whole(matrix)).chunk(len(matrix.starts), matrix.dim)
+            for part in parts:
+                flat = pieces[part.piece].reshape(-1)
+                ways[part.leaf] = flat[part.start : part.start + part.end - part.begin], length(matrix.shape)
+        return ways
+
+
+def _factor(clip: float, squared_norm: float | Tensor) -> float | Tensor:
+    """By what a gradient is multiplied for its norm to be at most `clip`."""
+    if isinstance(squared_norm, Tensor):
+        return (clip / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0)
+    return min(1.0, clip / (math.sqrt(squared_norm) + 1e-6))
+
+
+class Direction(NamedTuple):
+    """Which way an optimizer goes.
+
+    Attributes:
+        flat: (elements,), of some runs of a layer's flat buffer, one after the other.
+        ranges: (start, stop) of each.
+    """
+
+    flat: Tensor
+    ranges: Sequence[tuple[int, int]]
+
+    def whole(self, matrix: WholeMatrix) -> Tensor:
+        """A matrix, put together from its pieces."""
+        pieces: list[Tensor] = []
+        for begin in matrix.starts:
+            at = 0
+            for start, stop in self.ranges:
+                if start <= begin < stop:
+                    place = at + begin - start
+                    pieces.append(self.flat[place : place + matrix.size].view(matrix.piece))
+                at += stop - start
+        return torch.cat(pieces, matrix.dim)
+
+
+# Updates that follow one another on the tape, made by one call: most of a small update's time is the call's.
+
+
+def followed(tape: Sequence[Op], ends: Collection[int] = ()) -> set[int]:
+    """The indices of UPDATEs that another one follows, with nothing but FREEs between.
+
+    Args:
+        ends: indices of FREEs that none of them may wait beyond.
+    """
+    found: set[int] = set()
+    last = -1
+    for at, op in enumerate(tape):
+        if op.kind is OpKind.UPDATE:
+            if last >= 0:
+                found.add(last)
+            last = at
+        elif op.kind is not FREE or at in ends:
+            last = -1
+    return found
+
+
+def step_together(slices: Sequence[Slice]) -> None:
+    """Step all slices by the gradients that they have been given (see `Slice.take`): AdamW's in one call each for
+    leaves that decay and that do not."""
+    calls: dict[float, list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
+    settings: dict[str, Any] = {}
+    dropped = next((each.dropped for each in slices if each.dropped is not None), None)  # by the norm of all of them
+    alone: list[TensorOptimizer] = []
+    for each in slices:
+        for optimizer in each.optimizers:
+            together = len(slices) > 1 or dropped is not None
+            if isinstance(optimizer, AdamW) and optimizer.state and together:
+                for group in optimizer.param_groups:
+                    settings = group
+                    calls[group["weight_decay"]] += [(leaf, optimizer.state[leaf]) for leaf in group["params"]]
+            else:  # the first step makes the state
+                alone.append(optimizer)
+    with torch.no_grad():
+        for decay, leaves in calls.items():
+            weights, states = [leaf for leaf, _ in leaves], [state for _, state in leaves]
+            gradients = [gradient for leaf in weights if (gradient := leaf.grad) is not None]
+            update_by_adamw(
+                {**settings, "weight_decay": decay}, weights, gradients, states, fused=True, found_inf=dropped
+            )
+    for optimizer in alone:
+        optimizer.step()
+    for each in slices:
+        each.finish()

@@ -1,0 +1,210 @@
+"""An optimizer's settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from shardlab.check import Checked
+from shardlab.common.errors import UserError
+from shardlab.common.fields import COUNT, check_fields, choice, number, number_or_none, pair, whole
+from shardlab.language.precision import Optimizer, Precision
+from shardlab.language.rules.kinds import MOST_DOUBLINGS_IN_FLOAT16, counted
+
+# Optimizers' settings, without the tensors that they act on.
+
+
+__all__ = ["OptimizerConfig", "Schedule", "rate_factor"]
+
+
+# Learning rates over a run: a warm-up, perhaps a plateau, and a decay.
+
+
+Schedule = Literal["cosine", "linear", "wsd", "constant"]
+
+
+def rate_factor(schedule: Schedule, step: int, steps: int, warmup: int, decay: int, least: float) -> float:
+    """The learning rate of a step, as a share of the largest one.
+
+    It rises linearly over `warmup` steps, stays, and comes down to `least` over the last `decay` of `steps` steps:
+
+    - cosine: along half a cosine (Loshchilov and Hutter 2017, SGDR, arXiv 1608.03983, eq. 5; as in nanoGPT);
+    - linear: along a line;
+    - wsd: warm-up, stable, decay (Hu et al. 2024, MiniCPM, arXiv 2404.06395, section 4.2): exponentially;
+    - constant: it does not come down.
+
+    >>> [rate_factor("linear", step, 10, 2, 4, 0.0) for step in (0, 1, 5, 6, 8, 10)]
+    [0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
+
+    Args:
+        step: counted from 0; after `steps` the rate stays as it is.
+        least: the share that is left at the end, unless `decay` is 0; more than 0 for wsd.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant" or not decay:
+        return 1.0
+    progress = min(1.0, max(0.0, (step - (steps - decay)) / decay))
+    if schedule == "wsd":
+        return least**progress
+    left = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
+    return least + (1 - least) * left
+
+
+# Loss scaling: gradients in float16 are made larger, so that small ones are not lost, and smaller again in updates.
+
+
+FIRST = 2.0**16
+"""Scale of a run's first step: torch.amp.GradScaler's."""
+
+CALM = 2000
+"""Steps without an overflow after which the scale doubles, as torch.amp.GradScaler's."""
+
+
+class LossScale:
+    """By what a run's losses are multiplied: one number on all ranks, since all see the same norm of the gradient.
+
+    A step whose gradient overflows is left out everywhere, and the scale is halved; after 2,000 without it is doubled
+    (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; the numbers are torch.amp.GradScaler's).
+
+    Attributes:
+        scale: of the next step.
+        calm: steps since the last overflow or doubling.
+    """
+
+    def __init__(self, scale: float = FIRST) -> None:
+        self.scale = scale
+        self.calm = 0
+
+    def after(self, finite: bool) -> None:
+        """A step has ended, with a gradient that was finite or not."""
+        self.calm += 1
+        if not finite:
+            self.scale, self.calm = self.scale / 2, 0
+        elif self.calm == CALM:
+            self.scale, self.calm = self.scale * 2, 0
+
+
+def want_scalable(precision: Precision, checked: Checked) -> None:
+    """Refuse float16 for a program by which ranks would not know of one another's overflows, or that scales by much.
+
+    Raises:
+        UserError: with what to do.
+    """
+    if precision.scaled and not checked.clips:
+        raise UserError(
+            f"{precision.name} needs a program that gives updates the gradient's norm, which tells all ranks of an "
+            "overflow; take fsdp or a plan, such as zero-3, or bf16"
+        )
+    if precision.scaled:
+        factors = {spec.form.factor for specs in checked.specs for spec in specs.values()}
+        for why in filter(None, (factor.beyond(MOST_DOUBLINGS_IN_FLOAT16) for factor in factors)):
+            raise UserError(
+                f"the program multiplies gradients by {why}, which {precision.name} has no room for beside its loss "
+                "scale; scale by less, or take bf16"
+            )
+
+
+_NOT_NEGATIVE = number("0 or more", lambda value: 0 <= value < math.inf)
+_POSITIVE = number("a positive number", lambda value: 0 < value < math.inf)
+_NORM = number_or_none("a positive norm, or none at all", lambda value: 0 < value < math.inf, "NORM")
+_DECAYS = pair("two numbers from 0 up to but not including 1", lambda value: 0 <= value < 1)
+_DECAY = number_or_none("a number from 0 up to but not including 1, or none", lambda value: 0 <= value < 1, "DECAY")
+_SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer, and the schedule of its learning rate: AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), SGD
+    with momentum (Sutskever et al. 2013), Lion (Chen et al. 2023, arXiv 2302.06675) or Muon (Jordan 2024).
+    """
+
+    optimizer: Annotated[Optimizer, choice(Optimizer)] = "adamw"
+    """Optimizer. muon updates matrices; adamw updates the embeddings, the head and all vectors beside it."""
+
+    learning_rate: Annotated[float, _NOT_NEGATIVE] = 1e-3
+    """Peak learning rate."""
+
+    betas: Annotated[tuple[float, float], _DECAYS] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments. lion uses the first one for its update and the second one for its moment."""
+
+    momentum: Annotated[float, _SHARE] = 0.95
+    """Momentum of sgd and muon."""
+
+    eps: Annotated[float, _POSITIVE] = 1e-8
+    """Number that AdamW adds to its denominator, so that it is never zero."""
+
+    weight_decay: Annotated[float, _NOT_NEGATIVE] = 0.1
+    """Weight decay of matrices and embeddings. Biases and norms do not decay."""
+
+    clip: Annotated[float | None, _NORM] = None
+    """Largest norm of the whole model's gradient, or none. Needs fsdp or a plan, which compute this norm."""
+
+    ema: Annotated[float | None, _DECAY] = None
+    """Decay of an exponential moving average (EMA) of the weights, such as 0.999, or none."""
+
+    learning_rate_schedule: Annotated[Schedule, choice(Schedule)] = "cosine"
+    """How the learning rate decays after the warm-up."""
+
+    schedule_steps: Annotated[int, COUNT] = 200
+    """Steps of the whole learning rate schedule. Default: the steps of the run."""
+
+    warmup_steps: Annotated[int, whole("0 or more", 0)] = 10
+    """Steps in which the learning rate rises linearly. Default: a twentieth of the schedule."""
+
+    decay_steps: Annotated[int | None, whole("0 or more", 0)] = None
+    """Steps in which the learning rate decays, at the end of the schedule. Default: a tenth of the schedule for wsd,
+    otherwise all steps after the warm-up."""
+
+    min_learning_rate_ratio: Annotated[float, _SHARE] = 0.1
+    """Last learning rate, as a fraction of the peak."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.learning_rate_schedule == "wsd" and not self.min_learning_rate_ratio:
+            raise UserError(
+                "the learning rate schedule wsd decays exponentially, which never comes down to a "
+                "min_learning_rate_ratio of 0; give a larger one, or take linear"
+            )
+        if self.learning_rate_schedule == "constant" and self.decay_steps is not None:
+            raise UserError(
+                f"the learning rate schedule constant has no decay, but decay_steps is {self.decay_steps}; leave it "
+                "out, or take another schedule"
+            )
+        together = self.warmup_steps + (self.decay_steps or 0)
+        if together > self.schedule_steps:
+            decay = "" if self.decay_steps is None else f" and decay_steps is {self.decay_steps}"
+            raise UserError(
+                f"warmup_steps is {self.warmup_steps}{decay}, but the learning rate's schedule has "
+                f"{self.schedule_steps} steps; give fewer of the former, or more steps"
+            )
+
+    @property
+    def decay(self) -> int:
+        """Steps in which the learning rate comes down."""
+        if self.decay_steps is not None:
+            return self.decay_steps
+        after = self.schedule_steps - self.warmup_steps
+        return {"constant": 0, "wsd": min(after, -(-self.schedule_steps // 10))}.get(self.learning_rate_schedule, after)
+
+    @property
+    def schedule(self) -> str:
+        """The learning rate's schedule in words, without its largest rate."""
+        if self.learning_rate_schedule == "constant":
+            return f"constant after a warm-up of {self.warmup_steps}"
+        return (
+            f"{self.learning_rate_schedule} over {counted(self.schedule_steps, 'step')} (warm-up {self.warmup_steps}, "
+            f"decay {self.decay})"
+        )
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        return self.learning_rate * rate_factor(
+            self.learning_rate_schedule,
+            step,
+            self.schedule_steps,
+            self.warmup_steps,
+            self.decay,
+            self.min_learning_rate_ratio,
+        )

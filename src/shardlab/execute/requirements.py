@@ -1,0 +1,140 @@
+"""GPUs of this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import sysconfig
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+
+from shardlab.check import Checked
+from shardlab.common.errors import UserError
+from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.language import OpKind
+from shardlab.language.precision import Precision
+from shardlab.models import Model
+from shardlab.models.mixture import Routing
+
+
+def gpu_count() -> int:
+    """How many GPUs torch finds here; where there is no driver it is not asked, since its import takes seconds."""
+    if "torch" not in sys.modules and not has_driver():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is here, or AMD's."""
+    with suppress(OSError):
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        return True
+    return Path("/dev/kfd").exists()
+
+
+# What must hold before steps are captured as CUDA graphs: a GPU, and a program in which the host has no part.
+
+
+CAPTURING = {"cuda"}
+"""Types of devices that capture what they are given (see `step_graph`)."""
+
+
+def want_step_graph(
+    checked: Checked,
+    model: Model,
+    precision: Precision,
+    optimizer: OptimizerConfig,
+    device: str,
+    *,
+    traced: bool = False,
+) -> None:
+    """Refuse to capture a step of which the host has a part.
+
+    Args:
+        device: the type of that on which layers are computed, cuda or cpu.
+        traced: whether the ops of steps are to be timed.
+
+    Raises:
+        UserError: with that part, and what to do.
+    """
+    why = _part_of_the_host(checked, model, precision, optimizer, device)
+    if not why and traced:
+        why = "--trace has the host look at each op; leave out one of them"
+    if why:
+        raise UserError(f"--cuda-graph has the GPU do a step by itself, but {why}")
+
+
+def _part_of_the_host(
+    checked: Checked, model: Model, precision: Precision, optimizer: OptimizerConfig, device: str
+) -> str:
+    """What the host does within a step, and the way round it; nothing if it does nothing."""
+    ops = [op for tape in checked.program.tapes for op in tape]
+    if device not in CAPTURING:
+        return "ranks compute on the CPU here; leave it out, or take a machine with a GPU for each rank"
+    if model.dropout:
+        return "masks of dropout are drawn on the host; take --dropout 0"
+    if precision.scaled:
+        return f"the scale of losses in {precision.name} is the host's; take --precision bf16"
+    if optimizer.optimizer != "adamw" or optimizer.ema is not None:
+        return "updates other than AdamW's have numbers of the host; take --optimizer adamw without --ema"
+    if any(isinstance(step.primitive, Routing) for run in model.runs for step in run.steps):
+        return "a mixture's tokens go to experts by lists that the host makes; take a model without experts"
+    if any(op.factor is not None and op.factor.tokens for op in ops):
+        return "the program scales gradients by tokens that the host counts; scale by microbatches"
+    if any(op.kind in (OpKind.OFFLOAD, OpKind.RELOAD) for op in ops):
+        return "values are copied to the host and back; take no --offload"
+    return ""
+
+
+# What must hold before layers are compiled: a compiler, and a program that needs none of what compiling hides.
+
+
+def want_compilable(checked: Checked, device: str, *, traced: bool = False) -> None:
+    """Refuse to compile layers where that cannot be.
+
+    Args:
+        checked: the program.
+        device: the type of that on which layers are computed, cuda or cpu.
+        traced: whether the memory of steps is to be measured.
+
+    Raises:
+        UserError: when the program has backward passes in halves; when memory is measured on a CPU; when torch.compile
+            finds no compiler for the device, or no headers of Python.
+    """
+    if any(op.kind is OpKind.BACKWARD_INPUT for tape in checked.program.tapes for op in tape):
+        raise UserError(
+            "--compile hides what the second half of a backward pass needs, and this program has backward passes in "
+            "halves; take a schedule without, such as 1f1b or interleaved-1f1b, or leave out --compile"
+        )
+    if traced and device == "cpu":
+        raise UserError(
+            "--trace measures memory by torch's tracker, which on a CPU cannot follow what --compile compiles; leave "
+            "out one of them"
+        )
+    if lacking := _lacking(device):
+        raise UserError(f"--compile needs {lacking}, or leave out --compile")
+
+
+def _lacking(device: str) -> str:
+    """What torch.compile lacks here and where it looks for it; nothing if it has all."""
+    if device == "cuda":
+        if find_spec("triton") is None:
+            return "the package triton, which is not installed here; install it"
+        name, language = os.environ.get("CC"), "C"
+        found = which(name) if name else which("gcc") or which("clang") or which("cc")
+    else:
+        usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+        name, language = os.environ.get("CXX", usual), "C++"
+        found = which(name)
+    if found is None:
+        variable = {"C": "CC", "C++": "CXX"}[language]
+        return f"a {language} compiler, and {name or 'gcc'} is not here; install one, name another in {variable}"
+    include = sysconfig.get_paths()["include"]
+    if not Path(include, "Python.h").exists():
+        return f"Python's headers, which are not in {include}; install them (python3-dev)"
+    return ""

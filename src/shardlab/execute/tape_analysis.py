@@ -1,0 +1,299 @@
+"""What the executor knows of a tape before it runs: where gathered weights live, and what is done in place."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlab.check import Checked
+from shardlab.check.buffers import Buckets, RoomBytes, arenas_of, cuts_of
+from shardlab.check.in_place import InPlace, Kept, ends_of, last_copies, last_ends, last_reads
+from shardlab.execute.optimizers.flat_slice import followed
+from shardlab.language import Holds, Kind, OpKind, Spec, UserError
+from shardlab.language.ops import COMMUNICATION
+from shardlab.language.rules.kinds import AUTOGRAD_KINDS, ROW_KINDS, bits
+from shardlab.language.rules.layer_rules import GRADIENT_OF
+from shardlab.language.rules.spec import pieces_share, share_of
+from shardlab.models import LayerLayout, Model
+
+_BUFFERED = COMMUNICATION | {OpKind.CONCATENATE, OpKind.CAST}
+"""Ops that make weights of which the memory is taken and given back again and again."""
+
+
+class Analysis:
+    """Facts about one rank's tape.
+
+    Attributes:
+        in_place: which ops write over what they read.
+        buckets: the memory of collectives that run as one.
+        halved: indices of FORWARDs and RECOMPUTEs whose backward pass comes in two halves.
+        saved_of: number of an activation to those of what its layer keeps of its forward passes.
+        gradient_factor: number of what a layer keeps of a forward pass to the factor of the gradients that its backward
+            pass is given.
+        kept: the weights that outlive the step, and what is received in their place.
+        homes: number of a slice, or of a weight that an update writes, to that of the value whose memory it lies in.
+        stepped_at: (layer, slices) of each optimizer state to the place where its update is computed.
+        slot: number of a gathered or received weight to the buffer that it lives in; `slots` is how many there are.
+        followed: indices of updates that another one follows at once.
+        last_reads: index of a FORWARD or RECOMPUTE to the activation that it is the last to read.
+        last_copies: indices of collectives that send a copy of rows which nobody else reads any more.
+        empties: index of the op that ends such a weight, or the last that lies there, to the buffer.
+        leaves_room: index of the FREE of a kept weight, or of the last that lies there, to the weight, which arrives
+            there again.
+    """
+
+    def __init__(self, checked: Checked, rank: int) -> None:
+        self.tape = checked.program.tapes[rank]
+        self.specs = checked.specs[rank]
+        self.in_place = InPlace(self.tape)
+        self.buckets = Buckets(self.tape, self.in_place)
+        self.saved_of: dict[int, list[int]] = defaultdict(list)
+        for op in self.tape:
+            for number in op.outputs:
+                if self.specs[number].kind in AUTOGRAD_KINDS:
+                    self.saved_of[op.inputs[0]].append(number)
+        self.gradient_factor = {
+            op.inputs[op.kind.row.saved]: self.specs[op.inputs[1]].form.factor
+            for op in self.tape
+            if op.kind is OpKind.BACKWARD or op.kind is OpKind.BACKWARD_INPUT
+        }
+        self.kept = Kept(self.tape, self.specs)
+        self.homes = self.kept.homes
+        self._ended = last_ends(ends_of(self.tape), self.homes)
+        self.stepped_at = {
+            (op.layer, self.specs[op.inputs[2]].holds): self.specs[op.inputs[1]].form.place
+            for op in self.tape
+            if op.kind is OpKind.UPDATE
+        }
+        self.slot: dict[int, int] = {}
+        self.empties: dict[int, int] = {}
+        self.slots = self._share_buffers()
+        self.leaves_room = self._leaves_room()
+        self.halved = self._halved()
+        carried = (self.homes[self.tape[at].outputs[0]] for at in self.kept.carried)
+        self.followed = followed(self.tape, {self._ended.get(home, -1) for home in carried})
+        self.last_reads = last_reads(self.tape, self.specs)
+        self.last_copies = last_copies(self.tape, self.specs)
+
+    def _leaves_room(self) -> dict[int, int]:
+        kept, ended = self.kept, self._ended
+        arriving = {kept.final[number] for number in kept.arrives}
+        written = {kept.owner(*key) for key in self.stepped_at}
+        return {
+            ended[number]: number
+            for number, key in kept.loaded.items()
+            if key in arriving - written and not kept.places[key] and number in ended
+            if self.tape[ended[number]].kind is OpKind.FREE
+        }
+
+    def _halved(self) -> set[int]:
+        made = {op.outputs[-1]: at for at, op in enumerate(self.tape) if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)}
+        return {made[op.inputs[3]] for op in self.tape if op.kind is OpKind.BACKWARD_INPUT}
+
+    def _share_buffers(self) -> int:
+        """Give each weight that arrives the first buffer that is free while it lives."""
+        free_from: list[int] = []
+        dtypes: list[str] = []
+        for at, op in enumerate(self.tape):
+            if op.kind in _BUFFERED and op.outputs and self.specs[op.outputs[0]].kind is Kind.WEIGHT:
+                number, form = op.outputs[0], self.specs[op.outputs[0]].form
+                if number in self.kept.arrives or form.place or op.offset >= 0:
+                    continue
+                dtype = form.dtype
+                fits = (i for i, free in enumerate(free_from) if free < at and dtypes[i] == dtype)
+                slot = next(fits, len(free_from))
+                if slot == len(free_from):
+                    free_from.append(0)
+                    dtypes.append(dtype)
+                free_from[slot] = self._ended.get(number, len(self.tape))
+                self.slot[number] = slot
+                self.empties[free_from[slot]] = slot
+        return len(free_from)
+
+
+def loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
+    """(rank, op) of the LOSS that counts for each piece of the batch: of several, the first."""
+    owners: dict[int, tuple[int, int]] = {}
+    for rank, tape in enumerate(checked.program.tapes):
+        for at, op in enumerate(tape):
+            if op.kind is OpKind.LOSS:
+                for piece in bits(checked.specs[rank][op.inputs[0]].cells):
+                    owners.setdefault(piece, (rank, at))
+    return owners
+
+
+# The arena of a step: memory that is taken once, and a tensor in it for each value that lies there.
+
+
+class ArenaTensors:
+    """One rank's arena.
+
+    Args:
+        of: the arena of another program, whose memory this one takes, since they never run at one time; it grows if
+            need be.
+
+    Attributes:
+        whole: (bytes,) uint8.
+        tensors: by number of a value; every step writes them again.
+        side_by_side: number of each value that lies beside others, to one tensor of all of these.
+    """
+
+    def __init__(
+        self,
+        checked: Checked,
+        rank: int,
+        shapes: Shapes,
+        dtype: Callable[[Spec], torch.dtype],
+        device: torch.device,
+        of: ArenaTensors | None,
+    ) -> None:
+        specs, arena = checked.specs[rank], arenas_of(checked.program, checked.specs)[rank]
+        size = RoomBytes(checked.program, checked.specs)
+        # In float64 casts are to float64 as well (see `Settings`): what is cast is then wider than on the tape.
+        wider = 1
+        for room, _ in arena.rooms:
+            for spec in (specs[number] for number in room.values):
+                if size(spec):  # a bucket may have layers without parameters among others
+                    wider = max(wider, -(-math.prod(shapes.shape(spec)) * dtype(spec).itemsize // size(spec)))
+        bytes = wider * arena.bytes
+        self.whole = torch.empty(bytes, dtype=torch.uint8, device=device) if of is None else of.whole
+        if self.whole.nbytes < bytes:
+            self.whole.resize_(bytes)  # the other program's tensors are where this memory goes
+        self.tensors: dict[int, Tensor] = {}
+        self.side_by_side: dict[int, Tensor] = {}
+        for room, begin in arena.rooms:
+            at = wider * begin
+            for number in room.values:  # side by side by their own bytes, which are not as much wider in every room
+                self.tensors[number] = self._at(at, shapes.shape(specs[number]), dtype(specs[number]))
+                at += self.tensors[number].nbytes
+            if len(room.values) > 1:
+                length, first = sum(len(self.tensors[number]) for number in room.values), specs[room.values[0]]
+                whole = self._at(wider * begin, (length,), dtype(first))
+                self.side_by_side |= dict.fromkeys(room.values, whole)
+
+    def _at(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor that begins at a byte; no view of `whole`, or autograd would take writing another for its change."""
+        empty: Any = torch.empty(0, dtype=dtype, device=self.whole.device)
+        return empty.set_(self.whole.untyped_storage(), offset // dtype.itemsize, shape)
+
+
+# The tensors behind the specs: how long a layer's flat buffer is, and what shape each value has.
+
+
+OF_GRADIENT = {gradient: kind for kind, gradient in GRADIENT_OF.items()}
+"""By the kind of a gradient, the kind of value whose gradient it is: both have one shape."""
+
+
+class Shapes:
+    """Shapes of a program's values when it trains `model` on microbatches of `rows` sequences.
+
+    Every layer's flat buffer is padded so that it splits evenly into every number of slices that any value is cut into.
+    """
+
+    def __init__(self, checked: Checked, model: Model, rows: int, flat: list[int] | None = None) -> None:
+        """Find the lengths of all layers' flat buffers, unless they are given."""
+        cuts = cuts_of(checked.specs)
+        self.model = model
+        self.rows = rows
+        self._sizes = checked.program.sizes
+        self.layouts = [model.layout(layer) for layer in range(model.layers)]
+        self.flat = flat or [layout.padded(cuts[layer]) for layer, layout in enumerate(self.layouts)]
+
+    def layout_of_weight(self, layer: int) -> LayerLayout:
+        """The layout of the weight that a layer computes with, and of its gradient."""
+        return self.layouts[self._sizes.weight_of(layer)]
+
+    def shape(self, spec: Spec) -> tuple[int, ...]:
+        """Shape of a value's tensor: its slices or its microbatches' rows, one after the other."""
+        if spec.kind in ROW_KINDS:
+            return self._row_shape(spec)
+        if spec.kind is Kind.SCALAR:
+            return (1,)
+        return (self.flat[spec.layer] // spec.holds.of * spec.holds.pieces,)
+
+    def _row_shape(self, spec: Spec) -> tuple[int, ...]:
+        microbatches = spec.microbatches.bit_count()
+        rows = microbatches * self.rows
+        carried = self.model.carried_features.get(OF_GRADIENT.get(spec.kind, spec.kind))
+        if carried is not None:
+            return (rows, len(self.tokens(spec)), carried)
+        first, *others = self.model.activation_shape(spec.layer, self.rows)
+        if self.model.is_buffers(spec.layer):
+            return (int(microbatches * first * pieces_share(spec.form)), *others)
+        features = others[1:]
+        if spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES):
+            features = [self.model.attention_features[0]]
+        if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
+            features = [self.model.attention_features[1]]
+        if spec.kind is Kind.STATS:
+            return (rows, len(self.tokens(spec)), 3 * spec.pieces(self._sizes.scores_index).bit_count())
+        if spec.form.slices:
+            features = [int(features[0] * share_of(spec.form))]
+        return (rows, len(self.tokens(spec)), *features)
+
+    def sections(self, spec: Spec) -> tuple[int, ...]:
+        """Features of each section of a value that is cut by heads: each section has a part of every head."""
+        attend = self.model.attention_after(spec.layer - (spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)))
+        if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
+            return attend.kv_width, attend.kv_width
+        queries = spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES)
+        return (attend.hidden_size,) if queries else (attend.hidden_size, attend.heads)
+
+    def tokens(self, spec: Spec) -> Sequence[int]:
+        """The tokens of each sequence that a value holds, ascending; a range where they follow one another.
+
+        Raises:
+            UserError: when sequences do not divide into the program's slices.
+        """
+        slices, block = spec.form.space.sequence, self.model.seq_len
+        if spec.whole_sequences:
+            return range(block)
+        if block % slices:
+            raise UserError(
+                f"sequences of {block} tokens do not divide into {slices} slices (remainder {block % slices}); choose "
+                f"a block that is a multiple of {slices} ({self._sizes.slices_per_rank} slices for each "
+                "context-parallel rank, times the tensor-parallel ranks)"
+            )
+        held = self.slices(spec)
+        first, last = held[0] * block // slices, (held[-1] + 1) * block // slices
+        if len(held) == held[-1] + 1 - held[0]:
+            return range(first, last)
+        return [token for token in range(first, last) if token * slices // block in held]
+
+    def slices(self, spec: Spec) -> list[int]:
+        """The slices of each sequence that a value holds; the check sees to it that they are those of every one."""
+        return sorted({cell % spec.form.space.sequence for cell in bits(spec.cells)})
+
+    def positions(self, whole: Spec, part: Spec) -> Sequence[int]:
+        """Where the tokens of a part stand among those of a value; a range where they follow one another."""
+        places = {token: place for place, token in enumerate(self.tokens(whole))}
+        found = [places[token] for token in self.tokens(part)]
+        run = range(found[0], found[-1] + 1)
+        return run if len(run) == len(found) else found
+
+    def ranges(self, layer: int, holds: Holds) -> list[tuple[int, int]]:
+        """Where a value's slices lie in the layer's flat buffer, as (start, stop), in order."""
+        size = self.flat[layer] // holds.of
+        runs: list[tuple[int, int]] = []
+        for piece in bits(holds.mask):
+            start, stop = piece * size, (piece + 1) * size
+            if runs and runs[-1][1] == start:
+                start = runs.pop()[0]
+            runs.append((start, stop))
+        return runs
+
+    def places(self, layer: int, holds: Holds, wanted: Holds) -> list[tuple[int, int]]:
+        """Where some slices lie in the tensor of a value that holds these and perhaps more, as (start, stop)."""
+        places: list[tuple[int, int]] = []
+        at = 0
+        for start, stop in self.ranges(layer, holds):
+            for begin, end in self.ranges(layer, wanted):
+                if start <= begin and end <= stop:
+                    places.append((at + begin - start, at + end - start))
+            at += stop - start
+        return places

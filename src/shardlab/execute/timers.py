@@ -1,0 +1,391 @@
+"""Clocks that tell when an op began and ended, and when a communication was over: the host's, and a GPU's."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import chain, groupby, repeat
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab.check.buffers import batches_of
+from shardlab.execute.executor import Executor
+from shardlab.execute.transport.collectives import Wait
+from shardlab.execute.update_ops import Instruction
+from shardlab.language import Op, OpKind
+from shardlab.language.ops import COMMUNICATION
+from shardlab.language.tape import Moments, StepRecord
+
+Read = Callable[[], float | None]
+"""A moment, in seconds of this process's clock; None if it has not come. To be called when the step is over."""
+
+
+class Stopwatch(Protocol):
+    """What a recorder needs of a clock."""
+
+    def begin(self) -> None:
+        """A step is about to begin."""
+        ...
+
+    def now(self) -> Read:
+        """This moment, in the order of what is computed."""
+        ...
+
+    def watch(self, work: Any, *, batched: bool) -> tuple[Wait, Read]:
+        """How to wait for a communication that has started, and when it was over.
+
+        Args:
+            batched: whether it stands for several messages that were issued together.
+        """
+        ...
+
+
+class HostStopwatch:
+    """The host's monotonic clock, which all processes of a host share (time.perf_counter, CLOCK_MONOTONIC on Linux).
+
+    Collectives of torch's own on gloo have a future, which says at once when the work is over. Messages have none, nor
+    have the collectives that are made of messages (see `collectives`), and a second `wait` for a message would never
+    return: a thread waits for each of them, and the rank for that thread.
+    """
+
+    def __init__(self) -> None:
+        self._waiters: list[SimpleQueue[tuple[Any, Future[float]]]] = []
+
+    def begin(self) -> None:
+        pass
+
+    def now(self) -> Read:
+        moment = time.perf_counter()
+        return lambda: moment
+
+    def watch(self, work: Any, *, batched: bool) -> tuple[Wait, Read]:
+        over: Future[float] = Future()
+
+        def note(future: Any) -> None:
+            with suppress(Exception):  # the rank hears of a failure where it waits
+                future.value()
+                over.set_result(time.perf_counter())
+
+        try:
+            work.get_future().add_done_callback(note)
+            wait: Wait = work.wait
+        except RuntimeError:  # "Work::getFuture not implemented."
+            self._waiter().put((work, over))
+            wait = over.result
+        return wait, lambda: over.result() if over.done() and over.exception() is None else None
+
+    def _waiter(self) -> SimpleQueue[tuple[Any, Future[float]]]:
+        """The way to a thread that has nothing to wait for."""
+        if self._waiters:
+            return self._waiters.pop()
+        box: SimpleQueue[tuple[Any, Future[float]]] = SimpleQueue()
+
+        def run() -> None:
+            while True:
+                work, over = box.get()
+                try:
+                    work.wait()
+                    over.set_result(time.perf_counter())
+                except Exception as error:
+                    over.set_exception(error)
+                del work
+                self._waiters.append(box)
+
+        # A daemon: if this rank fails, its process must end although the other ranks' parts never come.
+        threading.Thread(target=run, daemon=True).start()
+        return box
+
+
+class DeviceStopwatch:
+    """A GPU's own clock, by events on its streams, told in seconds of the host's.
+
+    The step begins on a device that has nothing to do: then both clocks are read at one moment.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun = 0.0
+        self._origin = torch.cuda.Event(enable_timing=True)
+
+    def begin(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._begun = time.perf_counter()
+        self._origin.record()
+
+    def now(self) -> Read:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return lambda: self._read(event)
+
+    def watch(self, work: Any, *, batched: bool) -> tuple[Wait, Read]:
+        if batched:
+            return self._watch_wait(work)
+        event = torch.cuda.Event(enable_timing=True)
+
+        def note(_: Any) -> None:
+            event.record()
+
+        # NCCL's future has its result at once; what is called with it is put on a stream that the communication holds
+        # up. A wait on such a stream would not do: it lets go of tensors that the communication still uses.
+        work.get_future().add_done_callback(note)
+        return work.wait, lambda: self._read(event)
+
+    def _watch_wait(self, work: Any) -> tuple[Wait, Read]:
+        """NCCL's batches have no future (ProcessGroupNCCL::endCoalescing): they are over when nobody waits any more."""
+        over: list[Read] = []
+
+        def wait() -> None:
+            work.wait()
+            over.append(self.now())
+
+        return wait, lambda: over[0]() if over else None
+
+    def _read(self, event: torch.cuda.Event) -> float | None:
+        return self._begun + self._origin.elapsed_time(event) / 1000 if event.query() else None
+
+
+def stopwatch_for(device: torch.device) -> Stopwatch:
+    """The clock of what is computed on a device."""
+    return DeviceStopwatch(device) if device.type == "cuda" else HostStopwatch()
+
+
+# Seconds that a rank's device spends on the forward and the backward passes of a step.
+
+
+FORWARD = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ATTEND, OpKind.LOSS_STATS, OpKind.LOSS})
+"""Counted as forward; the loss comes with its own gradient."""
+
+BACKWARD = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT, OpKind.ATTEND_BACKWARD})
+
+
+class ComputeClock:
+    """Times the forward and the backward ops of an executor's steps, from then on.
+
+    Two readings of a clock go around each run of such ops that follow one another: of the host's clock, or on a GPU two
+    events, which are read when the step is over. Of steps that are replayed as a CUDA graph the last one counts for all
+    since the reading before: its events are the graph's.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._device = executor.state.settings.device
+        self._seconds = [0.0, 0.0]
+        self._events: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._captured: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._graph = executor.graph
+        self._replays = 0
+        around = self._by_events if self._device.type == "cuda" else self._by_host
+        directions = [_direction(op.kind) for op in executor.state.tape]
+        for direction, places in groupby(range(len(directions)), directions.__getitem__):
+            run = list(places)
+            if direction is not None:
+                around(executor.instructions, run[0], run[-1], direction)
+
+    def read(self) -> tuple[float, float]:
+        """Seconds forward and backward since the last reading."""
+        if self._events:
+            torch.cuda.synchronize(self._device)
+            for direction, began, ended in self._events:
+                self._seconds[direction] += began.elapsed_time(ended) / 1000
+            self._events.clear()
+        if self._graph is not None and (replays := self._graph.replays - self._replays):
+            torch.cuda.synchronize(self._device)
+            self._replays += replays
+            for direction, began, ended in self._captured:
+                self._seconds[direction] += replays * began.elapsed_time(ended) / 1000
+        forward, backward = self._seconds
+        self._seconds[:] = 0.0, 0.0
+        return forward, backward
+
+    def _by_host(self, instructions: list[Instruction], first: int, last: int, direction: int) -> None:
+        began, seconds, now = 0.0, self._seconds, time.perf_counter
+
+        def begin() -> None:
+            nonlocal began
+            began = now()
+
+        def end() -> None:
+            seconds[direction] += now() - began
+
+        _put_around(instructions, first, last, begin, end)
+
+    def _by_events(self, instructions: list[Instruction], first: int, last: int, direction: int) -> None:
+        def begin() -> None:
+            captures = torch.cuda.is_current_stream_capturing()
+            began, ended = (torch.cuda.Event(enable_timing=True, external=captures) for _ in range(2))
+            began.record()
+            (self._captured if captures else self._events).append((direction, began, ended))
+
+        def end() -> None:
+            (self._captured if torch.cuda.is_current_stream_capturing() else self._events)[-1][2].record()
+
+        _put_around(instructions, first, last, begin, end)
+
+
+def _direction(kind: OpKind) -> int | None:
+    return 0 if kind in FORWARD else 1 if kind in BACKWARD else None
+
+
+def _put_around(instructions: list[Instruction], first: int, last: int, begin: Instruction, end: Instruction) -> None:
+    opening = instructions[first]
+
+    def first_of_all() -> None:
+        begin()
+        opening()
+
+    instructions[first] = first_of_all
+    closing = instructions[last]
+
+    def last_of_all() -> None:
+        closing()
+        end()
+
+    instructions[last] = last_of_all
+
+
+# Recording when each op of a real step began and ended. An executor that nobody records pays nothing for it.
+
+
+class OpTimer:
+    """Runs steps of an executor and keeps what it saw of each.
+
+    Attributes:
+        steps: the steps recorded, the last perhaps only as far as it came.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.steps: list[StepRecord] = []
+        self._executor = executor
+        self._watch = stopwatch_for(executor.state.settings.device)
+        self._began: dict[int, Read] = {}
+        self._ended: dict[int, Read] = {}
+        self._over: dict[int, list[Read]] = defaultdict(list)
+        self._issuing: Iterator[int] = iter(())
+        self._batches = batches_of(executor.state.tape, COMMUNICATION)
+        self._batched = frozenset(chain(*self._batches.values()))
+        plain = zip(executor.state.tape, executor.instructions, strict=True)
+        self._timed = [self._around(at, op, instruction) for at, (op, instruction) in enumerate(plain)]
+
+    def step(self) -> Tensor:
+        """Run one step as `Executor.step` does; it is among the steps also if it fails."""
+        executor, watch = self._executor, self._watch
+        plain, wait_of = executor.instructions, executor.links.wait_of
+        executor.instructions, executor.links.wait_of = self._timed, self._watched
+        self._began, self._ended, self._over = {}, {}, defaultdict(list)
+        watch.begin()
+        began, ended = watch.now(), None
+        try:
+            loss = executor.step()
+            ended = watch.now()
+            if executor.state.settings.device.type == "cuda":
+                torch.cuda.synchronize(executor.state.settings.device)
+        finally:
+            executor.instructions, executor.links.wait_of = plain, wait_of
+            self._keep(began, ended)
+        return loss
+
+    def _around(self, at: int, op: Op, instruction: Instruction) -> Instruction:
+        now, communicates = self._watch.now, op.kind in COMMUNICATION
+        issued = [at] if self._executor.links.starts_alone(op.peer, op.batch) else self._batches.get(op.batch, [at])
+
+        def run() -> None:
+            self._began[at] = now()
+            if communicates:
+                self._issuing = chain(issued, repeat(issued[-1]))
+            instruction()
+            self._ended[at] = now()
+
+        return run
+
+    def _watched(self, work: Any) -> Wait:
+        """In place of the executor's own way to wait; the works of a batch come in the order of its ops."""
+        at = next(self._issuing)
+        wait, over = self._watch.watch(work, batched=at in self._batched)
+        self._over[at].append(over)
+        return wait
+
+    def _keep(self, began: Read, ended: Read | None) -> None:
+        for ops in self._batches.values():  # one work may stand for a whole batch
+            for at in ops[1:]:
+                if at in self._began:
+                    self._over[at] = self._over[at] or self._over[ops[0]]
+        start = began()
+        if start is None:
+            return
+        record = StepRecord(start, ended and ended())
+        for at, read in self._began.items():
+            moment = read()
+            if moment is not None:
+                overs = [over() for over in self._over[at]]
+                last = max((over for over in overs if over is not None), default=None)
+                end = self._ended.get(at)
+                record.ops[at] = Moments(moment, end and end(), None if None in overs else last)
+        self.steps.append(record)
+
+
+# How far the clocks of other processes are from rank 0's, by letting a message go there and back, as NTP does.
+
+
+ROUNDS = 16
+
+
+class ClockOffset(NamedTuple):
+    """What to take from a process's clock (time.perf_counter) to have rank 0's, in seconds.
+
+    Attributes:
+        seconds: the offset; 0 where none was seen beyond the bound: processes of one host share its clock.
+        bound: the most that the estimate may be wrong by: half of the shortest way there and back.
+    """
+
+    seconds: float
+    bound: float
+
+
+def clock_offset(rank: int, ranks: int, device: torch.device) -> ClockOffset:
+    """This rank's offset; all ranks of the default process group call it together.
+
+    Of several messages there and back the fastest is taken, since its two ways can differ least (Mills 1991, "Internet
+    time synchronization: the Network Time Protocol").
+    """
+    if rank:
+        for _ in range(ROUNDS):
+            _receive(0, 1, device)
+            _send([time.perf_counter()], 0, device)
+        return ClockOffset(*_receive(0, 2, device))
+    for peer in range(1, ranks):
+        rounds: list[tuple[float, float]] = []
+        for _ in range(ROUNDS):
+            sent = time.perf_counter()
+            _send([sent], peer, device)
+            (theirs,) = _receive(peer, 1, device)
+            came = time.perf_counter()
+            rounds.append((came - sent, theirs - (sent + came) / 2))
+        _send(list(estimate(rounds)), peer, device)
+    return ClockOffset(0.0, 0.0)
+
+
+def estimate(rounds: list[tuple[float, float]]) -> ClockOffset:
+    """The offset from (time there and back, the other clock's lead over the middle of it) of several rounds."""
+    way, lead = min(rounds)
+    bound = way / 2
+    return ClockOffset(lead if abs(lead) > bound else 0.0, bound)
+
+
+def _send(numbers: list[float], to: int, device: torch.device) -> None:
+    dist.send(torch.tensor(numbers, dtype=torch.float64, device=device), to)
+
+
+def _receive(source: int, count: int, device: torch.device) -> list[float]:
+    numbers = torch.empty(count, dtype=torch.float64, device=device)
+    dist.recv(numbers, source)
+    return [float(number) for number in numbers]

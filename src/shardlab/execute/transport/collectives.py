@@ -1,0 +1,431 @@
+"""Communication of single tensors that starts at once: among neighbours through memory that they share; else torch's
+own; on gloo, by messages straight from member to member.
+
+Gloo's reduce_scatter sums everything on every rank, its all_gather hands pieces on around a ring, and its all_reduce
+goes around twice, which for a small tensor is two latencies. `benchmarks/messages.py` measures all three ways.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from inspect import signature
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab.execute.transport import shared_collectives
+from shardlab.execute.transport.neighbours import Channel, Neighbours
+from shardlab.execute.transport.shared_collectives import Messages
+from shardlab.language import Group, Program, Reduction, UserError
+from shardlab.language.pass_names import BY_MESSAGES
+
+TAG = 1
+"""What tells these messages from others between the same ranks, which have torch's default, 0."""
+
+_rooms: dict[tuple[torch.dtype, int, int], list[list[Tensor]]] = defaultdict(list)
+"""By (dtype, members, elements), what small sums received into and use no more: it stays, as a communicator's memory
+does, and is in no account of a step."""
+
+_CPU = torch.device("cpu")
+
+
+def rooms() -> list[Tensor]:
+    """List what small sums have received into and use no more, and what neighbours share."""
+    received = [tensor for free in _rooms.values() for came in free for tensor in came]
+    return [*received, *Neighbours.memories()]
+
+
+def all_reduce(tensor: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Any:
+    """Start to reduce what the members give, in place; a small sum on gloo is in group order, alike on all to the bit.
+
+    Returns:
+        The work: the result is there when its `wait` has ended, and until then nothing may touch the tensor.
+    """
+    if by == dist.ReduceOp.SUM and (here := _channel(group)):
+        return shared_collectives.all_reduce(*here, tensor)
+    mine, size = group.rank(), group.size()
+    is_small = 0 < (size - 1) * tensor.nbytes <= BY_MESSAGES
+    if by != dist.ReduceOp.SUM or not is_small or not _by_messages(group):
+        return _all_reduce(tensor, by, group, async_op=True)
+    free = _rooms[tensor.dtype, size, tensor.numel()]
+    total, came = tensor.view(-1), free.pop() if free else [*tensor.new_empty((size - 1, tensor.numel()))]
+    works = _exchanged(group, came, [total] * size)
+
+    def add_up() -> None:
+        before, after = came[:mine], came[mine:]
+        for term in before[1:]:
+            before[0].add_(term)
+        for term in (*before[:1], *after):
+            total.add_(term)
+        free.append(came)
+
+    return Messages(works, add_up)
+
+
+def all_gather(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Any:
+    """Start to gather the members' equal pieces into `output`, in group order.
+
+    Returns:
+        The work: the output is whole when its `wait` has ended, and until then the piece must not change.
+    """
+    mine, size = group.rank(), group.size()
+    if here := _channel(group):
+        return shared_collectives.all_gather(*here, _pieces(output, size), piece.view(-1))
+    if not _by_messages(group):
+        return _all_gather_single(output, piece, group=group, async_op=True)
+    pieces, piece = _pieces(output, size), piece.view(-1)
+    works = _exchanged(group, [*pieces[:mine], *pieces[mine + 1 :]], [piece] * size)
+    pieces[mine].copy_(piece)
+    return Messages(works)
+
+
+def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Any:
+    """Start to sum what the members give, each of which receives one of equal pieces of the sum, in group order.
+
+    On gloo the rank that waits for a piece sums it, in group order. Of more than two members it holds the pieces of all
+    but two beside the result until then.
+
+    Returns:
+        The work: the output is there when its `wait` has ended, and until then `whole` must not change.
+    """
+    mine, size = group.rank(), group.size()
+    if here := _channel(group):
+        return shared_collectives.reduce_scatter(*here, output.view(-1), _pieces(whole, size))
+    if not _by_messages(group):
+        return _reduce_scatter_single(output, whole, group=group, async_op=True)
+    pieces, total = _pieces(whole, size), output.view(-1)
+    came = [total, *total.new_empty((max(0, size - 2), len(total)))]  # the first is added to where it arrives
+    works = _exchanged(group, came[: size - 1], pieces)
+
+    def add_up() -> None:
+        if size == 1:
+            total.copy_(pieces[mine])
+            return
+        terms = came[1:]
+        terms.insert(max(0, mine - 1), pieces[mine])
+        for term in terms:
+            total.add_(term)
+
+    return Messages(works, add_up)
+
+
+def all_to_all(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Any:
+    """Start to give each member one of equal pieces of `whole`, and to take theirs, in group order.
+
+    Returns:
+        The work: the output is whole when its `wait` has ended, and until then `whole` must not change.
+    """
+    if here := _channel(group):
+        taken, given = (_pieces(tensor, group.size()) for tensor in (output, whole))
+        return shared_collectives.all_to_all(*here, taken, given)
+    return dist.all_to_all_single(output, whole, group=group, async_op=True)
+
+
+def broadcast(tensor: Tensor, root: int, group: dist.ProcessGroup) -> Any:
+    """Start to bring the root's tensor into the others'.
+
+    Args:
+        root: its rank in the default process group.
+
+    Returns:
+        The work: until its `wait` has ended, nothing may touch the tensor.
+    """
+    if here := _channel(group):
+        return shared_collectives.broadcast(*here, tensor, root)
+    return dist.broadcast(tensor, root, group, async_op=True)
+
+
+def scatter(output: Tensor, whole: Tensor | None, root: int, group: dist.ProcessGroup) -> Any:
+    """Start to give each member one of equal pieces of the root's `whole`, in group order.
+
+    Args:
+        whole: None on all but the root.
+        root: its rank in the default process group.
+
+    Returns:
+        The work: the output is there when its `wait` has ended, and until then `whole` must not change.
+    """
+    pieces = None if whole is None else [*whole.chunk(group.size())]
+    if here := _channel(group):
+        return shared_collectives.scatter(*here, output, pieces, root)
+    return dist.scatter(output, pieces, root, group, async_op=True)
+
+
+def gather(output: Tensor | None, piece: Tensor, root: int, group: dist.ProcessGroup) -> Any:
+    """Start to gather the members' equal pieces into the root's `output`, in group order.
+
+    Args:
+        output: None on all but the root.
+        root: its rank in the default process group.
+
+    Returns:
+        The work: the output is whole when its `wait` has ended, and until then the piece must not change.
+    """
+    pieces = None if output is None else [*output.chunk(group.size())]
+    if here := _channel(group):
+        return shared_collectives.gather(*here, pieces, piece, root)
+    return dist.gather(piece, pieces, root, group, async_op=True)
+
+
+def barrier(group: dist.ProcessGroup) -> Any:
+    """Start to meet the other members.
+
+    Returns:
+        The work: its `wait` ends when all have come.
+    """
+    if here := _channel(group):
+        return shared_collectives.barrier(*here)
+    return dist.barrier(group, async_op=True)
+
+
+def send(tensor: Tensor, to: int) -> Any:
+    """Start to send a tensor to a rank.
+
+    Returns:
+        The work: until its `wait` has ended, the tensor must not change.
+    """
+    here = Neighbours.with_rank(to)
+    return dist.isend(tensor, to) if here is None else shared_collectives.send(here, tensor, to)
+
+
+def recv(tensor: Tensor, source: int) -> Any:
+    """Start to receive a tensor from a rank.
+
+    Returns:
+        The work: the tensor has come when its `wait` has ended.
+    """
+    here = Neighbours.with_rank(source)
+    return dist.irecv(tensor, source) if here is None else shared_collectives.recv(here, tensor, source)
+
+
+def _channel(group: dist.ProcessGroup) -> tuple[Neighbours, Channel] | None:
+    """How the members share memory, if all of them do."""
+    here = Neighbours.here
+    channel = None if here is None else here.channel(group)
+    return None if here is None or channel is None else (here, channel)
+
+
+def _pieces(whole: Tensor, size: int) -> list[Tensor]:
+    """Equal pieces of a tensor, each flat; it may have no elements."""
+    return [*whole.view(size, whole.numel() // size)]
+
+
+def _exchanged(group: dist.ProcessGroup, rooms: Sequence[Tensor], given: Sequence[Tensor]) -> list[Any]:
+    """Start a message from and to every other member: into its room, in group order, and of what each is given."""
+    others = [member for member in range(group.size()) if member != group.rank()]
+    receives = [group.recv([room], member, TAG) for member, room in zip(others, rooms, strict=True)]
+    return receives + [group.send([given[member]], member, TAG) for member in others]
+
+
+def _by_messages(group: dist.ProcessGroup) -> bool:
+    """Whether the group is gloo's. One of NCCL's has no backend for the CPU, and torch raises when asked for it."""
+    return _CPU in group._device_types and isinstance(group._get_backend(_CPU), dist.ProcessGroupGloo)
+
+
+def _first(*names: str) -> Callable[..., Any]:
+    """Find the first of these functions that this torch has: 2.13 renamed two of them, and warns at the old names."""
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))
+
+
+_all_reduce = _first("all_reduce")
+_all_gather_single = _first("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter_single = _first("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+# The tape's communication on torch.distributed. Every call starts at once and gives back how to wait for it.
+
+
+Wait = Callable[[], Any]
+
+
+def wait_of(work: Any) -> Wait:
+    """How to wait for what torch.distributed has started."""
+    assert work is not None, "an asynchronous operation gives its work"
+    return work.wait
+
+
+def _nothing() -> None: ...
+
+
+_REDUCE_OP = {
+    Reduction.SUM: dist.ReduceOp.SUM,
+    Reduction.MEAN: dist.ReduceOp.AVG,
+    Reduction.MIN: dist.ReduceOp.MIN,
+    Reduction.MAX: dist.ReduceOp.MAX,
+}
+
+
+class Communicator:
+    """One rank's communication, on a default process group that already exists.
+
+    Args:
+        program: the tapes.
+        rank: whose.
+        groups: where groups are kept for further programs of the same processes (see `make_groups`).
+
+    Attributes:
+        wait_of: makes of every communication that has started how to wait for it; a recorder puts its own here.
+    """
+
+    def __init__(self, program: Program, rank: int, groups: Groups | None = None) -> None:
+        self._groups = make_groups(program, rank, {} if groups is None else groups)
+        self._batches: dict[int, int] = {}
+        for op in program.tapes[rank]:
+            if not self.starts_alone(op.peer, op.batch):
+                self._batches[op.batch] = self._batches.get(op.batch, 0) + 1
+        self._pending: dict[int, tuple[list[dist.P2POp], list[Wait]]] = {}
+        self.wait_of: Callable[[Any], Wait] = wait_of
+
+    def all_reduce(self, tensor: Tensor, group: Group, by: Reduction = Reduction.SUM) -> Wait:
+        """Reduce in place."""
+        return self._wait(all_reduce(tensor, _REDUCE_OP[by], self._groups[group]))
+
+    def reduce(self, tensor: Tensor, group: Group, root: int, by: Reduction = Reduction.SUM) -> Wait:
+        """Reduce in place on the root; the others' tensors are written over with something else."""
+        return self._wait(dist.reduce(tensor, root, _REDUCE_OP[by], self._groups[group], async_op=True))
+
+    def broadcast(self, tensor: Tensor, group: Group, root: int) -> Wait:
+        """The root's tensor into the others'."""
+        return self._wait(broadcast(tensor, root, self._groups[group]))
+
+    def scatter(self, output: Tensor, whole: Tensor | None, group: Group, root: int) -> Wait:
+        """Equal pieces of the root's `whole` into `output`, in group order."""
+        return self._wait(scatter(output, whole, root, self._groups[group]))
+
+    def gather(self, output: Tensor | None, piece: Tensor, group: Group, root: int) -> Wait:
+        """The members' equal pieces into the root's `output`, in group order."""
+        return self._wait(gather(output, piece, root, self._groups[group]))
+
+    def barrier(self, group: Group) -> Wait:
+        """Nothing is moved; the wait ends when all members have come."""
+        return self._wait(barrier(self._groups[group]))
+
+    def all_gather(self, output: Tensor, piece: Tensor, group: Group) -> Wait:
+        """The members' equal pieces into `output`, in group order."""
+        return self._wait(all_gather(output, piece, self._groups[group]))
+
+    def reduce_scatter(self, output: Tensor, whole: Tensor, group: Group) -> Wait:
+        """This member's piece of the sum."""
+        return self._wait(reduce_scatter(output, whole, self._groups[group]))
+
+    def all_to_all(self, output: Tensor, whole: Tensor, group: Group) -> Wait:
+        """Equal pieces of `whole` to the members in group order, and theirs for this one into `output`."""
+        return self._wait(all_to_all(output, whole, self._groups[group]))
+
+    def send(self, tensor: Tensor, to: int, batch: int) -> Wait:
+        """Send; the tensor must not change until the wait is over."""
+        if self.starts_alone(to, batch):
+            return self._wait(send(tensor, to))
+        return self._batched(dist.isend, tensor, to, batch)
+
+    def recv(self, tensor: Tensor, source: int, batch: int) -> Wait:
+        """Receive into `tensor`."""
+        if self.starts_alone(source, batch):
+            return self._wait(recv(tensor, source))
+        return self._batched(dist.irecv, tensor, source, batch)
+
+    def starts_alone(self, peer: int, batch: int) -> bool:
+        """Whether a message needs no others of its batch to start."""
+        return batch < 0 or Neighbours.with_rank(peer) is not None
+
+    def _batched(self, verb: Callable[..., Any], tensor: Tensor, peer: int, batch: int) -> Wait:
+        operations, waits = self._pending.setdefault(batch, ([], []))
+        operations.append(dist.P2POp(verb, tensor, peer))
+        place = len(operations) - 1
+        if len(operations) == self._batches[batch]:
+            del self._pending[batch]
+            waits += [self.wait_of(work) for work in dist.batch_isend_irecv(operations)]
+
+        def wait() -> None:
+            mine = min(place, len(waits) - 1)
+            waits[mine]()
+            if len(waits) > 1:
+                waits[mine] = _nothing  # or what came would live for as long as the others are waited for
+
+        return wait
+
+    def start(self, verb: Callable[..., Any], *tensors: Tensor, group: Group, **settings: Any) -> Wait:
+        """Any verb of torch.distributed that takes a group."""
+        return self._wait(verb(*tensors, group=self._groups[group], async_op=True, **settings))
+
+    def _wait(self, work: Any) -> Wait:
+        return self.wait_of(work)
+
+
+# A program's process groups, on a default process group that already exists.
+
+
+Groups = dict[Group, dist.ProcessGroup | None]
+"""Process groups that exist, by the ranks that meet; None for those of others."""
+
+
+def make_groups(program: Program, rank: int, known: Groups) -> dict[Group, dist.ProcessGroup]:
+    """The groups that a rank is a member of; every rank of the program calls this.
+
+    Those in `known` exist already; all ranks of the program know the same ones. New ones are added to it.
+
+    Programs may use fewer ranks than there are processes, except on NCCL. Torch names a group by its members and by how
+    many groups each has made before: a rank that has none to make while others do makes one of itself alone, so that
+    all count alike, also in the next program. With NCCL's `device_id` torch also splits every group off from the
+    world's communicator, in which each process must take part.
+
+    Raises:
+        UserError: for a group that is not in ascending order, if this torch can only make groups that are.
+    """
+    for groups in rounds(program, known):
+        mine = next((group for group in groups if rank in group.ranks), None)
+        ranks = [rank] if mine is None else list(mine.ranks)
+        group = _new_group(ranks)
+        known |= dict.fromkeys(groups)
+        if mine is not None:
+            known[mine] = group
+    return {group: made for group, made in known.items() if made is not None}
+
+
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Make the process group of these ranks, in this order: a rank's place in it says which piece it gives and takes.
+
+    Torch sorts the ranks unless it is told not to, which versions before `sort_ranks` cannot be.
+    """
+    new_group = cast(Any, dist.new_group)
+    order: dict[str, bool] = {}
+    if list(ranks) != sorted(ranks):
+        if "sort_ranks" not in signature(new_group).parameters:
+            named = ", ".join(map(str, ranks))
+            raise UserError(
+                f"the ranks {named} meet in this order, but torch {torch.__version__} makes groups in ascending order "
+                "alone; name the ranks of `among` in ascending order, or use a newer torch"
+            )
+        order["sort_ranks"] = False
+    group = new_group(list(ranks), timeout=_limit(), use_local_synchronization=True, **order)
+    assert isinstance(group, dist.ProcessGroup), f"this rank is not in {ranks}"
+    return group
+
+
+def _limit() -> timedelta:
+    """Time after which a communication of the default group is given up; torch has another for new groups."""
+    world: Any = dist.group.WORLD
+    options = world._get_backend(world._device_types[0]).options
+    return dist.default_pg_timeout if options is None else options._timeout  # torch's backend for tests has none
+
+
+def rounds(program: Program, known: Collection[Group] = ()) -> list[list[Group]]:
+    """The groups of a program that are not known yet, each round's without a common member; the same on every rank."""
+    groups = {op.group for tape in program.tapes for op in tape if op.group is not None} - set(known)
+    made: list[list[Group]] = []
+    for group in sorted(groups, key=lambda group: (group.axis, group.ranks)):
+        members = set(group.ranks)
+        free = (others for others in made if all(members.isdisjoint(other.ranks) for other in others))
+        others = next(free, None)
+        if others is None:
+            made.append([group])
+        else:
+            others.append(group)
+    return made

@@ -1,0 +1,211 @@
+"""The rules of all collectives as their members call them: with a root, a reduction, or no value at all.
+
+A root's value is broadcast with its whole spec, or cut: scattered parameters as a reduce_scatter cuts them, scattered
+batches into runs of whole microbatches. A gather unites *holds* and a reduction unites *sums*, as all_gather and
+all_reduce do, on the root alone. A barrier carries nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple, overload
+
+from shardlab.common.errors import About, Refused
+from shardlab.language.mesh import Group
+from shardlab.language.ops import COLLECTIVES, ROOT_GIVES, ROOT_RECEIVES, ROOTED, Combiner, OpKind
+from shardlab.language.rules import collectives
+from shardlab.language.rules.kinds import Kind, Reduction, bits, counted, mask_of
+from shardlab.language.rules.layer_rules import Rules
+from shardlab.language.rules.spec import Spec
+from shardlab.language.tape import ExpectedValue
+
+_CUT = frozenset({Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT})
+_DEALT = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION})
+_ALIKE = COLLECTIVES - ROOTED - {OpKind.BARRIER}
+"""Every member gives a value and receives one."""
+
+BARRIER, BROADCAST, SCATTER = OpKind.BARRIER, OpKind.BROADCAST, OpKind.SCATTER
+ALL_TO_ALL, REDUCE_SCATTER = OpKind.ALL_TO_ALL, OpKind.REDUCE_SCATTER
+UNION, SUM = Combiner.UNION, Reduction.SUM
+
+_REDUCES = frozenset({OpKind.REDUCE, OpKind.ALL_REDUCE})
+
+
+class Call(NamedTuple):
+    """Properties of a collective on which its members must agree, besides the value.
+
+    Attributes:
+        kind: of the op.
+        root: the rank that alone gives or receives (-1: none).
+        reduction: what becomes of the members' values.
+    """
+
+    kind: OpKind
+    root: int = -1
+    reduction: Reduction = Reduction.SUM
+
+    @property
+    def how(self) -> str:
+        by = f" by {self.reduction.value}" if self.reduction is not SUM else ""
+        return by + (f" with root {self.root}" if self.root >= 0 else "")
+
+    def __str__(self) -> str:
+        return self.kind.value + self.how
+
+
+call_of = lru_cache(maxsize=1 << 10)(Call)
+"""The call of these properties, made once."""
+
+
+def call_text(call: Call, spec: Spec | None) -> str:
+    """Write a member's part, with what it gives: `reduce(grad_weights[1] (microbatch 0)) with root 2`."""
+    return str(call) if spec is None else f"{call.kind.value}({spec}){call.how}"
+
+
+def want_sound(call: Call, ranks: Sequence[int]) -> None:
+    """Refuse a root that is no member, or one or a reduction where the op has none."""
+    kind, root, reduction = call
+    if kind in ROOTED:
+        if root not in ranks:
+            names = ", ".join(map(str, ranks))
+            given = f"the root is rank {root}, but the group has the ranks {names}"
+            raise Refused("wrong root", kind.value, given, "name one of them")
+    elif root != -1:
+        raise Refused("wrong root", kind.value, f"names root {root}, but it has none", "name no root")
+    if reduction is not SUM and kind not in _REDUCES:
+        remedy = "take reduce or all_reduce for anything but a sum"
+        raise Refused("no reduction", kind.value, f"is by {reduction.value}", remedy)
+
+
+def agree(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -> bool:
+    """Whether two members can meet: in one call, with values of one kind and layer."""
+    if one != other:
+        return False
+    if gave is None or gives is None or gave[0] is gives[0]:
+        return True
+    return gave[0].kind is gives[0].kind and gave[0].layer == gives[0].layer
+
+
+def disagreement(call: Call, gives: Spec | None, group: Group, rank: int, op: int, met: str) -> Refused:
+    """The refusal of a call that cannot meet that of the first member.
+
+    Args:
+        rank, op, met: the first member, the op on its tape, and the text of its call.
+    """
+    about = About(f"{call_text(call, gives)} on {group}", -1 if gives is None else gives.layer)
+    given = (
+        f"rank {rank} meets it with {met} (its op {op}); all members of a group must issue its collectives in one "
+        "order, of one kind and for one layer"
+    )
+    return Refused("other order", about, given, "issue the same collective there")
+
+
+def values_of(call: Call, rank: int) -> tuple[int, int]:
+    """Count the values that a member gives, and those that it receives."""
+    kind = call.kind
+    if kind in _ALIKE:
+        return 1, 1
+    is_root = rank == call.root
+    if kind is BARRIER:
+        return 0, 0
+    if kind is BROADCAST:
+        return int(is_root), int(not is_root)
+    return int(is_root or kind not in ROOT_GIVES), int(is_root or kind not in ROOT_RECEIVES)
+
+
+def collective(call: Call, given: Sequence[Spec | None], ranks: Sequence[int], rules: Rules) -> Sequence[Spec | None]:
+    """Derive what each member receives, in group order, from what each has given as `values_of` says.
+
+    Raises:
+        Refused: when the values do not belong together, or a contribution would be lost or counted twice.
+    """
+    kind, root, _ = call
+    if kind is BARRIER:
+        return [None] * len(ranks)
+    specs = [spec for spec in given if spec is not None]
+    if kind is BROADCAST:
+        return [None if rank == root else specs[0] for rank in ranks]
+    if kind is SCATTER:
+        return _scattered(specs[0], len(ranks))
+    if kind is ALL_TO_ALL:
+        first = specs[0]
+        indices = rules.indices.get((first.kind, first.layer), ())
+        return collectives.all_to_all(first.about(kind.row.name), specs, Names(ranks), indices)
+    made = unite(call, specs, ranks)
+    if kind is REDUCE_SCATTER:
+        return collectives.scatter(specs[0].about(kind.row.name), made, len(ranks))
+    if kind not in ROOT_RECEIVES:
+        return [made] * len(ranks)
+    return [made if rank == root else None for rank in ranks]
+
+
+def unite(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
+    """Derive what all members of a group make together, before a REDUCE_SCATTER deals it out.
+
+    Raises:
+        Refused: as `collective` does.
+    """
+    op, names = specs[0].about(call.kind.row.name), Names(ranks)
+    if call.kind.row.combines is UNION:
+        return collectives.gather(op, specs, names)
+    if call.reduction is not SUM:
+        return collectives.replicas(op, call.reduction, specs, names)
+    return collectives.reduce(op, specs, names)
+
+
+class Names(Sequence[str]):
+    """Names of the members of a group, or of other givers, in a refusal; made only if there is one."""
+
+    def __init__(self, ranks: Sequence[int], noun: str = "rank") -> None:
+        self._ranks = ranks
+        self._noun = noun
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[str]: ...
+
+    def __getitem__(self, at: int | slice) -> str | list[str]:
+        ranks, noun = self._ranks[at], self._noun
+        return f"{noun} {ranks}" if isinstance(ranks, int) else [f"{noun} {rank}" for rank in ranks]
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+
+def _scattered(spec: Spec, parts: int) -> list[Spec]:
+    """Cut parameters into equal slices, or a batch into equal runs of microbatches."""
+    op = spec.about("scatter")
+    if spec.kind in _CUT:
+        return collectives.scatter(op, spec, parts)
+    if spec.kind not in _DEALT:
+        remedy = "scatter weights, optimizer states, activations and their gradients"
+        raise Refused("wrong kind", op, f"{spec} was given", remedy)
+    microbatches, slices = list(bits(spec.microbatches)), spec.form.space.sequence
+    each, rest = divmod(len(microbatches), parts)
+    if rest:
+        given = f"{spec} has {counted(len(microbatches), 'microbatch')}, no multiple of {parts}"
+        raise Refused("does not divide", op, given, "let it deal whole microbatches, equally many to each")
+    runs = [mask_of(microbatches[place * each : (place + 1) * each]) for place in range(parts)]
+    return [Spec(spec.form, mask_of(c for c in bits(spec.cells) if run >> c // slices & 1)) for run in runs]
+
+
+def want_expected(call: Call, expected: ExpectedValue, spec: Spec) -> None:
+    """Refuse what comes from a root if it is not what the receiving rank meant."""
+    got = ExpectedValue.of(spec)
+    if expected != got:
+        given = f"expected {expected}, but rank {call.root} gave {got}"
+        raise Refused("other message", About(str(call), expected.layer), given, "make both mean the same")
+
+
+def want_delivered(source: int, expected: ExpectedValue, spec: Spec) -> None:
+    """Refuse a message that is not the one the receive meant."""
+    got = ExpectedValue.of(spec)
+    if expected != got:
+        given = (
+            f"expected {expected}, but the next message on this channel is {got}; messages between two ranks arrive in "
+            "the order they were sent"
+        )
+        remedy = f"make rank {source}'s sends and this rank's receives agree"
+        raise Refused("other message", About(f"recv from rank {source}", expected.layer), given, remedy)

@@ -1,0 +1,105 @@
+"""The ranks as a grid with named axes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from shardlab.common.errors import UserError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+"""Every axis, outermost first: neighbouring ranks differ in the last one."""
+
+WORLD = "world"
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Ranks that meet in collectives, in group order.
+
+    Made by `group_of` alone, so that equal groups are one object and comparing or hashing them costs nothing.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return self.axis
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return group_of, (self.axis, self.ranks)
+
+
+@cache
+def group_of(axis: str, ranks: tuple[int, ...]) -> Group:
+    """Find the group of these ranks along this axis."""
+    return Group(axis, ranks)
+
+
+def group_among(ranks: tuple[int, ...]) -> Group:
+    """Find the group of some ranks that lie along no axis."""
+    return group_of(f"ranks {', '.join(map(str, ranks))}", ranks)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ranks each axis has; rank numbers count through the grid with the last axis fastest.
+
+    >>> Mesh(pp=2, dp_shard=3).group(4, "dp_shard").ranks
+    (3, 4, 5)
+    """
+
+    pp: int = 1
+    """Pipeline ranks."""
+
+    dp_replicate: int = 1
+    """Replicas of the model."""
+
+    dp_shard: int = 1
+    """Data-parallel ranks that may shard weights, gradients or optimizer state."""
+
+    cp: int = 1
+    """Context-parallel ranks, which split each sequence."""
+
+    tp: int = 1
+    """Tensor-parallel ranks, which split the matrices of half-blocks."""
+
+    ep: int = 1
+    """Expert-parallel ranks, which split the experts of a mixture."""
+
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes().items():
+            if size < 1:
+                raise UserError(f"axis {axis} has {size} ranks; every axis of a mesh has at least 1")
+
+    def sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def used(self) -> dict[str, int]:
+        """Sizes of the axes that have several ranks."""
+        return {axis: size for axis, size in self.sizes().items() if size > 1}
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.used.items()) or "1 rank"
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.sizes().values())
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Find where `rank` stands along `axis`, from 0."""
+        return rank // self._stride(axis) % getattr(self, axis)
+
+    def group(self, rank: int, axis: str) -> Group:
+        """The ranks that differ from `rank` only along `axis`, in order."""
+        stride = self._stride(axis)
+        first = rank - self.coordinate(rank, axis) * stride
+        return group_of(axis, tuple(range(first, first + stride * getattr(self, axis), stride)))
+
+    def _stride(self, axis: str) -> int:
+        if axis not in AXES:
+            raise UserError(f"axis {axis!r} is not an axis of a mesh; the axes are {', '.join(AXES)}")
+        inner = AXES[AXES.index(axis) + 1 :]
+        return math.prod(getattr(self, name) for name in inner)

@@ -1,0 +1,246 @@
+"""The table of ops: one row for each, with all that others want to know of it.
+
+Who traces, checks, times, draws or runs a tape looks here, and keeps no table of its own. A new op is a row, its rule,
+the verb that calls it and the function that runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import singledispatch
+from typing import Literal, NamedTuple
+
+from shardlab.language.rules.kinds import Kind
+
+Color = Literal[
+    "blue", "light blue", "orange", "teal", "green", "black", "brown", "grey", "light grey", "yellow", "magenta", "red",
+    "violet", "lilac", "pink", "cream", "rose", "slate", "light slate",
+    "olive", "light olive",
+]  # fmt: skip
+"""Colours by name; a picture, a terminal and a trace viewer each have their own of that name.
+
+The passes have those of the field's figures (Qi et al. 2023, arXiv 2401.10241): forward blue, input gradient teal,
+weight gradient green, full backward orange.
+"""
+
+
+class Stream(Enum):
+    """Where an op runs.
+
+    COMPUTE: at once, in tape order. COLLECTIVE and MESSAGE: beside compute, from its issue until its group or its peer
+    has come; COPY: beside compute, on this rank alone; these three have a handle. NONE: nowhere, it is bookkeeping.
+    """
+
+    COMPUTE = "compute"
+    COLLECTIVE = "collective"
+    MESSAGE = "message"
+    COPY = "copy"
+    NONE = "none"
+
+
+class Price(Enum):
+    """What the time of an op follows.
+
+    MICROBATCH: the work on each of its microbatches. OP: the op itself. BYTES: what a device moves; unit costs take
+    none. NOTHING: it has none.
+    """
+
+    MICROBATCH = "microbatch"
+    OP = "op"
+    BYTES = "bytes"
+    NOTHING = "nothing"
+
+
+class Combiner(Enum):
+    """What becomes of several values in one: their sum, or their pieces side by side."""
+
+    SUM = "sum"
+    UNION = "union"
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """What is known of an op.
+
+    Attributes:
+        name: its word in programs, tapes and messages.
+        inputs, outputs: how many values it may read and make (inputs empty: one or more).
+        sign: the character for it in a terminal: a capital letter is compute.
+        color: of its sign or box.
+        letters: on the box of a communication.
+        word: for it in a picture's legend, if not its name.
+        hatch: over its colour (matplotlib's).
+        part_of: the name of the pass that it belongs to in a picture.
+        stream: where it runs.
+        price: what its time follows.
+        root: what its root alone does, if it has one.
+        combines: how it puts values together (None, of a collective without a root: each member receives another).
+        in_place: whether it may write over its first input, where nobody reads that any more.
+        ends: places among its inputs of the values that end with it.
+        saved: the place among its inputs of what its layer kept for it (-1: nothing).
+        keeps: what its layer keeps of it, as its last output.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    sign: str = ""
+    color: Color = "light grey"
+    letters: str = ""
+    word: str = ""
+    hatch: str = ""
+    part_of: str = ""
+    stream: Stream = Stream.COMPUTE
+    price: Price = Price.OP
+    root: Literal["gives", "receives"] | None = None
+    combines: Combiner | None = None
+    in_place: bool = False
+    ends: tuple[int, ...] = ()
+    saved: int = -1
+    keeps: Kind | None = None
+
+    @property
+    def legend(self) -> str:
+        """Its word in a picture's legend."""
+        return self.word or self.name.replace("_", "-")
+
+
+_COLLECTIVE, _MESSAGE, _COPY, _NONE = Stream.COLLECTIVE, Stream.MESSAGE, Stream.COPY, Stream.NONE
+_EACH, _BYTES, _NOTHING = Price.MICROBATCH, Price.BYTES, Price.NOTHING
+_SUM, _UNION = Combiner.SUM, Combiner.UNION
+_SAVED, _HALF = Kind.SAVED, Kind.SAVED_FOR_WEIGHT
+
+
+class OpKind(Enum):
+    """What an entry of the tape does, in the order in which legends name them. The row of each is its `row`."""
+
+    _value_: str
+    row: OpRow
+
+    def __new__(cls, row: OpRow) -> OpKind:
+        self = object.__new__(cls)
+        self._value_, self.row = row.name, row
+        return self
+
+    __hash__ = object.__hash__  # kinds are dictionary keys on the hot path
+
+    # fmt: off
+    FORWARD = OpRow("forward", (2, 3, 4), (1, 2, 3, 4), "F", "blue", part_of="forward", price=_EACH, keeps=_SAVED)
+    RECOMPUTE = OpRow("recompute", (2,), (1,), "R", "light blue", hatch="////", part_of="backward", price=_EACH,
+                    keeps=_SAVED)
+    BACKWARD = OpRow("backward", (4, 5, 6), (2, 3, 4), "B", "orange", part_of="backward", price=_EACH, saved=3)
+    BACKWARD_INPUT = OpRow("backward_input", (4, 5, 6), (2, 3, 4), "I", "teal", word="backward: input gradient",
+                         part_of="backward", price=_EACH, saved=3, keeps=_HALF)
+    BACKWARD_WEIGHT = OpRow("backward_weight", (3,), (1,), "W", "green", word="backward: weight gradient",
+                          part_of="backward_weight", price=_EACH, saved=2)
+    ATTEND = OpRow("attend", (2,), (1,), "A", "blue", word="attention between slices", hatch="....", part_of="forward",
+                 price=_EACH)
+    ATTEND_BACKWARD = OpRow("attend_backward", (4,), (2,), "G", "orange", word="its backward", hatch="....",
+                          part_of="backward", price=_EACH)
+    LOSS = OpRow("loss", (1, 2), (0, 1), "L", "brown")
+    LOSS_STATS = OpRow("loss_stats", (1,), (1,), "T", "grey", word="statistics of the loss")
+    ADD = OpRow("add", (2,), (1,), "S", "grey", word="sum of gradients", combines=_SUM, in_place=True)
+    NORM = OpRow("norm", (1,), (1,), "N", "grey", word="norm of the gradient")
+    SCALE = OpRow("scale", (1,), (1,), "M", "grey", word="scaling", price=_BYTES, in_place=True)
+    CAST = OpRow("cast", (1,), (1,), "V", "light grey", price=_BYTES)
+    CONCATENATE = OpRow("concatenate", (), (1,), "C", "grey", word="concatenation", price=_BYTES, combines=_UNION)
+    SLICE = OpRow("slice", (1,), (1,), "P", "grey", price=_NOTHING)
+    ZERO_GRADIENT = OpRow("zero_gradient", (0,), (1,), "O", "grey", price=_NOTHING)
+    DIRECTION = OpRow("direction", (2, 3), (1,), "H", "grey", word="direction of the update", price=_BYTES)
+    UPDATE = OpRow("update", (3, 4, 5), (2,), "U", "black", ends=(1, 2))
+    LOAD_BATCH = OpRow("load_batch", (0,), (1,), "D", price=_NOTHING)
+    LOAD_WEIGHT = OpRow("load_weight", (0,), (1,), "Y", price=_NOTHING)
+    LOAD_OPT_STATE = OpRow("load_opt_state", (0,), (1,), "Z", price=_NOTHING)
+    ALL_GATHER = OpRow("all_gather", (1,), (1,), "+", "yellow", "AG", stream=_COLLECTIVE, combines=_UNION)
+    REDUCE_SCATTER = OpRow("reduce_scatter", (1,), (1,), "/", "magenta", "RS", stream=_COLLECTIVE, combines=_SUM)
+    ALL_REDUCE = OpRow("all_reduce", (1,), (1,), "=", "red", "AR", stream=_COLLECTIVE, combines=_SUM, in_place=True)
+    ALL_TO_ALL = OpRow("all_to_all", (1,), (1,), "x", "violet", "AA", stream=_COLLECTIVE)
+    BROADCAST = OpRow("broadcast", (0, 1), (0, 1), "*", "lilac", "BC", stream=_COLLECTIVE, root="gives")
+    SCATTER = OpRow("scatter", (0, 1), (1,), ":", "pink", "SC", stream=_COLLECTIVE, root="gives")
+    GATHER = OpRow("gather", (1,), (0, 1), "&", "cream", "GA", stream=_COLLECTIVE, root="receives", combines=_UNION)
+    REDUCE = OpRow("reduce", (1,), (0, 1), "-", "rose", "RE", stream=_COLLECTIVE, root="receives", combines=_SUM,
+                 in_place=True)
+    BARRIER = OpRow("barrier", (0,), (0,), "|", "light grey", "‖", stream=_COLLECTIVE)
+    SEND = OpRow("send", (1,), (0,), ">", "slate", "→", stream=_MESSAGE)
+    RECV = OpRow("recv", (0,), (1,), "<", "light slate", "←", word="receive", stream=_MESSAGE)
+    OFFLOAD = OpRow("offload", (1,), (1,), "^", "olive", "↓", stream=_COPY)
+    RELOAD = OpRow("reload", (1,), (1,), "@", "light olive", "↑", stream=_COPY)
+    WAIT = OpRow("wait", (0,), (0,), stream=_NONE, price=_NOTHING)
+    FREE = OpRow("free", (1,), (0,), stream=_NONE, price=_NOTHING, ends=(0,))
+    # fmt: on
+
+
+COLLECTIVES = frozenset(kind for kind in OpKind if kind.row.stream is Stream.COLLECTIVE)
+POINT_TO_POINT = frozenset(kind for kind in OpKind if kind.row.stream is Stream.MESSAGE)
+COPIES = frozenset(kind for kind in OpKind if kind.row.stream is Stream.COPY)
+COMMUNICATION = COLLECTIVES | POINT_TO_POINT | COPIES
+"""Ops that are under way beside compute, until they are waited for."""
+
+BOOKKEEPING = frozenset(kind for kind in OpKind if kind.row.stream is Stream.NONE)
+
+ROOT_GIVES = frozenset(kind for kind in OpKind if kind.row.root == "gives")
+"""Collectives in which the root alone gives a value."""
+
+ROOT_RECEIVES = frozenset(kind for kind in OpKind if kind.row.root == "receives")
+"""Collectives in which the root alone receives one."""
+
+ROOTED = ROOT_GIVES | ROOT_RECEIVES
+
+
+# The colours that ops name (see `shardlab.language.ops`): in a picture, in a terminal, and in Chrome's trace viewer.
+
+
+class Hue(NamedTuple):
+    """A colour wherever an op is shown.
+
+    Attributes:
+        drawn: in a picture; of a pass, whose boxes have shades, the darkest.
+        terminal: in a terminal (rich's name); signs tell apart those that are alike there.
+        lightest: the lightest of a pass's shades.
+        chrome: a name of Chrome's viewer (catapult's color_scheme.html); without one it takes its own.
+    """
+
+    drawn: str
+    terminal: str
+    lightest: str = ""
+    chrome: str = ""
+
+
+HUES: dict[Color, Hue] = {
+    "blue": Hue("#2a62b8", "dodger_blue2", "#a9cbf5", "rail_response"),
+    "light blue": Hue("#2a62b8", "dodger_blue2", "#a9cbf5", "thread_state_runnable"),
+    "orange": Hue("#e0761b", "dark_orange", "#fad0a0", "rail_idle"),
+    "teal": Hue("#10908f", "dark_cyan", "#98dcd6", "background_memory_dump"),
+    "green": Hue("#5d9c1f", "green", "#c5e39a", "rail_load"),
+    "black": Hue("#24292f", "bold", chrome="black"),
+    "brown": Hue("#9a6700", "bold"),
+    "grey": Hue("#8c959f", "bold"),
+    "light grey": Hue("#8c959f", "dim"),
+    "yellow": Hue("#f2c811", "yellow"),
+    "magenta": Hue("#c763a5", "magenta"),
+    "red": Hue("#b3243f", "red"),
+    "violet": Hue("#8a63c7", "cyan"),
+    "lilac": Hue("#c3b1e1", "yellow"),
+    "pink": Hue("#ecc3de", "magenta"),
+    "cream": Hue("#f8e79b", "yellow"),
+    "rose": Hue("#dc98a3", "red"),
+    "slate": Hue("#57606a", "yellow"),
+    "light slate": Hue("#a4adb6", "magenta"),
+    "olive": Hue("#6f7a1e", "cyan"),
+    "light olive": Hue("#bfc777", "cyan"),
+}
+
+
+# Registry of pictures that things show in a notebook. Nothing is drawn here: whoever can draw registers how.
+
+
+ColorBy = Literal["pass", "layer"]
+"""What the colour of a box in a timeline tells: which pass it is, or which layer."""
+
+
+@singledispatch
+def picture(thing: object) -> str | None:
+    """An SVG of a thing, or None if nobody has registered how its type is drawn."""
+    del thing
+    return None

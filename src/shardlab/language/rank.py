@@ -1,0 +1,113 @@
+"""One rank with all its verbs: the object that a strategy is written with."""
+
+from __future__ import annotations
+
+from shardlab.common.errors import UserError
+from shardlab.language.rank_communication import CommunicationVerbs
+from shardlab.language.rank_compute import ComputeVerbs
+from shardlab.language.rank_values import ValueVerbs
+from shardlab.language.rules.kinds import Kind, counted
+from shardlab.language.tracing import TracedWorld
+from shardlab.language.values import Store, Value
+
+
+class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
+    """One rank of a strategy program: its place among the ranks, its stores and its verbs.
+
+    `index` is the rank's number, `world` the number of ranks and `mesh` their grid; `layers` and `microbatches` are the
+    ranges that the step computes. The verbs are in three families, one base class each, which share the tape
+    (`tracing.Tracer`):
+
+    - `rank_compute.ComputeVerbs`: plain calls. A layer's passes (`forward`, `backward`, `backward_input`,
+      `backward_weight`), attention between slices (`attend`, `attend_backward`), the loss (`loss`, `loss_stats`), and
+      the step from gradients to new weights (`add`, `norm`, `direction`, `update`; `wants_norm` and `wants_direction`
+      say what the optimizer needs).
+    - `rank_communication.CommunicationVerbs`: each returns a handle to `await`. Messages (`send`, `recv`, `exchange`,
+      `batch_p2p`) and collectives (`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `scatter`,
+      `gather`, `reduce`, `barrier`).
+    - `rank_values.ValueVerbs`: the values that a step begins with (`load_weights`, `load_weight`, `load_opt_state`,
+      `load_batch`, `zero_gradient`), other forms of a value (`slice`, `concatenate`, `scale`, `tokens`, `cast`), and
+      copies that return a handle (`offload`, `reload`).
+
+    Attributes:
+        weighted_layers: layers with a weight of their own: all but a head that is tied to the embedding.
+        signatures: what each layer takes and makes.
+        weights, opt_states, activations, grad_activations, grad_weights, directions, scalars, residuals,
+            grad_residuals, routing, grad_routing, stats, queries, keys_values, grad_queries, grad_keys_values: the
+            stores, a program's only memory.
+    """
+
+    def __init__(self, index: int, world: TracedWorld) -> None:
+        super().__init__(index, world)
+        self.weighted_layers = [layer for layer in self.layers if self.sizes.weight_of(layer) == layer]
+        self.signatures = self.sizes.signatures
+        self.weights = Store(self, Kind.WEIGHT)
+        self.opt_states = Store(self, Kind.OPT_STATE)
+        self.activations = Store(self, Kind.ACTIVATION)
+        self.grad_activations = Store(self, Kind.GRAD_ACTIVATION)
+        self.grad_weights = Store(self, Kind.GRAD_WEIGHT)
+        self.directions = Store(self, Kind.DIRECTION)
+        self.scalars = Store(self, Kind.SCALAR)
+        self.residuals = Store(self, Kind.RESIDUAL)
+        self.grad_residuals = Store(self, Kind.GRAD_RESIDUAL)
+        self.routing = Store(self, Kind.ROUTING)
+        self.grad_routing = Store(self, Kind.GRAD_ROUTING)
+        self.stats = Store(self, Kind.STATS)
+        self.queries = Store(self, Kind.QUERIES)
+        self.keys_values = Store(self, Kind.KEYS_VALUES)
+        self.grad_queries = Store(self, Kind.GRAD_QUERIES)
+        self.grad_keys_values = Store(self, Kind.GRAD_KEYS_VALUES)
+        self._stores = {store.kind: store for store in vars(self).values() if isinstance(store, Store)}
+
+    def store(self, kind: Kind) -> Store:
+        """The store that keeps values of a kind."""
+        return self._stores[kind]
+
+    def weight_of(self, layer: int) -> int:
+        """Find the layer whose weight a layer computes with: its own, or the one that it is tied to."""
+        return self.sizes.weight_of(layer)
+
+    def coordinate(self, axis: str) -> int:
+        """Find where this rank stands along a mesh axis, from 0.
+
+        Raises:
+            Refused: for an axis that the mesh does not have.
+        """
+        return self.group(axis).ranks.index(self.index)
+
+    def share(self, axis: str | None = None) -> range:
+        """Deal the microbatches evenly, in order, to the ranks along an axis, and return this rank's.
+
+        Raises:
+            UserError: when they do not divide among these ranks.
+        """
+        return self._deal(self.microbatches, "microbatch", axis)
+
+    def stage_layers(self, axis: str | None = None) -> range:
+        """Deal the layers evenly, in order, to the ranks along an axis, and return this rank's: its pipeline stage.
+
+        Raises:
+            UserError: when they do not divide among these ranks.
+        """
+        return self._deal(self.layers, "layer", axis)
+
+    def accumulate(self, gradient: Value) -> None:
+        """Add a weight's gradient to `grad_weights[layer]`, or store it there if it is the first.
+
+        Raises:
+            Refused: as `add` does.
+        """
+        layer, sums = self._read(gradient, "accumulate").layer, self.grad_weights
+        sums[layer] = self.add(sums[layer], gradient) if layer in sums else gradient
+
+    def _deal(self, numbers: range, noun: str, axis: str | None) -> range:
+        ranks = self.group(axis).ranks
+        each, rest = divmod(len(numbers), len(ranks))
+        if rest:
+            do = "does" if len(numbers) == 1 else "do"
+            raise UserError(
+                f"{counted(len(numbers), noun)} {do} not divide among {len(ranks)} ranks; give a multiple of "
+                f"{counted(len(ranks), noun)}"
+            )
+        place = ranks.index(self.index)
+        return numbers[place * each : (place + 1) * each]

@@ -1,0 +1,372 @@
+"""The verbs that communicate: messages and collectives. Each starts at once and returns a handle; await it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from shardlab.common.errors import Refused, of_layer
+from shardlab.language import collective_calls
+from shardlab.language.collective_calls import Call, call_of
+from shardlab.language.mesh import Group, group_among, group_of
+from shardlab.language.ops import COLLECTIVES, COMMUNICATION, ROOTED, OpKind
+from shardlab.language.rendezvous import RecvHandle, SendHandle
+from shardlab.language.rules.kinds import AUTOGRAD_KINDS, Kind, Reduction, mask_of
+from shardlab.language.rules.refusals import want_here
+from shardlab.language.rules.spec import Spec
+from shardlab.language.tape import ExpectedValue, communication_op
+from shardlab.language.tracing import Tracer
+from shardlab.language.values import Handle, Value
+
+STORES = {kind.value: kind for kind in Kind if kind not in AUTOGRAD_KINDS}
+"""Every kind of value that a program can hold, by the name of its store."""
+
+Expected = tuple[str, int, "int | Iterable[int] | None"]
+"""The message that a receive means: (store's name, layer, microbatch or microbatches)."""
+
+SEND, RECV = OpKind.SEND, OpKind.RECV
+_APART = COMMUNICATION | {OpKind.WAIT}
+"""Ops that wait for others, which may wait for the messages of a batch that is open."""
+
+By = Literal["sum", "mean", "min", "max"]
+"""How a reduction combines the members' values.
+
+Gradients and partial results are summed: each contribution once. `mean`, `min` and `max` take weights or gradients that
+are equal on all members, and give that value. Gradients are shares of the step's mean already, so the mean of different
+ones is a part of it, and `update` wants the whole (see `scale`). Scalars take all four; only their sum is a norm that
+`update` takes.
+"""
+
+_ALL_REDUCE, _BARRIER = OpKind.ALL_REDUCE, call_of(OpKind.BARRIER)
+_ALL_GATHER, _REDUCE_SCATTER = call_of(OpKind.ALL_GATHER), call_of(OpKind.REDUCE_SCATTER)
+_ALL_TO_ALL = call_of(OpKind.ALL_TO_ALL)
+_REDUCTIONS = {reduction.value: reduction for reduction in Reduction}
+_MAY_GIVE_NONE = frozenset(kind for kind in COLLECTIVES if 0 in kind.row.inputs)
+
+
+class CommunicationVerbs(Tracer):
+    """Verbs that send and receive messages between two ranks, and collectives over an axis of the mesh.
+
+    Each verb issues one communication, or two, and returns a handle. `await` it for the result. What it reads may not
+    be updated before that. All members of a group issue its collectives in one order.
+
+    Every verb raises `Refused`, with the rank, the op and the line, for a value that was freed, that belongs to another
+    rank or that is still a handle, and for an axis that the mesh does not have. What the members' values must have in
+    common is checked when the last member has come.
+    """
+
+    def send(self, value: Value, *, to: int) -> Handle[None]:
+        """Send a value to another rank.
+
+        On NCCL and gloo awaiting the handle waits for the peer's receive; among ranks that share memory, and in unit
+        costs, a send ends by itself.
+
+        Args:
+            to: the receiver's number.
+
+        Raises:
+            Refused: for a rank that does not exist, and for this rank itself.
+        """
+        handle = self._send("send", value, to, self._batch)
+        self._world.channels.deliver(handle)
+        return handle
+
+    def recv(self, *, source: int, expect: Expected | None = None) -> Handle[Value]:
+        """Receive the next value that `source` sends here. Messages between two ranks keep their order.
+
+        Args:
+            source: the sender's number.
+            expect: the message that is meant, as (store's name, layer, microbatch or microbatches).
+
+        Raises:
+            Refused: for a rank that does not exist, for this rank itself, and when another message comes than the
+                expected one.
+        """
+        handle = self._recv(source, expect, self._batch)
+        self._world.channels.deliver(handle)
+        return handle
+
+    def exchange(self, value: Value, *, to: int, source: int, expect: Expected | None = None) -> Handle[Value]:
+        """Send to one rank and receive from one, issued together so that neither must come first.
+
+        Awaiting the handle waits for both, and gives the value received.
+
+        Args:
+            to, source, expect: as in `send` and `recv`.
+
+        Raises:
+            Refused: as `send` and `recv` do.
+        """
+        if self._batch >= 0:
+            remedy = "send and receive in it, or end its block first"
+            self.refuse("batch of messages", "exchange", "a batch of messages is open", remedy)
+        self._batches += 1
+        sent = self._send("exchange", value, to, self._batches - 1)
+        received = self._recv(source, expect, self._batches - 1)
+        received.others = (sent,)
+        self._world.channels.deliver(sent)
+        self._world.channels.deliver(received)
+        return received
+
+    @contextmanager
+    def batch_p2p(self) -> Generator[None, None, None]:
+        """Issue the sends and receives of a `with` block together, as one group: none must come before another.
+
+        This is NCCL's group call, and torch's `batch_isend_irecv`: all are issued when the block ends, after what else
+        is done in it. Awaiting one of the handles, after the block, waits for all of them.
+        """
+        if self._batch >= 0:
+            self.refuse("batch of messages", "batch_p2p", "a batch of messages is open already", "end its block first")
+        start, first = len(self.ops), self.handles
+        self._batch, self._batches = self._batches, self._batches + 1
+        try:
+            yield
+        finally:
+            batch, self._batch = self._batch, -1
+        done = self.ops[start:]
+        stray = next((op for op in done if op.batch != batch and op.kind in _APART), None)
+        if stray is not None:
+            given = f"{stray} stands in a batch of messages, which are issued when its block ends"
+            self.refuse("batch of messages", "batch_p2p", given, "put it before or after the block")
+        messages = [op for op in done if op.batch == batch]
+        self.ops[start:] = [*(op for op in done if op.batch != batch), *messages]
+        issued = [self._outstanding[number] for number in range(first, self.handles)]
+        for handle, at in zip(issued, range(len(self.ops) - len(messages), len(self.ops)), strict=True):
+            handle.op = at
+            handle.others = tuple([other for other in issued if other is not handle])
+
+    def all_reduce(
+        self,
+        value: Value,
+        *,
+        axis: str | None = None,
+        among: Sequence[int] | None = None,
+        reduction: By = "sum",
+    ) -> Handle[Value]:
+        """Sum the members' values; every member receives the sum.
+
+        Args:
+            value: a gradient, a term of an activation, or a scalar.
+            axis: the mesh axis along which the members lie (None: all ranks).
+            among: the members' numbers, of those along the axis; all of them name the same ones in the same order.
+            reduction: how the values are combined (see `By`).
+
+        Raises:
+            Refused: when a contribution would be counted twice, when the members hold different slices, and for a mean
+                of different gradients.
+        """
+        call = call_of(_ALL_REDUCE, -1, self._reduction("all_reduce", reduction))
+        return self._collective(call, value, self._members("all_reduce", axis, among))
+
+    def all_gather(self, value: Value, *, axis: str | None = None, among: Sequence[int] | None = None) -> Handle[Value]:
+        """Put the members' pieces side by side; every member receives the whole.
+
+        Args:
+            value: a slice of parameters, some microbatches, or some slices of an index.
+            axis, among: as in `all_reduce`.
+
+        Raises:
+            Refused: when two members hold the same piece, for pieces of different values, and for a term of a sum.
+        """
+        return self._collective(_ALL_GATHER, value, self._members("all_gather", axis, among))
+
+    def reduce_scatter(
+        self, value: Value, *, axis: str | None = None, among: Sequence[int] | None = None
+    ) -> Handle[Value]:
+        """Sum the members' values; the group's i-th member receives slice i of the sum.
+
+        Args:
+            value: a weight's gradient, or a term of an activation.
+            axis, among: as in `all_reduce`.
+
+        Raises:
+            Refused: as `all_reduce` does, and when the sum does not divide among the members.
+        """
+        return self._collective(_REDUCE_SCATTER, value, self._members("reduce_scatter", axis, among))
+
+    def all_to_all(self, value: Value, *, axis: str | None = None, among: Sequence[int] | None = None) -> Handle[Value]:
+        """Exchange the members' pieces: each sends every other one its share.
+
+        What the value holds decides the direction. Buffers of all experts for a rank's microbatches become buffers of
+        its own experts for all members' microbatches; buffers of some experts return, in the group's order of
+        microbatches.
+
+        Args:
+            value: an activation or its gradient.
+            axis, among: as in `all_reduce`.
+
+        Raises:
+            Refused: when the pieces do not divide among the members, or do not belong together.
+        """
+        return self._collective(_ALL_TO_ALL, value, self._members("all_to_all", axis, among))
+
+    def broadcast(
+        self, value: Value | None, *, root: int, axis: str | None = None, expect: Expected | None = None
+    ) -> Handle[Value]:
+        """Give the root's value to every member.
+
+        Args:
+            value: on the root, which gets this very value back; None on the others.
+            root: the number of the rank that gives it, one of the group's.
+            axis: the mesh axis along which the members lie (None: all ranks).
+            expect: on the others, the value that is meant, as in `recv`.
+
+        Raises:
+            Refused: for a root that is no member, without a value on the root, with one on another member, and when the
+                value is not the expected one.
+        """
+        return self._from_root(Call(OpKind.BROADCAST, root), value, axis, expect)
+
+    def scatter(
+        self, value: Value | None, *, root: int, axis: str | None = None, expect: Expected | None = None
+    ) -> Handle[Value]:
+        """Deal the root's value: the group's i-th member receives slice i of parameters, or run i of microbatches.
+
+        Args:
+            value: on the root; None on the others.
+            root, axis: as in `broadcast`.
+            expect: on the others, the slice that is meant, as in `recv`.
+
+        Raises:
+            Refused: as `broadcast` does, and when the value does not divide among the members.
+        """
+        return self._from_root(Call(OpKind.SCATTER, root), value, axis, expect)
+
+    def gather(self, value: Value, *, root: int, axis: str | None = None) -> Handle[Value | None]:
+        """Put the members' pieces side by side; the root receives the whole, the others None.
+
+        Raises:
+            Refused: for a root that is no member, and as `all_gather` does.
+        """
+        return self._collective(Call(OpKind.GATHER, root), value, self.group(axis))
+
+    def reduce(
+        self, value: Value, *, root: int, axis: str | None = None, reduction: By = "sum"
+    ) -> Handle[Value | None]:
+        """Sum the members' values, or combine them otherwise (see `By`); the root receives the result, the others None.
+
+        Raises:
+            Refused: for a root that is no member, and as `all_reduce` does.
+        """
+        call = Call(OpKind.REDUCE, root, self._reduction("reduce", reduction))
+        return self._collective(call, value, self.group(axis))
+
+    def barrier(self, *, axis: str | None = None) -> Handle[None]:
+        """Wait, when awaited, until every member has come; no value is moved."""
+        return self._collective(_BARRIER, None, self.group(axis))
+
+    def _send(self, verb: str, value: Value, to: int, batch: int) -> SendHandle:
+        spec = self._read(value, verb)
+        if spec[0].place:
+            self._refuse_elsewhere(verb, spec)
+        self._check_peer("send to", to)
+        handle = self._world.channels.post_send(self, value, to)
+        op = communication_op(SEND, spec[0].layer, (value.number,), (), handle.number, None, to, None, batch)
+        self._issue(op, handle, value)
+        return handle
+
+    def _recv(self, source: int, expect: Expected | None, batch: int) -> RecvHandle:
+        self._check_peer("recv from", source)
+        message = None if expect is None else self._message("recv", expect)
+        handle = self._world.channels.post_recv(self, source, message)
+        number = handle.result.number
+        layer = -1 if message is None else message.layer
+        op = communication_op(RECV, layer, (), (number,), handle.number, None, source, message, batch)
+        self._issue(op, handle, None)
+        return handle
+
+    def _message(self, op: str, expect: Expected) -> ExpectedValue:
+        if not isinstance(expect, tuple) or len(expect) != 3:  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "write (store's name, layer, microbatch or microbatches)"
+            self.refuse("wrong expectation", op, f"{expect!r} was expected", remedy)
+        name, layer, microbatches = expect
+        kind = STORES.get(name)
+        if kind is None:
+            remedy = f"expect one of {', '.join(STORES)}"
+            self.refuse("wrong expectation", op, f"{name!r} is not a store", remedy)
+        total = len(self.microbatches)
+        if microbatches.__class__ is int and 0 <= microbatches < total:  # pyright: ignore[reportOperatorIssue]
+            return ExpectedValue(kind, layer, 1 << microbatches)  # pyright: ignore[reportOperatorIssue]
+        numbers = [microbatches] if isinstance(microbatches, int) else list(microbatches or ())
+        try:
+            mask = mask_of(numbers)
+        except ValueError:  # a negative number
+            mask = -1
+        if not 0 <= mask < 1 << total:
+            remedy = f"the step has 0-{total - 1}, expect some of these"
+            self.refuse("unknown microbatch", of_layer(op, layer), f"microbatches {numbers} were expected", remedy)
+        return ExpectedValue(kind, layer, mask)
+
+    def _check_peer(self, op: str, peer: int) -> None:
+        if not isinstance(peer, int):  # pyright: ignore[reportUnnecessaryIsInstance]  # users' programs are not checked
+            self.refuse("unknown rank", f"{op} {peer!r}", "this is no rank", "a rank is named by its number, give that")
+        if peer == self.index or not 0 <= peer < self.world:
+            why = "that is this rank itself" if peer == self.index else "it does not exist"
+            remedy = f"the world has ranks 0-{self.world - 1}, name another of these"
+            self.refuse("unknown rank", f"{op} rank {peer}", why, remedy)
+
+    def _collective(
+        self, call: Call, value: Value | None, group: Group, expect: ExpectedValue | None = None
+    ) -> Handle[Any]:
+        kind, root, reduction = call
+        spec = None
+        if value is not None or kind not in _MAY_GIVE_NONE:
+            spec = self._read(value, kind.row.name)  # pyright: ignore[reportArgumentType]  # None is refused there
+            if spec[0].place:
+                self._refuse_elsewhere(kind.row.name, spec)
+        if kind in ROOTED:
+            try:
+                collective_calls.want_sound(call, group.ranks)
+            except Refused as refusal:
+                raise refusal.at(self.index, len(self.ops)) from None
+        collectives = self._world.collectives
+        handle = collectives.issue(self, call, value, group)
+        result = handle.result
+        inputs = () if value is None else (value.number,)
+        outputs = () if result is None or result is value else (result.number,)
+        layer = spec[0].layer if spec is not None else -1 if expect is None else expect.layer
+        op = communication_op(kind, layer, inputs, outputs, handle.number, group, -1, expect, -1, root, reduction)
+        self._issue(op, handle, value)
+        collectives.meet(handle)
+        return handle
+
+    def _from_root(self, call: Call, value: Value | None, axis: str | None, expect: Expected | None) -> Handle[Value]:
+        group, is_root = self.group(axis), call.root == self.index
+        if is_root and value is None:
+            remedy = "give one, the root's is what the others get"
+            self.refuse("wrong root", str(call), "no value was given", remedy)
+        if not is_root and value is not None:
+            given = f"rank {self.index} gives a value, but only the root does"
+            self.refuse("wrong root", str(call), given, "give None on the others")
+        message = None if expect is None or is_root else self._message(call.kind.value, expect)
+        return self._collective(call, value, group, message)
+
+    def _reduction(self, op: str, by: str) -> Reduction:
+        reduction = _REDUCTIONS.get(by)
+        if reduction is None:
+            remedy = f"give one of {', '.join(_REDUCTIONS)}"
+            self.refuse("no reduction", op, f"there is no reduction {by!r}", remedy)
+        return reduction
+
+    def _members(self, op: str, axis: str | None, ranks: Sequence[int] | None) -> Group:
+        """Find the group along an axis, or of the ranks named among these."""
+        along = self.group(axis)
+        if ranks is None:
+            return along
+        try:
+            named = tuple(ranks)
+        except TypeError:
+            named = ()
+        if not set(named) <= set(along.ranks) or self.index not in named or len(set(named)) < len(named):
+            others = f"0-{self.world - 1}" if axis is None else f"{', '.join(map(str, along.ranks))}, along {axis}"
+            remedy = f"name rank {self.index} itself and others of {others}, each once"
+            self.refuse("unknown group", op, f"among={ranks!r} was given", remedy)
+        return group_among(named) if axis is None else group_of(axis, named)
+
+    def _refuse_elsewhere(self, verb: str, spec: Spec) -> None:
+        """Refuse to communicate what is not on the device."""
+        try:
+            want_here(spec.about(verb), spec)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None

@@ -1,0 +1,411 @@
+"""The verbs that compute: plain calls. They make a layer's passes, the loss, attention, sums and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import overload
+
+from shardlab.common.errors import Refused, of_layer
+from shardlab.language.ops import OpKind
+from shardlab.language.rules import arithmetic, optimizer_step
+from shardlab.language.rules.kinds import Holds
+from shardlab.language.rules.layer_rules import BackwardResult
+from shardlab.language.rules.spec import Spec
+from shardlab.language.tape import compute_op
+from shardlab.language.tracing import Tracer
+from shardlab.language.values import Value
+
+Values = tuple[Value, ...]
+
+Part = tuple[int, int]
+"""Which of how many equal parts, counted from 0."""
+
+# named once: on Python 3.11 an enum's member is ten times as slow to look up as a global
+FORWARD, RECOMPUTE = OpKind.FORWARD, OpKind.RECOMPUTE
+BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
+ADD, UPDATE = OpKind.ADD, OpKind.UPDATE
+
+
+class ComputeVerbs(Tracer):
+    """Verbs that compute layers' passes, attention between slices, the loss, sums, norms and updates.
+
+    A layer takes as many values as it has inputs. Given one value, a verb makes one; given a tuple, it makes a tuple.
+    Every verb raises `Refused`, with the rank, the op and the line, for a value that was freed, that belongs to another
+    rank or that is still a handle, and for a layer that does not exist.
+    """
+
+    @overload
+    def forward(
+        self, layer: int, inputs: Value, weight: Value, *, save: bool = True, part: Part | None = None
+    ) -> Value: ...
+    @overload
+    def forward(
+        self, layer: int, inputs: Values, weight: Value, *, save: bool = True, part: Part | None = None
+    ) -> Values: ...
+
+    def forward(
+        self, layer: int, inputs: Value | Values, weight: Value, *, save: bool = True, part: Part | None = None
+    ) -> Value | Values:
+        """Compute a layer's outputs: of activation l, activation l + 1.
+
+        What the layer needs for the backward pass is kept with the first input, for each slice of the weight by itself.
+
+        Args:
+            inputs: the layer's input; a tuple if it has several.
+            weight: the layer's weight, complete or a slice along which the layer can be cut.
+            save: keep what the backward pass needs. Otherwise `backward` computes it again, if the layer has one input
+                and one output; any other layer's `forward` must be called again before its backward pass.
+            part: (which, of how many) equal parts of the experts. A layer that dispatches tokens to experts then makes
+                the buffers of this part only, since other ranks with the same tokens make the others. The gradients of
+                its inputs and its weight are then terms of a sum.
+
+        Returns:
+            The output; a tuple if `inputs` is one.
+
+        Raises:
+            Refused: for a stale or incomplete weight, for inputs of another layer, for inputs that do not belong
+                together, and for one that is a term of a sum.
+        """
+        self._check_layer("forward", layer)
+        read = inputs if isinstance(inputs, tuple) else (inputs,)
+        rules = self._rules.layers[layer]
+        dealt = None if part is None else self._part(layer, part)
+        try:
+            specs = self._read_all(read, "forward", layer)
+            made, saved = rules.forward(specs, self._read(weight, "forward", layer), "forward", dealt)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        first, start = read[0], len(self._values)
+        outputs = self._make_all(made)
+        if save:
+            if first.saved is None:
+                first.saved = {}
+            first.saved[saved[0]] = len(self._values)
+            self._values.append(saved)
+        given = (first.number, weight.number)
+        if len(read) > 1:
+            given += tuple([value.number for value in read[1:]])
+        self.ops.append(compute_op(FORWARD, layer, given, tuple(range(start, len(self._values))), dealt))
+        self._done_with(weight, *read)
+        if read is inputs:
+            return tuple(outputs)
+        if len(outputs) > 1:
+            given = f"this layer makes {len(outputs)} values"
+            self.refuse("wrong number", of_layer("forward", layer), given, "give its inputs as a tuple")
+        return outputs[0]
+
+    @overload
+    def backward(self, layer: int, activation: Value, gradients: Value, weight: Value) -> tuple[Value, Value]: ...
+    @overload
+    def backward(self, layer: int, activation: Value, gradients: Values, weight: Value) -> Values: ...
+
+    def backward(self, layer: int, activation: Value, gradients: Value | Values, weight: Value) -> Values:
+        """Compute a layer's backward pass.
+
+        What `forward` kept is used up. If it kept nothing, the layer is computed again first, where that can be done.
+
+        Args:
+            activation: the first input of the forward pass.
+            gradients: the gradient of the layer's output; a tuple if it has several.
+            weight: the weight of the forward pass, or the same slices of it.
+
+        Returns:
+            The weight's gradient, then the gradient of each input.
+
+        Raises:
+            Refused: when no forward pass came before or it used other slices of the weight; for a stale or incomplete
+                weight; for a gradient of other microbatches or another layer, and for one that is a term of a sum.
+        """
+        made, _, inputs, read = self._backward("backward", layer, activation, gradients, weight)
+        start = len(self._values)
+        outputs = tuple(self._make_all(made))
+        self.ops.append(compute_op(BACKWARD, layer, inputs, tuple(range(start, len(self._values)))))
+        self._done_with(*read)
+        return outputs
+
+    @overload
+    def backward_input(self, layer: int, activation: Value, gradients: Value, weight: Value) -> Value: ...
+    @overload
+    def backward_input(self, layer: int, activation: Value, gradients: Values, weight: Value) -> Values: ...
+
+    def backward_input(self, layer: int, activation: Value, gradients: Value | Values, weight: Value) -> Value | Values:
+        """Compute the first half of a backward pass, for which the layer below waits: the gradients of the inputs.
+
+        `backward_weight` is the second half. It reads the same activation and gradient: keep both in their stores until
+        then.
+
+        Args:
+            activation, gradients, weight: as in `backward`.
+
+        Returns:
+            The gradient of the input; a tuple if `gradients` is one.
+
+        Raises:
+            Refused: as `backward` does.
+        """
+        made, follows, inputs, read = self._backward("backward_input", layer, activation, gradients, weight)
+        start = len(self._values)
+        outputs = self._make_all(made[1:])
+        activation.saved_for_weight = len(self._values)
+        self._values.append(Spec(follows.half, activation.spec[1]))
+        self.ops.append(compute_op(BACKWARD_INPUT, layer, inputs, tuple(range(start, len(self._values)))))
+        self._done_with(*read)
+        return tuple(outputs) if isinstance(gradients, tuple) else outputs[0]
+
+    def backward_weight(self, layer: int, activation: Value, gradient: Value) -> Value:
+        """Compute the second half of a backward pass, at any time after `backward_input`: the weight's gradient.
+
+        Args:
+            activation: the first input of the forward pass.
+            gradient: the gradient of the first output.
+
+        Raises:
+            Refused: when no `backward_input` of this activation came before, and for a gradient of other microbatches.
+        """
+        verb = "backward_weight"
+        self._check_layer(verb, layer)
+        spec, given = self._read(activation, verb, layer), self._read(gradient, verb, layer)
+        half = activation.saved_for_weight
+        if half < 0:
+            given = f"no backward_input has come before it for {activation.spec}"
+            self.refuse("no forward", of_layer(verb, layer), given, "call it first, it leaves what this half needs")
+        saved = self._values[half]
+        assert isinstance(saved, Spec), "what layers keep is known by its spec alone"
+        try:
+            made = self._rules.layers[layer].backward_weight(spec, [given], saved)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        grad_weight = self.make(made)
+        activation.saved_for_weight = -1
+        numbers = (activation.number, gradient.number, half)
+        self.ops.append(compute_op(BACKWARD_WEIGHT, layer, numbers, (grad_weight.number,)))
+        self._done_with(activation, gradient)
+        return grad_weight
+
+    def attend(self, layer: int, queries: Value, keys_values: Value) -> Value:
+        """Let queries meet one chunk of keys and values; the result is activation l + 1, or a part of it.
+
+        Add the parts of other chunks with `+`. The sum is complete, and can be used, when the queries have met every
+        slice of the sequence up to their own last one, each once.
+
+        Raises:
+            Refused: for queries and keys of different layers, microbatches or heads, and for a chunk that comes after
+                all of the queries.
+        """
+        return self._compute(OpKind.ATTEND, layer, (queries, keys_values), self._rules.attend)
+
+    def attend_backward(
+        self, layer: int, queries: Value, keys_values: Value, attention_output: Value, gradient: Value
+    ) -> tuple[Value, Value]:
+        """Compute what one chunk of keys and values adds to the gradients; add the parts with `+`.
+
+        The gradient of a chunk is complete when all queries from its own first slice on have met it, on whatever rank.
+
+        Args:
+            queries, keys_values: as in `attend`.
+            attention_output: activation l + 1, complete.
+            gradient: its gradient.
+
+        Returns:
+            A part of the queries' gradient, and a part of the keys' and values'.
+
+        Raises:
+            Refused: as `attend` does, and when `attention_output` is not complete or its gradient is another's.
+        """
+        read = (queries, keys_values, attention_output, gradient)
+        try:
+            q, kv, a, g = self._read_all(read, "attend_backward", layer)
+            specs = self._rules.attend_backward(layer, q, kv, a, g)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        made = self.make(specs[0]), self.make(specs[1])
+        numbers = tuple([value.number for value in read])
+        self.ops.append(compute_op(OpKind.ATTEND_BACKWARD, layer, numbers, (made[0].number, made[1].number)))
+        self._done_with(*read)
+        return made
+
+    def loss(self, activation: Value, stats: Value | None = None) -> Value:
+        """Compute the gradient of the loss with respect to the last activation.
+
+        Args:
+            activation: the last layer's output, or slices of its vocabulary.
+            stats: for slices, the `loss_stats` of all slices, gathered.
+
+        Returns:
+            The gradient; of as many slices as were given.
+
+        Raises:
+            Refused: for another activation, for a term of a sum, and for slices without the statistics of all.
+        """
+        read = (activation,) if stats is None else (activation, stats)
+        return self._compute(OpKind.LOSS, len(self.layers), read, optimizer_step.loss)
+
+    def loss_stats(self, logits: Value) -> Value:
+        """Compute what the loss needs of some slices of the logits: three numbers a token.
+
+        `all_gather` the result over the ranks that have the other slices, and give it to `loss`.
+
+        Raises:
+            Refused: for anything but slices of the last activation.
+        """
+        return self._compute(OpKind.LOSS_STATS, len(self.layers), (logits,), optimizer_step.loss_stats)
+
+    def add(self, a: Value, b: Value) -> Value:
+        """Add two weight gradients, two scalars, or two terms of one value; also written `a + b`.
+
+        Terms are partial results: of slices of a layer, or of attention to some of the keys and values.
+
+        Raises:
+            Refused: for values of different layers, kinds or slices, and when a contribution would be counted twice.
+        """
+        try:
+            made = arithmetic.add_two(self._read(a, "add"), self._read(b, "add"))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(compute_op(ADD, made[0].layer, (a.number, b.number), (output.number,)))
+        self._done_with(a, b)
+        return output
+
+    def norm(self, layer: int, gradient: Value) -> Value:
+        """Compute the sum of squares of a finished gradient: a scalar, one layer's or slice's part of the model's.
+
+        Add the parts of all layers, and `all_reduce` the sum over the ranks that have other layers or slices. `update`
+        takes the result.
+
+        Raises:
+            Refused: for a gradient that lacks a microbatch, and for what is no weight's gradient.
+        """
+        self._check_layer("norm", layer)
+        return self._compute(OpKind.NORM, layer, (gradient,), partial(optimizer_step.norm, len(self.layers)))
+
+    def wants_norm(self) -> bool:
+        """Return whether `update` wants a norm, by which the optimizer may clip. The puzzles' optimizer never does."""
+        return self._world.sizes.clips
+
+    def direction(self, layer: int, gradient: Value, opt_state: Value, norm: Value | None = None) -> Value:
+        """Compute the direction of an optimizer's step, for an optimizer such as Muon that steps whole matrices.
+
+        Muon makes whole matrices of a momentum orthogonal. If ranks have slices of a layer, each computes the direction
+        of its slice; `all_gather` them, and give the whole to `update`. The optimizer state stays as it is.
+
+        Args:
+            gradient: of the optimizer state's slice, or of more.
+            opt_state, norm: those that `update` is given.
+
+        Raises:
+            Refused: as `update` does, and where no direction is wanted (see `wants_direction`).
+        """
+        self._check_layer("direction", layer)
+        read = (gradient, opt_state) if norm is None else (gradient, opt_state, norm)
+
+        def rule(layer: int, *specs: Spec) -> Spec:
+            return self._rules.direction(layer, specs, self._world.trained)
+
+        return self._compute(OpKind.DIRECTION, layer, read, rule)
+
+    def wants_direction(self, layer: int) -> bool:
+        """Return whether `update` of a slice needs a direction: if the optimizer steps whole matrices, as Muon does."""
+        return layer in self._rules.directed
+
+    def update(
+        self,
+        layer: int,
+        gradient: Value,
+        weight: Value,
+        opt_state: Value,
+        norm: Value | None = None,
+        direction: Value | None = None,
+    ) -> tuple[Value, Value]:
+        """Take the optimizer's step on one slice. The old weight and optimizer state end here, in place.
+
+        Args:
+            gradient, weight: of the optimizer state's slice, or of more.
+            opt_state: this step's optimizer state.
+            norm: the sum of squares of the whole model's gradient (None: no clipping). The gradient is clipped to the
+                optimizer's limit; if the norm is not finite, weight and optimizer state stay as they are.
+            direction: of whole matrices, where the optimizer steps these and the optimizer state is cut.
+
+        Returns:
+            The new weight, of the optimizer state's slice alone, and the new optimizer state.
+
+        Raises:
+            Refused: when a microbatch is missing from the gradient, for values of different layers, slices or steps,
+                for a norm that lacks a part of the model, and for a part of a matrix without its direction.
+        """
+        self._check_layer("update", layer)
+        read = (gradient, weight, opt_state, *(each for each in (norm, direction) if each is not None))
+        try:
+            specs = self._read_all(read, "update", layer)
+            made = self._rules.update(layer, specs, self._world.trained)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        self._end_in_place(weight)
+        self._end_in_place(opt_state)
+        new_weight, new_state = self.make(made[0]), self.make(made[1])
+        inputs = tuple([value.number for value in read])
+        self.ops.append(compute_op(UPDATE, layer, inputs, (new_weight.number, new_state.number)))
+        self._done_with(gradient, *read[3:])
+        return new_weight, new_state
+
+    def _part(self, layer: int, part: Part) -> Holds:
+        """One of equal parts.
+
+        Raises:
+            Refused: when there is no such part.
+        """
+        number, of = part
+        if not 0 <= number < of:
+            given = f"part {number} of {of} was asked for"
+            self.refuse("unknown slice", of_layer("forward", layer), given, "count parts from 0, below their number")
+        return Holds(1 << number, of)
+
+    def _backward(
+        self, op: str, layer: int, activation: Value, gradients: Value | Values, weight: Value
+    ) -> tuple[list[Spec], BackwardResult, tuple[int, ...], Values]:
+        """Derive a backward pass.
+
+        Returns:
+            The specs that both halves make, what they follow from, the numbers of the values that the op reads, and the
+            values themselves.
+        """
+        self._check_layer(op, layer)
+        given = gradients if isinstance(gradients, tuple) else (gradients,)
+        rules = self._rules.layers[layer]
+        try:
+            spec, read = self._read(activation, op, layer), self._read(weight, op, layer)
+            made, follows = rules.backward(spec, self._read_all(given, op, layer), read, op)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        if given[0] is gradients and len(made) > 2:
+            given = f"this layer read {len(made) - 1} values"
+            self.refuse("wrong number", of_layer(op, layer), given, "give the gradients as a tuple")
+        known = activation.saved or {}
+        saved = known.pop(follows.saved, -1)
+        if known and saved < 0:
+            given = f"the forward pass was by other slices of the layer than {weight.spec} and its gradient"
+            self.refuse("other forward", of_layer(op, layer), given, "give the slices of the forward pass")
+        if saved < 0:
+            if not rules.layer.recomputed:
+                given = f"no forward has come before it for {spec}, and a layer of several values is not recomputed"
+                self.refuse("no forward", of_layer(op, layer), given, "call forward before it, with save=True")
+            saved = len(self._values)
+            self._values.append(Spec(follows.saved, spec.cells))
+            self.ops.append(compute_op(RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
+        numbers = (activation.number, given[0].number, weight.number, saved)
+        if len(given) > 1:
+            numbers += tuple([value.number for value in given[1:]])
+        return made, follows, numbers, (activation, weight, *given)
+
+    def _compute(self, kind: OpKind, layer: int, read: Values, rule: Callable[..., Spec]) -> Value:
+        """Record an op of a layer that makes one value; the rule derives it from what is read."""
+        verb = kind.row.name
+        try:
+            made = rule(layer, *self._read_all(read, verb, layer))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(compute_op(kind, layer, tuple([value.number for value in read]), (output.number,)))
+        self._done_with(*read)
+        return output

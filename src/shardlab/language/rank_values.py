@@ -1,0 +1,304 @@
+"""The verbs of single values: load, slice, concatenate, scale, cast, and copy to the host's memory or the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+from shardlab.common.errors import Refused, of_layer
+from shardlab.language.collective_calls import Names
+from shardlab.language.ops import OpKind
+from shardlab.language.rules import arithmetic, collectives, refusals
+from shardlab.language.rules.kinds import MOST_SLICES, WHOLE, Factor, Holds, Kind, factor_of, mask_of, number_text
+from shardlab.language.rules.refusals import want_place
+from shardlab.language.rules.spec import Spec, form_of
+from shardlab.language.tape import LOAD_FIRST, NO_WEIGHT, Op
+from shardlab.language.tracing import Tracer
+from shardlab.language.values import Handle, Value, Wait
+
+
+class CopyHandle(Handle[Value]):
+    """A copy under way; it waits for no other rank."""
+
+    __slots__ = ()
+
+    def __init__(self, rank: Tracer, value: Value, made: Spec) -> None:
+        self._begin(rank, rank.make(made), value, ready=True)
+
+    def wait(self) -> Wait:
+        raise AssertionError("a copy is ready at once")
+
+
+class ValueVerbs(Tracer):
+    """Verbs that load values, cut them and put them together, change their numbers, and copy them elsewhere.
+
+    Loads and changes are plain calls that return a value. Copies start at once and return a handle.
+    """
+
+    def load_weights(self, layer: int, shard: int = 0, of: int = 1, *, place: str = "") -> tuple[Value, Value]:
+        """Load this step's weight and optimizer state of a layer.
+
+        Args:
+            shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
+            place: as in `load_weight`.
+
+        Returns:
+            The weight and the optimizer state.
+
+        Raises:
+            Refused: as `load_weight` does.
+        """
+        return self.load_weight(layer, shard, of, place=place), self.load_opt_state(layer, shard, of, place=place)
+
+    def load_weight(self, layer: int, shard: int = 0, of: int = 1, *, place: str = "") -> Value:
+        """Load this step's weight of a layer, or one slice of it.
+
+        Args:
+            shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
+            place: where it is kept from step to step, and so has to be when the step ends: "host", "disk", or the
+                device.
+
+        Raises:
+            Refused: for a slice that does not exist or was loaded before, for a layer that uses another one's weight,
+                and for a place that there is not.
+        """
+        return self._load(OpKind.LOAD_WEIGHT, Kind.WEIGHT, layer, shard, of, place)
+
+    def load_opt_state(self, layer: int, shard: int = 0, of: int = 1, *, place: str = "") -> Value:
+        """Load this step's optimizer state of a layer; its slice may be smaller than the weight's.
+
+        A layer whose optimizer state no rank loads is frozen: its weight stays as it is, and no norm counts it.
+
+        Args:
+            shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
+            place: as in `load_weight`.
+
+        Raises:
+            Refused: as `load_weight` does.
+        """
+        return self._load(OpKind.LOAD_OPT_STATE, Kind.OPT_STATE, layer, shard, of, place)
+
+    def load_batch(self, microbatches: Iterable[int], slices: Iterable[int] | None = None) -> Value:
+        """Load activation 0, the input rows of some microbatches.
+
+        Args:
+            microbatches: their numbers.
+            slices: the slices of these microbatches' sequences (None: whole sequences). The mesh says how many there
+                are: two for each context-parallel rank, or as the sizes say.
+
+        Raises:
+            Refused: for no microbatch or slice, for one that does not exist, and for one that is named twice.
+        """
+        numbers = list(microbatches)
+        total = len(self.microbatches)
+        if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= n < total for n in numbers):
+            remedy = f"give one or more of the microbatches 0-{total - 1}, each once"
+            self.refuse("unknown microbatch", "load_batch", f"{numbers} was given", remedy)
+        holds = Holds(mask_of(numbers), total)
+        count = self._rules.space.sequence
+        cells = holds.refined(total * count)
+        if slices is not None:
+            chosen = list(slices)
+            if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= s < count for s in chosen):
+                remedy = f"give one or more of the slices 0-{count - 1}, each once"
+                self.refuse("unknown slice", "load_batch", f"{numbers}, {chosen} was given", remedy)
+            holds = cells = Holds(mask_of(m * count + s for m in numbers for s in chosen), total * count)
+        value = self.make(Spec(form_of(Kind.ACTIVATION, 0, 0, self._rules.space, WHOLE), cells.mask))
+        self.ops.append(Op(OpKind.LOAD_BATCH, 0, (), (value.number,), holds=holds))
+        return value
+
+    def zero_gradient(self, layer: int, shard: int = 0, of: int = 1) -> Value:
+        """Make a weight's gradient of no microbatch: zeros.
+
+        A rank without a microbatch gives it to a reduction, to which others give their gradients.
+
+        Args:
+            shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
+        """
+        holds = self._slice_of_weights(OpKind.ZERO_GRADIENT.value, layer, shard, of)
+        value = self.make(Spec(form_of(Kind.GRAD_WEIGHT, layer, 0, self._rules.space, holds)))
+        self.ops.append(Op(OpKind.ZERO_GRADIENT, layer, (), (value.number,), holds=holds))
+        return value
+
+    def slice(self, value: Value, index: int, of: int) -> Value:
+        """Cut one of several equal slices out of a value: of the parameters that it holds, or of its tokens.
+
+        Tokens are cut as `reduce_scatter` deals them: every sequence is cut if the mesh cuts sequences, otherwise the
+        batch is cut into whole microbatches. A value that was put together from `of` pieces is cut into these pieces,
+        which may be unequal. The slice is a view of the value's memory, which stays until both are freed.
+
+        Args:
+            value: a weight, an optimizer state, an activation or a gradient.
+            index: which slice, from 0.
+            of: the number of slices.
+
+        Raises:
+            Refused: for a slice that does not exist, for a scalar, and for tokens that do not divide.
+        """
+        spec = self._read(value, "slice")
+        if index.__class__ is not int or of.__class__ is not int:
+            given = f"slice {index!r} of {of!r} was asked for"
+            self.refuse("unknown slice", spec.about("slice"), given, "give whole numbers")
+        try:
+            made = collectives.slice_of(spec, index, of)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(Op(OpKind.SLICE, made.layer, (value.number,), (output.number,), holds=Holds(1 << index, of)))
+        self._done_with(value)
+        return output
+
+    def concatenate(self, values: Iterable[Value]) -> Value:
+        """Put pieces of one value side by side, in new memory, as `all_gather` does with the pieces of several ranks.
+
+        Args:
+            values: the pieces, in any order. Each piece knows where it belongs.
+
+        Raises:
+            Refused: for no piece, and as `all_gather` does.
+        """
+        read = [values] if isinstance(values, Value) else list(values)
+        if not read:
+            self.refuse("wrong number", "concatenate", "no value was given", "give the pieces")
+        specs = [self._read(value, "concatenate") for value in read]
+        names = Names(range(len(specs)), "piece")
+        rule = partial(collectives.gather, specs[0].about("concatenate"), specs, names)
+        return self._record(read, OpKind.CONCATENATE, rule)
+
+    def scale(self, value: Value, by: Factor | Fraction | int) -> Value:
+        """Multiply a gradient by a rational number, or by token counts.
+
+        Gradients are shares of the step's mean: each microbatch's loss is weighted by its share of the tokens. A scaled
+        gradient can be added to gradients with the same factor only, and `update` takes it when all factors cancel.
+        Gradients of a weight from the same microbatches may be added in shares: two halves are all of it.
+
+        Args:
+            value: a gradient.
+            by: an integer, a Fraction, or a product or quotient of results of `tokens`.
+
+        Raises:
+            Refused: for anything but a gradient, for a factor of 0, and for one by which gradients would overflow or be
+                lost.
+        """
+        spec = self._read(value, "scale")
+        if by.__class__ is not Factor:
+            if not isinstance(by, int | Fraction) or not by:
+                remedy = "give a Fraction that is not 0, or token counts"
+                self.refuse("wrong factor", spec.about("scale"), f"{by!r} was given", remedy)
+            by = factor_of(by)
+        assert isinstance(by, Factor)
+        return self._record([value], OpKind.SCALE, partial(arithmetic.scale, spec, by), factor=by)
+
+    def tokens(self, microbatches: Iterable[int] | None = None) -> Factor:
+        """Return the number of tokens of some microbatches that count in the loss, as a factor for `scale`.
+
+        The number is known when a step runs. While the program is traced it is a symbol.
+
+        Args:
+            microbatches: their numbers (None: all microbatches of the step).
+        """
+        numbers = list(self.microbatches) if microbatches is None else list(microbatches)
+        if not numbers or not set(numbers) <= set(self.microbatches):
+            remedy = f"give one or more of the microbatches 0-{len(self.microbatches) - 1}"
+            self.refuse("unknown microbatch", "tokens", f"{numbers} was given", remedy)
+        return factor_of(1, ((mask_of(numbers), 1),))
+
+    def cast(self, value: Value, dtype: str = "") -> Value:
+        """Copy a value into another dtype: into a smaller one to move it, into a larger one to add it up.
+
+        A layer computes in the dtype that the run's precision gives to each kind of value. So a weight or an activation
+        is cast back before a layer reads it. `norm` and `update` take a weight's gradient in any dtype.
+
+        Args:
+            value: a weight, an activation or a gradient.
+            dtype: torch's name, such as `bfloat16`; "" for the dtype of the value's kind.
+        """
+        spec = self._read(value, "cast")
+        return self._record([value], OpKind.CAST, partial(arithmetic.cast, spec, dtype), dtype=dtype)
+
+    def offload(self, value: Value, to: str = "host") -> Handle[Value]:
+        """Copy a value to the host's memory or to the disk, so that its memory on the device can be freed.
+
+        The copy can be kept there and reloaded. In the host's memory, gradients of weights can also be added, and
+        weights can be updated if their optimizer states lie there too: the host's processors compute both. What a layer
+        has kept for the backward pass of an activation is not copied. Its backward pass computes it again.
+
+        Args:
+            value: a weight, an optimizer state, an activation or a gradient, on the device.
+            to: "host", its memory, or "disk", a file.
+
+        Raises:
+            Refused: for another place, for a scalar, statistics or a term of a sum, for a value that is not on the
+                device, and for a weight's gradient that would go to the disk.
+        """
+        return self._copy(OpKind.OFFLOAD, value, lambda spec: refusals.offload(spec, to), to)
+
+    def reload(self, value: Value) -> Handle[Value]:
+        """Copy a value from where it lies to the device.
+
+        Raises:
+            Refused: for a value that is there.
+        """
+        return self._copy(OpKind.RELOAD, value, refusals.reload)
+
+    def _load(self, kind: OpKind, what: Kind, layer: int, shard: int, of: int, place: str) -> Value:
+        name = kind.value
+        holds = self._slice_of_weights(name, layer, shard, of)
+        key = (what, layer, holds)
+        if key in self._loaded:
+            given = f"the same slice was loaded by op {self._loaded[key]} already"
+            self.refuse("loaded twice", of_layer(name, layer), given, "load each slice once")
+        if place:
+            try:
+                want_place(of_layer(name, layer), place)
+            except Refused as refusal:
+                raise refusal.at(self.index, len(self.ops)) from None
+        self._loaded[key] = len(self.ops)
+        if what is Kind.OPT_STATE:
+            self._world.trained |= self.sizes.layers_of_weight(layer)
+        value = self.make(Spec(form_of(what, layer, 0, self._rules.space, holds, place=place)))
+        self.ops.append(Op(kind, layer, (), (value.number,), holds=holds, place=place))
+        return value
+
+    def _slice_of_weights(self, name: str, layer: int, shard: int, of: int) -> Holds:
+        """One of the equal slices of a layer's own weights."""
+        self._check_layer(name, layer)
+        about = of_layer(name, layer)
+        if self.sizes.weight_of(layer) != layer:
+            self.refuse("tied weight", about, NO_WEIGHT, LOAD_FIRST)
+        if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            self.refuse("unknown slice", about, f"shard {shard!r} of {of!r} was asked for", "give whole numbers")
+        if not 0 <= shard < of <= MOST_SLICES:
+            given = f"shard {number_text(shard)} of {number_text(of)} does not exist"
+            remedy = f"count shards from 0, below their number, which is {MOST_SLICES:,} at most"
+            self.refuse("unknown slice", about, given, remedy)
+        return Holds(1 << shard, of)
+
+    def _record(self, values: Sequence[Value], kind: OpKind, rule: Callable[[], Spec], **fields: Any) -> Value:
+        """Record an op that makes one value on this rank alone, of values that were read; the rule says what it is.
+
+        Args:
+            fields: of the op, beside its inputs and its output.
+        """
+        try:
+            made = rule()
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        read = tuple([value.number for value in values])
+        self.ops.append(Op(kind, made.layer, read, (output.number,), **fields))
+        self._done_with(*values)
+        return output
+
+    def _copy(self, kind: OpKind, value: Value, rule: Callable[[Spec], Spec], to: str = "") -> Handle[Value]:
+        spec = self._read(value, kind.value)
+        try:
+            made = rule(spec)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        handle = CopyHandle(self, value, made)
+        op = Op(kind, spec.layer, (value.number,), (handle.result.number,), handle.number, place=to)
+        self._issue(op, handle, value)
+        return handle

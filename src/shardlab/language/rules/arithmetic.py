@@ -1,0 +1,262 @@
+"""The rules of sums, and of what multiplies a value or casts it to other numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NoReturn
+
+from shardlab.common.errors import About, Refused
+from shardlab.language.rules import attention
+from shardlab.language.rules.kinds import (
+    DTYPES,
+    INDICES,
+    MOST_DOUBLINGS,
+    MOST_DOUBLINGS_IN_FLOAT16,
+    ONE,
+    ROW_KINDS,
+    Factor,
+    Holds,
+    Kind,
+    Reduction,
+    bits,
+    common,
+    factor_of,
+    numbered,
+    piece_of,
+)
+from shardlab.language.rules.refusals import want_alike, want_here
+from shardlab.language.rules.spec import KEY, Spec, Term, new_spec, summed_text, term_text, terms_of, without_term
+
+GRAD_WEIGHT = Kind.GRAD_WEIGHT
+
+
+def add(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The sum of values: of weight gradients, of scalars, or of the terms of an activation or its gradient.
+
+    Raises:
+        Refused: when the values do not belong together, are complete, or have a contribution in common.
+    """
+    first = specs[0]
+    if first.kind is Kind.SCALAR:
+        return _add_scalars(op, specs, names)
+    if first.kind is GRAD_WEIGHT:
+        return _add_gradients(op, specs, names)
+    return _add_terms(op, specs, names)
+
+
+def add_two(one: Spec, other: Spec) -> Spec:
+    """The sum of two values, as ADD makes it; of what fits, as most does, without a look at what may be wrong.
+
+    Raises:
+        Refused: as `add` does.
+    """
+    (form, cells, _), (also, others, _) = one, other
+    if form is also and form.kind is GRAD_WEIGHT and not cells & others:
+        return new_spec(Spec, (form, cells | others, ()))
+    term, more = form.term, also.term
+    if term is not None and more is not None and cells == others and without_term(form) is without_term(also):
+        both = term.bits | more.bits if term.over == more.over and not term.bits & more.bits else 0
+        if both:
+            return _united(one, both)
+    return add(one.about("add"), (one, other), ("the first value", "the second value"))
+
+
+def _add_gradients(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    first, total = specs[0], 0
+    factor = _factor_of_shares(specs)
+    for spec, name in zip(specs, names, strict=True):
+        its = spec if factor is None else spec._replace(form=spec.form.but(factor=first.form.factor))
+        _want_one_value(op, first, its, names[0], name, "sum gradients of one layer")
+        if spec.form is not first.form and not spec.form.holds.same(first.form.holds):
+            given = f"{names[0]} gave slices {first.form.holds} and {name} {spec.form.holds}"
+            raise Refused("other slices", op, given, "sum equal slices")
+        if (twice := total & spec.cells) and factor is None:
+            mask = twice & -twice
+            other = next(n for s, n in zip(specs, names, strict=True) if s.cells & mask)
+            given = f"{summed_text(spec.form, twice)} would be counted twice ({other} and {name} both summed it)"
+            raise Refused("counted twice", op, given, "let each microbatch reach a gradient once", doubled=bits(twice))
+        total |= spec.cells
+    return Spec(first.form if factor is None else first.form.but(factor=factor), total)
+
+
+def _factor_of_shares(specs: Sequence[Spec]) -> Factor | None:
+    """Return the factor of a sum to which several values give shares of the same contributions.
+
+    Two halves of a contribution are all of it: factors of one contribution add up. A value that nobody has scaled is no
+    share of one.
+
+    Returns:
+        The factor that all contributions have in the sum; None if they have several, or none was given twice.
+    """
+    (_, tokens), *others = [(spec.form.factor.ratio, spec.form.factor.tokens) for spec in specs]
+    if any(spec.form.factor is ONE for spec in specs) or any(also != tokens for _, also in others):
+        return None
+    ratios: dict[int, Fraction] = {}  # of contributions as a bit set, none of which is in two of these
+    given_twice = False
+    for spec in specs:
+        rest, ratio, before = spec.cells, spec.form.factor.ratio, ratios
+        ratios = {}
+        for cells, known in before.items():
+            both, alone = cells & spec.cells, cells & ~spec.cells
+            given_twice |= bool(both)
+            ratios |= {part: of for part, of in ((both, known + ratio), (alone, known)) if part}
+            rest &= ~cells
+        if rest:
+            ratios[rest] = ratio
+    if not given_twice or len(set(ratios.values())) > 1 or not all(ratios.values()):
+        return None
+    return factor_of(next(iter(ratios.values())), tokens)
+
+
+def _add_terms(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    first, total = specs[0], 0
+    term = first.form.term
+    for spec, name in zip(specs, names, strict=True):
+        _want_one_value(op, first, spec, names[0], name, "put terms of one value together")
+        if spec.form.term is None or term is None:
+            _refuse_no_term(op, *((spec, name) if term is not None else (first, names[0])))
+        if spec.cells != first.cells or without_term(spec.form) is not without_term(first.form):
+            given = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other values", op, given, "put terms of one value together, for the same tokens")
+        if spec.form.term.over != term.over:
+            given = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other sums", op, given, "sum terms of one sum")
+        if twice := total & spec.form.term.bits:
+            what = term_text(first.form, Term(term.over, twice))
+            given = f"{what} would be counted twice ({name} and an earlier one both have it)"
+            remedy = "let queries meet each block once" if term.over == KEY else "sum each term once"
+            raise Refused("counted twice", op, given, remedy, doubled=bits(twice))
+        total |= spec.form.term.bits
+    return _united(first, total)
+
+
+def _united(first: Spec, total: int) -> Spec:
+    """The sum of these terms, which a first one begins."""
+    term = first.form.term
+    assert term is not None
+    if term.over == KEY:
+        return attention.unite(first, total)
+    complete = total == (1 << terms_of(first.form, term)) - 1
+    return first._replace(form=first.form.but(term=None if complete else term._replace(bits=total)))
+
+
+def _refuse_no_term(op: About, spec: Spec, name: str) -> NoReturn:
+    """Say why a value cannot be summed."""
+    form = spec.form
+    if form.kind not in ROW_KINDS or not (form.space.pieces or form.space.sequence > 1):
+        remedy = "sum weight gradients, which are sums of contributions, and what slices of a layer make in terms"
+        raise Refused("no term", op, f"{name} gave {spec}", remedy)
+    if form.slices:
+        (index, _), *_ = form.slices
+        remedy = f"{INDICES[index].together}, or leave them where they are if the next layer takes {piece_of(index)}s"
+        raise Refused(
+            "no term", op, f"{name} gave {spec}, {piece_of(index)}s of the whole and no term of a sum", remedy
+        )
+    given = f"{name} gave {spec}, which is complete; summing it again would count it twice"
+    raise Refused("no term", op, given, "use it as it is")
+
+
+_GRADIENTS = frozenset(
+    {
+        Kind.GRAD_WEIGHT,
+        Kind.GRAD_ACTIVATION,
+        Kind.GRAD_RESIDUAL,
+        Kind.GRAD_ROUTING,
+        Kind.GRAD_QUERIES,
+        Kind.GRAD_KEYS_VALUES,
+    }
+)
+
+
+def scale(value: Spec, factor: Factor) -> Spec:
+    """A gradient times a factor.
+
+    Raises:
+        Refused: for anything but a gradient, and a factor of 0 or one that gradients have no room for, alone or with
+            those before it.
+    """
+    if value.kind not in _GRADIENTS:
+        remedy = "scale gradients alone, and so the loss's own"
+        raise Refused("wrong kind", value.about("scale"), f"{value} was given", remedy)
+    if not factor.ratio:
+        raise Refused("wrong factor", value.about("scale"), "the factor is 0", "give zero_gradient instead")
+    want_here(value.about("scale"), value)
+    want_room(value.about("scale"), factor, value.form.dtype)
+    return multiplied(value.about("scale"), value, factor)
+
+
+def multiplied(op: About, value: Spec, factor: Factor) -> Spec:
+    """A gradient that an op has multiplied.
+
+    Raises:
+        Refused: for a factor that gradients have no room for, with those before it.
+    """
+    total = value.form.factor * factor
+    want_room(op, total, value.form.dtype)
+    return value._replace(form=value.form.but(factor=total))
+
+
+def want_room(op: About, factor: Factor, dtype: str) -> None:
+    """Refuse a factor by which gradients would overflow, or be lost.
+
+    Raises:
+        Refused: saying how large it is.
+    """
+    if why := factor.beyond(MOST_DOUBLINGS_IN_FLOAT16 if dtype == "float16" else MOST_DOUBLINGS):
+        given = f"the gradient would be multiplied by {why}; {dtype or 'its numbers'} would overflow or be lost"
+        raise Refused("wrong factor", op, given, "scale by less, and cancel it before more is multiplied")
+
+
+_CAST = _GRADIENTS | {Kind.WEIGHT, Kind.ACTIVATION, Kind.RESIDUAL, Kind.QUERIES, Kind.KEYS_VALUES}
+
+
+def cast(value: Spec, dtype: str) -> Spec:
+    """A value in other numbers, for the way or for a sum ("": in those of its kind again).
+
+    Raises:
+        Refused: for a dtype that there is not, for tokens, and for what is in numbers of its own: scalars, statistics
+            of the loss, routing, optimizer states; and for a weight that has been updated, which is kept as it is.
+    """
+    op, form = value.about("cast"), value.form
+    if dtype not in ("", *DTYPES):
+        remedy = f"give one of {', '.join(DTYPES)}, or none to cast back"
+        raise Refused("other dtypes", op, f"{dtype!r} was given", remedy)
+    if form.kind not in _CAST or (form.layer == 0 and form.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)):
+        given = f"{value} was given, which is in numbers of its own"
+        raise Refused("wrong kind", op, given, "cast weights, activations or gradients")
+    if form.kind is Kind.WEIGHT and form.step:
+        given = f"{value} was given, which this step has updated; what is rounded now would be lost for ever"
+        raise Refused("wrong step", op, given, "leave it as it is, and cast it where it is used in the next step")
+    want_here(op, value)
+    want_room(op, form.factor, dtype)
+    return value._replace(form=form.but(dtype=dtype))
+
+
+def _want_one_value(op: About, first: Spec, spec: Spec, one: str, other: str, remedy: str) -> None:
+    want_alike(op, first, spec, one, other)
+    if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
+        raise Refused("other values", op, f"{one} gave {first} and {other} {spec}", remedy)
+
+
+def _add_scalars(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The sum of sums of squares: each parameter may be in it once, so replicas must not be added up."""
+    first = specs[0]
+    mask, of = 0, 1
+    for spec, name in zip(specs, names, strict=True):
+        form = spec.form
+        if form.kind is not Kind.SCALAR or form.step != first.step:
+            given = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other values", op, given, "sum scalars of one step")
+        if form.reduction is not Reduction.SUM:
+            given = f"{name} gave {spec}, and only sums of squares add up to a norm"
+            raise Refused("no sum of squares", op, given, "give that of the gradients")
+        mine, theirs = common(Holds(mask, of), form.holds)
+        if twice := mine.mask & theirs.mask:
+            given = (
+                f"{numbered('part', twice)} of {mine.of} of the model would come from {name} and from an earlier one "
+                "as well; each parameter's square counts once"
+            )
+            raise Refused("counted twice", op, given, "sum replicas on one of them", doubled=bits(twice))
+        mask, of = mine.mask | theirs.mask, mine.of
+    return Spec(first.form.but(holds=Holds(mask, of)))

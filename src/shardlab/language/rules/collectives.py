@@ -1,0 +1,458 @@
+"""The rules of what is laid side by side: slices of parameters, cells of a batch, pieces of one index.
+
+Everywhere `op` begins the sentence of a refusal, and `names` says who gave each value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import NoReturn
+
+from shardlab.common.errors import About, Refused
+from shardlab.language.rules import arithmetic
+from shardlab.language.rules.kinds import (
+    INDICES,
+    MOST_SLICES,
+    ROW_KINDS,
+    Holds,
+    Kind,
+    Reduction,
+    bits,
+    common,
+    counted,
+    factor_of,
+    mask_of,
+    number_text,
+    numbered,
+    piece_of,
+)
+from shardlab.language.rules.refusals import DISK, no_slices, want_alike
+from shardlab.language.rules.spec import KEY, Form, Joined, Spec, cells_text
+
+
+def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The pieces laid side by side: slices of parameters, cells of a batch, or pieces of one index.
+
+    Raises:
+        Refused: when the pieces overlap, are not of one value, or are terms of a sum.
+    """
+    first = specs[0]
+    form = first[0]
+    if form.kind not in ROW_KINDS and form.kind is not Kind.SCALAR:
+        cells = first[1]
+        if all(spec[1] == cells for spec in specs):
+            united = _united_slices(tuple([spec[0] for spec in specs]))
+            if united is not None:
+                return Spec(united, cells)
+    for spec, name in zip(specs, names, strict=True):
+        if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
+            given = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other values", op, given, "gather pieces of one value")
+        want_alike(op, first, spec, names[0], name)
+        if spec.form.term is not None:
+            given = f"{name} gave {spec}, which is one term of a sum and no piece of the whole"
+            remedy = "reduce before gathering (all_reduce, or reduce_scatter along the sequence)"
+            raise Refused("a term", op, given, remedy)
+    if form.kind is Kind.SCALAR:
+        raise no_slices(op)
+    if form.kind not in ROW_KINDS:
+        _refuse_slices(op, specs, names)
+    pieces = form.slices and all(spec.cells == first.cells for spec in specs)
+    if pieces or any(spec.form is not form for spec in specs):
+        return _gathered_pieces(op, specs, names)
+    return Spec(form, *united_cells(op, specs, names))
+
+
+@lru_cache(maxsize=1 << 12)
+def _united_slices(forms: tuple[Form, ...]) -> Form | None:
+    """The form of parameters that are put together from slices; None where they do not fit."""
+    first = forms[0]
+    if first.place == DISK:
+        return None
+    mask, of = 0, 1
+    for form in forms:
+        mine, theirs = common(Holds(mask, of), form.holds)
+        if mine.mask & theirs.mask or form.but(holds=first.holds) is not first:
+            return None
+        mask, of = mine.mask | theirs.mask, mine.of
+    return first.but(holds=Holds(mask, of).simplified())
+
+
+def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> None:
+    """Say why slices of parameters cannot be put together."""
+    first = specs[0]
+    mask, of = 0, first.form.holds.of
+    for spec, name in zip(specs, names, strict=True):
+        if spec.cells != first.cells or spec.form.over != first.form.over:
+            given = (
+                f"{names[0]} gave {first} and {name} {spec}; the pieces sum different microbatches, so together they "
+                "are the gradient of neither"
+            )
+            raise Refused("other sums", op, given, "reduce before gathering")
+        mine, theirs = common(Holds(mask, of), spec.form.holds)
+        if twice := mine.mask & theirs.mask:
+            given = f"{numbered('slice', twice)} of {mine.of} would come from {name} and from {_earlier(name)} as well"
+            raise Refused("pieces overlap", op, given, APART, doubled=bits(twice))
+        mask, of = mine.mask | theirs.mask, mine.of
+    raise AssertionError("slices that fit are put together")
+
+
+def united_cells(op: About, specs: Sequence[Spec], names: Sequence[str]) -> tuple[int, tuple[Joined, ...]]:
+    cells = 0
+    for spec, name in zip(specs, names, strict=True):
+        if twice := cells & spec.cells:
+            given = f"{cells_text(twice, spec.form.space)} would come from {name} and from {_earlier(name)} as well"
+            raise Refused("pieces overlap", op, given, APART, doubled=bits(twice))
+        cells |= spec.cells
+    return cells, tuple([(spec.cells, spec.joined) for spec in specs])
+
+
+def _gathered_pieces(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """Pieces of one index, for the same tokens."""
+    first, index = specs[0], index_apart(op, specs, names)
+    if not INDICES[index].gathered:
+        given = f"{first} was given, which does not lie beside others to be gathered"
+        raise Refused("not gathered", op, given, INDICES[index].together)
+    return first._replace(form=with_pieces(first.form, index, united_pieces(op, specs, names, index)))
+
+
+def index_apart(op: About, specs: Sequence[Spec], names: Sequence[str]) -> str:
+    """Find the one index along which the members hold different pieces; all else must be equal."""
+    first = specs[0]
+    for spec, name in zip(specs, names, strict=True):
+        if spec.cells != first.cells or spec.form.but(slices=()) is not first.form.but(slices=()):
+            given = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other values", op, given, "put pieces of one value together, for the same tokens")
+    held = [dict(spec.form.slices) for spec in specs]
+    every = {index for pieces in held for index in pieces}
+    apart = {index for index in every if any(pieces.get(index) != held[0].get(index) for pieces in held)} or every
+    if len(apart) != 1:
+        given = f"{names[0]} gave {first} and {names[-1]} {specs[-1]}, which differ in more than one index"
+        raise Refused("other indices", op, given, "put together along one index, then along the other")
+    return apart.pop()
+
+
+def united_pieces(op: About, specs: Sequence[Spec], names: Sequence[str], index: str) -> int:
+    mask = 0
+    for spec, name in zip(specs, names, strict=True):
+        pieces = spec.pieces(index)
+        if twice := mask & pieces:
+            noun = piece_of(index)
+            given = f"{numbered(noun, twice)} would be counted twice ({name} and {_earlier(name)} both have it)"
+            raise Refused("pieces overlap", op, given, f"give each {noun} once", doubled=bits(twice))
+        mask |= pieces
+    return mask
+
+
+def with_pieces(form: Form, index: str, pieces: int) -> Form:
+    """The form with these pieces of an index."""
+    slices = dict(form.slices)
+    slices.pop(index, None)
+    if pieces != form.space.full(index):
+        slices[index] = pieces
+    return form.but(slices=tuple(sorted(slices.items())))
+
+
+APART = "gather pieces that do not overlap"
+
+
+def _earlier(name: str) -> str:
+    """`an earlier rank`, or what else gives values by number."""
+    return f"an earlier {name.split()[0]}"
+
+
+# The rules of reductions: of what is summed, and of what is the same on all members or only looked at.
+#
+# Everywhere `op` begins the sentence of a refusal, and `names` says who gave each value.
+
+
+def reduce(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The sum of the members' values.
+
+    Raises:
+        Refused: when a contribution would be counted twice, or values are no terms of one sum.
+    """
+    form, total = specs[0][0], 0
+    if form.kind is Kind.GRAD_WEIGHT:
+        for spec in specs:
+            if spec[0] is not form or spec[1] & total:
+                break
+            total |= spec[1]
+        else:
+            return Spec(form, total)
+    elif form.term is not None:
+        cells = specs[0][1]
+        if all(spec[1] == cells for spec in specs):
+            united = _united_terms(tuple([spec[0] for spec in specs]))
+            if united is not None:
+                return Spec(united, cells, specs[0][2])
+    if form.term is not None and form.term.merged:
+        given = f"{specs[0]} is no term of a sum, since each rank has its own queries"
+        raise Refused("merged terms", op, given, "add what one rank's queries have met")
+    return arithmetic.add(op, specs, names)
+
+
+@lru_cache(maxsize=1 << 12)
+def _united_terms(forms: tuple[Form, ...]) -> Form | None:
+    """The form of the sum of terms; None where they do not fit, or where the cells tell when a sum is complete."""
+    first, bare, total = forms[0], forms[0].but(term=None), 0
+    assert first.term is not None
+    over = first.term.over
+    for form in forms:
+        term = form.term
+        if term is None or term.over != over or term.bits & total or form.but(term=None) is not bare:
+            return None
+        total |= term.bits
+    count = math.prod(first.space.count(index) for index in over)
+    if over == KEY:
+        return None
+    return bare if total == (1 << count) - 1 else first.but(term=first.term._replace(bits=total))
+
+
+def replicas(op: About, reduction: Reduction, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The mean, least or largest of values that are the same on all members: the value itself.
+
+    Of different weights it would be neither's, whatever they hold. The mean of different gradients is their sum divided
+    by the number of ranks, and keeps that factor: a microbatch's loss is weighted by its share of the step's tokens, so
+    that sums are exact means already, and who takes a mean must have scaled by that number. Scalars may differ, for
+    what is taken of them is only to be looked at (the largest is infinite if any rank's is): no norm, and no update
+    takes it.
+
+    Raises:
+        Refused: for other values than these, or when they differ.
+    """
+    first = specs[0]
+    by, op = reduction.value, op._replace(text=f"{op.text} by {reduction.value}")
+    if first.kind not in (Kind.WEIGHT, Kind.GRAD_WEIGHT, Kind.SCALAR):
+        remedy = "reduce weights, their gradients and scalars by anything"
+        raise Refused("wrong kind", op, f"{first} was given", remedy)
+    other = next((at for at, spec in enumerate(specs) if spec != first), None)
+    if other is None:
+        return first
+    gave = f"{names[0]} gave {first} and {names[other]} {specs[other]}"
+    if first.kind is Kind.SCALAR:
+        return _figures(op, gave, reduction, specs)
+    if first.kind is Kind.WEIGHT:
+        given = f"{gave}; the {by} of different weights is no weight"
+        raise Refused("replicas differ", op, given, "give the same on all ranks")
+    if reduction is Reduction.MEAN:
+        return arithmetic.multiplied(op, reduce(op, specs, names), 1 / factor_of(len(specs)))
+    given = f"{gave}; the {by} of different gradients is no gradient"
+    raise Refused("replicas differ", op, given, 'take reduction="sum"')
+
+
+def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
+    """Combine scalars that may differ: about every part of the model that any of them is about."""
+    mixes = {Reduction.SUM} if reduction is Reduction.MEAN else {Reduction.SUM, reduction}
+    first = specs[0]
+    holds = first.holds
+    for spec in specs:
+        if spec.kind is not Kind.SCALAR or spec.step != first.step or spec.form.reduction not in mixes:
+            remedy = f"take a {reduction.value} of scalars of one step, all sums or all such themselves"
+            raise Refused("other values", op, gave, remedy)
+        mine, theirs = common(holds, spec.holds)
+        holds = Holds(mine.mask | theirs.mask, mine.of)
+    return Spec(first.form.but(holds=holds, reduction=reduction))
+
+
+# The rules of what is dealt: equal pieces of the parameters or the tokens that a value holds.
+#
+# Where a value was put together from pieces, those are dealt again; otherwise even ascending runs.
+
+
+def scatter(op: About, total: Spec, parts: int) -> list[Spec]:
+    """Equal pieces of a sum: of the parameters, or of the tokens.
+
+    Raises:
+        Refused: for a scalar, or tokens that do not divide.
+    """
+    if total[0].kind not in ROW_KINDS and total[0].kind is not Kind.SCALAR:
+        return [Spec(piece, total[1]) for piece in _split(total[0], parts)]
+    return [share(op, total, parts, place) for place in range(parts)]
+
+
+def share(op: About, total: Spec, parts: int, place: int) -> Spec:
+    """One of the equal pieces of a sum.
+
+    Raises:
+        Refused: for a scalar, or tokens that do not divide.
+    """
+    form = total[0]
+    if form.kind is Kind.SCALAR:
+        raise no_slices(op)
+    if form.kind not in ROW_KINDS:
+        holds = next(islice(form.holds.split(parts), place, None))
+        return Spec(form.but(holds=holds), total[1])
+    dealt = deal(total, parts)
+    if dealt is None:
+        given = f"{total} has sequences of {form.space.sequence} slices, which do not divide among {parts} ranks"
+        raise Refused("does not divide", op, given, "scatter over an axis whose ranks divide them")
+    cells, joined = dealt[place]
+    return Spec(form, cells, joined)
+
+
+@lru_cache(maxsize=1 << 10)
+def _split(form: Form, parts: int) -> list[Form]:
+    """The forms of equal slices of what parameters are held."""
+    return [form.but(holds=holds) for holds in form.holds.split(parts)]
+
+
+def slice_of(value: Spec, place: int, parts: int) -> Spec:
+    """One of the equal parts of what a value holds, of its parameters or of its tokens.
+
+    Raises:
+        Refused: for a part that there is not, a scalar, or tokens that do not divide.
+    """
+    op = value.about("slice")
+    if not 0 <= place < parts or parts * value.holds.of > MOST_SLICES:
+        most = MOST_SLICES // value.holds.of
+        remedy = f"count slices from 0, below their number, which is {most:,} at most"
+        raise Refused("unknown slice", op, f"slice {number_text(place)} of {number_text(parts)} was asked for", remedy)
+    if value.kind is Kind.SCALAR:
+        remedy = "slice weights, optimizer states, activations or gradients"
+        raise Refused("wrong kind", op, f"{value} was given", remedy)
+    if value.kind not in ROW_KINDS:
+        return Spec(_slice(value[0], place, parts), value[1])
+    dealt = deal(value, parts)
+    if dealt is None:
+        what = "sequence slice" if value.form.space.sequence > 1 else "microbatch"
+        given = f"{value} has {counted(value.cells.bit_count(), what)}, no multiple of {parts}"
+        raise Refused("does not divide", op, given, "take a number of parts that divides them")
+    cells, joined = dealt[place]
+    return Spec(value[0], cells, joined)
+
+
+@lru_cache(maxsize=1 << 14)
+def _slice(form: Form, place: int, parts: int) -> Form:
+    return form.but(holds=next(islice(form.holds.split(parts), place, None)).simplified())
+
+
+def is_view(whole: Spec, part: Spec) -> bool:
+    """Whether a slice lies in the value's own memory; of tokens that lie apart in it a copy is made."""
+    if whole.kind not in ROW_KINDS:
+        return True
+    runs = (whole.microbatches, part.microbatches), (_of_a_sequence(whole), _of_a_sequence(part))
+    return all(held & (1 << mine.bit_length()) - (mine & -mine) == mine for held, mine in runs)
+
+
+def _of_a_sequence(spec: Spec) -> int:
+    """The slices that a value holds of any sequence, as a bit set."""
+    slices = spec.form.space.sequence
+    return mask_of({cell % slices for cell in bits(spec.cells)})
+
+
+def deal(spec: Spec, parts: int) -> list[Joined] | None:
+    """A value's cells for each of so many members: the pieces that it was joined from, or even ascending runs.
+
+    A run is the same part of every sequence; or, where sequences are not cut, some microbatches. None if they do not
+    divide.
+    """
+    if len(spec.joined) == parts:
+        return list(spec.joined)
+    space = spec.form.space
+    if space.sequence > 1:
+        return _runs_of_sequences(spec.cells, parts, space.sequence)
+    cells = list(bits(spec.cells))
+    each, rest = divmod(len(cells), parts)
+    return None if rest else [(mask_of(cells[i * each : (i + 1) * each]), ()) for i in range(parts)]
+
+
+@lru_cache(maxsize=1 << 12)
+def _runs_of_sequences(cells: int, parts: int, sequence: int) -> list[Joined] | None:
+    held: dict[int, list[int]] = {}
+    for cell in bits(cells):
+        held.setdefault(cell // sequence, []).append(cell)
+    if any(len(each) % parts for each in held.values()):
+        return None
+    runs = [
+        [each[i * len(each) // parts : (i + 1) * len(each) // parts] for each in held.values()] for i in range(parts)
+    ]
+    return [(mask_of(cell for run in each for cell in run), ()) for each in runs]
+
+
+# The rule of all_to_all: gathers along one index and deals along another.
+#
+# Everywhere `op` begins the sentence of a refusal, and `names` says who gave each value.
+
+
+def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: Sequence[str]) -> list[Spec]:
+    """Cells together and an index apart, or back again; equal terms of sums stay such terms.
+
+    Args:
+        indices: along which such a value may be cut.
+
+    Raises:
+        Refused: for a value that has no other index to cut than the batch, and where pieces overlap or do not divide.
+    """
+    first, count = specs[0], len(specs)
+    form = first.form
+    indices = [index for index in indices if INDICES[index].exchanged]
+    if len(indices) != 1 or (form.term is not None and form.term.over == KEY):
+        remedy = (
+            "exchange what may be cut along another index than the batch, as experts' buffers are: what goes into "
+            "experts or comes out of them"
+        )
+        raise Refused("not exchanged", op, f"{first} was given", remedy)
+    (index,) = indices
+    count_of_first = first.cells.bit_count()
+    for spec, name in zip(specs, names, strict=True):
+        if spec.form is not form and (
+            spec.form.but(slices=()) is not form.but(slices=()) or (not spec.form.slices) != (not form.slices)
+        ):
+            remedy = "let all give buffers of all experts, or all give some experts' buffers, of one layer"
+            raise Refused("other values", op, f"{names[0]} gave {first} and {name} {spec}", remedy)
+        if spec.cells.bit_count() != count_of_first:
+            given = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other tokens", op, given, "give equally many microbatches")
+    if count == 1:
+        return list(specs)
+    if all(spec.form is form for spec in specs):
+        runs = _runs(form, index, count)
+        if runs is None:
+            held = counted(first.pieces(index).bit_count(), piece_of(index))
+            given = f"{held} cannot be dealt evenly to {count} ranks"
+            raise Refused("does not divide", op, given, "let ranks meet that divide them")
+        cells, joined = united_cells(op, specs, names)
+        return [Spec(run, cells, joined) for run in runs]
+    united = _united_runs(tuple([spec.form for spec in specs]), index)
+    if united is None:
+        _refuse_runs(op, specs, names, index)
+    dealt = deal(first, count)
+    if dealt is None:
+        given = f"{first} does not divide among {count} ranks"
+        raise Refused("does not divide", op, given, "let each take equally many microbatches")
+    if any(spec.cells != first.cells for spec in specs):
+        given = f"{names[0]} gave {first} and {names[-1]} {specs[-1]}"
+        raise Refused("other tokens", op, given, "give the same microbatches")
+    return [Spec(united, cells, joined) for cells, joined in dealt]
+
+
+@lru_cache(maxsize=1 << 12)
+def _runs(form: Form, index: str, parts: int) -> list[Form] | None:
+    """The forms of even runs of what is held of an index; None if it does not divide."""
+    held = list(bits(dict(form.slices).get(index, form.space.full(index))))
+    each, rest = divmod(len(held), parts)
+    return None if rest else [with_pieces(form, index, mask_of(held[i * each : (i + 1) * each])) for i in range(parts)]
+
+
+@lru_cache(maxsize=1 << 12)
+def _united_runs(forms: tuple[Form, ...], index: str) -> Form | None:
+    """The form with all pieces of an index that members hold in their order; None where they do not fit."""
+    mask = 0
+    for form in forms:
+        pieces = dict(form.slices).get(index, 0)
+        if pieces <= mask or pieces & mask or with_pieces(form, index, 0) is not with_pieces(forms[0], index, 0):
+            return None
+        mask |= pieces
+    return with_pieces(forms[0], index, mask)
+
+
+def _refuse_runs(op: About, specs: Sequence[Spec], names: Sequence[str], index: str) -> NoReturn:
+    """Say why members' pieces of an index cannot be put together."""
+    index_apart(op, specs, names)
+    united_pieces(op, specs, names, index)
+    given = f"the ranks have their {piece_of(index)}s in another order than the group's"
+    raise Refused("other order", op, given, "let them meet in its order")

@@ -1,0 +1,271 @@
+"""The rules of the loss, of the gradient's norm and of the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardlab.common.errors import About, Refused, of_layer
+from shardlab.language.rules.kinds import ONE, WHOLE, Holds, Kind, Reduction, bits, common, listed
+from shardlab.language.rules.refusals import are_missing, want_here, want_kind, want_together
+from shardlab.language.rules.spec import Form, Spec, form_of, summed_text
+
+
+def loss(layers: int, logits: Spec, stats: Spec | None = None) -> Spec:
+    """The last activation makes its own gradient; slices of it do so with the statistics of all slices.
+
+    Raises:
+        Refused: for another activation, a term of it, or statistics that are missing, partial or of other tokens.
+    """
+    form = logits.form
+    op = About("loss", layers)
+    _want_logits(op, layers, logits)
+    if (stats is None) != (not form.slices):
+        what = f"{logits} was given without stats" if stats is None else f"{logits} needs no stats"
+        remedy = "give slices of the logits with the gathered loss_stats of all slices, and no others"
+        raise Refused("wrong number", op, what, remedy)
+    if stats is not None:
+        if stats.kind is not Kind.STATS or stats.form.slices:
+            given = f"the stats given are {stats}"
+            raise Refused("missing pieces", op, given, "all_gather the loss_stats of all slices first")
+        if stats.cells != logits.cells or stats.step != logits.step:
+            given = f"the stats are {stats} and the logits {logits}"
+            raise Refused("other tokens", op, given, "give both of the same tokens")
+    return Spec(form.but(kind=Kind.GRAD_ACTIVATION), logits.cells, logits.joined)
+
+
+def loss_stats(layers: int, logits: Spec) -> Spec:
+    """What the loss needs of some slices of the logits: three numbers a token.
+
+    Raises:
+        Refused: for anything but slices of the last activation.
+    """
+    op = About("loss_stats", layers)
+    _want_logits(op, layers, logits)
+    if not logits.form.slices:
+        raise Refused("other pieces", op, f"{logits} was given", f"give slices of the logits, activations[{layers}]")
+    return Spec(logits.form.but(kind=Kind.STATS), logits.cells, logits.joined)
+
+
+def _want_logits(op: About, layers: int, logits: Spec) -> None:
+    form, given = logits.form, f"the activation given is {logits}"
+    want_kind(op, "activation", logits, Kind.ACTIVATION)
+    if form.layer != layers:
+        raise Refused("wrong layer", op, given, f"the loss reads the last one, activations[{layers}], give that")
+    if form.term is not None:
+        raise Refused("missing terms", op, given, "reduce its terms first, over the ranks that have them")
+
+
+def full_sum(form: Form) -> int:
+    """What a finished gradient has summed: every cell of the batch, of every use and everything summed beside."""
+    space = form.space
+    count = space.cells * (space.uses if form.layer == 0 else 1)
+    for _, pieces in form.over:
+        count *= pieces
+    return (1 << count) - 1
+
+
+def norm(layers: int, layer: int, gradient: Spec) -> Spec:
+    """The squares of a finished gradient's elements, summed: their part of the model's squared gradient norm.
+
+    A tied weight is a parameter of two layers; its squares stand for both.
+
+    Raises:
+        Refused: for a gradient of another layer, or one that lacks microbatches.
+    """
+    op, form = of_layer("norm", layer), gradient.form
+    _want_gradient(op, layer, gradient)
+    _want_unscaled(op, gradient)
+    if missing := full_sum(form) & ~gradient.cells:
+        raise _missing(op, gradient, missing, "squares do not add up over microbatches")
+    mask, of = form.holds
+    counted = mask << layer * of
+    if form.space.uses > 1 and layer == 0:
+        counted |= mask << (layers - 1) * of
+    return Spec(form_of(Kind.SCALAR, 0, form.step, form.space, Holds(counted, layers * of)))
+
+
+def _want_gradient(op: About, layer: int, gradient: Spec) -> None:
+    want_kind(op, "gradient", gradient, Kind.GRAD_WEIGHT, here=False)
+    if gradient.layer != layer:
+        raise Refused("wrong layer", op, f"{gradient} was given", f"give a gradient of layer {layer}")
+
+
+def _missing(op: About, gradient: Spec, missing: int, why: str) -> Refused:
+    given = f"{are_missing(summed_text(gradient.form, missing))} from {gradient}; {why}"
+    remedy = "add or reduce the missing gradients first"
+    return Refused("missing microbatches", op, given, remedy, missing=bits(missing))
+
+
+def direction(
+    layer: int,
+    gradient: Spec,
+    opt_state: Spec,
+    norm: Spec | None = None,
+    *,
+    trained: Holds = WHOLE,
+    pieces: int | None = 1,
+) -> Spec:
+    """The way in which an optimizer's state would go with a gradient that has every microbatch in it; of its slices.
+
+    Matrices are made orthogonal of whole directions. So a direction is gathered where they are cut, and then updates
+    the slice of each rank.
+
+    Args:
+        trained: as for `update`.
+        pieces: of the layer's parameters that have whole matrices (None: the optimizer steps elements).
+
+    Raises:
+        Refused: naming what is missing, of another layer or step, or not held; and for an optimizer or a layer that
+            needs none.
+    """
+    op = of_layer("direction", layer)
+    if pieces is None:
+        given = "the optimizer steps each element of this layer by itself"
+        raise Refused("cut matrices", op, given, "leave it out, and update with the gradient alone")
+    _want_finished(op, layer, gradient, (("optimizer state", opt_state, Kind.OPT_STATE),), norm, trained)
+    want_here(op, opt_state)
+    return Spec(form_of(Kind.DIRECTION, layer, gradient.step, gradient.form.space, opt_state.form.holds))
+
+
+def norm_and_direction(others: Sequence[Spec]) -> tuple[Spec | None, Spec | None]:
+    """What an update reads beside gradient, weight and optimizer state: either, both in this order, or none."""
+    if len(others) == 1 and others[0].kind is Kind.DIRECTION:
+        return None, others[0]
+    norm, direction = (*others, None, None)[:2]
+    return norm, direction
+
+
+def update(
+    layer: int,
+    gradient: Spec,
+    weight: Spec,
+    opt_state: Spec,
+    norm: Spec | None = None,
+    direction: Spec | None = None,
+    *,
+    trained: Holds = WHOLE,
+    pieces: int | None = None,
+) -> tuple[Spec, Spec]:
+    """A gradient with every microbatch in it moves an optimizer state and that slice of the weight one step on.
+
+    Weight and gradient may hold more than the state; the new weight is the state's slice alone.
+
+    Args:
+        direction: of the whole matrices that the state has slices of; none is needed where it has these itself.
+        trained: the layers that are known to be trained, as pieces of the model; the norm must be of all of them.
+        pieces: as for `direction`.
+
+    Raises:
+        Refused: naming what is missing, of another layer or step, or not held.
+    """
+    op, form = of_layer("update", layer), gradient.form
+    states = (("weight", weight, Kind.WEIGHT), ("optimizer state", opt_state, Kind.OPT_STATE))
+    _want_finished(op, layer, gradient, states, norm, trained)
+    held = opt_state.form.holds
+    if direction is not None:
+        want_kind(op, "direction", direction, Kind.DIRECTION)
+        want_together(op, opt_state, direction)
+        if (direction.layer, direction.step) != (layer, form.step):
+            given = f"{direction} was given, with {gradient}"
+            raise Refused(
+                "wrong layer" if direction.layer != layer else "wrong step", op, given, "give this step's own"
+            )
+    if pieces is not None:
+        _want_whole_matrices(op, held, direction, held.around(pieces))
+    step = form.step + 1
+    space, place = weight.form.space, weight.form.place
+    new_weight, new_state = (
+        form_of(kind, layer, step, space, held, place=place) for kind in (Kind.WEIGHT, Kind.OPT_STATE)
+    )
+    return Spec(new_weight), Spec(new_state)
+
+
+def _want_whole_matrices(op: About, held: Holds, direction: Spec | None, wanted: Holds) -> None:
+    """Refuse to step a part of a matrix without the direction of the whole."""
+    mine, whole = common(held if direction is None else direction.form.holds, wanted)
+    if missing := whole.mask & ~mine.mask:
+        what = "optimizer state" if direction is None else "direction"
+        given = f"the {what} holds slices {mine}, but Muon steps whole matrices"
+        remedy = (
+            "all_gather rank.direction(layer, gradient, opt_state) over the ranks that have the other slices, and give "
+            "it as direction; or take a plan, such as zero-3, which does so"
+        )
+        raise Refused("cut matrices", op, given, remedy, missing=bits(missing))
+
+
+_ALL = {1: "both", 2: "all three"}
+
+
+def _want_finished(
+    op: About,
+    layer: int,
+    gradient: Spec,
+    states: Sequence[tuple[str, Spec, Kind]],
+    norm: Spec | None,
+    trained: Holds,
+) -> None:
+    """Refuse what is no finished gradient for the last of some states of its layer and step, each with its name."""
+    form = gradient.form
+    if norm is not None:
+        _want_norm(op, norm, form.step, trained)
+    for what, spec, kind in (("gradient", gradient, Kind.GRAD_WEIGHT), *states):
+        want_kind(op, what, spec, kind, here=False)
+        if spec.layer != layer:
+            remedy = f"update layer {layer} from its own gradient, weight and state"
+            raise Refused("wrong layer", op, f"{spec} was given", remedy)
+    want_together(op, gradient, *(spec for _, spec, _ in states))
+    if any(spec.step != form.step for _, spec, _ in states):
+        steps = [f"the {what} {'' if at else 'is '}of step {spec.step}" for at, (what, spec, _) in enumerate(states)]
+        given = f"{', '.join(steps)} and the gradient of step {form.step}; {_ALL[len(states)]} must be of one step"
+        raise Refused("wrong step", op, given, "update each slice exactly once a step")
+    if missing := full_sum(form) & ~gradient.cells:
+        raise _missing(op, gradient, missing, "an update wants every microbatch exactly once")
+    _want_unscaled(op, gradient)
+    held = states[-1][1].form.holds
+    for what, spec in (("gradient", gradient), *((what, spec) for what, spec, _ in states[:-1])):
+        if spec.form.holds != held and not spec.form.holds.contains(held):
+            theirs, mine = common(spec.form.holds, held)
+            given = f"the {what} holds slices {spec.form.holds}, but the optimizer state holds {held}"
+            remedy = f"give a {what} that contains every slice that is updated"
+            raise Refused("missing slices", op, given, remedy, missing=bits(mine.mask & ~theirs.mask))
+
+
+def want_no_frozen(op: About, norm: Spec, trained: Holds) -> None:
+    """Refuse a norm that has squares of layers that are not trained.
+
+    Raises:
+        Refused: naming the parts of the model that are too many.
+    """
+    mine, wanted = common(norm.holds, trained)
+    if frozen := mine.mask & ~wanted.mask:
+        given = (
+            f"the norm given has parts {listed(bits(frozen))} of {mine.of} of the model's parameters, which are "
+            "frozen, since no rank loads their optimizer state"
+        )
+        raise Refused("frozen in the norm", op, given, "leave frozen layers out of the norm")
+
+
+def _want_norm(op: About, norm: Spec, step: int, trained: Holds) -> None:
+    """Refuse what is not this step's gradient norm of all layers that are trained."""
+    form = norm.form
+    want_kind(op, "norm", norm, Kind.SCALAR)
+    mine, wanted = (form.holds, form.holds) if form.holds.complete else common(form.holds, trained)
+    if missing := wanted.mask & ~mine.mask:
+        given = f"the norm given lacks parts {listed(bits(missing))} of {mine.of} of the model's parameters"
+        remedy = "add and all_reduce the squares of every slice of every layer, each once"
+        raise Refused("partial norm", op, given, remedy, missing=bits(missing))
+    if form.reduction is not Reduction.SUM:
+        remedy = "give the sum of all squares, which alone is the gradient's norm"
+        raise Refused("no sum of squares", op, f"the norm given is {norm}", remedy)
+    if form.step != step:
+        given = f"the norm given is of step {form.step}, the gradient of step {step}"
+        raise Refused("wrong step", op, given, "give both of one step")
+
+
+def _want_unscaled(op: About, gradient: Spec) -> None:
+    if gradient.form.factor is not ONE:
+        given = (
+            f"the gradient given is {gradient}, {gradient.form.factor} of the step's; each microbatch's loss is "
+            "weighted by its share of the step's tokens already"
+        )
+        raise Refused("scaled gradient", op, given, "let what the program multiplies and divides by cancel")

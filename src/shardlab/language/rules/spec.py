@@ -1,0 +1,432 @@
+"""What a value is: its form, which many values share, and its cells, which tell one microbatch's value from another's.
+
+A tensor has named indices. A value *holds* some pieces of each, and *sums* the contributions that have been added into
+it. Batch and sequence are one index, the *cells*: slice s of microbatch m is cell m * slices + s. Everything else that
+is known of a value is its form. Forms are interned, so that rules are tables from forms to forms, and cells are checked
+by one operation on an integer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+from weakref import WeakValueDictionary
+
+from shardlab.common.errors import About
+from shardlab.language.rules.kinds import (
+    ONE,
+    ROW_KINDS,
+    WHOLE,
+    Factor,
+    Holds,
+    Kind,
+    Reduction,
+    bits,
+    listed,
+    mask_of,
+    microbatches_text,
+    numbered,
+    piece_of,
+    plural,
+    repeated,
+)
+
+Slices = tuple[tuple[str, int], ...]
+"""(index, its pieces as a bit set) for each index that is not held whole, by name."""
+
+
+KEY = ("key",)
+"""What attention sums over: slices of the sequence, as keys and values."""
+
+
+class Space(NamedTuple):
+    """Pieces in which a program counts.
+
+    Attributes:
+        microbatches: of the step.
+        sequence: slices of every sequence.
+        pieces: (index, pieces) for each index that parameters are cut along.
+        uses: how many layers compute with the first layer's weight (2: the head is tied to the embedding).
+    """
+
+    microbatches: int
+    sequence: int = 1
+    pieces: tuple[tuple[str, int], ...] = ()
+    uses: int = 1
+
+    @property
+    def cells(self) -> int:
+        """How many cells the step's batch has."""
+        return self.microbatches * self.sequence
+
+    def count(self, index: str) -> int:
+        """Pieces of an index (1: it is never cut)."""
+        return next((pieces for name, pieces in self.pieces if name == index), 1)
+
+    def full(self, index: str) -> int:
+        """All pieces of an index, as a bit set."""
+        return (1 << self.count(index)) - 1
+
+
+class Term(NamedTuple):
+    """A contribution to a sum: which others are missing.
+
+    Attributes:
+        over: the indices that were summed away, by name.
+        bits: the tuples of their pieces that are in it, as a bit set, counted with the last index fastest.
+        merged: whether contributions are merged by their softmax's statistics; they are no plain sum.
+    """
+
+    over: tuple[str, ...]
+    bits: int
+    merged: bool = False
+
+
+class Form:
+    """All that is known of a value but its cells. Made by `form_of` alone: equal forms are one object.
+
+    Attributes:
+        kind, layer, step: as in a program; `step` counts optimizer steps from this tape's first.
+        space: in what pieces it counts.
+        holds: of parameters, which slices of the layer's flat buffer; of a scalar, of all layers' one after the other.
+        slices: of an activation, the pieces that it holds of each index that is not whole.
+        term: of an activation, which contributions to a sum it is (None: it is complete).
+        over: of a weight's gradient, (index, pieces) for what is summed beside cells and uses, outermost first.
+        reduction: of a scalar, what was taken of several ranks' (SUM: a sum of squares).
+        factor: of a gradient, by what its share of the step's mean is multiplied.
+        dtype: in which numbers, by torch's name, after a cast ("": those of its kind, as the run's precision says).
+        place: where it lies, of `rules.place.PLACES` ("": on the rank's device).
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "dtype",
+        "factor",
+        "holds",
+        "kind",
+        "layer",
+        "over",
+        "place",
+        "reduction",
+        "slices",
+        "space",
+        "step",
+        "term",
+    )
+
+    def __init__(
+        self,
+        kind: Kind,
+        layer: int,
+        step: int,
+        space: Space,
+        holds: Holds,
+        slices: Slices,
+        term: Term | None,
+        over: Slices,
+        reduction: Reduction,
+        factor: Factor,
+        dtype: str,
+        place: str,
+    ) -> None:
+        self.kind, self.layer, self.step, self.space = kind, layer, step, space
+        self.holds, self.slices, self.term, self.over, self.reduction = holds, slices, term, over, reduction
+        self.factor, self.dtype, self.place = factor, dtype, place
+
+    def key(self) -> tuple[object, ...]:
+        return (
+            self.kind, self.layer, self.step, self.space, self.holds, self.slices, self.term, self.over, self.reduction,
+            self.factor, self.dtype, self.place,
+        )  # fmt: skip
+
+    def but(self, **changes: object) -> Form:
+        """This form with some fields changed."""
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return form_of(**(fields | changes))  # pyright: ignore[reportArgumentType]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return form_of, self.key()
+
+    def __repr__(self) -> str:
+        return f"<{self.kind.value}[{self.layer}] {self.slices} {self.term}>"
+
+
+_FIELDS = ("kind", "layer", "step", "space", "holds", "slices", "term", "over", "reduction", "factor", "dtype", "place")
+_FORMS: WeakValueDictionary[tuple[object, ...], Form] = WeakValueDictionary()
+
+
+def form_of(
+    kind: Kind,
+    layer: int,
+    step: int,
+    space: Space,
+    holds: Holds = WHOLE,
+    slices: Slices = (),
+    term: Term | None = None,
+    over: Slices = (),
+    reduction: Reduction = Reduction.SUM,
+    factor: Factor = ONE,
+    dtype: str = "",
+    place: str = "",
+) -> Form:
+    """The one form with these fields."""
+    key = (kind, layer, step, space, holds, slices, term, over, reduction, factor, dtype, place)
+    form = _FORMS.get(key)
+    if form is None:
+        form = _FORMS[key] = Form(*key)
+    return form
+
+
+@lru_cache(maxsize=1 << 14)
+def without_term(form: Form) -> Form:
+    """The form of a whole sum of which this is a term."""
+    return form.but(term=None)
+
+
+@lru_cache(maxsize=1 << 14)
+def of_layer(form: Form, layer: int) -> Form:
+    """The form of another layer's value that is alike."""
+    return form.but(layer=layer)
+
+
+Joined = tuple[int, "tuple[Joined, ...]"]
+"""(cells, joined) of a piece."""
+
+
+class Spec(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        form: all but its cells.
+        cells: as a bit set, of an activation the cells that it holds, of a weight's gradient those that it sums: of
+            a weight with several uses, or summed over other indices too, with these counted above (see `Space`).
+            0 for weights, optimizer states and scalars.
+        joined: of a value that was put together from pieces, the cells of each and how it was put together itself;
+            what undoes it deals these pieces.
+    """
+
+    form: Form
+    cells: int = 0
+    joined: tuple[Joined, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        return self.form.kind
+
+    @property
+    def layer(self) -> int:
+        return self.form.layer
+
+    @property
+    def step(self) -> int:
+        return self.form.step
+
+    @property
+    def holds(self) -> Holds:
+        """Which slices it holds of the layer's flat parameters; of a scalar, of all layers' one after the other."""
+        return self.form.holds
+
+    @property
+    def microbatches(self) -> int:
+        """The microbatches that it is about, or parts of them, as a bit set (0: weights, optimizer states, scalars)."""
+        space, cells = self.form.space, self.cells
+        if self.form.kind is Kind.GRAD_WEIGHT:
+            cells, total = 0, space.cells
+            summed = self.cells
+            while summed:
+                cells |= summed & ((1 << total) - 1)
+                summed >>= total
+        return microbatches_of(cells, space)
+
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether it holds all of each microbatch that it holds anything of."""
+        return whole_sequences(self.cells, self.form.space)
+
+    @property
+    def name(self) -> str:
+        """`grad_weights[3]`, or `scalars`."""
+        form = self.form
+        return "scalars" if form.kind is Kind.SCALAR else f"{form.kind.value}[{form.layer}]"
+
+    def about(self, verb: str) -> About:
+        """The op of that name on this value, for a refusal."""
+        return _about(verb, self[0].kind, self[0].layer)
+
+    def pieces(self, index: str) -> int:
+        """The pieces that it holds of an index, as a bit set."""
+        return next((mask for name, mask in self.form.slices if name == index), self.form.space.full(index))
+
+    def __str__(self) -> str:
+        form = self.form
+        kind, space = form.kind, form.space
+        parts: list[str] = []
+        if kind is Kind.GRAD_WEIGHT:
+            parts.append(summed_text(form, self.cells) if self.cells else "zero")
+        elif kind in ROW_KINDS:
+            parts.append(cells_text(self.cells, space))
+        parts += [f"{piece_of(index)} {listed(bits(mask))} of {space.count(index)}" for index, mask in form.slices]
+        if form.term is not None:
+            parts.append(term_text(form, form.term))
+        if kind is Kind.SCALAR and not form.holds.complete:
+            parts.append(f"parts {form.holds} of the model")
+        elif not form.holds.complete:
+            parts.append(f"shard {form.holds}")
+        if form.reduction is not Reduction.SUM:
+            parts.append(f"the {form.reduction.value} of several ranks'")
+        if form.factor is not ONE:
+            parts.append(f"times {form.factor}")
+        if form.dtype:
+            parts.append(f"in {form.dtype}")
+        if form.place:
+            parts.append(f"on the {form.place}")
+        if form.step:
+            parts.append(f"step {form.step}")
+        return self.name + (f" ({', '.join(parts)})" if parts else "")
+
+
+@lru_cache(maxsize=1 << 14)
+def _about(verb: str, kind: Kind, layer: int) -> About:
+    """Made once for each, since every collective has one at hand for a refusal."""
+    name = "scalars" if kind is Kind.SCALAR else f"{kind.value}[{layer}]"
+    return About(f"{verb}({name})", -1 if kind is Kind.SCALAR else layer)
+
+
+new_spec: Callable[[type[Spec], tuple[Form, int, tuple[Joined, ...]]], Spec] = cast(Any, tuple).__new__
+"""Makes a Spec without the call that a NamedTuple's own constructor is: these are made at every op."""
+
+
+def pieces_share(form: Form) -> Fraction:
+    """Which part of a value's tensor its pieces are (1: all of it)."""
+    share = Fraction(1)
+    for index, pieces in form.slices:
+        share *= Fraction(pieces.bit_count(), form.space.count(index))
+    return share
+
+
+def share_of(form: Form) -> Fraction:
+    """Which part of an index that parameters are cut along is in a value, as pieces or as terms (1: all of it)."""
+    share = pieces_share(form)
+    if form.term is not None and form.term.over != KEY:
+        share *= Fraction(form.term.bits.bit_count(), terms_of(form, form.term))
+    return share
+
+
+def whole_sequences(cells: int, space: Space) -> bool:
+    """Whether these cells are all of each microbatch that they are anything of."""
+    slices = space.sequence
+    if slices == 1:
+        return True
+    firsts = cells & repeated(1, slices, space.cells)
+    return firsts * ((1 << slices) - 1) == cells
+
+
+def microbatches_of(cells: int, space: Space) -> int:
+    """The microbatches that these cells are of, or parts of, as a bit set."""
+    slices = space.sequence
+    return cells if slices == 1 else mask_of({cell // slices for cell in bits(cells)})
+
+
+def cells_text(cells: int, space: Space) -> str:
+    """`microbatches 0-2 and sequence slice 1 of microbatch 3`."""
+    slices = space.sequence
+    if slices == 1:
+        return microbatches_text(cells)
+    full = (1 << slices) - 1
+    held = {m: cells >> m * slices & full for m in sorted({cell // slices for cell in bits(cells)})}
+    whole = mask_of(m for m, mask in held.items() if mask == full)
+    texts = [microbatches_text(whole)] if whole else []
+    for m, mask in held.items():
+        if mask != full:
+            texts.append(f"{numbered('sequence slice', mask)} of microbatch {m}")
+    return " and ".join(texts) or "no microbatch"
+
+
+def summed_text(form: Form, sums: int) -> str:
+    """What of a gradient's contributions is meant: `microbatch 0 as the head`."""
+    space = form.space
+    parts: list[str] = []
+    for place in range(-(-sums.bit_length() // space.cells)):
+        cells = sums >> place * space.cells & ((1 << space.cells) - 1)
+        if not cells:
+            continue
+        extra, use = divmod(place, space.uses if form.layer == 0 else 1)
+        words = [cells_text(cells, space)]
+        if form.layer == 0 and space.uses > 1:
+            words.append("as the head" if use else "as the embedding")
+        if form.over:
+            words.append(f"of {form.over[0][0]} {extra}")
+        parts.append(" ".join(words))
+    return " and ".join(parts)
+
+
+def term_text(form: Form, term: Term) -> str:
+    """What a term of a value of this form is: `the term of slice 0 of 4`, `queries 0-1 of 4 alone`."""
+    numbers = listed(bits(term.bits))
+    if term.over == KEY:
+        of_keys = form.kind is Kind.GRAD_KEYS_VALUES
+        return f"{'queries' if of_keys else 'keys and values'} {numbers} of {form.space.sequence} alone"
+    terms = plural("term", term.bits.bit_count())
+    return f"the {terms} of {' x '.join(map(piece_of, term.over))} {numbers} of {terms_of(form, term)}"
+
+
+def terms_of(form: Form, term: Term) -> int:
+    """How many terms the whole sum has."""
+    return math.prod(form.space.count(index) for index in term.over)
+
+
+def missing_text(noun: str, missing: int, of: str = "") -> str:
+    """`slice 1 is missing`, `experts 0, 2-3 are missing`."""
+    return f"{numbered(noun, missing)}{of} {'are' if missing.bit_count() > 1 else 'is'} missing"
+
+
+# A layer's flat parameters, as pieces of the indices that they are cut along, and back.
+#
+# The flat buffer has a slice for each tuple of pieces, the last index counted fastest.
+
+
+def flat_slices(cut: Sequence[str], space: Space) -> int:
+    """How many slices the flat parameters of a layer have that is cut along these indices."""
+    return math.prod(space.count(index) for index in cut)
+
+
+def pieces_of_flat(holds: Holds, cut: Sequence[str], space: Space) -> dict[str, int] | None:
+    """The pieces of each index that is not whole in these flat slices; None if they are no such block.
+
+    Args:
+        holds: some of as many slices as `flat_slices` says.
+        cut: the indices that the layer is cut along, outermost first.
+        space: in what pieces these count.
+    """
+    pieces = dict.fromkeys(cut, 0)
+    for place in bits(holds.mask):
+        for index in reversed(cut):
+            place, piece = divmod(place, space.count(index))
+            pieces[index] |= 1 << piece
+    if _mask(pieces, space) != holds.mask:
+        return None
+    return {index: mask for index, mask in pieces.items() if mask != space.full(index)}
+
+
+def flat_of_pieces(pieces: Mapping[str, int], cut: Sequence[str], space: Space) -> Holds:
+    """The flat slices that these pieces are; of an index that is not named, all.
+
+    >>> flat_of_pieces({"head": 0b10}, ("expert", "head"), Space(1, 1, (("expert", 2), ("head", 2))))
+    Holds(mask=10, of=4)
+    """
+    if not pieces:
+        return WHOLE
+    all = {index: pieces.get(index, space.full(index)) for index in cut}
+    return Holds(_mask(all, space), flat_slices(cut, space)).simplified()
+
+
+def _mask(pieces: Mapping[str, int], space: Space) -> int:
+    """The flat slices of these pieces of every index, as a bit set."""
+    places = [0]
+    for index, mask in pieces.items():
+        count = space.count(index)
+        places = [base * count + piece for base in places for piece in bits(mask)]
+    return mask_of(places)

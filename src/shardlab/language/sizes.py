@@ -1,0 +1,331 @@
+"""Sizes of values: a table of elements, filled by the puzzles' constants or by a real model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from shardlab.language.mesh import Mesh
+from shardlab.language.rules.kinds import ROW_KINDS, Kind, bytes_of
+from shardlab.language.rules.layer_graph import Layer, Node, Written, layers_of
+from shardlab.language.rules.spec import Space, Spec
+
+PUZZLE_HIDDEN = 512
+PUZZLE_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of every value of a model, whole layers and single microbatches.
+
+    Attributes:
+        weights: elements of layer l's parameters (its gradient has as many).
+        opt_states: elements of layer l's optimizer state.
+        matrices: elements of layer l's parameters that Muon steps (empty: nobody asks).
+        whole_matrices: whether the optimizer is Muon, which steps those as whole matrices.
+        clips: whether the optimizer limits the norm of the whole gradient; in the puzzles it does not.
+        activations: elements of activation l for one microbatch, l = 0 .. layers (its gradient has as many).
+        saved: elements that layer l keeps between forward and backward for one microbatch,
+            beyond the layer's input.
+        saved_for_weight: what is left of that between the two halves of a split backward pass, with the gradients that
+            the first half keeps for the second, beyond those of the layer's output (empty: as much as `saved`).
+        keeps_input: whether layer l keeps its input for the backward pass (empty: it does).
+        saves_residual: whether `saved[l]` has the residual stream in it that layer l makes (empty: no layer's has).
+        element_bytes: bytes of one element, by kind.
+        signatures: what each layer takes and makes (empty: an activation, from a weight that is not sliced).
+        tied: whether the last of several layers, the head, computes with the weight of the first one, the
+            embedding, and has none of its own (`weights[-1]` is 0).
+        residual: elements of the residual stream where it is carried beside the activations, for one microbatch.
+        routing: elements of what a router says of one microbatch's tokens.
+        blocks: where blocks begin and the last one ends, if they are half-blocks, each with a norm, or if embedding
+            and head are layers of their own (empty: each layer is a block).
+        weight_blocks: the blocks of the whole model whose parameters layer l has (empty: layer l is block l).
+        stats: elements that the loss needs of one slice of the logits, for one microbatch.
+        queries, keys_values: elements of a PROJECT layer's results, for one microbatch.
+        slices_per_rank: into how many slices the mesh cuts every sequence for each context-parallel rank.
+        tiles: into how many slices each tensor-parallel rank's part of a layer is cut, which it may compute one after
+            the other (see `shardlab.simulate.passes.tile`).
+    """
+
+    weights: tuple[int, ...]
+    opt_states: tuple[int, ...]
+    activations: tuple[int, ...]
+    saved: tuple[int, ...]
+    saved_for_weight: tuple[int, ...] = ()
+    element_bytes: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 4))
+    signatures: tuple[Layer, ...] = ()
+    residual: int = 0
+    routing: int = 0
+    stats: int = 0
+    blocks: tuple[int, ...] = ()
+    queries: int = 0
+    keys_values: int = 0
+    tied: bool = False
+    slices_per_rank: int = 2
+    tiles: int = 1
+    matrices: tuple[int, ...] = ()
+    whole_matrices: bool = False
+    clips: bool = False
+    keeps_input: tuple[bool, ...] = ()
+    saves_residual: tuple[bool, ...] = ()
+    weight_blocks: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.signatures:
+            object.__setattr__(self, "signatures", whole(len(self.weights)))
+
+    @property
+    def layers(self) -> int:
+        return len(self.weights)
+
+    @classmethod
+    def puzzle(cls, layers: int) -> Sizes:
+        """The LLM Training Puzzles' layer: a 512 x 512 matrix, 256 tokens a microbatch, of which nothing is kept."""
+        return _alike(whole(layers))
+
+    @classmethod
+    def of_puzzle(cls, layers: int, mesh: Mesh) -> Sizes:
+        """The puzzles' model with so many layers, or blocks where a mesh slices them."""
+        if mesh.ep > 1:
+            return cls.expert_blocks(layers) if mesh.tp > 1 or mesh.cp > 1 else cls.mixture(layers)
+        if mesh.cp > 1:
+            return cls.context_blocks(layers)
+        return cls.half_blocks(layers) if mesh.tp > 1 else cls.puzzle(layers)
+
+    @classmethod
+    def half_blocks(cls, blocks: int, *, tied: bool = False) -> Sizes:
+        """The puzzles' layer in half-blocks, for tensor parallelism: each body is a matrix, each norm a vector.
+
+        A block has two bodies, of attention and of an MLP; before and after the blocks are the embedding's and the
+        head's, one matrix if they are `tied`.
+        """
+        layers = half_blocks(blocks, tied=tied)
+        return replace(_alike(layers, tied=tied), blocks=tuple(range(1, len(layers) - 1, 4)))
+
+    @classmethod
+    def columns(cls, layers: int) -> Sizes:
+        """The puzzles' layer cut by columns: each slice of its matrix makes a slice of its output."""
+        return _alike(columns(layers))
+
+    @classmethod
+    def mixture(cls, blocks: int) -> Sizes:
+        """The puzzles' layer with experts, for expert parallelism: in each block a matrix, and one of all experts."""
+        return _alike(mixture(blocks), vectors=False)
+
+    @classmethod
+    def context_blocks(cls, blocks: int) -> Sizes:
+        """The puzzles' layer in half-blocks, for context parallelism: a block's body is an attention, of two such
+        layers.
+
+        So it is for selective recomputation, which computes again what lies between the two.
+        """
+        layers = context_blocks(blocks)
+        norms = tuple(l for l, layer in enumerate(layers) if layer.carries)
+        return replace(_alike(layers), blocks=norms, queries=ROWS, keys_values=2 * ROWS)
+
+    @classmethod
+    def expert_blocks(cls, blocks: int) -> Sizes:
+        """Such blocks with a mixture of experts after the attention, for expert parallelism beside tensor or context
+        parallelism: what combines the experts' results has no parameters.
+        """
+        layers = expert_blocks(blocks)
+        norms = [l for l, layer in enumerate(layers) if layer.carries]
+        made = replace(_alike(layers), blocks=(*norms[:-1:2], norms[-1]), queries=ROWS, keys_values=2 * ROWS)
+        return replace(made, routing=PUZZLE_LENGTH)
+
+    def space(self, mesh: Mesh, microbatches: int) -> Space:
+        """Pieces in which a program counts on a mesh.
+
+        Heads are counted as finely as an exchange of sequences for heads deals them.
+        """
+        cuts, uses = self.cuts(mesh), 2 if self.tied else 1
+        if not cuts:
+            return Space(microbatches, uses=uses)
+        slices = mesh.tp * (self.slices_per_rank * mesh.cp if mesh.cp > 1 else 1)
+        pieces = {index: count * (mesh.cp if index == "head" else 1) for index, count in cuts.items()}
+        return Space(microbatches, slices, tuple(pieces.items()), uses)
+
+    def cuts(self, mesh: Mesh) -> dict[str, int]:
+        """Into how many slices parameters are cut on a mesh, for each index along which this model's are."""
+        indices = sorted({index for layer in self.signatures for index in layer.cut})
+        return {index: mesh.ep * mesh.cp if index == "expert" else mesh.tp * self.tiles for index in indices}
+
+    @cached_property
+    def scores_index(self) -> str:
+        """The index along which the logits may be cut."""
+        return self.signatures[-1].cut[0]
+
+    @cached_property
+    def directed(self) -> frozenset[int]:
+        """Layers with matrices that the optimizer steps whole: an update of a part of one wants a direction."""
+        return frozenset(l for l, elements in enumerate(self.matrices) if elements and self.whole_matrices)
+
+    def weight_of(self, layer: int) -> int:
+        """Find the layer whose weight a layer computes with: its own, or the one that it is tied to."""
+        return 0 if self.tied and layer == self.layers - 1 else layer
+
+    def layers_of_weight(self, layer: int) -> int:
+        """Find the layers that compute with a layer's weight, as a bit set."""
+        return 1 << layer | (1 << self.layers - 1 if self.tied and layer == 0 else 0)
+
+    def elements(self, spec: Spec) -> int:
+        """Elements of a value: its share of the layer, or its microbatches' rows, whole or sliced."""
+        form = spec.form
+        kind, layer = form.kind, form.layer
+        if kind in ROW_KINDS:
+            return self._row_elements(spec)
+        if kind is Kind.SCALAR:
+            return 1
+        whole = (self.opt_states if kind is Kind.OPT_STATE else self.weights)[layer]
+        return -(-whole * form.holds.mask.bit_count() // form.holds.of)
+
+    def _row_elements(self, spec: Spec) -> int:
+        form = spec.form
+        kind, layer, space = form.kind, form.layer, form.space
+        if kind is Kind.STATS:
+            return -(
+                -self.stats * spec.pieces(self.scores_index).bit_count() * spec.cells.bit_count() // space.sequence
+            )
+        if kind is Kind.RESIDUAL or kind is Kind.GRAD_RESIDUAL:
+            each = self.residual
+        elif kind is Kind.ROUTING or kind is Kind.GRAD_ROUTING:
+            each = self.routing
+        elif kind is Kind.QUERIES or kind is Kind.GRAD_QUERIES:
+            each = self.queries
+        elif kind is Kind.KEYS_VALUES or kind is Kind.GRAD_KEYS_VALUES:
+            each = self.keys_values
+        elif kind is Kind.SAVED:
+            each = self.saved[layer]
+        elif kind is Kind.SAVED_FOR_WEIGHT:
+            each = (self.saved_for_weight or self.saved)[layer]
+        else:
+            each = self.activations[layer]
+        elements, of = each * spec.cells.bit_count(), space.sequence
+        for index, pieces in form.slices:
+            elements *= pieces.bit_count()
+            of *= space.count(index)
+        return -(-elements // of)
+
+    def bytes(self, spec: Spec) -> int:
+        dtype = spec.form.dtype
+        return self.elements(spec) * (int(bytes_of(dtype)) if dtype else self.element_bytes[spec.kind])
+
+
+SQUARE, ROWS = PUZZLE_HIDDEN * PUZZLE_HIDDEN, PUZZLE_HIDDEN * PUZZLE_LENGTH
+"""Elements of the puzzles' matrix, and of their activation for one microbatch."""
+
+
+def _parameters(layer: Layer, *, vectors: bool) -> int:
+    """Elements of a layer's weight: a matrix, a vector where there are norms, or nothing."""
+    if not any(node.weights for node in layer.nodes):
+        return 0
+    return PUZZLE_HIDDEN if layer.carries and vectors else SQUARE
+
+
+def _alike(layers: tuple[Layer, ...], *, tied: bool = False, vectors: bool = True) -> Sizes:
+    """The puzzles' sizes of these layers: matrices, and norms that are vectors if `vectors`."""
+    sizes = tuple(_parameters(layer, vectors=vectors) for layer in layers)
+    weights = (*sizes[:-1], 0) if tied else sizes
+    return Sizes(
+        weights=weights,
+        opt_states=weights,
+        matrices=tuple(elements if elements == SQUARE else 0 for elements in weights),
+        activations=(ROWS,) * (len(layers) + 1),
+        saved=(0,) * len(layers),
+        signatures=layers,
+        residual=ROWS if any(layer.carries for layer in layers) else 0,
+        stats=3 * PUZZLE_LENGTH if any(layer.cut for layer in layers) else 0,
+        tied=tied,
+    )
+
+
+# The puzzles' layers as nodes: a matrix, or a block of several layers where tensor, context or expert parallelism
+# slices it.
+
+
+_MATRIX = Node("matrix", {"x": "width"}, {"x": "width"}, {"w": "width in"}, atomic=True)
+_NORM = Node("norm", {"s": "width"}, {"x": "width"}, {"w": "width"}, whole=frozenset({"width"}))
+_ADD = Node("add", {"x": "width", "s": "width"}, {"s": "width"})
+_EMBED = Node("embed", {"x": "width"}, {"s": "width"})
+_LOOKUP = Node("lookup", {"x": ""}, {"x": "width"}, {"w": "vocab width"}, atomic=True)
+_SCORES = Node("scores", {"x": "width"}, {"x": "vocab"}, {"w": "vocab width"}, takes_own=True)
+_UP = Node("linear", {"x": "width"}, {"x": "ffn"}, {"w1": "ffn width"})
+_DOWN = Node("linear", {"x": "ffn"}, {"x": "width"}, {"w2": "width ffn"})
+_PROJECT = Node("projection", {"x": "width"}, {"q": "head", "kv": "head"}, {"w1": "head width"})
+_ATTEND = Node("attend", {"q": "head", "kv": "head"}, {"x": "head"}, mixes_tokens=True, atomic=True)
+_OUTPUT = Node("linear", {"x": "head"}, {"x": "width"}, {"w2": "width head"})
+_DISPATCH = Node("dispatch", {"x": "width"}, {"x": "expert width"}, deals=frozenset({"expert"}), mixes_tokens=True)
+_EXPERTS = Node("experts", {"x": "expert width"}, {"x": "expert width"}, {"w": "expert width in"})
+_COMBINE = Node("combine", {"x": "expert width"}, {"x": "width"})
+_ROUTE = Node(
+    "route", {"x": "width"}, {"gates": ""}, {"w": "choice width"}, frozenset({"width"}), mixes_tokens=True, affine=True
+)
+_EXPERTS_UP = Node("experts", {"x": "expert width"}, {"x": "expert ffn"}, {"w1": "expert ffn width"})
+_EXPERTS_DOWN = Node("experts", {"x": "expert ffn"}, {"x": "expert width"}, {"w2": "expert width ffn"})
+_GATED = Node("combine", {"x": "expert width", "gates": ""}, {"x": "width"}, whole=frozenset({"width"}))
+_COLUMNS = [
+    Node("column", {"x": "width"}, {"x": "ffn"}, {"w": "ffn width"}, takes_own=True),
+    Node("column", {"x": "ffn"}, {"x": "width"}, {"w": "width ffn"}, takes_own=True),
+]
+
+_FIRST_NORM: Written = ("norm", (_EMBED, _NORM), ())
+_LATER_NORM: Written = ("norm", (_ADD, _NORM), ())
+_EMBEDDING: Written = ("embedding", (_LOOKUP,), ("vocab",))
+_ATTENTION: list[Written] = [
+    ("projection", (_PROJECT,), ("head",)),
+    ("attention", (_ATTEND,), ()),
+    ("output", (_OUTPUT,), ("head",)),
+]
+_HEAD: Written = ("head", (_SCORES,), ("vocab",))
+
+
+def whole(layers: int) -> tuple[Layer, ...]:
+    """Layers that are matrices and are not sliced."""
+    return layers_of([("whole", (_MATRIX,), ())] * layers)
+
+
+def columns(layers: int) -> tuple[Layer, ...]:
+    """Matrices whose slices make features of their output."""
+    return layers_of([("column", (_COLUMNS[l % 2],), ("width" if l % 2 else "ffn",)) for l in range(layers)])
+
+
+def half_blocks(blocks: int, *, tied: bool = False) -> tuple[Layer, ...]:
+    """Bodies and norms: embedding, of each block attention and feed-forward, head."""
+    attention: Written = ("attention", (_PROJECT, _ATTEND, _OUTPUT), ("head",))
+    feed_forward: Written = ("feed-forward", (_UP, _DOWN), ("ffn",))
+    return layers_of(_between_norms([_EMBEDDING, *([attention, feed_forward] * blocks), _HEAD]), tied=tied)
+
+
+def context_blocks(blocks: int) -> tuple[Layer, ...]:
+    """Bodies and norms, where each block's body is an attention in two layers, which take each token alone."""
+    return layers_of(_between_norms([_EMBEDDING, *([_ATTENTION] * blocks), _HEAD]))
+
+
+def expert_blocks(blocks: int) -> tuple[Layer, ...]:
+    """Bodies and norms: of each block an attention in two layers, and a mixture that routes, computes and combines."""
+    mixture: list[Written] = [
+        ("routing", (_ROUTE, _DISPATCH), ()),
+        ("experts", (_EXPERTS_UP, _EXPERTS_DOWN), ("expert", "ffn")),
+        ("combining", (_GATED,), ()),
+    ]
+    return layers_of(_between_norms([_EMBEDDING, *([_ATTENTION, mixture] * blocks), _HEAD]))
+
+
+def mixture(blocks: int) -> tuple[Layer, ...]:
+    """Layers without experts, and experts: what the first ones do is a sum and a norm, and a dispatch."""
+    first: Written = ("non-expert", (_EMBED, _NORM, _DISPATCH), ())
+    later: Written = ("non-expert", (_COMBINE, _ADD, _NORM, _DISPATCH), ())
+    last: Written = ("non-expert", (_COMBINE, _ADD, _NORM), ())
+    experts: Written = ("experts", (_EXPERTS,), ("expert",))
+    return layers_of([first, experts, *(each for _ in range(blocks - 1) for each in (later, experts)), last])
+
+
+def _between_norms(bodies: Sequence[Written | list[Written]]) -> list[Written]:
+    """Bodies, some of several layers, with a norm before each but the first."""
+    found: list[Written] = []
+    for number, body in enumerate(bodies):
+        if number:
+            found.append(_FIRST_NORM if number == 1 else _LATER_NORM)
+        found += body if isinstance(body, list) else [body]
+    return found

@@ -1,0 +1,414 @@
+"""The tape: what one rank does in one optimizer step, as an ordered list of ops. Everything else reads tapes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+from shardlab.common.errors import About
+from shardlab.language.mesh import Group, Mesh
+from shardlab.language.ops import COMMUNICATION, OpKind, Stream
+from shardlab.language.rules.kinds import ROW_KINDS, Factor, Holds, Kind, Reduction, microbatches_text
+from shardlab.language.rules.layer_rules import Rules, rules_of
+from shardlab.language.rules.spec import Spec, microbatches_of
+from shardlab.language.sizes import Sizes
+
+SUM = Reduction.SUM
+
+NO_WEIGHT = "the head is tied to the embedding and has no weight of its own"
+"""Why nothing is loaded for the last layer of a tied model."""
+
+LOAD_FIRST = "it computes with weights[0], load layer 0"
+"""What to do instead."""
+
+
+_new: Callable[[type[ExpectedValue], tuple[Kind, int, int]], ExpectedValue] = cast(Any, tuple).__new__
+"""Makes a ExpectedValue without the call that a NamedTuple's own constructor is."""
+
+
+class ExpectedValue(NamedTuple):
+    """A message that a receive means: the value's kind, layer and microbatches (a bit set)."""
+
+    kind: Kind
+    layer: int
+    microbatches: int
+
+    @classmethod
+    def of(cls, spec: Spec) -> ExpectedValue:
+        """The name by which a receive expects a value."""
+        form, cells, _ = spec
+        space = form.space
+        if form.kind not in ROW_KINDS:
+            cells = spec.microbatches
+        elif space.sequence > 1:
+            cells = microbatches_of(cells, space)
+        return _new(cls, (form.kind, form.layer, cells))
+
+    def __str__(self) -> str:
+        about = f" of {microbatches_text(self.microbatches)}" if self.microbatches else ""
+        return f"{self.kind.value}[{self.layer}]{about}"
+
+
+class Op(NamedTuple):
+    """One entry of a tape. Values and handles are numbers, counted from 0 on each rank.
+
+    Attributes:
+        kind: what is done.
+        layer: the layer computed on or communicated for (WAIT and FREE: -1).
+        inputs: numbers of the values read. FORWARD (activation, weight[, residual]); BACKWARD (activation, gradient,
+            weight, saved[, gradient of the next residual]), of a PROJECT layer (activation, gradient of the queries,
+            weight, saved, gradient of keys and values), and BACKWARD_INPUT the same; BACKWARD_WEIGHT (activation,
+            gradient, saved for weight); LOSS (activation[, stats]); ATTEND (queries, keys and values); ATTEND_BACKWARD
+            (queries, keys and values, attended activation, its gradient); DIRECTION (gradient, optimizer state[,
+            norm]); UPDATE (gradient, weight, optimizer state[, norm][, direction]); BROADCAST and SCATTER (value) on
+            the root alone; BARRIER none; the others as their names say.
+        outputs: numbers of the values made. FORWARD (activation[, residual][, saved]), of a PROJECT layer (queries,
+            keys and values, saved); ATTEND_BACKWARD (gradients of the queries, of keys and values); BACKWARD (weight
+            gradient, gradient of the activation[, of the residual]); BACKWARD_INPUT (gradient of the activation[, of
+            the residual], saved for weight); LOSS (gradient of the activation; none where nothing is trained); UPDATE
+            (weight, optimizer state); BROADCAST (value) on all but the root, which has it; GATHER and
+            REDUCE (value) on the root alone; BARRIER none.
+        handle: number of the communication that this op issues, or that WAIT waits for (-1: none).
+        group: the ranks that meet in a collective.
+        peer: the other rank of a SEND or RECV (-1: none).
+        holds: what LOAD_WEIGHT, LOAD_OPT_STATE and LOAD_BATCH load (the last in microbatches, or in pieces of them);
+            the slices of a ZERO_GRADIENT; which of so many equal parts of its value a SLICE takes; to which part of the
+            experts a FORWARD dispatches tokens (None: to all).
+        expect: what a RECV must deliver, or a BROADCAST or SCATTER to a rank that is not its root.
+        batch: SENDs and RECVs with one number are issued together, as one group (-1: alone).
+        root: the rank that alone gives or receives in a BROADCAST, SCATTER, GATHER or REDUCE (-1: none).
+        reduction: what a REDUCE or an ALL_REDUCE makes of the members' values.
+        factor: by what a SCALE multiplies.
+        dtype: what a CAST makes of its value ("": the numbers of its kind).
+        place: where an OFFLOAD copies to, and where what LOAD_WEIGHT and LOAD_OPT_STATE load lies ("": the device).
+        offset: the byte of the step's arena at which the first output begins (-1: memory of its own, taken when it is
+            made); see `shardlab.check.buffers`.
+    """
+
+    kind: OpKind
+    layer: int
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    handle: int = -1
+    group: Group | None = None
+    peer: int = -1
+    holds: Holds | None = None
+    expect: ExpectedValue | None = None
+    batch: int = -1
+    root: int = -1
+    reduction: Reduction = Reduction.SUM
+    factor: Factor | None = None
+    dtype: str = ""
+    place: str = ""
+    offset: int = -1
+
+    @property
+    def about(self) -> About:
+        """The op, for a refusal."""
+        return About(str(self), self.layer)
+
+    def __str__(self) -> str:
+        kind = self.kind
+        if kind is OpKind.WAIT:
+            return f"wait(handle {self.handle})"
+        if kind is OpKind.FREE and self.inputs:  # a tape from a file may say anything
+            return f"free(value {self.inputs[0]})"
+        if kind is OpKind.SEND:
+            return f"send to rank {self.peer}"
+        if kind is OpKind.RECV:
+            return f"recv from rank {self.peer}" + (f" of {self.expect}" if self.expect else "")
+        place = f" on {self.group}" if self.group else ""
+        if kind is OpKind.BARRIER:
+            return f"barrier{place}"
+        return f"{kind.value}({'batch' if kind is OpKind.LOAD_BATCH else f'layer {self.layer}'}){place}"
+
+
+_new_op: Callable[[type[Op], tuple[object, ...]], Op] = cast(Any, tuple).__new__
+
+
+def compute_op(
+    kind: OpKind, layer: int, inputs: tuple[int, ...], outputs: tuple[int, ...], holds: Holds | None = None
+) -> Op:
+    """Make an op that computes, without the call that a NamedTuple's own constructor is."""
+    return _new_op(Op, (kind, layer, inputs, outputs, -1, None, -1, holds, None, -1, -1, SUM, None, "", "", -1))
+
+
+def communication_op(
+    kind: OpKind,
+    layer: int,
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+    handle: int,
+    group: Group | None,
+    peer: int,
+    expect: ExpectedValue | None,
+    batch: int,
+    root: int = -1,
+    reduction: Reduction = Reduction.SUM,
+) -> Op:
+    """Make an op that communicates, as `compute_op` does."""
+    return _new_op(
+        Op, (kind, layer, inputs, outputs, handle, group, peer, None, expect, batch, root, reduction, None, "", "", -1)
+    )
+
+
+@dataclass(frozen=True)
+class Program:
+    """The tapes of all ranks for one optimizer step, and the world that they were written for.
+
+    Attributes:
+        mesh: the ranks' grid.
+        microbatches: how many there are in the global batch.
+        sizes: elements of every value.
+        tapes: for each rank its ops, in order.
+    """
+
+    mesh: Mesh
+    microbatches: int
+    sizes: Sizes
+    tapes: list[list[Op]] = field(repr=False)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.tapes)
+
+    @property
+    def layers(self) -> int:
+        return self.sizes.layers
+
+    @cached_property
+    def rules(self) -> Rules:
+        """Rules of what its ops make of values."""
+        return rules_of(self.sizes.signatures, self.sizes.space(self.mesh, self.microbatches), self.sizes.directed)
+
+    def fingerprint(self) -> str:
+        """A hash of all tapes: processes compare it, since unequal tapes on gloo silently give wrong numbers."""
+        text = repr((self.mesh, self.microbatches, self.sizes, self.tapes))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+# Record of one rank's tape while it really ran, in plain numbers.
+
+
+class Moments(NamedTuple):
+    """Moments of one op, in seconds of its process's clock; None is what did not come before the step failed.
+
+    Attributes:
+        began: when the rank came to it.
+        ended: when the rank went on to the next; of a communication, when it had been issued.
+        over: of a communication, when this rank's part was complete.
+    """
+
+    began: float
+    ended: float | None
+    over: float | None = None
+
+
+@dataclass
+class StepRecord:
+    """One step of one rank.
+
+    Attributes:
+        began, ended: the whole step, with what the tape does not show; `ended` is None if it failed.
+        ops: by place on the tape.
+    """
+
+    began: float
+    ended: float | None = None
+    ops: dict[int, Moments] = field(default_factory=dict[int, Moments])
+
+
+@dataclass
+class MemoryRecord:
+    """The memory of one step of one rank.
+
+    Attributes:
+        live: bytes at the start of each op, by place on the tape and by category.
+        peak: the most bytes at any moment, what ops need only while they run included.
+    """
+
+    live: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])
+    peak: int = 0
+
+
+@dataclass
+class RankRecord:
+    """What one rank saw.
+
+    Attributes:
+        rank: its number.
+        offset: what to take from its clock to have rank 0's, in seconds.
+        bound: the most that the offset may be wrong by.
+        steps: those that were timed, the last perhaps only as far as it came.
+        memory: of a step that was not timed; None if there was none.
+    """
+
+    rank: int
+    offset: float = 0.0
+    bound: float = 0.0
+    steps: list[StepRecord] = field(default_factory=list[StepRecord])
+    memory: MemoryRecord | None = None
+
+
+# Who communicates with whom: what each rank issues as its k-th on a channel belongs together.
+#
+# A channel is a group, whose ranks meet in collectives, or (source, destination), along which messages keep their
+# order, or (rank,), on which it copies alone. Tracing, the check, folding and drawing all match here.
+
+
+Channel = Group | tuple[int, ...]
+Part = TypeVar("Part")
+
+SEND, COLLECTIVE, COPY = OpKind.SEND, Stream.COLLECTIVE, Stream.COPY
+
+EXCHANGES = "exchanges"
+"""The communicator of all exchanges: the world's, which is there before the first op."""
+
+
+class Participant(NamedTuple):
+    """One rank's part in a communication: its handle, and the index of the op that issues it."""
+
+    rank: int
+    handle: int
+    op: int
+
+
+class Communication(NamedTuple):
+    """A communication with all its parts.
+
+    Attributes:
+        stream: whether it is a collective, a message or a copy.
+        group: of a collective.
+        participants: in group order; of a message sender, then receiver; of a copy its rank.
+    """
+
+    stream: Stream
+    group: Group | None
+    participants: list[Participant]
+
+
+class ChannelQueue(Generic[Part]):
+    """One channel: puts the parts of its communications together, whichever comes first. What is whole is forgotten."""
+
+    __slots__ = ("_done", "_issued", "_ranks", "open", "size")
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+        self.size = len(ranks)
+        self._issued = dict.fromkeys(ranks, 0)
+        self._done = 0
+        self.open: deque[dict[int, Part]] = deque()
+
+    def next(self, rank: int) -> dict[int, Part]:
+        """The parts, by rank in the order in which they arrived, of what this rank joins now; it adds its own."""
+        number = self._issued[rank]
+        self._issued[rank] = number + 1
+        place = number - self._done
+        if place == len(self.open):
+            arrived: dict[int, Part] = {}
+            self.open.append(arrived)
+            return arrived
+        return self.open[place]
+
+    def whole(self) -> list[Part]:
+        """All parts of the first open communication, in the channel's order, once as many have joined it.
+
+        Each rank's k-th part joins the k-th communication, so whichever is whole is the first that is open.
+        """
+        self._done += 1
+        arrived = self.open.popleft()
+        parts = [arrived[rank] for rank in self._ranks]
+        arrived.clear()  # a part may refer to it
+        return parts
+
+
+class Matcher(dict[Channel, ChannelQueue[Part]]):
+    """The channels in use, each made when it is first asked for."""
+
+    def __missing__(self, channel: Channel) -> ChannelQueue[Part]:
+        queue = self[channel] = ChannelQueue[Part](channel.ranks if isinstance(channel, Group) else channel)
+        return queue
+
+    def left(self) -> Iterator[dict[int, Part]]:
+        """What is not whole, channel by channel."""
+        for queue in self.values():
+            yield from queue.open
+
+
+def channel_of(rank: int, op: Op) -> Channel | None:
+    """The channel of a communication; None if its op names neither a group nor a peer."""
+    stream = op[0].row.stream
+    if stream is COLLECTIVE:
+        return op.group
+    if stream is COPY:
+        return (rank,)
+    if op.peer < 0:
+        return None
+    return (rank, op.peer) if op[0] is SEND else (op.peer, rank)
+
+
+def communications_of(
+    program: Program, channel_of: Callable[[int, Op], Channel | None] = channel_of
+) -> tuple[list[Communication], list[dict[int, int]]]:
+    """All communications of a program, from its tapes alone, and for each tape the place in them of each handle.
+
+    They come in the order of their last members, which name tapes. What has no peer among the tapes is left out.
+
+    Args:
+        program: on whose tapes ops have been issued in an order that can be.
+        channel_of: the channel on which a rank issues an op.
+    """
+    matcher = Matcher[Participant]()
+    communications: list[Communication] = []
+    apart = program.mesh.world // program.ranks  # of folded tapes, those of a pipeline's first ranks
+    for row, tape in enumerate(program.tapes):
+        rank = row * apart
+        for at, op in enumerate(tape):
+            if op[0] not in COMMUNICATION:
+                continue
+            channel = channel_of(rank, op)
+            if channel is None:
+                continue
+            end = rank
+            if isinstance(channel, tuple):
+                end = channel[0] if op[0] is SEND else channel[-1]
+            queue = matcher[channel]
+            arrived = queue.next(end)
+            arrived[end] = Participant(row, op.handle, at)
+            if len(arrived) == queue.size:
+                communications.append(Communication(op[0].row.stream, op.group, queue.whole()))
+    communications.sort(key=lambda communication: communication.participants[-1])
+    places: list[dict[int, int]] = [{} for _ in program.tapes]
+    for place, communication in enumerate(communications):
+        for member in communication.participants:
+            places[member.rank][member.handle] = place
+    return communications, places
+
+
+def communicator(program: Program, communication: Communication) -> Hashable:
+    """What carries a communication (as ProcessGroupNCCL does without `device_id`).
+
+    A group's collectives have one, the single messages of two ranks another, and all exchanges a third. A rank's copies
+    to and from elsewhere have a link each.
+    """
+    if communication.stream is COLLECTIVE:
+        return communication.group
+    if communication.stream is COPY:
+        ((rank, _, at),) = communication.participants
+        return rank, program.tapes[rank][at].kind
+    if any(program.tapes[rank][at].batch >= 0 for rank, _, at in communication.participants):
+        return EXCHANGES
+    return frozenset(member.rank for member in communication.participants)
+
+
+def stream_of(program: Program, communication: Communication) -> Hashable:
+    """What a communication takes turns with on each of its ranks: all on its communicator.
+
+    What is exchanged in one call crosses, so there each direction counts alone.
+    """
+    found = communicator(program, communication)
+    return tuple(member.rank for member in communication.participants) if found is EXCHANGES else found

@@ -1,0 +1,213 @@
+"""The world that a strategy is traced in, and the loop that drives its ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from shardlab.common.errors import Refused, UserError
+from shardlab.common.user_code import MAX_OPS, OpCount, max_ops, run_stepwise
+from shardlab.language.mesh import Mesh
+from shardlab.language.rank import Rank
+from shardlab.language.rendezvous import Channels, OpenCollectives
+from shardlab.language.rules.layer_rules import rules_of
+from shardlab.language.sizes import Sizes
+from shardlab.language.tape import Program
+from shardlab.language.values import Handle, deadlock
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+
+Strategy = Callable[[Rank], Coroutine[Any, Any, object]]
+"""`async def strategy(rank: Rank) -> None`: what one rank does in one optimizer step."""
+
+NO_LOOP = ("no running event loop", "no current event loop")
+"""What asyncio's own functions say (sleep, gather), since ranks are driven without a loop."""
+
+CLOSING_TRIES = 100
+"""How many awaits in `finally` clauses are closed one after the other before a program is left as it is."""
+
+
+class World:
+    """Ranks that run one program together while it is traced.
+
+    Args:
+        mesh: the ranks' grid, or how many ranks there are.
+        sizes: elements of every value, or the number of layers of the puzzles' model (of its blocks, where the mesh is
+            tensor, context or expert parallel).
+        microbatches: how many the global batch is cut into.
+
+    Attributes:
+        trained: the layers of which a rank has loaded an optimizer state so far, as a bit set.
+
+    Raises:
+        UserError: for a count below 1.
+    """
+
+    most_ops = MAX_OPS
+    """Ops on all tapes, unless `bounded` says otherwise."""
+
+    def __init__(
+        self,
+        mesh: Mesh | int,
+        sizes: Sizes | int,
+        microbatches: int,
+    ) -> None:
+        counts = {"microbatches": microbatches}
+        counts |= {"ranks": mesh} if isinstance(mesh, int) else {}
+        counts |= {"layers": sizes if isinstance(sizes, int) else sizes.layers}
+        for name, count in counts.items():
+            if count < 1:
+                raise UserError(f"{count} {name} were asked for; give 1 or more")
+        self.mesh = Mesh(dp_shard=mesh) if isinstance(mesh, int) else mesh
+        if isinstance(sizes, int):
+            sizes = Sizes.of_puzzle(sizes, self.mesh)
+        self.sizes = sizes
+        self.microbatches = microbatches
+        self.rules = rules_of(sizes.signatures, sizes.space(self.mesh, microbatches), sizes.directed)
+        self.trained = 0
+        self.collectives = OpenCollectives(self._wake, self.rules)
+        self.channels = Channels(self._wake)
+        self.count = OpCount(max_ops(self.most_ops))
+        self.ranks = self.make_ranks()
+        self._parked: dict[int, Handle[Any]] = {}
+        self._runnable: deque[int] = deque()
+        self._resumed = 0
+        self._running = self.ranks[0]
+
+    def make_ranks(self) -> list[Rank]:
+        """Make the ranks that are traced: all of them."""
+        return [Rank(index, self) for index in range(self.mesh.world)]
+
+    def place(self, rank: int) -> int:
+        """Find where a rank stands among those that are traced."""
+        return rank
+
+    def run(self, strategy: Strategy) -> Program:
+        """Drive `strategy` on every rank, in rank order, until all have ended.
+
+        Raises:
+            Refused: at the line of the program that is wrong.
+            Deadlock: when no rank can go on.
+            Stalled: when a rank's next op does not come.
+        """
+        coroutines = self._start(strategy)
+        with gc_paused():
+            return run_stepwise(
+                lambda: self._drive(coroutines),
+                lambda: self._resumed + sum(len(rank.ops) for rank in self.ranks),
+                lambda: f"rank {self._running.index}, op {len(self._running.ops)}",
+            )
+
+    def _drive(self, coroutines: list[Coroutine[Any, Any, object]]) -> Program:
+        self._runnable.extend(range(len(coroutines)))
+        try:
+            while self._runnable:
+                self._resume(self._runnable.popleft(), coroutines)
+            if self._parked:
+                raise deadlock({handle.rank.index: handle.wait() for handle in self._parked.values()})
+            return self.finish()
+        finally:
+            for coroutine in coroutines:
+                _close(coroutine)
+
+    def finish(self) -> Program:
+        """Close every rank's tape, once all have ended."""
+        frozen = ~self.trained if self.trained else 0
+        for rank in self.ranks:
+            rank.end(frozen)
+        return Program(self.mesh, self.microbatches, self.sizes, [rank.ops for rank in self.ranks])
+
+    def release(self) -> None:
+        """Let go of tapes and values: they refer to each other, and would stay until the collector comes."""
+        for rank in self.ranks:
+            rank.release()
+
+    def _start(self, strategy: Strategy) -> list[Coroutine[Any, Any, object]]:
+        name = getattr(strategy, "__name__", repr(strategy))
+        if not inspect.iscoroutinefunction(strategy):
+            raise UserError(f"{name} is not a strategy: write it as `async def {name}(rank): ...`")
+        try:
+            inspect.signature(strategy).bind(self.ranks[0])
+        except TypeError as error:
+            raise UserError(f"{name} cannot be called with the rank alone: {error}") from None
+        return [strategy(rank) for rank in self.ranks]
+
+    def _resume(self, index: int, coroutines: list[Coroutine[Any, Any, object]]) -> None:
+        rank = self._running = self.ranks[index]
+        self._resumed += 1
+        try:
+            handle = coroutines[index].send(None)
+        except StopIteration:
+            return
+        except (Refused, UserError):
+            raise
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, RuntimeError) and any(words in str(error) for words in NO_LOOP):
+                _refuse_awaited(rank)
+            given = f"the program raised {type(error).__name__}: {error}"
+            refusal = Refused("the program raised", "", given, "mend it there")
+            raise refusal.at(rank.index, len(rank.ops)) from error
+        if not isinstance(handle, Handle) or handle.rank is not rank:
+            _refuse_awaited(rank)
+        self._parked[index] = handle  # it was not ready, or it would not have been yielded
+
+    def _wake(self, handle: Handle[Any]) -> None:
+        handle.ready = True
+        index = handle.rank.index
+        place = self.place(index)
+        if self._parked.get(place) is handle:
+            del self._parked[place]
+            self._runnable.append(place)
+
+
+def _refuse_awaited(rank: Rank) -> NoReturn:
+    given = "the program awaited something else than a communication of its own rank"
+    rank.refuse("awaited something else", "", given, "await only those")
+
+
+def _close(coroutine: Coroutine[Any, Any, object]) -> None:
+    """End a program whatever its `finally` clauses do: the error to report is the one that ended the trace."""
+    for _ in range(CLOSING_TRIES):
+        with suppress(Exception):  # also "coroutine ignored GeneratorExit": it awaits again, close it there
+            coroutine.close()
+            return
+
+
+def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatches: int) -> Program:
+    """Run a strategy once on symbolic values, and get the tapes of all ranks.
+
+    >>> program = trace(fsdp, ranks=4, layers=6, microbatches=4)
+
+    Raises:
+        Refused: at the line of the program that is wrong, or that goes on after `bounds.MAX_OPS` ops.
+        Deadlock: when no rank can go on.
+        UserError: for a strategy that is not an async function, or a count below 1.
+    """
+    world = World(ranks, layers, microbatches)
+    program = world.run(strategy)
+    world.release()
+    return program
+
+
+@contextmanager
+def gc_paused() -> Generator[None, None, None]:
+    """Pause the garbage collector: tracing only makes objects that stay, and walking them again would cost a third.
+
+    At the end they count as old, or the collector would walk them all at once.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.freeze()
+            gc.unfreeze()
+            gc.enable()

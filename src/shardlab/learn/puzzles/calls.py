@@ -1,0 +1,421 @@
+"""A communication that has been called: `await` runs it, and forgetting to is told at the line of the call."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import warnings
+from collections.abc import Callable, Coroutine, Generator, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+
+from shardlab.common.errors import About
+from shardlab.common.user_code import SourceLine, here
+from shardlab.language import Deadlock, OpKind, Refused
+from shardlab.language.values import Wait, deadlock
+from shardlab.simulate.timeline.prices import UNIT_COSTS
+
+if TYPE_CHECKING:
+    from shardlab.learn.puzzles.model import Stores
+
+
+T = TypeVar("T", covariant=True)
+
+_NEVER_AWAITED = re.compile("coroutine '(.*)' was never awaited")
+
+
+class PuzzleCall(Coroutine[Any, Any, T]):
+    """What `model.allreduce(...)` and its like give until they are awaited; asyncio takes it as the coroutine it is.
+
+    Args:
+        name: what was called, as in `allreduce(layer 0)`.
+        refusal: what to say if it is never awaited, or used as if it had been.
+        work: makes the coroutine that communicates.
+        forgotten: where a call that is thrown away without an `await` says so.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        refusal: PuzzleRefused,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        forgotten: list[PuzzleRefused],
+    ) -> None:
+        self._name = name
+        self._refusal = refusal
+        self._work = work
+        self._forgotten = forgotten
+        self._started: Coroutine[Any, Any, T] | None = None
+        self._told = False
+
+    def _run(self) -> Coroutine[Any, Any, T]:
+        self._started = self._started or self._work()
+        return self._started
+
+    def send(self, value: Any, /) -> Any:
+        return self._run().send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._run().throw(*error)
+
+    def close(self) -> None:
+        self._told = True
+        if self._started is not None:
+            self._started.close()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._run().__await__()
+
+    def __del__(self) -> None:
+        if self._started is None and not self._told:
+            self._forgotten.append(self._refusal)
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, not awaited>"
+
+    def refuse(self) -> NoReturn:
+        """Say that this is used as if it were what `await` gives."""
+        self._told = True
+        raise self._refusal
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("_", "cr_", "gi_", "ag_")):  # Python and asyncio look for these
+            raise AttributeError(name)
+        self.refuse()
+
+    def __add__(self, other: object) -> NoReturn:
+        self.refuse()
+
+    __radd__ = __add__
+
+    def __iter__(self) -> NoReturn:
+        self.refuse()
+
+
+@contextmanager
+def never_awaited() -> Generator[list[tuple[PuzzleRefused, Callable[[], None]]]]:
+    """Collect, for each coroutine of a student's own that nobody awaited, a refusal and what shows Python's warning.
+
+    Other warnings are shown as ever.
+    """
+    dropped: list[tuple[PuzzleRefused, Callable[[], None]]] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", _NEVER_AWAITED.pattern, RuntimeWarning)
+        show = warnings.showwarning
+
+        def collect(message: Warning | str, category: type[Warning], file: str, number: int, *rest: Any) -> None:
+            warn = partial(show, message, category, file, number, *rest)
+            if found := _NEVER_AWAITED.match(str(message)):
+                name = found[1].rpartition(".")[2]
+                refusal = without_await(f"{name}()", f"{name}(...)").on(SourceLine(file, number))
+                dropped.append((refusal, warn))
+            else:
+                warn()
+
+        warnings.showwarning = collect
+        yield dropped
+
+
+def without_await(name: str, call: str, layer: int = -1) -> PuzzleRefused:
+    """The refusal of a call that was not awaited; `call` is how to write it."""
+    given = f"{name} was called without `await`, so it has not run"
+    return PuzzleRefused("not awaited", About("", layer), given, f"write `await {call}`")
+
+
+def refuse_forgotten(forgotten: list[PuzzleRefused]) -> None:
+    """Refuse to go on after a call that was thrown away without an `await`."""
+    if forgotten:
+        raise PuzzleRefused.of(forgotten[0])
+
+
+# How the face says no: the same refusals, catchable as the AssertionErrors that published solutions expect.
+
+
+Result = TypeVar("Result")
+
+
+class PuzzleRefused(Refused, AssertionError):
+    """A solution is wrong; the sentence names rank, op, layer and the elements."""
+
+    @classmethod
+    def of(cls, refusal: Refused) -> Self:
+        """Turn a refusal of the check into the puzzles' own, with all that it says."""
+        mine = cls(*refusal.args)
+        vars(mine).update(vars(refusal))
+        return mine
+
+    def on(self, line: SourceLine | None) -> Self:
+        """Say on which of the student's lines it is, if that is known."""
+        self.line = "" if line is None else str(line)
+        return self
+
+
+class PuzzleDeadlock(PuzzleRefused, Deadlock):
+    """Ranks wait for one another for ever; the message names the whole cycle."""
+
+
+_here: ContextVar[Stores | None] = ContextVar("shardlab_puzzle_rank", default=None)
+
+
+def stand(rank: Stores) -> None:
+    """Note which rank runs in this task: `a + b` and `.combine` do not say."""
+    _here.set(rank)
+
+
+def derived(made: Result, *read: Any) -> Result:
+    """A value that was made of others without an op; the rank that runs is told, for its memory."""
+    rank = _here.get()
+    if rank is not None:
+        rank.derive(made, *read)
+    return made
+
+
+@contextmanager
+def judged(rank: Stores | None = None, line: SourceLine | None = None) -> Generator[None]:
+    """Turn a refusal of the shared rules into the face's own, in the puzzles' words and with the place before it.
+
+    Args:
+        rank: whose op it is (None: of the rank that runs in this task).
+        line: the student's line (None: the one that runs).
+    """
+    try:
+        yield
+    except PuzzleRefused:
+        raise
+    except Refused as refusal:
+        mine = PuzzleRefused.of(refusal).on(line or here())
+        for published, kind in COLLECTIVES.items():
+            mine.about = mine.about.replace(kind.value, published)
+            mine.given = mine.given.replace(kind.value, published)
+            mine.remedy = mine.remedy.replace(kind.value, published)
+        rank = rank or _here.get()
+        if rank is not None:
+            mine.at(rank.rank, len(rank.log))
+        raise mine from None
+
+
+# What a rank has done, as the puzzles write it down, and what it costs.
+
+
+COLLECTIVES = {"allreduce": OpKind.ALL_REDUCE, "allgather": OpKind.ALL_GATHER, "scatterreduce": OpKind.REDUCE_SCATTER}
+"""The kind of op that each collective is in the vocabulary of `shardlab.language`."""
+
+
+@dataclass
+class PuzzleEvent:
+    """One thing that a rank did.
+
+    Attributes:
+        typ: forward, backward, loss, update, allreduce, allgather, scatterreduce or pass (a send or a receive).
+        layer: the layer worked on; None for update and pass, the number of layers for loss.
+        rank: who did it.
+        time, length: when it started and how long it took, in forward passes of one microbatch through one layer.
+        memory: elements alive on the rank when it started: in its stores, or in variables that it used later.
+        batches: the microbatches of a forward or backward.
+        to, source: the other rank of a pass.
+    """
+
+    typ: str
+    layer: int | None
+    rank: int
+    time: float
+    length: float
+    memory: float
+    batches: Set[int] = frozenset()
+    to: int | None = None
+    source: int | None = None
+
+    @property
+    def kind(self) -> OpKind:
+        """What the event is in the vocabulary of `shardlab.language`."""
+        if self.typ == "pass":
+            return OpKind.RECV if self.to is None else OpKind.SEND
+        return COLLECTIVES.get(self.typ) or OpKind(self.typ)
+
+    @property
+    def cost(self) -> float:
+        """How long such an event takes: forward and backward by the microbatch, the others a constant."""
+        duration = UNIT_COSTS.duration(self.kind, len(self.batches))
+        return int(duration) if duration.is_integer() else duration
+
+    @property
+    def end(self) -> float:
+        """When it ended, as the decimals that both summands are: 19.9, not 19.900000000000002."""
+        return round(self.time + self.length, 6)
+
+
+# Ranks driven by the user's own asyncio: who runs, who waits, who has ended, and what to do when nobody can go on.
+
+
+GRACE_SECONDS = 1.0
+"""How long a rank without any operation may take to start before it is called missing."""
+
+STOP = "the other ranks stop, mend it there"
+"""What ranks that wait are told when one has raised something."""
+
+SETTLING_TURNS = 8
+"""Turns of the event loop without any movement after which the ranks have settled: a task that can go on does so in
+the next turn, one that awaits it (`gather`, `wait_for`) a few turns later."""
+
+
+@dataclass(eq=False)
+class Blocked:
+    """A rank that waits until somebody gives `future` its result.
+
+    Attributes:
+        rank, line: who waits, and where.
+        task: the task that waits: the rank's own, or a helper's (`asyncio.gather` inside a program).
+    """
+
+    rank: int
+    line: SourceLine | None
+    task: asyncio.Task[Any] | None = field(init=False, default_factory=asyncio.current_task)
+    future: asyncio.Future[Any] = field(init=False, default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def wait(self) -> Wait:
+        """What it waits for, in words."""
+        raise NotImplementedError
+
+    def go_on(self, result: Any = None) -> None:
+        """Let the rank go on, unless it does already."""
+        if not self.future.done():
+            self.future.set_result(result)
+
+
+class AsyncioWatch:
+    """Blocks ranks on futures of the running loop, and finds deadlocks without sleeping or polling.
+
+    A rank may wait in several operations at once (`asyncio.gather` inside a program), one task may drive several
+    ranks one after the other, and one event loop may follow another.
+
+    Args:
+        ranks: how many ranks there are.
+        when_quiet: called when every rank waits or has ended; returns True if that let somebody go on.
+
+    Attributes:
+        forgotten: communications that were called without an `await`, a sentence about each.
+    """
+
+    def __init__(self, ranks: int, when_quiet: Callable[[], bool]) -> None:
+        self.ranks = ranks
+        self._when_quiet = when_quiet
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._blocked: dict[asyncio.Future[Any], Blocked] = {}
+        self._failure: PuzzleRefused | None = None
+        self._moves = 0
+        self._settling = False
+        self.forgotten: list[PuzzleRefused] = []
+
+    def enter(self, rank: int) -> None:
+        """Note the task that drives `rank`, if any does; its end is how the rank's end is learnt."""
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # no event loop runs: plain code
+            return
+        if task is None or self._tasks.get(rank) is task:
+            return
+        if task.get_loop() is not self._loop:
+            self._loop = task.get_loop()
+            self._tasks, self._blocked, self._failure, self._settling = {}, {}, None, False
+        self._tasks[rank] = task
+        task.add_done_callback(partial(self._ended, rank))
+
+    async def block(self, blocked: Blocked) -> Any:
+        """Suspend a rank until its future has a result, and give that.
+
+        Raises:
+            PuzzleDeadlock: when no rank can go on.
+            PuzzleRefused: when another rank raised, or somebody forgot an `await`.
+        """
+        if self._failure:
+            raise PuzzleRefused.of(self._failure)
+        self._blocked[blocked.future] = blocked
+        blocked.future.add_done_callback(self._over)
+        self._moved()
+        return await blocked.future
+
+    def waiting(self) -> set[int]:
+        """Ranks that wait in something."""
+        return {blocked.rank for future, blocked in self._blocked.items() if not future.done()}
+
+    def ended(self) -> list[int]:
+        """Ranks whose task is over."""
+        return sorted(rank for rank, task in self._tasks.items() if task.done())
+
+    def _over(self, future: asyncio.Future[Any]) -> None:
+        self._blocked.pop(future, None)
+        self._moved()
+
+    def _ended(self, rank: int, task: asyncio.Task[Any]) -> None:
+        if self._tasks.get(rank) is not task:
+            return
+        raised = None if task.cancelled() else task.exception()
+        if task.cancelled() or raised is not None:
+            reason = "was cancelled" if raised is None else f"raised {type(raised).__name__}: {raised}"
+            self._failure = PuzzleRefused("the program raised", "", f"rank {rank} {reason}", STOP)
+            self._fail(self._failure)
+        else:
+            self._moved()
+
+    def _moved(self) -> None:
+        """Something has happened; look again once the event loop has nothing more to run."""
+        self._moves += 1
+        if self._loop is not None and not self._settling:
+            self._settling = True
+            self._loop.call_soon(self._look, self._moves, 0)
+
+    def _look(self, moves: int, turns: int) -> None:
+        assert self._loop is not None
+        if moves != self._moves or turns < SETTLING_TURNS:
+            self._loop.call_soon(self._look, self._moves, turns + 1 if moves == self._moves else 0)
+            return
+        self._settling = False
+        running = self._running()
+        if not self.waiting() or (not running and self._when_quiet()):
+            return
+        if running or len(self._tasks) < self.ranks:
+            self._loop.call_later(GRACE_SECONDS, self._give_up, moves)
+        else:
+            self._report()
+
+    def _running(self) -> list[int]:
+        """Ranks that neither wait nor have ended."""
+        ranks, tasks = self.waiting(), {blocked.task for blocked in self._blocked.values()}
+        return [r for r, task in self._tasks.items() if r not in ranks and task not in tasks and not task.done()]
+
+    def _give_up(self, moves: int) -> None:
+        """The second is over: unless something has moved since, go on without the ranks that it was given to."""
+        if moves == self._moves and self.waiting() and not self._when_quiet():
+            self._report()
+
+    def _report(self) -> None:
+        """Report the deadlock, or the forgotten `await` behind it, to every rank that waits."""
+        if self.forgotten:
+            self._fail(self.forgotten[0])
+            return
+        waits: dict[int, Wait] = {}
+        for blocked in self._blocked.values():
+            waits.setdefault(blocked.rank, blocked.wait())
+        refusal = PuzzleDeadlock.of(deadlock(waits))
+        missing, running = [rank for rank in range(self.ranks) if rank not in self._tasks], self._running()
+        if missing:
+            names = ", ".join(map(str, missing))
+            refusal.trail += (
+                f" Missing: rank {names} started no communication within {GRACE_SECONDS:g} s; is every rank driven?"
+            )
+        for rank in running:
+            refusal.trail += f" Rank {rank} awaits something else than a communication; await only those."
+        for rank in [*missing, *running]:
+            ended, not_come = f"rank {rank} has ended without it", f"rank {rank} has not come to it"
+            refusal.given = refusal.given.replace(ended, not_come)
+        self._fail(refusal)
+
+    def _fail(self, refusal: PuzzleRefused) -> None:
+        """Raise the refusal, each its own, in all ranks that wait."""
+        for future in self._blocked:
+            if not future.done():
+                future.set_exception(type(refusal).of(refusal))

@@ -1,0 +1,226 @@
+"""Collectives: the k-th that each rank joins is one for them all."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any
+
+from shardlab.common.errors import About, Refused, of_layer
+from shardlab.common.user_code import at
+from shardlab.language import Holds, UserError
+from shardlab.language.rules import arithmetic
+from shardlab.language.rules.kinds import listed
+from shardlab.language.values import Wait
+from shardlab.learn.puzzles import values as rules
+from shardlab.learn.puzzles.calls import AsyncioWatch, Blocked
+from shardlab.learn.puzzles.values import PuzzleValue, WeightGrad
+
+
+@dataclass(eq=False)
+class Brought(Blocked):
+    """What one rank brings to a collective.
+
+    Attributes:
+        name, layer, value: of the call.
+        time: when the rank came.
+        collective: every rank's part, None until the rank comes.
+    """
+
+    name: str
+    layer: int
+    value: Any
+    time: float
+    collective: dict[int, Brought | None]
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.value.spec if isinstance(self.value, PuzzleValue) else f'layer {self.layer}'})"
+
+    def wait(self) -> Wait:
+        missing = [rank for rank, part in self.collective.items() if part is None]
+        names = ", ".join(map(str, missing))
+        return Wait(f"{self} for rank{'s' * (len(missing) > 1)} {names}{at(self.line)}", missing)
+
+
+class PuzzleCollectives:
+    """All collectives of a run."""
+
+    def __init__(self, ranks: int) -> None:
+        self._joined: Counter[int] = Counter()
+        self._open: defaultdict[int, dict[int, Brought | None]] = defaultdict(lambda: dict.fromkeys(range(ranks)))
+
+    def next_of(self, rank: int) -> dict[int, Brought | None]:
+        """The first collective that this rank has not joined yet."""
+        self._joined[rank] += 1
+        return self._open[self._joined[rank]]
+
+    def advance(self) -> bool:
+        """Let the ranks of a collective go on if all are there or two do not fit; False if none may."""
+        for sequence_number, collective in self._open.items():
+            parts = [part for part in collective.values() if part is not None]
+            waiting = [part for part in parts if not part.future.done()]
+            complete = len(parts) == len(collective)
+            if not waiting or not (complete or any(part.name != parts[0].name for part in parts)):
+                continue
+            if complete:
+                del self._open[sequence_number]
+            try:
+                results = combine(parts)
+            except Exception as error:  # also one of a student's own objects
+                for part in waiting:
+                    part.future.set_exception(error)
+            else:
+                time = max(part.time for part in parts)
+                for part, result in zip(parts, results, strict=True):
+                    part.go_on((result, time))
+            return True
+        return False
+
+
+def combine(parts: list[Brought]) -> list[Any]:
+    """What each rank takes away; the parts stand in the order of the ranks.
+
+    Raises:
+        Refused: if they do not fit.
+    """
+    first, values = parts[0], [part.value for part in parts]
+    op = of_layer(first.name, first.layer)
+    other = next((part for part in parts if part.name != first.name), None)
+    if other is not None:
+        given = f"rank {first.rank} meets with {first} and rank {other.rank} with {other}"
+        raise Refused("other order", op, given, "let all ranks call the same collectives in the same order")
+    if not any(isinstance(value, PuzzleValue) for value in values):
+        return _of_anything(first, values)
+    names = [f"rank {rank}" for rank in range(len(values))]
+    specs = [rules.spec_of(op, f"value of {name}", value) for name, value in zip(names, values, strict=True)]
+    op = specs[0].about(first.name)
+    if first.name == "allgather":
+        whole = rules.gather(op, specs, names)
+        return [values[0].holding(whole.holds)] * len(values)
+    total = arithmetic.add(op, specs, names)
+    gradient: WeightGrad = values[0].summing(total)
+    if first.name == "allreduce":
+        return [gradient] * len(values)
+    if not gradient.is_complete():
+        raise Refused("partial", op, f"rank 0 gave {specs[0]}, which is partial", "sum and scatter whole gradients")
+    return [gradient.holding(Holds(1 << rank, len(values))) for rank in range(len(values))]
+
+
+def _of_anything(part: Brought, values: list[Any]) -> list[Any]:
+    """Combine objects that are no values of the puzzles: whatever can be added, combined, sharded."""
+    try:
+        if part.name == "allgather":
+            return [reduce(lambda a, b: a.combine(b), values)] * len(values)
+        total = reduce(add, values)
+        if part.name == "allreduce":
+            return [total] * len(values)
+        return [total.shard(rank, len(values)) for rank in range(len(values))]
+    except (TypeError, AttributeError) as error:
+        about, given = About(str(part), part.layer), f"these objects cannot be put together: {error}"
+        raise Refused("no value", about, given, "give values of the puzzles, or what can be added") from None
+
+
+# Messages between ranks: each rank has one mailbox, and a mailbox holds one message.
+#
+# Nothing is delivered while a rank can still go on; then what comes first in simulated time happens, and nothing
+# else. So results do not depend on the order in which an event loop runs the ranks.
+
+
+@dataclass(eq=False)
+class Letter(Blocked):
+    """A value on its way; `inside` once it lies in the mailbox, which lets its sender go on."""
+
+    to: int
+    value: Any
+    sent: float
+    about: str
+    inside: bool = False
+
+    def wait(self) -> Wait:
+        what = f"pass_to(rank {self.to}) of {self.about}, whose mailbox is full, for rank {self.to}{at(self.line)}"
+        return Wait(what, [self.to])
+
+
+@dataclass(eq=False)
+class Reader(Blocked):
+    """A rank that waits for a letter, whoever sends it."""
+
+    since: float
+    watch: AsyncioWatch
+
+    def wait(self) -> Wait:
+        """Any other rank could send: those are named first that wait themselves."""
+        others = [r for r in range(self.watch.ranks) if r != self.rank] or [self.rank]
+        waiting, ended = self.watch.waiting(), [r for r in self.watch.ended() if r != self.rank]
+        over = f" (rank{'s' * (len(ended) > 1)} {listed(ended)} ended)" if ended else ""
+        what = f"receive() for a message from any rank{over}{at(self.line)}"
+        return Wait(what, [r for r in others if r in waiting] or others)
+
+
+class Mail:
+    """Every letter under way and every rank that waits for one."""
+
+    def __init__(self) -> None:
+        self.letters: list[Letter] = []
+        self.readers: list[Reader] = []
+
+    def advance(self) -> bool:
+        """Let the earliest thing that can happen, happen; False if nothing can.
+
+        A rank takes the letter that was sent first; of two sent at once, the one from the lower rank.
+        """
+        letters = sorted(
+            (letter for letter in self.letters if letter.inside or not letter.future.done()),
+            key=lambda letter: (letter.sent, letter.rank),
+        )
+        first = {letter.to: letter for letter in reversed(letters)}
+        full = {letter.to for letter in letters if letter.inside}
+        reader = {reader.rank: reader for reader in reversed(self.readers) if not reader.future.done()}
+        self.letters, self.readers = letters, [r for r in self.readers if not r.future.done()]
+        possible = [(letter.sent, 0, to) for to, letter in first.items() if to not in full]
+        possible += [(max(first[to].sent, reader[to].since), 1, to) for to in first.keys() & reader.keys()]
+        if not possible:
+            return False
+        _, taken, to = min(possible)
+        letter = first[to]
+        if taken:
+            self.letters.remove(letter)
+            reader[to].go_on(letter)
+        letter.inside = True
+        letter.go_on()
+        return True
+
+
+# The ranks that work together.
+
+
+class PuzzleRun:
+    """One run of a solution on all ranks: its collectives and its mail."""
+
+    def __init__(self, ranks: int) -> None:
+        self.mail, self.collectives = Mail(), PuzzleCollectives(ranks)
+        self.watch = AsyncioWatch(ranks, lambda: self.collectives.advance() or self.mail.advance())
+        self.members: set[int] = set()
+
+
+class Dist:
+    """`Dist(4)`: four ranks. It may be used again: the second `Model` made for a rank starts a new run.
+
+    Attributes:
+        ranks: how many there are.
+    """
+
+    def __init__(self, total: int) -> None:
+        if total < 1:
+            raise UserError(f"{total} ranks were asked for; give 1 or more")
+        self.ranks = total
+        self._run = PuzzleRun(total)
+
+    def join(self, rank: int) -> PuzzleRun:
+        """The run that a new model of this rank belongs to."""
+        if rank in self._run.members:
+            self._run = PuzzleRun(self.ranks)
+        self._run.members.add(rank)
+        return self._run

@@ -1,0 +1,447 @@
+"""What one rank computes: plain calls that cost time and are judged before they are logged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence, Set
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from shardlab.common.errors import About, Refused, of_layer
+from shardlab.common.user_code import SourceLine, here
+from shardlab.language import Holds, Mesh, Program, Sizes, Spec, UserError
+from shardlab.language.rules import optimizer_step as steps
+from shardlab.language.rules.kinds import common, mask_of
+from shardlab.language.rules.layer_rules import LayerRules, rules_of
+from shardlab.language.rules.spec import Space
+from shardlab.language.tape import Op
+from shardlab.learn.puzzles import values as rules
+from shardlab.learn.puzzles.calls import (
+    Blocked,
+    PuzzleCall,
+    PuzzleEvent,
+    PuzzleRefused,
+    derived,
+    judged,
+    refuse_forgotten,
+    stand,
+    without_await,
+)
+from shardlab.learn.puzzles.communication import Brought, Dist, Letter, Reader
+from shardlab.learn.puzzles.values import (
+    Activation,
+    ActivationGrad,
+    OptState,
+    Picture,
+    PuzzleValue,
+    Weight,
+    WeightGrad,
+    timeline_picture,
+)
+from shardlab.simulate.timeline import Event, Timeline
+
+# A rank's memory, its clock and its log.
+#
+# What a rank holds in variables alone counts as if it stood in a store, from its making to its last use. A value is
+# known to be alive when a store has it or an op reads it; so it was alive at every event since it was made, and
+# events at which no store had it are made larger after the fact.
+
+
+Storage = tuple[
+    dict[Any, Weight], dict[Any, OptState], dict[Any, Activation], dict[Any, ActivationGrad], dict[Any, WeightGrad]
+]
+
+
+class Stores:
+    """The memory of one rank, and what it has done when.
+
+    Attributes:
+        rank: this rank's number.
+        weights, opt_states, activations, grad_activations, grad_weights: the stores. Keys are free; a value under two
+            keys counts twice.
+        time: the rank's clock.
+        log: everything it has done, in order.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.time: float = 0
+        self.log: list[PuzzleEvent] = []
+        self.weights: dict[Any, Weight] = {}
+        self.opt_states: dict[Any, OptState] = {}
+        self.activations: dict[Any, Activation] = {}
+        self.grad_activations: dict[Any, ActivationGrad] = {}
+        self.grad_weights: dict[Any, WeightGrad] = {}
+        self._alive: dict[int, tuple[PuzzleValue, int]] = {}
+        """Values by id, since of two equal ones each takes memory, and how many events of the log count them or were
+        before them."""
+
+    def stores(self) -> Storage:
+        """The five stores, in the published order."""
+        return self.weights, self.opt_states, self.activations, self.grad_activations, self.grad_weights
+
+    def _stored(self) -> list[PuzzleValue]:
+        """Everything that is in the stores.
+
+        Raises:
+            PuzzleRefused: if it is no value.
+        """
+        values: list[PuzzleValue] = []
+        for store in self.stores():
+            for key, value in cast("dict[Any, object]", store).items():
+                if isinstance(value, PuzzleCall):
+                    value.refuse()
+                if not isinstance(value, PuzzleValue):
+                    with judged(self):
+                        given = f"the store has {value!r} under {key!r}"
+                        raise Refused("no value", "memory", given, "keep values of the puzzles in it")
+                values.append(value)
+        return values
+
+    def memory(self) -> float:
+        """Elements in the stores."""
+        return sum(value.memory() for value in self._stored())
+
+    def status(self) -> None:
+        """Print what is in the stores."""
+        names = ("weights", "opt_states", "activations", "grad_activations", "grad_weights")
+        for name, store in zip(names, self.stores(), strict=True):
+            print(f"{name}: " + (", ".join(f"{key!r}: {value.spec}" for key, value in store.items()) or "empty"))
+
+    def note(
+        self,
+        typ: str,
+        *read: Any,
+        layer: int | None = None,
+        batches: Set[int] = frozenset(),
+        to: int | None = None,
+        source: int | None = None,
+    ) -> None:
+        """Log an event that starts now and reads some values, and let its time pass."""
+        stored = self._stored()
+        alive = {id(value): value for value in stored}
+        hidden = {id(value): value for value in values_in(read) if id(value) not in alive}
+        memory = sum(value.memory() for value in (*stored, *hidden.values()))
+        event = PuzzleEvent(typ, layer, self.rank, self.time, 0, memory, batches, to, source)
+        event.length = event.cost
+        self.derive(*stored, *hidden.values())
+        self.log.append(event)
+        self._alive |= {key: (value, len(self.log)) for key, value in (alive | hidden).items()}
+        self.time = event.end
+
+    def derive(self, *values: Any) -> None:
+        """Note that values have been made, have come or are read: those from before have been here ever since."""
+        for value in values_in(values):
+            _, counted = self._alive.get(id(value), (value, len(self.log)))
+            for event in self.log[counted:]:
+                event.memory += value.memory()
+            self._alive[id(value)] = value, len(self.log)
+
+
+def values_in(things: Iterable[Any]) -> Iterable[PuzzleValue]:
+    """The values among some things, and in the lists, tuples and dicts among them: a message may be one."""
+    for thing in things:
+        if isinstance(thing, dict):
+            thing = list(cast(dict[Any, Any], thing).values())
+        parts = cast(list[Any], thing) if isinstance(thing, (list, tuple)) else [thing]
+        yield from (part for part in parts if isinstance(part, PuzzleValue))
+
+
+class PuzzleCompute(Stores):
+    """A rank that computes; `PuzzleModel` adds communication.
+
+    Attributes:
+        LAYERS, BATCHES, RANKS: how many layers, microbatches and ranks there are.
+        dist: the ranks.
+        final_weights: what `set_final_weight` was given.
+        forgotten: communications of the run that were called without an `await`, a refusal for each.
+        fakes: gradients made up by `fake_grad`, but for zeros, a refusal for each.
+    """
+
+    def __init__(self, rank: int = 1, dist: Dist | None = None, layers: int = 2, batches: int = 1) -> None:
+        for what, count in (("layers", layers), ("batches", batches)):
+            if count < 1:
+                raise UserError(f"{count} {what} were asked for; give 1 or more")
+        super().__init__(rank)
+        self.dist = Dist(1) if dist is None else dist
+        self.RANKS = self.dist.ranks
+        self.LAYERS = layers
+        self.BATCHES = batches
+        self.final_weights: dict[int, Weight] = {}
+        self.fakes: list[PuzzleRefused] = []
+        self._run = self.dist.join(rank)
+        self.forgotten = self._run.watch.forgotten
+        self._updated: dict[int, Holds] = {}
+        self._space = Space(batches)
+        self._rules = rules_of(Sizes.puzzle(layers).signatures, self._space)
+
+    def storage(self) -> Storage:
+        """The five stores: weights, opt_states, activations, grad_activations, grad_weights."""
+        self.begin()
+        return self.stores()
+
+    def load_weights(self, layer: int, shard: int = 0, total: int = 1) -> tuple[Weight, OptState]:
+        """The layer's weight and optimizer state before the step, or shard `shard` of `total` of both."""
+        self.begin()
+        loaded = layer, self.LAYERS, 0, frozenset({shard}), total
+        return derived((Weight(*loaded), OptState(*loaded)))
+
+    def get_activation(self, batches: Iterable[int]) -> Activation:
+        """Activation 0 of some microbatches: the input."""
+        self.begin()
+        return derived(Activation(0, self.LAYERS, frozenset(batches), self.BATCHES))
+
+    def fake_grad(self, layer: int, batches: Iterable[int] = ()) -> WeightGrad:
+        """A gradient that nobody has computed; of no microbatches it is zero."""
+        self.begin()
+        gradient = WeightGrad(layer, self.LAYERS, frozenset(batches), self.BATCHES)
+        if gradient.batches:
+            given, remedy = f"{gradient.spec} was made up", "let a solution compute its gradients"
+            fake = PuzzleRefused("made up", of_layer("fake_grad", layer), given, remedy)
+            self.fakes.append(fake.at(self.rank, len(self.log)).on(here()))
+        return derived(gradient)
+
+    def forward(self, layer: int, inp: Activation, weight: Weight) -> Activation:
+        """Activation l and the complete weight of layer l: activation l + 1."""
+        with self._judging(of_layer("forward", layer), inp, weight) as op:
+            self._layer(op, layer).forward([self._spec(op, "activation", inp)], self._weight(op, weight))
+        self.note("forward", inp, weight, layer=layer, batches=inp.batches)
+        return derived(Activation(layer + 1, self.LAYERS, inp.batches, self.BATCHES))
+
+    def loss(self, inp: Activation) -> ActivationGrad:
+        """The last activation's gradient."""
+        with self._judging(About("loss"), inp) as op:
+            steps.loss(self.LAYERS, self._spec(op, "activation", inp))
+        self.note("loss", inp, layer=self.LAYERS)
+        return derived(ActivationGrad(self.LAYERS - 1, self.LAYERS, inp.batches, self.BATCHES))
+
+    def backward(
+        self, layer: int, inp: Activation, grad: ActivationGrad, weight: Weight
+    ) -> tuple[WeightGrad, ActivationGrad]:
+        """Activation l, the gradient of activation l + 1 and the weight: (weight's gradient, activation l's)."""
+        with self._judging(of_layer("backward", layer), inp, grad, weight) as op:
+            specs = self._spec(op, "activation", inp), self._spec(op, "gradient", grad)
+            self._layer(op, layer).backward(specs[0], specs[1:], self._weight(op, weight))
+        self.note("backward", inp, grad, weight, layer=layer, batches=inp.batches)
+        of = self.LAYERS, inp.batches, self.BATCHES
+        return derived((WeightGrad(layer, *of), ActivationGrad(layer - 1, *of)))
+
+    def update(
+        self, layer: int, weight_grad: WeightGrad, weight: Weight, opt_state: OptState, shard: int = 0
+    ) -> tuple[Weight, OptState]:
+        """The optimizer's step, from the gradient of the whole batch: the new (weight, optimizer state).
+
+        A complete gradient may update a shard. `shard` is not used.
+        """
+        del shard
+        with self._judging(of_layer("update", layer), weight_grad, weight, opt_state) as op:
+            grad = self._spec(op, "gradient", weight_grad)
+            state = self._spec(op, "optimizer state", opt_state)
+            rules.update(layer, grad, self._weight(op, weight), state)
+        done, mine = common(self._updated.get(layer, Holds(0, 1)), weight.spec.holds)
+        self._updated[layer] = Holds(done.mask | mine.mask, mine.of)
+        self.note("update", weight_grad, weight, opt_state)
+        new = Weight(layer, self.LAYERS, weight.step + 1, weight.shards, weight.total)
+        return derived((new, OptState(layer, self.LAYERS, opt_state.step + 1, opt_state.shards, opt_state.total)))
+
+    def set_final_weight(self, layer: int, weight: Weight) -> None:
+        """Hand in this rank's part of a layer's new weight."""
+        self.begin(weight)
+        self.final_weights[layer] = derived(weight)
+
+    def begin(self, *values: Any) -> None:
+        """Note who runs where; refuse values that have not been awaited."""
+        stand(self)
+        for value in values:
+            if isinstance(value, PuzzleCall):
+                value.refuse()
+        try:
+            refuse_forgotten(self.forgotten)
+        finally:
+            self.forgotten.clear()  # whoever goes on after this message has read it
+        self._run.watch.enter(self.rank)
+
+    @contextmanager
+    def _judging(self, op: About, *values: Any) -> Generator[About]:
+        """Begin an op, and name it in what is refused of it."""
+        self.begin(*values)
+        with judged(self):
+            yield op
+
+    def _spec(self, op: About, what: str, value: PuzzleValue) -> Spec:
+        """A value's spec; microbatches are compared as numbers, whatever total they were made with."""
+        spec = rules.spec_of(op, what, value)
+        return spec._replace(form=spec.form.but(space=self._space))
+
+    def _layer(self, op: About, layer: int) -> LayerRules:
+        if layer not in range(self.LAYERS):
+            remedy = f"the model has layers 0-{self.LAYERS - 1}, name one of these"
+            raise Refused("unknown layer", op, f"layer {layer} does not exist", remedy)
+        return self._rules.layers[layer]
+
+    def _weight(self, op: About, weight: Weight) -> Spec:
+        spec = rules.spec_of(op, "weight", weight)
+        rules.fresh(op, spec, self._updated)
+        return spec
+
+
+# One rank of the puzzles, with the published names, arguments and costs.
+
+
+T = TypeVar("T")
+
+
+class PuzzleModel(PuzzleCompute):
+    """One rank of a network that several ranks train together for one optimizer step.
+
+    Args:
+        rank: this rank's number, from 0; it is looked at when the rank first communicates.
+        dist: the ranks; without it there is one.
+        layers, batches: sizes of the network and of the global batch, the same on every rank.
+    """
+
+    def allreduce(self, v: T, layer: int) -> PuzzleCall[T]:
+        """The sum over all ranks, on every rank."""
+        return self._call("allreduce", f"layer {layer}", partial(self._meet, "allreduce", v, layer, here()))
+
+    def allgather(self, v: T, layer: int) -> PuzzleCall[T]:
+        """The pieces of all ranks put together, on every rank."""
+        return self._call("allgather", f"layer {layer}", partial(self._meet, "allgather", v, layer, here()))
+
+    def scatterreduce(self, v: T, layer: int) -> PuzzleCall[T]:
+        """The sum over all ranks, shard r of it on rank r."""
+        return self._call("scatterreduce", f"layer {layer}", partial(self._meet, "scatterreduce", v, layer, here()))
+
+    def pass_to(self, rank: int, v: Any) -> PuzzleCall[None]:
+        """Put anything into a rank's mailbox, once there is room."""
+        return self._call("pass_to", f"rank {rank}", partial(self._pass, rank, v, here()))
+
+    def receive(self) -> PuzzleCall[Any]:
+        """The earliest message to this rank, whoever sent it."""
+        return self._call("receive", "", partial(self._receive, here()))
+
+    def _call(self, verb: str, argument: str, work: Callable[[], Coroutine[Any, Any, T]]) -> PuzzleCall[T]:
+        name = f"{verb}({argument})"
+        refusal = without_await(name, f"model.{verb}({'...' * bool(argument)})").at(self.rank, len(self.log))
+        return PuzzleCall(name, refusal.on(here()), work, self.forgotten)
+
+    async def _meet(self, name: str, v: T, layer: int, line: SourceLine | None) -> T:
+        self._enter(name, line, [self.rank], v)
+        with judged(self, line):
+            if isinstance(v, Weight):
+                rules.fresh(of_layer(name, layer), v.spec, self._updated)
+            collective = self._run.collectives.next_of(self.rank)
+            collective[self.rank] = mine = Brought(self.rank, line, name, layer, v, self.time, collective)
+            result, time = await self._wait(mine)
+        self.time = max(self.time, time)
+        self.note(name, v, layer=layer)
+        return derived(result)
+
+    async def _pass(self, rank: int, v: Any, line: SourceLine | None) -> None:
+        self._enter(f"pass_to(rank {rank})", line, [self.rank, rank], v)
+        self.note("pass", v, to=rank)
+        about = str(v.spec) if isinstance(v, PuzzleValue) else repr(v)[:40]
+        letter = Letter(self.rank, line, rank, v, self.time, about)
+        self._run.mail.letters.append(letter)
+        await self._wait(letter)
+
+    async def _receive(self, line: SourceLine | None) -> Any:
+        self._enter("receive", line, [self.rank])
+        reader = Reader(self.rank, line, self.time, self._run.watch)
+        self._run.mail.readers.append(reader)
+        letter: Letter = await self._wait(reader)
+        self.time = max(self.time, letter.sent)
+        self.note("pass", source=letter.rank)
+        return derived(letter.value)
+
+    async def _wait(self, blocked: Blocked) -> Any:
+        result = await self._run.watch.block(blocked)
+        stand(self)
+        return result
+
+    def _enter(self, op: str, line: SourceLine | None, ranks: list[int], *values: Any) -> None:
+        """Begin to communicate, between ranks that must exist."""
+        self.begin(*values)
+        for rank in ranks:
+            if not 0 <= rank < self.RANKS:
+                with judged(self, line):
+                    remedy = f"the Dist has {self.RANKS}, counted from 0, name one of these"
+                    raise Refused("unknown rank", op, f"rank {rank} does not exist", remedy)
+
+    @staticmethod
+    def check(models: Sequence[PuzzleModel]) -> None:
+        """Print "Correct!" if every layer was updated once, on all ranks together.
+
+        Raises:
+            PuzzleRefused: naming the layer, and the rank or the elements at fault.
+        """
+        verify(models)
+        print("Correct!")
+
+
+def verify(models: Sequence[PuzzleModel]) -> None:
+    """Refuse final weights that are missing, of another layer, or not updated exactly once.
+
+    Replicas are accepted, and the shards of a layer may lie on any ranks.
+
+    Raises:
+        PuzzleRefused: naming the layer, and the rank or the elements at fault.
+    """
+    if not models:
+        raise PuzzleRefused("wrong number", "Model.check", "no models were given", "give those of all ranks")
+    for model in models:
+        refuse_forgotten(model.forgotten)
+        model.memory()  # refuses what is no value, such as a call that was not awaited
+    for layer in range(models[0].LAYERS):
+        given = {model.rank: model.final_weights[layer] for model in models if layer in model.final_weights}
+        try:
+            rules.updated_once(layer, given)
+        except Refused as refusal:
+            raise PuzzleRefused.of(refusal) from None
+
+
+# What the models did in the form that simulation produces, so that it is drawn alike.
+
+
+def draw(models: Sequence[PuzzleModel]) -> Picture:
+    """Print when the last op starts and where memory is largest; the picture of what the ranks did."""
+    events = [(place, event) for place, model in enumerate(models) for event in model.log]
+    if events:
+        steps = max(model.log[-1].time for model in models if model.log)
+        place, peak = max(events, key=lambda pair: pair[1].memory)  # the first of equals
+        print(f"Timesteps: {steps} \nMaximum Memory: {peak.memory} at GPU: {place} time: {peak.time}")
+    else:
+        print("Timesteps: 0 \nMaximum Memory: 0: nothing has been computed")
+    return timeline_picture(timeline_of(models))
+
+
+def timeline_of(models: Sequence[PuzzleModel]) -> Timeline:
+    """A timeline whose rank i is the i-th model.
+
+    Raises:
+        UserError: if there are no models.
+    """
+    if not models:
+        raise UserError("no models were given; give those of all ranks")
+    rows = {model.rank: row for row, model in enumerate(models)}
+    tapes: list[list[Op]] = []
+    events: list[list[Event]] = []
+    for row, model in enumerate(models):
+        # One that has done nothing yet still has its memory.
+        log = model.log or [PuzzleEvent("load_batch", None, model.rank, 0, 0, model.memory())]
+        tapes.append([_op(event, rows) for event in log])
+        events.append(
+            [
+                Event(row, at, op.kind, op.layer, mask_of(event.batches), event.time, event.end, round(event.memory))
+                for at, (op, event) in enumerate(zip(tapes[row], log, strict=True))
+            ]
+        )
+    sizes = Sizes.puzzle(max(model.LAYERS for model in models))
+    microbatches = max(model.BATCHES for model in models)
+    return Timeline(Program(Mesh(dp_shard=len(models)), microbatches, sizes, tapes), events)
+
+
+def _op(event: PuzzleEvent, rows: dict[int, int]) -> Op:
+    peer = event.source if event.to is None else event.to
+    layer = -1 if event.layer is None else event.layer
+    return Op(event.kind, layer, peer=-1 if peer is None else rows.get(peer, -1))

@@ -1,0 +1,339 @@
+"""The puzzles' five kinds of value. Each knows what it holds and what it sums (`spec`); none carries data.
+
+Shards and microbatches may be given as any collection of numbers. Values never change, and two that hold the same
+slices are equal, however many shards they are counted in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import index
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
+
+from shardlab.common.errors import About, Refused, of_layer
+from shardlab.common.files import write_whole
+from shardlab.language import Holds, Kind, Spec
+from shardlab.language.rules import arithmetic
+from shardlab.language.rules import optimizer_step as steps
+from shardlab.language.rules.kinds import ROW_KINDS, bits, common, listed, mask_of, microbatches_text, plural
+from shardlab.language.rules.spec import Space, form_of, missing_text
+from shardlab.language.sizes import PUZZLE_HIDDEN, PUZZLE_LENGTH
+from shardlab.learn.puzzles.calls import derived, judged
+from shardlab.simulate.timeline import Timeline
+
+ONE: frozenset[int] = frozenset({0})
+
+
+class PuzzleValue:
+    """A value of one layer; what a kind of value has no field for is the same for all of its values.
+
+    Attributes:
+        kind: what it is in the vocabulary of `shardlab.language`.
+        layer, layers: which layer, and how many the network has.
+        step: how often it was updated.
+        batches, total_batches: its microbatches, and how many there are.
+        shards, total: which of so many shards of the layer it holds.
+    """
+
+    kind: ClassVar[Kind]
+    layer: int
+    layers: int
+    step: int = 0
+    batches: Set[int] = frozenset()
+    total_batches: int = 0
+    shards: Set[int] = ONE
+    total: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("shards", "batches"):
+            given = getattr(self, name)
+            try:
+                numbers = frozenset(map(index, given))
+            except TypeError:
+                numbers = frozenset({-1})
+            if min(numbers, default=0) < 0:
+                self._refuse(f"{name} are {given!r}", "give a collection of numbers, which count from 0")
+            object.__setattr__(self, name, numbers)
+        if not self.shards or max(self.shards) >= self.total:
+            given = f"shards {sorted(self.shards)} of {self.total}"
+            self._refuse(f"{given} were given", "give at least one shard, counted from 0")
+
+    def _refuse(self, given: str, remedy: str) -> None:
+        about = About(f"{type(self).__name__} of layer {self.layer}", self.layer)
+        with judged():
+            raise Refused("unknown slice", about, given, remedy)
+
+    @cached_property
+    def spec(self) -> Spec:
+        """What is known of the value, in the terms of `shardlab.language`."""
+        layer = self.layer + (self.kind is Kind.GRAD_ACTIVATION)
+        holds = Holds(mask_of(self.shards), self.total)
+        return Spec(form_of(self.kind, layer, self.step, Space(self.total_batches), holds), mask_of(self.batches))
+
+    def memory(self) -> float:
+        """Elements that it takes."""
+        if self.kind in ROW_KINDS:
+            return len(self.batches) * PUZZLE_HIDDEN * PUZZLE_LENGTH
+        return (len(self.shards) / self.total) * PUZZLE_HIDDEN * PUZZLE_HIDDEN
+
+    def draw(self) -> Picture:
+        """The network with this value filled in."""
+        return draw_group({0: self})
+
+    def _repr_svg_(self) -> str:
+        return self.draw().svg
+
+    def _key(self) -> tuple[object, ...]:
+        form = self.spec.form
+        return self.layers, self.spec._replace(form=form.but(holds=form.holds.simplified()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PuzzleValue) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+class Sharded(PuzzleValue):
+    """A value that can be cut into shards and put together again: a weight, an optimizer state, a weight gradient."""
+
+    def is_complete(self) -> bool:
+        """Whether every shard of the layer is here."""
+        return len(self.shards) == self.total
+
+    def combine(self, other: Self) -> Self:
+        """Put both together: the shards of either.
+
+        Raises:
+            PuzzleRefused: if they are not pieces of one value.
+        """
+        with judged():
+            op = self.spec.about("combine")
+            specs = [self.spec, spec_of(op, "other value", other)]
+            whole = self.holding(gather(op, specs, ["the first value", "the second value"]).holds)
+        return derived(whole, self, other)
+
+    def shard(self, shard: int, total: int) -> Self:
+        """Piece `shard` of `total` equal ones.
+
+        Raises:
+            PuzzleRefused: if the value is not complete, or the piece does not exist.
+        """
+        with judged():
+            if not self.is_complete():
+                raise Refused("partial", self.spec.about("shard"), f"{self.spec} is partial", "cut a complete value")
+            return derived(self.holding(Holds(mask_of([shard]), total)), self)
+
+    def holding(self, holds: Holds) -> Self:
+        """Copy the value with other slices of the layer."""
+        return replace(cast(Any, self), shards=frozenset(bits(holds.mask)), total=holds.of)
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters(Sharded):
+    """What a layer's parameters are, or the optimizer keeps for them, or some shards of it."""
+
+    layer: int
+    layers: int
+    step: int = field()
+    shards: Set[int] = ONE
+    total: int = 1
+
+
+class Weight(Parameters):
+    """The weight of one layer, or some shards of it; `step` counts its updates."""
+
+    kind = Kind.WEIGHT
+
+
+class OptState(Parameters):
+    """What the optimizer keeps for one layer, or some shards of it; `step` counts its updates."""
+
+    kind = Kind.OPT_STATE
+
+
+@dataclass(frozen=True, eq=False)
+class WeightGrad(Sharded):
+    """The gradient of one layer's weight, or some shards of it, with the microbatches summed into it."""
+
+    kind = Kind.GRAD_WEIGHT
+    layer: int
+    layers: int
+    batches: Set[int] = field()
+    total_batches: int = field()
+    shards: Set[int] = ONE
+    total: int = 1
+
+    def __add__(self, other: WeightGrad) -> WeightGrad:
+        """The sum of two gradients of one layer and slice, of different microbatches.
+
+        Raises:
+            PuzzleRefused: also when a microbatch would be counted twice.
+        """
+        if not isinstance(other, WeightGrad):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return NotImplemented
+        with judged():
+            total = self.summing(arithmetic.add_two(self.spec, other.spec))
+        return derived(total, self, other)
+
+    def summing(self, spec: Spec) -> WeightGrad:
+        """Copy the gradient with the microbatches of `spec` added."""
+        return replace(self, batches=frozenset(bits(spec.cells)))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(PuzzleValue):
+    """A value of some microbatches."""
+
+    layer: int
+    layers: int
+    batches: Set[int] = field()
+    total_batches: int = field()
+
+
+class Activation(Rows):
+    """Activation l, which enters layer l, for some microbatches."""
+
+    kind = Kind.ACTIVATION
+
+
+class ActivationGrad(Rows):
+    """The gradient of activation l, for some microbatches. Its `layer` is l - 1, whose backward pass it enters."""
+
+    kind = Kind.GRAD_ACTIVATION
+
+
+def draw_group(group: Mapping[Any, PuzzleValue]) -> Picture:
+    """All values of a store, laid over the network that they belong to."""
+    values = group.values()
+    layers = max((max(value.layers, value.layer + 1) for value in values), default=1)
+    batches = max((value.total_batches for value in values), default=1)
+    elements = sum(value.memory() for value in values)
+    return network_picture([value.spec for value in values], layers, max(batches, 1), elements)
+
+
+# Where the face is laxer than `shardlab.language.rules`, so that what is published keeps running.
+
+
+def spec_of(op: About, what: str, value: Any) -> Spec:
+    """The spec of a value that was given; anything else is refused."""
+    spec = getattr(value, "spec", None)
+    if not isinstance(spec, Spec):
+        raise Refused("no value", op, f"the {what} given is {value!r}", "give a value of the puzzles")
+    return spec
+
+
+def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """Pieces of one value, put together. Replicas are accepted, and pieces need not adjoin."""
+    first = specs[0]
+    holds = first.holds
+    for spec, who in zip(specs, names, strict=True):
+        if spec.kind in ROW_KINDS:
+            given = f"{who} gave {spec}, and activations are not cut into shards"
+            raise Refused("wrong kind", op, given, "put weights, optimizer states and their gradients together")
+        if spec.form.but(holds=first.holds) is not first.form or spec.cells != first.cells:
+            why = "of one value" if spec.cells == first.cells else "that sum the same microbatches"
+            given = f"{names[0]} gave {first} and {who} {spec}"
+            raise Refused("other values", op, given, f"put pieces {why} together")
+        mine, theirs = common(holds, spec.holds)
+        holds = Holds(mine.mask | theirs.mask, mine.of)
+    return first._replace(form=first.form.but(holds=holds))
+
+
+def update(layer: int, gradient: Spec, weight: Spec, state: Spec) -> None:
+    """Refuse an update that is not of the whole batch; the optimizer state may hold more than the weight."""
+    step = steps.full_sum(gradient.form)
+    surplus = gradient.cells & ~step
+    if surplus and gradient.layer == layer:
+        given = f"{gradient} has {microbatches_text(surplus)} in it"
+        remedy = f"the step's microbatches are {listed(bits(step))}, sum these"
+        raise Refused("unknown microbatch", of_layer("update", layer), given, remedy)
+    if state.layer == weight.layer == layer and not state.holds.contains(weight.holds):
+        given = f"the weight holds slices {weight.holds}, but the optimizer state only {state.holds}"
+        raise Refused("missing slices", of_layer("update", layer), given, "give the state of the same slices")
+    if gradient.holds.contains(state.holds):
+        state = state._replace(form=state.form.but(holds=weight.holds))
+    steps.update(layer, gradient, weight, state)
+
+
+def fresh(op: About, weight: Spec, updated: Mapping[int, Holds]) -> None:
+    """Refuse a weight from before an update that this rank has made of the same slices."""
+    if weight.kind is Kind.WEIGHT and weight.step == 0 and weight.layer in updated:
+        done, mine = common(updated[weight.layer], weight.holds)
+        stale = done.mask & mine.mask
+        if stale:
+            given = (
+                f"the weight given is {weight}, a stale copy; slice {listed(bits(stale))} of {done.of} was already "
+                "updated on this rank"
+            )
+            remedy = "finish every use of a weight before its update; a new Model starts a new run"
+            raise Refused("stale weight", op, given, remedy)
+
+
+def updated_once(layer: int, given: Mapping[int, Any]) -> None:
+    """Refuse final weights of a layer, by rank, that are not all of it, updated exactly once."""
+    op = About("Model.check", layer)
+    if not given:
+        none = f"no rank has set the final weight of layer {layer}"
+        raise Refused("not kept", op, none, "call set_final_weight")
+    specs: list[Spec] = []
+    for rank, weight in given.items():
+        spec = spec_of(op, f"final weight of layer {layer} on rank {rank}", weight)
+        if spec.layer != layer or spec.step != 1:
+            final = f"rank {rank}'s final weight of layer {layer} is {spec}, of optimizer step {spec.step}"
+            raise Refused("wrong step", op, final, f"give weights[{layer}] of step 1, updated exactly once")
+        specs.append(spec)
+    holds = gather(op, specs, [f"rank {rank}" for rank in given]).holds
+    if not holds.complete:
+        missing = ~holds.mask & (1 << holds.of) - 1
+        lacks = missing_text("slice", missing, f" of {holds.of}")
+        partial = f"the final weights[{layer}] of {plural('rank', len(given))} {listed(given)} lack a part; {lacks}"
+        raise Refused("missing slices", op, partial, "let some rank update it", missing=bits(missing))
+
+
+# Pictures of timelines and of values, drawn when they are first looked at.
+
+
+class Picture:
+    """An SVG that shows itself in a notebook."""
+
+    def __init__(self, make: Callable[[], str]) -> None:
+        self._make = make
+
+    @cached_property
+    def svg(self) -> str:
+        """The picture as an SVG document."""
+        return self._make()
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def save(self, path: Path | str) -> None:
+        """Write the SVG to a file."""
+        write_whole(Path(path), self.svg)
+
+
+def timeline_picture(timeline: Timeline, title: str = "", note: str = "") -> Picture:
+    """A row for each rank with what it did when, and memory below."""
+
+    def make() -> str:
+        from shardlab.draw import timeline_svg
+
+        return timeline_svg(timeline, title, note=note)
+
+    return Picture(make)
+
+
+def network_picture(specs: Sequence[Spec], layers: int, batches: int, elements: float) -> Picture:
+    """Values filled into a network of so many layers and microbatches."""
+
+    def make() -> str:
+        from shardlab.draw import network_svg
+
+        title = str(specs[0]) if len(specs) == 1 else f"{len(specs)} values"
+        return network_svg(specs, layers, batches, title, f"{elements:,.0f} elements")
+
+    return Picture(make)

@@ -1,0 +1,331 @@
+"""Checks of one host: each judges its facts, and names what is wrong with them and the remedy."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shardlab.common.fields import TICK
+from shardlab.language.rules.kinds import counted
+
+# Facts about a host and the process that runs there, which the checks judge.
+
+
+SAMPLE = 16 << 20
+"""Bytes that are written to learn how fast the disk is."""
+
+SHARED_MEMORY = Path("/dev/shm")
+INFINIBAND = Path("/sys/class/infiniband")
+NVIDIA = Path("/proc/driver/nvidia/version")
+MEMORY = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """Facts about a host, as one of its ranks sees them.
+
+    Attributes:
+        rank, host: the process, and where it runs.
+        ranks: processes of the world on this host.
+        versions: of Python and packages; None for one that is missing.
+        distributed: backends of torch.distributed that this torch has.
+        cuda: version of CUDA that torch was built for; None for a build without.
+        gpus: names of those that torch sees.
+        driver: whether NVIDIA's driver is loaded.
+        infiniband: whether there is such an interface.
+        launcher: what started the ranks.
+        cpus: how many this process may use.
+        threads: OMP_NUM_THREADS, if it is set.
+        open_files, locked_memory: soft limits, of files and bytes; None: without limit.
+        shared_memory: bytes that are free in /dev/shm; None if there is none.
+        memory: bytes of memory that are available; None if the system does not say.
+        folder: where runs are written.
+        disk: bytes that are free there.
+        write_speed: bytes per second of a small file that is brought to the disk; None if none was written.
+        write_error: why it could not be written.
+    """
+
+    rank: int
+    host: str
+    ranks: int
+    versions: dict[str, str | None]
+    distributed: tuple[str, ...]
+    cuda: str | None
+    gpus: tuple[str, ...]
+    driver: bool
+    infiniband: bool
+    launcher: str
+    cpus: int
+    threads: str | None
+    open_files: int | None
+    locked_memory: int | None
+    shared_memory: int | None
+    memory: int | None
+    folder: str
+    disk: int
+    write_speed: float | None
+    write_error: str | None
+
+
+def host_facts(rank: int, ranks: int, *, write: bool) -> HostFacts:
+    """Look at this host.
+
+    Args:
+        rank, ranks: this process's number, and how many ranks are on this host.
+        write: whether to write a file in the current folder: one rank of a host does.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from shardlab.train.launch.environment import launcher_of, usable_cpus
+    from shardlab.train.world import versions
+
+    there = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available} if dist.is_available() else {}
+    speed, error = _write_speed() if write else (None, None)
+    return HostFacts(
+        rank=rank,
+        host=socket.gethostname(),
+        ranks=ranks,
+        versions=versions(),
+        distributed=tuple(name for name, available in there.items() if available()),
+        cuda=torch.version.cuda,
+        gpus=tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())),
+        driver=NVIDIA.exists(),
+        infiniband=INFINIBAND.is_dir() and any(INFINIBAND.iterdir()),
+        launcher=launcher_of(os.environ),
+        cpus=len(usable_cpus()),
+        threads=os.environ.get("OMP_NUM_THREADS"),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        locked_memory=_limit(resource.RLIMIT_MEMLOCK),
+        shared_memory=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
+        memory=_available_memory(),
+        folder=os.getcwd(),
+        disk=shutil.disk_usage(".").free,
+        write_speed=speed,
+        write_error=error,
+    )
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _available_memory() -> int | None:
+    if platform.system() != "Linux":
+        return None
+    fields = dict(line.split(":") for line in MEMORY.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _write_speed() -> tuple[float | None, str | None]:
+    """Bytes per second of a small file in the current folder, or why it cannot be written."""
+    try:
+        with tempfile.TemporaryFile(dir=".") as file:
+            began = time.monotonic()
+            file.write(bytes(SAMPLE))
+            file.flush()
+            os.fsync(file.fileno())
+            return SAMPLE / max(TICK, time.monotonic() - began), None
+    except OSError as error:
+        return None, error.strerror or str(error)
+
+
+# A check's finding.
+
+
+State = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found.
+
+    Attributes:
+        check: what was looked at.
+        present: what is there.
+        remedy: what to do, if something is wrong.
+        state: "ok", "warning" (training works, but slowly or not for long) or "error" (it does not work).
+        host: where; empty if all hosts are meant.
+    """
+
+    check: str
+    present: str
+    remedy: str = ""
+    state: State = "ok"
+    host: str = ""
+
+
+PYTHON, TORCH = (3, 11), (2, 9)
+"""Oldest versions that Shardlab runs on."""
+
+FILES_NEEDED, FILES_WANTED = 256, 1024
+SHARED_WANTED = 256 << 20
+MEMORY_PER_RANK = 800 << 20
+"""Bytes of a rank that has imported torch and trains something small."""
+
+DISK_WANTED = 1 << 30
+SLOW_DISK = 20e6
+
+Judged = tuple[State, str, str] | str
+"""State, what is there and the remedy; or only what is there, which is well."""
+
+
+def _python(facts: HostFacts) -> Judged:
+    found = facts.versions["python"] or ""
+    return found if _number(found) >= PYTHON else ("error", found, "install Python 3.11 or later, and make .venv anew")
+
+
+def _torch(facts: HostFacts) -> Judged:
+    found = facts.versions["torch"] or ""
+    return found if _number(found) >= TORCH else ("error", found or "missing", "pip install 'torch>=2.9'")
+
+
+def _packages(facts: HostFacts) -> Judged:
+    others = {name: found for name, found in facts.versions.items() if name not in ("python", "torch", "shardlab")}
+    missing = [name for name, found in others.items() if found is None]
+    if missing:
+        return "error", f"{', '.join(missing)} missing", f"pip install {' '.join(missing)}"
+    return ", ".join(f"{name} {found}" for name, found in others.items())
+
+
+def _backend(facts: HostFacts) -> Judged:
+    wanted = "nccl" if facts.gpus else "gloo"
+    found = ", ".join(facts.distributed) or "none"
+    if wanted in facts.distributed:
+        return f"{wanted} (torch has {found})"
+    return "error", f"torch has {found}", f"install a torch that is built with {wanted}, from pytorch.org"
+
+
+def _devices(facts: HostFacts) -> Judged:
+    if facts.gpus and facts.ranks > len(facts.gpus):
+        found = f"{counted(len(facts.gpus), 'GPU')} for {counted(facts.ranks, 'rank')}"
+        fewer = f"start {counted(len(facts.gpus), 'rank')} on a host"
+        if facts.launcher == "shardlab":
+            return "warning", f"{found}: all compute on the CPU", fewer
+        return "error", found, fewer
+    if facts.gpus:
+        return f"{len(facts.gpus)} x {facts.gpus[0]}"
+    if facts.driver and facts.cuda is None:
+        return "warning", "NVIDIA's driver, but torch is built for CPUs", "install a torch for CUDA, from pytorch.org"
+    if facts.cuda is not None:
+        remedy = "look at CUDA_VISIBLE_DEVICES and nvidia-smi" if facts.driver else "install NVIDIA's driver"
+        return "warning", f"torch for CUDA {facts.cuda}, but no GPU", f"{remedy}, or train on CPUs"
+    return "CPU"
+
+
+def _cpus(facts: HostFacts) -> Judged:
+    found = f"{counted(facts.cpus, 'CPU')} for {counted(facts.ranks, 'rank')}"
+    if facts.ranks > facts.cpus:
+        return "warning", found, "ask the scheduler for more CPUs per task, or start fewer ranks here"
+    threads = int(facts.threads) if facts.threads and facts.threads.isdecimal() else 1
+    if threads * facts.ranks > facts.cpus and facts.ranks > 1:
+        return "warning", f"{found} of {threads} threads", f"set OMP_NUM_THREADS={facts.cpus // facts.ranks}"
+    return found
+
+
+def _launcher(facts: HostFacts) -> Judged:
+    return "none: shardlab starts the ranks" if facts.launcher == "shardlab" else facts.launcher
+
+
+def _open_files(facts: HostFacts) -> Judged:
+    if facts.open_files is None:
+        return "without limit"
+    state = "error" if facts.open_files < FILES_NEEDED else "warning"
+    if facts.open_files >= FILES_WANTED:
+        return f"{facts.open_files:,}"
+    return state, f"{facts.open_files:,}", f"ulimit -n {4 * FILES_WANTED}: each rank keeps connections to the others"
+
+
+def _locked_memory(facts: HostFacts) -> Judged:
+    if facts.locked_memory is None:
+        return "without limit"
+    found = f"{_size(facts.locked_memory)}"
+    if facts.infiniband:
+        return "warning", f"{found}, with InfiniBand", "ulimit -l unlimited, or docker run --ulimit memlock=-1"
+    return f"{found} (matters for InfiniBand, which is not here)"
+
+
+def _shared_memory(facts: HostFacts) -> Judged:
+    remedy = "mount it larger: docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
+    if facts.shared_memory is None:
+        return "warning", "no /dev/shm", "mount -t tmpfs tmpfs /dev/shm; NCCL and torch share memory there"
+    found = f"{_size(facts.shared_memory)} free in /dev/shm"
+    return ("warning", found, remedy) if facts.shared_memory < SHARED_WANTED else found
+
+
+def _memory(facts: HostFacts) -> Judged:
+    if facts.memory is None:
+        return "not known"
+    found = f"{_size(facts.memory)} available for {counted(facts.ranks, 'rank')}"
+    if facts.memory < MEMORY_PER_RANK * facts.ranks:
+        wants = f"{_size(MEMORY_PER_RANK)} a rank at least"
+        return "warning", found, f"start fewer ranks here, or free some: {wants}"
+    return found
+
+
+def _disk(facts: HostFacts) -> Judged:
+    found = f"{_size(facts.disk)} free"
+    if facts.write_error is not None:
+        return (
+            "error",
+            f"{facts.folder}: {facts.write_error}",
+            "go to a folder that can be written, for runs",
+        )
+    if facts.write_speed is not None:
+        found += f", {facts.write_speed / 1e6:,.0f} MB/s"
+    if facts.disk < DISK_WANTED:
+        return "warning", found, f"free some space in {facts.folder}, or train elsewhere"
+    if facts.write_speed is not None and facts.write_speed < SLOW_DISK:
+        return "warning", found, "keep runs on a faster disk (--out): checkpoints will take long"
+    return found
+
+
+HOST_CHECKS: dict[str, Callable[[HostFacts], Judged]] = {
+    "python": _python,
+    "torch": _torch,
+    "packages": _packages,
+    "backend": _backend,
+    "devices": _devices,
+    "cpus": _cpus,
+    "launcher": _launcher,
+    "open files": _open_files,
+    "locked memory": _locked_memory,
+    "shared memory": _shared_memory,
+    "memory": _memory,
+    "disk": _disk,
+}
+
+
+def examined(facts: HostFacts, host: str = "") -> Iterator[Finding]:
+    """Judge a host by all checks."""
+    for name, check in HOST_CHECKS.items():
+        yield finding(name, check(facts), host)
+
+
+def finding(check: str, judged: Judged, host: str = "") -> Finding:
+    """A check's judgement as a finding."""
+    if isinstance(judged, str):
+        return Finding(check, judged, host=host)
+    state, present, remedy = judged
+    return Finding(check, present, remedy, state, host)
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+
+
+def _size(bytes: int) -> str:
+    return f"{bytes / 2**30:,.1f} GiB" if bytes >= 2**30 else f"{bytes / 2**20:,.1f} MiB"

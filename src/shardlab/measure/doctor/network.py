@@ -1,0 +1,307 @@
+"""Ranks that meet: their facts, their clocks, and the time of messages between neighbours."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardlab.execute.state import State
+from shardlab.execute.transport.collectives import Groups
+from shardlab.language.rules.kinds import counted
+from shardlab.measure.collectives import Clock, CollectiveBench, MeasuringRanks, Team, make_case, time_case
+from shardlab.measure.doctor.checks import Finding, HostFacts, Judged, examined, finding, host_facts
+from shardlab.measure.fits import CollectivePoint
+from shardlab.models import GPT
+from shardlab.strategies import find
+from shardlab.train.job import Job
+from shardlab.train.verification.cases import Verdict
+from shardlab.train.verification.verify import verify_rank
+
+T = TypeVar("T")
+
+SMALL, LARGE = 64, 8 << 20
+"""Bytes of the messages that tell latency and bandwidth."""
+
+CALLS = {SMALL: 50, LARGE: 5}
+ROUND_TRIPS = 20
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """Messages between two ranks.
+
+    Attributes:
+        first, second: the ranks.
+        latency: seconds of a small message.
+        bandwidth: bytes per second of a large one.
+        wrong: elements that arrived wrong.
+    """
+
+    first: int
+    second: int
+    latency: float
+    bandwidth: float
+    wrong: int
+
+
+@dataclass(frozen=True)
+class WorldFacts:
+    """All ranks.
+
+    Attributes:
+        hosts: facts of each rank, in order.
+        links: from each rank to the next.
+        clocks: how many seconds each rank's clock is ahead of rank 0's.
+    """
+
+    hosts: list[HostFacts]
+    links: list[MeasuredLink]
+    clocks: list[float]
+
+
+def world_facts(rank: int, device: torch.device, local_rank: int | None, local_world: int | None) -> WorldFacts | None:
+    """Examine the world from one rank; rank 0 tells.
+
+    Args:
+        local_rank, local_world: this rank's number on its host, and how many are there; None: it is the only host.
+    """
+    world = dist.get_world_size()
+    first = (rank if local_rank is None else local_rank) == 0
+    hosts = _gathered(host_facts(rank, local_world or world, write=first))
+    clocks = _gathered(_ahead(rank, device))
+    links = measured_links(rank, device)
+    return WorldFacts(hosts, links, clocks) if rank == 0 else None
+
+
+def measured_links(rank: int, device: torch.device) -> list[MeasuredLink]:
+    """Time messages between neighbours, one pair after the other; every rank calls this, and gets all."""
+    world = dist.get_world_size()
+    pairs = [(first, (first + 1) % world) for first in range(world if world > 2 else world - 1)]
+    mine = {pair: _link(pair, rank, device) for pair in pairs}
+    told = _gathered({pair: link for pair, link in mine.items() if link is not None and pair[0] == rank})
+    return [told[first][first, second] for first, second in pairs]
+
+
+def _link(pair: tuple[int, int], rank: int, device: torch.device) -> MeasuredLink | None:
+    group = dist.new_group(list(pair))  # every rank calls this
+    seconds: dict[int, float] = {}
+    wrong = 0
+    if rank in pair:
+        assert isinstance(group, dist.ProcessGroup)
+        members = (min(pair), max(pair))
+        team, clock = Team(group, members, members.index(rank), device), Clock(device)
+        for size, calls in CALLS.items():
+            case = make_case("send_recv", size, team)
+            wrong += case.wrong()
+            seconds[size] = clock.seconds(lambda case=case: case.start()(), calls) / 2
+    dist.barrier()
+    if rank not in pair:
+        return None
+    return MeasuredLink(*pair, seconds[SMALL], LARGE / seconds[LARGE], wrong)
+
+
+def _ahead(rank: int, device: torch.device) -> float:
+    """How far this rank's clock is ahead of rank 0's: by the quickest of some questions, half of whose time is the way
+    there.
+    """
+    best, ahead = float("inf"), 0.0
+    now = torch.zeros(1, dtype=torch.float64, device=device)
+    for other in range(1, dist.get_world_size()):
+        for _ in range(ROUND_TRIPS):
+            if rank == 0:
+                dist.recv(now, other)
+                dist.send(now.fill_(time.time()), other)
+            elif rank == other:
+                asked = time.time()
+                dist.send(now, 0)
+                dist.recv(now, 0)
+                took = time.time() - asked
+                if took < best:
+                    best, ahead = took, asked + took / 2 - float(now)
+    return ahead
+
+
+def _gathered(mine: T) -> list[T]:
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+# A small model trained by the ranks that are there: compared with one device, and the ranks with each other.
+
+
+STRATEGIES = ("ddp", "fsdp")
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A strategy that was tried.
+
+    Attributes:
+        strategy: its name.
+        verdict: how far it is from one device.
+        unequal: ranks whose weights differ from those of the first rank that has the same ones.
+    """
+
+    strategy: str
+    verdict: Verdict
+    unequal: list[int]
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict.ok and not self.unequal
+
+
+@dataclass(frozen=True)
+class SmokeResult:
+    """What the smoke test found.
+
+    Attributes:
+        trained: each strategy.
+        all_reduce: of 8 MiB among all ranks; None for one rank.
+        links: messages between neighbours.
+    """
+
+    trained: list[Trained]
+    all_reduce: CollectivePoint | None
+    links: list[MeasuredLink]
+
+    def failures(self) -> list[str]:
+        """Sentences on what is wrong; none if nothing is."""
+        found: list[str] = []
+        for each in self.trained:
+            if not each.verdict.ok:
+                found.append(f"{each.strategy} is {max(each.verdict.all):.1e} from one device")
+            if each.unequal:
+                found.append(
+                    f"{each.strategy}: rank {', '.join(map(str, each.unequal))} has other weights than its twin"
+                )
+        if self.all_reduce is not None and self.all_reduce.wrong:
+            found.append(f"an all-reduce gave {self.all_reduce.wrong} wrong numbers")
+        for link in self.links:
+            if link.wrong:
+                found.append(f"{link.wrong} numbers arrived wrong between ranks {link.first} and {link.second}")
+        return found
+
+
+def smoke_job(strategy: str, ranks: int) -> Job:
+    """A job so small that it takes a second."""
+    model = GPT(layers=2, hidden_size=32, heads=4, seq_len=16)
+    return Job(find(strategy).for_job(ranks), ranks, 2 * ranks, model, 2, "fp64", name=strategy)
+
+
+def smoke_rank(rank: int, device: torch.device, strategies: Sequence[str]) -> SmokeResult | None:
+    """Run one rank's part; rank 0 tells."""
+    world = dist.get_world_size()
+    groups: Groups = {}
+    trained: list[Trained] = []
+    for strategy in strategies:
+        unequal: list[int] = []
+        job = smoke_job(strategy, world)
+        verdict = verify_rank(
+            rank, device, job, STEPS, groups, trained=lambda state, found=unequal: found.extend(_unequal(state))
+        )
+        trained.append(Trained(strategy, verdict, unequal))
+    point = None
+    if world > 1:
+        ranks = MeasuringRanks(rank, device)
+        team = ranks.team(world)
+        bench = CollectiveBench(("all_reduce",), (LARGE,), (world,), overlap=False)
+        point = time_case(ranks, team, "all_reduce", make_case("all_reduce", LARGE, team), bench)
+    links = measured_links(rank, device)
+    return SmokeResult(trained, point, links) if rank == 0 else None
+
+
+def _unequal(state: State) -> list[int]:
+    """Ranks that hold slices of which another rank has other values, bit by bit."""
+    mine = {
+        (layer, repr(holds)): hashlib.sha256(slices.cpu().numpy().tobytes()).hexdigest()
+        for (layer, holds), slices in state.kept.items()
+    }
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    first: dict[tuple[int, str], str] = {}
+    for theirs in everyone:
+        first = theirs | first
+    return [rank for rank, theirs in enumerate(everyone) if any(first[key] != value for key, value in theirs.items())]
+
+
+# Checks of all ranks together: versions, clocks, and the links between them.
+
+
+CLOCKS_APART = 1.0
+"""Seconds from which on logs of several hosts mislead."""
+
+SLOWER = 5
+"""A link that has less than one such part of the median bandwidth is told."""
+
+
+def _versions(facts: WorldFacts) -> Judged:
+    reference = facts.hosts[0].versions
+    for other in facts.hosts:
+        for name, version in other.versions.items():
+            if version != reference[name]:
+                found = f"{name} {reference[name]} on rank 0, {version} on rank {other.rank} ({other.host})"
+                return "error", found, "install the same everywhere, such as by constraints.txt"
+    return f"the same on {counted(len(facts.hosts), 'rank')}"
+
+
+def _clocks(facts: WorldFacts) -> Judged:
+    rank = max(range(len(facts.clocks)), key=lambda rank: abs(facts.clocks[rank]))
+    apart = facts.clocks[rank]
+    if abs(apart) < CLOCKS_APART:
+        return f"at most {1000 * abs(apart):.1f} ms apart"
+    found = f"rank {rank} ({facts.hosts[rank].host}) is {abs(apart):,.1f} s {'ahead' if apart > 0 else 'behind'}"
+    return "warning", found, "start chrony or ntpd there"
+
+
+def _messages(facts: WorldFacts) -> Judged:
+    wrong = [link for link in facts.links if link.wrong]
+    if wrong:
+        found = f"{wrong[0].wrong} numbers arrived wrong between ranks {wrong[0].first} and {wrong[0].second}"
+        return "error", found, "do not train over this link; look at its network card and memory"
+    return "all that was sent has arrived"
+
+
+def _links(facts: WorldFacts) -> Judged:
+    if not facts.links:
+        return "one rank: none"
+    usual = median(link.bandwidth for link in facts.links)
+    slowest = min(facts.links, key=lambda link: link.bandwidth)
+    found = f"latency {1e6 * median(link.latency for link in facts.links):,.0f} us, {usual / 1e9:.2f} GB/s"
+    if len(facts.links) > 1:
+        names = [facts.hosts[rank].host for rank in (slowest.first, slowest.second)]
+        between = "on one host" if names[0] == names[1] else f"{names[0]} to {names[1]}"
+        found += f"; slowest {slowest.bandwidth / 1e9:.2f} GB/s: ranks {slowest.first}-{slowest.second}, {between}"
+    if slowest.bandwidth * SLOWER < usual:
+        return "warning", found, "look at that link; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the interface"
+    return found
+
+
+WORLD_CHECKS: dict[str, Callable[[WorldFacts], Judged]] = {
+    "versions": _versions,
+    "clocks": _clocks,
+    "messages": _messages,
+    "links": _links,
+}
+
+
+def all_findings(facts: WorldFacts) -> Iterator[Finding]:
+    """Judge each host once, and then the world."""
+    several = len({each.host for each in facts.hosts}) > 1
+    firsts = {each.host: each for each in reversed(facts.hosts)}  # the first rank of each host
+    for host in sorted(firsts.values(), key=lambda each: each.rank):
+        yield from examined(host, host.host if several else "")
+    for name, check in WORLD_CHECKS.items():
+        yield finding(name, check(facts))

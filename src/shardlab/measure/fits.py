@@ -1,0 +1,598 @@
+"""Fits by least squares of the relative error, so that what is short counts as much as what is long."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardlab.check import Checked, check
+from shardlab.language import Mesh, Op, OpKind, UserError, trace
+from shardlab.language.pass_names import Lag
+from shardlab.language.rules.kinds import bytes_of
+from shardlab.models import GPT, CutModel, Llama, Model, cut
+from shardlab.models.layout import Kernel
+from shardlab.simulate.hardware import AlphaBeta, Rate
+from shardlab.simulate.hardware.collectives import COSTS
+from shardlab.simulate.hardware.device import algorithm_bandwidth, bus_bandwidth, cs336_bandwidth
+from shardlab.simulate.hardware.profile import families, way_of
+from shardlab.strategies.load import load
+from shardlab.strategies.plan.plan import Plan
+
+Array = NDArray[np.float64]
+
+ROUNDS = 8
+"""Rounds of reweighting. Fewer points change from round to round than a timing repeats."""
+
+
+@dataclass(frozen=True)
+class FitErrors:
+    """How far predictions are from what was measured, relative to that."""
+
+    median: float
+    worst: float
+    points: int
+
+    @classmethod
+    def between(cls, predicted: Sequence[float], measured: Sequence[float]) -> FitErrors:
+        errors = [abs(p - m) / m for p, m in zip(predicted, measured, strict=True)]
+        return cls(median(errors), max(errors), len(errors))
+
+
+def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
+    """The x >= 0 that makes |matrix x - target| smallest (Lawson and Hanson 1974, chapter 23: the active set method).
+
+    Args:
+        matrix: (equations, unknowns); an unknown whose column is zero is 0.
+        target: (equations,).
+
+    Returns:
+        (unknowns,).
+    """
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1  # columns of seconds per byte and of seconds differ by ten orders of magnitude
+    triangle = cast(Array, np.linalg.qr(np.column_stack([matrix / scale, target]), mode="r"))
+    scaled, target = triangle[:, :-1], triangle[:, -1]  # the same problem with only as many equations as unknowns
+    x = np.zeros(scaled.shape[1])
+    free = np.zeros(len(x), dtype=bool)
+    tolerance = 1e-12 * max(1.0, float(np.abs(scaled.T @ target).max(initial=0)))
+    for _ in range(10 * len(x)):
+        slope = scaled.T @ (target - scaled @ x)
+        slope[free] = -np.inf
+        if not len(x) or slope.max() <= tolerance:
+            break
+        free[int(slope.argmax())] = True
+        while True:
+            trial = np.zeros(len(x))
+            trial[free] = np.linalg.lstsq(scaled[:, free], target, rcond=None)[0]
+            below = free & (trial <= 0)
+            if not below.any():
+                break
+            step = float((x[below] / (x[below] - trial[below] + 1e-300)).min())  # as far as all stay positive
+            x += step * (trial - x)
+            free &= x > 1e-14 * max(1.0, float(x.max()))
+            x[~free] = 0
+        x = trial
+    return x / scale
+
+
+def fit_relative(matrix: Array, measured: Array) -> Array:
+    """The x >= 0 for which `matrix @ x` comes closest to what was measured, relative to it.
+
+    Timings on a busy machine have outliers, always upwards. So residuals beyond the usual one count by their size and
+    not by its square (Huber 1964; iteratively reweighted).
+
+    Args:
+        matrix: (points, unknowns).
+        measured: (points,), positive.
+    """
+    relative = matrix / measured[:, None]
+    weights = np.ones(len(measured))
+    x = np.zeros(matrix.shape[1])
+    for _ in range(ROUNDS):
+        x = nonnegative_least_squares(relative * weights[:, None], weights)
+        off = np.abs(relative @ x - 1)
+        usual = max(1.5 * float(np.median(off)), 1e-9)
+        weights = np.sqrt(np.minimum(1, usual / np.maximum(off, 1e-300)))
+    return x
+
+
+def alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Latency in seconds and seconds per byte: time = alpha + beta x bytes (Hockney 1994).
+
+    Args:
+        sizes, seconds: what was measured, one of each at every size; with one size alone, all is latency.
+    """
+    if len(set(sizes)) < 2:
+        return median(seconds), 0.0
+    matrix = np.stack([np.ones(len(sizes)), np.asarray(sizes, dtype=float)], axis=1)
+    alpha, beta = fit_relative(matrix, np.asarray(seconds, dtype=float))
+    return float(alpha), float(beta)
+
+
+# Fits the rates of kernels to the times of layers: a layer takes the sum of what its kernels take.
+#
+# time = (what the op takes beside its kernels) + sum over kernels of (launch + FLOPs / rate + bytes / bandwidth), all
+# of them 0 or more; one equation for every measured layer, solved by least squares of the relative error.
+
+
+Rates = dict[tuple[str, str], Rate]
+"""Rates by family and dtype, as in `hardware.Profile`."""
+
+POINTWISE = "pointwise:"
+
+BESIDE = ("forward", "backward", "backward_input", "backward_weight", "load_batch")
+"""The ops that take time beside kernels, to build or walk a graph or to draw tokens; others have but one kernel."""
+
+
+def fit_kernels(points: Sequence[LayerPoint]) -> Rates:
+    """The rates of every family in every dtype, from layers that were measured with equally many processes.
+
+    What a pointwise kernel takes that was not measured is fitted too, as if all those that were measured were one.
+    """
+    rates: Rates = {}
+    for dtype in sorted({point.dtype for point in points}):
+        of_dtype = [point for point in points if point.dtype == dtype]
+        alike = _fit(of_dtype, any_pointwise=True)
+        apart = _fit(of_dtype, any_pointwise=False)
+        rates |= {(family, dtype): rate for family, rate in (alike | apart).items()}
+    return rates
+
+
+def predict(point: LayerPoint, rates: Rates) -> float:
+    """How long a layer takes by these rates, in seconds."""
+    own = rates.get((f"op:{point.op}", point.dtype))
+    kernels = (rates[family, point.dtype].seconds(flops, bytes) for family, flops, bytes in point.kernels)
+    return (own.launch if own else 0.0) + sum(kernels)
+
+
+def errors_by_layer(points: Sequence[LayerPoint], rates: Rates) -> dict[tuple[str, str], FitErrors]:
+    """How well the rates predict what they were fitted to, by layer and op."""
+    groups: dict[tuple[str, str], list[LayerPoint]] = defaultdict(list)
+    for point in points:
+        groups[point.layer, point.op].append(point)
+    return {key: rate_errors(group, rates) for key, group in groups.items()}
+
+
+def rate_errors(points: Sequence[LayerPoint], rates: Rates) -> FitErrors:
+    """How well the rates predict all points together."""
+    return FitErrors.between([predict(point, rates) for point in points], [point.seconds for point in points])
+
+
+def _fit(points: Sequence[LayerPoint], any_pointwise: bool) -> dict[str, Rate]:
+    families: dict[str, None] = {}
+    for point in points:
+        own = [f"op:{point.op}"] if point.op in BESIDE else []
+        families |= dict.fromkeys([*own, *(_family(kernel, any_pointwise) for kernel in point.kernels)])
+    place = {family: number for number, family in enumerate(families)}
+    matrix: Array = np.zeros((len(points), len(place), 3))
+    for row, point in zip(matrix, points, strict=True):
+        if point.op in BESIDE:
+            row[place[f"op:{point.op}"], 0] = 1
+        for kernel in point.kernels:
+            row[place[_family(kernel, any_pointwise)]] += (1, *kernel[1:])
+    measured = np.array([point.seconds for point in points])
+    found = fit_relative(matrix.reshape(len(points), -1), measured).reshape(-1, 3)
+    return {
+        family: Rate(float(launch), float(1 / flop) if flop else 0.0, float(1 / byte) if byte else 0.0)
+        for family, (launch, flop, byte) in zip(families, found, strict=True)
+    }
+
+
+def _family(kernel: KernelWork, any_pointwise: bool) -> str:
+    family = kernel[0]
+    if any_pointwise and family.startswith(POINTWISE):
+        return "pointwise_backward" if family.endswith("_backward") else "pointwise"
+    return family
+
+
+# Latency and seconds per byte of every collective, and what speaks against them: a short bench on a busy machine
+# finds lines that cannot be.
+
+
+TOLERATED = 1 / 3
+"""A line that half of its points miss by more than this is doubted."""
+
+ONE_SIZE = "one size alone does not tell latency from bandwidth; give a --max above --min"
+NO_SLOPE = "larger sizes hardly took longer, so bandwidth is a guess; measure longer and larger: --seconds, --max"
+SCATTERED = "half of the points miss the line by more than a third; measure longer: --seconds"
+NO_LATENCY = "no latency was found, so small sizes are too cheap; measure longer and smaller: --seconds, --min"
+
+
+@dataclass(frozen=True)
+class FittedLine:
+    """A line, how well it tells its points, and a sentence on why it should not be relied on, or None."""
+
+    line: AlphaBeta
+    errors: FitErrors
+    doubt: str | None
+
+
+def collective_seconds(points: Sequence[Point]) -> dict[tuple[str, int], dict[int, float]]:
+    """Seconds of a collective, by (its name in a profile, ranks) and then by bytes."""
+    found: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+    for point in points:
+        if isinstance(point, CollectivePoint):
+            found[way_of(point.kind, point.bytes, point.ranks), point.ranks][point.bytes] = point.seconds
+    return found
+
+
+def fit_lines(points: Sequence[Point]) -> dict[tuple[str, int], FittedLine]:
+    """The line of every collective and group size, through what `collective_seconds` has of it."""
+    return {key: fit_line(found) for key, found in collective_seconds(points).items()}
+
+
+def fit_line(found: Mapping[int, float]) -> FittedLine:
+    """A line whose time depends on the size.
+
+    Where sizes add less than the points scatter, their bandwidth was not found: then it is what the largest size shows,
+    latency and all. That is less than there is, so that nothing larger is predicted to take no longer.
+
+    Args:
+        found: seconds by bytes; a barrier has none, and its line is latency alone.
+    """
+    line = AlphaBeta(*alpha_beta([*found], [*found.values()]))
+    errors, largest = line_errors(line, found), max(found)
+    doubt = None
+    if largest and line.beta * largest <= errors.median * line.alpha:
+        beta = found[largest] / largest
+        line = AlphaBeta(max(0.0, median(seconds - beta * size for size, seconds in found.items())), beta)
+        errors = line_errors(line, found)
+        doubt = NO_SLOPE if len(found) > 1 else ONE_SIZE
+    elif errors.median > TOLERATED:
+        doubt = SCATTERED
+    elif largest and line.alpha == 0:
+        doubt = NO_LATENCY
+    return FittedLine(line, errors, doubt)
+
+
+def line_errors(line: AlphaBeta, found: Mapping[int, float]) -> FitErrors:
+    """How far a line is from its points."""
+    return FitErrors.between([line.seconds(size) for size in found], [*found.values()])
+
+
+# What a collective costs a step that computes, from rounds of both: what is not hidden, and how ranks come apart.
+
+
+def fit_contention(points: Sequence[OverlapPoint]) -> float:
+    """Seconds that compute loses for each second of communication beside it: the median over the third of the points
+    that have most bytes, since of the others little but the start is seen."""
+    ascending = sorted(points, key=lambda point: point.bytes)
+    return median(point.contention for point in ascending[2 * len(points) // 3 :])
+
+
+def fit_lag(points: Sequence[OverlapPoint]) -> Lag:
+    """How ranks come apart: by a share of what they compute, which short rounds tell, and no further than long ones.
+
+    What is lost beside compute, more than contention says, is the part of it that is not hidden.
+    """
+    ascending = sorted(points, key=lambda point: point.compute)
+    middle = len(ascending) // 2
+    short, long = ascending[: middle or 1], ascending[middle:]
+    share = median(point.lag / point.compute for point in short)
+    lag = Lag(min(1.0, share), median(point.lag for point in long))  # a rank waits until the other one stops, at most
+    contention = fit_contention(points)
+    parts = [
+        (point.lost - contention * min(point.compute, point.alone)) / lag.seconds(point.compute)
+        for point in points
+        if lag.seconds(point.compute)
+    ]
+    return replace(lag, hidden=min(1.0, max(0.0, median(parts)))) if parts else lag
+
+
+# Measured points, and the file that each is written into at once: an interrupted bench keeps it.
+
+
+KINDS = (*COSTS, "send_recv")
+"""Collectives that are measured; the last is one message from one rank to another."""
+
+
+@dataclass(frozen=True)
+class CollectivePoint:
+    """One collective at one size.
+
+    Attributes:
+        kind: its name (see `KINDS`).
+        ranks: of a group; all groups of the world work at once.
+        bytes: of the whole value: what an all_gather or a gather results in, what a reduce_scatter or a scatter is
+            given, one rank's input of an all_to_all; of a barrier none.
+        seconds: of one call, the median over batches of the mean over calls and ranks.
+        iterations: calls that were timed.
+        wrong: elements of the results that were wrong, over all ranks.
+    """
+
+    kind: str
+    ranks: int
+    bytes: int
+    seconds: float
+    iterations: int
+    wrong: int
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes per second."""
+        return algorithm_bandwidth(self.bytes, self.seconds)
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes per second."""
+        return bus_bandwidth(self.kind, self.bytes, self.ranks, self.seconds)
+
+    @property
+    def cs336_bandwidth(self) -> float | None:
+        """Bandwidth as CS336 computes it, in 2^30 bytes per second; None if it does not."""
+        return cs336_bandwidth(self.kind, self.bytes, self.ranks, self.seconds)
+
+
+@dataclass(frozen=True)
+class OverlapPoint:
+    """A collective in steps that compute: products of matrices, which take about as long as it does, or longer.
+
+    Attributes:
+        kind, ranks, bytes: as of `CollectivePoint`.
+        alone: seconds of the collective, called again and again.
+        compute: seconds of the products of a step.
+        communication: what the collective adds where it is waited for between products; no less than `alone`.
+        together: seconds of a step that starts it, computes the products, and then waits for it.
+    """
+
+    kind: str
+    ranks: int
+    bytes: int
+    alone: float
+    compute: float
+    communication: float
+    together: float
+
+    @property
+    def overlap(self) -> float:
+        """The share of what could be hidden, the shorter of the two, that was: 1 if both together take the longer one's
+        time, 0 if they take the sum. Below 0 they slow each other down.
+        """
+        return (self.compute + self.communication - self.together) / min(self.compute, self.communication)
+
+    @property
+    def lag(self) -> float:
+        """Seconds that ranks which computed before lose where they meet, beside the collective itself."""
+        return self.communication - self.alone
+
+    @property
+    def lost(self) -> float:
+        """Seconds by which both together take longer than the longer one."""
+        return max(0.0, self.together - max(self.compute, self.alone))
+
+    @property
+    def contention(self) -> float:
+        """Seconds lost for each one in which both went on: 0 if neither slows the other down, 1 if they take turns, and
+        more if the cores have more to do then than for each by itself."""
+        return self.lost / min(self.compute, self.alone)
+
+
+KernelWork = tuple[str, float, float]
+"""A kernel's family (see `hardware.Profile`), its FLOPs, and the bytes that it moves."""
+
+
+@dataclass(frozen=True)
+class LayerPoint:
+    """One op of a training step on one layer.
+
+    Attributes:
+        layer: what the layer is: "embedding", "norm", "attention", "mlp", "head", "first block", ...
+        op: the op's name on the tape: "forward", "backward", "backward_input", ...
+        width: features of a token.
+        rows, tokens: sequences of the microbatch, and tokens of each.
+        elements: parameters of the layer, padded.
+        dtype: of weights and activations.
+        processes: that computed at once, each on its own device or core.
+        seconds: of one call, the median over steps, mean over processes.
+        fastest: seconds of the fastest calls: far below `seconds` if the machine was busy with something else.
+        kernels: what it runs: (family, FLOPs, bytes) of each.
+    """
+
+    layer: str
+    op: str
+    width: int
+    rows: int
+    tokens: int
+    elements: int
+    dtype: str
+    processes: int
+    seconds: float
+    fastest: float
+    kernels: tuple[KernelWork, ...]
+
+    @property
+    def flops(self) -> float:
+        return sum(flops for _, flops, _ in self.kernels)
+
+
+@dataclass(frozen=True)
+class PeakPoint:
+    """The fastest matrix product that was found.
+
+    Attributes:
+        dtype: of both matrices.
+        processes: that computed at once.
+        size: rows and columns of both matrices.
+        flops: per second, of one process.
+        threads: of each process.
+    """
+
+    dtype: str
+    processes: int
+    size: int
+    flops: float
+    threads: int = 1
+
+
+Point = CollectivePoint | OverlapPoint | LayerPoint | PeakPoint
+
+POINTS: dict[str, type[Any]] = {
+    "collective": CollectivePoint,
+    "overlap": OverlapPoint,
+    "layer": LayerPoint,
+    "peak": PeakPoint,
+}
+
+
+def append(path: Path, point: Point) -> None:
+    """Write a point at the end of a file."""
+    name = next(name for name, kind in POINTS.items() if isinstance(point, kind))
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"point": name, **asdict(point)}) + "\n")
+
+
+def read_points(path: Path) -> list[Point]:
+    """Read all points of a file; none if there is no file. A last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    points: list[Point] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            fields = json.loads(line)
+            kind = POINTS[fields.pop("point")]
+            if "kernels" in fields:
+                fields["kernels"] = tuple(tuple(kernel) for kernel in fields["kernels"])
+            points.append(kind(**fields))
+    return points
+
+
+# Models that are computed to time layers: small ones of each width, whole and in halves, for one rank.
+
+
+MICROBATCHES = 2
+"""The first gradient of a step is made, the next one is added to it."""
+
+MEASURED = (
+    OpKind.FORWARD,
+    OpKind.LOSS,
+    OpKind.BACKWARD,
+    OpKind.BACKWARD_INPUT,
+    OpKind.BACKWARD_WEIGHT,
+    OpKind.LOAD_BATCH,
+    OpKind.NORM,
+    OpKind.UPDATE,
+)
+
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""Data types that layers are computed in."""
+
+
+class Shape(NamedTuple):
+    """A model's width, and a microbatch of so many sequences of so many tokens."""
+
+    width: int
+    rows: int
+    tokens: int
+
+
+def parse_batch(text: str) -> tuple[int, int]:
+    """Sequences and tokens of each.
+
+    >>> parse_batch("8x128")
+    (8, 128)
+
+    Raises:
+        UserError: when it is no such pair.
+    """
+    rows, _, tokens = text.lower().partition("x")
+    if not (rows.isdecimal() and tokens.isdecimal() and int(rows) and int(tokens)):
+        raise UserError(f"{text!r} is no microbatch; write sequences x tokens, such as 8x128")
+    return int(rows), int(tokens)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and the way in which it is trained on one rank.
+
+    Attributes:
+        model: in whole blocks or in halves.
+        rows: sequences of a microbatch.
+        split: whether the backward pass has two halves.
+        dtype: torch's name of it.
+    """
+
+    model: Model
+    rows: int
+    split: bool
+    dtype: str
+
+    def checked(self) -> Checked:
+        """A step of two microbatches, one after the other."""
+        plan = Plan(schedule="zb-h1" if self.split else "1f1b")
+        sizes = self.model.sizes(self.rows, int(bytes_of(self.dtype)))
+        return check(trace(load(plan).program, Mesh(), sizes, MICROBATCHES))
+
+    def layer_name(self, op: Op) -> str:
+        """Name the layer that an op computes on, as "norm", "attention", "first block" or "loss"; of an update "model",
+        for all layers are updated at once."""
+        if op.kind is OpKind.LOSS:
+            return "loss"
+        if op.kind is OpKind.UPDATE:
+            return "model"
+        if op.kind is OpKind.LOAD_BATCH:
+            return "batch"
+        model, last = self.model, self.model.layers - 1
+        if isinstance(model, CutModel):
+            if not model.run(op.layer).cut:
+                return "norm"
+            return model.place(op.layer).split(", ")[-1].replace("feed-forward", "mlp")
+        return {0: "first block", last: "last block"}.get(op.layer, "block")
+
+    def work(self, op: Op, elements: int) -> tuple[KernelWork, ...]:
+        """The kernels of an op; `elements` are those of its layer's weights."""
+        bytes = bytes_of(self.dtype)
+        if op.kind is OpKind.UPDATE:
+            return (("update", 0.0, float(elements * bytes * UPDATE_MOVES)),)
+        if op.kind is OpKind.LOAD_BATCH:
+            return ()
+        if op.kind is OpKind.NORM:
+            return (("pointwise:norm", 0.0, float(elements * bytes)),)
+        tokens = self.model.seq_len
+        forward = (
+            self.model.loss_kernels(self.rows, tokens)
+            if op.kind is OpKind.LOSS
+            else self.model.kernels(op.layer, self.rows, tokens)
+        )
+        kernels: list[Kernel] = []
+        if op.kind in (OpKind.FORWARD, OpKind.LOSS):
+            kernels += forward
+        if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.LOSS):
+            kernels += [made for kernel in forward for made in kernel.backward_input()]
+        if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
+            kernels += [made for kernel in forward for made in kernel.backward_weight()]
+        return tuple((families(kernel)[0], kernel.flops, kernel.elements * bytes) for kernel in kernels)
+
+
+UPDATE_MOVES = 7
+"""Elements that AdamW moves for each of a weight: it reads gradient, weight and two moments, and writes all but one."""
+
+
+def subjects(shape: Shape, dtype: str, vocab_size: int) -> list[Subject]:
+    """Models that are measured for a shape: GPT's whole blocks (first, middle, last) and halves of blocks, both also
+    with a split backward; of Llama, whose kernels are others but whose ops are the same, halves."""
+    heads = heads_of(shape.width)
+    gpt = GPT(layers=1, hidden_size=shape.width, heads=heads, seq_len=shape.tokens, vocab_size=vocab_size)
+    llama = Llama(layers=1, hidden_size=shape.width, heads=heads, seq_len=shape.tokens, vocab_size=vocab_size)
+    blocks = replace(gpt, layers=3)
+    return [
+        *(Subject(model, shape.rows, split, dtype) for split in (False, True) for model in (blocks, cut(gpt))),
+        Subject(cut(llama), shape.rows, False, dtype),
+    ]
+
+
+def heads_of(width: int) -> int:
+    """Heads of about 64 features, as the models that are trained have; two at least.
+
+    >>> heads_of(64), heads_of(768)
+    (2, 12)
+    """
+    return next((heads for heads in range(max(2, width // 64), width) if width % heads == 0), 1)

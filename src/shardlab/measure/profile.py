@@ -1,0 +1,164 @@
+"""Profile of this machine, updated: new measurements replace older ones of the same kind, and leave the rest."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from shardlab.common.files import processor_name
+from shardlab.execute.requirements import gpu_count
+from shardlab.language import UserError
+from shardlab.measure.fits import (
+    CollectivePoint,
+    LayerPoint,
+    OverlapPoint,
+    PeakPoint,
+    Point,
+    errors_by_layer,
+    fit_contention,
+    fit_kernels,
+    fit_lag,
+    fit_lines,
+    rate_errors,
+)
+from shardlab.simulate.hardware import Machine, Profile
+from shardlab.simulate.hardware.cluster import cores
+from shardlab.simulate.hardware.profile import FastestProduct, differences, rate_rows
+
+
+def this_machine() -> Machine:
+    """Describe this machine, as far as that tells it from others."""
+    if gpus := gpu_count():
+        import torch
+
+        return Machine(torch.cuda.get_device_name(0), gpus, version("torch"), "nccl")
+    return Machine(processor_name(), cores(), version("torch"), "gloo")
+
+
+def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Profile:
+    """The profile that follows from what was measured, and for the rest from an older one of this machine.
+
+    With several numbers of processes, the kernels are those of the most.
+    """
+    profile = old or Profile(this_machine(), {}, None, {}, memory_here())
+    lines = {key: fitted.line for key, fitted in fit_lines(points).items()}
+    messages = lines.pop(("send_recv", 2), profile.messages)
+    profile = replace(profile, collectives={**profile.collectives, **lines}, messages=messages)
+    beside = [point for point in points if isinstance(point, OverlapPoint)]
+    if beside:
+        profile = replace(profile, contention=fit_contention(beside), lag=fit_lag(beside))
+    fastest = [point for point in points if isinstance(point, PeakPoint)]
+    measured = {(point.dtype, point.processes): FastestProduct(point.flops, point.threads) for point in fastest}
+    profile = replace(profile, peaks={**profile.peaks, **measured})
+    layers = [point for point in points if isinstance(point, LayerPoint)]
+    if not layers:
+        return profile
+    most = max(point.processes for point in layers)
+    kernels = fit_kernels([point for point in layers if point.processes == most])
+    alone = fit_kernels([point for point in layers if point.processes == 1])
+    return replace(
+        profile,
+        kernels={**profile.kernels, **kernels},
+        alone={**profile.alone, **alone},
+        layers=[asdict(point) for point in layers],
+    )
+
+
+def save(points: Sequence[Point], path: Path | None = None) -> Path:
+    """Write what was measured into this machine's profile; returns where it is.
+
+    At the default place, a profile of another machine (or of another torch) makes room.
+
+    Raises:
+        UserError: a file that was named holds something else.
+    """
+    return updated_profile(points, profile_to_update(path)).write(path)
+
+
+def profile_to_update(path: Path | None = None) -> Profile | None:
+    """Read the profile that a file has of this machine already, if it has one.
+
+    Raises:
+        UserError: a file that was named holds something else.
+    """
+    named = path is not None and path.exists()
+    try:
+        old = Profile.read(path)
+    except UserError:
+        if named:
+            raise
+        return None
+    if old.machine == (here := this_machine()):
+        return old
+    if named:
+        raise UserError(
+            f"{path} is from another machine: {differences(old.machine, here)}; give --profile another file"
+        )
+    return None
+
+
+def memory_here() -> float:
+    """Bytes that all ranks have together, or each device."""
+    if gpu_count():
+        import torch
+
+        return float(torch.cuda.mem_get_info(0)[1])
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+# JSON of a bench: all points that were measured, and the fits that follow from them.
+
+
+def as_json(points: Sequence[Point]) -> dict[str, Any]:
+    """Seconds, bytes, FLOPs and bytes/s throughout; errors are relative."""
+    return {
+        "machine": asdict(this_machine()),
+        "collectives": [
+            {
+                **asdict(point),
+                "algorithm_bandwidth": point.algorithm_bandwidth,
+                "bus_bandwidth": point.bus_bandwidth,
+                "cs336_bandwidth": point.cs336_bandwidth,  # in GiB/s
+            }
+            for point in points
+            if isinstance(point, CollectivePoint)
+        ],
+        "overlap": [{**asdict(point), "overlap": point.overlap} for point in points if isinstance(point, OverlapPoint)],
+        "fits": collective_fits(points),
+        "peaks": [asdict(point) for point in points if isinstance(point, PeakPoint)],
+        "layers": [{**asdict(point), "flops": point.flops} for point in points if isinstance(point, LayerPoint)],
+        "kernels": [_kernels(crowd) for crowd in crowds(points)],
+    }
+
+
+def collective_fits(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Alpha and beta of every collective and group size, how well they tell the points, and why not to rely on it."""
+    return [
+        {"kind": kind, "ranks": ranks, **asdict(fitted.line), "errors": asdict(fitted.errors), "doubt": fitted.doubt}
+        for (kind, ranks), fitted in fit_lines(points).items()
+    ]
+
+
+def crowds(points: Sequence[Point]) -> list[list[LayerPoint]]:
+    """The layers that were measured with equally many processes, the most first."""
+    layers = [point for point in points if isinstance(point, LayerPoint)]
+    counts = sorted({point.processes for point in layers}, reverse=True)
+    return [[point for point in layers if point.processes == count] for count in counts]
+
+
+def _kernels(layers: Sequence[LayerPoint]) -> dict[str, Any]:
+    rates = fit_kernels(layers)
+    by_layer = errors_by_layer(layers, rates)
+    return {
+        "processes": layers[0].processes,
+        "rates": rate_rows(rates),
+        "errors": asdict(rate_errors(layers, rates)),
+        "errors_by_layer": [{"layer": layer, "op": op, **asdict(e)} for (layer, op), e in by_layer.items()],
+    }

@@ -1,0 +1,216 @@
+"""PyTorch's data parallelism: DDP, ZeroRedundancyOptimizer and FSDP2, each as its documentation writes it.
+
+Two options that cost nothing are set where they help: gradients are views of DDP's buckets, and ZeroRedundancyOptimizer
+broadcasts buckets of parameters and not one after the other.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from shardlab.measure.side_by_side.contender import (
+    Block,
+    CausalAttention,
+    DrawnBatches,
+    GPTModule,
+    Loop,
+    adamw,
+    gpt_module,
+    groups_of,
+    loss_of,
+    reported,
+)
+from shardlab.measure.side_by_side.results import MICROBATCHES, OPTIMIZER, SEED, Size, StrategyPair
+
+Wrapped = tuple[torch.nn.Module, torch.optim.Optimizer]
+
+
+def ddp(module: GPTModule, ranks: int) -> Wrapped:
+    """Gradients are averaged in buckets while the backward pass goes on."""
+    return DistributedDataParallel(module, gradient_as_bucket_view=True), adamw(_parameters(module), OPTIMIZER)
+
+
+def zero_1(module: GPTModule, ranks: int) -> Wrapped:
+    """DDP, with the optimizer's state dealt to the ranks."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch's own use of torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    groups: Any = groups_of(_parameters(module), OPTIMIZER)
+    settings: Any = {"lr": OPTIMIZER.learning_rate, "betas": OPTIMIZER.betas, "eps": OPTIMIZER.eps, "fused": True}
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=True, **settings)
+    return wrapped, optimizer
+
+
+def fsdp2(module: GPTModule, ranks: int) -> Wrapped:
+    """Each block, and then the rest, is sharded over all ranks."""
+    return _fully_sharded(module, init_device_mesh(_device(module), (ranks,)))
+
+
+def hsdp(module: GPTModule, ranks: int) -> Wrapped:
+    """Each block is sharded within two halves of the ranks, which are replicas."""
+    names = ("dp_replicate", "dp_shard")
+    return _fully_sharded(module, init_device_mesh(_device(module), (2, ranks // 2), mesh_dim_names=names))
+
+
+def _fully_sharded(module: GPTModule, mesh: DeviceMesh) -> Wrapped:
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module, adamw(_parameters(module), OPTIMIZER)
+
+
+def _parameters(module: GPTModule) -> list[Tensor]:
+    return list(module.parameters())
+
+
+def _device(module: GPTModule) -> str:
+    return next(module.parameters()).device.type
+
+
+WRAPPERS: dict[str, Callable[[GPTModule, int], Wrapped]] = {
+    "ddp": ddp,
+    "zero-1": zero_1,
+    "zero-3": fsdp2,
+    "fsdp": fsdp2,
+    "hsdp": hsdp,
+}
+"""By the pair's name, what makes a module and its optimizer data-parallel over so many ranks."""
+
+
+# PyTorch's tensor parallelism: DTensor's parallelize_module, as its tutorial writes it, with a loss over slices of
+# the vocabulary.
+#
+# One change makes it faster than the tutorial: queries, keys and values come from one matrix, whose rows are first
+# put in the order in which the ranks have them.
+
+
+class TensorParallelLoop(Loop):
+    """A loop whose logits are cut over the vocabulary."""
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        with loss_parallel():
+            loss = loss_of(self.module(x), targets)
+            loss.backward()
+        assert isinstance(loss, DTensor)
+        return loss.to_local()
+
+
+def tensor_parallel(module: GPTModule, ranks: int) -> torch.optim.Optimizer:
+    """Cut a module over all ranks, in place; the optimizer of what is left of it here."""
+    mesh = init_device_mesh(next(module.parameters()).device.type, (ranks,))
+    outer: dict[str, ParallelStyle] = {
+        "wte": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(module, mesh, outer)
+    for block in module.blocks:
+        assert isinstance(block, Block)
+        _cut(block, mesh, ranks)
+    parameters = list(module.parameters())
+    cut = [each for each in parameters if isinstance(each, DTensor)]
+    whole = [each for each in parameters if not isinstance(each, DTensor)]
+    groups = [*groups_of(cut, OPTIMIZER), *groups_of(whole, OPTIMIZER)]
+    betas, eps = OPTIMIZER.betas, OPTIMIZER.eps
+    return torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=betas, eps=eps, fused=True)
+
+
+def _cut(block: Block, mesh: DeviceMesh, ranks: int) -> None:
+    """Cut a block's heads and the features inside its MLP."""
+    _by_rank(block.attn, ranks)
+    block.attn.heads //= ranks
+    plan: dict[str, ParallelStyle] = {
+        "attn.c_attn": ColwiseParallel(),
+        "attn.c_proj": RowwiseParallel(),
+        "mlp.c_fc": ColwiseParallel(),
+        "mlp.c_proj": RowwiseParallel(),
+    }
+    parallelize_module(block, mesh, plan)
+
+
+def _by_rank(attention: CausalAttention, ranks: int) -> None:
+    """Put the rows for queries, keys and values so that each rank's come one after the other."""
+    linear: nn.Linear = attention.c_attn
+    with torch.no_grad():
+        for tensor in (linear.weight, linear.bias):
+            tensor.copy_(tensor.unflatten(0, (3, ranks, -1)).transpose(0, 1).flatten(0, 2).clone())
+
+
+# PyTorch's pipelines: torch.distributed.pipelining's schedules, with the stages that our plan has.
+
+
+ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+MORE_STAGES = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zb-v": ScheduleZBVZeroBubble}
+"""Schedules by the pair's name."""
+
+
+def stages_of(pair: StrategyPair, size: Size, ranks: int, rank: int) -> dict[int, range]:
+    """The stages of a rank, by number, and the layers of each; where and as our plan has them."""
+    plan, layers = pair.plan(ranks), size.model.layers
+    bounds = plan.bounds(layers)
+    owners = plan.steps(layers, MICROBATCHES).ranks_of_stages
+    return {stage: range(bounds[stage], bounds[stage + 1]) for stage, owner in enumerate(owners) if owner == rank}
+
+
+class Pipeline:
+    """One rank of a pipeline of PyTorch's.
+
+    Attributes:
+        modules: the rank's stages.
+    """
+
+    def __init__(
+        self, pair: StrategyPair, size: Size, ranks: int, rank: int, batches: DrawnBatches, device: torch.device
+    ) -> None:
+        mine = stages_of(pair, size, ranks, rank)
+        count = ranks * len(mine)
+        self.modules: list[GPTModule] = [gpt_module(size.model, layers, SEED, device) for layers in mine.values()]
+        numbered = zip(self.modules, mine, strict=True)
+        stages: list[Any] = [PipelineStage(module, stage, count, device) for module, stage in numbered]
+        self._schedule: Any = (
+            ONE_STAGE[pair.name](stages[0], MICROBATCHES, loss_of)
+            if pair.name in ONE_STAGE
+            else MORE_STAGES[pair.name](stages, MICROBATCHES, loss_of)
+        )
+        self._optimizer = adamw([each for module in self.modules for each in module.parameters()], OPTIMIZER)
+        self._first, self._last = 0 in mine, count - 1 in mine
+        self._batches, self._device, self._at = batches, device, 0
+
+    def step(self) -> Tensor:
+        x, targets = (each.to(self._device) for each in self._batches.whole(self._at))
+        losses: list[Tensor] = []
+        given = (x,) if self._first else ()
+        wanted = {"target": targets, "losses": losses} if self._last else {}
+        self._schedule.step(*given, **wanted)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._at += 1
+        mean = torch.stack(losses).mean() if self._last else torch.zeros((), device=self._device)
+        return reported(mean, targets.numel() if self._last else 0)

@@ -1,0 +1,288 @@
+"""GPT, with nanoGPT's architecture, and the choices that later transformers make otherwise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardlab.common.errors import UserError
+from shardlab.models.attention import RopeScaling, attention
+from shardlab.models.layout import aligned
+from shardlab.models.mixture import Router, mixture, shared_experts
+from shardlab.models.model import Blocks
+from shardlab.models.primitives import ACTIVATIONS, Activation, DropoutSite, Primitive, feed_forward
+
+NormKind = Literal["layer", "rms"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT(Blocks):
+    """A pre-norm transformer: causal attention, a GELU MLP four times as wide, learned positions (karpathy/nanoGPT).
+
+    >>> GPT(layers=12, heads=12, hidden_size=768, vocabulary=50304, seq_len=1024).parameter_count
+    163109376
+
+    Attributes:
+        heads: attention heads, each `hidden_size / heads` features wide.
+        kv_heads: heads of keys and values, each shared by `heads / kv_heads` neighbouring heads (None: as many).
+        tied: the head uses the token embedding instead of a matrix of its own (Press and Wolf 2017, arXiv 1608.05859).
+            With more than one layer, the embedding and the head are layers of their own.
+        ffn_hidden_size: features inside each MLP (None: 4 x hidden_size).
+        activation: of the MLPs: gelu, gelu_tanh, squared_relu or swiglu.
+        norm: layer, or rms (RMSNorm).
+        norm_eps: what norms add to the variance, or to the mean square.
+        rope_theta: the base of rotary position embeddings (None: positions are learned).
+        rope_scaling: how its slower frequencies are stretched for contexts longer than the first one (None: not).
+    """
+
+    heads: int = 4
+    kv_heads: int | None = None
+    tied: bool = False
+    ffn_hidden_size: int | None = None
+    activation: Activation = "gelu"
+    norm: NormKind = "layer"
+    norm_eps: float = 1e-5
+    rope_theta: float | None = None
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.at_least_one("heads")
+        if self.hidden_size % self.heads:
+            raise UserError(
+                f"hidden_size {self.hidden_size} does not divide by {self.heads} heads (remainder "
+                f"{self.hidden_size % self.heads}); choose one that is a multiple of the heads"
+            )
+        if self.kv_heads is not None:
+            self.at_least_one("kv_heads")
+            if self.heads % self.kv_heads:
+                raise UserError(
+                    f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly (remainder "
+                    f"{self.heads % self.kv_heads}); choose a number of key/value heads that divides the heads"
+                )
+        if self.ffn_hidden_size is not None:
+            self.at_least_one("ffn_hidden_size")
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise UserError(f"activation is {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+        if self.norm not in ("layer", "rms"):
+            raise UserError(f"norm is {self.norm!r}; choose layer or rms")
+        if not 0 < self.norm_eps < math.inf:
+            raise UserError(f"norm_eps is {self.norm_eps}; give a small positive number, such as 1e-5")
+        if self.rope_scaling is not None:
+            object.__setattr__(self, "rope_scaling", tuple(self.rope_scaling))  # a list, if it was read from a file
+            self._check_scaling()
+        if self.rope_theta is None:
+            return
+        if not 0 < self.rope_theta < math.inf:
+            raise UserError(f"rope_theta is {self.rope_theta}; the base of the rotary angles is a positive number")
+        if self.hidden_size // self.heads % 2:
+            raise UserError(
+                f"rotary positions turn pairs of features, but a head has {self.hidden_size // self.heads} (width "
+                f"{self.hidden_size} / {self.heads} heads); choose a width that is a multiple of twice the heads"
+            )
+
+    def _check_scaling(self) -> None:
+        scaling = tuple[object, ...](self.rope_scaling or ())
+        numbers = [each for each in scaling if isinstance(each, int | float) and 0 < each < math.inf]
+        if self.rope_theta is None:
+            raise UserError("rope_scaling stretches rotary positions, but these are learned; give rope_theta as well")
+        if len(numbers) != 4 or len(scaling) != 4 or numbers[1] >= numbers[2]:
+            raise UserError(
+                f"rope_scaling is {list(scaling)}; give four positive numbers: factor, low_freq_factor, a larger "
+                "high_freq_factor, and the original context in tokens"
+            )
+
+    @property
+    def hidden(self) -> int:
+        """Features inside each MLP."""
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    @property
+    def positions(self) -> bool:
+        return self.rope_theta is None
+
+    @property
+    def rms(self) -> bool:
+        return self.norm == "rms"
+
+    @property
+    def epsilon(self) -> float:
+        return self.norm_eps
+
+    @property
+    def has_tied_head(self) -> bool:
+        return self.tied
+
+    def attention_part(self) -> tuple[Primitive, ...]:
+        """Norm, attention, sum with the residual stream."""
+        heads, kv_heads, drops = self.heads, self.kv_heads or self.heads, self.dropout > 0
+        rope = self.rope_theta, self.rope_scaling
+        body = attention(self.seq_len, self.hidden_size, heads, kv_heads, self.bias, drops, *rope)
+        return self.norm_of("ln_1"), *body, self.add(DropoutSite.ATTENTION_OUTPUT, "attn.c_proj.bias")
+
+    def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
+        body = feed_forward(self.seq_len, self.hidden_size, self.hidden, self.bias, self.activation)
+        added = self.add(DropoutSite.FEED_FORWARD_OUTPUT, "mlp.c_proj.bias")
+        return ("attention", self.attention_part()), ("feed-forward", (self.norm_of("ln_2"), *body, added))
+
+
+# A transformer whose MLPs are mixtures of experts.
+
+
+MOST_EXPERTS = 256
+"""An expert's number travels beside the residual stream in the compute dtype; bfloat16 is exact up to here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoE(GPT):
+    """GPT with a mixture of experts in place of every MLP.
+
+    The router's softmax is over all experts. With one choice a token's result is weighted by its probability (Fedus et
+    al. 2021, arXiv 2101.03961); with more by the choices' probabilities, made to sum to 1 (Lepikhin et al. 2020, arXiv
+    2006.16668, section 2.2; Jiang et al. 2024, arXiv 2401.04088). First choices take places before second ones, and
+    earlier tokens before later ones; a token that finds none passes by on the residual stream.
+
+    >>> MoE(experts=8, top_k=2).parameter_count > GPT().parameter_count
+    True
+
+    Attributes:
+        experts: of every layer, each as large as GPT's MLP.
+        shared_experts: of these beside them, which every token is sent to: as one that is so many times as wide. They
+            read what the router reads (Dai et al. 2024, arXiv 2401.06066, eq. 9).
+        top_k: how many experts a token is sent to.
+        capacity_factor: an expert's places for a microbatch, as a multiple of top_k * tokens / experts (None: dropless,
+            with room for every token at every expert: experts * tokens * width elements a layer, which is the bound of
+            what can arrive, and is taken whatever does).
+        auxiliary: weight of the load-balancing loss, which is the mean over microbatches. It enters the gradient; the
+            loss that is reported is the cross-entropy alone.
+    """
+
+    experts: int = 4
+    shared_experts: int = 0
+    top_k: int = 2
+    capacity_factor: float | None = 1.25
+    auxiliary: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.at_least_one("experts", "top_k")
+        if self.shared_experts < 0:
+            raise UserError(f"shared_experts is {self.shared_experts}; there may be 0 or more")
+        if self.experts > MOST_EXPERTS:
+            raise UserError(f"experts is {self.experts}; there may be {MOST_EXPERTS} at most")
+        if self.top_k > self.experts:
+            raise UserError(
+                f"top_k is {self.top_k}, but there are {self.experts} experts; a token reaches an expert once, so "
+                f"choose top_k of at most {self.experts}"
+            )
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise UserError(
+                f"capacity_factor is {self.capacity_factor}; give a positive number, or None to drop no token"
+            )
+        if not 0 <= self.auxiliary < math.inf:
+            raise UserError(f"auxiliary is {self.auxiliary}; the load-balancing loss has a weight of 0 or more")
+
+    @property
+    def router(self) -> Router:
+        """How every layer's tokens are routed."""
+        return Router(
+            hidden_size=self.hidden_size,
+            experts=self.experts,
+            top_k=self.top_k,
+            capacity_factor=self.capacity_factor,
+            auxiliary=self.auxiliary,
+        )
+
+    def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
+        body = mixture(self.seq_len, self.router, self.hidden, self.bias, self.activation)
+        experts = (*body, self.add(DropoutSite.FEED_FORWARD_OUTPUT))
+        norm, hidden = self.norm_of("ln_2"), self.shared_experts * self.hidden
+        if not hidden:
+            return ("attention", self.attention_part()), ("experts", (norm, *experts))
+        shared = shared_experts(self.seq_len, self.hidden_size, hidden, self.bias, self.activation)
+        added = replace(self.add(DropoutSite.SHARED_EXPERTS_OUTPUT), branch="y")
+        return ("attention", self.attention_part()), ("shared experts", (norm, *shared, added)), ("experts", experts)
+
+
+# Llama, and mixtures of experts that are made of its parts.
+
+
+ROUND = 32
+"""SwiGLU's hidden features are a multiple of this unless they are given."""
+
+
+def _two_thirds(hidden_size: int) -> int:
+    """Hidden features of a SwiGLU with as many parameters as an MLP of 4 x width (Shazeer 2020, arXiv 2002.05202)."""
+    return aligned(-(-8 * hidden_size // 3), ROUND)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama(GPT):
+    """A GPT with RMSNorm, rotary positions and SwiGLU, without biases (Touvron et al. 2023, arXiv 2302.13971, 2.2).
+
+    Llama 3 has fewer key/value heads than heads (arXiv 2407.21783, section 3.2). Llama 3.1
+    rescales frequencies for contexts longer than 8192 tokens (`rope_scaling`).
+
+    >>> Llama(hidden_size=48, heads=4, kv_heads=2).hidden
+    128
+
+    Attributes:
+        ffn_hidden_size: features inside each MLP (None: 8/3 x hidden_size, to the next multiple of 32).
+    """
+
+    bias: bool = False
+    activation: Activation = "swiglu"
+    norm: NormKind = "rms"
+    rope_theta: float | None = 500_000.0
+
+    @property
+    def hidden(self) -> int:
+        return self.ffn_hidden_size or _two_thirds(self.hidden_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixtral(MoE):
+    """A mixture of SwiGLU experts between Llama's attentions (Jiang et al. 2024, arXiv 2401.04088, section 2)."""
+
+    bias: bool = False
+    activation: Activation = "swiglu"
+    norm: NormKind = "rms"
+    rope_theta: float | None = 1_000_000.0
+
+    @property
+    def hidden(self) -> int:
+        return self.ffn_hidden_size or _two_thirds(self.hidden_size)
+
+
+# The smallest language model: it guesses the next token from the last one alone.
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLP(Blocks):
+    """A GPT without attention and positions: every token goes its own way through residual pre-norm GELU MLPs.
+
+    Attributes:
+        ffn_hidden_size: features inside each MLP (None: 4 x hidden_size).
+    """
+
+    ffn_hidden_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ffn_hidden_size is not None:
+            self.at_least_one("ffn_hidden_size")
+
+    @property
+    def hidden(self) -> int:
+        """Features inside each MLP."""
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
+        body = feed_forward(self.seq_len, self.hidden_size, self.hidden, self.bias, "gelu")
+        added = self.add(DropoutSite.FEED_FORWARD_OUTPUT, "mlp.c_proj.bias")
+        return (("feed-forward", (self.norm_of("ln_2"), *body, added)),)

@@ -1,0 +1,309 @@
+"""A plan in the words of the field, and where its ranks are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from shardlab.common.fields import as_flags
+from shardlab.language import AXES, Mesh
+from shardlab.language.rules.kinds import counted
+from shardlab.planner.problem import Candidate, Problem, family, model_kinds
+from shardlab.simulate.hardware import Cluster
+from shardlab.simulate.predict.estimate import Estimate
+from shardlab.simulate.predict.forecast import enough, extended
+from shardlab.simulate.predict.workload import Workload
+from shardlab.simulate.timeline.critical_path import critical_path, path_parts
+from shardlab.strategies.plan.plan import Plan
+
+SHOWN_NODES = 4
+"""Nodes of a picture at most: the first ones and the last."""
+
+SHOWN_DEVICES = 16
+"""Devices of a node that a picture shows one by one."""
+
+
+def described(problem: Problem, candidate: Candidate) -> list[str]:
+    """The choices that make a plan, one to a line."""
+    plan, cluster = candidate.plan, problem.cluster
+    mesh = plan.mesh
+    lines = [_data(plan)]
+    if mesh.tp > 1:
+        sequence = ", with sequence parallelism" if plan.sequence_parallel else ""
+        lines.append(f"tensor parallelism over {mesh.tp} ranks{_within(mesh, 'tp', cluster)}{sequence}")
+    if mesh.cp > 1:
+        how = f"{plan.context}" + (f", exchanged among {plan.ulysses_degree}" if plan.ulysses_degree else "")
+        how += f", in {plan.stripes} stripes" if plan.stripes else ""
+        lines.append(f"context parallelism over {mesh.cp} ranks{_within(mesh, 'cp', cluster)}, {how}")
+    if mesh.ep > 1:
+        lines.append(f"experts over {mesh.ep} ranks{_within(mesh, 'ep', cluster)}")
+    if mesh.pp > 1:
+        stages = f", {plan.stages_per_rank} stages on each" if plan.stages_per_rank else ""
+        lines.append(f"pipeline of {mesh.pp} ranks{_within(mesh, 'pp', cluster)}{stages}, {plan.schedule}")
+    each = problem.sequences // plan.data_ranks // candidate.micro_batch_size
+    sequences = counted(candidate.micro_batch_size, "sequence")
+    lines.append(
+        f"{counted(each, 'microbatch')} of {sequences} on each data-parallel rank, in {candidate.precision.name}"
+    )
+    lines.append(_recomputed(plan, problem.model.layers))
+    return lines
+
+
+def _data(plan: Plan) -> str:
+    mesh, shards = plan.mesh, plan.shard_optimizer
+    if plan.data_ranks == 1 and not shards:
+        return "one data-parallel rank"
+    alone = Plan(
+        Mesh(dp_replicate=mesh.dp_replicate, dp_shard=max(2, mesh.dp_shard)),
+        shard_parameters=plan.shard_parameters,
+        shard_gradients=plan.shard_gradients,
+        shard_optimizer=shards,
+    )
+    name = family(alone)
+    how = (
+        f"{name} over {counted(plan.data_ranks, 'data-parallel rank')}"
+        if not name.startswith("data")
+        else f"data parallelism over {counted(plan.data_ranks, 'rank')}"
+    )
+    if mesh.dp_replicate > 1 and shards:
+        how += f": {mesh.dp_replicate} replicas of {mesh.dp_shard} shards"
+    if plan.data_ranks == 1:
+        how = f"{name} over the {mesh.cp} ranks of cp"
+    elif "cp" in shards:
+        how += ", shared along cp too"
+    if plan.shard_parameters:
+        kept = {"layer": "for each use", "stage": "for each visit of their stage", "step": "once a step"}
+        how += f", weights gathered {kept[plan.reshard_after]}"
+    if plan.shard_parameters and not plan.shard_gradients:
+        how += ", gradients reduced once a step"
+    return how
+
+
+def _recomputed(plan: Plan, blocks: int) -> str:
+    if isinstance(plan.recompute, tuple):
+        return f"{len(plan.recompute)} of {blocks} blocks computed again in the backward pass"
+    return {
+        "none": "nothing computed again",
+        "selective": "attention's scores computed again",
+        "full": "every block computed again in the backward pass",
+    }[plan.recompute]
+
+
+def _within(mesh: Mesh, axis: str, cluster: Cluster) -> str:
+    """Whether the ranks of an axis share a node."""
+    if cluster.nodes == 1:
+        return ""
+    ranks = mesh.group(0, axis).ranks
+    nodes = len({rank // cluster.per_node for rank in ranks})
+    return " of a node" if nodes == 1 else f" of {nodes} nodes"
+
+
+def picture(mesh: Mesh, cluster: Cluster) -> list[str]:
+    """The mesh on nodes: a line for each node, a number for each device, which is its place along the innermost axis;
+    brackets hold the ranks of one of its groups."""
+    inner = next((axis for axis in reversed(AXES) if getattr(mesh, axis) > 1), None)
+    if inner is None:
+        return []
+    shown = list(range(cluster.nodes))
+    lines: list[str] = []
+    if len(shown) > SHOWN_NODES:
+        shown = [*shown[: SHOWN_NODES - 1], shown[-1]]
+    for node in shown:
+        ranks = range(node * cluster.per_node, min((node + 1) * cluster.per_node, mesh.world))
+        if node == cluster.nodes - 1 and len(shown) < cluster.nodes:
+            lines.append("...")
+        outer = [axis for axis in mesh.used if axis != inner]
+        places = {axis: sorted({mesh.coordinate(rank, axis) for rank in ranks}) for axis in outer}
+        where = ", ".join(f"{axis} {_span(numbers)}" for axis, numbers in places.items())
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in ranks:
+            groups.setdefault(tuple(mesh.coordinate(rank, axis) for axis in outer), []).append(
+                mesh.coordinate(rank, inner)
+            )
+        boxes = " ".join(f"[{inner} {_devices(numbers)}]" for numbers in groups.values())
+        lines.append(f"node {node:<4} {boxes}  {where}".rstrip())
+    return lines
+
+
+def _devices(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers)) if len(numbers) <= SHOWN_DEVICES else _span(numbers)
+
+
+def _span(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def chosen_fields(plan: Plan) -> dict[str, Any]:
+    """The fields of a plan that are not as they would be anyway; its axes by name."""
+    said = {each.name: getattr(plan, each.name) for each in fields(plan)[1:]}
+    defaults = {each.name: each.default for each in fields(plan)[1:]}
+    return {**plan.mesh.used, **{name: value for name, value in said.items() if value != defaults[name]}}
+
+
+def flags_of(problem: Problem, candidate: Candidate, plan: str | None = None) -> str:
+    """The flags that make simulate run a step of this candidate; `plan` is a file that holds the plan."""
+    layout = f"--plan {plan}" if plan else layout_flags(problem, candidate.plan)
+    return (
+        f"{layout} --micro-batch-size {candidate.micro_batch_size} --global-batch {problem.sequences} "
+        f"--precision {candidate.precision.name}"
+    )
+
+
+def train_command(
+    problem: Problem, candidate: Candidate, words: str, plan: str | None = None, *, run: str = "", name: str = ""
+) -> str:
+    """The command that trains under this candidate: on this machine, or as a job on several nodes.
+
+    Args:
+        words: of the command that tell the model.
+        plan: a file that holds the plan, if there is one.
+        run: of the command that tell the run.
+        name: of the job ("": it has none).
+    """
+    size, cluster = candidate.micro_batch_size, problem.cluster
+    layout = f"--plan {plan}" if plan else layout_flags(problem, candidate.plan)
+    train = (
+        f"train {words} {layout} --microbatches {problem.sequences // size} --micro-batch-size {size} "
+        f"--precision {candidate.precision.name} {run}"
+    ).rstrip()
+    if cluster.nodes == 1:
+        return f"shardlab {train}"
+    each = cluster.per_node
+    job = f"--nodes {cluster.nodes} --ranks-per-node {each} --gpus-per-node {each}{f' --name {name}' if name else ''}"
+    return f"shardlab submit {job} -- {train}"
+
+
+def layout_flags(problem: Problem, plan: Plan) -> str:
+    """A plan's flags; those that the recipe would choose otherwise are said."""
+    fields, defaults = chosen_fields(plan), problem.recipe.defaults
+    if plan.reduce_at != defaults.reduction(sharded=bool(plan.shard_optimizer)):
+        fields["reduce_at"] = plan.reduce_at
+    return as_flags(fields) or "--dp-shard 1"
+
+
+def short(candidate: Candidate) -> str:
+    """A candidate in a table's cell, beside its family: all by which it may differ from its neighbours."""
+    plan, mesh = candidate.plan, candidate.plan.mesh
+    used = {axis.removeprefix("dp_"): size for axis, size in mesh.used.items()}
+    if "shard" in used and not plan.shard_optimizer:  # whose ranks share nothing
+        used = {"replicate": used.get("replicate", 1) * used.pop("shard"), **used}
+    words = [f"{axis} {size}" for axis, size in used.items()]
+    if model_kinds(mesh) and plan.zero_stage:
+        words.append(f"ZeRO-{plan.zero_stage}")
+    words += [word for word, said in _particulars(plan).items() if said]
+    if mesh.pp > 1:
+        words.append(f"{plan.schedule}{f' v{plan.stages_per_rank}' if plan.stages_per_rank else ''}")
+    words.append(f"mb {candidate.micro_batch_size}")
+    if plan.recompute != "none":
+        words.append(f"recompute {len(plan.recompute) if isinstance(plan.recompute, tuple) else plan.recompute}")
+    return ", ".join(words)
+
+
+def _particulars(plan: Plan) -> dict[str, bool]:
+    """Unusual choices that a plan can make, each in two or three words, and whether this plan makes it."""
+    mesh, shards = plan.mesh, plan.shard_optimizer
+    return {
+        "state along cp": "cp" in shards,
+        "state over replicas": "dp_replicate" in shards,
+        "gradients whole": bool(plan.shard_parameters and not plan.shard_gradients),
+        f"gathered once a {plan.reshard_after}": bool(plan.shard_parameters) and plan.reshard_after != "layer",
+        "no sequence parallelism": mesh.tp > 1 and not plan.sequence_parallel,
+        plan.context: mesh.cp > 1 and plan.context != "ring",
+        f"ulysses {plan.ulysses_degree}": plan.ulysses_degree is not None,
+        f"stripes {plan.stripes}": plan.stripes is not None,
+    }
+
+
+# What a step's time goes to: compute, exposed communication by kind and axis, and the bubble.
+
+
+COMPUTE, BUBBLE = "compute", "bubble"
+
+UNTRACED = "the step has more ops than are traced"
+"""Why there are no shares of a step that has a forecast."""
+
+
+PASSES_A_SECOND = 1000
+"""Layers' passes that a slow core traces and times in a second."""
+
+
+@dataclass(frozen=True)
+class StepShares:
+    """Shares of a step's time, the mean over ranks; together they make 1.
+
+    Attributes:
+        parts: of each part, the largest first: "compute", "bubble", "all_gather on tp".
+    """
+
+    parts: dict[str, float]
+
+    def __str__(self) -> str:
+        """The parts that can be seen in a figure of one decimal: `compute 88.6%, all-gather on tp 5.5%`."""
+        return ", ".join(f"{name} {share:.1%}" for name, share in self.parts.items() if share >= 0.0005)
+
+    @property
+    def compute(self) -> float:
+        return self.parts.get(COMPUTE, 0.0)
+
+    @property
+    def limit(self) -> tuple[str, float]:
+        """The largest part that is no compute."""
+        others = [(name, share) for name, share in self.parts.items() if name != COMPUTE]
+        return max(others, key=lambda part: part[1], default=(COMPUTE, self.compute))
+
+
+def shares_of(workload: Workload) -> StepShares:
+    """What a step's time goes to, the mean over ranks.
+
+    Raises:
+        UserError, Refused: as of `forecast`.
+    """
+    seconds = _extended(workload, _seconds)
+    step = sum(seconds.values())
+    return StepShares({name: part / step for name, part in seconds.items()})
+
+
+def path_of(workload: Workload) -> dict[str, float]:
+    """Seconds of a step by what its critical path is made of, the largest first."""
+
+    def parts(estimate: Estimate) -> dict[str, float]:
+        return path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
+
+    return _extended(workload, parts)
+
+
+def trace_seconds(workload: Workload) -> float:
+    """About how long it takes to find out what a step's time goes to."""
+    plan = workload.plan
+    assert isinstance(plan, Plan), "programs of their own are not planned"
+    each = workload.microbatches // plan.data_ranks
+    few, more = enough(plan, each)
+    layers = 2 * workload.model.layers + 2
+    return 2 * layers * (few if few == each else 2 * few + more) / PASSES_A_SECOND
+
+
+def _extended(workload: Workload, parts: Callable[[Estimate], dict[str, float]]) -> dict[str, float]:
+    """Parts of a step in seconds, the largest first: of as many microbatches as `forecast` replays, extended to all."""
+    plan = workload.plan
+    assert isinstance(plan, Plan), "programs of their own are not planned"
+    ranks = plan.data_ranks
+    each = workload.microbatches // ranks
+    few, more = enough(plan, each)
+    seconds = parts(replace(workload, microbatches=few * ranks).estimate())
+    if few < each:
+        longer = parts(replace(workload, microbatches=(few + more) * ranks).estimate())
+        times = (each - few) / more
+        names = {*seconds, *longer}
+        seconds = {name: extended(seconds.get(name, 0.0), longer.get(name, 0.0), times) for name in names}
+    return dict(sorted(seconds.items(), key=lambda part: (-part[1], part[0])))
+
+
+def _seconds(estimate: Estimate) -> dict[str, float]:
+    parts = defaultdict[str, float](float)
+    parts[COMPUTE] = estimate.compute_share * estimate.step
+    for (kind, axis), share in estimate.exposed.items():
+        parts[f"{kind.replace('_', '-')} on {axis}"] += share * estimate.step
+    parts[BUBBLE] = estimate.bubble_share * estimate.step
+    return dict(parts)

@@ -1,0 +1,227 @@
+"""Sentences for a search in which no plan fits: what hinders, what comes nearest, and which limit could go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import ceil, prod
+from typing import TypeVar
+
+from shardlab.common.errors import Refused, UserError
+from shardlab.common.fields import as_flags
+from shardlab.common.text import bytes_text
+from shardlab.language import AXES, Kind, Mesh
+from shardlab.language.rules.kinds import counted
+from shardlab.models.architectures import MoE
+from shardlab.planner.describe import short
+from shardlab.planner.problem import Candidate, Limits, PlanShape, Problem
+from shardlab.planner.results import Found
+from shardlab.planner.space import candidates, meshes, shapes, sharded
+from shardlab.simulate.predict.forecast import forecast
+from shardlab.simulate.predict.memory_advice import broken_limit
+from shardlab.strategies.plan.plan import Plan
+
+
+def nothing_found(problem: Problem, found: Found) -> str:
+    """Say what comes nearest, and what is missing, where no plan of a search fits."""
+    room, margin, misses = problem.room, problem.recipe.memory.margin_bytes, found.misses()
+    nearest = min(misses.items(), key=lambda miss: miss[1][0], default=None)
+    if found.refused and not found.outcomes:
+        return refused(problem, reason_of(problem, found.refused[0]))
+    if found.left is not None or nearest is None:
+        seen = f"of {counted(found.space['shapes'], 'shape')} {counted(len(found.outcomes), 'plan')} were simulated"
+        if nearest is not None:
+            over = bytes_text(nearest[1][0] - room, 1)
+            seen = f"{seen}, and {nearest[0]} ({short(nearest[1][1])}) comes nearest, with {over} too many"
+        return f"no plan that fits was found in the time ({seen}); give more --seconds, or limits such as --max-tp 8"
+    name, (bytes, candidate) = nearest
+    limits, more = str(problem.limits), "more devices"
+    under = f" under the limits {limits}" if limits else ""
+    free = f" and leaves {problem.recipe.name}'s margin of {bytes_text(margin, 1)}" if margin else ""
+    reused = ""
+    if not margin and next(each.forecast.memory.fits for each in found.outcomes if each.candidate == candidate):
+        free = " with all that the allocator may hold in reserve"
+        reused = "; it runs if the allocator gives that back"
+    lifted, state = _lifted(problem.limits, candidate), ""
+    context = 0.0 if problem.cluster.on_cpu else problem.recipe.memory.context_bytes
+    if (alone := _state(problem, candidate) + context) > room:
+        beside = ", and CUDA's context," if context else ","
+        state = (
+            f"; weights and {problem.optimizer}'s state, shared over all devices{beside} alone take "
+            f"{bytes_text(alone, 1)}"
+        )
+        lifted = ""  # no limit hinders that
+        if room > context:
+            least = ceil(problem.cluster.size * (alone - context) / (room - context))
+            more = f"at least {least:,} devices"
+    return (
+        f"no plan{under} fits into {bytes_text(room + margin, 1)} a device{free}: {name} comes nearest "
+        f"({short(candidate)}) and takes at least {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many"
+        f"{reused}{state}; take {more}, or larger ones{f', or leave out {lifted}' if lifted else ''}"
+    )
+
+
+def _state(problem: Problem, candidate: Candidate) -> float:
+    """Bytes on each device of the weights and of the optimizer's state, if all devices share them."""
+    precision = candidate.precision
+    each = precision.bytes(Kind.WEIGHT) + precision.under(problem.optimizer).optimizer
+    return problem.model.parameter_count * each / problem.cluster.size
+
+
+SAVING = ("recompute", "micro_batch_size", "shard_parameters", "shard_gradients", "shard_optimizer")
+"""Choices that save memory, those that cost least first."""
+
+
+def _lifted(limits: Limits, candidate: Candidate) -> str:
+    """The limit without which a step could take less memory ("": there is none)."""
+    fixed = {**limits.fixed, **({"micro_batch_size": size} if (size := limits.micro_batch_size) else {})}
+    least = {"recompute": "full", "micro_batch_size": 1}
+    for name in SAVING:
+        if name in fixed and fixed[name] != least.get(name) and not (name.startswith("shard") and fixed[name]):
+            return as_flags({name: fixed[name]})
+    sizes = candidate.plan.mesh.sizes()
+    for axis in AXES:
+        if axis in limits.fixed:
+            return as_flags({axis: sizes[axis]})
+        if axis in limits.most:
+            return as_flags({f"max_{axis}": limits.most[axis]})
+    return ""
+
+
+# Sentences for a space without any plan: which size or limit that the user gave cannot be met.
+#
+# The causes are looked for in the order in which a user would: the axes that are given against the devices; then what
+# the model, the plan and the framework allow, with a batch that any number of data-parallel ranks can share; and then
+# the batch and its microbatches.
+
+
+T = TypeVar("T")
+
+
+def nothing_to_search(problem: Problem) -> str:
+    """Say why the space of plans is empty."""
+    if reason := _wrong_axes(problem):
+        return reason
+    roomy = _with_room(problem)
+    least = least_data_ranks(roomy)
+    if least is not None:
+        return _wrong_batch(problem, least)
+    reasons = [*_reasons(roomy)]
+    if not reasons:
+        return refused(problem, f"no plan divides {counted(problem.cluster.size, 'device')}; give other limits")
+    mesh, reason = reasons[0]
+    if any(other != reason for _, other in reasons):
+        reason = f"{reason} (with {mesh})"
+    return refused(problem, reason)
+
+
+def refused(problem: Problem, reason: str) -> str:
+    """Say that nothing can be run under a problem's limits, and why."""
+    under = f" under the limits {problem.limits}" if str(problem.limits) else ""
+    return f"no plan{under} can be run: {reason or 'give other limits or another --global-batch'}"
+
+
+def reason_of(problem: Problem, candidate: Candidate) -> str:
+    """Why a candidate is refused ("": it is not)."""
+    workload = problem.workload(candidate)
+    try:
+        if not (reason := broken_limit(workload)):
+            forecast(workload)
+        return reason
+    except (UserError, Refused) as error:
+        return str(error)
+
+
+def least_data_ranks(problem: Problem) -> int | None:
+    """The fewest data-parallel ranks of any plan (None: there is no plan)."""
+    found = sorted(shapes(problem), key=lambda shape: _data_ranks(shape.mesh))
+    return next((_data_ranks(shape.mesh) for shape in found if _has_plan(problem, shape)), None)
+
+
+def _data_ranks(mesh: Mesh) -> int:
+    return mesh.dp_replicate * mesh.dp_shard * mesh.ep
+
+
+def _has_plan(problem: Problem, shape: PlanShape) -> bool:
+    return any(True for _ in candidates(problem, shape))
+
+
+def _with_room(problem: Problem) -> Problem:
+    """Make a problem that differs in its batch: a sequence for each device, in microbatches of one, which ranks of any
+    mesh can share."""
+    limits = replace(problem.limits, most=_without(problem.limits.most, "micro_batch_size"), micro_batch_size=1)
+    return replace(problem, sequences=problem.cluster.size, limits=limits)
+
+
+def _without(table: Mapping[str, T], name: str) -> dict[str, T]:
+    return {key: value for key, value in table.items() if key != name}
+
+
+def _wrong_axes(problem: Problem) -> str:
+    """Say which sizes of axes no plan on so many devices has ("": some plan may have them)."""
+    limits, model, devices = problem.limits, problem.model, problem.cluster.size
+    fixed = {axis: limits.fixed[axis] for axis in AXES if axis in limits.fixed}
+    ranks, there = prod(fixed.values()), counted(devices, "device")
+    if fixed.get("ep", 1) > 1 and not isinstance(model, MoE):
+        return f"--ep {fixed['ep']} deals experts to ranks, and this model has none; leave it out"
+    if devices % ranks:
+        one = next((axis for axis in fixed if devices % fixed[axis]), None)
+        if one is not None:
+            flag = as_flags({one: fixed[one]})
+            return f"{flag} does not divide {there}; give a size that does, or another number of devices"
+        return (
+            f"{as_flags(fixed)} are {ranks} ranks, which do not divide {there}; give sizes whose product does, or "
+            "another number of devices"
+        )
+    if fixed.get("pp", 1) > (stages := 2 * model.layers + 1):
+        return f"--pp {fixed['pp']} is more than {stages}, the most stages that {model.layers} layers make; give fewer"
+    most = {"ep": 1} if not isinstance(model, MoE) else {}
+    most = {**most, **{axis: size for axis, size in limits.most.items() if axis != "dp_shard"}, **fixed}
+    if all(axis in most for axis in AXES) and (ranks := prod(most[axis] for axis in AXES)) < devices:
+        return (
+            f"{limits} leave {counted(ranks, 'rank')} at most, and there are {there}, which are all used; give others"
+        )
+    return ""
+
+
+def _reasons(problem: Problem) -> Iterator[tuple[Mesh, str]]:
+    """Why plans with the values that are fixed, and nothing else, are refused: a sentence for each mesh."""
+    limits = problem.limits
+    for mesh in meshes(problem):
+        try:
+            plan = Plan(mesh, **limits.fields)
+            plan = next(sharded(problem, plan), plan)
+            candidate = Candidate(plan, limits.micro_batch_size or 1, problem.precisions[0])
+        except UserError as error:
+            yield mesh, str(error)
+        else:
+            if reason := reason_of(problem, candidate):
+                yield mesh, reason
+
+
+def _wrong_batch(problem: Problem, least: int) -> str:
+    """Say why data-parallel ranks cannot share the batch in whole microbatches.
+
+    Args:
+        least: the fewest data-parallel ranks of any plan.
+    """
+    sequences, size, limits = problem.sequences, problem.limits.micro_batch_size or 1, str(problem.limits)
+    there, ranks = counted(sequences, "sequence"), counted(least, "data-parallel rank")
+    multiple = f"a --global-batch that is a multiple of {least * size}"
+    if sequences % size:
+        return f"--micro-batch-size {size} does not divide {there}; give a size that does, or {multiple}"
+    if sequences % least:
+        under, other = (f" under the limits {limits}", "other limits") if limits else ("", "fewer devices")
+        return (
+            f"no plan divides {counted(problem.cluster.size, 'device')} and {there}{under}: every plan has at least "
+            f"{ranks}, which share a batch evenly; give {multiple}, or {other}"
+        )
+    each = sequences // least
+    if each % size:
+        return (
+            f"{each} of {there} for each of {ranks}, the fewest of any plan, are no whole microbatches of {size}; "
+            f"give a --micro-batch-size that divides {each}, or {multiple}"
+        )
+    reasons = [*_reasons(problem)]
+    fewest = min((_data_ranks(mesh) for mesh, _ in reasons), default=0)
+    return refused(problem, next((reason for mesh, reason in reasons if _data_ranks(mesh) == fewest), ""))

@@ -1,0 +1,432 @@
+"""Reads a published run's record as what the simulator takes: a model, a plan, a cluster, a batch and a recipe."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from shardlab.common.errors import nearest
+from shardlab.language import Mesh, UserError
+from shardlab.language.precision import Precision
+from shardlab.models import GPT, Blocks, Llama
+from shardlab.planner.published.records import (
+    HardwareRecord,
+    Incomplete,
+    Measurement,
+    ModelRecord,
+    ParallelismRecord,
+    RunRecord,
+    Unknown,
+    measured_of,
+    record_of,
+    wrong_measurement,
+)
+from shardlab.simulate.hardware import DEVICES, LINKS, Cluster, Device, find_device, find_link
+from shardlab.simulate.hardware.cluster import NODES
+from shardlab.simulate.hardware.device import ALIASES
+from shardlab.simulate.predict.recipe import Recipe, find_recipe, recipes, stages_by_cost
+from shardlab.simulate.predict.workload import Workload
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.schedules import SCHEDULES
+
+T = TypeVar("T")
+
+RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "selective", "full": "full", "selective-per-op": "none"}
+"""Words for what is recomputed, and the plan's; of `SavedActivations.per_op` only some results of a block are kept."""
+
+DTYPES = {"fp8": "float8", "float8": "float8", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"} | {
+    "float16": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+}
+"""Words for a precision, and the dtype of its products of matrices."""
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A published run.
+
+    Attributes:
+        workload: one step of it.
+        measured: what was measured.
+        assumed: what the prediction takes for granted because the row does not say it.
+    """
+
+    workload: Workload
+    measured: Measurement
+    assumed: tuple[str, ...]
+
+    @property
+    def each(self) -> int:
+        """Microbatches of a data-parallel rank."""
+        return self.workload.microbatches // self.plan.data_ranks
+
+    @property
+    def plan(self) -> Plan:
+        assert isinstance(self.workload.plan, Plan)
+        return self.workload.plan
+
+
+def read_run(row: dict[str, Any], recipe: Recipe | None = None) -> PublishedRun:
+    """A run from its row, as this recipe runs it (None: as its own framework does).
+
+    Raises:
+        Incomplete: it does not say all that a prediction needs.
+    """
+    if wrong := wrong_measurement(row):
+        raise Incomplete(wrong)
+    measured = measured_of(row)
+    if measured.seconds is None and measured.bytes is None and not measured.out_of_memory:
+        raise Incomplete("measured neither the seconds of a step nor memory")
+    record = record_of(row)
+    try:
+        workload = workload_of(record, recipe or recipe_of(record))
+    except UserError as error:
+        raise Incomplete(str(error)) from None
+    return PublishedRun(workload, measured, assumptions(record, workload, told=recipe is not None))
+
+
+def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
+    """A step of a run.
+
+    Raises:
+        Unknown: it names something that is unknown here.
+        Incomplete: its numbers do not go together.
+        UserError: no plan or model has such sizes.
+    """
+    recompute = named(record.recompute or "none", RECOMPUTE)
+    if recompute is None:
+        near = nearest(str(record.recompute), RECOMPUTE)
+        raise Unknown(f"recomputes {record.recompute}, which is unknown here; {near}")
+    saved = replace(recipe.memory.saved, per_op=recompute == "selective-per-op")
+    recipe = replace(recipe, memory=replace(recipe.memory, saved=saved))
+    zero = max(recipe.defaults.zero_stage, record.parallelism.zero_stage or 0)
+    cluster, mesh, rows = cluster_of(record), mesh_of(record), record.batch.micro_batch
+    each, rest = divmod(record.batch.global_sequences, rows * mesh.dp_shard)
+    if rest or not each:
+        raise Incomplete(
+            f"has {record.batch.global_sequences} sequences, which {mesh.dp_shard} data-parallel ranks cannot take in "
+            f"microbatches of {rows}"
+        )
+    model = model_of(record, recipe, zero)
+    plan = plan_of(record, mesh, zero, recipe, model, RECOMPUTE[recompute])
+    return Workload(plan, model, cluster, each * mesh.dp_shard, rows, precision_of(record, recipe, zero), recipe=recipe)
+
+
+def recipe_of(record: RunRecord) -> Recipe:
+    """How the run's framework runs a step; where it names none, one that its source names, or that is usual.
+
+    Raises:
+        Unknown: the framework or the device is unknown here; the nearest is named.
+    """
+    if record.framework is not None:
+        return _known(find_recipe, record.framework)
+    return find_recipe(named(record.source, recipes()) or _usual(record))
+
+
+def _known(find: Callable[[str], T], name: str) -> T:
+    """The recipe, device or link of a name that a run gives."""
+    try:
+        return find(name)
+    except UserError as error:
+        raise Unknown(f"names what is unknown here: {error}") from None
+
+
+def _usual(record: RunRecord) -> str:
+    """The recipe that is assumed of devices of that age, for FSDP or for Megatron's kinds of parallelism."""
+    sharded, recent = record.parallelism.zero_stage == 3, "float8" in device_of(record.hardware).flops
+    if sharded:
+        return "fsdp2" if recent else "deepspeed"
+    return "megatron-core" if recent else "megatron-2021"
+
+
+def mesh_of(record: RunRecord) -> Mesh:
+    """The ranks as a mesh; data-parallel ranks are what the other axes leave, where the run does not say."""
+    axes, gpus = record.parallelism, record.hardware.gpus
+    cp = axes.cp or 1
+    mesh = Mesh(pp=axes.pp, dp_shard=axes.dp or max(1, gpus // (axes.tp * axes.pp * cp)), cp=cp, tp=axes.tp)
+    if mesh.world != gpus:
+        raise Incomplete(f"has a mesh of {mesh.world} ranks on {gpus} GPUs")
+    return mesh
+
+
+def device_of(hardware: HardwareRecord) -> Device:
+    """The device that a run used; where no field says, the one whose name stands in what it calls its GPU."""
+    name = hardware.device or named(hardware.gpu, [*DEVICES, *ALIASES])
+    if name is None:
+        if hardware.gpu is None:
+            raise Incomplete("does not say device")
+        raise Unknown(f"ran on an unknown GPU, {hardware.gpu}; {nearest(hardware.gpu, DEVICES)}")
+    return _known(find_device, name)
+
+
+def cluster_of(record: RunRecord) -> Cluster:
+    """The devices that a run used, on nodes joined by their links."""
+    hardware, device = record.hardware, device_of(record.hardware)
+    usual = NODES[device.name]
+    per_node = min(hardware.gpus_per_node or usual.devices, hardware.gpus)
+    told = (hardware.network, 1) if hardware.network else network_in(hardware.interconnect)
+    network, each = told or (usual.inter_node, 1)
+    nics = hardware.nics or per_node * each
+    nodes = math.ceil(hardware.gpus / per_node)
+    intra_node, host = find_link(usual.intra_node), find_link(usual.host)
+    return Cluster(device, per_node, nodes, intra_node, _known(find_link, network), host, nics)
+
+
+def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
+    """The model that was trained, its vocabulary padded where ranks or the recipe want it.
+
+    With ZeRO-3 a tied head is a matrix of its own here: whole blocks, which FSDP gathers, share none.
+    """
+    written, parallelism = record.model, record.parallelism
+    vocabulary, to = written.vocab or recipe.defaults.vocab_size, 128 * parallelism.tp
+    tied = bool(written.tied_embeddings) and zero < 3
+    if written.tied_embeddings is None and parallelism.pp > 1:  # half a block a stage takes half-blocks
+        each = 2 if _schedule(record) == "zb-v" else parallelism.interleave_v or 1
+        tied = written.layers + 2 == parallelism.pp * each
+    common: dict[str, Any] = {
+        "layers": written.layers,
+        "hidden_size": written.hidden,
+        "heads": written.heads,
+        "kv_heads": written.kv_heads or written.heads,
+        "ffn_hidden_size": written.ffn_hidden or 4 * written.hidden,
+        "vocab_size": -(-vocabulary // to) * to if recipe.defaults.pads_vocab or parallelism.tp > 1 else vocabulary,
+        "seq_len": written.seq_len,
+        "tied": tied,
+    }
+    kind = written.ffn_type or "gelu"
+    if kind == "swiglu":
+        return Llama(**common)
+    if kind == "squared_relu":  # Nemotron: rotary positions, no biases
+        return GPT(**common, activation="squared_relu", rope_theta=10000.0, bias=False)
+    if kind != "gelu":
+        raise Unknown(f"has an activation function that is unknown here, {kind}")
+    return GPT(**common, bias=recipe.defaults.bias, dropout=recipe.defaults.dropout)
+
+
+def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blocks, recompute: Any) -> Plan:
+    """How the model was laid over the ranks."""
+    parallelism = record.parallelism
+    chunks = parallelism.interleave_v or 0
+    schedule = _schedule(record) or ("interleaved-1f1b" if chunks > 1 else "1f1b")
+    if mesh.pp == 1:
+        schedule, chunks = "1f1b", 1
+    elif schedule == "interleaved-1f1b" and chunks < 2:
+        chunks = max(1, round(model.layers / mesh.pp))  # as many as there are layers: what hides most of the bubble
+    stages = mesh.pp * ({"zb-v": 2, "interleaved-1f1b": chunks}.get(schedule, 1))
+    shard = ("dp_shard", "cp") if mesh.cp > 1 else ("dp_shard",)
+    shard = shard if mesh.dp_shard * mesh.cp > 1 else ()
+    pipelined = mesh.pp > 1
+    halves = mesh.tp > 1 or mesh.cp > 1 or model.borrowed(model.layers - 1) or recompute == "selective"
+    dealt: tuple[int, ...] = ()
+    if pipelined and recipe.defaults.stages == "cost":
+        dealt = stages_by_cost(model, stages, halves=bool(halves))
+    elif pipelined:
+        dealt = layers_per_stage(model.layers, stages, parallelism.first_last_stage_one_layer_less, bool(halves))
+    keeps_weights = zero == 3 and (pipelined or parallelism.reshard_after == "step")
+    return Plan(
+        mesh,
+        schedule,
+        stages_per_rank=chunks if schedule == "interleaved-1f1b" else None,
+        layers_per_stage=dealt,
+        shard_parameters=shard if zero >= 3 else (),
+        shard_gradients=shard if zero >= 2 and not keeps_weights else (),  # a pipeline's FSDP reduces once a step
+        shard_optimizer=shard if zero >= 1 else (),
+        reduce_at=recipe.defaults.reduction(sharded=zero > 0),
+        reshard_after="step" if keeps_weights else "layer",
+        sequence_parallel=bool(parallelism.sequence_parallel) and mesh.tp > 1,
+        recompute=recompute,
+        context="all_gather",
+    )
+
+
+BY_HAND = {"zb-1p": "zb-h1", "zb-2p": "zb-h2"}
+"""Schedules that a search finds within a limit of memory (Qi et al. 2023, arXiv 2401.10241, sections 3 and 5), and
+those made by hand that hold as much. A prediction says that it assumes them."""
+
+
+def _schedule(record: RunRecord) -> str | None:
+    """The run's schedule (None: it has none).
+
+    Raises:
+        Unknown: it is unknown here; the nearest is named.
+    """
+    text = record.parallelism.schedule
+    if text is None or text == "none":
+        return None
+    text = BY_HAND.get(text, text)
+    if (name := named(text, SCHEDULES)) is None:
+        raise Unknown(f"has a schedule that is unknown here, {text}; {nearest(text, SCHEDULES)}")
+    return name
+
+
+def precision_of(record: RunRecord, recipe: Recipe, zero: int) -> Precision:
+    """Find the numbers that a run uses; FSDP's parameters are the optimizer's float32 copy, gathered in half of its
+    width.
+
+    Raises:
+        Unknown: for a dtype that is unknown here.
+    """
+    text = record.precision or "fp16"
+    name = named(text, DTYPES)
+    if name is None:
+        raise Unknown(f"computes in {text}, which is unknown here; {nearest(text, DTYPES)}")
+    compute = DTYPES[name]
+    usual = (compute == "bfloat16" and recipe.defaults.bf16_gradient_bytes) or recipe.defaults.gradient_bytes
+    gradients = usual if record.gradients is None else 4 if record.gradients == "fp32" else 2
+    dtype = "float32" if gradients == 4 else "bfloat16"
+    optimizer = 10 if zero == 3 else 12
+    half = "bfloat16"
+    return Precision(name, compute, half, dtype, half, "float32", True, optimizer, "the run's own row")
+
+
+# How many layers each pipeline stage of a published run had, where its source says so in words.
+
+
+def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool) -> tuple[int, ...]:
+    """The `layers_per_stage` of a plan.
+
+    Where blocks do not divide, but would with two more, the first and the last stage have one fewer, as their embedding
+    and head take time as well (Megatron's standalone embedding; Llama 3, arXiv 2407.21783, section 3.3.2).
+
+    >>> layers_per_stage(10, 4, fewer_at_ends=True, halves=False)
+    (2, 3, 3, 2)
+
+    Args:
+        blocks: of the model.
+        stages: of the pipeline.
+        fewer_at_ends: whether the first and the last stage are said to have one block fewer.
+        halves: whether a plan counts pairs of a norm and a body, two a block and one for the head.
+    """
+    each, rest = divmod(blocks + 2, stages)
+    if each == 1 and not rest and halves:  # the ends have no block, so their neighbours share half of one with them
+        pairs = 2 * blocks - 1
+        return (1, *_even(pairs, stages - 2), 1)
+    if each > 1 and not rest and (fewer_at_ends or blocks % stages):
+        counts = [each - 1, *[each] * (stages - 2), each - 1]
+    else:
+        counts = _even(blocks, stages)
+    if not halves:
+        return tuple(counts)
+    counts = [2 * count for count in counts]
+    counts[-1] += 1
+    return tuple(counts)
+
+
+def _even(count: int, stages: int) -> list[int]:
+    """Deal blocks to stages as evenly as can be; stages that have one more lie in the middle."""
+    each, more = divmod(count, stages)
+    first = (stages - more + 1) // 2
+    return [each + (first <= stage < first + more) for stage in range(stages)]
+
+
+# Known names in the text of a row that has no field for what it names: what is found is an assumption, and told.
+
+
+NETWORKS = {"efa": ("efa-100", 4)}
+"""Networks that are called by a family's name: the link, and how many of them a device has (AWS p5: 32 of 100 Gb/s)."""
+
+
+def network_in(text: str | None) -> tuple[str, int] | None:
+    """The link that a text names, and how many of them a device has (None: it names none that is known here).
+
+    >>> network_in("NVLink; EFA"), network_in("a fast network")
+    (('efa-100', 4), None)
+    """
+    if (family := named(text, NETWORKS)) is not None:
+        return NETWORKS[family]
+    link = named(text, LINKS)
+    return None if link is None else (link, 1)
+
+
+def named(text: str | None, names: Iterable[str]) -> str | None:
+    """The known name whose words all stand in a text: the first one, and of those that begin alike the longest.
+
+    The end of a compound does not begin a name: Megatron-DeepSpeed is not DeepSpeed.
+
+    >>> named("A100-SXM4-40GB (Polaris)", ["a100", "a100-40gb", "h100"])
+    'a100-40gb'
+    >>> named("amp_fp8 / bf16", ["bf16", "fp8"]), named("H1000", ["h100"])
+    ('fp8', None)
+    """
+    joined = re.sub(r"(\d+) ?gb\b", r"\1gb", (text or "").lower())
+    words = {match[0] for match in re.finditer(r"[a-z0-9]+", joined)}
+    starts = {match[0]: match.start() for match in reversed([*re.finditer(r"(?<![a-z0-9-])[a-z0-9]+", joined)])}
+    found = [
+        (starts[first], -len(name), name)
+        for name in names
+        if (first := name.partition("-")[0]) in starts and words.issuperset(name.split("-"))
+    ]
+    return min(found)[2] if found else None
+
+
+# Assumptions of a prediction: what it takes for granted because a run does not say it.
+
+
+def assumptions(record: RunRecord, workload: Workload, *, told: bool = False) -> tuple[str, ...]:
+    """Short phrases, one for each thing that the record leaves open and that its prediction rests on.
+
+    Args:
+        told: the user has said which framework ran it.
+    """
+    assert isinstance(workload.plan, Plan)
+    computes = workload.precision.name
+    recompute = "selective-per-op" if workload.recipe.memory.saved.per_op else workload.plan.recompute
+    return (
+        *(() if record.framework or told else (f"framework: {workload.recipe.name}",)),
+        *_of_model(record.model, workload.model),
+        *_of_hardware(record.hardware, workload.cluster),
+        *_of_plan(record.parallelism, workload.recipe.defaults.zero_stage, workload.plan),
+        *(() if record.recompute == recompute else (f"recompute: {recompute}",)),
+        *(() if record.precision == computes else (f"precision: {computes}",)),
+    )
+
+
+def _of_model(written: ModelRecord, model: Blocks) -> Iterator[str]:
+    tied = model.has_tied_head
+    if written.vocab is None:
+        yield f"vocabulary: {model.vocab_size}, the framework's usual one, padded"
+    elif written.vocab != model.vocab_size:
+        yield f"vocabulary: padded to {model.vocab_size}"
+    if written.kv_heads is None:
+        yield "key and value heads: as many as heads"
+    if written.ffn_hidden is None:
+        yield f"feed-forward width: {4 * written.hidden}, four times the model's"
+    if written.ffn_type is None:
+        yield "activation function: GELU"
+    if written.tied_embeddings is None:
+        yield f"embedding and head: {'one matrix' if tied else 'two matrices'}"
+    elif written.tied_embeddings and not tied:
+        yield "embedding and head: two matrices, though tied"
+
+
+def _of_hardware(written: HardwareRecord, cluster: Cluster) -> Iterator[str]:
+    if written.gpus_per_node is None:
+        yield f"GPUs of a node: {cluster.per_node}"
+    if written.device is None:
+        yield f"device: {cluster.device.name}"
+    if cluster.nodes > 1 and not (written.network and written.nics):
+        unknown = written.interconnect and not (written.network or network_in(written.interconnect))
+        since = f", since {written.interconnect} is none that is known here" if unknown else ""
+        yield f"network: {cluster.nics} x {cluster.inter_node.name} a node{since}"
+
+
+def _of_plan(written: ParallelismRecord, least_stage: int, plan: Plan) -> Iterator[str]:
+    if written.dp is None:
+        yield f"data-parallel ranks: {plan.mesh.dp_shard}, what the other axes leave of the GPUs"
+    if written.cp is None:
+        yield "context parallelism: none"
+    if written.sequence_parallel is None and plan.mesh.tp > 1:
+        yield "sequence parallelism: none"
+    if least_stage and not written.zero_stage:
+        yield f"ZeRO stage: {least_stage}, the framework's way"
+    elif written.zero_stage is None:
+        yield "ZeRO stage: 0"
+    if plan.mesh.pp > 1:
+        if written.schedule != plan.schedule:
+            yield f"schedule: {plan.schedule}"
+        if plan.schedule == "interleaved-1f1b" and (written.interleave_v or 1) < 2:
+            yield f"stages of a rank: {plan.stages_per_rank}"

@@ -1,0 +1,328 @@
+"""A published run as its file gives it: typed fields, of which some may be absent."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+from shardlab.common.errors import UserError
+from shardlab.common.files import read_file
+
+T = TypeVar("T")
+
+
+class Incomplete(Exception):
+    """A run does not say enough to be predicted; the message says what is missing."""
+
+
+class Unknown(Incomplete):
+    """A run names a device, a network, a framework or the like that is unknown here; the message says which."""
+
+
+def limited(most: int, *, least: int = 1, wanted: bool = False) -> Any:
+    """A field that is a whole number of `least` to `most`; what is replayed op by op has a limit."""
+    limits = {"least": least, "most": most}
+    return field(metadata=limits) if wanted else field(default=None, metadata=limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord:
+    """A model's sizes, and its activation function."""
+
+    layers: int = limited(4096, wanted=True)
+    hidden: int
+    heads: int
+    seq_len: int
+    kv_heads: int | None = None
+    ffn_hidden: int | None = None
+    ffn_type: str | None = None
+    vocab: int | None = None
+    tied_embeddings: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareRecord:
+    """Devices and network.
+
+    Attributes:
+        device: by its name in `shardlab.simulate.hardware.device`.
+        network: the link between nodes, by its name in `shardlab.simulate.hardware.cluster`.
+        nics: how many of these a node has.
+        gpu, interconnect: texts, which are read for names where these are absent.
+    """
+
+    device: str | None = None
+    gpus: int = limited(32768, wanted=True)
+    gpus_per_node: int | None = None
+    network: str | None = None
+    nics: int | None = limited(1024)
+    gpu: str | None = None
+    interconnect: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelismRecord:
+    """How the model was laid over the GPUs."""
+
+    tp: int = limited(32768, wanted=True)
+    pp: int = limited(4096, wanted=True)
+    dp: int | None = limited(32768)
+    cp: int | None = limited(32768)
+    zero_stage: int | None = limited(3, least=0)
+    interleave_v: int | None = limited(4096)
+    schedule: str | None = None
+    sequence_parallel: bool | None = None
+    reshard_after: str | None = None
+    first_last_stage_one_layer_less: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRecord:
+    """Sequences of a step and of a microbatch."""
+
+    global_sequences: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRecord:
+    """The parameters of a model of which nothing else is told, and the ranks that share them."""
+
+    params: float
+    dp: int = limited(32768, wanted=True)
+    zero_stage: int = field(default=0, metadata={"least": 0, "most": 3})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run of a file, but for what it measured.
+
+    Attributes:
+        framework: the recipe that describes it, by name.
+        precision: dtype of products of matrices: fp32, bf16, fp16 or fp8.
+        gradients: dtype in which gradients are reduced: fp32, or half of that where it says anything else.
+    """
+
+    id: str
+    source: str
+    framework: str | None = None
+    model: ModelRecord
+    hardware: HardwareRecord
+    parallelism: ParallelismRecord
+    batch: BatchRecord
+    precision: str | None = None
+    gradients: str | None = None
+    recompute: str | None = None
+
+
+def record_of(row: dict[str, Any]) -> RunRecord:
+    """The record of a file's row.
+
+    Raises:
+        Incomplete: it lacks a field that a prediction needs, or has something else where a number must stand.
+    """
+    sections = {
+        "model": made(ModelRecord, section(row, "model")),
+        "hardware": made(HardwareRecord, section(row, "hardware")),
+        "parallelism": made(ParallelismRecord, section(row, "parallelism")),
+        "batch": made(BatchRecord, section(row, "batch")),
+    }
+    return made(RunRecord, {"source": ""} | {name: row[name] for name in row if row[name] is not None} | sections)
+
+
+def section(row: dict[str, Any], name: str) -> dict[str, Any]:
+    """One of a row's objects; an absent one is empty."""
+    value = row.get(name)
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
+def made(kind: type[T], written: dict[str, Any]) -> T:
+    """A record of what is written; `8`, `8.0` and `"8"` are all 8, and null is as if it were absent.
+
+    Raises:
+        Incomplete: a field is absent that the record needs, or is no number where one must stand.
+    """
+    known: list[Field[Any]] = list(fields(cast(Any, kind)))
+    values = {each.name: _read(each, written[each.name]) for each in known if written.get(each.name) is not None}
+    missing = [each.name for each in known if each.default is MISSING and each.name not in values]
+    if missing:
+        raise Incomplete(f"does not say {', '.join(missing).replace('_', ' ')}")
+    return kind(**values)
+
+
+def _read(each: Field[Any], value: Any) -> Any:
+    """A field's value in the field's type."""
+    kind = str(each.type).split()[0]
+    if kind == "bool":
+        return bool(value)
+    if kind == "str":
+        return str(value)
+    if kind not in ("int", "float"):
+        return value
+    found, name = _finite(value), each.name.replace("_", " ")
+    least, most = each.metadata.get("least", 1), each.metadata.get("most", 10**12)
+    if found is None or found < least or (kind == "int" and found != int(found)):
+        raise Incomplete(f"gives {value!r} as {name}, which is no whole number of {least} or more")
+    if found > most:
+        raise Incomplete(f"gives {value!r} as {name}, which is more than {most}")
+    return int(found) if kind == "int" else found
+
+
+def _finite(value: Any) -> float | None:
+    """A number, written as such or in quotes; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        found = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+def number(value: Any) -> float | None:
+    """A positive number, written as such or in quotes; None for anything else."""
+    found = _finite(value)
+    return found if found is not None and found > 0 else None
+
+
+# Reading a file of published runs: rows as they are written, with what they measured.
+
+
+Memory = Literal["allocated", "reserved", "nvidia-smi", "model state"]
+"""Content of a measured figure: what tensors take at their peak; what the allocator has reserved for them; all that
+the GPU holds; or parameters, gradients and optimizer state alone."""
+
+GB, GIB = 1e9, 2.0**30
+
+MEMORY_FIELDS: tuple[tuple[str, Memory, float], ...] = (
+    ("peak_memory_GB", "allocated", GB),
+    ("peak_memory_GiB", "reserved", GIB),
+    ("peak_memory_GB_nvidia_smi", "nvidia-smi", GIB),
+    ("model_state_memory_GB", "model state", GB),
+)
+"""A field of `measured`, what it includes, and its unit: the Zero Bubble paper and the ZeRO paper count in 10^9,
+torchtitan and nvidia-smi in 2^30."""
+
+DENIED = {"no", "not", "never", "without", "close", "near", "nearly", "almost"}
+"""Words with which a text that tells of memory does not say that it ended a run."""
+
+STATUS = ("status", "result", "outcome", "error")
+"""Fields of a row that may say how a run ended."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Measured figures of a run.
+
+    Attributes:
+        seconds: of a step (None: not given).
+        bytes: of one GPU's memory (None: not given).
+        memory: what these bytes include.
+        out_of_memory: whether the run ended for want of memory.
+        of_block: whether the seconds are those of one block, forward and backward, for a microbatch.
+    """
+
+    seconds: float | None
+    bytes: float | None
+    memory: Memory
+    out_of_memory: bool = False
+    of_block: bool = False
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The runs in a file: a JSON list of objects, each with an `id`.
+
+    Raises:
+        UserError: for anything else.
+    """
+    written = read_file(path, "JSON")
+    if not isinstance(written, list) or not written:
+        raise UserError(f'{path} holds no list of runs; write [{{"id": ..., "source": ..., "model": ...}}, ...]')
+    rows = cast(list[Any], written)
+    for place, row in enumerate(rows):
+        if not isinstance(row, dict) or not isinstance(cast(dict[str, Any], row).get("id"), str):
+            raise UserError(f"{path}: run {place} is no object with an id; each run needs one that is its own")
+    ids = [row["id"] for row in rows]
+    twice = next((name for name in ids if ids.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{path}: two runs are called {twice!r}; give each an id of its own")
+    return rows
+
+
+def measured_of(row: dict[str, Any]) -> Measurement:
+    """Find the measured figures of a row; seconds come from tokens/s where only these are given."""
+    measured, out = section(row, "measured"), ran_out_of_memory(row)
+    seconds = number(measured.get("iteration_s")) or number(section(row, "derived").get("iteration_s"))
+    seconds = seconds or _from_tokens(row, measured)
+    if seconds is None and (block := _of_block(measured)):
+        return Measurement(block, None, "allocated", out, of_block=True)
+    for name, memory, unit in MEMORY_FIELDS:
+        found = number(measured.get(name))
+        if found is not None:
+            return Measurement(seconds, found * unit, memory, out)
+    return Measurement(seconds, None, "allocated", out)
+
+
+TIMES = {
+    "measured": (
+        *("iteration_s", "tokens_per_s_per_gpu", "tokens_per_s"),
+        *("layer_total_ms", "layer_forward_ms", "layer_backward_ms"),
+    ),
+    "derived": ("iteration_s",),
+}
+"""Fields that give a step's time or speed, by section."""
+
+
+def wrong_measurement(row: dict[str, Any]) -> str:
+    """Say which time or speed of a row is no number above 0, and no word for a run out of memory ("": none)."""
+    for part, names in TIMES.items():
+        for name in names:
+            value = section(row, part).get(name)
+            if value is not None and number(value) is None and not _says_so(value):
+                return (
+                    f"gives {value!r} as {part} {name}; give a number above 0, or leave it out where the run did not "
+                    "end"
+                )
+    return ""
+
+
+def ran_out_of_memory(row: dict[str, Any]) -> bool:
+    """Whether a run says that it ended for want of memory.
+
+    By a field `out_of_memory` or `oom` that is true, in the row or in `measured`; by these words in place of what
+    should have been measured; or as the row's status.
+    """
+    fields = section(row, "measured")
+    named = [value for key, value in (*row.items(), *fields.items()) if _says_so(key)]
+    texts = (row.get("measured"), *fields.values(), *map(row.get, STATUS))
+    return any(map(_is_true, named)) or any(map(_says_so, texts))
+
+
+def _says_so(text: Any) -> bool:
+    words = re.findall("[a-z0-9]+", text.lower()) if isinstance(text, str) else []
+    return bool({"oom"} & {*words} or "out of memory" in " ".join(words)) and not DENIED & {*words}
+
+
+def _is_true(value: Any) -> bool:
+    return value is True or value == 1 or (isinstance(value, str) and value.lower() in ("true", "yes", "1", "oom"))
+
+
+def _from_tokens(row: dict[str, Any], measured: dict[str, Any]) -> float | None:
+    each, all = number(measured.get("tokens_per_s_per_gpu")), number(measured.get("tokens_per_s"))
+    if each and (gpus := number(section(row, "hardware").get("gpus"))):
+        all = each * gpus
+    sequences, block = (
+        number(section(row, name).get(key)) for name, key in (("batch", "global_sequences"), ("model", "seq_len"))
+    )
+    return sequences * block / all if sequences and block and all else None
+
+
+def _of_block(measured: dict[str, Any]) -> float | None:
+    """Seconds, from milliseconds of one transformer layer."""
+    total, parts = measured.get("layer_total_ms"), ("layer_forward_ms", "layer_backward_ms")
+    forward, backward = (number(measured.get(part)) for part in parts)
+    milliseconds = number(total) or (forward + backward if forward and backward else None)
+    return milliseconds / 1e3 if milliseconds else None

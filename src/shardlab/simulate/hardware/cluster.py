@@ -1,0 +1,473 @@
+"""A cluster: so many nodes of so many devices, and the links inside a node and between nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import inf
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from shardlab.common.errors import UserError, find, nearest
+from shardlab.common.files import packaged, read_file
+from shardlab.language.pass_names import NO_LAG, Lag
+from shardlab.language.rules.kinds import counted
+from shardlab.language.rules.refusals import HOST
+from shardlab.models.layout import Pointwise
+from shardlab.simulate.hardware.collectives import COSTS, START, GroupSpan, collective_seconds, nodes_of
+from shardlab.simulate.hardware.device import CONSTANTS, DEVICES, Device, Figure, find_device, rows
+from shardlab.simulate.hardware.profile import AlphaBeta, Machine, Profile, Rate, device_of_profile, measured_seconds
+
+# Links between devices and between nodes, from `links.toml`.
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of link.
+
+    Attributes:
+        name: how a cluster file calls it.
+        bandwidth: bytes per second that one device (inside a node) or one NIC (between nodes) sends, all its lanes
+            together, in one direction.
+        latency: seconds of a hop.
+        efficiency: the share of the bandwidth that a large collective gets.
+        pair: bytes per second of a message between two devices; less than `bandwidth` where the lanes go to different
+            peers and no switch joins them.
+        net_step: seconds that each step of a ring or a tree over several nodes takes at least, also inside them (0: as
+            its hop; gathers are then priced by what is fastest, and not as NCCL's rings).
+        source: where the figures are from.
+        figures: where latency and efficiency are from, which links of a kind share.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+    efficiency: float
+    source: str
+    pair: float = 0.0
+    net_step: float = 0.0
+    figures: Mapping[str, Figure] = field(default_factory=dict[str, Figure], compare=False)
+
+    @property
+    def speed(self) -> float:
+        """Bytes per second that a large collective gets."""
+        return self.bandwidth * self.efficiency
+
+    @property
+    def pair_speed(self) -> float:
+        """Bytes per second that a large message between two devices gets."""
+        return (self.pair or self.bandwidth) * self.efficiency
+
+
+_KINDS = rows("links", "kind")
+
+LINKS = {name: Link(name, **(_KINDS[row.pop("kind")] | row)) for name, row in rows("links", "link").items()}
+"""Every link by name."""
+
+
+def find_link(name: str) -> Link:
+    """The link of that name.
+
+    Raises:
+        UserError: there is none; the nearest names are suggested.
+    """
+    return find(LINKS, name, "link")
+
+
+DISK_LINK = find_link("nvme")
+
+HOST_MEMORY: float = CONSTANTS["host_memory"].value
+"""Bytes/s of the host's memory that each device's share of its processors gets."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """Devices on nodes; global ranks are placed on the nodes in order.
+
+    Attributes:
+        device: what every rank runs on.
+        per_node: how many of them share a node.
+        nodes: how many nodes.
+        intra_node: the link between devices of a node.
+        inter_node: the link between nodes; its bandwidth is that of one NIC.
+        host: the link between a device and its host's memory.
+        nics: how many NICs a node has, shared evenly by its devices.
+        profile: what was measured on this machine; it stands in for the links.
+    """
+
+    device: Device
+    per_node: int
+    nodes: int
+    intra_node: Link
+    inter_node: Link
+    host: Link
+    nics: int
+    profile: Profile | None = None
+
+    @classmethod
+    def of_profile(cls, profile: Profile) -> Cluster:
+        """The machine that the profile was measured on: as many ranks as it has cores or devices, on one node."""
+        link = Link("measured", 1.0, 0.0, 1.0, "a profile")
+        most = max((processes for _, processes in profile.peaks), default=0)
+        crowd = replace(profile, peaks={key: peak for key, peak in profile.peaks.items() if key[1] == most})
+        return cls(device_of_profile(crowd), profile.machine.places, 1, link, link, link, 1, profile)
+
+    def at_work(self, ranks: int) -> Cluster:
+        """This cluster with so many of its devices at work: as measured, one alone has the memory to itself."""
+        if self.profile is None or ranks > 1 or not self.profile.alone:
+            return self
+        peaks = {key: peak for key, peak in self.profile.peaks.items() if key[1] == 1}
+        return replace(self, device=device_of_profile(replace(self.profile, kernels=self.profile.alone, peaks=peaks)))
+
+    @property
+    def contention(self) -> float:
+        """Seconds that a second of communication takes from the compute of its rank; of data sheets none."""
+        return self.profile.contention if self.profile is not None else 0.0
+
+    @property
+    def lag(self) -> Lag:
+        """What a rank loses beside that where it waits for others; of data sheets nothing."""
+        return self.profile.lag if self.profile is not None else NO_LAG
+
+    @property
+    def size(self) -> int:
+        """How many devices there are."""
+        return self.per_node * self.nodes
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.per_node} {self.device.name}"
+
+    def require(self, ranks: int) -> None:
+        """See that so many ranks have a device each.
+
+        Raises:
+            UserError: there are more ranks than devices.
+        """
+        if ranks > self.size:
+            raise UserError(
+                f"{counted(ranks, 'rank')} do not fit on {counted(self.size, 'device')} ({self}); "
+                f"make the mesh smaller, or the cluster {ranks} devices"
+            )
+
+    def span(self, ranks: Sequence[int]) -> GroupSpan:
+        """Where a group lies. Other groups of its axis use the rest of a node's NICs at the same time."""
+        nodes, members = nodes_of(ranks, self.per_node)
+        return GroupSpan(
+            size=len(ranks),
+            nodes=nodes,
+            members=members,
+            intra_node=self.intra_node.speed,
+            inter_node=self.inter_node.speed * self.nics / self.per_node,
+            hop_intra_node=self.intra_node.latency,
+            hop_inter_node=self.inter_node.latency,
+            net_step=self.inter_node.net_step,
+        )
+
+    def collective_seconds(self, kind: str, bytes: float, ranks: Sequence[int]) -> float:
+        """How long a collective of these global ranks takes.
+
+        Args:
+            kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather",
+                "scatter" or "barrier".
+            bytes: of the whole value: the tensor that is reduced or broadcast, the gathered result, what is scattered,
+                one rank's whole input of an all_to_all.
+            ranks: global numbers of the members.
+
+        Raises:
+            UserError: no collective has that name, the profile has not measured it, or bytes or ranks cannot be.
+        """
+        find(COSTS, kind, "collective")
+        self._want_bytes(bytes)
+        self._want_ranks(ranks)
+        if self.profile is not None:
+            return measured_seconds(self.profile, kind, bytes, len(ranks))
+        return collective_seconds(kind, bytes, self.span(ranks))
+
+    def message_seconds(self, bytes: float, source: int, target: int) -> float:
+        """How long a message takes from one global rank to another.
+
+        Raises:
+            UserError: the profile has not measured it, or bytes or ranks cannot be.
+        """
+        self._want_bytes(bytes)
+        self._want_ranks([source, target] if source != target else [source])
+        if source == target:
+            return 0.0
+        if self.profile is not None:
+            if self.profile.messages is None:
+                raise UserError("the profile has no messages; measure them: shardlab bench collectives")
+            return self.profile.messages.seconds(bytes)
+        if source // self.per_node == target // self.per_node:
+            return START + self.intra_node.latency + bytes / self.intra_node.pair_speed
+        own = self.inter_node.speed * self.nics / self.per_node  # a device's own NICs carry a message together
+        return START + self.inter_node.latency + bytes / own
+
+    def copy_seconds(self, bytes: float, place: str) -> float:
+        """How long a device takes to copy to or from the host's memory or the disk; a CPU's ranks copy their own.
+
+        Raises:
+            UserError: bytes cannot be, or the profile is one of GPUs, whose copies are not measured.
+        """
+        self._want_bytes(bytes)
+        if self.on_cpu:
+            return self.device.seconds(Pointwise("copy", bytes / 2, 0.0), "float32")  # read and written
+        if self.profile is not None:
+            raise UserError("the profile has no copies to the host; predict offloading on a cluster by name")
+        link = self.host if place == HOST else DISK_LINK
+        return START + link.latency + bytes / link.speed
+
+    def host_seconds(self, bytes: float) -> float:
+        """How long a device's share of its host's processors takes to read and write so many bytes."""
+        if self.on_cpu:
+            return self.device.seconds(Pointwise("host", bytes / 4, 0.0), "float32")
+        return bytes / HOST_MEMORY
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether ranks were measured on CPU cores."""
+        return self.profile is not None and self.profile.machine.backend == "gloo"
+
+    def _want_bytes(self, bytes: float) -> None:
+        if not 0 <= bytes < inf:
+            raise UserError(f"{bytes} bytes cannot be sent; give 0 or more")
+
+    def _want_ranks(self, ranks: Sequence[int]) -> None:
+        if not ranks:
+            raise UserError("a collective of no ranks was asked for; give the numbers of its ranks")
+        if min(ranks) < 0 or max(ranks) >= self.size:
+            wrong = next(rank for rank in ranks if not 0 <= rank < self.size)
+            raise UserError(f"there is no rank {wrong} on {self}; its ranks are 0 to {self.size - 1}")
+        if len(set(ranks)) < len(ranks):
+            raise UserError(f"ranks {list(ranks)} name one twice; give each member once")
+
+
+# Clusters by name: `h100x16`, a TOML file, or a profile: `local` for this machine's, or a JSON file.
+#
+# A file names a device and its nodes, and may put its own figures in the place of the table's:
+#
+# device = "h100" # or [device] with base = "h100" and, say, memory = 96e9 nodes = 4 per_node = 8 intra_node =
+# "nvlink4" # or [intra_node] with base = "nvlink4" and, say, efficiency = 0.7 inter_node = "infiniband-ndr" host =
+# "pcie5" # between a device and the host's memory nics = 8
+
+
+T = TypeVar("T", Device, Link)
+
+MOST_EFFICIENT = 1.1
+"""The largest share of a link's bandwidth that a file may give it: what a switch sums is sent once (see `links`)."""
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """How many devices a usual node has, its links by name, its NICs, and where that was looked up."""
+
+    devices: int
+    intra_node: str
+    inter_node: str
+    host: str
+    nics: int
+    source: str
+
+
+NODES = {name: NodeType(**row) for name, row in rows("nodes", "node").items()}
+"""The node that each device usually sits in."""
+
+
+def find_cluster(name: str, *, here: Machine | None = None, other_machine: bool = False) -> Cluster:
+    """The cluster of that name.
+
+    Args:
+        name: DEVICExCOUNT, such as "h100x16"; or the path of a TOML file; or "local", what `shardlab bench` measured,
+            or the path of the JSON file that its --profile wrote.
+        here: this machine, which a profile has to be from.
+        other_machine: take a profile from another machine.
+
+    Raises:
+        UserError: there is no such device, the count is not whole nodes, or the file does not describe a cluster.
+    """
+    if is_measured(name):
+        path = Path(name) if name.endswith(".json") else None
+        return Cluster.of_profile(Profile.read(path, here=here, other_machine=other_machine))
+    if name.endswith(".toml"):
+        return read_cluster(Path(name))
+    if (words := _other_order(name.strip().lower())) is not None:
+        raise UserError(f"{name!r} is not a cluster; {words}")
+    found = re.fullmatch(r"(.+)x(\d+)", name.strip().lower())
+    if found is None or int(found[2]) == 0:
+        raise UserError(
+            f"{name!r} is not a cluster; write DEVICExCOUNT such as h100x16, the path of a .toml file or a profile's "
+            f".json, or local; "
+            f"of clusters with 8 devices {nearest(name, [f'{device}x8' for device in DEVICES])}"
+        )
+    if (own := f"{found[1]}x") in DEVICES and found[1] not in DEVICES:
+        raise UserError(
+            f"{name!r} lacks the x before the count, since the device is called {own}; give {own}x{found[2]}"
+        )
+    device = find_device(found[1])
+    return cluster_of(device, int(found[2]))
+
+
+def _other_order(name: str) -> str | None:
+    """What to write for a name such as 4x8xh100 or h100x4x8: nodes, their devices, and which ones."""
+    devices = "|".join(map(re.escape, sorted(DEVICES, key=len, reverse=True)))
+    counts = r"[1-9]\d*"
+    found = re.fullmatch(rf"(?:({counts})x)?({counts})x({devices})|({devices})x({counts})x({counts})", name)
+    if found is None:
+        return None
+    device = found[3] or found[4]
+    nodes, each = int(found[1] or found[5] or 1), int(found[2] or found[6])
+    usual = NODES[device].devices
+    if each == usual or (nodes == 1 and (each < usual or each % usual == 0)):
+        size = min(usual, each)
+        count = nodes * each // size
+        made_of = f"{count} nodes of {size}" if count > 1 else f"one node of {size}" if size > 1 else "one device"
+        return f"write {device}x{nodes * each}, which is {made_of}"
+    return (
+        f"nodes of {device} usually have {usual} devices; for {nodes} of {each}, write a .toml file with "
+        f'device = "{device}", nodes = {nodes} and per_node = {each}'
+    )
+
+
+def is_measured(name: str) -> bool:
+    """Whether a cluster of that name is what `shardlab bench` measured."""
+    return name.strip().lower() == "local" or name.endswith(".json")
+
+
+def cluster_of(device: Device, count: int) -> Cluster:
+    """Make a cluster of `count` devices on their usual nodes; fewer than a node's are part of one.
+
+    Raises:
+        UserError: they do not fill whole nodes.
+    """
+    node = NODES[device.name]
+    per_node = min(count, node.devices)
+    if count % per_node:
+        raise UserError(
+            f"{count} x {device.name} are not whole nodes of {per_node}; take {count - count % per_node} or "
+            f"{count - count % per_node + per_node}, or describe the nodes in a .toml file"
+        )
+    nics = max(1, node.nics * per_node // node.devices)
+    intra_node, inter_node, host = map(find_link, (node.intra_node, node.inter_node, node.host))
+    return Cluster(device, per_node, count // per_node, intra_node, inter_node, host, nics)
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster that a TOML file describes; what it leaves out is as in the device's usual node.
+
+    Raises:
+        UserError: the file cannot be read, or an entry is missing, unknown or not of its type.
+    """
+    data = read_file(path, "TOML")
+    known = ("device", "nodes", "per_node", "intra_node", "inter_node", "host", "nics")
+    for key in data:
+        if key not in known:
+            raise UserError(f"{path}: {key!r} is no entry of a cluster; {nearest(key, known)}")
+    if "device" not in data:
+        raise UserError(f'{path} names no device; write device = "h100"')
+    base = base_of(data["device"], None)
+    if not isinstance(base, str):
+        raise UserError(f'{path}: [device] has no base; write base = "h100"')
+    node = NODES[find_device(base).name]
+    per_node = whole(path, data, "per_node", node.devices)
+    return Cluster(
+        device=changed(path, find_device(base), data["device"]),
+        per_node=per_node,
+        nodes=whole(path, data, "nodes", 1),
+        intra_node=link_of(path, data, "intra_node", node.intra_node),
+        inter_node=link_of(path, data, "inter_node", node.inter_node),
+        host=link_of(path, data, "host", node.host),
+        nics=whole(path, data, "nics", max(1, node.nics * per_node // node.devices)),
+    )
+
+
+def whole(path: Path, data: dict[str, Any], key: str, default: int) -> int:
+    value = data.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{path}: {key} is {value!r}, not a whole number of at least 1")
+    return value
+
+
+def link_of(path: Path, data: dict[str, Any], key: str, default: str) -> Link:
+    given: Any = data.get(key, default)
+    base = base_of(given, default)
+    if not isinstance(base, str):
+        raise UserError(f"{path}: {key} is {given!r}, not a link's name")
+    return changed(path, find_link(base), given)
+
+
+def base_of(given: Any, default: str | None) -> object:
+    """The name in an entry that is either a name, or a table that says what it is based on."""
+    return cast(dict[str, Any], given).get("base", default) if isinstance(given, dict) else given
+
+
+def changed(path: Path, row: T, given: Any) -> T:
+    """The table's row, with the numbers that the file gives instead."""
+    if not isinstance(given, dict):
+        return row
+    numbers = [field.name for field in fields(row) if isinstance(getattr(row, field.name), (int, float))]
+    new = {key: value for key, value in cast(dict[str, Any], given).items() if key != "base"}
+    for key, value in new.items():
+        if key not in numbers:
+            raise UserError(f"{path}: {row.name} has no number called {key!r}; {nearest(key, numbers)}")
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise UserError(f"{path}: {key} of {row.name} is {value!r}, not a number")
+        if wanted := what_else(key, value):
+            raise UserError(f"{path}: {key} of {row.name} is {value!r}; give {wanted}")
+    return replace(row, **new)
+
+
+def what_else(key: str, value: float) -> str | None:
+    """Say what a number of a device or a link should be; None if it may be as it is."""
+    if key == "sms":
+        return None if isinstance(value, int) and value >= 1 else "a whole number of at least 1"
+    if key == "efficiency":
+        good = 0 < value <= MOST_EFFICIENT
+        return None if good else f"the share of its bandwidth that is reached, above 0 and at most {MOST_EFFICIENT}"
+    if key in ("latency", "net_step"):
+        return None if 0 <= value < float("inf") else "seconds, 0 or more"
+    return None if 0 < value < float("inf") else "a number above 0"
+
+
+# Cores of the machine that this process runs on.
+
+
+def cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# Ranks on CPU cores that nobody has measured, from `unmeasured.toml`: prices to choose by, not to predict with.
+
+
+FIGURES = {name: Figure(**row) for name, row in packaged("simulate/hardware/unmeasured.toml")["figure"].items()}
+"""Every figure, with where it is from."""
+
+DEVICE = "unmeasured cores"
+"""What such a machine's device is called."""
+
+SPEEDS = {"float64": 0.5, "float32": 1.0, "bfloat16": 1.0, "float16": 1.0}
+"""By dtype, a core's FLOP/s as a share of those in float32."""
+
+
+def unmeasured(ranks: int, memory: float) -> Cluster:
+    """A machine on which so many ranks run, of so many bytes that they have together."""
+    value = {name: figure.value for name, figure in FIGURES.items()}
+    line = AlphaBeta(value["latency"], 1 / value["bandwidth"])
+    rates = {
+        "matmul": (0.0, value["flops"], 0.0),
+        "attention": (value["launch"], value["flops"] / 2, 0.0),
+        "pointwise": (value["launch"], 0.0, value["memory"]),
+        "update": (value["update"], 0.0, value["update_memory"]),
+        "op:forward": (value["op"], 0.0, 0.0),
+        "op:backward": (value["op"], 0.0, 0.0),
+    }
+    kernels = {
+        (family, dtype): Rate(launch, flops * speed, bytes)
+        for family, (launch, flops, bytes) in rates.items()
+        for dtype, speed in SPEEDS.items()
+    }
+    machine = Machine(DEVICE, ranks, "", "gloo")
+    lines = {(kind, 2): line for kind in COSTS}
+    lag = Lag(value["lag_share"], value["lag_most"], value["lag_hidden"])
+    return Cluster.of_profile(Profile(machine, lines, line, kernels, memory, contention=value["contention"], lag=lag))

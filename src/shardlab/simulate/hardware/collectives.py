@@ -1,0 +1,158 @@
+"""How long a collective takes, by algorithm, for a group of ranks that lie on some nodes.
+
+Costs are latency and bandwidth (alpha and beta) as in Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
+communication operations in MPICH" (not opened); what is fastest is taken, as NCCL does from its own model (NVIDIA/nccl
+src/graph/tuning.cc). A ring visits the nodes one after another, so it enters and leaves each once: its speed is that of
+its slowest part. A hierarchy works inside every node first, then between nodes with every member at once. Where the
+network's overhead of a step is known, every step of a ring or a tree over several nodes takes as long, inside nodes
+too, as in tuning.cc ("inter-node rings still have to launch nsteps * net overhead"); gathers are rings then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, log2
+
+from shardlab.simulate.hardware.device import CONSTANTS
+
+START: float = CONSTANTS["start"].value
+"""Seconds to start a collective."""
+
+
+@dataclass(frozen=True)
+class GroupSpan:
+    """Where a group lies, and what its members can send.
+
+    Attributes:
+        size: how many ranks it has.
+        nodes: over how many nodes they are spread.
+        members: how many are on the fullest node.
+        intra_node: bytes/s that a member sends to members on its node.
+        inter_node: bytes/s that a member sends to other nodes: its share of its node's NICs.
+        hop_intra_node, hop_inter_node: seconds of a hop.
+        net_step: seconds that each step of a ring or a tree over several nodes takes at least (0: as its hop).
+    """
+
+    size: int
+    nodes: int
+    members: int
+    intra_node: float
+    inter_node: float
+    hop_intra_node: float
+    hop_inter_node: float
+    net_step: float = 0.0
+
+    @property
+    def ring(self) -> float:
+        """Bytes/s of a ring through all members."""
+        crossing = self.members * self.inter_node
+        if self.nodes == 1:
+            return self.intra_node
+        return crossing if self.members == 1 else min(self.intra_node, crossing)
+
+    def around(self) -> float:
+        """Seconds of latency, once around the ring."""
+        return (self.size - self.nodes) * self._step_inside + (self.nodes - 1) * self.hop_inter_node
+
+    def deep(self) -> float:
+        """Seconds of latency, once down a binary tree over the nodes, and then along the members of a node: in another
+        tree, or, where a step over nodes is known, in NCCL's chain."""
+        chained = self.net_step and self.nodes > 1
+        inside = self.members - 1 if chained else steps(self.members)
+        return steps(self.nodes) * self.hop_inter_node + inside * self._step_inside
+
+    @property
+    def _step_inside(self) -> float:
+        return max(self.hop_intra_node, self.net_step if self.nodes > 1 else 0.0)
+
+
+def steps(count: int) -> int:
+    """How often `count` is halved until one is left."""
+    return ceil(log2(count)) if count > 1 else 0
+
+
+def nodes_of(ranks: Sequence[int], per_node: int) -> tuple[int, int]:
+    """Over how many nodes the ranks lie, placed in order, and how many are on the fullest one."""
+    return _nodes_of(tuple(ranks), per_node)
+
+
+@lru_cache(maxsize=1024)
+def _nodes_of(ranks: tuple[int, ...], per_node: int) -> tuple[int, int]:
+    count = Counter(rank // per_node for rank in ranks)
+    return len(count), max(count.values())
+
+
+def _ring(span: GroupSpan, bytes: float) -> float:
+    """All_gather of `bytes` in all, or its mirror image reduce_scatter, around a ring."""
+    return span.around() + bytes * (span.size - 1) / span.size / span.ring
+
+
+def _hierarchy(span: GroupSpan, bytes: float) -> float:
+    """All_gather or reduce_scatter inside every node, and between nodes with every member at once."""
+    if span.nodes == 1 or span.members == 1:
+        return _ring(span, bytes)
+    between = (span.nodes - 1) * span.hop_inter_node + bytes / span.members * (1 - 1 / span.nodes) / span.inter_node
+    within = (span.members - 1) * span.hop_intra_node + bytes * (1 - 1 / span.members) / span.intra_node
+    return between + within
+
+
+def _scattering(span: GroupSpan, bytes: float) -> float:
+    """All_gather or reduce_scatter: what is fastest, or, where a step is known, NCCL's ring."""
+    ring = _ring(span, bytes)
+    return ring if span.net_step else min(ring, _hierarchy(span, bytes))
+
+
+def _all_reduce(span: GroupSpan, bytes: float) -> float:
+    """A ring or a hierarchy is reduce_scatter and all_gather; a tree goes up and down with all of it."""
+    tree = 2 * span.deep() + 2 * bytes / span.ring
+    return min(2 * _ring(span, bytes), 2 * _hierarchy(span, bytes), tree)
+
+
+def _rooted(span: GroupSpan, bytes: float) -> float:
+    """Broadcast or reduce: a pipelined ring, or a binomial tree that sends all at every step."""
+    ring = span.around() + bytes / span.ring
+    tree = span.deep() + (steps(span.nodes) + steps(span.members)) * bytes / span.ring
+    return min(ring, tree)
+
+
+def _gathering(span: GroupSpan, bytes: float) -> float:
+    """Gather or scatter: everything passes the root's own link, what is on other nodes its NIC."""
+    near = (span.members - 1) / span.size * bytes / span.intra_node if span.members > 1 else 0.0
+    far = (span.size - span.members) / span.size * bytes / span.inter_node if span.nodes > 1 else 0.0
+    return span.deep() + max(near, far)
+
+
+def _all_to_all(span: GroupSpan, bytes: float) -> float:
+    """Every pair exchanges its part; parts for the node and for other nodes go at the same time."""
+    near = span.hop_intra_node + (span.members - 1) / span.size * bytes / span.intra_node if span.members > 1 else 0.0
+    far = 0.0
+    if span.nodes > 1:
+        far = steps(span.nodes) * span.hop_inter_node + (span.size - span.members) / span.size * bytes / span.inter_node
+    return max(near, far)
+
+
+def _barrier(span: GroupSpan, bytes: float) -> float:
+    return 2 * span.deep()
+
+
+COSTS: dict[str, Callable[[GroupSpan, float], float]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _scattering,
+    "reduce_scatter": _scattering,
+    "all_to_all": _all_to_all,
+    "broadcast": _rooted,
+    "reduce": _rooted,
+    "gather": _gathering,
+    "scatter": _gathering,
+    "barrier": _barrier,
+}
+"""Costs by the collective's name. Bytes are those of the whole value: the tensor that is reduced or broadcast, the
+gathered result, the input that is scattered, one rank's whole input of an all_to_all."""
+
+
+def collective_seconds(kind: str, bytes: float, span: GroupSpan) -> float:
+    """How long the collective takes for a group of that span; nothing for a group of one."""
+    return START + COSTS[kind](span, bytes) if span.size > 1 else 0.0

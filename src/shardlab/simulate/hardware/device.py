@@ -1,0 +1,320 @@
+"""A device, and how long it takes for a kernel: a roofline whose roof depends on the kernel's size.
+
+A kernel takes its launch and then the longer of two times: its arithmetic at the FLOP/s that its shape can reach, and
+its memory traffic at the bytes/s that its size can reach (Williams et al. 2009, "Roofline").
+
+A product of matrices is cut into tiles, one at a time on each of the device's SMs, so it takes whole waves
+of tiles: the last one may leave SMs idle, and tiles at the edge compute what nobody needs (NVIDIA's "Matrix
+multiplication background user's guide", tile and wave quantization). A short inner dimension does not fill the
+pipeline, and rows that are not whole 16-byte words are read slowly (the same guide).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cache
+from math import ceil
+from typing import Any, cast
+
+from shardlab.common.errors import find
+from shardlab.common.files import packaged
+from shardlab.language import UserError
+from shardlab.language.rules.kinds import bytes_of
+from shardlab.models.layout import FusedAttention, Kernel, Matmul, Pointwise
+
+# Figures with where they are from: a source, the runs that they were fitted to, or that they are assumed.
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a recipe, a device or a link.
+
+    Attributes:
+        value: what it is.
+        source: where it is described, or on what an assumption rests.
+        fitted_to: the measurements that it was fitted to ("": it was not fitted).
+        runs: ids of these measurements in a file of published runs; `*` stands for any characters.
+        assumed: no source gives it, and no runs settle it.
+    """
+
+    value: Any
+    source: str = ""
+    fitted_to: str = ""
+    runs: tuple[str, ...] = ()
+    assumed: bool = False
+
+    @property
+    def count(self) -> int:
+        """Numbers in it, each a degree of freedom of a fit."""
+        value: Any = self.value
+        return len(cast(list[float], value)) if isinstance(value, list | tuple | dict) else 1
+
+
+def figures_of(row: Mapping[str, Any], base: Mapping[str, Figure]) -> dict[str, Figure]:
+    """Figures of a table's row by name, as in "matmul.bfloat16", from its list `fit`.
+
+    Each entry of `fit` names `figures` (`*` stands for any characters), and says source, fitted_to, runs or assumed.
+
+    Args:
+        row: the whole row, with what it has from its base.
+        base: the figures of that; what the row does not name is as there.
+    """
+    values = _leaves(row)
+    found = {name: figure for name, figure in base.items() if values[name] == figure.value}
+    for entry in cast(list[dict[str, Any]], row.get("fit", [])):
+        given: dict[str, Any] = entry | {"runs": tuple(entry.get("runs", ()))}
+        patterns = given.pop("figures")
+        for name, value in values.items():
+            if any(fnmatch(name, pattern) for pattern in patterns):
+                found[name] = Figure(value, **given)
+    return found
+
+
+def _leaves(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping) and name != "figures":
+            found |= _leaves(cast(Mapping[str, Any], value), f"{prefix}{name}.")
+        elif isinstance(value, int | float) or (prefix and isinstance(value, list)):
+            found[prefix + name] = value
+    return found
+
+
+CONSTANTS = {
+    name: Figure(**(row | {"runs": tuple(row.get("runs", ()))}))
+    for name, row in packaged("simulate/hardware/constants.toml")["constant"].items()
+}
+"""What all devices and links share, from `constants.toml`."""
+
+
+TILES = tuple((int(rows), int(columns), float(speed)) for rows, columns, speed in CONSTANTS["tiles"].value)
+"""Rows and columns of the tiles that a library chooses from, and how fast each is against the largest."""
+
+MISALIGNED: float = CONSTANTS["misaligned"].value
+MISALIGNED_BATCH: float = CONSTANTS["misaligned_batch"].value
+"""The share of its speed that a product keeps if its rows are not whole 16-byte words, and that of many small ones."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of its data sheet that a device reaches, one set for each type of device.
+
+    Attributes:
+        matmul: of the peak FLOP/s, by dtype, in a large product of matrices (clocks sag under that load).
+        attention: of the peak FLOP/s, forward and backward, in each generation of fused attention kernels: "flash1"
+            and "flash2" (Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691), "cudnn" (the vendor's).
+        memory: of the bandwidth, in a large pointwise kernel.
+        launch: seconds from one kernel to the next.
+        k_half: the inner dimension at which a product reaches half of its speed.
+        bytes_half: bytes at which a pointwise kernel reaches half of its bandwidth.
+        source: what they were fitted to, or where they are from.
+        figures: by name, as in "matmul.bfloat16", where each is from.
+    """
+
+    matmul: Mapping[str, float]
+    attention: Mapping[str, Sequence[float]]
+    memory: float
+    launch: float
+    k_half: float
+    bytes_half: float
+    source: str
+    figures: Mapping[str, Figure] = field(default_factory=dict[str, Figure], compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """One device of a cluster.
+
+    Attributes:
+        name: how it is asked for.
+        flops: peak FLOP/s by dtype, dense; torch's names, and "float8".
+        memory: bytes.
+        bandwidth: bytes/s of its memory.
+        sms: streaming multiprocessors: how many tiles it works on at once (a TPU's matrix units).
+        efficiency: what it reaches of all this.
+        source: where the figures are from.
+        attention: the fused attention kernel that is run, one of the efficiency's; a recipe names it.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory: float
+    bandwidth: float
+    sms: int
+    efficiency: Efficiency
+    source: str
+    attention: str = "flash2"
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of the data sheet.
+
+        Raises:
+            UserError: the device does not compute in that dtype.
+        """
+        if dtype not in self.flops:
+            raise UserError(f"{self.name} does not compute in {dtype}; it does in {', '.join(self.flops)}")
+        return self.flops[dtype]
+
+    def seconds(self, kernel: Kernel, dtype: str) -> float:
+        """How long the kernel takes, its operands in `dtype`.
+
+        In less than two bytes only products with parameters are computed, their first operand cast before; all else is
+        in bfloat16 (of float8: Micikevicius et al. 2022, arXiv 2209.05433).
+
+        Raises:
+            UserError: the device does not compute in that dtype.
+        """
+        if (bytes := bytes_of(dtype)) < 2:
+            self.peak(dtype)
+            if not (isinstance(kernel, Matmul) and kernel.learned):
+                return self.seconds(kernel, "bfloat16")
+            cast = Pointwise("cast", (1 + bytes / 2) * kernel.batch * kernel.m * kernel.k, 0.0)  # of 2 bytes
+            return self._roofline(kernel, dtype) + self._memory(cast, "bfloat16")
+        return self._roofline(kernel, dtype)
+
+    def _roofline(self, kernel: Kernel, dtype: str) -> float:
+        if isinstance(kernel, Matmul):
+            busy = self._matmul(kernel, dtype)
+        elif isinstance(kernel, FusedAttention):
+            busy = self._attention(kernel, dtype)
+        else:
+            busy = 0.0
+        return self.efficiency.launch + max(busy, self._memory(kernel, dtype))
+
+    @property
+    def adds_in_backward(self) -> bool:
+        """Whether what a backward pass takes has in it that its gradient is added to an older one."""
+        return False
+
+    def overhead(self, op: str, dtype: str) -> float:
+        """Seconds that an op of the tape takes beside its kernels: on a device that is kept busy, nothing."""
+        return 0.0
+
+    def _matmul(self, kernel: Matmul, dtype: str) -> float:
+        reached = self.peak(dtype) * self.efficiency.matmul[dtype] * alignment(kernel, dtype)
+        return min(
+            ceil(kernel.batch * ceil(kernel.m / rows) * ceil(kernel.n / columns) / self.sms)
+            * (2.0 * rows * columns * (kernel.k + self.efficiency.k_half) * self.sms / (reached * speed))
+            for rows, columns, speed in TILES
+        )
+
+    def _attention(self, kernel: FusedAttention, dtype: str) -> float:
+        share = self.efficiency.attention[self.attention][kernel.backward]
+        # a block is 128 queries of one head; it walks the keys, and needs some to fill its pipeline
+        blocks = kernel.sequences * kernel.heads * ceil(kernel.queries / 128)
+        filled = blocks / (ceil(blocks / self.sms) * self.sms)
+        filled *= kernel.keys / (kernel.keys + 2 * self.efficiency.k_half)
+        return kernel.flops / (self.peak(dtype) * share * filled)
+
+    def _memory(self, kernel: Kernel, dtype: str) -> float:
+        moved = kernel.elements * bytes_of(dtype)
+        small = self.efficiency.bytes_half if isinstance(kernel, Pointwise) else 0.0
+        return (moved + small) / (self.bandwidth * self.efficiency.memory) if moved else 0.0
+
+
+@cache
+def alignment(kernel: Matmul, dtype: str) -> float:
+    """The share of its speed that a product keeps if a row of its operands is not whole 16-byte words."""
+    word = 16 // bytes_of(dtype)
+    if kernel.k % word == 0 and kernel.n % word == 0:
+        return 1.0
+    return MISALIGNED if kernel.batch == 1 else MISALIGNED_BATCH
+
+
+# Tables of devices, nodes and links: the TOML files beside this one, in which each row says where it was looked up.
+
+
+def rows(file: str, table: str) -> dict[str, dict[str, Any]]:
+    """Rows of a table by name, whole: what one leaves out is as in its base, and the pages of its source are named.
+
+    Of a row with a list `fit`, `figures` says where each figure is from (see `figures_of`).
+    """
+    pages = packaged("simulate/hardware/pages.toml")
+    found: dict[str, dict[str, Any]] = {}
+    for name, row in packaged(f"simulate/hardware/{file}.toml")[table].items():
+        base = found.get(row.pop("base", ""), {})
+        found[name] = base | row
+        if "fit" in row:
+            found[name]["figures"] = figures_of(base | row, base.get("figures", {}))
+            del found[name]["fit"]
+    return {name: row | {"source": row["source"].format(**pages)} for name, row in found.items()}
+
+
+# Devices by name, from `devices.toml`.
+
+
+_EFFICIENCIES = {name: Efficiency(**row) for name, row in rows("devices", "efficiency").items()}
+
+DEVICES = {
+    name: Device(
+        name=name,
+        flops=row["flops"],
+        memory=row["memory_gib"] * 2.0**30,
+        bandwidth=row["bandwidth"],
+        sms=row["sms"],
+        efficiency=_EFFICIENCIES[row["efficiency"]],
+        source=row["source"],
+    )
+    for name, row in rows("devices", "device").items()
+}
+"""Every device by name."""
+
+ALIASES: dict[str, str] = packaged("simulate/hardware/devices.toml")["alias"]
+
+
+def find_device(name: str) -> Device:
+    """The device of that name, in any case; "a100" is the one of 80 GB.
+
+    Raises:
+        UserError: there is none; the nearest names are suggested.
+    """
+    name = name.strip().lower()
+    return find(DEVICES, ALIASES.get(name, name), "device")
+
+
+# Formulas of the sources, as they write them, so that their figures can be compared with ours.
+
+
+GIB = 2.0**30
+
+
+def algorithm_bandwidth(bytes: float, seconds: float) -> float:
+    """Size over time (NVIDIA/nccl-tests doc/PERFORMANCE.md, "Algorithm bandwidth"), in bytes/s.
+
+    The size is that of the whole value: the tensor that is reduced, the gathered result, the input that is scattered.
+    """
+    return bytes / seconds
+
+
+def bus_factor(kind: str, ranks: int) -> float:
+    """Factor that makes algorithm bandwidth comparable to a link's (NVIDIA/nccl-tests doc/PERFORMANCE.md, "Summary").
+
+    All_reduce 2(n - 1)/n; reduce_scatter, all_gather and all_to_all (n - 1)/n; broadcast and reduce 1. Gather and
+    scatter, which that page leaves out, are (n - 1)/n in nccl-tests' own code (src/gather.cu, src/scatter.cu), and a
+    message is 1 (src/sendrecv.cu).
+    """
+    if kind in ("broadcast", "reduce", "send_recv"):
+        return 1.0
+    return (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
+
+
+def bus_bandwidth(kind: str, bytes: float, ranks: int, seconds: float) -> float:
+    """Algorithm bandwidth times the collective's factor, in bytes/s: what each rank's link carried."""
+    return algorithm_bandwidth(bytes, seconds) * bus_factor(kind, ranks)
+
+
+def cs336_bandwidth(kind: str, bytes: float, ranks: int, seconds: float) -> float | None:
+    """Bandwidth that CS336 (lecture 8, spring 2025) prints as "GB/s", in 2^30 bytes/s (None: it does not measure it).
+
+    Of an all_reduce: bytes of the tensor times 2 (n - 1), over n times the duration; that is bus bandwidth. Of a
+    reduce_scatter: bytes of the OUTPUT times (n - 1), over n times the duration. Bus bandwidth counts the whole input,
+    which is n times as much, so that is bus bandwidth over n.
+
+    Args:
+        bytes: of the whole value, as everywhere here: of a reduce_scatter one rank's input.
+    """
+    if kind not in ("all_reduce", "reduce_scatter"):
+        return None
+    return bus_bandwidth(kind, bytes, ranks, seconds) / (ranks if kind == "reduce_scatter" else 1) / GIB

@@ -1,0 +1,104 @@
+"""The first gathers of the next step are made in this step's tail, beside the updates that are left.
+
+A tape says so without a word of its own, for what it leaves is what the next step loads. A gathered weight that is
+loaded beside the rank's slice of it, and gathered again from the new slice before the step ends, is carried from step
+to step. So the check of one tape is that of any two that follow each other: it wants every slice that was loaded to be
+left one update on. The first step loads what the rank keeps before it, and so does one after a checkpoint was read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+
+from shardlab.check import Checked
+from shardlab.check.buffers import batches_of
+from shardlab.check.checked import Dependences
+from shardlab.check.in_place import Kept
+from shardlab.language import Op, OpKind, Spec
+from shardlab.simulate.passes.reorder import CannotApply, Ordering, Tapes
+
+WAIT, UPDATE = OpKind.WAIT, OpKind.UPDATE
+LOAD_WEIGHT, ALL_GATHER = OpKind.LOAD_WEIGHT, OpKind.ALL_GATHER
+
+
+def fuse_steps(checked: Checked, count: int) -> Tapes:
+    """Make so many of each rank's first gathers in the step before, and so many of the last updates after they start.
+
+    Raises:
+        CannotApply: when no step begins with gathers of weights that are kept on the device.
+    """
+    chosen = _chosen(checked, count)
+    if not chosen:
+        raise CannotApply("no step begins with a gather of weights that are kept on the device")
+    tapes: Tapes = []
+    for rank, tape in enumerate(checked.program.tapes):
+        own = {at for other, at in chosen if other == rank}
+        fused, specs = _fused(tape, checked.specs[rank], own)
+        order = Ordering(Dependences(fused, rank, specs))
+        _wish({tape[at].handle for at in own}, count, order)
+        tapes.append(order.tape())
+    return tapes
+
+
+def _chosen(checked: Checked, count: int) -> set[tuple[int, int]]:
+    """The gathers that can be made in the step before, as (rank, index), if all that meet in one can."""
+    able = {(rank, at) for rank in range(checked.program.ranks) for at in _first(checked, rank, count)}
+    together = [{(each.rank, each.op) for each in every.participants} for every in checked.communications]
+    return {place for meeting in together if meeting <= able for place in meeting}
+
+
+def _first(checked: Checked, rank: int, count: int) -> list[int]:
+    """A rank's first gathers of weights that it loads, each for another layer; those of one batch count as one."""
+    tape, specs = checked.program.tapes[rank], checked.specs[rank]
+    kept = Kept(tape, specs)
+    left = {key for number, key in kept.final.items() if not specs[number].form.place}
+    found: dict[tuple[int, object], int] = {}
+    for at, op in enumerate(tape):
+        if op.kind is ALL_GATHER and kept.loaded.get(op.inputs[0]) in left:
+            form = specs[op.outputs[0]].form
+            if (form.layer, form.holds) not in kept.places and not form.dtype:
+                found.setdefault((form.layer, form.holds), at)
+    batches = batches_of(tape)
+    together = dict.fromkeys(tuple(batches.get(tape[at].batch, [at])) for at in found.values())
+    return [at for each in [*together][:count] if {*each} <= {*found.values()} for at in each]
+
+
+def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], chosen: Set[int]) -> tuple[list[Op], Mapping[int, Spec]]:
+    """One rank's tape with these gathers in its tail, each as soon as its slice is new; and what its values are."""
+    kept = Kept(tape, specs)
+    new = {kept.final[number]: number for number in kept.final}
+    waits = {op.handle: at for at, op in enumerate(tape) if op.kind is WAIT}
+    ready = {number: waits.get(op.handle, at) for at, op in enumerate(tape) for number in op.outputs}
+    batches, specs = batches_of(tape), dict(specs)
+    given = {at: new[kept.loaded[tape[at].inputs[0]]] for at in chosen}
+    puts: dict[int, list[Op]] = defaultdict(list)  # after which op
+    ends: list[Op] = []
+    for values, at in enumerate(sorted(chosen), max(specs, default=-1) + 1):
+        op = tape[at]
+        (piece,), (whole,) = op.inputs, op.outputs
+        puts[ready[piece]].append(Op(LOAD_WEIGHT, op.layer, (), (whole,), holds=specs[whole].holds))
+        start = max(ready[given[other]] for other in batches.get(op.batch, [at]))
+        puts[start].append(op._replace(inputs=(given[at],), outputs=(values,)))
+        ends.append(tape[waits[op.handle]])
+        specs[values] = specs[whole]._replace(form=specs[whole].form.but(step=1))
+    left_out = chosen | {waits[tape[at].handle] for at in chosen}
+    made = [each for at, op in enumerate(tape) for each in (*([] if at in left_out else [op]), *puts.get(at, []))]
+    return made + ends, specs
+
+
+def _wish(handles: Set[int], count: int, order: Ordering) -> None:
+    """The gathers with these handles start as soon as they can, before the last updates of other slices."""
+    tape, needs, batches = order.needs.tape, order.needs, batches_of(order.needs.tape)
+    gathers = [at for at, op in enumerate(tape) if op.kind is ALL_GATHER and op.handle in handles]
+    sources = {tape[at].inputs[0] for at in gathers}
+    others: list[int] = []
+    for at, op in enumerate(tape):
+        if op.kind is UPDATE and not sources & {*op.outputs}:
+            others.append(at)
+        elif op.kind is UPDATE:
+            order.start_at_once(at)
+    for at in gathers:
+        order.start_at_once(*batches.get(tape[at].batch, [at]))
+    for at in others[-count:] if gathers else ():
+        order.end_before(at, min(map(needs.over, gathers)))

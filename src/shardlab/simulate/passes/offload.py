@@ -1,0 +1,216 @@
+"""What a rank keeps for later goes to its host's memory or to the disk, and comes back for each use.
+
+ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840) and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857), on any
+tape. Where weights and optimizer states both lie in the host's memory, the
+host's processors update them there (ZeRO-Offload, section 4).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from shardlab.check import Checked
+from shardlab.language import Kind, Op, OpKind, Spec
+from shardlab.language.ops import COMMUNICATION
+from shardlab.language.pass_names import Homes, Place
+from shardlab.language.rules.refusals import HOST
+from shardlab.simulate.passes.reorder import CannotApply, Tapes
+
+FREE, WAIT, UPDATE, ADD = OpKind.FREE, OpKind.WAIT, OpKind.UPDATE, OpKind.ADD
+OFFLOAD, RELOAD = OpKind.OFFLOAD, OpKind.RELOAD
+FORWARDS = frozenset({OpKind.FORWARD, OpKind.SEND})
+SUMMED = frozenset({ADD, OpKind.NORM, UPDATE, OpKind.DIRECTION})
+"""What reads a gradient of weights that may wait elsewhere for it."""
+
+
+def offload(checked: Checked, homes: Homes) -> Tapes:
+    """Every rank's tape with what `homes` names kept there. Each copy is awaited at once (see `early_copies`).
+
+    What a program keeps elsewhere by itself stays where it is.
+
+    Raises:
+        CannotApply: for activations of layers in tiles.
+    """
+    if homes.activations and checked.program.sizes.tiles > 1:
+        raise CannotApply("an activation that is read by several tiles cannot leave; offload something else")
+    return [OffloadedTape(tape, checked.specs[rank], homes).tape for rank, tape in enumerate(checked.program.tapes)]
+
+
+class OffloadedTape:
+    """One rank's tape, op by op, with copies between.
+
+    Attributes:
+        tape: the new one.
+    """
+
+    def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], homes: Homes) -> None:
+        self.tape: list[Op] = []
+        self._specs, self._homes = specs, homes
+        self._on_host = homes.parameters == homes.optimizer == HOST  # updates
+        self._values = max(specs, default=-1) + 1
+        self._handles = max((op.handle for op in tape), default=-1) + 1
+        self._away: dict[int, int] = {}  # number of a value to that of its copy elsewhere, the only one that stays
+        self._back: dict[int, int] = {}  # of an activation or a state, to that of its copy that has come back
+        self._again: set[int] = set()  # what layers kept and compute again
+        self._arriving: dict[int, tuple[int, ...]] = {}  # handle to what it brings
+        self._reading: dict[int, list[int]] = {}  # handle to the copies that it reads
+        self._readers: dict[int, list[OpKind]] = defaultdict(list)  # those still to come
+        final = {number for op in tape for number in op.outputs if specs[number].step}
+        for op in tape:
+            final.difference_update(op.inputs[place] for place in op.kind.row.ends)
+            for number in op.inputs:
+                if op.kind is not FREE:
+                    self._readers[number].append(op.kind)
+        for op in tape:
+            self._put(op)
+        for number in final - self._away.keys():  # what others have read after its update
+            self._leave([number])
+
+    def _put(self, op: Op) -> None:
+        kind = op.kind
+        if kind is WAIT:
+            self.tape.append(op)
+            for number in self._reading.pop(op.handle, ()):
+                self._free(number)
+            self._leave(self._arriving.pop(op.handle, ()))
+        elif kind is FREE:
+            (number,) = op.inputs
+            copies = [where.pop(number) for where in (self._away, self._back) if number in where]
+            for copy in copies or [number]:
+                self._free(copy)
+        elif kind in (OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE):
+            home = self._homes.parameters if kind is OpKind.LOAD_WEIGHT else self._homes.optimizer
+            self.tape.append(op._replace(place=op.place or home))
+            if home and not op.place:
+                self._away[op.outputs[0]] = op.outputs[0]
+        else:
+            self._put_computing(op)
+
+    def _put_computing(self, op: Op) -> None:
+        """An op with the copies that it needs, and what it makes on its way to where that is kept."""
+        for number in op.inputs:
+            self._readers[number].remove(op.kind)
+        if op.kind is UPDATE:
+            self._put_update(op)
+            return
+        if op.kind in (ADD, OpKind.NORM) and any(number in self._away for number in op.inputs):
+            inputs, copies = self._there(op.inputs)
+            self.tape.append(op._replace(inputs=inputs))
+            if op.kind is ADD:
+                self._away[op.outputs[0]] = op.outputs[0]
+        else:
+            inputs, copies = self._here(op)
+            op = self._saving(op._replace(inputs=inputs), op)
+            self.tape.append(op)
+        if op.kind in COMMUNICATION:
+            self._reading[op.handle], self._arriving[op.handle] = copies, op.outputs
+            return
+        for number in copies:
+            self._free(number)
+        self._leave(op.outputs)
+        if op.kind in FORWARDS:
+            self._leave_activation(op)
+
+    def _put_update(self, op: Op) -> None:
+        """On the host where weight and state lie there, else on the device."""
+        gradient, weight, state, *others = op.inputs
+        directed = any(self._specs[number].kind is Kind.DIRECTION for number in others)
+        if self._on_host and {weight, state} <= self._away.keys() and not directed:
+            (given,), copies = self._there((gradient,))
+            self.tape.append(op._replace(inputs=(given, self._away[weight], self._away[state], *others)))
+            self._away |= {number: number for number in op.outputs}
+        else:
+            inputs, copies = self._here(op)
+            self._back.pop(state, None)
+            if weight in self._away:
+                self._free(self._away[weight])  # the update would end it
+                copies.remove(inputs[1])
+            self.tape.append(op._replace(inputs=inputs))
+            self._leave(op.outputs)
+        for number in copies:
+            self._free(number)
+
+    def _here(self, op: Op) -> tuple[tuple[int, ...], list[int]]:
+        """An op's inputs on the device, and which of these are copies that end with it."""
+        inputs: list[int] = []
+        copies: list[int] = []
+        for number in op.inputs:
+            kind = self._specs[number].kind
+            if number in self._away and number not in self._back and kind in (Kind.ACTIVATION, Kind.OPT_STATE):
+                self._back[number] = self._copy(RELOAD, number)
+                if kind is Kind.OPT_STATE:  # which is in one place at a time
+                    self._free(self._away.pop(number))
+            if number in self._back:
+                inputs.append(self._back[number])
+            elif number in self._away:
+                inputs.append(self._copy(RELOAD, number))
+                copies.append(inputs[-1])
+            else:
+                inputs.append(number)
+        return tuple(inputs), copies
+
+    def _there(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
+        """Gradients in the host's memory, and which of these are copies for this one use."""
+        copies: dict[int, int] = {}
+        for number in numbers:
+            if number not in self._away:
+                copies[number] = self._copy(OFFLOAD, number, HOST)
+        return tuple(copies.get(number, self._away.get(number, number)) for number in numbers), list(copies.values())
+
+    def _saving(self, op: Op, before: Op) -> Op:
+        """An op that reads what its layer keeps: computed again where the first pass no longer keeps it."""
+        if op.kind is OpKind.FORWARD and self._leaves(before):
+            self._again.add(op.outputs[-1])
+            return op._replace(outputs=op.outputs[:-1])
+        saved = op.kind.row.saved
+        if saved >= 0 and op.inputs[saved] in self._again:
+            made = self._new()
+            self.tape.append(Op(OpKind.RECOMPUTE, op.layer, (op.inputs[0], op.inputs[2]), (made,)))
+            return op._replace(inputs=(*op.inputs[:saved], made, *op.inputs[saved + 1 :]))
+        return op
+
+    def _leaves(self, op: Op) -> bool:
+        """Whether a FORWARD's activation leaves once it has run: a backward pass alone still reads it."""
+        given = self._specs[op.inputs[0]]
+        plain = len(op.inputs) == 2 and len(op.outputs) == 2 and self._specs[op.outputs[-1]].kind is Kind.SAVED
+        kept = given.layer > 0 and given.form.term is None and given.kind is Kind.ACTIVATION
+        return bool(self._homes.activations) and plain and kept and not FORWARDS & {*self._readers[op.inputs[0]]}
+
+    def _leave_activation(self, op: Op) -> None:
+        """Offload what a forward pass has read last."""
+        number = op.inputs[0]
+        if self._again and op.kind is OpKind.FORWARD and len(op.outputs) == 1 and self._readers[number]:
+            self._away[number] = self._copy(OFFLOAD, number, self._homes.activations)
+            self._free(number)
+
+    def _leave(self, numbers: Sequence[int]) -> None:
+        """Offload what has come to be: gradients, if only sums and the update read them, and what the step leaves."""
+        for number in numbers:
+            spec, readers = self._specs[number], {*self._readers[number]}
+            if spec.form.place:
+                continue
+            home: Place = ""
+            if spec.kind is Kind.GRAD_WEIGHT and readers and readers <= SUMMED:
+                home = self._homes.gradients
+            elif spec.kind in (Kind.WEIGHT, Kind.OPT_STATE) and spec.step and not readers:
+                home = self._homes.parameters if spec.kind is Kind.WEIGHT else self._homes.optimizer
+            if home and number not in self._away:
+                self._away[number] = self._copy(OFFLOAD, number, home)
+                self._free(number)
+
+    def _copy(self, kind: OpKind, number: int, place: str = "") -> int:
+        """Copy a value, and wait for it."""
+        given = self._away[number] if kind is RELOAD else number
+        made, handle = self._new(), self._handles
+        self._handles += 1
+        layer = self._specs[number].layer
+        self.tape += [Op(kind, layer, (given,), (made,), handle, place=place), Op(WAIT, -1, handle=handle)]
+        return made
+
+    def _new(self) -> int:
+        self._values += 1
+        return self._values - 1
+
+    def _free(self, number: int) -> None:
+        self.tape.append(Op(FREE, -1, (number,)))

@@ -1,0 +1,1 @@
+"""The time and memory of a step without its whole tape: equal steps of a schedule are computed once."""

@@ -1,0 +1,456 @@
+"""Folding: of ranks that a plan makes behave alike, only one is traced and priced.
+
+Along every axis but `pp` all ranks of a plan do the same with other slices. So one rank of each pipeline stage is
+traced, and whatever it meets there is made up of its own part: the other members of a group give what it gives, rotated
+along the axis, and a message along the axis is the one that it sends itself, rotated back. Every op's rule applies, but
+this is no check: that the others are alike is taken for granted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+
+from shardlab.common.user_code import MAX_FOLDED
+from shardlab.language import (
+    Group,
+    Holds,
+    Mesh,
+    Op,
+    OpKind,
+    Program,
+    Rank,
+    Refused,
+    Sizes,
+    Spec,
+    Strategy,
+    UserError,
+    World,
+)
+from shardlab.language.collective_calls import Call, collective, unite
+from shardlab.language.rendezvous import Channels, CollectiveHandle, OpenCollectives, SendHandle, Wake
+from shardlab.language.rules.collectives import share
+from shardlab.language.rules.kinds import ROW_KINDS, Kind, repeated
+from shardlab.language.rules.layer_rules import Rules
+from shardlab.language.rules.spec import KEY, Form, Joined, Space, form_of, of_layer
+from shardlab.language.tape import Channel, Communication, channel_of, communications_of
+from shardlab.language.values import TracedRank, Value
+from shardlab.language.world import gc_paused
+from shardlab.strategies.plan.layer_passes import dealt
+from shardlab.strategies.plan.plan import BATCH_AXES, Plan
+from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.rank_plan import model_layers
+
+SCALAR = Kind.SCALAR
+
+FREED_SCALAR = Spec(form_of(SCALAR, 0, 0, Space(0)))
+"""Stands for any scalar that was freed: all are of one size."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A folded trace of a plan: the tape of one rank of each pipeline stage, ready to be simulated.
+
+    Attributes:
+        program: as many tapes as there are pipeline ranks, on the whole mesh.
+        specs, communications, communication_of: as of a checked program; members of other rows are left out.
+    """
+
+    program: Program
+    specs: list[dict[int, Spec]]
+    communications: list[Communication]
+    communication_of: list[dict[int, int]]
+
+
+def fold(plan: Plan, sizes: Sizes, microbatches: int, strategy: Strategy | None = None) -> Folded:
+    """Trace one rank of each pipeline stage.
+
+    Args:
+        strategy: what follows the plan (None: `planned`).
+
+    Raises:
+        Refused: if an op breaks a rule.
+        UserError: if the plan does not fit the model or the microbatches.
+    """
+    with gc_paused():
+        world = FoldedWorld(plan, sizes, microbatches)
+        program = world.run(strategy or planned(plan))
+        specs = [rank.specs() for rank in world.ranks if isinstance(rank, FoldedRank)]
+        world.release()
+        return Folded(program, specs, *communications_of(program, partial(_channel, program.mesh, world.stride)))
+
+
+class FoldedRank(Rank):
+    """A rank that tells the specs of all its values once it has ended."""
+
+    def _free(self, value: Value) -> None:
+        super()._free(value)
+        if value.spec[0].kind is SCALAR:  # what it summed has a bit for each layer of each rank, and is done with
+            self._values[value.number] = FREED_SCALAR
+
+    def specs(self) -> dict[int, Spec]:
+        """Specs by the value's number. The values themselves are gone."""
+        known = {n: value if isinstance(value, Spec) else value.spec for n, value in enumerate(self._values)}
+        self._values.clear()  # each refers to this rank; in a circle they would stay until the collector comes
+        return known
+
+
+class FoldedWorld(World):
+    """A world in which only the first rank of each pipeline stage is there."""
+
+    most_ops = MAX_FOLDED
+
+    def __init__(self, plan: Plan, sizes: Sizes, microbatches: int) -> None:
+        self.stride = plan.mesh.world // plan.mesh.pp
+        super().__init__(plan.mesh, sizes, microbatches)
+        rotation = Rotation(plan, sizes, microbatches)
+        self.collectives = FoldedCollectives(self._wake, self.rules, rotation, self.stride)
+        self.channels = FoldedChannels(self._wake, rotation, self.stride)
+
+    def make_ranks(self) -> list[Rank]:
+        return [FoldedRank(index, self) for index in range(0, self.mesh.world, self.stride)]
+
+    def place(self, rank: int) -> int:
+        return rank // self.stride
+
+
+class FoldedCollectives(OpenCollectives):
+    """Groups along the pipeline meet; any other member gives what the one that is there gives, rotated."""
+
+    def __init__(self, wake: Wake, rules: Rules, rotation: Rotation, stride: int) -> None:
+        super().__init__(wake, rules)
+        self._rotation = rotation
+        self._stride = stride
+        self._results: dict[Hashable, Spec] = {}
+        sizes = rotation.sizes
+        layers = [None, *((layer.nodes, layer.cut) for layer in sizes.signatures), None]
+        around = ((*layers[l : l + 3], l == 0, l == sizes.layers) for l in range(sizes.layers + 1))
+        classes: dict[Hashable, int] = {}
+        self._alike = [classes.setdefault(each, len(classes)) for each in around]
+
+    def issue(self, rank: TracedRank, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
+        if _all_there(group, self._stride):
+            return super().issue(rank, call, value, group)
+        return CollectiveHandle(rank, call, value, group, {})
+
+    def meet(self, handle: CollectiveHandle) -> None:
+        if _all_there(handle.group, self._stride):
+            super().meet(handle)
+            return
+        call, spec, group = handle.call, handle.spec, handle.group
+        if spec is None or handle.result is None or call.root >= 0:
+            raise UserError(f"{call} on {group}: its members do not behave alike, so they cannot be folded")
+        try:
+            handle.result.spec = self._result(call.kind, spec, group)
+        except Refused as refusal:
+            raise refusal.at(handle.rank.index, handle.op) from None
+        handle.ready = True  # before its rank can have come to wait for it
+
+    def _result(self, kind: OpKind, spec: Spec, group: Group) -> Spec:
+        """What the first member receives; layers of a kind are alike, so each is worked out once."""
+        form, cells, joined = spec
+        layer = form.layer
+        apart = _apart(self._rotation.mesh, group)
+        key = (kind, group.axis, apart, self._alike[layer], of_layer(form, 0), cells, joined)
+        made = self._results.get(key)
+        if made is None:
+            if spec.kind in ROW_KINDS:
+                rotated = [self._rotation.rotated(spec, group.axis, by) for by in apart]
+                made = collective(Call(kind), rotated, group.ranks, self._rules)[0]
+                assert made is not None, "all members receive"
+            else:
+                made = self._united(kind, spec, group, len(group.ranks))
+                if kind is OpKind.REDUCE_SCATTER:
+                    made = share(spec.about(kind.value), made, len(group.ranks), 0)
+            self._results[key] = made
+        return Spec(of_layer(made[0], layer), made[1], made[2])
+
+    def _united(self, kind: OpKind, spec: Spec, group: Group, members: int) -> Spec:
+        """What the first members of a group make together.
+
+        The second half of them makes what the first half makes, rotated. All members' parts at once would take memory
+        for the square of their number, since what one holds of the model has a bit for each of them.
+        """
+        if members == 1:
+            return spec
+        half = members // 2
+        parts = [(0, first := self._united(kind, spec, group, half)), (half, first)]
+        if members % 2:
+            parts.append((members - 1, spec))
+        rotated = [self._rotation.rotated(part, group.axis, by) for by, part in parts]
+        ranks = [group.ranks[by] for by, _ in parts]
+        return unite(Call(kind), rotated, ranks)
+
+
+class FoldedChannels(Channels):
+    """Messages along the pipeline travel; those along another axis come back as the neighbour's, rotated."""
+
+    def __init__(self, wake: Wake, rotation: Rotation, stride: int) -> None:
+        super().__init__(wake)
+        self._rotation = rotation
+        self._stride = stride
+
+    def post_send(self, rank: TracedRank, value: Value, to: int) -> SendHandle:
+        source, there = _twin(self._rotation.mesh, rank.index, to, self._stride)
+        queue = self._matcher[source, there]
+        handle = queue.next(source)[source] = SendHandle(rank, value, queue)
+        if source != rank.index:
+            axis, by = _along(self._rotation.mesh, rank.index, to)
+            handle.spec = self._rotation.rotated(value.spec, axis, -by % self._rotation.mesh.sizes()[axis])
+        return handle
+
+
+@cache
+def _apart(mesh: Mesh, group: Group) -> tuple[int, ...]:
+    """How far each of a group's ranks is from the first one, along its axis."""
+    if group.axis not in mesh.sizes():
+        raise UserError(f"ranks that meet on {group} do not behave alike, so they cannot be folded")
+    first, *others = (mesh.coordinate(rank, group.axis) for rank in group.ranks)
+    return 0, *(other - first for other in others)
+
+
+@cache
+def _all_there(group: Group, stride: int) -> bool:
+    """Whether all of a group's ranks are traced, or it has but one."""
+    return len(group.ranks) == 1 or group.ranks[1] % stride == 0 == group.ranks[0] % stride
+
+
+def _along(mesh: Mesh, source: int, to: int) -> tuple[str, int]:
+    """The axis along which two ranks lie, and how far it is."""
+    apart = [axis for axis in mesh.sizes() if mesh.coordinate(source, axis) != mesh.coordinate(to, axis)]
+    if len(apart) != 1:
+        raise UserError(f"a message goes from rank {source} to rank {to}, along no one axis; it cannot be folded")
+    return apart[0], (mesh.coordinate(to, apart[0]) - mesh.coordinate(source, apart[0])) % mesh.sizes()[apart[0]]
+
+
+def _twin(mesh: Mesh, source: int, to: int, stride: int) -> tuple[int, int]:
+    """The channel that stands for this one: the same, if it ends at a traced rank; else the alike one that does."""
+    if to % stride == 0:
+        return source, to
+    axis, by = _along(mesh, source, to)
+    ranks = mesh.group(source, axis).ranks
+    return ranks[(ranks.index(source) - by) % len(ranks)], source
+
+
+def _channel(mesh: Mesh, stride: int, rank: int, op: Op) -> Channel:
+    """The channel of a traced rank's op; it is alone on that of a group whose other members were not traced."""
+    channel = channel_of(rank, op)
+    assert channel is not None, "a traced op names its group or its peer"
+    if isinstance(channel, Group):
+        return channel if _all_there(channel, stride) else (rank,)
+    source, to = channel
+    return _twin(mesh, source, to, stride)
+
+
+# Values of ranks that behave alike: one rank's slices, rotated along an axis of the mesh.
+#
+# A bit set counts pieces in mixed radix, one digit for each axis that cuts; the rank one further along an axis has
+# the same pieces with that digit one further, and the last one has the first one's.
+
+
+AXES_OF = {"head": ("tp", "cp"), "expert": ("cp", "ep")}
+"""The mesh axes that cut an index, outermost first; all others are cut by `tp`."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotations of specs, for a plan on a model."""
+
+    plan: Plan
+    sizes: Sizes
+    microbatches: int
+    _layer_bits: dict[tuple[tuple[str, ...], int], int] = field(default_factory=dict[tuple[tuple[str, ...], int], int])
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return self.plan.mesh
+
+    @cached_property
+    def axes(self) -> dict[str, int]:
+        """How many ranks each axis has."""
+        return self.mesh.sizes()
+
+    @cached_property
+    def space(self) -> Space:
+        return self.sizes.space(self.mesh, self.microbatches)
+
+    def rotated(self, spec: Spec, axis: str, by: int) -> Spec:
+        """Make the value of the rank that stands `by` further along an axis."""
+        form, cells, joined = spec
+        if by == 0:
+            return spec
+        neighbours = self.plan.ulysses
+        if axis == "cp" and form.kind in ROW_KINDS and 0 < by % neighbours < by:
+            return self.rotated(self.rotated(spec, axis, by % neighbours), axis, by - by % neighbours)
+        if form.kind in ROW_KINDS:
+            return Spec(self._row_form(spec, axis, by), self._rows(cells, axis, by), self._joined(joined, axis, by))
+        if form.kind is Kind.SCALAR:
+            return Spec(form.but(holds=self._scalar(form.holds, axis, by)))
+        holds = self._slices(form.layer, form.holds, axis, by)
+        summed = self._summed(form, cells, axis, by) if cells else 0
+        return Spec(form if holds == form.holds else form.but(holds=holds), summed)
+
+    def _joined(self, joined: tuple[Joined, ...], axis: str, by: int) -> tuple[Joined, ...]:
+        """Pieces that a value was put together from: its neighbour's, or its own where all ranks have equal ones."""
+        moved = tuple([(self._rows(cells, axis, by), self._joined(inner, axis, by)) for cells, inner in joined])
+        return joined if {cells for cells, _ in moved} == {cells for cells, _ in joined} else moved
+
+    def _row_form(self, spec: Spec, axis: str, by: int) -> Form:
+        """The form of an activation: its slices of a layer's parameters, and which terms are in it."""
+        form, term = spec.form, spec.form.term
+        slices = tuple([(index, self._cycled((index,), mask, axis, by)) for index, mask in form.slices])
+        if term is not None and term.over == KEY:
+            term = term._replace(bits=self._rotated_kv_done(spec, term.bits, by)) if axis == "cp" else term
+        elif term is not None:
+            term = term._replace(bits=self._cycled(term.over, term.bits, axis, by))
+        return form if (slices, term) == (form.slices, form.term) else form.but(slices=slices, term=term)
+
+    def _cycled(self, indices: Sequence[str], mask: int, axis: str, by: int) -> int:
+        """Pieces of some indices, or tuples of them, which axes of the mesh cut, outermost first."""
+        cuts = tuple([name for index in indices for name in AXES_OF.get(index, ("tp",))])
+        if axis not in cuts:
+            return mask
+        outer, size = self._digit(cuts, axis)
+        if axis == "cp" and "head" in indices:  # those who exchange have several pieces each
+            by = by % self.plan.ulysses * (size // self.plan.ulysses)
+        count = math.prod(self.space.count(index) for index in indices)
+        return cycled(mask, count, count // outer, size, by)
+
+    def _rotated_kv_done(self, spec: Spec, kv_done: int, by: int) -> int:
+        """Which slices of the sequence the neighbour's value has met.
+
+        Whose slices have been met tells more than which: of the masked ones nothing is noted, and each rank's last ones
+        are never masked in what travels.
+        """
+        sequence = self.space.sequence
+        last = sequence - self.mesh.cp * self.mesh.tp
+        ranks = {self._places[slice][0] for slice in range(last, sequence) if kv_done >> slice & 1}
+        moved = {self._neighbour(rank, by, self.plan.ulysses) for rank in ranks}
+        first = self._rows(spec.cells, "cp", by)
+        lowest = ((first & -first).bit_length() - 1) % sequence
+        return sum(1 << slice for slice in range(sequence) if self._places[slice][0] in moved and slice >= lowest)
+
+    def _rows(self, mask: int, axis: str, by: int, neighbours: int | None = None) -> int:
+        """Pieces of the batch: microbatch by microbatch, each in slices of its sequence.
+
+        Neighbours of `cp` may have put theirs together (None: those who exchange them for heads).
+        """
+        sequence, total = self.space.sequence, self.space.cells
+        sizes = self.axes
+        if axis in BATCH_AXES:
+            outer = math.prod(sizes[name] for name in BATCH_AXES[: BATCH_AXES.index(axis) + 1])
+            return cycled(mask, total, total // outer, sizes[axis], by)
+        if self.mesh.cp == 1:
+            return cycled(mask, total, 1, sequence, by) if axis == "tp" and sequence > 1 else mask
+        if axis not in ("cp", "tp") or not mask:
+            return mask
+        moved = 0
+        for slice in range(sequence):
+            there = self._slice(slice, axis, by, neighbours or self.plan.ulysses) - slice
+            some = mask & repeated(1 << slice, sequence, total)
+            moved |= some << there if there > 0 else some >> -there
+        return moved
+
+    def _slice(self, slice: int, axis: str, by: int, neighbours: int) -> int:
+        """Which slice of the sequence the rank `by` further has in the place of this one.
+
+        A context-parallel rank's slices are shared by its tensor-parallel ranks in order.
+        """
+        rank, position = self._places[slice]
+        held = len(self._dealt[rank])
+        if axis == "cp":
+            rank = self._neighbour(rank, by, neighbours)
+        else:
+            position = (position + by * held // self.mesh.tp) % held
+        return self._dealt[rank][position]
+
+    def _neighbour(self, rank: int, by: int, neighbours: int) -> int:
+        """The context-parallel rank `by` further: its place among so many neighbours, and theirs, each by itself."""
+        outer, inner = divmod(rank, neighbours)
+        return (outer + by // neighbours) * neighbours % self.mesh.cp + (inner + by) % neighbours
+
+    @cached_property
+    def _dealt(self) -> list[tuple[int, ...]]:
+        """Slices of every sequence that each context-parallel rank has."""
+        cp, tp = self.mesh.cp, self.mesh.tp
+        return [dealt(place, cp, tp, self.plan.stripes) for place in range(cp)]
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """The context-parallel rank that has a slice, and the slice's place among those of this rank."""
+        return {slice: (rank, at) for rank, mine in enumerate(self._dealt) for at, slice in enumerate(mine)}
+
+    def _summed(self, form: Form, sums: int, axis: str, by: int) -> int:
+        """What a weight's gradient has summed; a tied one of each of its uses, a router's of each expert."""
+        total, moved = self.space.cells, 0
+        for place in range(-(-sums.bit_length() // total)):
+            cells = sums >> place * total & (1 << total) - 1
+            if cells and form.over:
+                place = self._cycled([index for index, _ in form.over], 1 << place, axis, by).bit_length() - 1
+            moved |= self._rows(cells, axis, by, neighbours=1) << place * total
+        return moved
+
+    def _slices(self, layer: int, holds: Holds, axis: str, by: int) -> Holds:
+        """Slices of a layer's parameters."""
+        order = self._orders[layer]
+        if axis not in order or holds.complete:
+            return holds
+        outer, size = self._digit(order, axis)
+        of = math.lcm(holds.of, outer)
+        fine = holds.refined(of)
+        mask = cycled(fine.mask, of, of // outer, size, by)
+        return holds if mask == fine.mask else Holds(mask, of)
+
+    def _scalar(self, holds: Holds, axis: str, by: int) -> Holds:
+        """Parts of the model: of each layer the slices whose squares are in the sum."""
+        layers = self.sizes.layers
+        each = holds.of // layers
+        made = Holds(0, holds.of)
+        for order in set(self._orders):
+            some = Holds(holds.mask & self._bits_of_layers(order, each), holds.of)
+            if axis in order and some.mask:
+                outer, size = self._digit(order, axis)
+                of = layers * math.lcm(each, outer)
+                some = Holds(cycled(some.refined(of).mask, of, of // layers // outer, size, by), of)
+            of = math.lcm(made.of, some.of)
+            made = Holds(made.refined(of).mask | some.refined(of).mask, of)
+        return made
+
+    def _bits_of_layers(self, order: tuple[str, ...], each: int) -> int:
+        """The bits of the layers whose parameters these axes cut, with `each` bits a layer."""
+        known = self._layer_bits.get((order, each))
+        if known is None:
+            ones = (1 << each) - 1
+            known = sum(ones << layer * each for layer, cuts in enumerate(self._orders) if cuts == order)
+            self._layer_bits[order, each] = known
+        return known
+
+    @cached_property
+    def _orders(self) -> list[tuple[str, ...]]:
+        """Axes that cut each layer's parameters, outermost first."""
+        model = model_layers(self.sizes)
+        return [(*model.cut_axes(layer), *self.plan.shard_optimizer) for layer in range(self.sizes.layers)]
+
+    def _digit(self, order: tuple[str, ...], axis: str) -> tuple[int, int]:
+        """(into how many pieces the axes up to this one cut, its size)."""
+        sizes = self.axes
+        return math.prod(sizes[name] for name in order[: order.index(axis) + 1]), sizes[axis]
+
+
+def cycled(mask: int, total: int, stride: int, size: int, by: int) -> int:
+    """A bit set of numbers below `total` with one digit of each number `by` further.
+
+    >>> bin(cycled(0b000011, 6, stride=2, size=3, by=1))
+    '0b1100'
+
+    Args:
+        stride, size: the digit's place and its radix.
+    """
+    by %= size
+    if not by or not mask:
+        return mask
+    stays = repeated((1 << (size - by) * stride) - 1, size * stride, total)
+    low = mask & stays
+    return low << by * stride | (mask ^ low) >> (size - by) * stride

@@ -1,0 +1,308 @@
+"""Changes that save memory, as the flags that make them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardlab.check import check
+from shardlab.common.fields import as_flags
+from shardlab.common.text import bytes_text
+from shardlab.language import Mesh, Sizes, UserError, trace
+from shardlab.models import Blocks
+from shardlab.simulate.hardware.device import Figure
+from shardlab.simulate.predict.estimate import Estimate
+from shardlab.simulate.predict.memory import HeldMemory, held_by, held_memory
+from shardlab.simulate.predict.recipe import modules_of_stages
+from shardlab.simulate.predict.workload import Workload
+from shardlab.simulate.timeline.prices import Traced
+from shardlab.strategies.grad_accum import grad_accum
+from shardlab.strategies.plan.plan import CUT_AXES, DATA_AXES, Plan
+
+MOST_MICROBATCHES = 1024
+"""Microbatches of one data-parallel rank at most: nobody takes a batch in more."""
+
+ALL_AT_ONCE = {"gpipe": "1f1b", "breadth-first": "interleaved-1f1b"}
+"""Schedules that hold every microbatch at a time, and those that hold as many as the pipeline is deep."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A workload that may take less memory.
+
+    Attributes:
+        flags: what is added to the command, after the flags that it has.
+        workload: what they make.
+    """
+
+    flags: str
+    workload: Workload
+
+    @property
+    def short(self) -> Workload:
+        """This workload with enough microbatches for a schedule to be steady: later ones add nothing to the peak."""
+        plan, microbatches = self.workload.plan, self.workload.microbatches
+        if self.workload.trace is accumulating:
+            return replace(self.workload, microbatches=min(4, microbatches))
+        if isinstance(plan, Mesh) or not isinstance(plan.schedule, str) or "." in plan.schedule:
+            return self.workload
+        if plan.schedule in ALL_AT_ONCE:
+            return self.workload
+        each = microbatches // plan.data_ranks
+        return replace(self.workload, microbatches=plan.data_ranks * min(each, 4 * plan.mesh.pp))
+
+
+def accumulating(mesh: Mesh, sizes: Sizes, microbatches: int) -> Traced:
+    """The built-in program that takes one microbatch after the other, on one device."""
+    return check(trace(grad_accum, mesh, sizes, microbatches))
+
+
+def changes(workload: Workload, whole: Blocks | None = None) -> Iterator[Change]:
+    """List changes: those that cost little time first, then several at once, then other devices, then a smaller batch.
+
+    Args:
+        whole: the model as a plan would run it, if the program runs another one.
+    """
+    plan = workload.plan
+    smaller = f"a smaller batch, --micro-batch-size 1 --microbatches {workload.microbatches},"
+    if isinstance(plan, Plan):
+        yield from _here(workload, plan)
+        yield from _on_idle_devices(workload)
+        if workload.micro_batch_size > 1:
+            few = replace(workload, micro_batch_size=1)
+            yield Change(smaller, few)
+            yield from _prefixed(smaller.removesuffix(","), _of_plan(few, plan), ",")
+        return
+    few = _in_small_microbatches(workload)
+    if few is not None and plan.world == 1:
+        flags = _rows_flags(few)
+        yield Change(f"grad-accum {flags}", replace(few, trace=accumulating))
+    like_it = replace(workload, plan=Plan(plan), model=whole or workload.model, trace=None, columns=False)
+    flags = as_flags(plan.used) or "--dp-shard 1"
+    yield Change(f"a plan, {flags},", like_it)
+    yield from _prefixed(f"a plan, {flags}", _here(like_it, Plan(plan)), ",")
+    yield from _prefixed("a plan,", _on_idle_devices(like_it), ",")
+    if workload.micro_batch_size > 1:
+        yield Change(smaller, replace(workload, micro_batch_size=1))
+
+
+def _here(workload: Workload, plan: Plan) -> Iterator[Change]:
+    """Changes on the same mesh, with the same batch."""
+    yield from _of_plan(workload, plan)
+    if (few := _in_small_microbatches(workload)) is not None:
+        flags = _rows_flags(few)
+        if plan.mesh.pp > 1 and isinstance(plan.schedule, str) and plan.schedule in ALL_AT_ONCE:
+            plan = replace(plan, schedule=ALL_AT_ONCE[plan.schedule])  # all at once, they take as much as before
+            few, flags = replace(few, plan=plan), f"{flags} --schedule {plan.schedule}"
+        yield Change(flags, few)
+        yield from _prefixed(flags, _of_plan(few, plan))
+
+
+def _on_idle_devices(workload: Workload) -> Iterator[Change]:
+    """The devices that nobody uses as further data-parallel ranks, over which all is cut."""
+    mesh, spare = workload.mesh, workload.cluster.size // workload.mesh.world
+    if spare < 2:
+        return
+    assert isinstance(workload.plan, Plan)
+    wide = replace(mesh, dp_shard=mesh.dp_shard * spare)
+    plan = replace(workload.plan, mesh=wide)
+    shares = plan.data_ranks
+    wider = replace(workload, plan=plan, microbatches=-(-workload.microbatches // shares) * shares)
+    idle = workload.cluster.size - mesh.world
+    devices = f"the {idle} devices" if idle > 1 else "the device"
+    flags = f"{as_flags(wide.used)} --microbatches {wider.microbatches}"
+    # with the flags of every axis, since the command wants all of them
+    for change in _prefixed(flags, _of_plan(wider, plan)):
+        yield Change(f"{change.flags}, which uses {devices} that are idle,", change.workload)
+    if (few := _in_small_microbatches(wider)) is not None:
+        for change in _prefixed(f"{as_flags(wide.used)} {_rows_flags(few)}", _of_plan(few, plan)):
+            yield Change(f"{change.flags}, which uses {devices} that are idle,", change.workload)
+
+
+def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
+    """Try other plans: one change at a time, then the changes before it together with each that follows."""
+    cheap: dict[str, Any] = {}
+    if plan.mesh.tp > 1 and not plan.sequence_parallel:
+        cheap["sequence_parallel"] = True
+    if isinstance(plan.schedule, str) and plan.mesh.pp > 1 and plan.schedule in ALL_AT_ONCE:
+        cheap["schedule"] = ALL_AT_ONCE[plan.schedule]
+    if plan.shard_parameters and plan.reshard_after != "layer":
+        cheap["reshard_after"] = "layer"
+    sharding: dict[str, Any] = {}
+    tried: list[dict[str, Any]] = [*({name: value} for name, value in cheap.items()), cheap]
+    sizes = plan.mesh.sizes()
+    more = [axis for axis in CUT_AXES if sizes[axis] > 1 and axis not in plan.shard_optimizer]
+    axes = (*plan.shard_optimizer, *more)
+    for field in ("shard_optimizer", "shard_gradients", "shard_parameters"):
+        if axes and getattr(plan, field) != axes:
+            sharding[field] = axes
+            tried += [dict(sharding), {**cheap, **sharding}]
+    words = {"none": ("selective", "full"), "selective": ("full",)}.get(str(plan.recompute), ())
+    for recompute in words:
+        change = {"recompute": recompute}
+        tried += [change, {**change, **cheap}, {**change, **cheap, **sharding}]
+    seen: list[dict[str, Any]] = [{}]
+    for fields in tried:
+        if fields in seen:
+            continue
+        seen.append(fields)
+        try:
+            yield Change(as_flags(fields), replace(workload, plan=replace(plan, **fields)))
+        except UserError:
+            continue  # some words of the plan do not go with it
+
+
+def _in_small_microbatches(workload: Workload) -> Workload | None:
+    """Cut the same batch into microbatches of as few sequences as do not make too many; None if it is so cut
+    already."""
+    most = MOST_MICROBATCHES * (workload.plan.data_ranks if isinstance(workload.plan, Plan) else 1)
+    for times in range(min(workload.micro_batch_size, most // workload.microbatches), 1, -1):
+        micro_batch_size, rest = divmod(workload.micro_batch_size, times)
+        if not rest:
+            return replace(workload, micro_batch_size=micro_batch_size, microbatches=workload.microbatches * times)
+    return None
+
+
+def _prefixed(prefix: str, changed: Iterator[Change], end: str = "") -> Iterator[Change]:
+    for change in changed:
+        yield Change(f"{prefix} {change.flags.removesuffix(',')}{end}", change.workload)
+
+
+def _rows_flags(workload: Workload) -> str:
+    return f"--micro-batch-size {workload.micro_batch_size} --microbatches {workload.microbatches}"
+
+
+# Advice on a step that does not fit into memory: by how much, what dominates, and which change helps.
+
+
+WORTH_SAYING = 0.99
+"""A change that leaves more than this share of the peak is not named."""
+
+ROOM = 0.98
+"""Share of a device's memory that a change may take to be named: only some of its microbatches are traced."""
+
+
+def require_memory(workload: Workload, estimate: Estimate, whole: Blocks | None = None) -> HeldMemory:
+    """See that all that every rank holds fits on its device; say what the fullest holds.
+
+    Args:
+        whole: the model as a plan would run it, if the program runs another one.
+
+    Raises:
+        UserError: by how much it does not, what most of it is, and which change would make it fit.
+    """
+    peak, held = estimate.peak, held_memory(workload, estimate.peaks)
+    if held.fits:
+        return held
+    most = max(peak.by_category, key=lambda category: peak.by_category[category])
+    beyond = f", {bytes_text(held.needed - peak.bytes, 1)} of it beyond tensors" if held.needed > peak.bytes else ""
+    needed, room = (bytes_text(bytes, 1) for bytes in (held.needed, held.room))
+    if needed == room:
+        needed, room = (bytes_text(bytes, 3) for bytes in (held.needed, held.room))
+    raise UserError(
+        f"rank {peak.rank} would hold {needed} of {room}{beyond}, "
+        f"{bytes_text(held.needed - held.room, 1)} too much ({peak.cause}); most of it is {most}, "
+        f"{bytes_text(peak.by_category[most], 1)}; {advice(workload, held, whole)}"
+    )
+
+
+def advice(workload: Workload, held: HeldMemory, whole: Blocks | None = None) -> str:
+    """The first change of those tried that fits, or the one that leaves least; as they are without passes."""
+    workload = replace(workload, passes="none", tiles=1)
+    least: tuple[float, Change] | None = None
+    for change in changes(workload, whole):
+        try:
+            bytes = held_by(change.short).needed
+        except UserError:
+            continue  # the model or the mesh does not allow it
+        if bytes <= ROOM * held.room:
+            return f"{change.flags} would fit, with {bytes_text(bytes, 1)}"
+        if bytes < WORTH_SAYING * held.needed and (least is None or bytes < least[0]):
+            least = bytes, change
+    if least is None:
+        return "nothing that was tried saves memory: take more devices, and a plan that shards over them"
+    return (
+        f"of what was tried {least[1].flags} takes least, {bytes_text(least[0], 1)}: take more devices, or larger ones"
+    )
+
+
+# Limits of a framework: plans that a model and a cluster allow, and that it does not run.
+
+
+SHARED = ("nothing", "the optimizer's state alone", "gradients and the optimizer's state", "everything")
+"""What data-parallel ranks share, by the stage of ZeRO."""
+
+
+def broken_limit(workload: Workload) -> str:
+    """Say in a sentence why the recipe's framework does not run a plan ("": it does, or a program is no plan)."""
+    plan, recipe = workload.plan, workload.recipe
+    if not isinstance(plan, Plan):
+        return ""
+    own, most = recipe.defaults, recipe.defaults.most_zero_stage
+    if own.lacks("cp") and plan.mesh.cp > 1:
+        return f"{recipe.name} has no context parallelism, and this plan has cp {plan.mesh.cp}; give --cp 1"
+    if own.lacks("dp_replicate") and (replicas := _replicas_of_shards(plan)):
+        return (
+            f"{recipe.name} has no replicas of ranks that share something, and this plan has {replicas} of them; let "
+            "all data-parallel ranks share it, or none"
+        )
+    ranks, each = plan.mesh.pp, workload.microbatches // plan.data_ranks
+    if most is not None and plan.zero_stage > most:
+        return (
+            f"{recipe.name} has no ZeRO stage above {most}, and this plan is ZeRO-{plan.zero_stage}; let data-parallel "
+            f"ranks share {SHARED[most]}"
+        )
+    schedule = plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
+    if ranks > 1 and own.schedules and schedule not in own.schedules:
+        return f"{recipe.name} has no pipeline schedule {schedule}; give {' or '.join(own.schedules)}"
+    short = own.microbatches_short_of_ranks if schedule == "1f1b" else None
+    if short is not None and each < ranks - short:
+        return (
+            f"{recipe.name}'s {schedule} needs at least pp - {short} microbatches; with pp {ranks} give at "
+            f"least {ranks - short} to each data-parallel rank, not {each}"
+        )
+    if own.stages == "cost" and modules_of_stages(workload.model, ranks) is None:
+        return (
+            f"{recipe.name} deals modules to stages by cost, and leaves nothing for the last of {ranks}; give fewer "
+            "pipeline ranks"
+        )
+    return ""
+
+
+def _replicas_of_shards(plan: Plan) -> int:
+    """Data-parallel ranks that keep the same slice of the optimizer's state (0: all slices differ, or none is cut)."""
+    sizes = plan.mesh.sizes()
+    replicas = math.prod(sizes[axis] for axis in DATA_AXES if axis not in plan.shard_optimizer)
+    return replicas if plan.shard_optimizer and replicas > 1 else 0
+
+
+# Assumed figures that a prediction rests on: those that no source gives and no runs settle.
+
+
+def assumed_figures(workload: Workload) -> dict[str, Figure]:
+    """Assumed figures of the recipe, the device and the links that a step uses; as in "h100 attention.flash2"."""
+    return {name: figure for name, figure in _used(workload) if figure.assumed}
+
+
+def _used(workload: Workload) -> Iterator[tuple[str, Figure]]:
+    recipe, cluster, ranks = workload.recipe, workload.cluster, workload.mesh.world
+    for name, figure in recipe.figures.items():
+        group, _, field = name.partition(".")
+        communicates = group != "overlap" or ranks > 1
+        held = name in ("memory.reserved", "memory.kept_when_full", "memory.context_bytes")
+        if communicates and not (held and cluster.on_cpu) and getattr(getattr(recipe, group), field) == figure.value:
+            yield f"{recipe.name} {name}", figure
+    if cluster.profile is not None:
+        return
+    efficiency = cluster.device.efficiency
+    used = {f"matmul.{workload.precision.compute}", f"attention.{recipe.kernels.attention}"}
+    for name, figure in efficiency.figures.items():
+        if name in used or "." not in name:
+            yield f"{cluster.device.name} {name}", figure
+    links = [cluster.intra_node] * (ranks > 1 < cluster.per_node) + [cluster.inter_node] * (ranks > cluster.per_node)
+    for link in links:
+        for name, figure in link.figures.items():
+            if getattr(link, name) == figure.value:
+                yield f"{link.name} {name}", figure

@@ -1,0 +1,245 @@
+"""Seconds: the kernels of a model's layers on a cluster's device, and communication on its links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+
+from shardlab.language import Group, Holds, Kind, Mesh, Op, OpKind, Sizes, Spec
+from shardlab.language.ops import Price
+from shardlab.language.pass_names import Lag
+from shardlab.language.precision import Precision
+from shardlab.language.rules import attention
+from shardlab.language.rules.kinds import bits, bytes_of
+from shardlab.language.rules.spec import share_of
+from shardlab.models import Model
+from shardlab.models.layout import FusedAttention, Kernel, Matmul, Pointwise
+from shardlab.models.matrices import matrices_of
+from shardlab.simulate.hardware import Cluster
+from shardlab.simulate.hardware.collectives import nodes_of
+from shardlab.simulate.predict.recipe import OWN, Recipe
+from shardlab.simulate.timeline.prices import Prices
+
+
+@dataclass(frozen=True)
+class ClusterPrices(Prices):
+    """Prices of a program's ops on a cluster, in seconds.
+
+    Attributes:
+        model: whose layers are the program's.
+        micro_batch_size: sequences of a microbatch.
+        cluster: devices and links; rank i is its i-th device.
+        precision: dtype and bytes.
+        recipe: which kernels are run, and what overlaps.
+        mesh: of the program.
+    """
+
+    model: Model
+    micro_batch_size: int
+    cluster: Cluster
+    precision: Precision
+    recipe: Recipe = OWN
+    mesh: Mesh = field(default_factory=Mesh)
+
+    @property
+    def blocking_p2p(self) -> float:
+        return self.recipe.overlap.blocking_p2p
+
+    @property
+    def contention(self) -> float:
+        """Slowdown of what runs at once: as measured on the machine, or as the recipe says of GPUs."""
+        return self.cluster.contention or self.recipe.overlap.contention
+
+    @property
+    def lag(self) -> Lag:
+        return self.cluster.lag
+
+    @property
+    def slows(self) -> bool:
+        """Whether communication takes any time from compute."""
+        return self.contention > 0 or self.lag.most > 0
+
+    @property
+    def adds_in_backward(self) -> bool:
+        return self.cluster.device.adds_in_backward
+
+    def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
+        own = self.cluster.device.overhead(op.kind.value, self.precision.compute)
+        return own if op.kind.row.price is Price.NOTHING else own + self._kernels_time(op, specs, sizes)
+
+    def _kernels_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
+        kind = op.kind
+        made = specs[op.outputs[0]]
+        if kind is OpKind.UPDATE:  # of its slice; counted as float32 elements
+            if made.form.place:  # whose processor's products of matrices, for Muon, are not counted
+                return self.cluster.host_seconds(self._moved_by_update(sizes.elements(made)))
+            step = self.update_seconds(sizes.elements(made))
+            return step + (self._orthogonal(op.layer, made.holds) if op.layer in sizes.directed else 0.0)
+        if made.form.place:  # the sum of gradients, or pieces side by side, in the host's memory
+            return self.cluster.host_seconds(3 * sizes.bytes(made))
+        if kind is OpKind.ADD:
+            return self.add_seconds(sizes.elements(made))
+        if kind.row.price is Price.BYTES:  # read and written, counted as float32 elements
+            return self.cluster.device.seconds(Pointwise(kind.value, sizes.bytes(made) / 2, 0.0), "float32")
+        if kind is OpKind.NORM and specs[op.inputs[0]].form.place:
+            return self.cluster.host_seconds(sizes.bytes(specs[op.inputs[0]]))
+        if kind is OpKind.NORM:
+            return self.seconds_of([Pointwise("norm", float(sizes.elements(specs[op.inputs[0]])), 0.0)])
+        read = specs[op.inputs[0]]
+        sequences, tokens = self._tokens(read)
+        if kind is OpKind.ATTEND or kind is OpKind.ATTEND_BACKWARD:
+            forward = self._attend(op.layer, read, specs[op.inputs[1]])
+            return self.layer_seconds(kind, forward)
+        slices = _slices(op, specs)
+        if kind is OpKind.LOSS or kind is OpKind.LOSS_STATS:
+            loss = self.recipe.kernels.run(self.model.loss_kernels(sequences, tokens, slices))
+            stats = () if len(op.inputs) == 2 else loss  # given, or to be found out
+            return self.seconds_of([*stats, *(() if kind is OpKind.LOSS_STATS else backward_input(loss))])
+        kernels = self.recipe.kernels.run(self.model.kernels(op.layer, sequences, tokens, slices))
+        return self.layer_seconds(kind, kernels)
+
+    def layer_seconds(self, kind: OpKind, kernels: Sequence[Kernel]) -> float:
+        """A pass of such a kind through a layer, or its attention, whose forward pass runs these kernels."""
+        if kind in (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ATTEND):
+            return self.seconds_of(kernels)
+        if kind is OpKind.ATTEND_BACKWARD:
+            fused = any(isinstance(kernel, FusedAttention) for kernel in kernels)  # it computes scores again itself
+            return self.seconds_of([*(() if fused else kernels), *backward_input(kernels)])
+        both = kind is OpKind.BACKWARD
+        inputs = backward_input(kernels) if both or kind is OpKind.BACKWARD_INPUT else []
+        weights = [back for kernel in kernels for back in kernel.backward_weight()]
+        recomputed = 0.0
+        if both or kind is OpKind.BACKWARD_INPUT:
+            recomputed = sum(
+                share * self.seconds_of([kernel]) for kernel, share in self.recipe.memory.recomputed(kernels)
+            )
+        needed = weights if both or kind is OpKind.BACKWARD_WEIGHT else []
+        return recomputed + self.seconds_of([*inputs, *needed])
+
+    def update_seconds(self, elements: float) -> float:
+        """The optimizer's step on so many elements on a device, but for Muon's products."""
+        return self.cluster.device.seconds(Pointwise("adamw", self._moved_by_update(elements) / 4, 0.0), "float32")
+
+    def _moved_by_update(self, elements: float) -> float:
+        """Bytes."""
+        moved = self.recipe.kernels.update_bytes
+        return elements * (self.precision.moved_by_update if moved is None else moved)
+
+    def _orthogonal(self, layer: int, holds: Holds) -> float:
+        """Seconds to make the matrices orthogonal of which some slices have parts: each of them whole."""
+        dtype = "bfloat16" if "bfloat16" in self.cluster.device.flops else self.precision.compute
+        length = self.model.layout(layer).padded(holds.of)
+        mine = [(piece * length // holds.of, (piece + 1) * length // holds.of) for piece in bits(holds.mask)]
+        return sum(
+            self.cluster.device.seconds(kernel, dtype)
+            for matrix in matrices_of(self.model.run(layer), length)
+            if any(start < begin + matrix.size and begin < stop for begin in matrix.starts for start, stop in mine)
+            for kernel in matrix.kernels()
+        )
+
+    def collective_time(self, kind: OpKind, bytes: float, group: Group) -> float:
+        if len(group.ranks) == 1:
+            return 0.0
+        data = group.axis in _DATA_AXES
+        whole = max(bytes, self.recipe.overlap.at_once(kind)) if data else bytes
+        whole_too = self.recipe.overlap.allreduce_sharded_gradients and kind is OpKind.REDUCE_SCATTER and data
+        done = "all_reduce" if whole_too else kind.value
+        seconds = self.cluster.collective_seconds(done, whole, group.ranks)
+        if group.axis == "tp":
+            seconds += self.recipe.overlap.tp_seconds
+        share = bytes / whole if whole else 1.0
+        return seconds * share * (1.0 - self.recipe.overlap.share.get(group.axis, 0.0))
+
+    def copy_time(self, kind: OpKind, bytes: float, place: str) -> float:
+        return self.cluster.copy_seconds(bytes, place)
+
+    def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:
+        if self.recipe.overlap.sends_residual_only and value in _RESIDUALS:
+            return 0.0, 0.0
+        gathered, slices = 0.0, self.mesh.tp
+        if self.recipe.overlap.scatter_gather_p2p and slices > 1:
+            gathered = self.cluster.collective_seconds("all_gather", bytes, self.mesh.group(0, "tp").ranks)
+            bytes /= slices
+        links = _ring(self.mesh, source, target)
+        seconds = max(self.cluster.message_seconds(bytes, *link) for link in links) + gathered
+        return seconds, seconds
+
+    def add_seconds(self, elements: int) -> float:
+        """A gradient, in the dtype that it was computed in, is added to those of other microbatches."""
+        if self.recipe.kernels.fused_accumulation:
+            return 0.0
+        made = max(2, bytes_of(self.precision.compute))  # no gradient is made in less than two bytes
+        moved = elements * (made + 2 * self.precision.bytes(Kind.GRAD_WEIGHT))
+        return self.cluster.device.seconds(Pointwise("add", moved / 4, 0.0), "float32")
+
+    def seconds_of(self, kernels: Iterable[Kernel]) -> float:
+        """Seconds of some kernels, one after the other, and no sooner than the host has started them."""
+        kernels = list(kernels)
+        busy = sum(self.cluster.device.seconds(kernel, self.precision.compute) for kernel in kernels)
+        host = self.host_seconds
+        return max(busy, host * sum(isinstance(kernel, Matmul) for kernel in kernels)) if host else busy
+
+    @cached_property
+    def host_seconds(self) -> float:
+        """Seconds of a rank's host for each product of matrices."""
+        kernels, pipeline = self.recipe.kernels, self.mesh.group(0, "pp").ranks
+        if not kernels.piped_host_seconds or nodes_of(pipeline, self.cluster.per_node)[0] == 1 or self.mesh.tp == 1:
+            return kernels.host_seconds
+        return kernels.host_seconds + kernels.piped_host_seconds * self.mesh.tp
+
+    def _tokens(self, spec: Spec) -> tuple[int, int]:
+        """(sequences, tokens of each) of a value made of pieces of the batch."""
+        microbatches = spec.microbatches.bit_count()
+        cells = spec.cells.bit_count()
+        return microbatches * self.micro_batch_size, self.model.seq_len * cells // (
+            microbatches * spec.form.space.sequence
+        )
+
+    def _attend(self, layer: int, queries: Spec, keys_values: Spec) -> list[Kernel]:
+        """Attention's kernels where queries meet a block of keys and values."""
+        sequences, asking = self._tokens(queries)
+        _, asked = self._tokens(keys_values)
+        half = queries.form.space.sequence**2 / 2  # the pairs of slices that a whole causal sequence computes
+        each = queries.microbatches.bit_count()
+        pairs = queries.cells.bit_count() * keys_values.cells.bit_count() / each**2
+        busiest = 1 + self.recipe.kernels.cp_imbalance * (self.mesh.cp - 1) / self.mesh.cp
+        seen = busiest * attention.work(queries, keys_values) / each * half / pairs
+        slices = _of_width(queries)
+        return self.recipe.kernels.run(self.model.attend_kernels(layer, sequences, asking, asked, seen, slices))
+
+
+def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
+    """Slices that a layer's parameters are cut into; one of them is computed here (1: the whole layer is)."""
+    row = op.kind.row
+    if row.keeps is Kind.SAVED:
+        return _of_width(specs[op.outputs[0]])
+    return _of_width(specs[op.inputs[max(row.saved, 0)]])
+
+
+def _of_width(spec: Spec) -> int:
+    """Into how many slices like this value's the parameters are cut (1: it has all)."""
+    share = share_of(spec.form)
+    return share.denominator // share.numerator
+
+
+@cache
+def _ring(mesh: Mesh, source: int, target: int) -> tuple[tuple[int, int], ...]:
+    """The links that a message waits for: its own; in a ring of context-parallel ranks, those of all of its members.
+
+    Each of them hands on what it was handed, so all go at the pace of the slowest link, whichever rank is looked at.
+    """
+    ranks = mesh.group(source, "cp").ranks if max(source, target) < mesh.world else ()
+    if source == target or target not in ranks:
+        return ((source, target),)
+    apart = ranks.index(target) - ranks.index(source)
+    return tuple([(rank, ranks[(place + apart) % len(ranks)]) for place, rank in enumerate(ranks)])
+
+
+def backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """Kernels that make the gradients of what some kernels were given."""
+    return [back for kernel in kernels for back in kernel.backward_input()]
+
+
+_DATA_AXES = frozenset({"dp_shard", "dp_replicate", "cp"})
+_RESIDUALS = frozenset({Kind.RESIDUAL, Kind.GRAD_RESIDUAL})

@@ -1,0 +1,487 @@
+"""Recipes: how a training framework runs a step, as far as time and memory depend on it.
+
+A framework may run an operation as several kernels, each of which goes through memory; keep more, or less, for the
+backward pass than our own executor does; hold memory beyond tensors; or let communication run beside compute that, in
+the program, waits for it. Every recipe is a TOML file in `predict/recipes`, or a user's own:
+
+    base = "megatron-core"        # all that is not said here (default: plain fused kernels, nothing beyond tensors)
+    source = "where its choices are described"
+
+    [kernels]
+    attention = "cudnn"           # a choice, described by the recipe's source
+
+    [memory.reserved]             # a figure with a source of its own, or fitted to runs
+    value = 1.24
+    fitted_to = "bigscience's memory by nvidia-smi"
+    runs = ["bloom-prequel-*"]       # their ids in a file of published runs
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+
+from shardlab.common.errors import UserError, nearest, unknown
+from shardlab.common.files import packaged, read_file
+from shardlab.language import Kind, OpKind, Sizes
+from shardlab.models import Blocks, CutModel
+from shardlab.models.layout import Kernel, Matmul, Pointwise
+from shardlab.models.matrices import (
+    AUTOGRAD,
+    EXECUTOR,
+    SavedActivations,
+    kept_activations,
+    kept_elements,
+    saves_residual,
+)
+from shardlab.models.model import Model
+from shardlab.simulate.hardware.device import Figure
+
+# The four groups of a recipe: kernels, memory, overlap, and what is used where a run does not say.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Kernels that a framework runs, compared with a model's own, of which each is fused (`shardlab.models.layout`).
+
+    Attributes:
+        attention: generation of fused attention kernels (see `Efficiency.attention`); PyTorch's own is "flash2".
+        memory_traffic: by a pointwise kernel's name, bytes moved over those of one fused kernel: forward, backward.
+        fused_accumulation: the product that makes a weight's gradient adds to the older ones.
+        update_bytes: bytes that the optimizer moves for each parameter (None: as the precision says).
+        cp_imbalance: 0 where every rank along `cp` attends to as much; 1 where each has one run of a causal sequence,
+            so that the last attends to (2 cp - 1) / cp of the mean.
+        host_seconds: of a rank's host for each product of matrices and all that is started beside it: a rank is as slow
+            as its host where kernels are shorter.
+        piped_host_seconds: more than `host_seconds`, for each rank along `tp` if there are several, in a pipeline over
+            nodes.
+        step_seconds: of each step, whatever its size: data, logs, and what an optimizer does for each parameter.
+        gathered_copy_seconds: of a rank's host, when parameters have been gathered after the optimizer's step, for each
+            parameter and each rank whose slice of it is copied to its place.
+    """
+
+    attention: Literal["flash1", "flash2", "cudnn"] = "flash2"
+    memory_traffic: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    fused_accumulation: bool = False
+    update_bytes: float | None = None
+    cp_imbalance: float = 0.0
+    host_seconds: float = 0.0
+    piped_host_seconds: float = 0.0
+    step_seconds: float = 0.0
+    gathered_copy_seconds: float = 0.0
+
+    def run(self, kernels: Iterable[Kernel]) -> list[Kernel]:
+        """A model's kernels as this framework runs them."""
+        return [self._run(kernel) for kernel in kernels]
+
+    def _run(self, kernel: Kernel) -> Kernel:
+        if not isinstance(kernel, Pointwise):
+            return kernel
+        forward, backward = self.memory_traffic.get(kernel.name, (1.0, 1.0))
+        return Pointwise(kernel.name, kernel.elements * forward, kernel.back * backward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """What a framework keeps, and what a device holds for it beyond tensors (see `shardlab.simulate.predict.memory`).
+
+    Attributes:
+        saved: what stays for the backward pass.
+        logit_bytes: bytes that the loss holds for each logit at its peak, logits and gradients included (None: two
+            activations).
+        sliced_logit_bytes: `logit_bytes` where each tensor-parallel rank has a slice of the logits (None: the same).
+        half_gradients: gradients that add up in float32 are made in half precision, and stay beside their sum.
+        gradient_buffer: gradients have a buffer that stands from one step to the next.
+        stream_memory: gathers and reductions allocate on streams of their own.
+        reserved: bytes that the allocator reserves for each byte that is allocated at its peak, where there is room.
+        kept_when_full: share of what is reserved beyond that, which the allocator cannot give up where room lacks:
+            before it fails it frees the blocks in which nothing lies (`c10/cuda/CUDACachingAllocator.cpp`,
+            `release_cached_blocks`).
+        context_bytes: bytes that a GPU holds beyond the allocator's, as nvidia-smi shows it (CUDA's context, NCCL).
+        gathers_held_back: of each block and microbatch that is kept, the gathered inputs of a slice's matrices that the
+            allocator holds back for the stream that gathered them, and gives up when there is no room.
+        margin_bytes: what must stay free of a device for a plan to be chosen: near full memory the allocator frees and
+            asks again, and steps take several times as long.
+        logs_first_rank: what the framework logs is its first rank's memory, not the fullest's.
+    """
+
+    saved: SavedActivations = AUTOGRAD
+    logit_bytes: float | None = None
+    sliced_logit_bytes: float | None = None
+    half_gradients: bool = False
+    gradient_buffer: bool = False
+    stream_memory: bool = False
+    reserved: float = 1.0
+    kept_when_full: float = 1.0
+    context_bytes: float = 0.0
+    gathers_held_back: float = 0.0
+    margin_bytes: float = 0.0
+    logs_first_rank: bool = False
+
+    def kept_sizes(self, model: Model, sizes: Sizes, micro_batch_size: int, slices: int) -> Sizes:
+        """A model's sizes as far as memory goes: what this framework keeps, and what its loss holds.
+
+        Args:
+            slices: into how many sequence parallelism cuts a sequence.
+        """
+        plain = self.logit_bytes is None and not self.half_gradients
+        if plain and self.saved == EXECUTOR:
+            return sizes
+        width = sizes.element_bytes[Kind.SAVED]
+        saved = tuple(kept_elements(model, layer, micro_batch_size, self.saved, width) for layer in range(model.layers))
+        if plain and self.saved == AUTOGRAD:
+            return replace(sizes, saved=saved)
+        saves = tuple(saves_residual(model, layer, self.saved) for layer in range(model.layers))
+        activations = kept_activations(model, micro_batch_size, self.saved, slices)
+        if self.logit_bytes is not None:  # of logits and their gradient, which are counted alike
+            sliced = isinstance(model, CutModel) and model.vocab_slices > 1 and self.sliced_logit_bytes is not None
+            each = self.sliced_logit_bytes if sliced else self.logit_bytes
+            activations = (*activations[:-1], int(activations[-1] * (each or 0.0) / (2 * width)))
+        bytes = dict(sizes.element_bytes)
+        bytes[Kind.GRAD_WEIGHT] = self.held_gradient_bytes(bytes[Kind.GRAD_WEIGHT])
+        kept = replace(sizes, saved=saved, saves_residual=saves, activations=activations, keeps_input=())
+        return replace(kept, element_bytes=bytes)
+
+    def held_gradient_bytes(self, bytes: int) -> int:
+        """Bytes that are held of a gradient's element whose sum has so many bytes."""
+        return bytes + 2 * (self.half_gradients and bytes == 4)
+
+    def recomputed(self, kernels: Iterable[Kernel]) -> list[tuple[Kernel, float]]:
+        """Kernels of a layer's forward pass that its backward pass runs again, each with the share of it that is run.
+
+        torchtitan keeps every second product; ours fuse queries, keys and values, and gate and up, so half of each is
+        run again.
+        """
+        if not self.saved.per_op:
+            return []
+        run: list[tuple[Kernel, float]] = []
+        for kernel in kernels:
+            if isinstance(kernel, Pointwise):
+                run.append((kernel, 1.0))
+            elif isinstance(kernel, Matmul) and kernel.learned:
+                run.append((kernel, 0.5))
+        return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """How a framework communicates, and how much of that runs beside compute.
+
+    Attributes:
+        share: by axis of the mesh, the share of each collective's time that runs beside compute.
+        blocking_p2p: the share of a message's time for which its sender does nothing else.
+        scatter_gather_p2p: tensor-parallel ranks each send a slice, which the receivers gather (Narayanan et al. 2021,
+            arXiv 2104.04473, section 4.1).
+        sends_residual_only: a pipeline's message is the residual stream alone, the branch already added to it.
+        allreduce_sharded_gradients: gradients that ZeRO shards are all-reduced instead of reduce-scattered.
+        single_nic: collectives leave a node through one of its NICs only.
+        contention: seconds that compute loses in a second in which a communication is in flight beside it.
+        bucket_bytes: gradients or parameters that are communicated at once, so that small ones share a start.
+        gathered_bytes: parameters that are gathered at once over the ranks that have other tokens (0: `bucket_bytes`).
+        tp_seconds: that each collective along `tp` takes beyond its bytes and hops, until its ranks' hosts have come.
+    """
+
+    share: Mapping[str, float] = field(default_factory=dict[str, float])
+    blocking_p2p: float = 0.0
+    scatter_gather_p2p: bool = False
+    sends_residual_only: bool = False
+    allreduce_sharded_gradients: bool = False
+    single_nic: bool = False
+    contention: float = 0.0
+    bucket_bytes: float = 0.0
+    gathered_bytes: float = 0.0
+    tp_seconds: float = 0.0
+
+    def at_once(self, kind: OpKind) -> float:
+        """Bytes of gradients, or of parameters, that are communicated at once."""
+        return (kind is OpKind.ALL_GATHER and self.gathered_bytes) or self.bucket_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a framework uses where a run does not say.
+
+    Attributes:
+        vocab_size: tokens: those of GPT-2's tokenizer.
+        pads_vocab: vocabularies are padded to a multiple of 128 on every tensor-parallel rank, also where tp is 1.
+        bias: the products of its GPTs have biases.
+        dropout: of its GPTs.
+        gradient_bytes: bytes of a gradient's element when it is reduced.
+        bf16_gradient_bytes: `gradient_bytes` of gradients in bfloat16 (None: the same).
+        reduce_at: when gradients are reduced (see `Plan.reduce_at`).
+        sharded_reduce_at: `reduce_at` where the optimizer's state is sharded ("": the same).
+        zero_stage: the least ZeRO stage that it uses.
+        axes: those of the mesh that it has (empty: all); dp_replicate is replicas of ranks that share something.
+        most_zero_stage: the highest ZeRO stage that it has (None: 3).
+        schedules: those of a pipeline that it has (empty: all).
+        stages: how blocks are dealt to pipeline stages: evenly, or by cost (see `shardlab.simulate.predict.recipe`).
+        microbatches_short_of_ranks: how many microbatches fewer than pipeline ranks a step of 1F1B may have (None: any
+            number).
+    """
+
+    vocab_size: int = 50257
+    pads_vocab: bool = False
+    bias: bool = True
+    dropout: float = 0.0
+    gradient_bytes: int = 2
+    bf16_gradient_bytes: int | None = None
+    reduce_at: Literal["layer", "step"] = "layer"
+    sharded_reduce_at: Literal["", "layer", "step"] = ""
+    zero_stage: int = 0
+    axes: tuple[str, ...] = ()
+    most_zero_stage: int | None = None
+    schedules: tuple[str, ...] = ()
+    stages: Literal["even", "cost"] = "even"
+    microbatches_short_of_ranks: int | None = None
+
+    def lacks(self, axis: str) -> bool:
+        """Whether it has no such axis of the mesh."""
+        return bool(self.axes) and axis not in self.axes
+
+    def reduction(self, *, sharded: bool) -> Literal["layer", "step"]:
+        """When gradients are reduced, with or without a sharded optimizer's state."""
+        return (sharded and self.sharded_reduce_at) or self.reduce_at
+
+
+# Values of a recipe's figures, as its TOML file writes them.
+
+
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number, 0 or more",
+    float: "a number, 0 or more",
+    str: "a text in quotes",
+}
+
+
+def read_value(where: str, hint: Any, written: Any, base: Any = None) -> Any:
+    """A figure's value.
+
+    Args:
+        where: the file and the figure, for a message.
+        hint: the type of its field.
+        base: the value in the recipe's base; of a table, what is not written is as there.
+
+    Raises:
+        UserError: it is of another type.
+    """
+    if hint is SavedActivations:
+        hints, table = get_type_hints(SavedActivations), read_table(written, where)
+        if wrong := next((key for key in table if key not in hints), None):
+            raise UserError(f"{where} has no {wrong!r}; {nearest(wrong, hints)}")
+        read = {key: read_value(f"{where}.{key}", hints[key], value) for key, value in table.items()}
+        return replace(base or AUTOGRAD, **read)
+    if get_origin(hint) is Mapping:
+        each = get_args(hint)[1]
+        read = {key: read_value(f"{where}.{key}", each, value) for key, value in read_table(written, where).items()}
+        return cast(dict[str, Any], base or {}) | read
+    if hint == tuple[float, float]:
+        return _ratios(where, written)
+    if get_origin(hint) is tuple:
+        if not isinstance(written, list) or not all(isinstance(each, str) for each in cast(list[Any], written)):
+            raise UserError(f"{where} is {written!r}; give a list of texts in quotes")
+        return tuple(cast(list[str], written))
+    if get_origin(hint) is Literal:
+        if written not in get_args(hint):
+            raise UserError(f"{where} is {written!r}; give one of {', '.join(get_args(hint))}")
+        return written
+    kinds = get_args(hint) or (hint,)
+    kind = next(kind for kind in kinds if kind in _WORDS)
+    fits = isinstance(written, (int, float) if kind is float else kind) and isinstance(written, bool) == (kind is bool)
+    if not fits or (isinstance(written, int | float) and not 0 <= written < math.inf):
+        raise UserError(f"{where} is {written!r}; give {_WORDS[kind]}")
+    return written
+
+
+def read_table(written: Any, where: str) -> dict[str, Any]:
+    """What a file says in a table.
+
+    Raises:
+        UserError: it is none.
+    """
+    if not isinstance(written, dict):
+        raise UserError(f"{where} is {written!r}; give a table")
+    return cast(dict[str, Any], written)
+
+
+def _ratios(where: str, written: Any) -> tuple[float, float]:
+    """`[1, "3.5/4"]`: bytes moved over those of one fused kernel, forward and backward."""
+    try:
+        if not isinstance(written, list):
+            raise TypeError
+        forward, backward = (_ratio(each) for each in cast(list[str | float], written))
+        if not all(0 <= ratio < math.inf for ratio in (forward, backward)):
+            raise ValueError
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise UserError(f'{where} is {written!r}; give two numbers or ratios, such as [1, "3.5/4"]') from None
+    return forward, backward
+
+
+def _ratio(written: str | float) -> float:
+    above, _, below = str(written).partition("/")
+    return float(above) / float(below or 1)
+
+
+FOLDER = "simulate/predict/recipes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a framework runs a step.
+
+    Attributes:
+        name: how it is asked for.
+        source: where its choices are described.
+        kernels, memory, overlap, defaults: its figures.
+        figures: by group and field, as in "memory.reserved", each figure that its files give.
+    """
+
+    name: str = ""
+    source: str = ""
+    kernels: Kernels = field(default_factory=Kernels)
+    memory: MemoryUse = field(default_factory=MemoryUse)
+    overlap: Overlap = field(default_factory=Overlap)
+    defaults: Defaults = field(default_factory=Defaults)
+    figures: Mapping[str, Figure] = field(default_factory=dict[str, Figure], compare=False)
+
+
+GROUPS = {"kernels": Kernels, "memory": MemoryUse, "overlap": Overlap, "defaults": Defaults}
+
+
+@cache
+def recipes() -> Mapping[str, Recipe]:
+    """Every built-in recipe by name, Shardlab's own first, those that build on it below their base."""
+    found = {name: find_recipe(name) for name in _names()}
+    return dict(sorted(found.items(), key=lambda item: item[0] != "shardlab"))
+
+
+def find_recipe(name: str, inside: tuple[Path, ...] = ()) -> Recipe:
+    """The built-in recipe of that name, in any case of letters, or the one in a TOML file.
+
+    Args:
+        inside: files that are being read, each of which is the base of the one before; a file that the last of them
+            names lies beside it, unless its path begins at the root.
+
+    Raises:
+        UserError: there is none, and the nearest name is suggested; or the file says what a recipe cannot.
+    """
+    if name.endswith(".toml"):
+        path = inside[-1].parent / name if inside else Path(name)
+        files = (*inside, path)
+        if path.resolve() in {each.resolve() for each in inside}:
+            raise UserError(f"{' builds on '.join(map(str, files))}, which is being read; give another base")
+        return _made(path.stem, str(path), read_file(path, "TOML"), files)
+    return _packaged(name.strip().lower())
+
+
+def _names() -> list[str]:
+    files = (resources.files("shardlab") / FOLDER).iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+@cache
+def _packaged(name: str) -> Recipe:
+    if name not in _names():
+        raise unknown("recipe", name, _names(), " and files that end in .toml")
+    return _made(name, name, packaged(f"{FOLDER}/{name}.toml"))
+
+
+def _made(name: str, where: str, written: Any, files: tuple[Path, ...] = ()) -> Recipe:
+    """The recipe of a file, with all that its base says and it does not."""
+    known = {"base", "source", *GROUPS}
+    table = read_table(written, where)
+    if wrong := next((key for key in table if key not in known), None):
+        raise UserError(f"{where}: a recipe has no {wrong!r}; {nearest(wrong, known)}")
+    source = table.get("source")
+    if not isinstance(source, str) or not source:
+        raise UserError(f"{where} gives no source; say in quotes where the framework's way is described")
+    base = find_recipe(str(table["base"]), files) if "base" in table else Recipe()
+    figures = dict(base.figures)
+    for group, kind in GROUPS.items():
+        hints = get_type_hints(kind)
+        for key, value in read_table(table.get(group, {}), f"{where}: {group}").items():
+            full = f"{group}.{key}"
+            if key not in hints:
+                raise UserError(f"{where}: {group} has no {key!r}; {nearest(key, hints)}")
+            figures[full] = _figure(f"{where}: {full}", hints[key], value, source, figures.get(full))
+    groups = {
+        group: kind(**{key.split(".")[1]: each.value for key, each in figures.items() if key.split(".")[0] == group})
+        for group, kind in GROUPS.items()
+    }
+    return Recipe(name=name, source=source, figures=figures, **cast(Any, groups))
+
+
+def _figure(where: str, hint: Any, written: Any, source: str, base: Figure | None) -> Figure:
+    """A figure as a file gives it: its value alone, or a table that has it."""
+    table: dict[str, Any] = {"value": written}
+    if isinstance(written, dict) and "value" in written:
+        table = cast(dict[str, Any], written)
+    hints = get_type_hints(Figure)
+    if wrong := next((key for key in table if key not in hints), None):
+        raise UserError(f"{where}: a figure has no {wrong!r}; {nearest(wrong, hints)}")
+    told: dict[str, Any] = {"source": source}
+    told |= {key: read_value(f"{where}.{key}", hints[key], each) for key, each in table.items() if key != "value"}
+    return Figure(read_value(where, hint, table["value"], base and base.value), **told)
+
+
+OWN = find_recipe("shardlab")
+"""Shardlab's own executor."""
+
+
+# Pipeline stages of equal cost, as nanotron deals a model's blocks (`models/base.py`, `build_model`).
+
+
+def modules_of_stages(model: Blocks, stages: int) -> list[list[str]] | None:
+    """Modules of each stage: "embedding", "block", "norm", "head", "cast" and "loss"; None: the last one has none.
+
+    A module goes to the stage at hand, which ends with the module that takes the sum of costs beyond its share. Costs
+    are those of `get_block_compute_costs`: the parameters of a block's matrices, and the head's.
+    """
+    block = 4 * model.hidden_size**2 + 3 * model.hidden_size * _ffn_of(model)
+    head = model.vocab_size * model.hidden_size
+    modules = [("embedding", 0), *[("block", block)] * model.layers, ("norm", 0), ("head", head), ("cast", 0)]
+    all = model.layers * block + head
+    found: list[list[str]] = [[] for _ in range(stages)]
+    stage = cost = 0
+    for name, own in (*modules, ("loss", 0)):
+        found[stage].append(name)
+        cost += own
+        if cost * stages > all * (stage + 1):
+            stage += 1
+    return found if found[-1] else None
+
+
+def stages_by_cost(model: Blocks, stages: int, *, halves: bool) -> tuple[int, ...]:
+    """The `layers_per_stage` of a plan whose stages cost as much as one another; the first ones have more blocks.
+
+    The head and the loss are one layer of a plan, so they stand together on the last stage; one that has nothing else,
+    or nothing, takes a layer of the longest stage before it. Empty, which is as even as can be, where it deals none to
+    the last stage: such a plan it does not run.
+
+    >>> from shardlab.models import Llama
+    >>> llama = Llama(layers=32, hidden_size=4096, heads=32, ffn_hidden_size=14336, vocab_size=131072)
+    >>> stages_by_cost(llama, 2, halves=False), stages_by_cost(llama, 4, halves=True)
+    ((18, 14), (18, 18, 16, 13))
+
+    Args:
+        halves: whether a plan counts pairs of a norm and a body, two a block and one for the head.
+    """
+    found = modules_of_stages(model, stages)
+    if found is None:
+        return ()
+    counts = [(1 + halves) * modules.count("block") for modules in found]
+    counts[-1] += halves
+    for stage in range(stages - 1, 0, -1):
+        if not counts[stage]:
+            longest = max(range(stage), key=lambda other: (counts[other], other))
+            counts[stage], counts[longest] = 1, counts[longest] - 1
+    return tuple(counts)
+
+
+def _ffn_of(model: Blocks) -> int:
+    return int(getattr(model, "hidden", 4 * model.hidden_size))

@@ -1,0 +1,197 @@
+"""The critical path of a step: the passes, messages and waits whose times, one after the other, are the step's.
+
+It is followed from the step's end back to its beginning. A pass comes after what its rank did before; a rank that waits
+is held up by a communication; and that began when the last of its members had come, or when their stream was free.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from shardlab.language import OpKind
+from shardlab.language.ops import COLLECTIVES
+from shardlab.language.tape import Participant
+from shardlab.simulate.timeline.prices import Traced, rank_of
+from shardlab.simulate.timeline.run import Times
+
+WAIT, SEND = OpKind.WAIT, OpKind.SEND
+
+
+class PathLink(NamedTuple):
+    """One link of the path.
+
+    Attributes:
+        row, op: the tape, and the index of the op that the time goes to.
+        start, end: from when to when.
+        held_up: whether a rank's compute goes on later, since a communication took time from it.
+    """
+
+    row: int
+    op: int
+    start: float
+    end: float
+    held_up: bool = False
+
+
+class ClockMove(NamedTuple):
+    """What moves a rank's clock: an op that computes, or a WAIT in which it stands still.
+
+    Attributes:
+        at: index of the op in the tape.
+        cause: index of the op that issued what is waited for; of an op that computes, its own.
+        start, end: from when to when.
+    """
+
+    at: int
+    cause: int
+    start: float
+    end: float
+
+
+def critical_path(traced: Traced, times: Times) -> list[PathLink]:
+    """The links of the path, from the step's beginning to its end, each beginning where the one before ends."""
+    return _PathWalk(traced, times).run()
+
+
+class _PathWalk:
+    def __init__(self, traced: Traced, times: Times) -> None:
+        self.traced, self.times = traced, times
+        self.tapes = traced.program.tapes
+        self.items = [self._items(row) for row in range(len(self.tapes))]
+        self.ended = [
+            {times.ends[row][at]: at for at, op in enumerate(tape) if op[4] >= 0 and op[0] is not WAIT}
+            for row, tape in enumerate(self.tapes)
+        ]
+        self.links: list[PathLink] = []
+
+    def run(self) -> list[PathLink]:
+        end = self.times.end
+        row = max(range(len(self.tapes)), key=lambda row: max(self.times.ends[row], default=0.0))
+        last = self.items[row][-1].end if self.items[row] else 0.0
+        state = (row, len(self.tapes[row]), end)
+        if last < end:
+            state = self._through(row, self.ended[row][end])
+        while state is not None:
+            state = self._before(*state)
+        return self.links[::-1]
+
+    def _items(self, row: int) -> list[ClockMove]:
+        starts, ends, idle = self.times.starts[row], self.times.ends[row], self.times.idle[row]
+        issued: dict[int, int] = {}
+        items: list[ClockMove] = []
+        stood, step = 0, self.times.end
+        for at, op in enumerate(self.tapes[row]):
+            handle = op[4]
+            if op[0] is WAIT:
+                if stood < len(idle) and idle[stood].op == issued.get(handle):
+                    cause, since, until = idle[stood]
+                    stood += 1
+                    if since < step:  # which ends with its last op
+                        items.append(ClockMove(at, cause, since, min(until, step)))
+            elif handle >= 0:
+                issued[handle] = at
+            elif ends[at] > starts[at]:
+                items.append(ClockMove(at, at, starts[at], ends[at]))
+        return items
+
+    def _before(self, row: int, at: int, time: float) -> tuple[int, int, float] | None:
+        """Take the link that ends at a time, before an op of a row; what comes before it (None: nothing does)."""
+        items = self.items[row]
+        place = bisect_left(items, at, key=lambda item: item.at) - 1
+        if place < 0:
+            if time > 0.0:  # a sender that stands still for a message
+                self._link(row, self._sent(row, 0, at), 0.0, time)
+            return None
+        item = items[place]
+        if item.end < time:
+            self._link(row, self._sent(row, item.at, at), item.end, time)
+            return row, item.at + 1, item.end
+        if item.at == item.cause:
+            self._link(row, item.at, item.start, item.end)
+            return row, item.at, item.start
+        done = self.times.ends[row][item.cause]
+        if done < item.end:  # compute makes up for what communication took from it
+            begin = max(done, item.start)
+            self._link(row, item.cause, begin, item.end, held_up=True)
+            if begin == item.start:
+                return row, item.at, item.start
+        return self._through(row, item.cause)
+
+    def _through(self, row: int, at: int) -> tuple[int, int, float] | None:
+        """Take a communication, and those that had its stream before; who came last to the first of them."""
+        while True:
+            start, end, ready = (of[row][at] for of in (self.times.starts, self.times.ends, self.times.ready))
+            self._link(row, at, start, end)
+            number = self.traced.communication_of[row][self.tapes[row][at][4]]
+            members = self.traced.communications[number].participants
+            before = self._on_the_stream(members, start) if start > ready else None
+            if before is None:
+                came = [(self._came(rank, op), rank, op) for rank, _, op in members]
+                last, rank, op = max(came, key=lambda each: (each[0] == start, each[0]))
+                if last == start or (before := self._under_way(members, start)) is None:
+                    return (rank, op, start) if start > 0.0 else None
+            row, at = before
+
+    def _on_the_stream(self, members: Sequence[Participant], start: float) -> tuple[int, int] | None:
+        """What had a member's stream until a communication started."""
+        for rank, _, _ in members:
+            before = self.ended[rank].get(start)
+            if before is not None and self.times.starts[rank][before] < start:
+                return rank, before
+        return None
+
+    def _under_way(self, members: Sequence[Participant], start: float) -> tuple[int, int] | None:
+        """The send of a message that arrived when its receive started."""
+        sent = [(rank, op) for rank, _, op in members if self.times.ends[rank][op] == start]
+        return next((each for each in sent if self.times.starts[each[0]][each[1]] < start), None)
+
+    def _came(self, row: int, at: int) -> float:
+        """When a rank came to an op."""
+        items = self.items[row]
+        place = bisect_left(items, at, key=lambda item: item.at) - 1
+        return items[place].end if place >= 0 else 0.0
+
+    def _sent(self, row: int, since: int, until: int) -> int:
+        """The last message that was sent between two ops."""
+        tape = self.tapes[row]
+        return next((at for at in range(until - 1, since - 1, -1) if tape[at][0] is SEND), since)
+
+    def _link(self, row: int, op: int, start: float, end: float, *, held_up: bool = False) -> None:
+        if end > start:
+            self.links.append(PathLink(row, op, start, end, held_up))
+
+
+def path_parts(traced: Traced, links: list[PathLink], place: Callable[[int], str] | None = None) -> dict[str, float]:
+    """Seconds of a path by what they go to, largest first: `backward of feed-forward`, `all-gather on tp`.
+
+    Args:
+        place: where a layer stands in the model.
+    """
+    parts = defaultdict[str, float](float)
+    for link in links:
+        parts[_part(traced, link, place)] += link.end - link.start
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+
+def _part(traced: Traced, link: PathLink, place: Callable[[int], str] | None) -> str:
+    op = traced.program.tapes[link.row][link.op]
+    name = op.kind.value.replace("_", "-")
+    if op.group is not None or op.peer >= 0:
+        mesh, here = traced.program.mesh, rank_of(traced.program, link.row)
+        axis = op.group.axis if op.group else ""
+        if op.group is None:
+            apart = [each for each in mesh.sizes() if mesh.coordinate(here, each) != mesh.coordinate(op.peer, each)]
+            axis = apart[0] if len(apart) == 1 else "world"
+        what = name if op.kind in COLLECTIVES else "message"
+        return f"compute slowed by {what} on {axis}" if link.held_up else f"{what} on {axis}"
+    if op.layer < 0 or place is None:
+        return name
+    where = "head" if op.layer == traced.program.layers else place(op.layer)
+    return (
+        f"{name} of {where.rpartition(', ')[2]}"
+        if not where.startswith("block ") or ", " in where
+        else f"{name} of blocks"
+    )

@@ -1,0 +1,468 @@
+"""Timeline of what really happened, from the ranks' records, in the form that simulation produces."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, median, median_low
+from typing import Any, cast
+
+from shardlab.check import Checked
+from shardlab.common.errors import TooDeep
+from shardlab.common.files import parsed, whole_file
+from shardlab.language import Op, OpKind, UserError
+from shardlab.language.ops import COMMUNICATION
+from shardlab.language.rules.kinds import counted
+from shardlab.language.tape import MemoryRecord, Moments, RankRecord, StepRecord, stream_of
+from shardlab.simulate.timeline.run import Counter, counter_of
+from shardlab.simulate.timeline.timeline import Event, RankTimes, Timeline, is_event, rank_times
+
+Spans = dict[int, tuple[float, float]]
+"""Start and end of ops, by place on the tape."""
+
+
+def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[int, float]) -> dict[int, Spans]:
+    """List for each rank the ops that it finished, in seconds since the first rank began.
+
+    Compute is as it was seen. A communication ends when this rank's part was over, and starts when its last member had
+    come, or when the one that was over just before it on the same communicator was, if that is later: what a group has
+    in flight at the same time shares its links, and is listed one after the other, as on a stream.
+
+    Args:
+        steps: one step, by rank.
+        offsets: what to take from each rank's clock.
+    """
+    zero = min((step.began - offsets[rank] for rank, step in steps.items()), default=0.0)
+    shift = {rank: -offsets[rank] - zero for rank in steps}
+    found: dict[int, Spans] = {rank: {} for rank in steps}
+    arrived: dict[int, float] = {}
+    parts: list[tuple[float, int, int, int]] = []  # (over, rank, op, communication)
+    for rank, step in steps.items():
+        tape = checked.program.tapes[rank]
+        for at, moments in step.ops.items():
+            if tape[at].kind in COMMUNICATION:
+                communication = checked.communication_of[rank][tape[at].handle]
+                arrived[communication] = max(arrived.get(communication, 0.0), moments.began + shift[rank])
+                if moments.over is not None:
+                    parts.append((moments.over + shift[rank], rank, at, communication))
+            elif moments.ended is not None:
+                found[rank][at] = (moments.began + shift[rank], moments.ended + shift[rank])
+    free: dict[tuple[int, object], float] = {}
+    for over, rank, at, communication in sorted(parts):
+        stream = (rank, stream_of(checked.program, checked.communications[communication]))
+        found[rank][at] = (min(over, max(arrived[communication], free.get(stream, 0.0))), over)
+        free[stream] = over
+    return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run's recorded steps.
+
+    Attributes:
+        timeline: the step of median length, in seconds and bytes; if no step was whole, the last as far as it came.
+        seconds: for each rank, the time of each op, by place on the tape: the mean over the steps of usual length, so
+            that the times of several ops add up to what they take in such a step.
+        ranks: for each rank, the medians of where its time goes.
+        steps: how long each whole step took, from the first rank's beginning to the last one's end.
+        live: for each rank, bytes by category where the sum is largest at the start of an op; empty if not measured.
+        counters: for each rank, moments of that timeline and the bytes by category that are live from then on.
+        peaks: for each rank, the most bytes at any moment, what ops need only while they run included; 0 if not
+            measured.
+        bound: the most that clocks may be apart, in seconds.
+        missing: a sentence for everything that a whole trace has and this one has not.
+    """
+
+    timeline: Timeline
+    seconds: list[dict[int, float]]
+    ranks: list[RankTimes]
+    steps: list[float]
+    live: list[dict[str, int]]
+    counters: list[Counter]
+    peaks: list[int]
+    bound: float
+    missing: list[str]
+
+
+def measured(checked: Checked, records: Mapping[int, RankRecord]) -> Measured:
+    """Put together what the ranks saw; ranks and steps may be missing."""
+    ranks = range(checked.program.ranks)
+    offsets = {rank: record.offset for rank, record in records.items()}
+    numbered = [_step(records, number) for number in range(max((len(r.steps) for r in records.values()), default=0))]
+    whole = [steps for steps in numbered if len(steps) == len(records) and all(step.ended for step in steps.values())]
+    lengths = [_length(steps, offsets) for steps in whole]
+    kept = whole or numbered[-1:] or [{}]
+    placed = [spans(checked, steps, offsets) for steps in kept]
+    usual = [placed[number] for number in _middle(lengths)] or placed
+    timelines = [_timeline(checked, step, records) for step in placed]
+    shown = lengths.index(median_low(lengths)) if lengths else 0
+    zero = min((step.began - offsets[rank] for rank, step in kept[shown].items()), default=0.0)
+    return Measured(
+        timelines[shown],
+        [_means([step[rank] for step in usual if rank in step]) for rank in ranks],
+        [_usual([rank_times(timeline, rank) for timeline in timelines]) for rank in ranks],
+        lengths,
+        [_fullest(records.get(rank)) for rank in ranks],
+        [_counter(records.get(rank), kept[shown].get(rank), zero) for rank in ranks],
+        [record.memory.peak if (record := records.get(rank)) and record.memory else 0 for rank in ranks],
+        max((record.bound for record in records.values()), default=0.0),
+        list(_missing(checked, records, bool(whole))),
+    )
+
+
+def _step(records: Mapping[int, RankRecord], number: int) -> dict[int, StepRecord]:
+    return {rank: record.steps[number] for rank, record in records.items() if number < len(record.steps)}
+
+
+def _length(steps: Mapping[int, StepRecord], offsets: Mapping[int, float]) -> float:
+    ends = [step.ended - offsets[rank] for rank, step in steps.items() if step.ended is not None]
+    return max(ends) - min(step.began - offsets[rank] for rank, step in steps.items())
+
+
+def _middle(lengths: Sequence[float]) -> list[int]:
+    """The numbers of the steps that are left without the shortest and the longest quarter."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    quarter = len(order) // 4
+    return order[quarter : len(order) - quarter]
+
+
+def _means(each: Sequence[Spans]) -> dict[int, float]:
+    """Mean of each op's durations. A communication is fast most times and slow at others: medians would add up to less
+    than a step has."""
+    places = sorted({at for spans in each for at in spans})
+    return {at: fmean(end - start for spans in each if at in spans for start, end in [spans[at]]) for at in places}
+
+
+def _usual(each: Sequence[RankTimes]) -> RankTimes:
+    return RankTimes(*map(median, zip(*each, strict=True)))
+
+
+def _timeline(checked: Checked, step: Mapping[int, Spans], records: Mapping[int, RankRecord]) -> Timeline:
+    ranks = range(checked.program.ranks)
+    events = [_events(checked, rank, step.get(rank, {}), records.get(rank)) for rank in ranks]
+    return Timeline(checked.program, events, in_seconds=True)
+
+
+def _events(checked: Checked, rank: int, spans: Spans, record: RankRecord | None) -> list[Event]:
+    live = record.memory.live if record is not None and record.memory is not None else {}
+    events: list[Event] = []
+    for at, op in enumerate(checked.program.tapes[rank]):
+        if is_event(op.kind) and at in spans:
+            about = (*op.inputs, *op.outputs)[:1]
+            microbatches = checked.specs[rank][about[0]].microbatches if about else 0
+            memory = sum(live.get(at, {}).values())
+            events.append(Event(rank, at, op.kind, op.layer, microbatches, *spans[at], memory))
+    return events
+
+
+def _fullest(record: RankRecord | None) -> dict[str, int]:
+    if record is None or record.memory is None or not record.memory.live:
+        return {}
+    return max(record.memory.live.values(), key=lambda live: sum(live.values()))
+
+
+def _counter(record: RankRecord | None, step: StepRecord | None, zero: float) -> Counter:
+    """What was live when the rank came to each op; memory is of another step, which does the same."""
+    if record is None or record.memory is None or step is None:
+        return []
+    live, ops = record.memory.live, step.ops
+    return counter_of((ops[at].began - record.offset - zero, live[at]) for at in sorted(live.keys() & ops.keys()))
+
+
+def _missing(checked: Checked, records: Mapping[int, RankRecord], whole: bool) -> list[str]:
+    tapes = checked.program.tapes
+    sentences = [f"rank {rank} left no record" for rank in range(len(tapes)) if rank not in records]
+    if not whole:
+        sentences.append("no step was recorded to its end on all ranks")
+    most = max((len(record.steps) for record in records.values()), default=0)
+    for rank, record in sorted(records.items()):
+        if len(record.steps) < most:
+            sentences.append(f"rank {rank} recorded {counted(len(record.steps), 'step')} and another {most}")
+        elif record.steps and record.steps[-1].ended is None:
+            place = _place(tapes[rank], record.steps[-1].ops)
+            sentences.append(f"rank {rank} came no further than {place} of recorded step {most - 1}")
+        if record.memory is not None and len(record.memory.live) < len(tapes[rank]):
+            sentences.append(f"rank {rank} measured memory no further than {_place(tapes[rank], record.memory.live)}")
+    unmeasured = [str(rank) for rank, record in sorted(records.items()) if record.memory is None]
+    if unmeasured:
+        sentences.append(f"memory was not measured on rank {', '.join(unmeasured)}")
+    return sentences
+
+
+def _place(tape: Sequence[Op], ops: Iterable[int]) -> str:
+    at = max(ops, default=0)
+    return f"op {at} {tape[at]}"
+
+
+# Prediction and measurement of one step side by side: per rank and kind of op, and the step as a whole.
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One figure, predicted and measured; None where there is none."""
+
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted over measured: 1 is right, less is too little (None: one of them is unknown)."""
+        if self.predicted is None or not self.measured:
+            return None
+        return self.predicted / self.measured
+
+
+@dataclass(frozen=True)
+class KindRow:
+    """All ops of a kind on one rank.
+
+    Attributes:
+        rank, kind: which.
+        ops: how many are on the tape.
+        seen: how many of them were measured; fewer if the run broke off.
+        seconds: of those that were measured, together.
+    """
+
+    rank: int
+    kind: OpKind
+    ops: int
+    seen: int
+    seconds: Pair
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One rank's step.
+
+    Attributes:
+        rank: which.
+        computing: seconds in which it computes.
+        exposed: seconds in which it communicates and does not compute.
+        idle: seconds in which it does neither, until the last rank has ended.
+        memory: bytes live at the start of an op, the most in the step.
+    """
+
+    rank: int
+    computing: Pair
+    exposed: Pair
+    idle: Pair
+    memory: Pair
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A step, predicted and measured.
+
+    Attributes:
+        step: seconds; measured, the median of the whole steps.
+        ranks, kinds: the rows of the tables.
+        missing: what a whole trace has and this one has not, in sentences.
+    """
+
+    step: Pair
+    ranks: list[RankRow]
+    kinds: list[KindRow]
+    missing: list[str]
+
+
+def compare(
+    measured: Measured, predicted: Timeline | None = None, predicted_memory: Sequence[int] | None = None
+) -> Comparison:
+    """Lay both side by side.
+
+    Args:
+        measured: what happened.
+        predicted: the same program's timeline in seconds; None to show the measurement alone.
+        predicted_memory: for each rank the most bytes that are live at the start of an op.
+    """
+    ranks = range(len(measured.timeline.events))
+    return Comparison(
+        Pair(predicted and predicted.end, median(measured.steps) if measured.steps else None),
+        [_rank(measured, predicted, predicted_memory, rank) for rank in ranks],
+        [row for rank in ranks for row in _kinds(measured, predicted, rank)],
+        measured.missing,
+    )
+
+
+def _rank(measured: Measured, predicted: Timeline | None, predicted_memory: Sequence[int] | None, rank: int) -> RankRow:
+    expected, seen = rank_times(predicted, rank) if predicted else None, measured.ranks[rank]
+    return RankRow(
+        rank,
+        Pair(expected and expected.computing, seen.computing),
+        Pair(expected and expected.exposed, seen.exposed),
+        Pair(expected and expected.idle, seen.idle),
+        Pair(predicted_memory[rank] if predicted_memory else None, sum(measured.live[rank].values()) or None),
+    )
+
+
+def _kinds(measured: Measured, predicted: Timeline | None, rank: int) -> list[KindRow]:
+    seconds = measured.seconds[rank]
+    expected = {event.op: event.end - event.start for event in predicted.events[rank]} if predicted else None
+    places: dict[OpKind, list[int]] = defaultdict(list)
+    for at, op in enumerate(measured.timeline.program.tapes[rank]):
+        if is_event(op.kind):
+            places[op.kind].append(at)
+    rows: list[KindRow] = []
+    for kind, ops in places.items():
+        seen = [at for at in ops if at in seconds]
+        total = None if expected is None else sum(expected[at] for at in seen)
+        rows.append(KindRow(rank, kind, len(ops), len(seen), Pair(total, sum(seconds[at] for at in seen))))
+    return rows
+
+
+# The files that a traced run leaves: one for each rank while it goes on, and in the end one for all.
+#
+# Each is a line that says what ran, then one for each rank's first step, each rank's second, ..., and for its memory:
+# of a file that was cut off, the lines before are read.
+
+
+FORMAT = 3
+MEASURED = "measured.jsonl"
+"""The name of the file for all ranks."""
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """Trace of a run, as much as its folder has of it.
+
+    Attributes:
+        job: what was trained, in words (see `shardlab.train.job`).
+        fingerprint: of the tapes that ran.
+        records: what the ranks saw, by rank.
+        lost: a sentence for each file that cannot be read to its end.
+    """
+
+    job: dict[str, Any]
+    fingerprint: str
+    records: dict[int, RankRecord]
+    lost: list[str]
+
+    def measured(self, checked: Checked) -> Measured:
+        """Put together what was measured, for the tapes that the job stands for.
+
+        Raises:
+            UserError: when these are not the tapes that ran.
+        """
+        if checked.program.fingerprint() != self.fingerprint:
+            raise UserError(
+                "this trace is of another program than its job stands for now; compare it with the files and the "
+                "version of Shardlab that recorded it"
+            )
+        with _complaining("this trace"):
+            seen = measured(checked, self.records)
+        return replace(seen, missing=[*self.lost, *seen.missing])
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes what it saw."""
+    return folder / f"measured-rank-{rank}.jsonl"
+
+
+def write_rank(folder: Path, job: Mapping[str, Any], fingerprint: str, record: RankRecord) -> None:
+    """Write what one rank has seen so far; the file is whole at any moment."""
+    _write(rank_file(folder, record.rank), job, fingerprint, {record.rank: record})
+
+
+def write_trace(folder: Path, job: Mapping[str, Any], checked: Checked, records: Mapping[int, RankRecord]) -> Measured:
+    """Write the file for all ranks; what is in it."""
+    _write(folder / MEASURED, job, checked.program.fingerprint(), records)
+    return measured(checked, records)
+
+
+def read_trace(folder: Path) -> TraceFile:
+    """The trace of a run: the file for all ranks, or else those of its ranks, as much as there is.
+
+    Raises:
+        UserError: when there is none, or none that can be read.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; give the folder of a run, as in runs/fsdp-1")
+    whole = folder / MEASURED
+    paths = [whole] if whole.exists() else sorted(folder.glob("measured-rank-*.jsonl"))
+    if not paths:
+        raise UserError(f"{folder} has no trace; run shardlab train with --trace")
+    found: list[TraceFile] = []
+    lost: list[str] = []
+    for path in paths:
+        try:
+            found.append(_read(path))
+        except (OSError, json.JSONDecodeError, TooDeep) as error:
+            lost.append(f"{path} cannot be read as a trace: {error}")
+    if not found:
+        raise UserError("; ".join(lost))
+    records = {rank: record for file in found for rank, record in file.records.items()}
+    lost += [sentence for file in found for sentence in file.lost]
+    return TraceFile(found[0].job, found[0].fingerprint, records, lost)
+
+
+@contextmanager
+def _complaining(name: str) -> Generator[None, None, None]:
+    """Name the file in any error about a file that is not as it was written."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UserError(
+            f"{name} cannot be read ({type(error).__name__}: {error}); record the run again with shardlab train --trace"
+        ) from None
+
+
+def _write(path: Path, job: Mapping[str, Any], fingerprint: str, records: Mapping[int, RankRecord]) -> None:
+    entries = list(_entries(records))
+    clocks = [[record.rank, record.offset, record.bound] for record in records.values()]
+    head = {"format": FORMAT, "job": dict(job), "fingerprint": fingerprint, "clocks": clocks, "entries": len(entries)}
+    with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
+        for entry in (head, *entries):
+            file.write(json.dumps(entry) + "\n")
+
+
+def _entries(records: Mapping[int, RankRecord]) -> Iterator[dict[str, Any]]:
+    """Step after step, each of all ranks, and then their memory."""
+    for number in range(max((len(record.steps) for record in records.values()), default=0)):
+        for rank, record in records.items():
+            if number < len(record.steps):
+                yield {"rank": rank, "step": asdict(record.steps[number])}
+    for rank, record in records.items():
+        if record.memory is not None:
+            yield {"rank": rank, "memory": asdict(record.memory)}
+
+
+def _read(path: Path) -> TraceFile:
+    """Read one file, as far as its lines can be read.
+
+    Raises:
+        OSError, JSONDecodeError, TooDeep: not even its first line can be.
+        UserError: it is of another format, or an entry is not as it was written.
+    """
+    first, *lines = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+    content: Any = parsed(json.loads, first)
+    head = cast(dict[str, Any], content) if isinstance(content, dict) else {}
+    if (found := head.get("format")) != FORMAT:
+        raise UserError(f"{path} is a trace of format {found!r}, but this version of Shardlab reads format {FORMAT}")
+    with _complaining(str(path)):
+        records = {rank: RankRecord(rank, offset, bound) for rank, offset, bound in head["clocks"]}
+        count = 0
+        for line in lines:
+            try:
+                entry = parsed(json.loads, line)
+            except ValueError:
+                break
+            _add(records[entry["rank"]], entry)
+            count += 1
+        whole = count == head["entries"]
+        lost = [] if whole else [f"{path} is cut off: {count} of its {head['entries']} entries can be read"]
+        return TraceFile(head["job"], head["fingerprint"], records, lost)
+
+
+def _add(record: RankRecord, entry: Mapping[str, Any]) -> None:
+    """Put an entry where it belongs. In JSON numbers that are keys are text, and tuples lists."""
+    if "step" in entry:
+        step = entry["step"]
+        ops = {int(at): Moments(*each) for at, each in step["ops"].items()}
+        record.steps.append(StepRecord(step["began"], step["ended"], ops))
+    else:
+        memory = entry["memory"]
+        record.memory = MemoryRecord({int(at): live for at, live in memory["live"].items()}, memory["peak"])

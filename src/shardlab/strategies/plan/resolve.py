@@ -1,0 +1,286 @@
+"""Making a plan out for one rank of a mesh, from the sizes of a model: done once, before the rank does anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from shardlab.language import Sizes, UserError
+from shardlab.strategies.plan.layer_passes import dealt
+from shardlab.strategies.plan.plan import BATCH_AXES, CUT_AXES, Plan
+from shardlab.strategies.plan.rank_plan import (
+    Completion,
+    Completions,
+    Keeps,
+    LayerPlan,
+    ModelLayers,
+    RankPlan,
+    Verb,
+    WeightPlan,
+    model_layers,
+)
+
+
+def resolve(plan: Plan, sizes: Sizes, microbatches: int, rank: int) -> RankPlan:
+    """A plan made out for one rank.
+
+    Args:
+        sizes: of the model's values.
+        microbatches: of the global batch.
+        rank: its number on the plan's mesh.
+
+    Raises:
+        UserError: when the model's layers, or the microbatches, do not fit the plan.
+    """
+    return _Resolver(plan, sizes, rank).rank_plan(microbatches)
+
+
+def named_blocks(numbers: Iterable[int], model: ModelLayers) -> list[range]:
+    """The layers of the blocks with these numbers, of those that can be computed again.
+
+    Raises:
+        UserError: when the model has no such block.
+    """
+    blocks = model.recomputable
+    unknown = [number for number in numbers if not 0 <= number < len(blocks)]
+    if unknown:
+        raise UserError(
+            f"recompute names block {unknown[0]}, but the model has blocks 0-{len(blocks) - 1}; give numbers of these"
+        )
+    return [blocks[number] for number in numbers]
+
+
+def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> dict[int, range]:
+    """The runs of layers that are computed again, each by its last layer; a block on two stages is two runs.
+
+    Of each run only the input is kept (of half-blocks the residual and the branch at the run's first norm, a slice of
+    the sequence if the plan cuts them so). Before its backward pass a run is computed forward again, with all
+    communication but that of its last layer's output, which nobody needs (Chen et al. 2016, arXiv 1604.06174, section
+    4; Korthikanti et al. 2022, arXiv 2205.05198, section 5, where it is called full recomputation).
+
+    Raises:
+        UserError: when the plan names a block that the model does not have.
+    """
+    named = plan.recompute if isinstance(plan.recompute, tuple) else ()
+    chosen = model.recomputable if plan.recompute == "full" else named_blocks(named, model)
+    runs = [range(max(block.start, stage.start), min(block.stop, stage.stop)) for block in chosen for stage in stages]
+    return {run[-1]: run for run in runs if run}
+
+
+class _Resolver:
+    """A plan, a model and a rank, and what follows from them.
+
+    Attributes:
+        size: how many ranks each axis has.
+        place: where this rank stands along each axis.
+        token_axes: axes with ranks that see other tokens, those first that cut the optimizer's state.
+    """
+
+    def __init__(self, plan: Plan, sizes: Sizes, rank: int) -> None:
+        self.plan = plan
+        self.sizes = sizes
+        self.rank = rank
+        self.model = model_layers(sizes)
+        self.model.require(plan)
+        self.size = plan.mesh.sizes()
+        self.place = {axis: plan.mesh.coordinate(rank, axis) for axis in self.size}
+        self.token_axes = self.among_several((*plan.shard_optimizer, *CUT_AXES))
+
+    def rank_plan(self, microbatches: int) -> RankPlan:
+        plan, model = self.plan, self.model
+        steps = plan.steps(model.pipeline_units, microbatches)
+        first = steps.microbatches * self.slice(BATCH_AXES)[0]
+        units = plan.bounds(model.pipeline_units, model.units_text)
+        stages = tuple(range(*cuts) for cuts in pairwise(model.pipeline_cuts[unit] for unit in units))
+        own_stages = tuple(stage for stage, at in enumerate(steps.ranks_of_stages) if at == self.place["pp"])
+        own = [layer for stage in own_stages for layer in stages[stage]]
+        pipeline = plan.mesh.group(self.rank, "pp").ranks
+        ranks = [pipeline[at] for at, stage in zip(steps.ranks_of_stages, stages, strict=True) for _ in stage]
+        bare = tuple(layer for layer in own if not self.sizes.weights[model.layers[layer].weight])
+        weights = self.weights([layer for layer in own if layer not in bare], ranks)
+        frozen = self.frozen()
+        trained = [l for l, each in enumerate(model.layers) if self.sizes.weights[each.weight] and l not in frozen]
+        blocks = Counter[int]()
+        for layer in own:
+            if layer not in bare and layer not in frozen:
+                blocks[model.reduced_with(layer)] += weights[model.layers[layer].weight].elements
+        return RankPlan(
+            plan=plan,
+            model=model,
+            steps=steps.of_ranks[self.place["pp"]],
+            microbatches=range(first, first + steps.microbatches),
+            sequence_slices=self.sequence_slices(),
+            pipeline=pipeline,
+            stages=stages,
+            own_stages=own_stages,
+            layers=self.layers(own, [stages[stage] for stage in own_stages]),
+            weights=weights,
+            bare=bare,
+            frozen=frozen,
+            training=tuple(sorted({ranks[layer] for layer in trained})),
+            gather_axes=self.among_several(plan.shard_parameters[::-1]),
+            scatter_axes=self.scatter_axes(),
+            update_axes=self.among_several(
+                axis for axis in reversed(plan.shard_optimizer) if axis not in plan.shard_parameters
+            ),
+            room=max(blocks.values(), default=0),
+        )
+
+    def frozen(self) -> frozenset[int]:
+        """Return the layers whose weights the plan freezes; with another layer's weight, a layer is as that one.
+
+        Raises:
+            UserError: when there is no block of a number, none is left to train, or a layer has parameters of a frozen
+                block and of one that is not.
+        """
+        freeze, weight_blocks = set(self.plan.freeze), self.sizes.weight_blocks
+        blocks = weight_blocks or tuple((layer,) for layer in range(len(self.model.layers)))
+        last = max(max(each, default=0) for each in blocks)
+        if unknown := [number for number in sorted(freeze) if number > last]:
+            raise UserError(
+                f"freeze names block {unknown[0]}, but the model has blocks 0-{last}; give numbers of these"
+            )
+        if len(freeze) > last:
+            raise UserError(f"freeze names all {last + 1} blocks of the model, so nothing is trained; leave some out")
+        for each in blocks:
+            if freeze & set(each) and not freeze >= set(each):
+                (one, *_), (other, *_) = sorted(freeze & set(each)), sorted(set(each) - freeze)
+                raise UserError(
+                    f"freeze names block {one} and not block {other}, but this plan cuts blocks so that the last "
+                    "biases of a block lie in one layer with the next block's norm; freeze both, leave out --tp and "
+                    "--cp, or take a model without biases"
+                )
+        return frozenset(
+            l
+            for l, layer in enumerate(self.model.layers)
+            if blocks[layer.weight] and freeze >= set(blocks[layer.weight])
+        )
+
+    def sequence_slices(self) -> tuple[int, ...] | None:
+        """The slices of every sequence that are this rank's, if ranks share them."""
+        plan, cp = self.plan, self.size["cp"]
+        wanted = plan.counted(self.sizes).slices_per_rank
+        if self.sizes.slices_per_rank != wanted:
+            raise UserError(
+                f"the plan deals {wanted} slices of every sequence to a rank of cp, but these sizes count "
+                f"{self.sizes.slices_per_rank}; give plan.counted(sizes)"
+            )
+        return dealt(self.place["cp"], cp, plan.mesh.tp, plan.stripes) if cp > 1 else None
+
+    def among_several(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Pick those of some axes that have several ranks, each once."""
+        return tuple(axis for axis in dict.fromkeys(axes) if self.size[axis] > 1)
+
+    def if_several(self, verb: Verb, axis: str) -> tuple[Completion, ...]:
+        """A completion over an axis, if it has several ranks."""
+        return (Completion(verb, axis),) if self.size[axis] > 1 else ()
+
+    def slice(self, axes: Sequence[str]) -> tuple[int, int]:
+        """(which, of how many): this rank's when something is cut along the first axis, each piece along the next."""
+        index, of = 0, 1
+        for axis in axes:
+            index, of = index * self.size[axis] + self.place[axis], of * self.size[axis]
+        return index, of
+
+    def layers(self, own: Sequence[int], stages: Sequence[range]) -> dict[int, LayerPlan]:
+        """Plans of the rank's layers."""
+        runs = recomputed_runs(self.plan, self.model, stages)
+        keeps: dict[int, Keeps] = {l: "input" if l == run[0] else "nothing" for run in runs.values() for l in run}
+        recompute = {l: run[:-1] if self.model.layers[l].recomputed else run for l, run in runs.items()}
+        part = (self.place["cp"], self.size["cp"]) if self.size["cp"] > 1 else None
+        return {
+            l: LayerPlan(
+                self.completions(l),
+                part if self.model.layers[l].deals else None,
+                keeps.get(l, "all"),
+                recompute.get(l, range(0)),
+            )
+            for l in own
+        }
+
+    def completions(self, layer: int) -> Completions:
+        """Collectives by which a layer meets other ranks.
+
+        With tensor parallelism the slices of a layer make terms: of its output in the forward pass, of its input's
+        gradient in the backward pass. These are all-reduced; with sequence parallelism they are reduce-scattered along
+        the sequence, and what the next slices read is all-gathered (Korthikanti et al. 2022, arXiv 2205.05198, fig. 5).
+        Experts' buffers are exchanged before and after them, in either direction (Lepikhin et al. 2020, arXiv
+        2006.16668, section 3.2): between, a rank has its experts' buffers of the microbatches of its `ep` group.
+
+        Tokens are routed by whole sequences. Ranks that cut these gather them first; of `cp`, each then sends tokens to
+        its own experts alone, so that its sums over experts are terms.
+        """
+        sequence, sliced = self.plan.sequence_parallel, self.model.cut_axes(layer)
+        cut, signature = self.among_several(sliced), self.model.layers[layer]
+        gathered = (Completion("all_gather", "tp"),) if sequence else ()
+        if signature.routes and not signature.carries:
+            scattered = (
+                *self.if_several("reduce_scatter", "cp"),
+                *(self.if_several("slice", "tp") if sequence else ()),
+            )
+            if signature.deals:
+                return Completions(grad_input=scattered)
+            return Completions(output=scattered, grad_output=(*gathered, *self.if_several("all_gather", "cp")))
+        if not sliced:
+            feeds_router = any(signature.deals for signature in self.model.layers[layer + 1 : layer + 2])
+            return Completions(output=(*gathered, *(self.if_several("all_gather", "cp") if feeds_router else ())))
+        if "ep" in sliced:
+            dealt = self.if_several("all_to_all", "ep")
+            summed = (*(self.if_several("all_reduce", "tp") if "tp" in cut else ()), *dealt)
+            return Completions(dealt, summed, dealt, summed)
+        reduced = (Completion("reduce_scatter" if sequence else "all_reduce", "tp"),) if "tp" in cut else ()
+        if not cut:
+            return Completions()
+        # Attention and the loss take slices, and nobody needs the gradient of the tokens.
+        makes_slices = layer in self.model.feeding_attention or layer == len(self.model.layers) - 1
+        reads_slices = layer - 1 in self.model.feeding_attention or layer == 0
+        return Completions(
+            output=() if makes_slices else reduced,
+            grad_output=() if makes_slices else gathered,
+            grad_input=() if reads_slices else reduced,
+        )
+
+    def weights(self, own: Sequence[int], ranks: Sequence[int]) -> dict[int, WeightPlan]:
+        """Plans of the weights that the rank's layers compute with.
+
+        Args:
+            own: its layers.
+            ranks: for every layer of the model, the rank of this pipeline that runs it.
+        """
+        plan, model = self.plan, self.model
+        made: dict[int, WeightPlan] = {}
+        for layer, users in Counter(model.layers[layer].weight for layer in own).items():
+            sliced = model.cut_axes(layer)
+            # Experts' gradients have all tokens of the ranks of `cp` and `ep` in them already.
+            axes = [axis for axis in (*self.token_axes, *self.among_several(("ep",))) if axis not in sliced]
+            once = [axis for axis in axes if axis not in plan.axes_of_every_microbatch]
+            if plan.sequence_parallel and not sliced and not model.layers[layer].mixes_tokens:
+                once.append("tp")  # each of the tensor-parallel ranks has seen other tokens
+            keepers = tuple(dict.fromkeys(ranks[user] for user in model.users[layer]))
+            made[layer] = WeightPlan(
+                users=users,
+                cut_axes=sliced,
+                parameters=self.slice((*sliced, *plan.shard_parameters)),
+                optimizer=self.slice((*sliced, *plan.shard_optimizer)),
+                elements=-(-self.sizes.weights[layer] // self.slice(sliced)[1]),
+                reduce_every_microbatch=tuple(axis for axis in axes if axis in plan.axes_of_every_microbatch),
+                reduce_once=tuple(once),
+                direction_axes=self.direction_axes(layer, sliced),
+                shared_by=keepers if len(keepers) > 1 else (),
+                counted=layer in own,
+            )
+        return made
+
+    def direction_axes(self, layer: int, sliced: Sequence[str]) -> tuple[str, ...]:
+        """The axes that cut matrices which the optimizer steps whole; each expert has its own."""
+        if layer not in self.sizes.directed:
+            return ()
+        return self.among_several((*reversed(self.plan.shard_optimizer), *(axis for axis in sliced if axis == "tp")))
+
+    def scatter_axes(self) -> tuple[str, ...]:
+        """The axes along which gradients are scattered: one kept whole along an axis is not cut along the next."""
+        plan, axes = self.plan, self.token_axes
+        each = plan.axes_of_every_microbatch
+        whole = (place for place, axis in enumerate(axes) if axis in each and axis not in plan.shard_gradients)
+        return tuple(axis for axis in axes[: next(whole, len(axes))] if axis in plan.shard_optimizer)

@@ -1,0 +1,523 @@
+"""One rank's part of saving a run: a copy at a step's end, which a thread writes while the next steps run."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardlab.common.errors import UserError
+from shardlab.common.fields import interval
+from shardlab.common.files import anchored, read_file
+from shardlab.common.user_code import file_and_name
+from shardlab.execute import Executor
+from shardlab.execute.kernel_choice import rows_of
+from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.execute.state import State
+from shardlab.language import Program
+from shardlab.language.rules.kinds import counted, listed
+from shardlab.models import Blocks
+from shardlab.models.named import weights_at
+from shardlab.models.tensors.compute import CHOICES
+from shardlab.train.batches import Batches
+from shardlab.train.checkpoint import (
+    CONFIG,
+    STATE,
+    Checkpoint,
+    Disk,
+    Snapshot,
+    chunks_of,
+    commit,
+    folder_of,
+    steps_in,
+    updates_of,
+    write_shard,
+)
+from shardlab.train.checkpoint.contents import written_pieces
+from shardlab.train.checkpoint.write import PART, part_of, remove_shard
+from shardlab.train.config import TrainingConfig, by_rule
+from shardlab.train.config_sources import ConfigSource, config_file, merged, model_of, preset
+from shardlab.train.history import CHECKPOINTS, METRICS, RECORD, WEIGHTS, has_finished, last_figures, require_free
+from shardlab.train.huggingface.sources import recorded_model, want_same
+from shardlab.train.job import described
+from shardlab.train.launch.commands import Together
+from shardlab.train.launch.interrupt import say
+from shardlab.train.run import TrainingRun
+from shardlab.train.steps import Callback, StepResult, Training
+from shardlab.train.tracing import RampedExecutor
+from shardlab.train.world import versions
+
+WISH = 0.5
+"""Word by which rank 0 asks all ranks to save; other words are numbers of checkpoints."""
+
+
+class Saver(Callback):
+    """Callback that saves a run; all ranks call its methods at the same steps.
+
+    What a rank has written it says in the exchange that every step makes; by it rank 0 knows when all have, and
+    completes the checkpoint. There is one in flight at most: the next one waits for it.
+
+    Args:
+        executor: whose state is saved.
+        run: settings of the run.
+        batches: data of the run.
+
+    Attributes:
+        saved: the step of the last complete checkpoint, on rank 0.
+    """
+
+    def __init__(
+        self, executor: Executor | RampedExecutor, run: TrainingRun, batches: Batches, disk: Disk | None = None
+    ) -> None:
+        self._executor = executor
+        self._run = run
+        self._batches = batches
+        self._disk = disk or Disk()
+        self._steps, self._seconds = interval(run.config.saving.save_every)
+        self._snapshot: Snapshot | None = None
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None  # this rank's file
+        self._documents: dict[str, str] = {}
+        self._fingerprints: dict[int, str] = {}
+        self._number = 0  # of the one in flight, or the last
+        self._step = executor.state.step
+        self._began = time.monotonic()
+        self._wished = False
+        self._stalls: dict[int, float] = {}  # seconds for which steps stood still
+        self._training: Training | None = None
+        self.saved: int | None = executor.state.step or None
+
+    @property
+    def _state(self) -> State:
+        return self._executor.state
+
+    def on_begin(self, training: Training) -> None:
+        """Note of which training every checkpoint keeps the loss before the first step."""
+        self._training = training
+
+    def on_step_end(self, training: Training) -> None:
+        """Save, if it is due by the number of the step, or rank 0 has wished for it."""
+        if self._wished or (self._steps is not None and self._state.step % self._steps == 0):
+            self._stalls[self._state.step - 1] = self.save()
+
+    def on_metrics(self, training: Training, step: StepResult) -> dict[str, float]:
+        """Add the seconds for which a step's save stood still; after a run has diverged, drop what was saved later."""
+        number = step.metrics["step"]
+        if step.diverged:
+            self._give_up(number)
+        return {"save_stall": self._stalls.pop(number)} if number in self._stalls else {}
+
+    def on_end(self, training: Training) -> None:
+        """Save the run after its last step, or after the one at which it was interrupted, so that it can go on."""
+        if self._step < self._state.step:
+            self.save()
+        self._end()
+
+    def word(self) -> float:
+        """Tell the number of the checkpoint that this rank has written, negative if it failed; or wish to save."""
+        late = self._seconds is not None and time.monotonic() - self._began >= self._seconds
+        return WISH if late and self._state.rank == 0 and self._writing is None else self._written
+
+    def on_words(self, words: Sequence[float]) -> None:
+        """Take note of what each rank has told."""
+        if words[0] == WISH:
+            self._wished = True
+        else:
+            self._hear([int(word) for word in words])
+
+    @property
+    def _written(self) -> int:
+        if self._writing is None or not self._writing.done():
+            return 0
+        return self._number if self._writing.exception() is None else -self._number
+
+    def _hear(self, told: Sequence[int]) -> None:
+        if self._writing is None or any(abs(number) != self._number for number in told):
+            return
+        error, self._writing = self._writing.exception(), None
+        if error is not None:
+            self._say_lost(self._step, error)
+        if self._state.rank == 0:
+            whole = all(number > 0 for number in told)
+            end = partial(self._complete, documents=self._documents) if whole else self._drop
+            self._pool.submit(end, self._step)
+
+    def save(self) -> float:
+        """Copy what this rank keeps, to be written from now on.
+
+        Returns:
+            the seconds that it took, for which the run stood still.
+        """
+        began = time.perf_counter()
+        self.settle()
+        self._snapshot = self._snapshot or Snapshot(self._state)
+        taken = self._snapshot.take()
+        self._number, self._step, self._began = self._number + 1, self._state.step, time.monotonic()
+        self._wished = False
+        if self._state.rank == 0:
+            self._documents = {STATE: json.dumps(self._words()), CONFIG: self._run.config.as_toml()}
+        note = {"tensors": {name: len(tensor) for name, tensor in taken.items()}, "updates": updates_of(self._state)}
+        folder, rank = self._folder(self._step), self._state.rank
+        self._writing = self._pool.submit(write_shard, self._disk, folder, rank, chunks_of(taken), note)
+        return time.perf_counter() - began
+
+    def settle(self) -> None:
+        """Wait for what is in flight, all ranks together."""
+        if self._writing is not None:
+            wait([self._writing])
+            told = torch.zeros(self._run.config.plan.ranks, dtype=torch.int64, device=self._state.settings.device)
+            told[self._state.rank] = self._written
+            dist.all_reduce(told)
+            self._hear([int(number) for number in told])
+
+    def wait(self) -> None:
+        """Wait until this rank has nothing more to do for a checkpoint."""
+        wait([self._pool.submit(int)])
+
+    def _give_up(self, finite: int) -> None:
+        """The run has diverged, after so many steps that were finite: what was saved later is dropped."""
+        if self._writing is not None and self._step > finite:
+            wait([self._writing])
+            self._writing = None
+            dist.barrier()
+            if self._state.rank == 0:
+                self._drop(self._step)
+        self._end()
+
+    def _end(self) -> None:
+        self.settle()
+        self._pool.shutdown()
+        dist.barrier()  # rank 0 has completed the last checkpoint, or dropped it
+        for part in (self._run.out / CHECKPOINTS).glob(f"*{PART}"):  # of a failed save, on a disk of this host's own
+            with suppress(OSError):
+                remove_shard(part, self._state.rank)
+        with suppress(OSError):  # others are in it
+            (self._run.out / CHECKPOINTS).rmdir()
+
+    def _complete(self, step: int, documents: dict[str, str]) -> None:
+        """On rank 0, beside the steps: all ranks have written."""
+        try:
+            commit(
+                self._disk,
+                self._folder(step),
+                self._run.config.plan.ranks,
+                documents,
+                self._run.config.saving.keep,
+            )
+        except Exception as error:  # nobody looks at this thread's: what is not said here is never known
+            self._say_lost(step, error)
+            self._drop(step)
+        else:
+            self.saved = step
+
+    def _drop(self, step: int) -> None:
+        with suppress(OSError):  # there may be nothing; what stays is swept away when the run is resumed
+            self._disk.remove(part_of(self._folder(step)))
+
+    def _folder(self, step: int) -> Path:
+        return folder_of(self._run.out / CHECKPOINTS, step)
+
+    def _say_lost(self, step: int, error: BaseException) -> None:
+        if isinstance(error, OSError):
+            trace, what = "", (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error))
+        else:
+            trace, what = "".join(traceback.format_exception(error)), repr(error)
+        say(
+            f"{trace}shardlab: the checkpoint after step {step} cannot be written, and training goes on without it "
+            f"(rank {self._state.rank}: {what})"
+        )
+
+    def _words(self) -> dict[str, Any]:
+        """All of a run that is no tensor. Random numbers are functions of the seed, the step and the place."""
+        state, position = self._state, self._batches.position(self._state.step)
+        identity = self._batches.corpus.identity
+        before = math.nan if self._training is None else self._training.validation_before
+        return {
+            "step": state.step,
+            "loss_scale": [state.loss_scale.scale, state.loss_scale.calm],
+            "data": {
+                "sequence": position.sequence,
+                "epochs": position.epochs,
+                "identity": identity,
+            },
+            "validation_before": before if math.isfinite(before) else None,
+            "program": self._fingerprint(state.checked.program),
+            "products": rows_of(CHOICES),
+            **self._fixed,
+        }
+
+    def _fingerprint(self, program: Program) -> str:
+        """What a batch ramp's programs are known by; each is hashed once."""
+        if id(program) not in self._fingerprints:
+            self._fingerprints[id(program)] = program.fingerprint()
+        return self._fingerprints[id(program)]
+
+    @cached_property
+    def _fixed(self) -> dict[str, Any]:
+        """What is the same in all of a run's checkpoints."""
+        return {
+            "plan": self._run.job.title,
+            "model": described(self._run.job)["model"],
+            "layers": written_pieces(self._state.model, self._state.shapes),
+            "versions": versions(),
+            "folder": str(Path.cwd()),
+            "threads": torch.get_num_threads(),
+        }
+
+
+# Which checkpoint a run goes on from, and what of its configuration may then differ.
+
+
+SCHEDULE = {"learning_rate_schedule", "schedule_steps", "warmup_steps"}
+"""Settings from which the steps of the learning rate's decay follow."""
+
+RATE = "schedule", "learning_rate", "min_learning_rate_ratio"
+"""What the learning rate of a step follows from."""
+
+
+def find_checkpoint(
+    run: Path, step: int | None = None, *, auto: bool = False, together: Together | None = None
+) -> Checkpoint | None:
+    """A run's newest checkpoint, or the one after so many steps, with every checksum compared.
+
+    Ranks of a launcher deal the files among them, and none goes on before all are read: what is wrong with a file that
+    one of them has read, all of them know.
+
+    Args:
+        run: the run's folder.
+        auto: pass over checkpoints that cannot be read; a run that has none yet begins anew.
+        together: the ranks that do this together; without them this process is alone. Rank 0 says what is passed over.
+
+    Raises:
+        UserError: when there is none, or it cannot be read; the newest one that can is named.
+    """
+    checkpoints, together = run / CHECKPOINTS, together or Together()
+    seen = together.exchange(json.dumps(steps_in(Disk(), checkpoints)))  # hosts may see a folder's names late
+    steps: list[int] = json.loads(seen[0])
+    if step is not None and step not in steps:
+        there = f"those after steps {listed(steps)}" if steps else "none"
+        raise UserError(f"{run} has no checkpoint after step {step}; it has {there}")
+    own, broken = together.all(partial(_own_model, run)) if steps else None, None
+    for each in [step] if step is not None else reversed(steps):
+        try:
+            found = together.all(partial(_verified, own, folder_of(checkpoints, each), together))
+        except UserError as error:
+            broken = broken or error
+            if auto and together.rank == 0:
+                say(f"shardlab: {error}; trying the checkpoint before")
+            continue
+        if broken is None or auto:
+            return found
+        raise UserError(f"{broken}; the checkpoint before is whole: shardlab train --resume {run} --from-step {each}")
+    if broken is not None and not auto:
+        raise UserError(f"{broken}; there is no whole checkpoint before")
+    if auto and not steps:
+        if weights_at(run / WEIGHTS):
+            raise UserError(f"{run} has weights and no checkpoint, so it would be overwritten; name another with --out")
+        return None
+    if broken is not None:
+        raise UserError(f"{run} has no checkpoint that can be read, and is left as it is; name another with --out")
+    what = "does not exist" if not run.is_dir() else "has no complete checkpoint"
+    raise UserError(f"{run} {what}; name the folder of a run")
+
+
+def _own_model(run: Path) -> Blocks | None:
+    """The model that a run's record says it has; None where that is gone or torn.
+
+    Raises:
+        UserError: when the record says of no model, or of one that is no longer there.
+    """
+    try:
+        record = read_file(run / RECORD, "JSON")
+    except UserError:
+        return None
+    try:
+        return recorded_model(record, run / RECORD)
+    except UserError as error:
+        raise UserError(f"the model of {run} cannot be made again: {error}") from None
+
+
+def _verified(own: Blocks | None, folder: Path, together: Together) -> Checkpoint:
+    """A checkpoint that is whole, and of the run's own model, if that is known.
+
+    Raises:
+        UserError: naming what is wrong.
+    """
+    found = Checkpoint.open(folder).verify(together.rank, together.world)
+    if own is not None:
+        want_same(recorded_model(dict(found.state), folder / STATE), own, folder)
+    return found
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that goes on.
+
+    Attributes:
+        out: its folder.
+        checkpoint: from which it does.
+        chosen: whether the user has named the checkpoint.
+    """
+
+    out: Path
+    checkpoint: Checkpoint
+    chosen: bool = False
+
+    @classmethod
+    def find(
+        cls, out: Path, step: int | None = None, *, auto: bool = False, together: Together | None = None
+    ) -> Resumed | None:
+        """The run in a folder, from its newest checkpoint or the one after so many steps; None: it is to begin.
+
+        Args:
+            out, step, auto, together: see `find_checkpoint`; rank 0 asks whether the folder is free.
+
+        Raises:
+            UserError: when another process is at work in the folder, or nothing in it can be gone on from.
+        """
+        together = together or Together()
+        together.all(partial(require_free, out) if together.rank == 0 else lambda: None)
+        found = find_checkpoint(out, step, auto=auto, together=together)
+        return None if found is None else cls(out, found, step is not None)
+
+    def source(self, launched: int | None, given: Mapping[str, Any] | None = None) -> ConfigSource:
+        """Its settings, which a launcher's world lays over as many ranks as there are now.
+
+        Paths are those of the folder where the run began. What followed from its steps stays, also with other steps:
+        how the learning rate goes up and down.
+
+        Args:
+            given: settings of the optimizer that flags change. Another schedule, or warm-up, has a decay of its own.
+        """
+        saved = self._saved
+        plan = saved.sections["plan"]
+        train = {name: value for name, value in saved.sections["train"].items() if name != "init"}
+        optimizer = by_rule(merged([preset("default"), saved], "optimizer"), train["steps"])
+        if SCHEDULE & set(given or ()) and "decay_steps" not in saved.sections["optimizer"]:
+            optimizer.pop("decay_steps", None)
+        if launched is not None and "strategy" in plan:
+            plan = {name: value for name, value in plan.items() if name != "ranks"}
+        if "strategy" in plan:  # an older version, which ran programs as they were written, said nothing of passes
+            plan = {"passes": "none", **plan}
+        found = {**saved.sections, "plan": plan, "train": train, "optimizer": optimizer}
+        return ConfigSource(str(self.checkpoint.folder), found)
+
+    def config(self, wanted: TrainingConfig) -> TrainingConfig:
+        """Its configuration again, with what flags have changed.
+
+        Raises:
+            UserError: when it would not be the same run: another model, optimizer, seed, batch or sequence.
+        """
+        saved = merged([preset("default"), self._saved], "train")
+        model = model_of([self.source(None)], 0)
+        want_same(model, wanted.model, self.checkpoint.folder)
+        step = self.checkpoint.step
+        fixed = {
+            "--optimizer": (self._saved.sections["optimizer"]["optimizer"], wanted.optimizer.optimizer),
+            "--seed": (saved["seed"], wanted.train.seed),
+            "--seq-len": (model.seq_len, wanted.model.seq_len),
+            "--freeze": (_frozen(self._saved.sections["plan"]), _frozen(wanted.plan.as_dict())),
+            "--ema": (self._saved.sections["optimizer"].get("ema"), wanted.optimizer.ema),
+            f"sequences of the first {step} steps": (
+                self.checkpoint.state["data"]["sequence"],
+                wanted.train.ramp.before(step) * wanted.train.micro_batch_size,
+            ),
+        }
+        wrong = [f"{name}: {before} before, {now} now" for name, (before, now) in fixed.items() if before != now]
+        if wrong:
+            raise UserError(
+                f"{'; '.join(wrong)}; a run goes on as it has begun, so leave that out, or begin another with --init"
+            )
+        return replace(wanted, train=replace(wanted.train, init=saved.get("init")))
+
+    @property
+    def taken(self) -> int:
+        """Optimizer steps that the run has taken by its last weights, or by the checkpoint that the user has named."""
+        return self.checkpoint.step if self.chosen else max(self.checkpoint.step, self._finished)
+
+    @property
+    def _finished(self) -> int:
+        """Steps of the weights that the run left when it finished; 0 if it has not."""
+        return int(last_figures(self.out / METRICS).get("step") or 0) + 1 if has_finished(self.out) else 0
+
+    def has_ended(self, steps: int) -> bool:
+        """Whether nothing is left to do: a run that was killed after its last step has its weights to write.
+
+        Raises:
+            UserError: if the run has finished with weights that are newer than the checkpoint, which would be lost.
+        """
+        taken, finished = self.checkpoint.step, self._finished
+        if self.chosen or finished <= taken:
+            return steps < taken or (steps == taken and finished == taken)
+        if steps <= finished:
+            return True
+        raise UserError(
+            f"{self.out} has the weights after {counted(finished, 'step')}, but its newest checkpoint that can be read "
+            f"is the one after step {taken}, so training on would begin there and overwrite them; give --from-step "
+            f"{taken} if that is meant, or begin a new run with --init {self.out}"
+        )
+
+    def schedule_change(self, config: TrainingConfig) -> str:
+        """A sentence on the learning rate from here on, if the run has other steps or another schedule than before."""
+        saved = merged([preset("default"), self._saved], "train")["steps"]
+        before = OptimizerConfig(**by_rule(merged([preset("default"), self._saved], "optimizer"), saved))
+        now, step = config.optimizer, self.checkpoint.step
+        same = all(getattr(before, name) == getattr(now, name) for name in RATE)
+        if config.train.steps == saved and same:
+            return ""
+        rates = f"{before.rate(max(0, step - 1)):.3g} in step {step}, {now.rate(step):.3g} in step {step + 1}"
+        if not same:
+            return f"learning rate: {before.schedule} before, {now.schedule} now ({rates})"
+        steps, end = config.train.steps, now.schedule_steps
+        stays = (
+            f"; after {counted(end, 'step')} it stays at {now.rate(end):.3g} (--schedule-steps {steps} stretches it)"
+        )
+        return f"learning rate: {now.schedule} as before ({rates}){stays if end < steps else ''}"
+
+    def want_same_data(self, identity: str) -> None:
+        """Refuse a text that has changed.
+
+        Raises:
+            UserError: with what to do.
+        """
+        if self.checkpoint.state["data"]["identity"] != identity:
+            raise UserError(
+                f"the data are no longer those that {self.out} was trained on; go on with them all the same by naming "
+                "them with --data"
+            )
+
+    @cached_property
+    def _saved(self) -> ConfigSource:
+        """Its configuration file, with paths that are found from here."""
+        saved = config_file(self.checkpoint.folder / CONFIG)
+        folder, sections = self.checkpoint.state.get("folder"), {**saved.sections}
+        sections["data"] = {
+            name: tuple(anchored(each, folder) for each in value) if name == "data" else value
+            for name, value in saved.sections["data"].items()
+        }
+        for section, name in (("model", "model"), ("plan", "strategy")):
+            word = saved.sections[section].get(name)
+            if word is not None and (file_and_name(word)[0] is not None or word.endswith(".toml")):
+                sections[section] = {**saved.sections[section], name: anchored(word, folder)}
+        if (init := saved.sections["train"].get("init")) is not None:
+            sections["train"] = {**saved.sections["train"], "init": Path(anchored(str(init), folder))}
+        return ConfigSource(saved.name, sections)
+
+
+def _frozen(plan: Mapping[str, Any]) -> str:
+    """Return the numbers of a plan's frozen blocks, as its flag takes them."""
+    return " ".join(map(str, sorted(plan.get("freeze", ())))) or "none"

@@ -1,0 +1,348 @@
+"""A folder with a model's weights, in a run's form or in Hugging Face's, of which any rows can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from shardlab.common.errors import UserError
+from shardlab.common.files import anchored, read_file
+from shardlab.common.user_code import file_and_name
+from shardlab.language.rules.kinds import counted
+from shardlab.models import GPT, Blocks, CutModel, Model, Parameter
+from shardlab.models.named import ENDING, SINGLE, find_model, weights_at, with_written
+from shardlab.models.tensors import Initial
+from shardlab.models.tensors.weights import TensorFiles, files_of, read_range
+from shardlab.train.checkpoint import STATE, WEIGHTS_KIND, Checkpoint, CheckpointTensors
+from shardlab.train.huggingface.families import Part, model_of, own_parts
+
+# The weights of a checkpoint, as parameters of the whole model.
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """A checkpoint with weights.
+
+    Attributes:
+        folder: where it is.
+        model: whose weights.
+        tensors: the weights.
+        form: as a run has them.
+        config: of Hugging Face's form; there is none.
+    """
+
+    folder: Path
+    model: Blocks
+    tensors: CheckpointTensors
+    form: Literal["shardlab"] = "shardlab"
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def dtype(self, block: int, parameter: Parameter) -> torch.dtype:
+        """The numbers that a parameter is in."""
+        return self.tensors.dtype(block, parameter)
+
+    def read(self, block: int, parameter: Parameter, matrix: int, rows: Tensor, columns: Tensor) -> Tensor:
+        """Some rows and columns of a parameter's matrix, as `WeightSource.read`."""
+        return self.tensors.read(block, parameter, matrix, rows, columns)
+
+    def parameters(self) -> Iterator[tuple[int, Parameter]]:
+        """Every parameter, with its block."""
+        return parameters_of(self.model)
+
+
+def parameters_of(model: Blocks) -> Iterator[tuple[int, Parameter]]:
+    """Every parameter of a model, with its block, in the order of blocks."""
+    for block in range(model.layers):
+        for parameter in model.layout(block).parameters:
+            yield block, parameter
+
+
+Form = Literal["hf", "shardlab"]
+"""How a folder has its weights: as transformers has them, or as a run of ours."""
+
+RUN, WEIGHTS, CONFIG = "run.json", "weights.safetensors", "config.json"
+
+EMBEDDING, HEAD = "wte.weight", "lm_head.weight"
+"""The token embedding, by our name, and a head of its own, as files have it."""
+
+COMPARED = 1 << 24
+"""Elements of two matrices that are compared at once."""
+
+Parts = Callable[[int, Parameter], list[list[Part]]]
+"""For each matrix of a block's parameter, the parts that it lies in."""
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """A folder with weights.
+
+    Attributes:
+        folder: where it is.
+        form: how it has them.
+        model: whose weights.
+        tensors: of its files.
+        parts: where each parameter lies in them.
+        prefix: what names in the files lack, where they were saved without the head.
+        config: its config.json, or the one that it was made from.
+    """
+
+    folder: Path
+    form: Form
+    model: Blocks
+    tensors: TensorFiles
+    parts: Parts
+    prefix: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def name(self, part: Part) -> str:
+        """The name of a part's tensor in the files."""
+        return part.name.removeprefix(self.prefix)
+
+    def dtype(self, block: int, parameter: Parameter) -> torch.dtype:
+        """The numbers that a parameter is in, the wider ones where its parts differ."""
+        found = [self.tensors.dtype(self.name(part)) for parts in self.parts(block, parameter) for part in parts]
+        wide = found[0]
+        for each in found[1:]:
+            wide = torch.promote_types(wide, each)
+        return wide
+
+    def read(self, block: int, parameter: Parameter, matrix: int, rows: Tensor, columns: Tensor) -> Tensor:
+        """Some rows and columns of a parameter's matrix, (rows, columns); hardly anything else is read.
+
+        Args:
+            block: that holds the parameter.
+            matrix: the number of the expert, or 0.
+            rows: numbers, ascending.
+            columns: numbers that follow one another.
+        """
+        found: list[Tensor] = []
+        for part in self.parts(block, parameter)[matrix]:
+            mine = rows[(rows >= part.start) & (rows < part.start + part.rows)] - part.start
+            breaks = (mine.diff() != 1).nonzero()[:, 0] + 1
+            found += [self._read(part, run, columns) for run in torch.tensor_split(mine, breaks) if len(run)]
+        return torch.cat(found) if found else torch.empty(0, len(columns))
+
+    def _read(self, part: Part, rows: Tensor, columns: Tensor) -> Tensor:
+        """A run of a part's rows; those of rotary heads lie in another order, in which the heads are read."""
+        name, theirs = self.name(part), part.theirs(rows)
+        first, across = int(theirs.min()), _span(columns)
+        down = slice(first, int(theirs.max()) + 1)
+        if part.vector:
+            found = self.tensors.read(name, down)[:, None]
+        elif part.transposed:
+            found = self.tensors.read(name, across, down).t()
+        elif part.expert is not None:
+            found = self.tensors.read(name, part.expert, down, across)
+        else:
+            found = self.tensors.read(name, down, across)
+        return found[theirs - first] if part.head_size else found
+
+    def parameters(self) -> Iterator[tuple[int, Parameter]]:
+        """Every parameter, with its block."""
+        return parameters_of(self.model)
+
+    def check(self, ignored: tuple[str, ...] = ()) -> WeightSource:
+        """See to it that the files have every tensor of the model in its shape, and no other.
+
+        Raises:
+            UserError: naming what is missing, has another shape, or is too much.
+        """
+        wanted: dict[str, tuple[int, ...]] = {}
+        for block, parameter in self.parameters():
+            for parts in self.parts(block, parameter):
+                for part in parts:
+                    several = () if part.expert is None else (parameter.shape[0],)
+                    wanted[self.name(part)] = (*several, *part.shape)
+        there = self.tensors.names
+        if missing := sorted(wanted.keys() - there):
+            raise UserError(
+                f"{self.folder} lacks {counted(len(missing), 'tensor')} of its model's {len(wanted)}: {_first(missing)}"
+            )
+        for name, shape in wanted.items():
+            self.tensors.dtype(name)
+            if (given := self.tensors.shape(name)) != shape:
+                raise UserError(
+                    f"{self.folder}: {name} is {_by(given)}, but the model's fields make it {_by(shape)}; "
+                    "its configuration is not that of these weights"
+                )
+        extra = sorted(name for name in there - wanted.keys() if not name.endswith(ignored))
+        if not self.model.bias:  # transformers' GPT-2 has biases all the same
+            extra = [name for name in extra if not name.endswith(".bias") or bool(self.tensors.read(name).any())]
+        if self.model.has_tied_head and HEAD in extra:
+            extra.remove(HEAD)
+            self._want_tied()
+        if extra:
+            raise UserError(
+                f"{self.folder} has {counted(len(extra), 'tensor')} that its model has no place for: {_first(extra)}"
+            )
+        return self
+
+    def _want_tied(self) -> None:
+        """Refuse a stored head that is not the embedding, to which it is tied.
+
+        Raises:
+            UserError: saying how to take either of them.
+        """
+        ((embedding,),) = next(self.parts(block, each) for block, each in self.parameters() if each.name == EMBEDDING)
+        name, rows = self.name(embedding), max(1, COMPARED // embedding.columns)
+        same_shape = self.tensors.shape(HEAD) == self.tensors.shape(name)
+        for first in range(0, embedding.rows, rows):
+            part = slice(first, min(first + rows, embedding.rows))
+            if same_shape and torch.equal(self.tensors.read(HEAD, part), self.tensors.read(name, part)):
+                continue
+            raise UserError(
+                f"{self.folder} ties the head to the embedding, but its {HEAD} is another matrix than {name}; say "
+                f"tie_word_embeddings false in {CONFIG} to take that head, or remove it from the files"
+            )
+
+
+Source = WeightSource | CheckpointSource
+
+
+def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = None) -> Source:
+    """The weights in a folder, with all their names and shapes checked, and none read.
+
+    Args:
+        folder: of a run (run.json and weights.safetensors), of one of its checkpoints, or in Hugging Face's form
+            (config.json and safetensors); or another file of weights in a run's folder, such as its ema.safetensors.
+        change: makes the model whose weights they are of the one that the folder says, and the name of the file that
+            says it.
+
+    Raises:
+        UserError: when there are no weights in safetensors, they are of no model that Shardlab has, or do not fit it.
+    """
+    weights = folder / WEIGHTS
+    if folder.suffix == ENDING and weights_at(folder) and (folder.parent / RUN).is_file():
+        folder, weights = folder.parent, folder
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {what}; name the folder of a run, or one in Hugging Face's form")
+    changed = change or _unchanged
+    if (folder / STATE).is_file():
+        checkpoint = Checkpoint.open(folder).verify()
+        model = changed(recorded_model(dict(checkpoint.state), folder / STATE), str(folder / STATE))
+        return CheckpointSource(folder, model, checkpoint.tensors(WEIGHTS_KIND))
+    if weights_at(weights):
+        record = _record(folder / RUN)
+        model = changed(recorded_model(record, folder / RUN), str(folder / RUN))
+        tensors = TensorFiles(files_of(weights))
+        return WeightSource(
+            folder, "shardlab", model, tensors, own_parts, config=record.get("huggingface") or {}
+        ).check()
+    if not (folder / CONFIG).is_file():
+        if (folder / RUN).is_file():
+            raise UserError(
+                f"{folder} has no {WEIGHTS}: the run has ended without any; name another run, or one of its checkpoints"
+            )
+        raise UserError(
+            f"{folder} has neither {WEIGHTS} nor {CONFIG}; name a run's folder or one of Hugging Face's form"
+        )
+    config = _record(folder / CONFIG)
+    family, found = model_of(config, str(folder / CONFIG))
+    model = changed(found, str(folder / CONFIG))
+    tensors = TensorFiles(files_of(folder / SINGLE))
+    bare = not any(name.startswith(family.prefix) for name in tensors.names)
+    parts = partial(family.naming.parts, found)
+    return WeightSource(folder, "hf", model, tensors, parts, family.prefix if bare else "", config).check(
+        family.ignored
+    )
+
+
+def _unchanged(model: Blocks, source: str) -> Blocks:
+    return model
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """What a JSON file says, which is a table."""
+    found = read_file(path, "JSON")
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no table of fields, as it is in the folders of runs and of Hugging Face")
+    return cast(dict[str, Any], found)
+
+
+def recorded_model(record: Any, path: Path) -> Blocks:
+    """The model of a run's record, or of what another file says; a model's own file is named by the record's folder.
+
+    Raises:
+        UserError: when the record names none, or none that can be made; it names the path.
+    """
+    written = cast(dict[str, Any], record).get("model") if isinstance(record, dict) else None
+    written = dict(cast(dict[str, Any], written)) if isinstance(written, dict) else {}
+    kind = written.pop("kind", None)
+    if not isinstance(kind, str):
+        raise UserError(f"{path} does not say of which model the weights are; its field model has none")
+    if file_and_name(kind)[0] is not None:
+        folder: Any = cast(dict[str, Any], record).get("folder")
+        kind = anchored(kind, folder if isinstance(folder, str) else None)
+    return with_written(find_model(kind), written, str(path))
+
+
+def _span(places: Tensor) -> slice:
+    """Numbers that follow one another, as a slice."""
+    return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _first(names: list[str], most: int = 3) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+# The first weights of a training that goes on from a folder: every rank reads what it holds, and no more.
+
+
+Ranges = Sequence[tuple[int, int]]
+
+
+def initial_from(folder: Path, model: Model) -> Initial:
+    """A function that reads parts of a layer's flat buffer from a folder.
+
+    Args:
+        folder: of a run, of a checkpoint, or in Hugging Face's form.
+        model: whose layers are asked for, whole or cut.
+
+    Raises:
+        UserError: when the folder has no weights of such a model.
+    """
+    source = open_source(folder)
+    want_same(source.model, model.whole if isinstance(model, CutModel) else model, folder)
+
+    def initial(layer: int, length: int, ranges: Ranges, dtype: torch.dtype) -> Tensor:
+        return torch.cat([read_range(source, model, layer, length, *each, dtype) for each in ranges])
+
+    return initial
+
+
+def want_same(given: Blocks, wanted: Model, folder: Path) -> None:
+    """Refuse weights of another model: dropout and how experts are loaded may differ, and sequences may be shorter.
+
+    Raises:
+        UserError: naming every field that differs.
+    """
+    have, want = _said(given), _said(wanted)
+    wrong = [
+        f"{name} is {have.get(name)!r}, not {want.get(name)!r}"
+        for name in (have | want)
+        if have.get(name) != want.get(name)
+    ]
+    if given.seq_len < wanted.seq_len:
+        wrong.append(f"seq_len is {given.seq_len}, less than {wanted.seq_len}")
+    if wrong:
+        raise UserError(f"{folder} has the weights of another model: {'; '.join(wrong)}")
+
+
+def _said(model: Model) -> dict[str, object]:
+    """The fields that two models with the same weights share, none left to a default."""
+    if isinstance(model, GPT):
+        model = replace(model, kv_heads=model.kv_heads or model.heads, ffn_hidden_size=model.hidden)
+    free = {"dropout", "seq_len", "capacity_factor", "auxiliary"}
+    return {each.name: getattr(model, each.name) for each in fields(model) if each.name not in free}

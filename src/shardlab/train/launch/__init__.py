@@ -1,0 +1,1 @@
+"""From a command to ranks: launchers and their variables, processes, meeting, interrupts, and job scripts."""

@@ -1,0 +1,443 @@
+"""Any command on processes of this machine, each a rank: started, prefixed, watched, and ended together."""
+
+# pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
+# torch does not mark its stores as exported.
+# torch does not mark its stores as exported, and leaves some of its annotations out.
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
+from typing import BinaryIO, TypeVar
+
+import torch.distributed as dist
+
+from shardlab.language import UserError
+from shardlab.train.faults import names
+from shardlab.train.launch.environment import LaunchEnvironment, may_restart, port_in_use, restarts
+from shardlab.train.launch.interrupt import ASKING, SILENCE, say_waiting
+from shardlab.train.launch.processes import AT_ONCE, LAST_WORDS, sounds_lost
+
+ENDING = 30.0
+"""Seconds from being asked to end to being killed: as SLURM's KillWait, since a script may save for a while."""
+
+LAST_LINES = 40
+"""Lines of the first failing rank that are told again, last."""
+
+
+def _few() -> deque[bytes]:
+    return deque(maxlen=LAST_LINES)
+
+
+@dataclass
+class _CommandRank:
+    """A rank's process, and the last lines that it wrote to stdout and to stderr."""
+
+    number: int
+    process: asyncio.subprocess.Process
+    lines: tuple[deque[bytes], deque[bytes]] = field(default_factory=lambda: (_few(), _few()))
+    ended: float = 0.0
+
+    @property
+    def output(self) -> str:
+        return b"\n".join(self.lines[1] or self.lines[0]).decode(errors="replace")
+
+    async def run(self) -> None:
+        """Print what the process says, until it has ended."""
+        streams = zip((self.process.stdout, self.process.stderr), (sys.stdout, sys.stderr), self.lines, strict=True)
+        readers = [asyncio.ensure_future(self._read(ours, to.buffer, last)) for ours, to, last in streams if ours]
+        await self.process.wait()
+        self.ended = time.monotonic()
+        await asyncio.wait(readers, timeout=1)  # what it left running may hold its pipes
+        for reader in readers:
+            reader.cancel()
+
+    async def _read(self, stream: asyncio.StreamReader, to: BinaryIO, last: deque[bytes]) -> None:
+        rest = b""
+        while chunk := await stream.read(1 << 16):
+            *lines, rest = (rest + chunk).split(b"\n")
+            self._print(lines, to, last)
+        self._print([rest] if rest else [], to, last)
+
+    def _print(self, lines: Sequence[bytes], to: BinaryIO, last: deque[bytes]) -> None:
+        last.extend(lines)
+        with suppress(OSError):  # nobody reads any more: the ranks go on
+            to.write(b"".join(b"[%d] %s\n" % (self.number, line) for line in lines))
+            to.flush()
+
+    def send(self, number: int) -> None:
+        """Send a signal to the process and its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended.
+
+    Attributes:
+        asked: the signal by which this process was asked to end; 0 if it was not.
+        rank: the one that failed first; None if none did.
+        code: its exit code, or minus the signal that ended it.
+        output: its last lines.
+    """
+
+    asked: int = 0
+    rank: int | None = None
+    code: int = 0
+    output: str = ""
+
+
+def run_command(command: Sequence[str], ranks: int, *, bound: bool, restarts: int = 0) -> Ending:
+    """Run a command on so many processes of this machine, whose lines are prefixed by the rank.
+
+    When one fails, all end, after some seconds in which the others may say what they saw. SIGINT, SIGTERM, SIGHUP and
+    SIGUSR1 are sent on to all; a second SIGINT or SIGTERM kills them.
+
+    Args:
+        command: the program and its arguments.
+        bound: give each rank CPUs of its own.
+        restarts: how often all are started again after a failure, at most.
+    """
+    for attempt in range(restarts + 1):
+        ending = asyncio.run(_attempt(command, ranks, bound, attempt, restarts))
+        if ending.asked or ending.rank is None or attempt == restarts:
+            return ending
+        print(f"shardlab: rank {ending.rank} failed; restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
+    raise AssertionError("the last attempt returns")
+
+
+async def _attempt(command: Sequence[str], count: int, bound: bool, attempt: int, restarts: int) -> Ending:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it outlives every rank
+    words = [sys.executable, "-m", "shardlab.train.launch.worker", *["--bind"] * bound, *command]
+    pipe = subprocess.PIPE
+    ranks: list[_CommandRank] = []
+    try:
+        for rank in range(count):
+            place = LaunchEnvironment(rank, count, rank, "127.0.0.1", store.port, count)
+            variables = {**os.environ, **place.variables(), **_as_torchrun(attempt, restarts)}
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                env=variables,
+                stdout=pipe,
+                stderr=pipe,
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            ranks.append(_CommandRank(rank, process))
+        return await _watched(ranks)
+    finally:
+        for rank in ranks:
+            rank.send(signal.SIGKILL)  # also what a command left running
+
+
+def _as_torchrun(attempt: int, restarts: int) -> dict[str, str]:
+    """What tells torch that the launcher holds the store, and a program which restart this is."""
+    return {
+        "TORCHELASTIC_RUN_ID": "shardlab",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts),
+    }
+
+
+async def _watched(ranks: Sequence[_CommandRank]) -> Ending:
+    asked: list[tuple[int, float]] = []  # the signal by which this process was asked to end, and when
+    loop = asyncio.get_running_loop()
+
+    def send(number: int) -> None:
+        for rank in ranks:
+            rank.send(number)
+
+    def pass_on(number: int) -> None:
+        now = loop.time()
+        if not asked:
+            asked.append((number, now))
+            loop.call_later(ENDING, send, signal.SIGKILL)
+            send(number)
+        elif number != signal.SIGHUP and now - asked[0][1] > AT_ONCE:
+            send(signal.SIGKILL)
+
+    for number in ASKING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, pass_on, number)
+    loop.add_signal_handler(signal.SIGUSR1, send, signal.SIGUSR1)
+    running = {asyncio.ensure_future(rank.run()) for rank in ranks}
+    while running and not _failed(ranks):
+        _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    if running:
+        await asyncio.wait(running, timeout=ENDING if asked else LAST_WORDS)
+    failed = _failed(ranks)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        running = {task for task in running if not task.done()}
+        if running:
+            send(number)
+            await asyncio.wait(running, timeout=ENDING)
+    own = [rank for rank in failed if not sounds_lost(rank.output)] or failed
+    first = min(own, key=lambda rank: rank.ended, default=None)
+    why = asked[0][0] if asked else 0
+    if first is None:
+        return Ending(why)
+    return Ending(why, first.number, first.process.returncode or 0, first.output)
+
+
+def _failed(ranks: Sequence[_CommandRank]) -> list[_CommandRank]:
+    return [rank for rank in ranks if rank.ended and rank.process.returncode]
+
+
+# The store in which a launcher's ranks meet, and what they tell one another there before they compute.
+
+
+Result = TypeVar("Result")
+
+ANSWER = 5.0
+"""Seconds in which rank 0's store answers, once something listens there; torch waits for ever for what is no store."""
+
+PAUSE, LONGEST_PAUSE = 0.02, 0.25
+"""Seconds between two looks at what others have put into a store, at first and later."""
+
+CLOSING = 0.05
+"""Seconds in which a listener that does not stay closes a connection."""
+
+TOLD = SILENCE - 1
+"""Seconds after which a rank says for whom it waits: before a heartbeat would say less."""
+
+_FOUND: dict[LaunchEnvironment, tuple[dist.Store, Iterator[int]]] = {}
+
+
+def store_of(environment: LaunchEnvironment, timeout: timedelta = dist.default_pg_timeout) -> dist.Store:
+    """Find the store of this world: that of torchrun's agent, or rank 0's; each time with names of its own.
+
+    All ranks call this equally often.
+
+    Raises:
+        UserError: when its port is in use, or ranks do not come in time.
+    """
+    if environment not in _FOUND:
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        found = (_of_this_start if agents else _of_rank_0)(environment, timeout.total_seconds())
+        _FOUND[environment] = found, count()
+    store, uses = _FOUND[environment]
+    return dist.PrefixStore(str(next(uses)), store)
+
+
+def _wait(
+    environment: LaunchEnvironment,
+    limit: float,
+    arrived: Callable[[], bool],
+    missing: Callable[[], list[int]],
+    why: Callable[[], str] = str,
+) -> None:
+    """Wait for other ranks; the first rank of each host says for whom, and how long it will.
+
+    Args:
+        limit: seconds.
+        arrived: whether there is nothing to wait for.
+        missing: the ranks that are waited for, asked only when they are named.
+        why: what is known of the reason, after a space.
+
+    Raises:
+        UserError: when they do not come in time, naming them.
+    """
+    began = told = time.monotonic()
+    while not arrived():
+        now = time.monotonic()
+        waited = now - began
+        if waited >= limit:
+            ranks = missing()
+            it, has, host = ("it", "has", "its host") if len(ranks) == 1 else ("they", "have", "their hosts")
+            raise UserError(
+                f"rank {environment.rank} of {environment.world} waited {limit:g} s for {names(ranks)} at "
+                f"{environment.where}, and {it} {has} not answered{why()}; look at what {it} {has} printed, and at "
+                f"what the launcher says of {host}"
+            )
+        if now - told >= TOLD and environment.local_rank == 0:
+            say_waiting(f"waiting for {names(missing())} at {environment.where}, {waited:.0f} s of {limit:g} s")
+            told = now
+        time.sleep(min(limit - waited, max(PAUSE, min(waited / 20, LONGEST_PAUSE))))
+
+
+class Together:
+    """What the ranks of a launcher's world tell one another by its store; all call each method equally often.
+
+    Args:
+        environment: the world; None: this process is alone.
+        timeout: after which a rank gives the others up.
+    """
+
+    def __init__(
+        self, environment: LaunchEnvironment | None = None, timeout: timedelta = dist.default_pg_timeout
+    ) -> None:
+        self._environment = environment or LaunchEnvironment(0, 1, 0, "", 0)
+        self.rank, self.world = self._environment.rank, self._environment.world
+        self._limit = timeout.total_seconds()
+        self._store: dist.Store = dist.HashStore() if environment is None else store_of(environment, timeout)
+        self._round = 0
+
+    def exchange(self, word: str) -> list[str]:
+        """Tell this rank's word; every rank's, once all have told theirs.
+
+        Raises:
+            UserError: when others do not come in time, or have ended.
+        """
+        self._round += 1
+        store = dist.PrefixStore(str(self._round), self._store)
+        try:
+            store.set(str(self.rank), word)
+            if self.rank:
+                self._wait(store, ["words"], "")
+                words: list[str] = json.loads(store.get("words"))
+                store.set(f"heard {self.rank}", "")
+                return words
+            everyone = [str(rank) for rank in range(self.world)]
+            self._wait(store, everyone, "")
+            words = [store.get(other).decode() for other in everyone]
+            store.set("words", json.dumps(words))
+            self._wait(store, [f"heard {other}" for other in everyone[1:]], "heard ")  # its own store ends with it
+            return words
+        except dist.DistError as error:
+            others = "the others" if self.rank == 0 else "rank 0"
+            raise UserError(
+                f"rank {self.rank} of {self.world} has lost {others} at the start ({str(error).splitlines()[0]}); "
+                "look at what they have said"
+            ) from None
+
+    def _wait(self, store: dist.Store, keys: list[str], prefix: str) -> None:
+        """Wait for keys of a store, those that are there only once a rank has told its word under such a prefix."""
+
+        def missing() -> list[int]:
+            others = [rank for rank in range(self.world) if rank != self.rank]
+            return [rank for rank in others if not store.check([f"{prefix}{rank}"])] or [0]
+
+        _wait(self._environment, self._limit, lambda: store.check(keys), missing)
+
+    def all(self, act: Callable[[], Result]) -> Result:
+        """What a function gives here, as soon as it has given something on every rank.
+
+        Raises:
+            UserError: on every rank, that of the first on which the function raised one.
+        """
+        found: list[Result] = []
+        wrong = ""
+        try:
+            found.append(act())
+        except UserError as error:
+            wrong = str(error)
+        for mistake in self.exchange(wrong):
+            if mistake:
+                raise UserError(mistake)
+        return found[0]
+
+
+def restarts_in(environment: LaunchEnvironment | None, timeout: timedelta = dist.default_pg_timeout) -> int:
+    """How often torchrun has started the ranks again, by the host that counts most: one that has joined begins at 0."""
+    here = restarts(os.environ)
+    if environment is None or not may_restart(os.environ):
+        return here
+    return max(map(int, Together(environment, timeout).exchange(str(here))))
+
+
+def _of_this_start(environment: LaunchEnvironment, limit: float) -> dist.Store:
+    """The agent's store, with names of this start's own.
+
+    The agent's store outlives a restart, and torch itself would find the addresses of ranks that are gone there
+    (https://github.com/pytorch/pytorch/issues/167288). Nothing that torchrun says names a start: agents of one world
+    count restarts differently, and a host that joins is no restart. So each rank leaves a word that nobody else has;
+    rank 0 tells all the words that it sees, until each rank has found its own among them.
+    """
+    _wait_for_listener(environment, limit)
+    store = _client(environment)
+    mine, rank, ranks = secrets.token_hex(8), environment.rank, range(environment.world)
+    store.set(f"start/{rank}", mine)
+    words: list[str] = []
+
+    def arrived() -> bool:
+        nonlocal words
+        if rank == 0:
+            here = [other for other in ranks if store.check([f"start/{other}"])]
+            words = [store.get(f"start/{other}").decode() for other in here]
+            store.set("start", json.dumps(words))
+            return len(words) == len(ranks) and store.check([f"{mine}/{other}" for other in ranks[1:]])
+        words = json.loads(store.get("start")) if store.check(["start"]) else []
+        return len(words) == len(ranks) and words[rank] == mine
+
+    def missing() -> list[int]:
+        absent = [other for other in ranks if not store.check([f"start/{other}"])]
+        return absent or ([0] if rank else [other for other in ranks[1:] if not store.check([f"{mine}/{other}"])])
+
+    _wait(environment, limit, arrived, missing)
+    store.set(f"{words[0]}/{rank}", "")
+    return dist.PrefixStore(words[0], store)
+
+
+def _of_rank_0(environment: LaunchEnvironment, limit: float) -> dist.Store:
+    if environment.rank == 0:
+        wait = timedelta(seconds=limit)
+        try:
+            return dist.TCPStore(environment.address, environment.port, None, True, wait, wait_for_workers=False)
+        except dist.DistNetworkError as error:
+            raise port_in_use(environment, str(error).splitlines()[0]) from error
+    _wait_for_listener(environment, limit)
+    found: list[dist.Store] = []
+    thread = threading.Thread(target=lambda: found.append(_client(environment)), daemon=True)
+    thread.start()
+    thread.join(ANSWER)
+    if not found:
+        raise UserError(
+            f"rank {environment.rank} did not find rank 0 at {environment.where}: the port is in use by something "
+            "else; choose another in MASTER_PORT"
+        )
+    return found[0]
+
+
+def _client(environment: LaunchEnvironment) -> dist.Store:
+    return dist.TCPStore(environment.address, environment.port, is_master=False)
+
+
+def _wait_for_listener(environment: LaunchEnvironment, limit: float) -> None:
+    """Wait until something listens where the ranks meet, and stays: rank 0 tries the port before it imports torch."""
+
+    why = ""
+
+    def listens() -> bool:
+        nonlocal why
+        try:
+            probe = socket.create_connection((environment.address, environment.port), timeout=min(ANSWER, limit))
+        except OSError as error:
+            why = f" ({error.strerror or error})"
+            return False
+        with probe, suppress(TimeoutError):
+            probe.settimeout(CLOSING)
+            with suppress(ConnectionError):
+                return probe.recv(1) != b""
+            return False
+        return True
+
+    _wait(environment, limit, listens, lambda: [0], lambda: why)
+
+
+@contextmanager
+def ended_by_ctrl_c() -> Generator[None]:
+    """While this rank waits for the others, deep in torch, where Python hears of no signal."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,460 @@
+"""The world that torchrun, SLURM, PBS or mpiexec has put this process into, if any, and whether it can meet there."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import overload
+
+from shardlab.language import UserError
+from shardlab.train.launch.launchers import Fact, LauncherFacts, from_torchrun, innermost, number
+
+LOOPBACK = "127.0.0.1"
+
+PORT = 29500
+"""Where ranks meet that nobody has given a port, as under torchrun."""
+
+REACHED = 5.0
+"""Seconds in which rank 0 reaches itself at the address that the others know."""
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """A launcher's world, as its variables tell this process.
+
+    Attributes:
+        rank, world: its number among all processes, and how many there are.
+        local_rank: its number on its own host: the device that it uses.
+        address, port: where the processes meet.
+        local_world: how many processes are on its host; None if the launcher does not say.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    address: str
+    port: int
+    local_world: int | None = None
+
+    @property
+    def where(self) -> str:
+        """Where the processes meet."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{self.port}"
+
+    def variables(self) -> dict[str, str]:
+        """The world as torch.distributed's `env://` reads it, and every script that torchrun can start."""
+        local = {} if self.local_world is None else {"LOCAL_WORLD_SIZE": str(self.local_world)}
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(self.local_rank),
+            **local,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment | None:
+    """Read the launcher's environment variables; None if no launcher started this process.
+
+    All processes meet at MASTER_ADDR:MASTER_PORT. torchrun sets both. Without an address, a world on one host meets on
+    127.0.0.1, under SLURM on the first host of the step, and under PBS on the first of the job's hosts.
+
+    Raises:
+        UserError: when variables contradict each other, or leave open which rank of its host this is, or where the
+            ranks meet; with those that were read, and the one to set.
+    """
+    worlds = innermost(environment)
+    if not worlds:
+        return None
+    rank, world = _agreed([facts.rank for facts in worlds]), _agreed([facts.world for facts in worlds])
+    if rank.value >= world.value:
+        raise UserError(f"{rank} but {world}; ranks are counted from 0, so set {rank.variable} to less")
+    port = number(environment, "MASTER_PORT") or Fact("MASTER_PORT", PORT)
+    if not 0 < port.value < 1 << 16:
+        raise UserError(f"{port}; give a port from 1 to 65535")
+    local_rank, local_world = (
+        _agreed([*(getattr(facts, name) for facts in worlds), number(environment, variable)])
+        for name, variable in (("local_rank", "LOCAL_RANK"), ("local_world", "LOCAL_WORLD_SIZE"))
+    )
+    place = _Place(environment, worlds, rank, world, local_rank, local_world)
+    address, here = place.address(), place.local_world()
+    return LaunchEnvironment(rank.value, world.value, place.local_rank(here), address, port.value, here)
+
+
+@overload
+def _agreed(facts: list[Fact]) -> Fact: ...
+
+
+@overload
+def _agreed(facts: list[Fact | None]) -> Fact | None: ...
+
+
+def _agreed(facts: Sequence[Fact | None]) -> Fact | None:
+    """The first of the facts that are known, to which the others are equal.
+
+    Raises:
+        UserError: when they are not.
+    """
+    known = [fact for fact in facts if fact is not None]
+    for other in known[1:]:
+        if other.value != known[0].value:
+            raise UserError(
+                f"{known[0]} but {other}, and they are to agree; unset those that do not belong to what started the "
+                "ranks, or set them for each rank"
+            )
+    return known[0] if known else None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What is known of the hosts of a world, and what follows.
+
+    Attributes:
+        environment: all variables.
+        worlds: what launchers tell.
+        rank, world, own_rank, own_world: on what they agree; the latter two on this host, if they tell.
+    """
+
+    environment: Mapping[str, str]
+    worlds: Sequence[LauncherFacts]
+    rank: Fact
+    world: Fact
+    own_rank: Fact | None
+    own_world: Fact | None
+
+    @property
+    def read(self) -> str:
+        """The variables that were read, in a sentence."""
+        own = [fact for fact in (self.own_rank, self.own_world) if fact is not None]
+        return ", ".join(map(str, (self.rank, self.world, *own)))
+
+    @cached_property
+    def hosts(self) -> Fact | None:
+        """How many hosts there are, if a launcher tells."""
+        return _agreed([facts.hosts for facts in self.worlds])
+
+    @cached_property
+    def one_host(self) -> bool | None:
+        """Whether all ranks are on this host; None if that is not known.
+
+        Raises:
+            UserError: when variables contradict each other.
+        """
+        hosts, own, meeting = self.hosts, self.own_world, self.environment.get("MASTER_ADDR")
+        if own is not None and own.value > self.world.value:
+            raise UserError(f"{own} but {self.world}; set {own.variable} to the ranks of this host")
+        by_hosts = None if hosts is None else hosts.value == 1
+        by_size = None if own is None else own.value == self.world.value
+        if hosts is not None and None is not by_size != by_hosts:
+            raise UserError(
+                f"{own} and {self.world}, but by {hosts.variable} the hosts are {hosts.value}; unset those that do not "
+                "belong to what started the ranks"
+            )
+        known = by_hosts if by_size is None else by_size
+        found = True if self.world.value == 1 else known
+        if meeting and _is_loopback(meeting) and not from_torchrun(self.environment):
+            if found is False:
+                raise UserError(
+                    f"MASTER_ADDR is {meeting}, which is another host on each, but the {self.world.value} ranks are on "
+                    f"several hosts ({self.read}); set MASTER_ADDR to the host of rank 0"
+                )
+            return True
+        return found
+
+    def local_world(self) -> int | None:
+        """How many ranks are on this host, if that is known."""
+        if self.own_world is not None:
+            return self.own_world.value
+        return self.world.value if self.one_host else None
+
+    def local_rank(self, here: int | None) -> int:
+        """The number of this rank on its host.
+
+        Args:
+            here: how many ranks are there, if that is known.
+
+        Raises:
+            UserError: when it is not known.
+        """
+        own, alone = self.own_rank, self.rank.value if self.one_host else 0 if here == 1 else None
+        if own is None:
+            if alone is None:
+                raise UserError(
+                    f"{self.read}, but no variable says which rank of its host this is; set LOCAL_RANK for each rank, "
+                    "counted from 0 on each host"
+                )
+            return alone
+        if own.value >= (self.world.value if here is None else here):
+            size = self.own_world or self.world
+            raise UserError(f"{own} but {size}; ranks are counted from 0, so set {own.variable} to less")
+        if alone is not None and own.value != alone:
+            where = "all ranks are on one host" if self.one_host else f"{self.own_world}"
+            raise UserError(f"{own} but {self.rank}, and {where}; set {own.variable} to {alone}")
+        return own.value
+
+    def address(self) -> str:
+        """Where the ranks meet.
+
+        Raises:
+            UserError: when that is not known.
+        """
+        one_host = self.one_host  # refuses what is contradictory
+        if address := self.environment.get("MASTER_ADDR"):
+            return address
+        if one_host:
+            return LOOPBACK
+        step = next((facts for facts in self.worlds if facts.first_host or facts.unsure), None)
+        if step is not None and step.first_host:
+            return step.first_host
+        hosts = [] if step is not None else _hosts_of_pbs(self.environment)
+        if len(hosts) > 1:
+            return hosts[0]
+        if hosts and self.own_world is None:
+            return LOOPBACK
+        if hosts:
+            raise UserError(
+                f"PBS_NODEFILE names one host, but {self.own_world} and {self.world}; set MASTER_ADDR to the host of "
+                "rank 0"
+            )
+        where = "they are on several hosts" if one_host is False else "no variable says on how many hosts they are"
+        reason = step.unsure if step is not None and step.unsure else f"{self.read}: {where}, and where rank 0 is"
+        raise UserError(f"{reason}; set MASTER_ADDR to the host of rank 0")
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _hosts_of_pbs(environment: Mapping[str, str]) -> list[str]:
+    """The hosts of a PBS job, each once; rank 0 is on the first."""
+    file = environment.get("PBS_NODEFILE")
+    if file is None:
+        return []
+    try:
+        return list(dict.fromkeys(Path(file).read_text().split()))
+    except OSError as error:
+        raise UserError(
+            f"PBS_NODEFILE is {file!r}, which cannot be read ({error.strerror}); set MASTER_ADDR to the host of rank 0"
+        ) from error
+
+
+def launcher_of(environment: Mapping[str, str]) -> str:
+    """What started this process: the launcher's name, or shardlab itself."""
+    return next((facts.name for facts in innermost(environment) if facts.world.value != 1), "shardlab")
+
+
+def require_port(environment: Mapping[str, str]) -> None:
+    """Refuse a port that is in use, and an address that is another host's, on the rank that will listen there.
+
+    This is before the seconds that importing torch takes. Under torchrun its agent listens.
+
+    Raises:
+        UserError: if so.
+    """
+    found = find_launch_environment(environment)
+    if found is None or found.rank or found.world == 1 or from_torchrun(environment):
+        return
+    family, both = (socket.AF_INET6, True) if socket.has_dualstack_ipv6() else (socket.AF_INET, False)
+    try:
+        server = socket.create_server(("", found.port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        raise port_in_use(found, os.strerror(error.errno or 0)) from None
+    with server:
+        _require_own(found, server)
+
+
+def _require_own(found: LaunchEnvironment, server: socket.socket) -> None:
+    """Refuse an address at which rank 0 does not reach itself: the others would not, either."""
+    token, why = secrets.token_bytes(16), "something else answers there"
+    deadline = time.monotonic() + REACHED
+    try:
+        with socket.create_connection((found.address, found.port), timeout=REACHED) as client:
+            client.sendall(token)
+            client.shutdown(socket.SHUT_WR)
+            while (left := deadline - time.monotonic()) > 0:
+                server.settimeout(left)
+                accepted = server.accept()[0]  # others may try whether somebody listens already
+                with accepted:
+                    accepted.settimeout(left)
+                    if accepted.recv(len(token)) == token:
+                        return
+    except TimeoutError:
+        pass
+    except OSError as error:
+        why = error.strerror or str(error)
+    raise UserError(
+        f"rank 0 runs on {socket.gethostname()} and does not reach itself at {found.where}, where the others look for "
+        f"it ({why}); set MASTER_ADDR to the host of rank 0"
+    )
+
+
+def port_in_use(environment: LaunchEnvironment, reason: str) -> UserError:
+    """Make the error that rank 0 raises when it cannot listen."""
+    return UserError(
+        f"rank 0 could not meet the others at {environment.where}: is the port in use? "
+        f"Choose another in MASTER_PORT ({reason})"
+    )
+
+
+def may_restart(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun starts the ranks again after a failure, perhaps on fewer hosts, or on more."""
+    return environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def restarts(environment: Mapping[str, str]) -> int:
+    """How many times torchrun has started the ranks again after a failure."""
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+# CPUs of this host, dealt to its ranks, and the threads on which each computes.
+
+
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def usable_cpus(process: int = 0) -> list[int]:
+    """CPUs on which a process (0: this one) may run, those of a core together, and cores of a socket together."""
+    if sys.platform != "linux":
+        return list(range(os.cpu_count() or 1))
+    return sorted(os.sched_getaffinity(process), key=_position)
+
+
+def _position(cpu: int) -> tuple[int, int, int]:
+    folder = TOPOLOGY / f"cpu{cpu}" / "topology"
+    try:
+        package, core = (int((folder / name).read_text()) for name in ("physical_package_id", "core_id"))
+    except OSError:
+        return 0, cpu, cpu
+    return package, core, cpu
+
+
+def dealt(cpus: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deal CPUs to ranks, as evenly as can be: neighbours to each.
+
+    >>> dealt([0, 1, 2, 3, 4], 2)
+    [[0, 1], [2, 3, 4]]
+
+    Raises:
+        UserError: when there are fewer CPUs than ranks.
+    """
+    if len(cpus) < ranks:
+        raise UserError(
+            f"--bind gives each rank CPUs of its own, but {ranks} ranks are to share {len(cpus)}; "
+            "start fewer ranks here, or leave out --bind"
+        )
+    bounds = [rank * len(cpus) // ranks for rank in range(ranks + 1)]
+    return [list(cpus[start:stop]) for start, stop in pairwise(bounds)]
+
+
+def bind(environment: LaunchEnvironment) -> None:
+    """Keep this process, and the threads that it starts from now on, on CPUs that no other rank of this host has.
+
+    Where the launcher has bound its ranks already, so that this one may use fewer CPUs than what started it, that
+    stands.
+
+    Raises:
+        UserError: when there are too few CPUs, or the launcher does not say how many ranks are on this host.
+    """
+    if sys.platform != "linux":
+        raise UserError("--bind works on Linux; leave it out here")
+    cpus = usable_cpus()
+    if len(cpus) < len(usable_cpus(os.getppid())):
+        return
+    if environment.local_world is None:
+        raise UserError("--bind needs to know how many ranks are on this host; set LOCAL_WORLD_SIZE")
+    os.sched_setaffinity(0, dealt(cpus, environment.local_world)[environment.local_rank])
+
+
+@dataclass(frozen=True)
+class CpuShare:
+    """What a rank may compute on.
+
+    Attributes:
+        host: its name.
+        cpus: numbers of the CPUs on which the rank may run.
+        quota: CPUs whose time all processes of its container get together (None: no quota).
+        asked: threads that somebody asks for by OMP_NUM_THREADS (None: nobody does).
+    """
+
+    host: str
+    cpus: frozenset[int]
+    quota: float | None
+    asked: int | None
+
+    @classmethod
+    def of_this_process(cls) -> CpuShare:
+        """The share of this process."""
+        return cls(socket.gethostname(), frozenset(usable_cpus()), cpu_quota(), asked_threads(os.environ))
+
+
+def threads_of(shares: Sequence[CpuShare]) -> int:
+    """Threads on which each rank of a world computes: as many as the rank with the fewest CPUs of its own can use.
+
+    Ranks of a host that may run on the same CPUs share them evenly. OMP_NUM_THREADS prevails. The number is the same
+    on all ranks, because results of other numbers of threads differ in their last bits, and replicas are to be equal.
+
+    Args:
+        shares: of all ranks.
+
+    >>> eight = frozenset(range(8))
+    >>> threads_of([CpuShare("a", eight, None, None)] * 2), threads_of([CpuShare("a", eight, None, 3)] * 2)
+    (4, 3)
+    """
+    hosts: dict[str, list[CpuShare]] = {}
+    for share in shares:
+        hosts.setdefault(share.host, []).append(share)
+    return min(mine.asked or _threads_beside(mine, here) for here in hosts.values() for mine in here)
+
+
+def _threads_beside(mine: CpuShare, here: Sequence[CpuShare]) -> int:
+    """Threads for the CPUs of one rank, which may share them with others of its host."""
+    cpus = len(mine.cpus) / sum(not mine.cpus.isdisjoint(share.cpus) for share in here)
+    return max(1, int(cpus if mine.quota is None else min(cpus, mine.quota / len(here))))
+
+
+def asked_threads(environ: Mapping[str, str]) -> int | None:
+    """Threads that OMP_NUM_THREADS asks for; of a list, as nested regions have one, its first number."""
+    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else None
+
+
+def cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """CPUs whose time the control groups of this process allow it, as containers are limited; None without a limit.
+
+    Of version 2 (cpu.max, in the kernel's Documentation/admin-guide/cgroup-v2.rst), of the group and those above.
+    """
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:
+        return None
+    found: list[float] = []
+    for line in lines:
+        if line.startswith("0::"):
+            folder = root / line.removeprefix("0::").strip().lstrip("/")
+            for each in (folder, *folder.parents):
+                if each.is_relative_to(root):
+                    with suppress(OSError, ValueError):  # the topmost has no such file, nor has one "max"imum a number
+                        quota, period = (each / "cpu.max").read_text().split()
+                        found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+def as_ranges(cpus: Iterable[int]) -> str:
+    """Spell numbers of CPUs as `taskset` does.
+
+    >>> as_ranges([0, 1, 2, 8])
+    '0-2,8'
+    """
+    runs = [[cpu for _, cpu in run] for _, run in groupby(enumerate(sorted(cpus)), lambda pair: pair[1] - pair[0])]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

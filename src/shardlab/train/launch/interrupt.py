@@ -1,0 +1,276 @@
+"""Requests to end: a signal, or the end of the process that started this one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from types import FrameType, TracebackType
+from typing import Any, ClassVar, TextIO, cast
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C; what schedulers and torchrun send; a terminal that was closed; what schedulers warn with."""
+
+AGAIN = (signal.SIGINT, signal.SIGTERM)
+"""Those of which a second one ends a run at once."""
+
+GRACE = 7
+"""Seconds from being asked to the end, whatever is not done by then: less than the 10 that `docker stop` gives."""
+
+WARNED_GRACE = 100
+"""Seconds from a scheduler's warning to the end; it warns earlier than others ask (see `job_script.WARNING`)."""
+
+
+def grace_of(number: int) -> int:
+    """The seconds that a signal leaves."""
+    return WARNED_GRACE if number == signal.SIGUSR1 else GRACE
+
+
+@contextmanager
+def caught() -> Generator[socket.socket]:
+    """Make signals that ask this process to end bytes of a socket, each the signal's number, so that they end nothing.
+
+    They come at once, also while the main thread waits in a collective, where Python's handlers have to wait with it.
+    A signal that is ignored (after nohup, or in the background of a script) stays so. In another thread than the main
+    one, whose signals are its own, nothing comes.
+    """
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        if threading.current_thread() is not threading.main_thread():
+            yield reader
+            return
+        writer.setblocking(False)
+        taken = [number for number in ASKING if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, _nothing) or signal.SIG_DFL for number in taken}
+        woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        try:
+            yield reader
+        finally:
+            signal.set_wakeup_fd(woken)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """The signal's number is in the socket already."""
+
+
+class StopRequest:
+    """A wish that this rank ends after a whole step, inside `with`; so many seconds later it is killed (`grace_of`).
+
+    Attributes:
+        asked: whether it has come.
+    """
+
+    starter: Connection | None = None
+    """Where a rank tells the process that started it that it was asked, so that all the others are asked too."""
+
+    def __init__(self, saved: Callable[[], str] | None) -> None:
+        """Wait for `with`.
+
+        Args:
+            saved: what is saved by now, in a sentence, for the rank that says it; None for the others.
+        """
+        self.asked = False
+        self._grace = 0
+        self._saved = saved
+        self._over = threading.Event()
+        self._catching = caught()
+
+    @property
+    def warned(self) -> bool:
+        """Whether it was a scheduler's warning."""
+        return self._grace == WARNED_GRACE
+
+    def __enter__(self) -> StopRequest:
+        signals = self._catching.__enter__().dup()  # the thread's own, which it may still read when `with` has ended
+        threading.Thread(target=self._listen, args=(signals,), daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self.asked:
+            signal.alarm(0)
+            if _orphaned():
+                self._say("the process that started the ranks has gone")
+        self._catching.__exit__(kind, error, trace)
+
+    def ask(self, grace: int = GRACE) -> None:
+        """Wish for the end; all ranks do when one was asked. A wish that leaves more time than the one before counts.
+
+        Args:
+            grace: seconds until the end.
+        """
+        if grace <= self._grace:
+            return
+        self.asked, self._grace = True, grace
+        signal.alarm(grace)  # the kernel ends this process, also in a collective that never returns
+        if StopRequest.starter is not None:
+            with suppress(BrokenPipeError):
+                StopRequest.starter.send_bytes(str(grace).encode())
+        if self._saved:
+            say(f"shardlab: ending after this step, in at most {grace} s")
+
+    def _listen(self, signals: socket.socket) -> None:
+        with signals:
+            number = signals.recv(1)
+            if not number:  # the end of `with`
+                return
+            self.ask(grace_of(number[0]))
+        # The process that started this one says it, if it is there.
+        alone = multiprocessing.parent_process() is None or _orphaned()
+        if not self._over.wait(self._grace - 0.5) and alone:
+            self._say(f"the step did not end within {self._grace} s")
+
+    def _say(self, why: str) -> None:
+        if self._saved:
+            say(f"shardlab: interrupted: {why}; {self._saved()}")
+
+
+def end_with_starter(at_once: bool = False) -> None:
+    """Have this process get SIGTERM when the process that started it is gone, however that ended.
+
+    Args:
+        at_once: SIGKILL instead: ranks that others do not miss would save, and all would end as if they were asked to.
+    """
+    number = signal.SIGKILL if at_once else signal.SIGTERM
+    threading.Thread(target=_follow, args=(os.getppid(), number), daemon=True).start()
+
+
+def _follow(parent: int, number: int) -> None:
+    starter = multiprocessing.parent_process()  # not this process's own parent, which is multiprocessing's server
+    wait = time.sleep if starter is None else starter.join
+    while os.getppid() == parent and not _orphaned():
+        wait(0.5)
+    os.kill(os.getpid(), number)
+
+
+def _orphaned() -> bool:
+    starter = multiprocessing.parent_process()
+    return starter is not None and not starter.is_alive()
+
+
+# Streams whose reader may go while a run goes on: a terminal that is closed, or a `tee` that Ctrl-C ends too.
+
+
+class Unbroken:
+    """A text stream that drops what nobody can read any more, instead of raising."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        try:
+            return self._file.write(text)
+        except OSError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Send everything nowhere from now on, also what is still in the buffer."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._file.fileno())
+        os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def unbroken(file: TextIO) -> TextIO:
+    """The stream, as one that never raises for want of a reader."""
+    return cast(TextIO, Unbroken(file))
+
+
+# A sign of life where no line can be drawn over: never ten seconds without a line.
+
+
+SILENCE = 9.0
+"""Seconds without a line after which one says what is under way."""
+
+
+class Heartbeat:
+    """Prints lines on stderr; after each silence, also what is under way and for how long. Use it as a context.
+
+    Args:
+        silence: seconds, by default SILENCE.
+
+    Attributes:
+        doing: what is under way; setting it starts its clock.
+        until: whether somebody else gives signs of life from now on.
+    """
+
+    def __init__(self, doing: str, silence: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
+        self.until = until
+        self._silence = SILENCE if silence is None else silence
+        self._changed = threading.Condition()
+        self._ended = False
+        self._printed = time.monotonic()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self.doing = doing
+
+    @property
+    def doing(self) -> str:
+        return self._doing
+
+    @doing.setter
+    def doing(self, what: str) -> None:
+        self._doing, self._since = what, time.monotonic()
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        with self._changed:
+            self._print(line)
+
+    active: ClassVar[Heartbeat | None] = None
+    """The one that is inside `with`, which is silent for a while after each line of `say_waiting`."""
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        Heartbeat.active = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Heartbeat.active = None
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        with self._changed:
+            while not self._ended:
+                if time.monotonic() - self._printed >= self._silence:
+                    if self.until():
+                        return
+                    self._print(f"{self._doing}  under way for {time.monotonic() - self._since:.0f} s")
+                self._changed.wait(max(0.0, self._printed + self._silence - time.monotonic()))
+
+    def _print(self, line: str) -> None:
+        say(line)
+        self._printed = time.monotonic()
+
+
+def say_waiting(line: str) -> None:
+    """Print a line on what this process waits for, which is a sign of life as well."""
+    (say if Heartbeat.active is None else Heartbeat.active.say)(line)
+
+
+def say(line: str) -> None:
+    """Print a line on stderr, if it can be written: a log on a full disk ends no training."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

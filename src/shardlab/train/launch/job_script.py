@@ -1,0 +1,260 @@
+"""A job script for a scheduler, and its submission."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shardlab.common.files import whole_file
+from shardlab.language import UserError
+from shardlab.train.history import RECORD, WARNED, written
+
+Scheduler = Literal["slurm", "pbs"]
+
+WARNING = 120
+"""Seconds before its time is over at which a job is told by SIGUSR1, so that it saves."""
+
+RESTARTS = 3
+"""How often a job that fails starts again."""
+
+SCRIPT = "job.sh"
+"""Name of the job's script in the folder of its run."""
+
+SHARDLAB = (sys.executable, "-m", "shardlab")
+
+SUBMIT: dict[Scheduler, str] = {"slurm": "sbatch", "pbs": "qsub"}
+
+
+@dataclass(frozen=True)
+class SubmittedJob:
+    """What is asked of a scheduler.
+
+    Attributes:
+        command: of every rank; it finds its world by the launcher's variables.
+        name: of the job.
+        nodes, ranks_per_node: hosts, and ranks on each.
+        cpus_per_rank, gpus_per_node: what each rank and each host is given; None: as the scheduler does.
+        seconds: the limit.
+        queue: PBS's queue, or SLURM's partitions, a comma between them, if any are named.
+        account: who pays, if that is named.
+        run: folder of the run that the command trains, if it does; a job that saved, and is not over, goes on.
+        queue_option: the option that names the queue.
+    """
+
+    command: Sequence[str]
+    name: str
+    nodes: int
+    ranks_per_node: int
+    cpus_per_rank: int | None
+    gpus_per_node: int | None
+    seconds: int
+    queue: str | None
+    account: str | None
+    run: Path | None = None
+    queue_option: str = "--queue"
+
+    def __post_init__(self) -> None:
+        """Refuse names that a scheduler would take for something else.
+
+        Raises:
+            UserError: saying which.
+        """
+        names = {"--name": self.name, self.queue_option: self.queue, "--account": self.account}
+        for option, value in names.items():
+            several = r"(,[\w.@+-]+)*" if option == self.queue_option else ""
+            if value is not None and not re.fullmatch(rf"[\w.@+-]+{several}", value):
+                between = ", and commas between several" if several else ""
+                raise UserError(f"{option} {value!r}: give letters, digits and . _ - + @ alone{between}")
+        if self.seconds <= WARNING:
+            raise UserError(
+                f"--time is {self.seconds} s; give more than {WARNING} s, since a job is told before its end"
+            )
+
+    def script(self, scheduler: Scheduler) -> str:
+        """The job script, which starts the command again from its newest checkpoint after a failure."""
+        return (_slurm if scheduler == "slurm" else _pbs)(self)
+
+    @property
+    def time(self) -> str:
+        """The limit as schedulers read it: HOURS:MINUTES:SECONDS."""
+        return f"{self.seconds // 3600}:{self.seconds // 60 % 60:02}:{self.seconds % 60:02}"
+
+    @property
+    def before(self) -> list[str]:
+        """Lines by which a shell keeps the run's record: a job that fails early leaves that of the one before."""
+        if self.run is None:
+            return []
+        return [f"record={shlex.quote(str(self.run / RECORD))}", 'before="$(cat "$record" 2> /dev/null)"']
+
+    @property
+    def warned(self) -> str:
+        """What a shell asks: whether the run has saved in this job since its time was nearly over."""
+        return self._says(WARNED)
+
+    @property
+    def interrupted(self) -> str:
+        """What a shell asks: whether the run was asked to end in this job, by whomever, and has saved."""
+        return self._says('"interrupted"')
+
+    def _says(self, words: str) -> str:
+        if self.run is None:
+            return "false"
+        new = '[ "$(cat "$record" 2> /dev/null)" != "$before" ]'
+        return f"{new} && {shlex.join([*SHARDLAB, 'show', str(self.run), '--json'])} | grep -q {shlex.quote(words)}"
+
+
+def _slurm(job: SubmittedJob) -> str:
+    asked = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.ranks_per_node,
+        "cpus-per-task": job.cpus_per_rank,
+        "gpus-per-node": job.gpus_per_node,
+        "time": job.time,
+        "partition": job.queue,
+        "account": job.account,
+        "signal": f"USR1@{WARNING}",
+        "output": f"{job.name}-%j.log",
+        "open-mode": "append",
+    }
+    # srun has not taken this over from sbatch since 22.05
+    cpus = "" if job.cpus_per_rank is None else f"--cpus-per-task={job.cpus_per_rank} "
+    lines = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value is not None]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            "#SBATCH --requeue",
+            "",
+            _port("SLURM_JOB_ID"),
+            *job.before,
+            f"srun --kill-on-bad-exit=1 {cpus}{shlex.join(job.command)}",
+            "status=$?",
+            f'failures="{job.name}-$SLURM_JOB_ID.failures"',
+            "# SLURM takes a job for completed that ends in the time that preemption leaves it.",
+            """preempted() { scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; }""",
+            f'if preempted && {{ [ "$status" -ne 0 ] || {{ {job.interrupted}; }}; }}; then',
+            '    scontrol requeue "$SLURM_JOB_ID"',
+            'elif [ "$status" -ne 0 ]; then',
+            "    # A job that fails starts again where its newest checkpoint is, but not for ever.",
+            '    echo "$(date): exit code $status" >> "$failures"',
+            f'    if [ "$(wc -l < "$failures")" -le {RESTARTS} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+            f"elif {job.warned}; then",
+            "    # Its time is nearly over, and it is not.",
+            '    rm -f "$failures"',
+            '    scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+            'exit "$status"',
+            "",
+        ]
+    )
+
+
+def _pbs(job: SubmittedJob) -> str:
+    if job.queue is not None and "," in job.queue:
+        raise UserError(f"{job.queue_option} {job.queue!r}: a job of PBS has one queue; give one")
+    each = f"ncpus={job.ranks_per_node * (job.cpus_per_rank or 1)}:mpiprocs={job.ranks_per_node}"
+    gpus = "" if job.gpus_per_node is None else f":ngpus={job.gpus_per_node}"
+    asked = {
+        "-N": job.name,
+        "-l select": f"{job.nodes}:{each}{gpus}",
+        "-l walltime": job.time,
+        "-q": job.queue,
+        "-A": job.account,
+        "-r": "y",
+        "-j": "oe",
+    }
+    lines = [f"#PBS {name}{'=' if ' ' in name else ' '}{value}" for name, value in asked.items() if value is not None]
+    ranks, limit = job.nodes * job.ranks_per_node, job.seconds - WARNING
+    started = f"mpiexec -n {ranks} {shlex.join(job.command)}"
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            "",
+            'cd "$PBS_O_WORKDIR" || exit 1',
+            _port("PBS_JOBID"),
+            'export MASTER_ADDR="$(head -n 1 "$PBS_NODEFILE")"',
+            *job.before,
+            f"for attempt in {' '.join(map(str, range(RESTARTS + 1)))}; do",
+            f"    # PBS warns nobody: {WARNING} s before the end the ranks are told to save, and timeout gives 124.",
+            f"    timeout --signal=USR1 $(({limit} - SECONDS)) {started}",
+            "    status=$?",
+            "    # A job that fails starts again where its newest checkpoint is, but not for ever.",
+            '    if [ "$status" -eq 0 ] || [ "$status" -eq 124 ] || [ "$SECONDS" -ge '
+            + str(limit)
+            + " ]; then break; fi",
+            "done",
+            *_goes_on_under_pbs(job),
+            'exit "$status"',
+            "",
+        ]
+    )
+
+
+def _goes_on_under_pbs(job: SubmittedJob) -> list[str]:
+    """PBS lets operators alone requeue a job, so a job submits its own script again."""
+    if job.run is None:
+        return []
+    script = shlex.quote(str(job.run / SCRIPT))
+    return [
+        f'if {{ [ "$status" -eq 0 ] || [ "$status" -eq 124 ]; }} && {job.warned}; then',
+        "    # Its time is nearly over, and it is not.",
+        f"    qsub {script} && status=0",
+        "fi",
+    ]
+
+
+def _port(identity: str) -> str:
+    """A port of the job's own, since several may share a host."""
+    return f'export MASTER_PORT=$((20000 + 10#0$(echo "${identity}" | tr -dc 0-9 | tail -c 5) % 20000))'
+
+
+def submit(script: str, scheduler: Scheduler) -> str:
+    """Hand a script to the scheduler; what it answers.
+
+    Raises:
+        UserError: when the scheduler is not there, or refuses.
+    """
+    program = SUBMIT[scheduler]
+    if shutil.which(program) is None:
+        raise UserError(
+            f"there is no {program} here, so this host knows no {scheduler.upper()}; submit where there is one, or "
+            "print the script with --dry-run"
+        )
+    done = subprocess.run([program], input=script, capture_output=True, text=True, check=False)
+    if done.returncode:
+        answer = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise UserError(f"{program} has refused the job: {answer}")
+    return done.stdout.strip()
+
+
+@contextmanager
+def kept(script: str, run: Path) -> Generator[None]:
+    """Keep a job's script in its run's folder, which is the run's from then on.
+
+    If the block raises, the script of an earlier job stays, and a folder that was made for this one goes.
+
+    Raises:
+        UserError: when it cannot be written.
+    """
+    made = not run.exists()
+    try:
+        with written(run / SCRIPT):
+            run.mkdir(parents=True, exist_ok=True)
+            with whole_file(run / SCRIPT) as part:
+                part.write_text(script)
+                yield
+    except BaseException:
+        if made:
+            with suppress(OSError):
+                run.rmdir()
+        raise

@@ -1,0 +1,267 @@
+"""What launchers tell a process that they have started, by their variables.
+
+Several launchers' variables may be there at once. `srun --mpi=pmi2` sets PMI's beside its own, and what torchrun or
+mpiexec starts inherits those of the SLURM step in which they run themselves. `innermost` leaves an outer step out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+from typing import NamedTuple
+
+from shardlab.common.errors import UserError
+from shardlab.language.rules.kinds import counted
+
+MOST_HOSTS = 1 << 17
+"""Hosts that a list may name: more than any cluster has, so that a torn list is refused before it fills the memory."""
+
+
+class Fact(NamedTuple):
+    """A number that a variable gives."""
+
+    variable: str
+    value: int
+
+    def __str__(self) -> str:
+        return f"{self.variable} is {self.value}"
+
+
+class Launcher(NamedTuple):
+    """A launcher's name, and its variables for rank, world size, local rank and local size."""
+
+    name: str
+    rank: str
+    world: str
+    local_rank: str
+    local_world: str
+
+
+@dataclass(frozen=True)
+class LauncherFacts:
+    """Facts that a launcher's variables give of the world that it has started.
+
+    Attributes:
+        name: the launcher's.
+        rank, world: the number of this process, and how many there are.
+        local_rank, local_world: the same on its host; None if no variable says.
+        hosts: how many hosts there are; None if no variable says.
+        first_host: the name of rank 0's host; None if no variable says.
+        unsure: why there is no `first_host`, if more is known than that no variable says it.
+    """
+
+    name: str
+    rank: Fact
+    world: Fact
+    local_rank: Fact | None = None
+    local_world: Fact | None = None
+    hosts: Fact | None = None
+    first_host: str | None = None
+    unsure: str = ""
+
+
+TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+_OMPI, _MV2 = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
+
+MPI = (
+    Launcher("Open MPI's mpiexec", f"{_OMPI}RANK", f"{_OMPI}SIZE", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE"),
+    Launcher("PALS's mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
+    Launcher("MVAPICH's mpiexec", f"{_MV2}RANK", f"{_MV2}SIZE", f"{_MV2}LOCAL_RANK", f"{_MV2}LOCAL_SIZE"),
+    Launcher("MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Launcher("a launcher with PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+)
+
+
+def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
+    """Read what the innermost launchers tell, those first that say most; empty if none started this process.
+
+    Raises:
+        UserError: when a variable has no number, or those of SLURM contradict each other.
+    """
+    by_torchrun = _facts_of(TORCHRUN, environment)
+    if by_torchrun is not None and from_torchrun(environment):
+        return [by_torchrun]
+    users = [] if by_torchrun is None else [by_torchrun]  # set by a script, in the step of another launcher or of none
+    found = [facts for launcher in MPI if (facts := _facts_of(launcher, environment)) is not None]
+    inner = [facts for facts in found if facts.local_rank is not None]  # mpiexec's; srun sets no local rank of PMI's
+    step = None if _is_shell(environment) else slurm_step(environment)
+    if step is None:
+        return [*(inner if "SLURM_STEP_NUM_TASKS" in environment else found), *users]
+    if _starts_one_on_each_host(step):
+        local = [facts for facts in [*inner, *users] if facts.local_rank is not None]
+        other = [facts for facts in local if _numbers_of(facts) != _numbers_of(step)]
+        if other:
+            return [*inner, *users]  # a launcher starts its own daemons by srun, or was itself started so
+    return [*inner, step, *(facts for facts in found if facts not in inner), *users]
+
+
+def _numbers_of(facts: LauncherFacts) -> tuple[int, int]:
+    return facts.rank.value, facts.world.value
+
+
+def from_torchrun(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun, or `shardlab launch` in its place, has started this process: it has chosen all variables."""
+    return "TORCHELASTIC_RUN_ID" in environment
+
+
+def number(environment: Mapping[str, str], variable: str) -> Fact | None:
+    """The number that a variable gives; None if it is not set.
+
+    Raises:
+        UserError: when it is something else.
+    """
+    text = environment.get(variable)
+    if text is None:
+        return None
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise UserError(f"{variable} is {text!r}; it must be a whole number")
+    return Fact(variable, int(text))
+
+
+def _facts_of(launcher: Launcher, environment: Mapping[str, str]) -> LauncherFacts | None:
+    if launcher.rank not in environment or launcher.world not in environment:
+        return None
+    rank, world, local_rank, local_world = (number(environment, name) for name in launcher[1:])
+    assert rank is not None
+    assert world is not None
+    return LauncherFacts(launcher.name, rank, world, local_rank, local_world)
+
+
+def _starts_one_on_each_host(step: LauncherFacts) -> bool:
+    return step.world.value == 1 or (step.hosts is not None and step.hosts.value == step.world.value)
+
+
+def _is_shell(environment: Mapping[str, str]) -> bool:
+    """Whether this process belongs to the shell of `srun --pty`, whose other tasks have ended at once.
+
+    A step that is started in such a shell inherits SLURM_PTY_PORT, but has no terminal.
+    """
+    if "SLURM_PTY_PORT" not in environment or environment.get("SLURM_PROCID") != "0":
+        return False
+    task = environment.get("SLURM_TASK_PID", "")
+    if task == str(os.getpid()):
+        return False  # the command itself was started so, and all tasks run it
+    with suppress(OSError, ValueError, IndexError):
+        return Path("/proc", task, "stat").read_text().rpartition(")")[2].split()[4] != "0"  # the terminal's number
+    return True
+
+
+def slurm_step(environment: Mapping[str, str]) -> LauncherFacts | None:
+    """Read what srun tells of its step; None if it has started no step, as in a batch script.
+
+    The submit host, which SLURM_LAUNCH_NODE_IPADDR names, may be one on which no rank runs. Rank 0 is on the first host
+    of the step's list.
+
+    Raises:
+        UserError: when its variables contradict each other.
+    """
+    rank, world = number(environment, "SLURM_PROCID"), number(environment, "SLURM_STEP_NUM_TASKS")
+    if rank is None or world is None:
+        return None
+    local_rank, node = number(environment, "SLURM_LOCALID"), number(environment, "SLURM_NODEID")
+    hosts = number(environment, "SLURM_STEP_NUM_NODES")
+    local_world: Fact | None = None
+    if text := environment.get("SLURM_STEP_TASKS_PER_NODE"):
+        name = "SLURM_STEP_TASKS_PER_NODE"
+        counts = expand_counts(text, name)
+        if sum(counts) != world.value:
+            raise UserError(f"{world}, but {name} is {text}, which is {sum(counts)}; {_ONE_STEP}")
+        hosts = _same(hosts, Fact(name, len(counts)), f"{name} is {text}")
+        if node is not None and node.value >= len(counts):
+            raise UserError(f"{node}, but {name} is {text}, of {counted(len(counts), 'host')}; {_ONE_STEP}")
+        if node is not None or len(set(counts)) == 1:
+            local_world = Fact(name, counts[0 if node is None else node.value])
+    if hosts is None and (job := number(environment, "SLURM_JOB_NUM_NODES")) is not None:
+        hosts = job if job.value == 1 else None  # a step may take some of its job's hosts
+    first, unsure = _first_host(environment, node, hosts)
+    return LauncherFacts("SLURM's srun", rank, world, local_rank, local_world, hosts, first, unsure)
+
+
+_ONE_STEP = "start the ranks by one srun, and set none of its variables"
+
+
+def _same(known: Fact | None, other: Fact, words: str) -> Fact:
+    if known is not None and known.value != other.value:
+        raise UserError(f"{known}, but {words}, of {counted(other.value, 'host')}; {_ONE_STEP}")
+    return known or other
+
+
+def _first_host(environment: Mapping[str, str], node: Fact | None, hosts: Fact | None) -> tuple[str | None, str]:
+    """The first host of a step, or why it is not known."""
+    name = "SLURM_STEP_NODELIST"
+    text = environment.get(name)
+    job = number(environment, "SLURM_JOB_NUM_NODES")
+    if not text and hosts is not None and job is not None and hosts.value == job.value:
+        name = "SLURM_JOB_NODELIST"  # the step has all of them
+        text = environment.get(name)
+    if not text:
+        return None, ""
+    names = expand_hosts(text, name)
+    if hosts is not None and len(names) != hosts.value:
+        return None, f"{name} is {text}, of {counted(len(names), 'host')}, but {hosts.variable} says {hosts.value}"
+    here = environment.get("SLURMD_NODENAME")
+    if here and node is not None and (node.value >= len(names) or names[node.value] != here):
+        return None, f"{name} is {text}, in which SLURM_NODEID {node.value} is not SLURMD_NODENAME {here}"
+    return names[0], ""
+
+
+_RANGE = r"[0-9]{1,9}(?:-[0-9]{1,9})?"
+_NUMBERS = rf"\[{_RANGE}(?:,{_RANGE})*\]"
+_HOST = rf"(?:[^\s,\[\]]|{_NUMBERS})+"
+
+
+def expand_hosts(text: str, variable: str = "the list of hosts") -> list[str]:
+    """Expand SLURM's list of hosts, as `scontrol show hostnames` does, which a compute node may lack.
+
+    >>> expand_hosts("n[3-4,07],login")
+    ['n3', 'n4', 'n07', 'login']
+    >>> expand_hosts("r[1-2]n[09-10]")
+    ['r1n09', 'r1n10', 'r2n09', 'r2n10']
+
+    Args:
+        variable: the variable that has it.
+
+    Raises:
+        UserError: when it is no such list, or names more than `MOST_HOSTS`.
+    """
+    if not re.fullmatch(rf"{_HOST}(?:,{_HOST})*", text):
+        raise UserError(f"{variable} is {text!r}, which is no list of hosts such as n[3-4,07]; set MASTER_ADDR")
+    found: list[str] = []
+    for words in re.findall(_HOST, text):
+        ends = [""]
+        for part in re.findall(rf"{_NUMBERS}|[^\[]+", words):
+            each = [part] if part[0] != "[" else list(islice(_numbers(part[1:-1]), MOST_HOSTS + 1))
+            if len(ends) * len(each) > MOST_HOSTS:
+                raise UserError(f"{variable} is {text!r}, which names more than {MOST_HOSTS} hosts; set MASTER_ADDR")
+            ends = ["".join(pair) for pair in product(ends, each)]
+        found += ends
+    return found
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    """The numbers of ranges, each as wide as the first of its range is written: 08-10 is 08, 09 and 10."""
+    for each in ranges.split(","):
+        first, _, last = each.partition("-")
+        for value in range(int(first), int(last or first) + 1):
+            yield f"{value:0{len(first)}}"
+
+
+def expand_counts(text: str, variable: str) -> list[int]:
+    """Expand SLURM's list of the tasks of each host, such as `2(x3),1`.
+
+    Raises:
+        UserError: when it is no such list.
+    """
+    counts: list[int] = []
+    for words in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", words)
+        if found is None:
+            raise UserError(f"{variable} is {text!r}, which is no list of tasks such as 2(x3),1; {_ONE_STEP}")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts

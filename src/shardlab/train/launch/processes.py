@@ -1,0 +1,339 @@
+"""Processes of this machine that begin together and end together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any, TypeVar
+
+from shardlab.execute.progress import RankProgress
+from shardlab.language import UserError
+from shardlab.train.faults import Watch, Watching, ended_with, names, stack_text, write_when_asked
+from shardlab.train.launch.interrupt import (
+    AGAIN,
+    ASKING,
+    GRACE,
+    StopRequest,
+    caught,
+    end_with_starter,
+    grace_of,
+    unbroken,
+)
+
+Result = TypeVar("Result")
+
+LAST_WORDS = 3.0
+"""Seconds in which the others may still say what they saw, once one has failed."""
+
+AT_ONCE = 0.5
+"""Seconds in which a second signal is the first one again: `timeout` sends it to the process and to its group."""
+
+_LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL error", "Broken pipe", "Timed out waiting")
+"""What torch.distributed says when another rank has gone, or hangs."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a rank failed only since another one has gone."""
+    return isinstance(error, RuntimeError) and sounds_lost(str(error))
+
+
+def sounds_lost(text: str) -> bool:
+    """Whether a rank's message is about another one that has gone."""
+    return any(word in text for word in _LOST)
+
+
+class RankFailed(Exception):
+    """A rank failed, or all hang; the message ends with that rank's own traceback, if it raised.
+
+    Attributes:
+        report: where every rank was, if they were watched.
+    """
+
+    def __init__(self, message: str, report: str = "") -> None:
+        super().__init__(message)
+        self.report = report
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a rank says before it ends.
+
+    Attributes:
+        result: what its function returned.
+        time: when it failed, in nanoseconds of a clock that nobody sets; 0 if it did not.
+        lost: whether it failed for want of another rank.
+        sentence: of a user's mistake.
+        trace: the traceback.
+    """
+
+    result: Any = None
+    time: int = 0
+    lost: bool = False
+    sentence: str = ""
+    trace: str = ""
+
+
+def run_processes(
+    count: int,
+    preload: Sequence[str],
+    function: Callable[..., Result],
+    *arguments: Any,
+    watching: Watching | None = None,
+) -> Result:
+    """Call `function(rank, *arguments)` in `count` processes, and give what rank 0's returned.
+
+    When one fails, all end. When one of them, or this process, gets SIGINT, SIGTERM or SIGHUP, all get SIGTERM; a
+    second SIGINT or SIGTERM to this process ends them at once. When this process is killed, they get SIGTERM.
+
+    Args:
+        preload: modules that are imported once, for all of them.
+        function: importable by name.
+        watching: how they are watched for hanging (None: they are not).
+
+    Raises:
+        RankFailed: when a rank raised, was killed, or did not get on in time.
+        UserError: when a rank raised one.
+        KeyboardInterrupt: when the processes were asked to end and gave no result; it says why, if they were killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    hear, tell = context.Pipe(duplex=False)
+    progresses = {} if watching is None else {rank: RankProgress() for rank in range(count)}
+    with caught() as signals, hear, tell, ExitStack() as files:
+        for progress in progresses.values():
+            files.callback(progress.close)
+        _start_forkserver()
+        ranks = _Ranks(Watch(watching, progresses) if watching else None)
+        try:
+            for rank in range(count):
+                ours, theirs = context.Pipe(duplex=False)
+                with theirs, _without_main(function, *arguments):
+                    process = context.Process(
+                        target=_work,
+                        args=(rank, theirs, tell, progresses.get(rank), function, arguments),
+                        name=f"rank-{rank}",
+                    )
+                    process.start()
+                ranks.add(process, ours)
+            while ranks.alive():
+                ready = ranks.wait([signals, hear])
+                if hear in ready:
+                    ranks.ask(int(hear.recv_bytes()))
+                if signals in ready:
+                    for number in signals.recv(64):
+                        ranks.ask(grace_of(number), again=number in AGAIN)
+        finally:
+            ranks.kill()
+        return ranks.outcome()
+
+
+@contextmanager
+def _without_main(*objects: object) -> Generator[None]:
+    """Let processes that are started inside not import the main module again, unless one of the objects is from there.
+
+    A script that trains without `if __name__ == "__main__":` would otherwise train in every rank.
+    """
+    main = sys.modules["__main__"]
+    if any(getattr(each, "__module__", "") == "__main__" for each in objects):
+        yield
+        return
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _start_forkserver() -> None:
+    """Start the server that forks the ranks, deaf to what is sent to its whole group: it tells how the ranks ended."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # the tracker has unblocked some
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _work(
+    rank: int,
+    answers: Connection,
+    starter: Connection,
+    progress: RankProgress | None,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> None:
+    """What a started process does: call the function, and answer."""
+    for number in ASKING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)  # no traceback from each: the process that started them tells
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)  # the server's, until now
+    end_with_starter()
+    StopRequest.starter = starter
+    if progress is not None:
+        progress.take()
+        write_when_asked(progress)
+    sys.stdout, sys.stderr = unbroken(sys.stdout), unbroken(sys.stderr)
+    try:
+        answer = _Answer(function(rank, *arguments))
+        if progress is not None:
+            progress.ended = True
+    except Exception as error:
+        sentence = str(error) if isinstance(error, UserError) else ""
+        answer = _Answer(time=time.monotonic_ns(), lost=is_lost(error), sentence=sentence, trace=traceback.format_exc())
+        if progress is not None:
+            progress.fail(answer.time, answer.lost, stack_text(traceback.extract_tb(error.__traceback__)))
+    try:
+        answers.send(answer)
+    except BrokenPipeError:  # the process that started this one has gone
+        sys.exit(1)
+    sys.exit(bool(answer.time))
+
+
+class _Ranks:
+    """The processes as their starter sees them."""
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        self._watch = watch
+        self._hang: tuple[str, str] | None = None  # the report, and its verdict
+        self._processes: list[BaseProcess] = []
+        self._pipes: dict[Connection, int] = {}
+        self._answers: dict[int, _Answer] = {}
+        self._ended: dict[int, int] = {}  # exit codes, in the order in which they ended
+        self._killed: set[int] = set()  # those that had not ended by themselves
+        self._asked = self._end = float("inf")  # when they were asked, and when those that are left are killed
+        self._grace = GRACE
+        self._late = ""
+
+    def add(self, process: BaseProcess, answers: Connection) -> None:
+        self._processes.append(process)
+        self._pipes[answers] = len(self._processes) - 1
+
+    def alive(self) -> bool:
+        return len(self._ended) < len(self._processes)
+
+    def wait(self, others: Sequence[Any]) -> list[Any]:
+        """Wait until something happens, and take note of what happens to the ranks; gives what is ready."""
+        left = None if self._end == float("inf") else max(0.0, self._end - time.monotonic())
+        looks = left is None and self._watch is not None
+        ready: list[Any] = wait([*others, *self._pipes], self._watch.interval if looks and self._watch else left)
+        if looks and self._watch is not None and self._watch.look():
+            self._hang = self._watch.report_hang()
+            self.kill()
+        elif not ready and not looks:
+            late = [rank for rank in range(len(self._processes)) if rank not in self._ended]
+            self._late = _late(late, self._grace)
+            self.kill()
+        for pipe in [pipe for pipe in self._pipes if pipe in ready]:
+            try:
+                self._answers[self._pipes[pipe]] = answer = pipe.recv()
+                if answer.time:
+                    self._look_at_others()
+            except (EOFError, OSError):
+                self._note_end(self._pipes.pop(pipe))
+                pipe.close()
+        return ready
+
+    def _note_end(self, rank: int) -> None:
+        """A rank's pipe has ended, and so has the rank: the kernel says so, also where the fork server is gone."""
+        process = self._processes[rank]
+        process.join(LAST_WORDS)  # until the server that forked it, if it is still there, tells its exit code
+        self._ended[rank] = process.exitcode or 0
+        if self._ended[rank] or rank not in self._answers:
+            self._look_at_others()
+            self._end = min(self._end, time.monotonic() + LAST_WORDS)
+
+    def _look_at_others(self) -> None:
+        """A rank has failed: the others say where they are while they still wait for it."""
+        if self._watch is not None and self._end == float("inf"):
+            self._watch.ask_for_stacks()
+
+    def ask(self, grace: int, *, again: bool = False) -> None:
+        """Ask all ranks to end within so many seconds; if they were asked before, and this is asked again, end them."""
+        now = time.monotonic()
+        if self._asked == float("inf"):
+            self._asked, self._grace, self._end = now, grace, min(self._end, now + grace + 1)
+            number = signal.SIGTERM if grace == GRACE else signal.SIGUSR1
+            for pid in (process.pid for process in self._processes if process.exitcode is None):
+                assert pid is not None, "it was started"
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        elif grace > self._grace and self._end == self._asked + self._grace + 1:
+            self._grace, self._end = grace, self._asked + grace + 1
+        elif again and now - self._asked > AT_ONCE:
+            self._late = "at once, since it was asked twice"
+            self.kill()
+
+    def kill(self) -> None:
+        """End those that are left."""
+        left = [rank for rank in range(len(self._processes)) if rank not in self._ended]
+        self._killed.update(left)
+        for rank in left:
+            self._processes[rank].kill()
+        for rank in left:
+            self._processes[rank].join()
+            self._ended[rank] = 0
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes.clear()
+
+    def outcome(self) -> Any:
+        """Rank 0's result, or why there is none."""
+        if self._hang is not None:
+            report, verdict = self._hang
+            raise RankFailed(verdict, report)
+        failed = {rank: answer for rank, answer in self._answers.items() if answer.time}
+        own = {rank: answer for rank, answer in failed.items() if not answer.lost}
+        if own:
+            rank = min(own, key=lambda rank: own[rank].time)
+            if own[rank].sentence:
+                raise UserError(own[rank].sentence)
+            raise self._failure(f"rank {rank} failed, and the run ended with it.\n\n{own[rank].trace}")
+        asked = self._asked < float("inf")
+        unexplained = self._ended.keys() - self._answers.keys() - (self._killed if failed else set())
+        silent = [rank for rank in self._ended if rank in unexplained]
+        if 0 in self._answers and 0 not in failed and (asked or (not silent and not failed)):
+            return self._answers[0].result
+        if asked:
+            late = [rank for rank, code in self._ended.items() if code == -signal.SIGALRM]
+            raise KeyboardInterrupt(self._late or (_late(late, self._grace) if late else ""))
+        for rank in silent:
+            if -self._ended[rank] in ASKING:
+                raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
+        if silent:  # what the others then lost explains nothing
+            code = next((self._ended[rank] for rank in silent if self._ended[rank] < 0), self._ended[silent[0]])
+            alike = [rank for rank in silent if self._ended[rank] == code]
+            raise self._failure(ended_with(alike, how_ended(code)))
+        rank = min(failed, key=lambda rank: failed[rank].time)
+        raise self._failure(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
+
+    def _failure(self, verdict: str) -> RankFailed:
+        """A failure with a report of all ranks."""
+        if self._watch is None:
+            return RankFailed(verdict)
+        fates = {rank: how_ended(code) for rank, code in self._ended.items() if rank not in self._answers and code}
+        for rank, answer in self._answers.items():
+            fates[rank] = "lost its connection" if answer.lost else "failed" if answer.time else "has ended"
+        return RankFailed(verdict, self._watch.report(fates))
+
+
+def _late(ranks: Sequence[int], grace: int) -> str:
+    return f"{names([*ranks])} did not end within {grace} s"
+
+
+def how_ended(code: int) -> str:
+    """What to say of a process, by its exit code, or minus the signal that ended it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed ({signal.Signals(-code).name}" + ("; out of memory?)" if -code == signal.SIGKILL else ")")

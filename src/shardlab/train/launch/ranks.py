@@ -1,0 +1,542 @@
+"""Starting the ranks as processes of this machine, or joining the world of a launcher."""
+
+# pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
+# torch does not mark its stores as exported, and leaves some of its annotations out. Its import takes seconds, and the
+# process that starts ranks needs none.
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from io import FileIO
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from shardlab.common.text import bytes_text
+from shardlab.execute.requirements import gpu_count
+from shardlab.language import UserError
+from shardlab.language.rules.kinds import counted
+from shardlab.train.faults import START, Watchdog, Watching
+from shardlab.train.launch.environment import (
+    LOOPBACK,
+    CpuShare,
+    LaunchEnvironment,
+    bind,
+    dealt,
+    find_launch_environment,
+    may_restart,
+    threads_of,
+    usable_cpus,
+)
+from shardlab.train.launch.interrupt import end_with_starter
+from shardlab.train.launch.processes import RankFailed, is_lost, run_processes
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Named(Generic[Result]):
+    """A function of a module that only ranks import.
+
+    Attributes:
+        module, name: where it is.
+    """
+
+    module: str
+    name: str
+
+    def __call__(self, *arguments: Any) -> Result:
+        return resolve_name(f"{self.module}:{self.name}")(*arguments)
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How ranks meet.
+
+    Attributes:
+        bound: each gets CPUs of its own.
+        timeout: after which a rank that waits for another fails.
+        start: the same until all have met and are connected, where a launcher has started them.
+        dynamo: torch._dynamo is imported once, for all ranks that are started here; torch.compile and the classes of
+            torch.optim need it.
+    """
+
+    bound: bool = False
+    timeout: timedelta = timedelta(minutes=30)  # torch's own
+    start: timedelta = timedelta(minutes=30)
+    dynamo: bool = False
+
+
+JOINING = Joining()
+
+
+def backend_of(device_type: str) -> str:
+    """The torch.distributed backend for tensors on devices of a type, cuda or cpu."""
+    return "nccl" if device_type == "cuda" else "gloo"
+
+
+def device_of(local_rank: int, local_ranks: int) -> torch.device:
+    """A rank's device: its GPU if each of this host's ranks has one, else the CPU, for all of them."""
+    import torch
+
+    return torch.device("cuda", local_rank) if local_ranks <= gpu_count() else torch.device("cpu")
+
+
+def pick_device(ranks: int = 1) -> torch.device:
+    """This process's device, or that of the first of `ranks` which it starts.
+
+    Raises:
+        UserError: when a launcher has started more ranks on this host than it has GPUs.
+    """
+    environment = find_launch_environment(os.environ)
+    if environment is None or environment.world == 1:
+        return device_of(0, ranks)
+    return _launched_device(environment)
+
+
+def device_type(ranks: int) -> str:
+    """The type of the device that `pick_device` picks, for a process that is to import no torch: cuda or cpu."""
+    return pick_device(ranks).type if gpu_count() else "cpu"
+
+
+ONE_GPU = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables by which a launcher gives each of its ranks a GPU of its own, as `srun --gpus-per-task=1` does."""
+
+
+def _launched_device(environment: LaunchEnvironment) -> torch.device:
+    """The device of a launcher's rank: the only GPU that it is shown, or the one with its number on the host.
+
+    Raises:
+        UserError: when there are fewer than one for each rank of the host.
+    """
+    gpus, local_rank = gpu_count(), environment.local_rank
+    ranks = environment.local_world or local_rank + 1
+    shown = next((f"{name} is {os.environ[name]!r}" for name in ONE_GPU if name in os.environ), "")
+    if gpus == 1 and shown:
+        return device_of(0, 1)  # that no other rank has the same is seen when they meet
+    if 0 < gpus < ranks:
+        raise UserError(
+            f"rank {environment.rank} is number {local_rank} of {ranks} on its host and sees {counted(gpus, 'GPU')} "
+            f"({shown or 'CUDA_VISIBLE_DEVICES is not set'}); start one rank for each GPU, or show each rank one of "
+            "its own (srun --gpus-per-task=1), or hide them all by CUDA_VISIBLE_DEVICES= to compute on the CPU"
+        )
+    return device_of(local_rank, ranks)
+
+
+def ranks_here(otherwise: int) -> int:
+    """How many processes a launcher started; `otherwise` if none did."""
+    environment = find_launch_environment(os.environ)
+    return otherwise if environment is None or environment.world == 1 else environment.world
+
+
+def run_ranks(
+    ranks: int,
+    function: Callable[..., Result],
+    *arguments: Any,
+    joining: Joining = JOINING,
+    watching: Watching | None = None,
+) -> Result:
+    """Call `function(rank, device, *arguments)` on every rank of a process group.
+
+    Under torchrun, SLURM or mpiexec this process is one of the ranks and joins that world; otherwise the ranks are
+    started here.
+
+    Args:
+        function: importable by name, since processes are started for it.
+        joining: how the ranks meet.
+        watching: how they are watched for hanging (None: they are not).
+
+    Returns:
+        What this process's call returned; rank 0's, if the ranks were started here.
+
+    Raises:
+        RankFailed: when a rank that was started here failed, with the traceback of the first one, or hung; if they are
+            watched in a launcher's world, on one rank of a host.
+        UserError: when a rank raised one; when the world that exists has another size, or its port is taken.
+        KeyboardInterrupt: when ranks that were started here were asked to end by a signal, and gave no result.
+    """
+    environment = find_launch_environment(os.environ)
+    # An interactive shell under srun is a world of one.
+    if environment is None or environment.world == 1 < ranks:
+        if joining.bound:
+            dealt(usable_cpus(), ranks)  # a refusal needs no ranks
+        return _start_local(ranks, joining, watching, function, *arguments)
+    if environment.world != ranks:
+        raise UserError(
+            f"{ranks} ranks were asked for, but the launcher started {environment.world} processes; "
+            f"give --ranks {environment.world}"
+        )
+    import torch.distributed as dist
+
+    from shardlab.train.launch.commands import Together, ended_by_ctrl_c, store_of
+
+    if _elastic():
+        end_with_starter(_others_go_on())  # a launcher that was killed has ended nobody
+    device = _launched_device(environment)
+    if environment.world > 1:
+        require_own_devices(Together(environment, joining.start).exchange(_place_of(device)))
+    with ended_by_ctrl_c():
+        try:
+            _meet(environment, device, store_of(environment, joining.start), joining, joining.start)
+        except (RuntimeError, OSError) as error:
+            raise UserError(
+                f"rank {environment.rank} of {environment.world} could not connect to the others "
+                f"({str(error).splitlines()[0]}); look at what they have printed"
+            ) from error
+    watched = contextlib.nullcontext()
+    if watching is not None:
+        watched = Watchdog(environment.rank, watching, _gathered, RankFailed, is_lost, UserError)
+    if joining.start != joining.timeout:
+        dist.distributed_c10d._set_pg_timeout(joining.timeout)  # pyright: ignore[reportPrivateUsage]
+    with watched:
+        return _call(environment.rank, device, function, *arguments)
+
+
+def _place_of(device: torch.device) -> str:
+    """What tells a rank's device from those of others, as JSON: its type, the host, and the GPU if it is one."""
+    import torch
+
+    found: Any = cast(Any, torch.cuda).get_device_properties(device) if device.type == "cuda" else None
+    gpu = "" if found is None else str(getattr(found, "uuid", ""))
+    slices = any("MIG" in os.environ.get(name, "") for name in ONE_GPU)  # of a GPU, which may have its identity
+    return json.dumps((device.type, socket.gethostname(), "" if slices else gpu))
+
+
+def require_own_devices(places: Sequence[str]) -> None:
+    """Refuse ranks on devices of several types, which would wait in different backends, and several on one GPU.
+
+    Raises:
+        UserError: naming the ranks.
+    """
+    seen: dict[str, int] = {}
+    kinds: dict[str, tuple[int, str]] = {}
+    for rank, place in enumerate(places):
+        kind, host, gpu = json.loads(place)
+        kinds.setdefault(kind, (rank, host))
+        if gpu and (first := seen.setdefault(place, rank)) != rank:
+            raise UserError(
+                f"ranks {first} and {rank} compute on the same GPU of {host}; show each rank one of its own by "
+                "CUDA_VISIBLE_DEVICES (srun --gpus-per-task=1), or show all GPUs to all ranks"
+            )
+    if len(kinds) > 1:
+        found = " and ".join(f"rank {rank} ({host}) on {kind}" for kind, (rank, host) in kinds.items())
+        raise UserError(
+            f"the ranks compute on different kinds of device: {found}; see why GPUs are missing there (shardlab "
+            "doctor), or hide them all by CUDA_VISIBLE_DEVICES="
+        )
+
+
+def _gathered(mine: tuple[str, str]) -> list[tuple[str, str]]:
+    import torch.distributed as dist
+
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _start_local(
+    ranks: int, joining: Joining, watching: Watching | None, function: Callable[..., Result], *arguments: Any
+) -> Result:
+    module = getattr(function, "module", function.__module__)
+    preload = (module, "torch._dynamo") if joining.dynamo else (module,)
+    with meeting_file() as store:  # it outlives every rank
+        meeting = ranks, str(store), joining
+        return run_processes(ranks, preload, _started, *meeting, function, *arguments, watching=watching)
+
+
+LONGEST = 1e8
+"""Seconds of a wait at most, three years: torch counts in nanoseconds from its own beginning."""
+
+
+def start_limit(timeout: float) -> timedelta:
+    """Time in which a launcher's ranks meet: the seconds in which every rank gets on."""
+    return timedelta(seconds=min(timeout, LONGEST))
+
+
+def limit_of(timeout: float) -> timedelta:
+    """Time after which torch itself gives a communication up: late, for the watch is to say first what hangs."""
+    return start_limit(timeout + 2 * START)
+
+
+def _started(
+    rank: int, world: int, store: str, joining: Joining, function: Callable[..., Result], *arguments: Any
+) -> Result:
+    """What a process that was started here does."""
+    import torch.distributed as dist
+
+    device = device_of(rank, world)
+    here = LaunchEnvironment(rank, world, rank, LOOPBACK, 0, world)
+    _meet(here, device, dist.FileStore(store), joining, joining.timeout)
+    return _call(rank, device, function, *arguments)
+
+
+def _meet(
+    environment: LaunchEnvironment, device: torch.device, store: dist.Store, joining: Joining, limit: timedelta
+) -> None:
+    """Join the world that meets at a store, with this rank's device, within a limit."""
+    import torch
+    import torch.distributed as dist
+
+    from shardlab.execute.transport.neighbours import connect_neighbours
+
+    if joining.bound:
+        bind(environment)  # before the threads of the process group
+    changed = False
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # until all have said which CPUs they have
+        set_heap()
+        changed = set_wakeups()  # before these threads as well
+    else:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend_of(device.type),
+        store=store,
+        timeout=limit,
+        rank=environment.rank,
+        world_size=environment.world,
+        # NCCL's communicator is made at once and carries all messages, as the check assumes (ChannelModel.QUEUED).
+        device_id=None if device.type == "cpu" else device,
+    )
+    if device.type == "cpu":
+        # Here all meet, too: gloo returns where this rank is connected; others, if it left then, could not be.
+        connect_neighbours(limit, joining.timeout, shares=memory_limit() is None)
+        mine = CpuShare.of_this_process()
+        shares = [mine] * environment.world
+        dist.all_gather_object(shares, mine)
+        torch.set_num_threads(threads := threads_of(shares))
+        if changed and threads > 1:
+            restore_wakeups()  # for the threads that compute, which are started later
+
+
+def _call(rank: int, device: torch.device, function: Callable[..., Result], *arguments: Any) -> Result:
+    import torch.distributed as dist
+
+    from shardlab.execute.transport.neighbours import Neighbours
+
+    try:
+        result = function(rank, device, *arguments)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(rank, device, error) from None
+    Neighbours.part()
+    dist.destroy_process_group()  # not after a failure: the others would notice before this rank has said why
+    return result
+
+
+def _others_go_on() -> bool:
+    """Whether torchrun starts the other hosts' ranks again when this host is lost."""
+    return os.environ.get("GROUP_WORLD_SIZE", "1") != "1" and may_restart(os.environ)
+
+
+def _elastic() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+# Where ranks meet that are started here: a file in a folder that goes with the process that has started them.
+
+
+PREFIX = "shardlab-ranks-"
+
+HELD = "held"
+"""The file of such a folder that its process has locked, as long as it lives."""
+
+ROOM = 1 << 15
+"""Bytes that ranks write there at most, while they meet."""
+
+
+@contextmanager
+def meeting_file() -> Generator[Path]:
+    """Name a file that does not exist, for torch's FileStore; folders whose processes were killed are removed first.
+
+    Raises:
+        UserError: when there is no room in the folder for temporary files, or it cannot be written.
+    """
+    try:
+        _sweep(Path(tempfile.gettempdir()))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    except OSError as error:
+        raise _no_room(error) from None
+    try:
+        try:
+            held = _hold(folder)
+        except OSError as error:
+            raise _no_room(error) from None
+        with held:
+            yield folder / "store"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _hold(folder: Path) -> FileIO:
+    """Lock a folder's file before it has its name, so that nobody finds it unlocked."""
+    new = folder / "new"
+    new.write_bytes(bytes(ROOM))
+    held = FileIO(new, "ab")
+    _lock(held)
+    new.rename(folder / HELD)
+    return held
+
+
+def _lock(file: FileIO) -> bool:
+    """Lock a file, unless another process has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # a file system that knows no locks is swept by nobody
+        return False
+    return True
+
+
+def _sweep(temporary: Path) -> None:
+    """Remove folders whose processes were killed before they could."""
+    for held in temporary.glob(f"{PREFIX}*/{HELD}"):
+        try:
+            file = FileIO(held, "ab")
+        except OSError:  # it has just gone, or is another user's
+            continue
+        with file:
+            if _lock(file):
+                shutil.rmtree(held.parent, ignore_errors=True)
+
+
+def _no_room(error: OSError) -> UserError:
+    why = error.strerror or str(error)
+    return UserError(
+        f"ranks meet at a file in the folder for temporary files, which cannot be written ({error.filename}: {why}); "
+        "make room there, or name another folder in the environment variable TMPDIR"
+    )
+
+
+# How a rank's threads share a core: one that wakes up waits until the core is free.
+#
+# gloo's own thread wakes when a message comes, often while the thread that computes holds the lock of that message's
+# connection: it has just written there. Where the one that wakes takes the core, it finds the lock held and looks
+# again and again (`Pair::handleEvents` of gloo's `transport/tcp/pair.cc`) until its slice of time is over, some
+# milliseconds for a message of microseconds. Under SCHED_BATCH (sched(7)) a thread that wakes takes the core from
+# nobody.
+
+
+def set_wakeups() -> bool:
+    """Have this thread, and those that it starts from now on, take no core from another thread when they wake up.
+
+    A policy that somebody has chosen stands. Elsewhere than on Linux nothing changes.
+
+    Returns:
+        Whether the policy was changed.
+    """
+    return _change("SCHED_OTHER", "SCHED_BATCH")
+
+
+def restore_wakeups() -> None:
+    """Have this thread, and those that it starts from now on, take a core when they wake up, as Linux has it.
+
+    Threads that compute an op together wait for each other at its end. Where one of them, which has slept, has to wait
+    for a core as long as another process takes it, all do. Threads that were started before stay as they are.
+    """
+    _change("SCHED_BATCH", "SCHED_OTHER")
+
+
+def _change(before: str, after: str) -> bool:
+    """Put another policy of sched(7) in the place of one, if this thread has that one; says whether it did."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # a sandbox may not allow it
+            if os.sched_getscheduler(0) == getattr(os, before):
+                os.sched_setscheduler(0, getattr(os, after), os.sched_param(0))
+                return True
+    return False
+
+
+# What a rank says when its device, its host or its limit has no more memory.
+
+
+_ASKED = re.compile(r"(?:[Tt]ried to allocate|unable to mmap) (\d+ bytes|[\d.]+ [KMG]iB)")
+"""In torch's words for it."""
+
+_THREAD = "can't start new thread"  # for which there is no stack
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was asked for that is not there."""
+    text = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and bool(_ASKED.search(text) or _THREAD in text)
+    )
+
+
+def out_of_memory(rank: int, device: torch.device, error: BaseException) -> UserError:
+    """One sentence of what a rank has asked for, what it had, and what to do."""
+    found = _ASKED.search(str(error))
+    asked = found[1] if found else "memory"
+    if asked.endswith(" bytes"):
+        asked = bytes_text(int(asked.partition(" ")[0]))
+    limit = memory_limit()
+    has = "its GPU has free" if device.type == "cuda" else "is free on this host"
+    if device.type != "cuda" and limit is not None:
+        has = f"the process may take by its limit of {bytes_text(limit)} (ulimit -d or -v)"
+    place = "host" if device.type == "cuda" else "disk"
+    return UserError(
+        f"rank {rank} is out of memory: it asked for {asked}, more than {has}; keep less on each rank, by "
+        f"--offload parameters={place} optimizer={place}, a strategy that shards such as fsdp or zero-3, more ranks, "
+        "or a smaller --micro-batch-size"
+    )
+
+
+# The heap of a rank on a CPU: memory that was freed waits for what comes next.
+#
+# A training step takes and frees the same memory again and again. By default glibc gives the end of the heap back to
+# the system as soon as it is free (mallopt(3), M_TRIM_THRESHOLD) and asks for large blocks one by one
+# (M_MMAP_THRESHOLD), so that every step touches pages for the first time, and the system has to fill each of them
+# with zeros.
+#
+# Freed memory that waits is not always of use: torch asks for aligned blocks, and glibc before 2.38 seldom gives one
+# out again where it was freed, so that a heap can grow to several times what lives in it. A process that has a limit
+# (`ulimit -d` or `-v`) rather takes its time.
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_NEVER = 2**31 - 1
+_SMALL = 2**18
+_LARGEST = 32 * 2**20  # the most that glibc takes: HEAP_MAX_SIZE / 2 of its malloc/arena.c on 64 bits
+
+
+def memory_limit() -> int | None:
+    """Bytes of private memory that this process may take, as `ulimit -d` and `-v` limit it; None without a limit."""
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
+    return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=None)
+
+
+def set_heap() -> None:
+    """Have this process keep what it frees, or if its memory is limited give back each block that is not small.
+
+    Elsewhere than on glibc nothing changes.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    if memory_limit() is None:
+        mallopt(_TRIM_THRESHOLD, _NEVER)
+        mallopt(_MMAP_THRESHOLD, _LARGEST)
+    else:
+        mallopt(_MMAP_THRESHOLD, _SMALL)

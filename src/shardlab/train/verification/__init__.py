@@ -1,0 +1,1 @@
+"""Proof by running: the ranks of a strategy beside one device."""

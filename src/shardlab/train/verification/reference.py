@@ -1,0 +1,150 @@
+"""Training on one device, written as one would without Shardlab: what every strategy must agree with."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shardlab.execute import OptimizerConfig, Sampler
+from shardlab.execute.optimizers.flat_slice import torch_optimizers
+from shardlab.execute.settings import torch_dtype
+from shardlab.language.precision import Precision
+from shardlab.models import Model
+from shardlab.models.layout import Parameter
+from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, views, with_borrowed
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Results of one device.
+
+    Attributes:
+        losses: mean loss of each step.
+        gradients: for each step and layer the flat gradient.
+        weights: for each layer the flat weights after the last step.
+        averages: for each layer the average of the flat weights over the steps (none: nobody asked).
+    """
+
+    losses: list[float]
+    gradients: list[list[Tensor]]
+    weights: list[Tensor]
+    averages: list[Tensor]
+
+    @property
+    def all(self) -> list[list[Tensor]]:
+        """The gradients of each step, then the weights, and their averages if there are any."""
+        return [*self.gradients, self.weights, *([self.averages] if self.averages else [])]
+
+
+def train_reference(
+    model: Model,
+    batches: Sampler,
+    microbatches: Sequence[int],
+    seed: int,
+    precision: Precision,
+    config: OptimizerConfig,
+    trained: Sequence[Tensor] | None = None,
+    device: torch.device = CPU,
+) -> Reference:
+    """Plain autograd through all layers, one optimizer over all parameters, one microbatch after the other.
+
+    Args:
+        microbatches: of each step.
+        precision: of the parameters, their gradients, and the optimizer's copy of the parameters if it has one.
+        trained: for each layer, like its flat weights, 1 where parameters are trained and 0 where they are frozen
+            (None: all are trained).
+        device: on which all of it is computed.
+
+    Returns:
+        The results, on the CPU.
+    """
+    layouts = [model.layout(layer) for layer in range(model.layers)]
+
+    def first_weights(dtype: str) -> list[Tensor]:
+        each = (initial_weights(model, layer, seed, torch_dtype(dtype)) for layer in range(model.layers))
+        return [flat.to(device) for flat in each]
+
+    flats = first_weights(precision.parameters)
+    exact = first_weights(precision.state) if precision.copy else flats
+    parameters = [
+        [view.detach().requires_grad_() for view in views(layout, flat)]
+        for layout, flat in zip(layouts, flats, strict=True)
+    ]
+    sums = [torch.zeros_like(flat, dtype=torch_dtype(precision.gradients)) for flat in flats]
+    stepped: list[tuple[Tensor, Tensor]] = []
+    roles: list[list[Tensor]] = [[], [], []]
+    moving = map(torch.ones_like, flats) if trained is None else trained
+    for layout, copy, total, moves in zip(layouts, exact, sums, moving, strict=True):
+        of_layer = zip(layout.parameters, views(layout, copy), views(layout, total), views(layout, moves), strict=True)
+        for parameter, tensor, gradient, its in of_layer:
+            if not its.any():
+                continue
+            pair, role = ([tensor], [gradient]), 0 if parameter.decayed else 1
+            if config.optimizer == "muon" and parameter.hidden_matrix:
+                pair, role = (_matrices(tensor, parameter), _matrices(gradient, parameter)), 2
+            stepped += zip(*pair, strict=True)
+            roles[role] += pair[0]
+    optimizers = torch_optimizers(replace(config, ema=None), *roles, fused=False)
+    followed, counted = [torch.zeros_like(copy) for copy in exact], 0.0
+    losses: list[float] = []
+    gradients: list[list[Tensor]] = []
+    for step, count in enumerate(microbatches):
+        for total in sums:
+            total.zero_()
+        mean = torch.zeros((), dtype=torch.float64)
+        for microbatch in range(count):
+            x, targets = (each.to(device) for each in batches.microbatch(step, microbatch))
+            layers = zip(layers_of(model), with_borrowed(model, parameters), strict=True)
+            for number, (layer, weights) in enumerate(layers):
+                dropout = Dropout(model.dropout, seed, step, number, (microbatch,))
+                x = layer(weights, x, dropout, Share(of_step=count))
+            loss = loss_of(x, targets) / batches.counted(step, count)
+            loss.backward()
+            mean += loss.detach().cpu()
+            for layout, total, its in zip(layouts, sums, parameters, strict=True):
+                _add_gradients(views(layout, total), its)
+        gradients.append([total.to(CPU, copy=True) for total in sums])
+        losses.append(float(mean))
+        for tensor, gradient in stepped:
+            tensor.grad = gradient.to(tensor.dtype, copy=True)
+        if config.clip is not None:
+            torch.nn.utils.clip_grad_norm_([tensor for tensor, _ in stepped], config.clip)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = config.rate(step)
+            optimizer.step()
+        for flat, copy in zip(flats, exact, strict=True):
+            flat.copy_(copy)
+        if config.ema is not None:
+            counted = config.ema * counted + 1
+            for total, copy in zip(followed, exact, strict=True):
+                total.mul_(config.ema).add_(copy)
+    averages = (
+        []
+        if config.ema is None
+        else [(total / counted).to(CPU, flat.dtype) for total, flat in zip(followed, flats, strict=True)]
+    )
+    return Reference(losses, gradients, [flat.cpu() for flat in flats], averages)
+
+
+def _matrices(tensor: Tensor, parameter: Parameter) -> list[Tensor]:
+    """The matrices of a parameter: each expert's and each section's; Jordan 2024 has queries and keys apart."""
+    each: Sequence[Tensor] = tensor.view(-1, *parameter.shape[-2:]).unbind()
+    lengths = list(parameter.sections) or [parameter.shape[-2]]
+    return [part for matrix in each for part in torch.split(matrix, lengths)]
+
+
+def _add_gradients(sums: list[Tensor], parameters: list[Tensor]) -> None:
+    """Add a microbatch's gradients to those of others."""
+    for total, parameter in zip(sums, parameters, strict=True):
+        assert parameter.grad is not None
+        total.add_(parameter.grad)
+        parameter.grad = None

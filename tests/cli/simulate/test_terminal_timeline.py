@@ -1,0 +1,223 @@
+"""The rows of a timeline in a terminal: a sign never stands for less than the legend says, and nothing is left out."""
+
+from __future__ import annotations
+
+import io
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from shardlab.cli.plan_options import checked
+from shardlab.cli.simulate.terminal_timeline import (
+    IDLE,
+    MIXED,
+    MOST,
+    NAMED_SHARE,
+    SIGNS,
+    UNSEEN,
+    Activity,
+    Stretch,
+    parts,
+    print_timeline,
+    rank_row,
+    steady_state,
+    unseen,
+    whole_stretches,
+)
+from shardlab.language import OpKind
+from shardlab.language.ops import BOOKKEEPING, COMMUNICATION
+from shardlab.simulate.timeline import Event, Timeline, simulate
+from shardlab.strategies import STRATEGIES
+from tests.simulate.timeline.programs import prefetching
+from tests.simulate.timeline.runs import run
+
+KINDS = {sign: kind for kind, (sign, _) in SIGNS.items()}
+TINY = 1e-6
+Spans = list[tuple[float, float]]
+
+
+@cache
+def timeline_of(name: str, microbatches: int) -> Timeline:
+    entry = STRATEGIES[name]
+    return simulate(checked(entry, entry.ranks, entry.default_layers(entry.ranks, at_least=4), microbatches))
+
+
+def event(kind: OpKind, start: float, end: float) -> Event:
+    return Event(0, 0, kind, 0, 1, start, end, 0)
+
+
+def united(spans: Spans) -> Spans:
+    """Apart from one another, and in order."""
+    found: Spans = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def within(spans: Spans, start: float, end: float) -> float:
+    """How much of a stretch some spans cover."""
+    return sum(max(0.0, min(end, last) - max(start, first)) for first, last in united(spans))
+
+
+def common(some: Spans, others: Spans) -> Spans:
+    both = [(max(a, c), min(b, d)) for a, b in united(some) for c, d in united(others) if a < d and c < b]
+    return [span for span in both if span[0] < span[1]]
+
+
+def require_true(row: str, events: list[Event], start: float, end: float) -> None:
+    """Every sign of a row says what its legend says, reckoned from the events alone, one by one."""
+    length = (end - start) / len(row)
+    for cell, sign in enumerate(row):
+        first, last = start + cell * length, start + (cell + 1) * length
+        here = [each for each in events if each.start < last and each.end > first]
+        computes = [(each.start, each.end) for each in here if each.kind not in COMMUNICATION]
+        talks = [(each.start, each.end) for each in here if each.kind in COMMUNICATION]
+        if sign in (IDLE, MIXED):
+            idle = 1 - within(computes + talks, first, last) / length
+            assert (idle >= MOST - TINY) == (sign == IDLE)
+            continue
+        kind = KINDS.get(sign) or KINDS[sign.upper()]
+        mine = [(each.start, each.end) for each in here if each.kind is kind]
+        if kind in COMMUNICATION:
+            alone = within(mine, first, last) - within(common(mine, computes), first, last)
+            assert alone / length >= MOST - TINY
+        else:
+            assert within(mine, first, last) / length >= MOST - TINY
+            beside = within(common(computes, talks), first, last) / within(computes, first, last)
+            assert (beside >= MOST - TINY) if sign.islower() else (beside <= MOST + TINY)
+
+
+def shown(timeline: Timeline, width: int) -> list[Stretch]:
+    ranks = [Activity(events, timeline.end) for events in timeline.events]
+    steady = steady_state(timeline.events, timeline.end)
+    return whole_stretches(ranks, timeline.end, width) or parts(ranks, timeline.end, width, steady)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("microbatches", "width"), [(4, 49), (16, 120), pytest.param(64, 49, marks=pytest.mark.thorough)]
+)
+def test_rows_of_every_strategy_say_what_is_done(name: str, microbatches: int, width: int) -> None:
+    timeline = timeline_of(name, microbatches)
+    for events in timeline.events:
+        activity = Activity(events, timeline.end)
+        for stretch in shown(timeline, width):
+            row = rank_row(activity, *stretch, width).plain
+            require_true(row, [each for each in events if each.end > each.start], *stretch)
+            assert unseen(activity, *stretch, width) <= UNSEEN
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_no_kind_of_op_is_left_out_of_the_legend(name: str) -> None:
+    timeline = timeline_of(name, 16)
+    text = printed(timeline)
+    for kind, (sign, _) in SIGNS.items():
+        each = [
+            within([(e.start, e.end) for e in events if e.kind is kind], 0, timeline.end) / timeline.end
+            for events in timeline.events
+        ]
+        if max(each) >= NAMED_SHARE:
+            (percent,) = re.findall(
+                rf"(?:^| ){re.escape(sign)} {kind.value.replace('_', '-')} ((?:up to )?[\d<%-]+)", text, re.M
+            )
+            ends = [float(number) for number in re.findall(r"\d+", percent.replace("up to", "0"))]
+            assert 100 * max(each) == pytest.approx(ends[-1], abs=0.51)
+            assert 100 * min(each) == pytest.approx(ends[0], abs=1)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([*SIGNS]), st.integers(0, 60), st.integers(0, 12), st.booleans()), max_size=30),
+    st.integers(1, 40),
+)
+def test_any_row_is_true(ops: list[tuple[OpKind, int, int, bool]], width: int) -> None:
+    events: list[Event] = []
+    now = 0
+    for kind, start, length, waits in ops:
+        if kind in COMMUNICATION:
+            events.append(event(kind, start, start + length))
+        else:  # a rank computes one thing at a time
+            now += start % 3 if waits else 0
+            events.append(event(kind, now, now + length))
+            now += length
+    end = max([1, *(each.end for each in events)])
+    activity = Activity(events, end)
+    lasting = [each for each in events if each.end > each.start]
+    row = rank_row(activity, 0, end, width).plain
+    if not any(width * each.start % end or width * each.end % end for each in lasting):
+        assert MIXED not in row or any(each.kind in COMMUNICATION for each in lasting)
+    require_true(row, lasting, 0, end)
+
+
+def printed(timeline: Timeline, width: int = 80) -> str:
+    text = io.StringIO()
+    console = Console(file=text, width=width, highlight=False)
+    memory = [f"{memory:,}" for memory in timeline.peak_memory_by_rank]
+    print_timeline(console, timeline, lambda row: row, [("peak memory", memory)], 4)
+    return text.getvalue()
+
+
+def test_a_step_of_more_ops_than_cells_is_shown_in_parts_with_their_places() -> None:
+    lines = printed(timeline_of("1f1b", 64)).splitlines()
+    assert [line.split()[1:3] for line in lines if line.startswith("rank")] == [
+        ["0", "20"],
+        ["82.2", "102.2"],
+        ["154.8", "174.8"],
+    ]
+    assert "of the step are shown; from 9.4 to 167.4 it repeats itself every 10.4." in " ".join(" ".join(lines).split())
+
+
+def test_a_step_that_a_few_rows_show_is_shown_whole() -> None:
+    lines = printed(timeline_of("zb-v", 4)).splitlines()
+    assert [line.split()[1:3] for line in lines if line.startswith("rank")] == [["0", "13"], ["13", "26"]]
+    assert "are shown" not in lines[-1]
+
+
+@pytest.mark.parametrize("width", [20, 80, 160])
+@pytest.mark.parametrize(("name", "microbatches"), [("1f1b", 64), ("context-parallel", 16), ("4d", 16), ("fsdp", 4)])
+def test_the_rows_fit_the_terminal(name: str, microbatches: int, width: int) -> None:
+    lines = printed(timeline_of(name, microbatches), width).splitlines()
+    if width >= 80:
+        assert max(map(len, lines)) <= width
+        assert len(lines) <= 32
+
+
+def test_a_steady_state_is_the_shortest_period_of_all_ranks() -> None:
+    turns = [event(kind, at + since, at + since + 1) for at in range(0, 60, 3) for since, kind in TURN]
+    found = steady_state([turns, [each._replace(start=each.start + 1, end=each.end + 1) for each in turns]], 60.0)
+    assert found is not None
+    assert (found.every, found.since) == (3.0, 1.0)
+    assert steady_state([turns[:30], turns[:7]], 60.0) is None, "a rank that has ended repeats nothing"
+
+
+TURN = ((0, OpKind.FORWARD), (1, OpKind.BACKWARD))
+
+
+def test_every_kind_of_op_has_a_sign_of_its_own() -> None:
+    assert set(SIGNS) == set(OpKind) - BOOKKEEPING
+    signs = [sign for sign, _ in SIGNS.values()]
+    assert len({*signs, *(sign.lower() for sign in signs if sign.isupper()), IDLE, MIXED}) == 2 + len(signs) + sum(
+        sign.isupper() for sign in signs
+    )
+    assert all((sign.isupper()) == (kind not in COMMUNICATION) for kind, (sign, _) in SIGNS.items())
+
+
+def test_small_letters_are_compute_that_hides_communication() -> None:
+    timeline = run(prefetching, 2, 3, 2)
+    row = rank_row(Activity(timeline.events[0], timeline.end), 0, timeline.end, 120).plain
+    assert {"f", "F", "+"} <= set(row)
+
+
+def test_a_rank_that_computes_a_little_in_every_cell_is_told_by_its_share() -> None:
+    events = [event(OpKind.FORWARD, at, at + 0.1) for at in range(10)]
+    activity = Activity(events, 10.0)
+    assert rank_row(activity, 0, 10.0, 10).plain == IDLE * 10
+    assert activity.totals()[OpKind.FORWARD] == pytest.approx(0.1)
+    assert np.isclose(activity.idle, 0.9)

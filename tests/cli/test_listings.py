@@ -1,0 +1,240 @@
+"""`shardlab strategies` and the command line around the commands."""
+
+from __future__ import annotations
+
+import io
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shardlab.cli import COMMANDS, main
+from shardlab.cli.listings import print_strategies, sent_by
+from shardlab.simulate.predict.recipe import recipes
+from shardlab.strategies import STRATEGIES
+from shardlab.strategies.schedules import SCHEDULES
+from shardlab.strategies.schedules.pytorch_csv import Form
+from tests.planner.published.test_reading import ROWS
+from tests.strategies.csv_files import csv_of
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_table_says_of_every_strategy_what_it_splits_sends_and_keeps_and_fits_the_terminal(width: int) -> None:
+    stream = io.StringIO()
+    print_strategies(Console(file=stream, width=width, highlight=False))
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert text.isascii()
+    for entry in STRATEGIES.values():
+        assert entry.name in text
+        assert entry.memory in text
+        assert str(sent_by(entry)) in " ".join(text.split()) or width == 160
+    assert "sends 2.25 W in 24 collectives" in text or width == 160
+    assert "fsdp is the page to read" in " ".join(text.split()), "how it differs from zero-3"
+
+
+def test_json_lists_the_same_alone(capsys: Captured) -> None:
+    assert main(["strategies", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == list(STRATEGIES)
+    assert all(set(row) == {"name", "splits", "sends", "keeps", "source"} for row in rows.values())
+    assert all(row["keeps"] and row["source"] and row["splits"] for row in rows.values())
+    assert rows["ddp"]["sends"]["weights"] == 1.5
+    assert rows["gpipe"]["sends"]["messages"] == rows["gpipe"]["sends"]["activations"] == 16
+    assert rows["single"]["sends"]["bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(name for name in COMMANDS if name not in ("bench", "data", "checkpoint")),
+        *("bench collectives", "bench compute", "data prepare", "data shakespeare", "data show"),
+        *("checkpoint ls", "checkpoint verify", "checkpoint convert"),
+    ],
+)
+def test_every_command_explains_itself(command: str, capsys: Captured) -> None:
+    """Those that start another command print no table of their own."""
+    assert main([*command.split(), "--help"]) == 0
+    captured = capsys.readouterr()
+    assert f"usage: shardlab {command}" in captured.out
+    assert "--json" in captured.out or command in ("launch", "submit")
+
+
+def test_the_version_is_the_packages(capsys: Captured) -> None:
+    assert main(["--version"]) == 0
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"shardlab {project['version']}\n"
+
+
+def test_without_a_command_the_commands_are_named(capsys: Captured) -> None:
+    assert main([]) == 2
+    err = capsys.readouterr().err
+    assert all(command in err for command in COMMANDS)
+
+
+# `shardlab recipes`, and `--recipe` on the commands that predict.
+
+
+STEP = ["simulate", "--pp", "2", "--dp-shard", "4", "--model", "gpt2", "--cluster", "h100x8", "--microbatches", "16"]
+
+
+def told(captured: Captured, *arguments: str) -> Any:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(captured.readouterr().out)
+
+
+def test_every_recipe_is_listed_with_its_source(capsys: Captured) -> None:
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines if line[:1].isalpha()} >= recipes().keys()
+    assert max(map(len, lines)) <= 80
+    assert [each["name"] for each in told(capsys, "recipes")] == list(recipes())
+
+
+def test_of_one_recipe_every_figure_is_told_with_where_it_is_from(capsys: Captured) -> None:
+    assert main(["recipes", "megatron-core"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "reserved = 1.01 fitted to: the allocator's peak of two recipes" in said
+    assert "share = tp 0.7, dp_shard 0.9, cp 0.7 assumed: round figures" in said
+    assert "layer_norm 1 and 1.333" in said
+    recipe = told(capsys, "recipes", "megatron-core")
+    assert recipe["kernels"]["attention"] == "cudnn"
+    figure = recipe["figures"]["memory.kept_when_full"]
+    assert (figure["value"], figure["assumed"]) == (0.5, True)
+
+
+@pytest.mark.parametrize("command", [["recipes", "megatron"], [*STEP, "--recipe", "megatron"]])
+def test_an_unknown_recipe_is_a_sentence_with_the_nearest(command: list[str], capsys: Captured) -> None:
+    assert main(command) == 2
+    assert "there is no recipe 'megatron'; did you mean megatron-" in capsys.readouterr().err
+
+
+def test_a_recipe_without_a_cluster_is_refused(capsys: Captured) -> None:
+    assert main(["simulate", "ddp", "--recipe", "fsdp2"]) == 2
+    assert "--recipe needs a model and a cluster" in capsys.readouterr().err
+
+
+def test_a_step_is_timed_as_its_recipe_runs_it(capsys: Captured, tmp_path: Path) -> None:
+    """With the framework's precision and sharding, where nobody says; a file may change any figure."""
+    own, core = told(capsys, *STEP), told(capsys, *STEP, "--recipe", "megatron-core")
+    assert (own["recipe"], core["recipe"]) == ("shardlab", "megatron-core")
+    assert own["step_seconds"] != core["step_seconds"]
+    assert core["plan"]["shard_optimizer"] == ["dp_shard"]
+    assert own["plan"].get("shard_optimizer", []) == []
+    assert told(capsys, *STEP, "--recipe", "fsdp2")["precision"] == "bf16-fp32-grads"
+    slow = tmp_path / "slow.toml"
+    slow.write_text('base = "megatron-core"\nsource = "ours"\noverlap.blocking_p2p = 1.0\n')
+    ours = told(capsys, *STEP, "--recipe", str(slow))
+    assert ours["step_seconds"] > core["step_seconds"]
+    assert ours["recipe"] == "slow"
+
+
+def test_what_is_held_beyond_tensors_is_told_and_counts_for_room(capsys: Captured) -> None:
+    step = told(capsys, *STEP)
+    parts = step["memory_held_by_part"]
+    assert parts["tensors and standing buffers"] == step["peak_memory"]
+    assert parts["context and communicators"] == pytest.approx(2**30)
+    assert step["memory_held"] == pytest.approx(sum(parts.values()))
+    assert main(["simulate", "grad-accum", "--model", "gpt2", "--cluster", "a100-40gbx1"]) == 0
+    assert "of 40 GiB: tensors and standing buffers" in capsys.readouterr().out
+
+
+def test_published_runs_are_predicted_as_any_recipe_runs_them(capsys: Captured, tmp_path: Path) -> None:
+    """Also one whose framework has no recipe."""
+    runs = tmp_path / "runs.json"
+    row = ROWS["titan-t1-8B-8gpu-eager"]
+    runs.write_text(json.dumps([row, row | {"id": "ours", "framework": "ours"}]))
+    usual, unknown = told(capsys, "validate", str(runs))
+    assert unknown["predicted_s"] is None
+    first, second = told(capsys, "validate", str(runs), "--recipe", "torchtitan")
+    assert first["predicted_s"] == second["predicted_s"] != usual["predicted_s"]
+
+
+def test_a_report_names_the_assumed_figures_that_it_rests_on(capsys: Captured) -> None:
+    """Only of what the step uses: no network where there is one node, no recipe but its own."""
+    assumed = told(capsys, *STEP)["assumed"]
+    assert assumed["shardlab memory.context_bytes"]["value"] == 2**30
+    assert {"nvlink4 efficiency", "h100 attention.flash2"} <= assumed.keys()
+    assert not any("infiniband" in name or "float64" in name for name in assumed)
+    core = told(capsys, *STEP, "--recipe", "megatron-core")["assumed"]
+    assert "megatron-core overlap.share" in core
+    assert not any(name.startswith(("shardlab", "h100")) for name in core), "cudnn's attention was fitted"
+    assert main([*STEP]) == 0
+    assert "assumed         shardlab memory.reserved, " in capsys.readouterr().out
+
+
+# `shardlab schedule`: schedules go out as CSV, and come back with --schedule.
+
+
+FORMS: list[Form] = ["compute_only", "compute_comms"]
+
+
+def printed(capsys: Captured, *words: str) -> str:
+    assert main(list(words)) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_csv_alone_is_printed(name: str, form: Form, capsys: Captured) -> None:
+    stages = SCHEDULES[name].stages_per_rank or 2
+    expected = csv_of(SCHEDULES[name], 2, 5, stages, form=form)
+    assert printed(capsys, "schedule", name, "--pp", "2", "--microbatches", "5", "--form", form) == expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "dualpipe-v"])
+def test_what_was_exported_is_checked_timed_and_exported_again_as_it_was(
+    name: str, form: Form, tmp_path: Path, capsys: Captured
+) -> None:
+    file = tmp_path / "schedule.csv"
+    said = printed(capsys, "schedule", name, "--pp", "2", "--form", form, "--csv", str(file))
+    assert said.startswith(f"{file}: {name} for 2 ranks, ")
+    assert printed(capsys, "schedule", str(file), "--form", form) == file.read_text()
+    imported = json.loads(printed(capsys, "simulate", "--pp", "2", "--schedule", str(file), "--json"))
+    own = json.loads(printed(capsys, "simulate", name, "--pp", "2", "--json"))
+    assert imported["backends"] == ["gloo", "nccl"]
+    for fact in ("layers", "end", "bubble", "peak_memory"):
+        assert imported[fact] == own[fact]
+
+
+def test_a_file_can_be_turned_into_the_other_form(tmp_path: Path, capsys: Captured) -> None:
+    texts = [printed(capsys, "schedule", "zb-v", "--pp", "2", "--form", form) for form in FORMS]
+    for text, other, form in zip(texts, reversed(texts), reversed(FORMS), strict=True):
+        file = tmp_path / "schedule.csv"
+        file.write_text(text)
+        assert printed(capsys, "schedule", str(file), "--form", form) == other
+
+
+def test_json_has_the_rows(capsys: Captured) -> None:
+    facts = json.loads(printed(capsys, "schedule", "gpipe", "--pp", "2", "--form", "compute_only", "--json"))
+    assert (facts["ranks"], facts["stages"], facts["microbatches"]) == (2, 2, 4)
+    assert facts["rows"] == [[f"{s}{kind}{m}" for kind in "FB" for m in range(4)] for s in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("0F0,0B0\n1F0,1X0\n", "row 2 (rank 1), column 2: '1X0' is no action"),
+        ("0F0,0F0,0B0\n1F0,1B0\n", "row 1 (rank 0), column 2, 0F0: this work is done twice"),
+        ("0F0,0B0\n1F0\n", "row 2 (rank 1), column 1, 1F0: its backward pass 1B0, or 1I0 and 1W0, is missing"),
+    ],
+)
+def test_a_file_that_is_no_schedule_is_refused_with_row_column_and_reason(
+    text: str, sentence: str, tmp_path: Path, capsys: Captured
+) -> None:
+    file = tmp_path / "schedule.csv"
+    file.write_text(text)
+    for words in (["schedule", str(file)], ["simulate", "--pp", "2", "--schedule", str(file)]):
+        assert main(words) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith(f"shardlab: {file}: ")
+        assert sentence in captured.err

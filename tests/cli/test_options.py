@@ -1,0 +1,154 @@
+"""`shardlab simulate --costs`: times of one's own, and the bubble that follows from them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.cli.options import BatchRequest
+from shardlab.language import UserError
+from tests.strategies.action_clock import PassTimes
+from tests.strategies.zero_bubble_table import TABLE, Row
+
+Captured = pytest.CaptureFixture[str]
+NAMES = ("1f1b", "zb-h1", "zb-h2")
+QUICK = TABLE[:10]
+"""The last two settings have 32 ranks as well, and so many microbatches that a program takes seconds."""
+
+
+def as_option(times: PassTimes, stages_per_rank: int = 1) -> str:
+    names = ("forward", "backward_input", "backward_weight")
+    parts = [f"{name}={time / stages_per_rank:.6f}" for name, time in zip(names, times.passes, strict=True)]
+    return ",".join([*parts, f"send={times.latency}"])
+
+
+def facts_of(capsys: Captured, name: str, row: Row, *more: str) -> dict[str, float]:
+    sizes = ["--pp", str(row.ranks), "--microbatches", str(row.microbatches)]
+    assert main(["simulate", name, *sizes, *more, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("name", "row"), [(NAMES[at % 3], row) for at, row in enumerate(QUICK)])
+def test_the_bubble_is_the_zero_bubble_papers(name: str, row: Row, capsys: Captured) -> None:
+    """Schedules take the settings by turns, so that each has few and many ranks and microbatches."""
+    facts = facts_of(capsys, name, row, "--costs", as_option(row.times))
+    assert facts["layers"] == row.ranks
+    assert round(facts["bubble"], 4) == row.rates[name]
+
+
+@pytest.mark.parametrize("row", QUICK[::6])
+def test_interleaved_comes_near_with_equal_stages(row: Row, capsys: Captured) -> None:
+    name, stages = "interleaved-1f1b", row.layers_per_rank
+    facts = facts_of(capsys, name, row, "--stages-per-rank", str(stages), "--costs", as_option(row.times, stages))
+    assert facts["layers"] == stages * row.ranks
+    assert facts["bubble"] == pytest.approx(row.rates[name], abs=0.004)
+
+
+def test_flags_change_the_plan_of_a_name(capsys: Captured) -> None:
+    costs = "forward=18.522,backward_input=18.086,backward_weight=9.337,send=0.601"
+    assert main(["simulate", "zb-h1", "--pp", "8", "--microbatches", "24", "--costs", costs, "--json"]) == 0
+    assert round(json.loads(capsys.readouterr().out)["bubble"], 4) == 0.1585
+
+
+def test_costs_left_out_are_0(capsys: Captured) -> None:
+    assert main(["simulate", "ddp", "--costs", "forward=2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["end"] == 8  # 4 layers, one microbatch on each rank
+
+
+def test_the_report_of_a_pipeline_names_its_bubble(capsys: Captured) -> None:
+    assert main(["simulate", "gpipe", "--costs", "forward=1,backward_input=1,backward_weight=1"]) == 0
+    assert "bubble             42.86%" in capsys.readouterr().out  # (p - 1) / (m + p - 1)
+    assert main(["simulate", "fsdp"]) == 0
+    assert "bubble" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("costs", "sentence"),
+    [
+        ("forwards=1", "--costs: there is no cost 'forwards'; give some of forward, recompute, backward_input, "),
+        ("link_latency=1", "--costs: there is no cost 'link_latency'"),
+        ("backward=2", "--costs: give backward_input and backward_weight; an unsplit backward costs their sum"),
+        ("forward", "--costs: 'forward' is not a cost; give NAME=TIME,... such as forward=1,send=0.2"),
+        ("forward=1,", "--costs: '' is not a cost"),
+        ("", "--costs: '' is not a cost"),
+        ("forward=", "--costs: forward= is not a time; give a number, 0 or more"),
+        ("send=1ms", "--costs: send=1ms is not a time"),
+        ("send=-1", "--costs: send=-1 is not a time"),
+        ("send=inf", "--costs: send=inf is not a time"),
+        ("send=nan", "--costs: send=nan is not a time"),
+        ("send=1,send=2", "--costs: send is given twice; give it once"),
+    ],
+)
+def test_costs_that_are_none_are_one_sentence(costs: str, sentence: str, capsys: Captured) -> None:
+    assert main(["simulate", "1f1b", "--costs", costs]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"shardlab: {sentence}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+# A priced step's global batch: as large for every plan on a cluster, and cut as the options say.
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (BatchRequest(), (16, 1)),
+        (BatchRequest(micro_batch_size=4), (16, 4)),
+        (BatchRequest(microbatches=8), (8, 1)),
+        (BatchRequest(microbatches=8, micro_batch_size=2), (8, 2)),
+        (BatchRequest(sequences=64), (64, 1)),
+        (BatchRequest(sequences=64, micro_batch_size=2), (32, 2)),
+        (BatchRequest(sequences=64, microbatches=16), (16, 4)),
+        (BatchRequest(sequences=64, microbatches=32, micro_batch_size=2), (32, 2)),
+    ],
+)
+def test_a_global_batch_is_cut_into_microbatches(request_: BatchRequest, expected: tuple[int, int]) -> None:
+    assert request_.cut(16, 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (
+            BatchRequest(sequences=25, micro_batch_size=3),
+            "25 sequences cannot be cut into microbatches of 3 sequences; give a mult",
+        ),
+        (BatchRequest(sequences=25, microbatches=8), "cannot be cut into 8 microbatches; give a multiple of 8"),
+        (BatchRequest(sequences=4, microbatches=8), "cannot be cut into 8 microbatches; give a multiple of 8"),
+        (BatchRequest(25, 8, 2), "cut into 8 microbatches of 2 sequences; leave out one of the three"),
+        (
+            BatchRequest(),
+            r"16 sequences \(a microbatch .* 16 devices\) does not divide among 3 .*--global-batch 15 or 18",
+        ),
+        (
+            BatchRequest(sequences=8, micro_batch_size=4),
+            "in microbatches of 4, does not divide among 3 .*; give --global-batch 12",
+        ),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused_in_a_sentence(request_: BatchRequest, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        request_.cut(16, 3)
+
+
+def test_every_plan_on_a_cluster_takes_as_many_tokens_unless_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Plans of any axes, and programs of their own."""
+    for layout in ("ddp", "zero-3", "--pp 4 --dp-shard 2", "--tp 4 --dp-shard 2", "--pp 8", "--dp-shard 4", "single"):
+        command = ["simulate", *layout.split(), "--model", "gpt2", "--layers", "8", "--cluster", "h100x8", "--json"]
+        assert main(command) == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert (printed["global_batch"], printed["tokens"]) == (8, 8 * 1024), layout
+
+
+def test_the_global_batch_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "simulate --dp-shard 8 --model gpt2 --cluster h100x8 --global-batch 32 --micro-batch-size 2"
+    assert main(command.split()) == 0
+    assert "global batch 32: 16 microbatches of 2 sequences" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_global_batch_without_a_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--dp-shard", "8", "--global-batch", "32"]) == 2
+    assert "--global-batch needs a model and a cluster" in capsys.readouterr().err

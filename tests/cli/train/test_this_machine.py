@@ -1,0 +1,35 @@
+"""What ranks would keep on the host or the disk must find room there, before they start."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.cli.train import this_machine
+
+OFFLOADED = ["verify", "fsdp", "--ranks", "2", "--layers", "2", "--offload"]
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("host", "this host's memory has only 0.00 KiB free; offload less"),
+        ("disk", "has only 0.00 KiB free; set TMPDIR to another folder, or offload less"),
+    ],
+)
+def test_a_place_without_room_is_told_with_bytes(
+    place: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = this_machine.free_room(place)[1]
+    monkeypatch.setattr(this_machine, "free_room", lambda asked: (0 if asked == place else None, where))  # pyright: ignore
+    assert main([*OFFLOADED, f"optimizer={place}"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("shardlab: 2 ranks need ")
+    assert says in told
+
+
+def test_every_place_says_what_is_free() -> None:
+    for place in ("host", "disk"):
+        free, where = this_machine.free_room(place)
+        assert free is None or free > 2**20
+        assert where

@@ -1,0 +1,156 @@
+"""Places in a student's program."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import time
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+
+import pytest
+
+from shardlab.common.user_code import SourceLine, Stalled, Stoppable, bounded, line_of, run_stoppable
+from shardlab.language import Rank, trace
+from shardlab.learn.puzzles import Model, PuzzleRefused
+from shardlab.strategies.ddp import ddp
+from tests.support.refusing import refuses
+from tests.support.waiting import until
+
+
+def test_a_file_is_named_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = str(tmp_path / "mine.py")
+    assert str(SourceLine(file, 3)) == f"{file}:3"
+    monkeypatch.chdir(tmp_path)
+    assert str(SourceLine(file, 3)) == "mine.py:3"
+    assert str(SourceLine("<stdin>", 3)) == "<stdin>:3"
+
+
+def test_a_notebooks_cell_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = {"/tmp/ipykernel_1/2.py": ("Cell", "In[7]")}
+    shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=cells.get))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert str(SourceLine("/tmp/ipykernel_1/2.py", 4)) == "In[7]:4"
+    assert str(SourceLine("<stdin>", 4)) == "<stdin>:4"
+
+
+def test_a_refusal_names_the_innermost_line_of_the_students_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "def twice(gradient):\n    return gradient + gradient\n\ntwice(model.fake_grad(0, [0]))\n"
+    with refuses("counted twice", rank=0, op=0, layer=0, doubled=(0,), error=PuzzleRefused):
+        exec(compile(text, str(tmp_path / "mine.py"), "exec"), {"model": Model(rank=0)})
+
+
+def test_a_line_is_the_students_own_although_the_standard_library_runs() -> None:
+    lines: list[SourceLine | None] = []
+
+    def note(_: re.Match[str]) -> str:
+        inside = sys._getframe().f_back
+        assert inside is not None
+        assert inside.f_code.co_filename == re.__file__
+        lines.append(line_of(inside))
+        return ""
+
+    re.sub("x", note, "x")
+    assert lines[0] is not None
+    assert lines[0].file == __file__
+    assert "re.sub(" in Path(__file__).read_text(encoding="utf-8").splitlines()[lines[0].number - 1]
+
+
+def test_a_named_tuple_being_made_is_not_the_students_line() -> None:
+    lines: list[SourceLine | None] = []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename == "<string>":
+            lines.append(line_of(frame))
+
+    sys.setprofile(profile)
+    try:
+        SourceLine("mine.py", 3)
+    finally:
+        sys.setprofile(None)
+    assert [line and line.file for line in lines] == [__file__]
+
+
+# What a user's program may take its time for, and what it may not.
+
+
+def spend(seconds: float) -> None:
+    """CPU time of this thread."""
+    start = time.thread_time()
+    while time.thread_time() - start < seconds:
+        pass
+
+
+def test_an_error_of_the_work_is_raised_as_it_is() -> None:
+    error = TimeoutError("mine")
+
+    def work() -> None:
+        raise error
+
+    with pytest.raises(TimeoutError, match="mine") as caught:
+        run_stoppable(work, 5, lambda _: None)
+    assert caught.value is error
+
+
+def test_the_time_counts_for_each_op_and_not_for_all() -> None:
+    async def slow(rank: Rank) -> None:
+        for l in rank.layers:
+            spend(0.3)
+            rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+
+    with bounded(seconds=1):
+        trace(slow, 2, 4, 2)
+    with bounded(seconds=0.1), refuses("stalled", error=Stalled):
+        trace(slow, 2, 4, 2)
+    with bounded(seconds=math.inf):
+        trace(slow, 1, 1, 1)
+
+
+def test_a_program_that_sleeps_takes_no_cpu_time() -> None:
+    async def sleeps(rank: Rank) -> None:
+        time.sleep(0.5)
+        await ddp(rank)
+
+    with bounded(seconds=0.1):
+        trace(sleeps, 2, 2, 2)
+
+
+def test_a_program_that_has_ended_has_no_clock_and_that_is_no_error() -> None:
+    program = Stoppable(lambda: spend(0.01))
+    program.start()
+    program.join()
+    if hasattr(time, "pthread_getcpuclockid"):
+        until(lambda: program.cpu_seconds() == 0)  # its thread ends soon after the join
+
+
+def test_an_import_may_take_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "takes_long.py").write_text("from tests.common.test_user_code import spend\nspend(0.8)\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    async def imports(rank: Rank) -> None:
+        import takes_long  # pyright: ignore[reportMissingImports]
+
+        del takes_long
+        await ddp(rank)
+
+    with bounded(seconds=0.2):
+        trace(imports, 2, 2, 2)
+    assert "takes_long" in sys.modules
+
+
+def test_what_was_stopped_does_not_go_on() -> None:
+    turns = [0]
+
+    async def endless(rank: Rank) -> None:
+        while True:
+            turns[0] += 1
+
+    with bounded(seconds=0.2), pytest.raises(Stalled):
+        trace(endless, 2, 2, 2)
+    before = turns[0]
+    time.sleep(0.1)
+    assert turns[0] == before > 0

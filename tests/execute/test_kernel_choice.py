@@ -1,0 +1,112 @@
+"""Kernels for products: all ranks choose alike, and later runs on this machine choose as earlier ones."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.execute import kernel_choice
+from shardlab.execute.kernel_choice import KeptChoices, choices_of, choose_products, kept_by_rank_0, rows_of
+from shardlab.models.tensors.compute import CHOICES, Product, choices
+from tests.support.ranks import Ranks
+
+CPU = torch.device("cpu")
+SIZES = st.integers(1, 2**40)
+SHAPES = st.builds(Product, SIZES, SIZES, SIZES, st.booleans(), st.booleans())
+A, B, C = (Product(rows, 128, 256, True, False) for rows in (1, 2, 3))
+
+
+@given(st.dictionaries(SHAPES, st.booleans()))
+def test_choices_come_back_from_a_file(chosen: dict[Product, bool]) -> None:
+    assert choices_of(json.loads(json.dumps(rows_of(chosen)))) == chosen
+
+
+def test_what_nothing_was_chosen_for_stays_with_torchs_own_kernel() -> None:
+    assert choices_of(rows_of({A: None, B: True})) == {A: False, B: True}
+
+
+def test_earlier_choices_of_a_machine_prevail_for_each_number_of_threads(tmp_path: Path) -> None:
+    kept = KeptChoices(tmp_path / "folder" / "products.json")
+    assert kept.read(1) == {}
+    assert kept.add(1, {A: True, B: False}) == {A: True, B: False}
+    assert kept.add(2, {A: False}) == {A: False}
+    assert kept.add(1, {A: False, C: True}) == kept.read(1) == {A: True, B: False, C: True}
+    assert kept.read(2) == {A: False}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"machine": {}}', '{"machine": 1, "threads": {}}', "\x00", '{"threads": {"1": [[1]]}}']
+)
+def test_a_file_that_is_torn_or_of_another_machine_is_written_anew(text: str, tmp_path: Path) -> None:
+    kept = KeptChoices(tmp_path / "products.json")
+    kept.path.write_text(text)
+    assert kept.read(1) == {}
+    kept.add(1, {A: True})
+    data = json.loads(kept.path.read_text())
+    assert kept.read(1) == {A: True}
+    kept.path.write_text(json.dumps({**data, "threads": {"1": [[1, 2]]}}))
+    assert kept.read(1) == {}
+    kept.path.write_text(json.dumps({**data, "machine": {**data["machine"], "torch": "1.0"}}))
+    assert kept.read(1) == {}
+
+
+def test_choices_that_cannot_be_kept_are_chosen_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert KeptChoices(tmp_path / "file" / "products.json").add(1, {A: True}) == {A: True}
+
+
+def chosen_on(rank: int, folder: Path) -> tuple[list[Product], dict[Product, bool | None], bool]:
+    """What a rank measures, its choices, and whether there was something left to choose; oneDNN for few rows."""
+    asked: list[Product] = []
+
+    def measured(product: Product) -> bool:
+        asked.append(product)
+        return product.rows < 3
+
+    kept = KeptChoices(folder / f"{rank}.json")
+    with choices({}), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_choice, "measured", measured)
+        CHOICES.update({A: None, B: True} if rank == 0 else {A: None, C: None})
+        assert choose_products(CPU, kept)
+        return asked, dict(CHOICES), choose_products(CPU, kept)
+
+
+def kept_on(rank: int, folder: Path) -> dict[Product, bool]:
+    return dict(kept_by_rank_0(KeptChoices(folder / f"{rank}.json")))
+
+
+def test_rank_0_measures_what_any_rank_computes_and_all_choose_alike(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    first, other = ranks(2).call(chosen_on, tmp_path)
+    assert first == ([A, C], {A: True, B: True, C: False}, False)
+    assert other == ([], {A: True, C: False}, False)
+    assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
+    again, _ = ranks(2).call(chosen_on, tmp_path)
+    assert again == ([], {A: True, B: True, C: False}, False), "kept from the first time"
+    assert ranks(2).call(kept_on, tmp_path) == [{A: True, C: False}] * 2
+
+
+def test_a_rank_alone_chooses_by_itself_and_a_gpu_has_no_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(product: Product) -> bool:
+        return product == A
+
+    monkeypatch.setattr(kernel_choice, "measured", measured)
+    kept = KeptChoices(tmp_path / "products.json")
+    with choices({}):
+        CHOICES[A] = None
+        assert not choose_products(torch.device("cuda"), kept, alone=True)
+        assert choose_products(CPU, kept, alone=True)
+        assert CHOICES == {A: True}
+    assert kept.read(torch.get_num_threads()) == {A: True}

@@ -1,0 +1,217 @@
+"""Collectives by messages: sums in group order, to the bit, on every number of members."""
+
+# pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardlab.execute.transport.collectives import (
+    Communicator,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    make_groups,
+    recv,
+    reduce_scatter,
+    rounds,
+    scatter,
+    send,
+)
+from shardlab.execute.transport.collectives import _by_messages as by_messages
+from shardlab.execute.transport.neighbours import Neighbours
+from shardlab.execute.transport.shared_collectives import Messages
+from shardlab.language import Group, Mesh, Op, OpKind, Program, Sizes, UserError
+from shardlab.language.mesh import group_among
+from shardlab.language.pass_names import BY_MESSAGES
+from tests.support.ranks import Ranks
+
+World = Callable[[int], Ranks]
+
+LENGTH = 5
+
+
+def _given(rank: int, size: int) -> Tensor:
+    """Numbers of which the sum depends on the order."""
+    return torch.randn(size, LENGTH, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+
+
+def exchanged(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """What a rank receives of two sums that are under way at once, and of a gather between them."""
+    group: Any = dist.new_group(list(range(size)))
+    summed, again = torch.empty(LENGTH), torch.empty(LENGTH)
+    gathered = torch.empty(size * LENGTH)
+    works = [
+        reduce_scatter(summed, _given(rank, size).flatten(), group),
+        all_gather(gathered, _given(rank, size)[rank], group),
+        reduce_scatter(again, 2 * _given(rank, size).flatten(), group),
+    ]
+    for work in reversed(works):
+        work.wait()
+    assert torch.equal(again, 2 * summed)
+    return summed, gathered
+
+
+def summed(rank: int, size: int) -> list[Tensor]:
+    """Two small sums that are under way at once, and one that is too large for messages."""
+    group: Any = dist.new_group(list(range(size)))
+    large = torch.full((BY_MESSAGES // 4 + 1,), float(rank))
+    given = [_given(rank, size)[0], 2 * _given(rank, size)[0], large, torch.empty(0)]
+    works = [all_reduce(each, dist.ReduceOp.SUM, group) for each in given]
+    for work in works:
+        work.wait()
+    return given
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_small_sums_are_in_group_order_on_all_ranks(ranks: World, size: int) -> None:
+    expected = _given(0, size)[0]
+    for rank in range(1, size):
+        expected += _given(rank, size)[0]
+    for first, second, large, nothing in ranks(size).call(summed, size):
+        assert torch.equal(first, expected)
+        assert torch.equal(second, 2 * expected)
+        assert torch.equal(large, torch.full_like(large, size * (size - 1) / 2))
+        assert not len(nothing)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_are_in_group_order_and_gathers_whole(ranks: World, size: int) -> None:
+    given = [_given(rank, size) for rank in range(size)]
+    whole = torch.cat([given[rank][rank] for rank in range(size)])
+    for rank, (summed, gathered) in enumerate(ranks(size).call(exchanged, size)):
+        expected = given[0][rank].clone()
+        for each in given[1:]:
+            expected += each[rank]
+        assert torch.equal(summed, expected)
+        assert torch.equal(gathered, whole)
+
+
+def without_elements(rank: int) -> int:
+    """Take part in each collective of nothing, as for a layer without parameters."""
+    group: Any = dist.group.WORLD
+    nothing, size = torch.empty(0), dist.get_world_size()
+    works = [
+        all_reduce(nothing, dist.ReduceOp.SUM, group),
+        all_gather(nothing, nothing, group),
+        reduce_scatter(nothing, nothing, group),
+        all_to_all(nothing, nothing, group),
+        broadcast(nothing, 0, group),
+        scatter(nothing, None if rank else nothing, 0, group),
+        gather(None if rank else nothing, nothing, 0, group),
+    ]
+    works.append(send(nothing, 1) if not rank else recv(nothing, 0) if rank == 1 else Messages())
+    for work in works:
+        work.wait()
+    return size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_of_nothing_end(ranks: World, size: int) -> None:
+    assert ranks(size).call(without_elements) == [size] * size
+
+
+def test_messages_have_no_future_as_those_of_gloo() -> None:
+    with pytest.raises(RuntimeError, match="no future"):
+        Messages([]).get_future()
+
+
+def test_a_group_without_a_backend_for_the_cpu_sends_no_messages() -> None:
+    """NCCL's groups are such; torch raises when it is asked for a backend that a group has not."""
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        group._get_backend(torch.device("cpu"))
+    assert not by_messages(group)
+
+
+# Process groups: made in rounds in which all ranks count alike, with their ranks in the order that was named.
+
+
+LENGTH_of_groups = 3
+
+
+def meeting(groups: set[Group], ranks: int) -> Program:
+    """Tapes on which each of some groups meets."""
+    tapes = [
+        [Op(OpKind.ALL_REDUCE, 0, (0,), (1,), 0, group) for group in groups if r in group.ranks] for r in range(ranks)
+    ]
+    return Program(Mesh(dp_shard=ranks), 1, Sizes.puzzle(1), tapes)
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), max_size=8))
+def test_every_group_is_made_once_and_no_rank_is_in_two_of_a_round(ranks: list[list[int]]) -> None:
+    groups = {group_among(tuple(each)) for each in ranks}
+    made = rounds(meeting(groups, 6))
+    assert sorted(map(str, (group for each in made for group in each))) == sorted(map(str, groups))
+    for each in made:
+        members = [rank for group in each for rank in group.ranks]
+        assert len(set(members)) == len(members)
+
+
+def terms(rank: int, members: int) -> Tensor:
+    """(members, LENGTH): numbers of a rank of which a sum depends on the order."""
+    return torch.randn(members, LENGTH_of_groups, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+
+
+def met(rank: int, ranks: tuple[int, ...], shares_memory: bool) -> dict[str, Tensor]:
+    """What a rank receives of every collective of a group, whose last member is the root."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not shares_memory:
+            patch.setattr(Neighbours, "here", None)
+        group, members, root = group_among(ranks), len(ranks), ranks[-1]
+        links = Communicator(meeting({group, group_among(tuple(sorted(ranks)))}, members), rank)
+        whole, is_root = terms(rank, members), rank == root
+        made = {name: torch.zeros(members, LENGTH_of_groups) for name in ("all_gather", "gather", "all_to_all")}
+        made |= {name: torch.zeros(LENGTH_of_groups) for name in ("reduce_scatter", "scatter")}
+        made |= {"all_reduce": whole.clone(), "broadcast": whole.clone()}
+        links.all_gather(made["all_gather"], whole[0], group)()
+        links.gather(made["gather"].flatten() if is_root else None, whole[0], group, root)()
+        links.all_to_all(made["all_to_all"], whole, group)()
+        links.reduce_scatter(made["reduce_scatter"], whole.flatten(), group)()
+        links.scatter(made["scatter"], whole.flatten() if is_root else None, group, root)()
+        links.all_reduce(made["all_reduce"], group)()
+        links.broadcast(made["broadcast"], group, root)()
+        links.barrier(group)()
+        return made
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["in shared memory", "by gloo"])
+@pytest.mark.parametrize("order", [(0,), (1, 0), (2, 0, 1)])
+def test_pieces_and_sums_are_in_the_order_in_which_ranks_are_named(
+    ranks: World, order: tuple[int, ...], shares_memory: bool
+) -> None:
+    members = len(order)
+    given = [terms(rank, members) for rank in order]
+    total = given[0].clone()
+    for each in given[1:]:
+        total += each
+    for rank, made in enumerate(ranks(members).call(met, order, shares_memory)):
+        place = order.index(rank)
+        firsts = torch.stack([each[0] for each in given])
+        assert torch.equal(made["all_gather"], firsts)
+        assert torch.equal(made["gather"], firsts if rank == order[-1] else torch.zeros_like(firsts))
+        assert torch.equal(made["all_to_all"], torch.stack([each[place] for each in given]))
+        assert torch.equal(made["reduce_scatter"], total[place])
+        assert torch.equal(made["scatter"], given[-1][place])
+        assert torch.equal(made["all_reduce"], total)
+        assert torch.equal(made["broadcast"], given[-1])
+
+
+def test_a_torch_that_sorts_ranks_makes_no_group_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def new_group(ranks: list[int], timeout: object = None, use_local_synchronization: bool = False) -> None:
+        raise AssertionError("no group is made")
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(UserError, match=r"the ranks 1, 0 meet in this order, but torch .* ascending order alone"):
+        make_groups(meeting({group_among((1, 0))}, 2), 0, {})

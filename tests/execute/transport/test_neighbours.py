@@ -1,0 +1,543 @@
+"""Ranks of one host send each other what they would by gloo, in any order of waits, and notice who has gone."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardlab.check import check
+from shardlab.execute.transport import neighbours
+from shardlab.execute.transport.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    recv,
+    reduce_scatter,
+    scatter,
+    send,
+)
+from shardlab.execute.transport.neighbours import (
+    BYTES,
+    LETTERS,
+    MESSAGES_AHEAD,
+    RING,
+    SMALLEST,
+    MessageLead,
+    Neighbours,
+    Outbox,
+    SharedMemory,
+    connect_neighbours,
+)
+from shardlab.language import Op, OpKind, Program
+from shardlab.train.launch.processes import is_lost
+from tests.support.random_chatter import chatter
+from tests.support.ranks import Ranks
+from tests.support.thorough import examples
+
+World = Callable[[int], Ranks]
+
+LIMIT = timedelta(minutes=5)
+LENGTH = 6
+KINDS = [all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter, gather, barrier, send]
+MANY = 3000
+"""Letters that no socket holds at once."""
+
+
+def _values(rank: int, number: int, size: int) -> Tensor:
+    """Whole numbers, so that a sum is the same in every order."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randint(-99, 99, (size * LENGTH,), generator=generator).float()
+
+
+def mixed(rank: int, size: int, seed: int, shared: bool) -> list[Tensor]:
+    """What comes of collectives on two groups and messages around the ranks, waited for in an order of this rank's."""
+    here = Neighbours.here
+    assert here is not None
+    assert all(other in here for other in range(size) if other != rank)
+    with patch.object(Neighbours, "here", here if shared else None):
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        groups = [(dist.group.WORLD, size)]
+        groups.append((cast(Any, dist.new_group(pair, use_local_synchronization=True)), 2))
+        kinds = random.Random(seed)
+        results: list[Tensor] = []
+        works: list[Any] = []
+        for number in range(12):
+            group, members = cast("tuple[Any, int]", kinds.choice(groups))
+            given = _values(rank, number, members)
+            place = kinds.randrange(members)
+            root = place if members == size else pair[place]
+            match kinds.choice(KINDS).__name__:
+                case "all_reduce":
+                    results.append(given)
+                    works.append(all_reduce(given, dist.ReduceOp.SUM, group))
+                case "all_gather":
+                    results.append(torch.empty(members * len(given)))
+                    works.append(all_gather(results[-1], given, group))
+                case "reduce_scatter":
+                    results.append(torch.empty(LENGTH))
+                    works.append(reduce_scatter(results[-1], given, group))
+                case "all_to_all":
+                    results.append(torch.empty_like(given))
+                    works.append(all_to_all(results[-1], given, group))
+                case "broadcast":
+                    results.append(given)
+                    works.append(broadcast(given, root, group))
+                case "scatter":
+                    results.append(torch.empty(LENGTH))
+                    works.append(scatter(results[-1], given if rank == root else None, root, group))
+                case "gather":
+                    results.append(torch.zeros(members * len(given)))
+                    works.append(gather(results[-1] if rank == root else None, given, root, group))
+                case "barrier":
+                    works.append(barrier(group))
+                case _:
+                    results.append(torch.empty_like(given))
+                    works += [send(given, (rank + 1) % size), recv(results[-1], (rank - 1) % size)]
+        random.Random(seed + rank + 1).shuffle(works)
+        for work in works:
+            work.wait()
+        return results
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_that_is_exchanged_is_what_gloo_brings(ranks: World, size: int) -> None:
+    for seed in range(12):
+        ours, gloos = (ranks(size).call(mixed, size, seed, shared) for shared in (True, False))
+        for mine, theirs in zip(ours, gloos, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), seed
+
+
+def flooded_before_gloo(rank: int) -> None:
+    """Rank 1 receives only after both have met in gloo."""
+    met, came = torch.ones(1), torch.empty(1)
+    if rank == 0:
+        for _ in range(MANY):
+            send(torch.ones(1), 1)
+    dist.broadcast(met, 0)
+    if rank == 1:
+        for _ in range(MANY):
+            recv(came, 0).wait()
+
+
+def test_who_sends_waits_for_nobody(ranks: World) -> None:
+    ranks(2).call(flooded_before_gloo)
+
+
+LARGE = 2**18
+"""Elements of a message of 1 MiB."""
+
+
+def ahead_of_a_slow_reader(rank: int) -> float:
+    """Rank 0 sends faster than rank 1 receives: how much of the memory that it shares it has written, in messages."""
+    connect_neighbours(LIMIT)  # to memory of which nothing is written
+    before = _shared_bytes()
+    tensor = torch.ones(LARGE)
+    for _ in range(60):
+        if rank == 0:
+            send(tensor, 1).wait()
+        else:
+            time.sleep(0.002)
+            recv(tensor, 0).wait()
+    return (_shared_bytes() - before) / tensor.nbytes
+
+
+def one_gives(rank: int) -> float:
+    """Rank 0 gives, and does so faster than rank 1 takes: how much it has written, in messages."""
+    connect_neighbours(LIMIT)
+    before = _shared_bytes()
+    tensor, both, world = torch.ones(LARGE), torch.ones(2 * LARGE), cast(Any, dist.group.WORLD)
+    starts: list[Callable[[], Any]] = [
+        lambda: broadcast(tensor, 0, world),
+        lambda: scatter(tensor, None if rank else both, 0, world),
+        lambda: gather(both if rank else None, tensor, 1, world),
+    ]
+    for start in starts:
+        for _ in range(20):
+            time.sleep(0.002 * rank)
+            start().wait()
+    return (_shared_bytes() - before) / tensor.nbytes
+
+
+def _shared_bytes() -> int:
+    found = re.search(r"RssShmem:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def test_who_is_faster_holds_no_more_than_a_few_messages(ranks: World) -> None:
+    assert (
+        ranks(2).call(ahead_of_a_slow_reader)[0] < neighbours.MESSAGES_AHEAD + 3
+    )  # one is sent, and one or two are read
+
+
+def test_who_gives_alone_waits_for_who_takes(ranks: World) -> None:
+    assert ranks(2).call(one_gives)[0] < 5
+
+
+def crossing(rank: int) -> float:
+    """Both ranks wait for what they send, and meet, before they wait for what they receive."""
+    other, given = 1 - rank, torch.ones(LARGE)
+    came = [torch.zeros(LARGE) for _ in range(10)]
+    receives = [recv(each, other) for each in came]
+    for work in [send(given, other) for _ in came]:
+        work.wait()
+    dist.barrier()
+    for work in receives:
+        work.wait()
+    return float(sum(each[-1] for each in came))
+
+
+def test_a_send_is_over_once_its_receive_has_begun(ranks: World) -> None:
+    assert ranks(2).call(crossing) == [10.0] * 2
+
+
+def talked(rank: int, programs: list[Program]) -> list[dict[int, float]]:
+    """What comes of the messages and sums of some programs, by op, where no message may go ahead of its receive."""
+    made: dict[tuple[int, ...], Any] = {}
+    for members in sorted({op.group.ranks for each in programs for tape in each.tapes for op in tape if op.group}):
+        made[members] = dist.new_group(list(members))
+    connect_neighbours(timedelta(seconds=20))
+    try:
+        with patch.object(neighbours, "MESSAGES", 0), patch.object(neighbours, "BYTES", 0):
+            return [_talk(rank, each.tapes[rank], made) for each in programs if rank < len(each.tapes)]
+    finally:
+        connect_neighbours(LIMIT)
+
+
+def _talk(rank: int, tape: Sequence[Op], made: dict[tuple[int, ...], Any]) -> dict[int, float]:
+    works: dict[int, Any] = {}
+    came: dict[int, Tensor] = {}
+    for at, op in enumerate(tape):
+        if op.kind is OpKind.WAIT:
+            works.pop(op.handle).wait()
+        elif op.kind is OpKind.SEND:
+            works[op.handle] = send(torch.tensor([_given(rank, at)]), op.peer)
+        elif op.kind is OpKind.RECV:
+            came[at] = torch.empty(1)
+            works[op.handle] = recv(came[at], op.peer)
+        elif op.group is not None:
+            came[at] = torch.tensor([_given(rank, at)])
+            works[op.handle] = all_reduce(came[at], dist.ReduceOp.SUM, made[op.group.ranks])
+    return {at: float(tensor) for at, tensor in came.items()}
+
+
+def _given(rank: int, at: int) -> float:
+    return 1000.0 * rank + at
+
+
+def test_programs_that_a_rendezvous_lets_pass_end(ranks: World) -> None:
+    """Their ranks begin and await messages in orders that cross; a send that lasts until it is read would hang some."""
+    checked = [check(program) for program in map(chatter, range(150)) if program is not None]
+    right = [each for each in checked if each.why_not("gloo") is None]
+    assert len(right) > 50
+    ends = ranks(4).call(talked, [each.program for each in right])
+    for each in right:
+        came = [ends[rank].pop(0) for rank in range(len(each.program.tapes))]
+        for _, _, members in each.communications:
+            given = [_given(rank, at) for rank, _, at in members]
+            receives = [came[rank][at] for rank, _, at in members if at in came[rank]]
+            assert receives == ([given[0]] if len(receives) < len(given) else [sum(given)] * len(given))
+
+
+def reused(rank: int) -> float:
+    """On rank 2 a sum in which its own term is kept takes the room of an earlier one, which is waited for meanwhile."""
+    world, pair_of = cast(Any, dist.group.WORLD), [rank // 2 * 2, rank // 2 * 2 + 1]
+    made = cast(Any, dist.new_group(pair_of, use_local_synchronization=True))  # all make as many, or names would differ
+    upper = made if rank > 1 else None
+    total, pair = torch.tensor([10.0**rank]), torch.tensor([5.0])
+    if upper is not None:
+        first = all_reduce(pair, dist.ReduceOp.SUM, upper)
+        if rank == 3:
+            first.wait()
+        dist.barrier(upper)
+        works = [all_reduce(total, dist.ReduceOp.SUM, world)]
+        if rank == 2:
+            first.wait()
+    else:
+        works = [all_reduce(total, dist.ReduceOp.SUM, world)]
+    if rank != 2:
+        works.pop().wait()
+    dist.barrier()
+    if rank == 2:
+        send(torch.tensor([9e6]), 3)
+        works.pop().wait()
+    elif rank == 3:
+        recv(torch.empty(1), 2).wait()
+    return float(total)
+
+
+def test_a_term_that_is_kept_stays_until_it_is_added(ranks: World) -> None:
+    assert ranks(4).call(reused) == [1111.0] * 4
+
+
+def flooded(rank: int) -> float:
+    """Both ranks send thousands of messages before either receives one."""
+    other, came = 1 - rank, torch.empty(1)
+    for number in range(MANY):
+        send(torch.tensor([float(number)]), other)
+    total = 0.0
+    for number in range(MANY):
+        recv(came, other).wait()
+        assert float(came) == number
+        total += float(came)
+    return total
+
+
+def test_more_letters_than_sockets_hold_hang_nobody(ranks: World) -> None:
+    assert ranks(2).call(flooded) == [MANY * (MANY - 1) / 2] * 2
+
+
+def bits(rank: int, size: int) -> Tensor:
+    """A sum that depends on its order, of a tensor that is changed at once by who sends it."""
+    given = torch.randn(LENGTH, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+    works: list[Any] = []
+    for _ in range(3):
+        total = given.clone()
+        works.append((total, all_reduce(total, dist.ReduceOp.SUM, cast(Any, dist.group.WORLD))))
+    for _, work in reversed(works):
+        work.wait()
+    assert all(torch.equal(total, works[0][0]) for total, _ in works)
+    return works[0][0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_are_in_group_order_on_all_ranks(ranks: World, size: int) -> None:
+    terms = [torch.randn(LENGTH, generator=torch.Generator().manual_seed(rank)) * 10.0**rank for rank in range(size)]
+    expected = terms[0]
+    for term in terms[1:]:
+        expected = expected + term
+    assert all(torch.equal(total, expected) for total in ranks(size).call(bits, size))
+
+
+def on_two_hosts(rank: int) -> tuple[list[bool], float]:
+    """Ranks 0 and 2 are on one host, 1 and 3 on another: who are neighbours, and a sum over all."""
+    with patch.object(neighbours, "_host", return_value=f"host {rank % 2}"):
+        connect_neighbours(LIMIT)
+    try:
+        here, world = Neighbours.here, cast(Any, dist.group.WORLD)
+        assert here is not None
+        assert here.channel(world) is None
+        total = torch.tensor([float(rank)])
+        all_reduce(total, dist.ReduceOp.SUM, world).wait()
+        came = torch.empty(1)
+        works = [send(total + rank, rank ^ 2), recv(came, rank ^ 2), send(total, rank ^ 1), recv(total, rank ^ 1)]
+        for work in works:
+            work.wait()
+        assert float(came) == 6 + (rank ^ 2)
+        return [other in here for other in range(4)], float(total)
+    finally:
+        connect_neighbours(LIMIT)
+
+
+def test_ranks_of_other_hosts_are_reached_by_gloo(ranks: World) -> None:
+    assert ranks(4).call(on_two_hosts) == [([other == rank ^ 2 for other in range(4)], 6.0) for rank in range(4)]
+
+
+def test_memory_is_shared_only_where_processors_keep_the_order_of_writes() -> None:
+    assert neighbours._host()  # pyright: ignore[reportPrivateUsage]
+    with patch("platform.machine", return_value="aarch64"):
+        assert not neighbours._host()  # pyright: ignore[reportPrivateUsage]
+
+
+def alone(rank: int) -> bool:
+    """Rank 0's memory is limited, so it shares none."""
+    connect_neighbours(LIMIT, shares=rank > 0)
+    try:
+        total = torch.ones(1)
+        all_reduce(total, dist.ReduceOp.SUM, cast(Any, dist.group.WORLD)).wait()
+        assert float(total) == 3
+        return Neighbours.here is None
+    finally:
+        connect_neighbours(LIMIT)
+
+
+def test_a_rank_that_may_not_share_has_no_neighbours(ranks: World) -> None:
+    assert ranks(3).call(alone) == [True, False, False]
+
+
+def left_behind(rank: int) -> None:
+    """Rank 1 is killed, with a letter unread, and rank 0 waits for what it would send, after what it has sent."""
+    came = torch.empty(1)
+    send(torch.ones(1), 1 - rank)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    recv(came, 1).wait()
+    assert float(came) == 1
+    with pytest.raises(RuntimeError, match="rank 1 has gone") as caught:
+        recv(came, 1).wait()
+    assert is_lost(caught.value)
+
+
+def test_a_rank_that_has_gone_is_noticed_at_once() -> None:
+    world = Ranks(2)
+    try:
+        with pytest.raises(AssertionError, match="rank 1:\nthe process ended") as caught:
+            world.call(left_behind)
+        assert "rank 0" not in str(caught.value)
+    finally:
+        world.close()
+
+
+def late(rank: int) -> None:
+    """Rank 0 waits for what nobody sends."""
+    connect_neighbours(timedelta(seconds=0.2))
+    try:
+        if rank == 0:
+            said = "Timed out waiting for rank 1: nothing came within 0.2 s"
+            with pytest.raises(RuntimeError, match=said) as caught:
+                recv(torch.empty(1), 1).wait()
+            assert is_lost(caught.value)
+            for _ in range(neighbours.MESSAGES_AHEAD):
+                send(torch.ones(2 * LARGE), 1).wait()
+            said = "Timed out waiting for rank 1: it took nothing for 0.2 s"
+            with pytest.raises(RuntimeError, match=said) as caught:
+                send(torch.ones(2 * LARGE), 1).wait()
+            assert is_lost(caught.value)
+    finally:
+        dist.barrier()
+        connect_neighbours(LIMIT)
+
+
+def test_what_does_not_come_in_time_is_told(ranks: World) -> None:
+    ranks(2).call(late)
+
+
+# Rooms of shared memory: what lies there stays until all who read it have, and then the room is used again.
+
+
+RANKS = 3
+LETTERS_BYTES = RANKS * 8 * RING
+SIZE = 2**24 + LETTERS_BYTES
+
+lengths = st.sampled_from([0, 1, 7, 1000, 1008, 1009, 5000, 40_000])
+puts = st.tuples(st.just("put"), lengths, st.sets(st.integers(0, RANKS - 1), min_size=1))
+reads = st.tuples(st.just("read"), st.integers(0, 50), st.integers(0, RANKS - 1))
+
+
+@settings(deadline=None, max_examples=examples(50))
+@given(st.lists(puts | reads, max_size=60))
+def test_what_somebody_has_not_read_is_never_written_over(steps: list[tuple[str, int, set[int] | int]]) -> None:
+    outbox = Outbox(SIZE, RANKS)
+    lying: dict[int, tuple[Tensor, set[int]]] = {}
+    for number, (what, size, who) in enumerate(steps):
+        if isinstance(who, set):
+            tensor = torch.full((size,), float(number))
+            room = outbox.put(tensor, sorted(who))
+            assert room not in lying
+            lying[room] = tensor, set(who)
+        elif lying:
+            room = sorted(lying)[size % len(lying)]
+            outbox.flags[room + who] = 1
+            lying[room][1].discard(who)
+            if not lying[room][1]:
+                del lying[room]
+        for room, (tensor, _) in lying.items():
+            assert torch.equal(outbox.tensor(room, tensor), tensor), what
+
+
+def test_rooms_are_used_again_so_that_a_step_takes_no_more_than_the_first() -> None:
+    outbox, tensor = Outbox(SIZE, RANKS), torch.arange(3000.0)
+
+    def step() -> set[int]:
+        rooms = {outbox.put(tensor, [0, 2]) for _ in range(4)}
+        for room in rooms:
+            outbox.flags[room] = outbox.flags[room + 2] = 1
+        return rooms
+
+    first = step()
+    assert len(first) == 4
+    assert all(step() == first for _ in range(5))
+
+
+def test_two_that_map_one_memory_see_the_same() -> None:
+    outbox = Outbox(SIZE, RANKS)
+    other = SharedMemory(SIZE, RANKS, outbox.file)
+    for tensor in (torch.randn(3, 5), torch.randn(4, dtype=torch.bfloat16), torch.arange(6).view(2, 3).T):
+        assert torch.equal(other.tensor(outbox.put(tensor, [1]), tensor), tensor)
+
+
+def test_more_under_way_than_there_is_room_for_is_told() -> None:
+    outbox = Outbox(2 * SMALLEST + -(-8 * RING // SMALLEST) * SMALLEST, 1)
+    first = outbox.put(torch.zeros(5), [0])
+    outbox.put(torch.zeros(5), [0])
+    for _ in range(2):
+        with pytest.raises(MemoryError, match=r"a message of 20 bytes finds no room in [0-9,]+ bytes"):
+            outbox.put(torch.zeros(5), [0])
+    outbox.flags[first] = 1
+    assert outbox.put(torch.zeros(5), [0]) == first
+
+
+def test_what_is_read_makes_room_for_smaller_messages() -> None:
+    outbox = Outbox(SIZE, RANKS)
+    room = outbox.put(torch.zeros(100_000), [1])
+    assert outbox.put(torch.zeros(10), [1]) != room
+    outbox.flags[room + 1] = 1
+    assert outbox.put(torch.zeros(50_000), [1]) == room
+
+
+def test_letters_are_read_once_and_in_order_around_the_ring() -> None:
+    outbox = Outbox(SIZE, RANKS)
+    reader = SharedMemory(SIZE, RANKS, outbox.file)
+    for begin in range(0, 3 * LETTERS, LETTERS):
+        letters = [(begin + number, number) for number in range(LETTERS)]
+        for channel, room in letters:
+            outbox.write_letter(2, channel, room)
+        assert list(reader.read_letters(1)) == []
+        assert list(reader.read_letters(2)) == letters
+        assert list(reader.read_letters(2)) == []
+
+
+def test_more_letters_than_are_kept_are_told() -> None:
+    outbox = Outbox(SIZE, RANKS)
+    for number in range(LETTERS):
+        outbox.write_letter(0, number, 0)
+    with pytest.raises(MemoryError, match=r"65,536 messages to rank 0 are sent and not received"):
+        outbox.write_letter(0, 1, 1)
+    assert next(outbox.read_letters(0)) == (0, 0)
+    outbox.write_letter(0, 1, 1)
+
+
+# What may be sent before it is received: a few messages, or a few MiB of smaller ones, and never more.
+
+
+@given(st.lists(st.integers(0, 2 * BYTES), max_size=40) | st.lists(st.integers(0, BYTES // 10), max_size=40))
+def test_all_but_the_last_few_must_be_wanted(sizes: list[int]) -> None:
+    lead, before = MessageLead(), 0
+    for sent, _ in enumerate(sizes, 1):
+        wanted = lead.count(sizes[sent - 1])
+        ahead = [max(size, SMALLEST) for size in sizes[wanted:sent]]
+        assert len(ahead) <= MESSAGES_AHEAD or sum(ahead) <= BYTES
+        more = [max(size, SMALLEST) for size in sizes[max(0, wanted - 1) : sent]]
+        assert wanted == before or (len(more) > MESSAGES_AHEAD and sum(more) > BYTES), (
+            "it is held back no more than it must be"
+        )
+        assert wanted >= before
+        before = wanted
+
+
+def test_small_messages_never_fill_the_ring_of_letters() -> None:
+    lead = MessageLead()
+    wanted = [lead.count(0) for _ in range(LETTERS)]
+    assert max(sent - count for sent, count in enumerate(wanted, 1)) == BYTES // SMALLEST < LETTERS

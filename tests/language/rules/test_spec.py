@@ -1,0 +1,202 @@
+"""What a value is: equal forms are one object, and a spec says what the value is and what it lacks."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from fractions import Fraction
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.language import Holds, Kind, Reduction, Spec
+from shardlab.language.rules.kinds import ROW_KINDS, WHOLE
+from shardlab.language.rules.spec import (
+    KEY,
+    Space,
+    Term,
+    cells_text,
+    flat_of_pieces,
+    flat_slices,
+    form_of,
+    microbatches_of,
+    missing_text,
+    pieces_of_flat,
+    share_of,
+    summed_text,
+    whole_sequences,
+)
+
+SPACE = Space(4, 1, (("expert", 2), ("ffn", 2), ("head", 2)))
+SEQUENCES = Space(2, 2, (("ffn", 2), ("head", 2)))
+TIED = Space(2, 2, uses=2)
+
+
+def spec_of(kind: Kind, layer: int, cells: int = 0, holds: Holds = WHOLE, step: int = 0, space: Space = SPACE) -> Spec:
+    return Spec(form_of(kind, layer, step, space, holds), cells)
+
+
+def of_slices(kind: Kind, cells: int, index: str, mask: int) -> Spec:
+    return Spec(form_of(kind, 3, 0, SPACE, slices=((index, mask),)), cells)
+
+
+def term_of(kind: Kind, cells: int, term: Term, space: Space = SPACE) -> Spec:
+    return Spec(form_of(kind, 3, 0, space, term=term), cells)
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (spec_of(Kind.WEIGHT, 2), "weights[2]"),
+        (spec_of(Kind.WEIGHT, 2, 0, Holds(0b11, 2)), "weights[2]"),
+        (spec_of(Kind.WEIGHT, 2, 0, Holds(0b0110, 4)), "weights[2] (shard 1-2 of 4)"),
+        (spec_of(Kind.OPT_STATE, 0, 0, Holds(1, 4), 1), "opt_states[0] (shard 0 of 4, step 1)"),
+        (spec_of(Kind.WEIGHT, 1, step=1), "weights[1] (step 1)"),
+        (spec_of(Kind.ACTIVATION, 3, 0b0100), "activations[3] (microbatch 2)"),
+        (spec_of(Kind.GRAD_ACTIVATION, 3, 0b1111), "grad_activations[3] (microbatches 0-3)"),
+        (spec_of(Kind.GRAD_WEIGHT, 0, 0b101), "grad_weights[0] (microbatches 0, 2)"),
+        (spec_of(Kind.GRAD_WEIGHT, 0), "grad_weights[0] (zero)"),
+        (spec_of(Kind.GRAD_WEIGHT, 0, 0b1, Holds(0b10, 2)), "grad_weights[0] (microbatch 0, shard 1 of 2)"),
+        (spec_of(Kind.SCALAR, 0), "scalars"),
+        (spec_of(Kind.SCALAR, 0, 0, Holds(0b101, 4)), "scalars (parts 0, 2 of 4 of the model)"),
+        (spec_of(Kind.SAVED_FOR_WEIGHT, 1, 0b1), "saved_for_weight[1] (microbatch 0)"),
+        (of_slices(Kind.ACTIVATION, 0b1, "expert", 0b10), "activations[3] (microbatch 0, expert 1 of 2)"),
+        (
+            term_of(Kind.ACTIVATION, 0b11, Term(("ffn",), 0b01)),
+            "activations[3] (microbatches 0-1, the term of feed-forward slice 0 of 2)",
+        ),
+        (
+            term_of(Kind.ACTIVATION, 0b01, Term(KEY, 0b01), SEQUENCES),
+            "activations[3] (sequence slice 0 of microbatch 0, keys and values 0 of 2 alone)",
+        ),
+        (
+            term_of(Kind.GRAD_KEYS_VALUES, 0b11, Term(KEY, 0b10), SEQUENCES),
+            "grad_keys_values[3] (microbatch 0, queries 1 of 2 alone)",
+        ),
+        (
+            Spec(form_of(Kind.SCALAR, 0, 0, SPACE, reduction=Reduction.MAX)),
+            "scalars (the max of several ranks')",
+        ),
+    ],
+)
+def test_a_spec_says_what_the_value_is_and_what_it_lacks(spec: Spec, text: str) -> None:
+    assert str(spec) == text
+
+
+def test_cells_are_said_with_their_use() -> None:
+    assert cells_text(0b0011, TIED) == "microbatch 0"
+    gradient = form_of(Kind.GRAD_WEIGHT, 0, 0, TIED)
+    assert summed_text(gradient, 0b0011) == "microbatch 0 as the embedding"
+    both = "microbatch 0 as the embedding and microbatches 0-1 as the head"
+    assert summed_text(gradient, 0b1111_0011) == both
+    assert summed_text(gradient, 0b0001_0000) == "sequence slice 0 of microbatch 0 as the head"
+    assert Spec(gradient, 0b1100_0011).microbatches == 0b11
+
+
+def test_what_is_missing_is_named_in_the_singular_or_the_plural() -> None:
+    assert missing_text("head slice", 0b10) == "head slice 1 is missing"
+    assert missing_text("expert", 0b1101) == "experts 0, 2-3 are missing"
+
+
+def test_microbatches_are_rows_for_activations_and_sums_for_gradients() -> None:
+    assert spec_of(Kind.ACTIVATION, 0, 0b110).microbatches == 0b110
+    assert spec_of(Kind.GRAD_WEIGHT, 0, 0b011).microbatches == 0b011
+    assert spec_of(Kind.WEIGHT, 0, 0, Holds(0b110, 3)).microbatches == 0
+    assert spec_of(Kind.SCALAR, 0, 0, Holds(0b110, 3)).microbatches == 0
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.data())
+def test_whole_sequences_are_those_of_which_no_slice_is_missing(count: int, slices: int, data: st.DataObject) -> None:
+    space = Space(count, slices)
+    cells = data.draw(st.integers(0, (1 << space.cells) - 1))
+    held = [{s for s in range(slices) if cells >> m * slices + s & 1} for m in range(count)]
+    assert whole_sequences(cells, space) == all(len(each) in (0, slices) for each in held)
+    assert microbatches_of(cells, space) == sum(1 << m for m in range(count) if held[m])
+
+
+def test_a_slice_takes_its_share_and_so_does_a_term() -> None:
+    assert share_of(spec_of(Kind.ACTIVATION, 0, 1).form) == 1
+    assert share_of(of_slices(Kind.ACTIVATION, 1, "ffn", 0b01).form) == Fraction(1, 2)
+    assert share_of(term_of(Kind.ACTIVATION, 1, Term(("ffn",), 0b10)).form) == Fraction(1, 2)
+    assert share_of(term_of(Kind.ACTIVATION, 1, Term(KEY, 0b1), SEQUENCES).form) == 1
+
+
+@st.composite
+def some_specs(draw: st.DrawFn) -> Spec:
+    """Of any kind, cut and summed in any way."""
+    pieces = draw(st.dictionaries(st.sampled_from(["expert", "ffn", "head"]), st.integers(2, 4)))
+    space = Space(
+        draw(st.integers(1, 4)), draw(st.integers(1, 4)), tuple(sorted(pieces.items())), draw(st.integers(1, 2))
+    )
+    kind, layer, step = draw(st.sampled_from(Kind)), draw(st.integers(0, 2)), draw(st.integers(0, 2))
+    if kind in ROW_KINDS:
+        cut = draw(st.sets(st.sampled_from(sorted(pieces)))) if pieces else set[str]()
+        slices = tuple((index, draw(st.integers(1, space.full(index)))) for index in sorted(cut))
+        over = sorted(set(pieces) - cut)
+        terms = [st.none(), st.builds(Term, st.just(KEY), st.integers(1, (1 << space.sequence) - 1))]
+        if over:
+            terms.append(st.builds(Term, st.just((over[0],)), st.integers(1, space.full(over[0]))))
+        cells = draw(st.integers(1, (1 << space.cells) - 1))
+        return Spec(form_of(kind, layer, step, space, slices=slices, term=draw(st.one_of(terms))), cells)
+    of = draw(st.integers(1, 5))
+    holds = Holds(draw(st.integers(1, (1 << of) - 1)), of)
+    reduction = draw(st.sampled_from(Reduction)) if kind is Kind.SCALAR else Reduction.SUM
+    uses = space.uses if layer == 0 else 1
+    cells = draw(st.integers(0, (1 << space.cells * uses) - 1)) if kind is Kind.GRAD_WEIGHT else 0
+    return Spec(form_of(kind, layer, step, space, holds, reduction=reduction), cells)
+
+
+@given(some_specs())
+def test_any_spec_reads_as_a_name_and_what_is_to_be_said_of_it(spec: Spec) -> None:
+    name, _, rest = str(spec).partition(" ")
+    assert name == spec.name
+    assert re.fullmatch(r"[a-z_]+(\[\d+\])?", name)
+    assert not rest or re.fullmatch(r"\([a-z][a-z0-9' ,-]*\)", rest), rest
+    assert not re.search(r"\bnone\b|  |, ,|,\)|\bno microbatch\b", rest)
+
+
+@given(some_specs())
+def test_equal_forms_are_one_object_however_they_were_made(spec: Spec) -> None:
+    again = form_of(*spec.form.key())  # pyright: ignore[reportArgumentType]
+    assert again is spec.form
+    assert spec.form.but(step=spec.step + 1).but(step=spec.step) is spec.form
+    assert pickle.loads(pickle.dumps(spec)).form is spec.form
+
+
+# Flat slices of a layer's parameters are pieces of its indices, and the other way round.
+
+
+CUT = ("expert", "head", "ffn")
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> tuple[Space, dict[str, int]]:
+    """A space, and some pieces of each of its indices."""
+    counts = {index: draw(st.integers(1, 4)) for index in CUT}
+    return Space(1, 1, tuple(counts.items())), {index: draw(st.integers(1, 2**n - 1)) for index, n in counts.items()}
+
+
+@given(pieces())
+def test_pieces_are_the_flat_slices_of_their_tuples(drawn: tuple[Space, dict[str, int]]) -> None:
+    space, held = drawn
+    of = flat_slices(CUT, space)
+    tuples = product(*[range(space.count(index)) for index in CUT])
+    inside = [all(held[index] >> piece & 1 for index, piece in zip(CUT, each, strict=True)) for each in tuples]
+    flat = flat_of_pieces(held, CUT, space).refined(of)
+    assert flat == Holds(sum(1 << place for place, is_in in enumerate(inside) if is_in), of)
+
+
+@given(pieces())
+def test_flat_slices_are_the_pieces_that_they_were_made_of(drawn: tuple[Space, dict[str, int]]) -> None:
+    space, held = drawn
+    partial = {index: mask for index, mask in held.items() if mask != space.full(index)}
+    flat = flat_of_pieces(held, CUT, space).refined(flat_slices(CUT, space))
+    assert pieces_of_flat(flat, CUT, space) == partial
+
+
+def test_slices_that_are_no_block_are_no_pieces() -> None:
+    space = Space(1, 1, (("expert", 2), ("head", 2)))
+    assert pieces_of_flat(Holds(0b1001, 4), ("expert", "head"), space) is None
+    assert flat_of_pieces({}, ("expert", "head"), space) == WHOLE

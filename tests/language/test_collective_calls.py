@@ -1,0 +1,308 @@
+"""Collectives with a root, a barrier, and reductions: what each member receives, what is refused, what is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.common.errors import About
+from shardlab.language import Holds, Kind, Mesh, OpKind, Rank, Reduction, Sizes, Spec, World
+from shardlab.language.collective_calls import Call, collective, want_sound
+from shardlab.language.rules import arithmetic, optimizer_step
+from shardlab.language.rules.kinds import WHOLE
+from shardlab.language.rules.layer_rules import rules_of
+from shardlab.language.rules.spec import Space, form_of
+from tests.language.tapes import refusal, together
+from tests.support.refusing import Told, refuses, tells, told
+
+RANKS = (4, 5, 6)
+SIX = 0b111111
+"""All microbatches of the step."""
+SPACE = Space(6)
+RULES = rules_of(Sizes.puzzle(2).signatures, SPACE)
+BROADCAST, SCATTER = Call(OpKind.BROADCAST, 5), Call(OpKind.SCATTER, 5)
+GATHER, REDUCE = Call(OpKind.GATHER, 5), Call(OpKind.REDUCE, 5)
+
+
+def weight(holds: Holds = WHOLE, step: int = 0) -> Spec:
+    return Spec(form_of(Kind.WEIGHT, 1, step, SPACE, holds))
+
+
+def opt_state() -> Spec:
+    return Spec(form_of(Kind.OPT_STATE, 1, 0, SPACE))
+
+
+def gradient(sums: int, holds: Holds = WHOLE) -> Spec:
+    return Spec(form_of(Kind.GRAD_WEIGHT, 1, 0, SPACE, holds), sums)
+
+
+def rows(cells: int, space: Space = SPACE) -> Spec:
+    return Spec(form_of(Kind.ACTIVATION, 0, 0, space), cells)
+
+
+def scalar(parts: int, reduction: Reduction = Reduction.SUM) -> Spec:
+    return Spec(form_of(Kind.SCALAR, 0, 0, SPACE, Holds(parts, 4), reduction=reduction))
+
+
+def shard(n: int, of: int = 3) -> Holds:
+    return Holds(1 << n, of)
+
+
+def by(reduction: Reduction, kind: OpKind = OpKind.ALL_REDUCE) -> Call:
+    return Call(kind, 5 if kind is OpKind.REDUCE else -1, reduction)
+
+
+def test_a_broadcast_is_the_roots_value_on_all_others() -> None:
+    value = gradient(0b11, shard(1))
+    assert collective(BROADCAST, [None, value, None], RANKS, RULES) == [value, None, value]
+
+
+def test_scattered_parameters_are_cut_as_a_reduce_scatter_cuts_them() -> None:
+    for value in (gradient(0b11), gradient(0b11, Holds(0b110, 3))):
+        parts = [value._replace(cells=0b100), value, value._replace(cells=0)]
+        scattered = collective(SCATTER, [None, value._replace(cells=0b111), None], RANKS, RULES)
+        assert scattered == collective(Call(OpKind.REDUCE_SCATTER), parts, RANKS, RULES)
+
+
+def test_scattered_batches_are_runs_of_whole_microbatches() -> None:
+    assert collective(SCATTER, [None, rows(0b111111), None], RANKS, RULES) == [
+        rows(0b000011),
+        rows(0b001100),
+        rows(0b110000),
+    ]
+    assert collective(SCATTER, [None, rows(0b101010), None], RANKS, RULES) == [
+        rows(0b10),
+        rows(0b1000),
+        rows(0b100000),
+    ]
+    halves = rows(0b10_10_10, Space(3, 2))
+    assert collective(SCATTER, [None, halves, None], RANKS, RULES) == [
+        halves._replace(cells=1 << bit) for bit in (1, 3, 5)
+    ]
+
+
+@given(st.sampled_from(RANKS), st.integers(0, 2))
+def test_a_gather_and_a_reduce_are_all_gather_and_all_reduce_on_the_root_alone(root: int, turn: int) -> None:
+    pieces = [weight(shard((n + turn) % 3)) for n in range(3)]
+    terms = [gradient(1 << (n + turn) % 3) for n in range(3)]
+    for kind, everywhere, given_ in (
+        (OpKind.GATHER, OpKind.ALL_GATHER, pieces),
+        (OpKind.REDUCE, OpKind.ALL_REDUCE, terms),
+    ):
+        whole, *_ = collective(Call(everywhere), given_, RANKS, RULES)
+        received = collective(Call(kind, root), given_, RANKS, RULES)
+        assert received == [whole if rank == root else None for rank in RANKS]
+
+
+def test_scatter_and_then_gather_gives_the_value_back() -> None:
+    value = weight()
+    pieces = collective(SCATTER, [None, value, None], RANKS, RULES)
+    assert collective(GATHER, pieces, RANKS, RULES)[1] == value
+
+
+def test_a_barrier_brings_nothing() -> None:
+    assert collective(Call(OpKind.BARRIER), [None] * 3, RANKS, RULES) == [None] * 3
+
+
+@pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.MIN, Reduction.MAX])
+def test_replicas_reduced_are_what_they_were(reduction: Reduction) -> None:
+    """Also gradients: what has summed the same is the same."""
+    for value in (weight(step=1), gradient(0b111), gradient(0b101, shard(1)), scalar(0b1111)):
+        assert collective(by(reduction), [value] * 3, RANKS, RULES) == [value] * 3
+        assert collective(by(reduction, OpKind.REDUCE), [value] * 3, RANKS, RULES) == [None, value, None]
+
+
+def test_what_is_taken_of_different_scalars_is_about_all_their_parts_and_is_no_norm() -> None:
+    parts = [scalar(0b0011), scalar(0b0110), scalar(0b1000)]
+    (largest, *_) = collective(by(Reduction.MAX), parts, RANKS, RULES)
+    assert largest is not None
+    assert largest == scalar(0b1111, Reduction.MAX)
+    assert str(largest) == "scalars (the max of several ranks')"
+    assert largest.microbatches == 0
+    with refuses("no sum of squares", layer=1):
+        optimizer_step.update(1, gradient(SIX), weight(), opt_state(), largest)
+    with refuses("no sum of squares"):
+        arithmetic.add(About("add"), [scalar(0b1), largest], ["one", "other"])
+    assert collective(by(Reduction.MAX), [largest, scalar(0b1), largest], RANKS, RULES) == [largest] * 3
+
+
+REFUSALS: dict[str, tuple[Callable[[], object], Told]] = {
+    "the mean of gradients, updated with": (
+        lambda: optimizer_step.update(
+            1,
+            collective(by(Reduction.MEAN), [gradient(3), gradient(12), gradient(48)], RANKS, RULES)[0] or gradient(0),
+            Spec(form_of(Kind.WEIGHT, 1, 0, RULES.space)),
+            Spec(form_of(Kind.OPT_STATE, 1, 0, RULES.space)),
+        ),
+        told("scaled gradient", layer=1),
+    ),
+    "the least gradient": (
+        lambda: collective(by(Reduction.MIN, OpKind.REDUCE), [gradient(1), gradient(1), gradient(4)], RANKS, RULES),
+        told("replicas differ", layer=1),
+    ),
+    "the mean of other weights": (
+        lambda: collective(by(Reduction.MEAN), [weight(), weight(), weight(step=1)], RANKS, RULES),
+        told("replicas differ", layer=1),
+    ),
+    "the mean of activations": (
+        lambda: collective(by(Reduction.MEAN), [rows(1)] * 3, RANKS, RULES),
+        told("wrong kind", layer=0),
+    ),
+    "the mean of means": (
+        lambda: collective(
+            by(Reduction.MEAN), [scalar(1, Reduction.MEAN), scalar(2, Reduction.MEAN), scalar(4)], RANKS, RULES
+        ),
+        told("other values"),
+    ),
+    "the max of minima": (
+        lambda: collective(by(Reduction.MAX), [scalar(1, Reduction.MIN), scalar(2), scalar(4)], RANKS, RULES),
+        told("other values"),
+    ),
+    "overlapping pieces": (
+        lambda: collective(GATHER, [weight(shard(0)), weight(shard(0)), weight(shard(1))], RANKS, RULES),
+        told("pieces overlap", layer=1, doubled=(0,)),
+    ),
+    "microbatches twice": (
+        lambda: collective(REDUCE, [gradient(1), gradient(2), gradient(2)], RANKS, RULES),
+        told("counted twice", layer=1, doubled=(1,)),
+    ),
+    "a scalar gathered": (
+        lambda: collective(GATHER, [scalar(1), scalar(2), scalar(4)], RANKS, RULES),
+        told("wrong kind"),
+    ),
+    "a scalar scattered": (
+        lambda: collective(SCATTER, [None, scalar(1), None], RANKS, RULES),
+        told("wrong kind"),
+    ),
+    "four microbatches among three": (
+        lambda: collective(SCATTER, [None, rows(0b1111), None], RANKS, RULES),
+        told("does not divide", layer=0),
+    ),
+    "a root outside": (
+        lambda: want_sound(Call(OpKind.REDUCE, 3), RANKS),
+        told("wrong root"),
+    ),
+    "a root too many": (lambda: want_sound(Call(OpKind.BARRIER, 4), RANKS), told("wrong root")),
+    "a gather by max": (
+        lambda: want_sound(Call(OpKind.GATHER, 4, Reduction.MAX), RANKS),
+        told("no reduction"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_is_wrong_is_refused_by_a_sentence(name: str) -> None:
+    call, words = REFUSALS[name]
+    with refuses(words):
+        call()
+
+
+# Traced.
+
+
+def test_each_rooted_verb_stands_on_the_tape_with_what_its_rank_gives_and_receives() -> None:
+    async def program(rank: Rank) -> None:
+        root = rank.index == 1
+        whole = rank.load_weight(0) if root else None
+        rank.weights["all"] = await rank.broadcast(whole, root=1)
+        rank.weights["mine"] = await rank.scatter(rank.weights["all"] if root else None, root=1)
+        assert (await rank.gather(rank.weights["mine"], root=1) is None) == (not root)
+        await rank.barrier()
+
+    assert together(program) == [
+        [
+            *("broadcast h0 -> 0", "wait h0", "scatter h1 -> 1", "wait h1", "gather 1 h2", "wait h2"),
+            *("barrier h3", "wait h3", "free 0", "free 1"),
+        ],
+        [
+            *("load_weight -> 0", "broadcast 0 h0", "wait h0", "scatter 0 h1 -> 1", "wait h1"),
+            *("gather 1 h2 -> 2", "wait h2", "barrier h3", "wait h3", "free 0", "free 1", "free 2"),
+        ],
+    ]
+
+
+def test_a_broadcast_gives_the_root_its_own_value_back_even_if_no_key_names_it() -> None:
+    async def program(rank: Rank) -> None:
+        value = rank.load_weight(0) if rank.index == 0 else None
+        got = await rank.broadcast(value, root=0)
+        assert (got is value) == (rank.index == 0)
+        rank.weights["kept"] = got
+
+    world = World(2, 1, 1)
+    world.run(program)
+    assert [rank.weights["kept"].spec for rank in world.ranks] == [Spec(form_of(Kind.WEIGHT, 0, 0, Space(1)))] * 2
+
+
+def test_what_a_root_gives_is_noted_where_it_arrives() -> None:
+    async def program(rank: Rank) -> None:
+        batch = rank.load_batch(rank.microbatches) if rank.index == 2 else None
+        rank.activations[0] = await rank.scatter(batch, root=2, axis="dp_shard")
+
+    world = World(Mesh(dp_replicate=2, dp_shard=2), 1, 4)
+    with refuses("wrong root"):
+        world.run(program)
+
+    async def on_each_axis(rank: Rank) -> None:
+        root = rank.group("dp_shard").ranks[0]
+        batch = rank.load_batch(rank.microbatches) if rank.index == root else None
+        rank.activations[0] = await rank.scatter(batch, root=root, axis="dp_shard")
+
+    world = World(Mesh(dp_replicate=2, dp_shard=2), 1, 4)
+    program_ = world.run(on_each_axis)
+    (op,) = [op for op in program_.tapes[3] if op.kind is OpKind.SCATTER]
+    assert (op.root, op.layer, str(op.expect)) == (2, 0, "activations[0] of microbatches 2-3")
+
+
+@pytest.mark.parametrize(
+    ("value", "verb", "options", "words"),
+    [
+        ("all", "broadcast", {"root": 0}, told("wrong root")),
+        ("none", "scatter", {"root": 0}, told("wrong root")),
+        ("all", "gather", {"root": 2}, told("wrong root")),
+        ("none", "reduce", {"root": 0}, told("no value")),
+        (
+            "all",
+            "reduce",
+            {"root": 0, "reduction": "avg"},
+            told("no reduction"),
+        ),
+        ("all", "all_reduce", {"reduction": "median"}, told("no reduction")),
+        (
+            "root",
+            "broadcast",
+            {"root": 0, "expect": ("weights", 1, None)},
+            told("other message", layer=1),
+        ),
+        ("root", "broadcast", {"root": 0, "expect": ("fish", 1, None)}, told("wrong expectation")),
+    ],
+)
+def test_a_call_that_is_wrong_is_refused_at_its_line(
+    value: str, verb: str, options: dict[str, object], words: Told
+) -> None:
+    async def program(rank: Rank) -> None:
+        gives = value == "all" or (value == "root" and rank.index == 0)
+        await getattr(rank, verb)(rank.load_weight(0) if gives else None, **options)
+
+    tells(refusal(program), words)
+
+
+def test_members_must_agree_on_root_and_reduction() -> None:
+    async def roots(rank: Rank) -> None:
+        await rank.gather(rank.load_weight(0, rank.index, 2), root=rank.index)
+
+    async def reductions(rank: Rank) -> None:
+        await rank.all_reduce(rank.load_weight(0), reduction="min" if rank.index else "max")
+
+    tells(refusal(roots), "other order", layer=0)
+    tells(refusal(reductions), "other order", layer=0)
+
+
+def test_a_barrier_that_one_rank_leaves_out_is_a_deadlock_that_names_it() -> None:
+    async def program(rank: Rank) -> None:
+        if rank.index:
+            await rank.barrier()
+
+    assert refusal(program).given == "rank 1 waits in barrier on world for rank 0; rank 0 has ended without it"

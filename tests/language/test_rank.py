@@ -1,0 +1,319 @@
+"""The verbs: what each puts on the tape, and what each refuses by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from shardlab.language import ExpectedValue, Holds, Kind, Mesh, OpKind, Rank, UserError, World, trace
+from shardlab.language.values import Value
+from tests.language.tapes import alone, refusal, refused, sentence, together
+from tests.support.refusing import Told, refuses, tells, told
+
+
+@pytest.mark.parametrize("layer", [-1, 2, 7])
+@pytest.mark.parametrize("verb", ["load_weight", "load_opt_state", "forward", "backward", "update"])
+def test_a_layer_that_does_not_exist_is_refused(verb: str, layer: int) -> None:
+    def lines(rank: Rank) -> None:
+        weight, state = rank.load_weights(0)
+        arguments = {"forward": (weight, weight), "backward": (weight,) * 3, "update": (state,) * 3}
+        getattr(rank, verb)(layer, *arguments.get(verb, ()))
+
+    assert sentence(refused(lines, "unknown layer"))
+
+
+@pytest.mark.parametrize(("shard", "of"), [(-1, 2), (2, 2), (0, 0), (5, 4)])
+def test_a_shard_that_does_not_exist_is_refused(shard: int, of: int) -> None:
+    refused(lambda rank: rank.load_weights(1, shard=shard, of=of), "unknown slice", layer=1)
+
+
+def test_loading_a_slice_twice_is_refused_with_the_op_that_had_it() -> None:
+    def lines(rank: Rank) -> None:
+        rank.load_batch([0])
+        rank.load_weights(1, shard=1, of=2)
+        rank.load_weights(1, shard=0, of=2)
+        rank.load_weights(0, shard=1, of=2)
+        rank.load_weights(1, shard=1, of=2)
+
+    refused(lines, "loaded twice", rank=0, op=7, layer=1)
+
+
+@pytest.mark.parametrize("numbers", [[], [2], [-1], [0, 0], [0, 1, 2]])
+def test_a_batch_is_some_of_the_steps_microbatches_each_once(numbers: list[int]) -> None:
+    refused(lambda rank: rank.load_batch(numbers), "unknown microbatch")
+
+
+def test_loads_say_on_the_tape_what_they_load() -> None:
+    async def strategy(rank: Rank) -> None:
+        rank.load_weights(1, shard=1, of=4)
+        rank.load_batch(iter([2, 0]))
+
+    weight, state, batch, *_ = trace(strategy, 1, 2, 3).tapes[0]
+    assert (weight.kind, weight.layer, weight.holds) == (OpKind.LOAD_WEIGHT, 1, Holds(0b0010, 4))
+    assert (state.kind, state.layer, state.holds) == (OpKind.LOAD_OPT_STATE, 1, Holds(0b0010, 4))
+    assert (batch.kind, batch.layer, batch.holds) == (OpKind.LOAD_BATCH, 0, Holds(0b101, 3))
+
+
+@pytest.mark.parametrize("peer", [-1, 2, 9])
+def test_a_peer_outside_the_world_is_refused(peer: int) -> None:
+    async def sends(rank: Rank) -> None:
+        rank.send(rank.load_batch([0]), to=peer)
+
+    async def receives(rank: Rank) -> None:
+        rank.recv(source=peer)
+
+    async def exchanges(rank: Rank) -> None:
+        rank.exchange(rank.load_batch([0]), to=1 - rank.index, source=peer)
+
+    tells(refusal(sends), "unknown rank")
+    tells(refusal(receives), "unknown rank")
+    tells(refusal(exchanges), "unknown rank")
+
+
+def test_a_rank_is_not_its_own_peer() -> None:
+    async def sends(rank: Rank) -> None:
+        rank.send(rank.load_batch([0]), to=rank.index)
+
+    async def receives(rank: Rank) -> None:
+        rank.recv(source=rank.index)
+
+    tells(refusal(sends), "unknown rank", rank=0, op=1)
+    tells(refusal(receives), "unknown rank", rank=0, op=0)
+
+
+@pytest.mark.parametrize(
+    ("expect", "said"),
+    [
+        (("weight", 0, 0), told("wrong expectation")),
+        (("saved", 0, 0), told("wrong expectation")),
+        (("activations", 0, 2), told("unknown microbatch", layer=0)),
+        (("activations", 0, [0, -1]), told("unknown microbatch", layer=0)),
+    ],
+)
+def test_a_receive_cannot_expect_what_does_not_exist(expect: tuple[str, int, int], said: Told) -> None:
+    async def strategy(rank: Rank) -> None:
+        rank.recv(source=1 - rank.index, expect=expect)
+
+    tells(refusal(strategy), said)
+
+
+@pytest.mark.parametrize(
+    ("expect", "message"),
+    [
+        (None, ExpectedValue(Kind.ACTIVATION, 0, 0b10)),
+        (("activations", 0, 1), ExpectedValue(Kind.ACTIVATION, 0, 0b10)),
+        (("activations", 0, [1]), ExpectedValue(Kind.ACTIVATION, 0, 0b10)),
+    ],
+)
+def test_a_receive_says_on_the_tape_what_it_gets(expect: tuple[str, int, int] | None, message: ExpectedValue) -> None:
+    async def strategy(rank: Rank) -> None:
+        if rank.index == 0:
+            await rank.send(rank.load_batch([1]), to=1)
+        else:
+            value = await rank.recv(source=0, expect=expect)
+            assert value.spec.microbatches == 0b10
+
+    receive = trace(strategy, 2, 1, 2).tapes[1][0]
+    assert (receive.kind, receive.layer, receive.peer, receive.expect) == (OpKind.RECV, 0, 0, message)
+
+
+@pytest.mark.parametrize("expect", [("activations", 0, 0), ("activations", 1, 1), ("grad_activations", 0, 1)])
+def test_another_message_than_the_one_meant_is_refused_by_name(expect: tuple[str, int, int]) -> None:
+    async def strategy(rank: Rank) -> None:
+        if rank.index == 0:
+            await rank.send(rank.load_batch([1]), to=1)
+        else:
+            await rank.recv(source=0, expect=expect)
+
+    error = refusal(strategy)
+    tells(error, "other message")
+    assert (error.rank, error.op) == (1, 0)
+
+
+def test_messages_between_two_ranks_arrive_in_the_order_they_were_sent() -> None:
+    async def strategy(rank: Rank) -> None:
+        if rank.index == 0:
+            for m in rank.microbatches:
+                await rank.send(rank.load_batch([m]), to=1)
+        else:
+            handles = [rank.recv(source=0) for _ in rank.microbatches]
+            values = [await handle for handle in reversed(handles)]
+            assert [value.spec.microbatches for value in values] == [0b100, 0b10, 0b1]
+
+    trace(strategy, 2, 1, 3)
+
+
+def test_shares_and_stages_are_dealt_evenly_in_order() -> None:
+    world = World(Mesh(pp=2, dp_shard=3), 4, 6)
+    assert [list(rank.share("dp_shard")) for rank in world.ranks[:3]] == [[0, 1], [2, 3], [4, 5]]
+    assert [list(rank.share()) for rank in world.ranks] == [[m] for m in range(6)]
+    assert [list(rank.stage_layers("pp")) for rank in world.ranks] == [[0, 1]] * 3 + [[2, 3]] * 3
+    assert [rank.coordinate("dp_shard") for rank in world.ranks] == [0, 1, 2] * 2
+    assert world.ranks[4].group("dp_shard").ranks == (3, 4, 5)
+    assert world.ranks[4].group().ranks == tuple(range(6))
+
+
+@pytest.mark.parametrize(
+    ("ask", "sentence"),
+    [
+        (Rank.share, "5 microbatches do not divide among 2 ranks; give a multiple of 2 microbatches"),
+        (Rank.stage_layers, "3 layers do not divide among 2 ranks; give a multiple of 2 layers"),
+    ],
+)
+def test_what_does_not_divide_is_one_sentence(ask: Callable[[Rank], object], sentence: str) -> None:
+    async def strategy(rank: Rank) -> None:
+        ask(rank)
+
+    with pytest.raises(UserError, match=sentence):
+        trace(strategy, 2, 3, 5)
+
+
+@pytest.mark.parametrize("verb", ["group", "coordinate", "share", "stage_layers"])
+def test_an_axis_that_does_not_exist_is_refused_where_it_is_named(verb: str) -> None:
+    async def strategy(rank: Rank) -> None:
+        rank.load_batch([0])
+        getattr(rank, verb)("rows")
+
+    with refuses("unknown axis", rank=0, op=1):
+        trace(strategy, 2, 2, 2)
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_without_a_saved_graph_backward_recomputes(save: bool) -> None:
+    def lines(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weights(0)[0]
+        rank.activations[0] = rank.load_batch([0])
+        output = rank.forward(0, rank.activations[0], rank.weights[0], save=save)
+        rank.backward(0, rank.activations[0], rank.loss(output), rank.weights[0])
+
+    passes = [word for word in alone(lines, layers=1) if word.split()[0] in {"forward", "recompute", "backward"}]
+    assert passes == (
+        ["forward 2 0 -> 3 4", "backward 2 5 0 4 -> 6 7"]
+        if save
+        else ["forward 2 0 -> 3", "recompute 2 0 -> 5", "backward 2 4 0 5 -> 6 7"]
+    )
+
+
+def test_a_second_backward_recomputes_what_the_first_one_used_up() -> None:
+    def lines(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weights(0)[0]
+        rank.activations[0] = rank.load_batch([0])
+        rank.grad_activations[1] = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
+        for _ in range(2):
+            rank.backward(0, rank.activations[0], rank.grad_activations[1], rank.weights[0])
+
+    assert [word.split()[0] for word in alone(lines, layers=1)].count("recompute") == 1
+
+
+def test_an_exchange_puts_its_send_and_receive_into_one_batch() -> None:
+    async def strategy(rank: Rank) -> None:
+        other = 1 - rank.index
+        for m in rank.microbatches:
+            await rank.exchange(rank.load_batch([m]), to=other, source=other, expect=("activations", 0, m))
+        if rank.index:
+            await rank.recv(source=0)
+        else:
+            await rank.send(rank.load_batch([0]), to=1)
+
+    for tape in trace(strategy, 2, 1, 2).tapes:
+        messages = [op for op in tape if op.kind in {OpKind.SEND, OpKind.RECV}]
+        assert [(op.kind.value, op.batch) for op in messages[:4]] == [
+            ("send", 0),
+            ("recv", 0),
+            ("send", 1),
+            ("recv", 1),
+        ]
+        assert messages[4].batch == -1
+
+
+@pytest.mark.parametrize(
+    ("verb", "pieces"), [("all_reduce", [3, 3]), ("reduce_scatter", [0b01, 0b10]), ("all_gather", [3, 3])]
+)
+def test_a_collective_gives_every_member_its_result(verb: str, pieces: list[int]) -> None:
+    results: list[int] = []
+
+    async def strategy(rank: Rank) -> None:
+        shard = rank.load_weights(0, shard=rank.index, of=2)[0]
+        full = rank.weights[0] = await rank.all_gather(shard)
+        batch = rank.activations[0] = rank.load_batch([rank.index])
+        gradient, _ = rank.backward(0, batch, rank.loss(rank.forward(0, batch, full)), full)
+        value = gradient if verb != "all_gather" else (await rank.reduce_scatter(gradient))
+        result = await getattr(rank, verb)(value, axis="dp_shard")
+        assert result.spec.cells == 0b11
+        results.append(result.spec.holds.refined(2).mask)
+
+    program = trace(strategy, 2, 1, 2)
+    assert sorted(results) == pieces
+    for tape in program.tapes:
+        op = next(op for op in reversed(tape) if op.kind.value == verb)
+        assert str(op.group) == "dp_shard"
+        assert op.layer == 0
+
+
+def test_members_that_issue_other_collectives_are_refused_with_both() -> None:
+    async def kinds(rank: Rank) -> None:
+        value = rank.load_weights(0, shard=rank.index, of=2)[0]
+        await (rank.all_gather(value) if rank.index else rank.all_reduce(value))
+
+    async def layers(rank: Rank) -> None:
+        await rank.all_gather(rank.load_weights(rank.index)[0])
+
+    error = refusal(kinds)
+    tells(error, "other order", rank=1, op=2, layer=0)
+    tells(refusal(layers), "other order", layer=1)
+
+
+def test_collectives_of_one_group_meet_in_the_order_of_issue() -> None:
+    async def strategy(rank: Rank) -> None:
+        handles = [rank.all_gather(rank.load_weights(l, shard=rank.index, of=2)[0]) for l in rank.layers]
+        for l in reversed(rank.layers):
+            assert (await handles[l]).spec.layer == l
+
+    for tape in together(strategy, layers=3):
+        assert [word for word in tape if word.startswith("wait")] == ["wait h2", "wait h1", "wait h0"]
+
+
+def test_a_refusal_of_the_rules_carries_rank_and_op() -> None:
+    async def strategy(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weights(0, shard=rank.index, of=2)[0]
+        if rank.index == 1:
+            rank.forward(0, rank.load_batch([0]), rank.weights[0])
+
+    error = refusal(strategy)
+    assert (error.rank, error.op) == (1, 3)
+    tells(error, "partial weight", rank=1, op=3, layer=0, missing=(0,))
+
+
+CALLS: dict[str, Callable[[Rank, Value, Value], object]] = {
+    "forward(layer 1)": lambda rank, bad, x: [rank.forward(layer, x, bad) for layer in [1]],
+    "loss": lambda rank, bad, x: rank.loss(bad),
+    "loss_stats": lambda rank, bad, x: rank.loss_stats(bad),
+    "norm(layer 1)": lambda rank, bad, x: rank.norm(1, bad),
+    "backward(layer 1)": lambda rank, bad, x: rank.backward(1, x, bad, x),
+    "backward_input(layer 0)": lambda rank, bad, x: rank.backward_input(0, x, bad, x),
+    "backward_weight(layer 1)": lambda rank, bad, x: rank.backward_weight(1, x, bad),
+    "attend(layer 0)": lambda rank, bad, x: rank.attend(0, x, bad),
+    "attend_backward(layer 1)": lambda rank, bad, x: rank.attend_backward(1, x, x, x, bad),
+    "update(layer 1)": lambda rank, bad, x: rank.update(1, x, bad, x),
+    "add": lambda rank, bad, x: x + bad,
+    "scale": lambda rank, bad, x: rank.scale(bad, 2),
+    "slice": lambda rank, bad, x: rank.slice(bad, 0, 2),
+    "concatenate": lambda rank, bad, x: rank.concatenate([x, bad]),
+    "all_reduce": lambda rank, bad, x: rank.all_reduce(bad),
+    "broadcast": lambda rank, bad, x: rank.broadcast(bad, root=rank.index),
+    "send": lambda rank, bad, x: rank.send(bad, to=1 - rank.index),
+    "exchange": lambda rank, bad, x: rank.exchange(bad, to=1 - rank.index, source=1 - rank.index),
+}
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_a_verb_that_is_given_a_handle_is_named_with_its_layer(verb: str) -> None:
+    async def strategy(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weight(0)
+        rank.activations[0] = rank.load_batch(rank.share())
+        handle = cast("Value", rank.all_gather(rank.weights[0]))
+        CALLS[verb](rank, handle, rank.activations[0])
+
+    tells(refusal(strategy), "not awaited", rank=0, op=3)

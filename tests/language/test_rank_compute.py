@@ -1,0 +1,298 @@
+"""The verbs that compute: what each puts on the tape, and what each refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from shardlab.language import Mesh, OpKind, Rank, Refused, Sizes, Value, trace
+from tests.language.tapes import alone, refused, sentence
+from tests.support.refusing import Told, refuses, tells, told
+
+
+def prepare_gradient(rank: Rank, *, save: bool = True) -> None:
+    """One layer's weight, and one microbatch up to the gradient of its output."""
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch([0])
+    rank.grad_activations[1] = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0], save=save))
+
+
+def test_the_halves_put_exactly_their_own_ops_on_the_tape() -> None:
+    def lines(rank: Rank) -> None:
+        prepare_gradient(rank)
+        rank.backward_input(0, rank.activations[0], rank.grad_activations[1], rank.weights[0])
+        gradient = rank.backward_weight(0, rank.activations.pop(0), rank.grad_activations.pop(1))
+        rank.weights[0], rank.opt_states[0] = rank.update(0, gradient, rank.weights[0], rank.opt_states[0])
+
+    assert alone(lines, layers=1, microbatches=1) == [
+        "load_weight -> 0",
+        "load_opt_state -> 1",
+        "load_batch -> 2",
+        "forward 2 0 -> 3 4",
+        "loss 3 -> 5",
+        "free 3",
+        "backward_input 2 5 0 4 -> 6 7",
+        "backward_weight 2 5 7 -> 8",
+        "free 2",
+        "free 5",
+        "update 8 0 1 -> 9 10",
+        "free 8",
+        "free 6",
+    ]
+
+
+def test_what_the_weights_half_needs_goes_with_the_activation() -> None:
+    """Nothing frees it by itself: the tape has no FREE of it."""
+
+    def lines(rank: Rank) -> None:
+        prepare_gradient(rank)
+        rank.backward_input(0, rank.activations[0], rank.grad_activations[1], rank.weights[0])
+        del rank.activations[0]
+
+    tape = alone(lines, layers=1)
+    assert "backward_input 2 5 0 4 -> 6 7" in tape
+    assert "free 2" in tape
+    assert not {"free 4", "free 7"} & set(tape)
+
+
+def test_the_first_half_recomputes_what_was_not_saved() -> None:
+    def lines(rank: Rank) -> None:
+        prepare_gradient(rank, save=False)
+        rank.backward_input(0, rank.activations[0], rank.grad_activations[1], rank.weights[0])
+        rank.backward_weight(0, rank.activations[0], rank.grad_activations[1])
+
+    passes = [word for word in alone(lines, layers=1) if word.split()[0] in {"recompute", "backward_input"}]
+    assert passes == ["recompute 2 0 -> 5", "backward_input 2 4 0 5 -> 6 7"]
+
+
+def test_the_weight_may_be_freed_between_the_halves() -> None:
+    async def strategy(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weight(0, rank.index, 2)
+        full = rank.weights["full"] = await rank.all_gather(rank.weights[0])
+        rank.activations[0] = rank.load_batch([0])
+        rank.grad_activations[1] = rank.loss(rank.forward(0, rank.activations[0], full))
+        rank.backward_input(0, rank.activations[0], rank.grad_activations[1], full)
+        del rank.weights["full"]
+        rank.backward_weight(0, rank.activations.pop(0), rank.grad_activations.pop(1))
+
+    for tape in trace(strategy, 2, 1, 2).tapes:
+        free, half = [
+            next(at for at, op in enumerate(tape) if op.kind is kind and op.inputs[0] == read)
+            for kind, read in ((OpKind.FREE, 1), (OpKind.BACKWARD_WEIGHT, 2))
+        ]
+        assert free < half
+
+
+@pytest.mark.parametrize("before", ["nothing", "backward", "backward_weight"])
+def test_the_weights_half_wants_an_input_half_of_its_own(before: str) -> None:
+    def lines(rank: Rank) -> None:
+        prepare_gradient(rank)
+        given = rank.activations[0], rank.grad_activations[1]
+        if before == "backward":
+            rank.backward(0, *given, rank.weights[0])
+        if before == "backward_weight":
+            rank.backward_input(0, *given, rank.weights[0])
+            rank.backward_weight(0, *given)
+        rank.backward_weight(0, *given)
+
+    refused(lines, "no forward", layers=1, layer=0)
+
+
+def test_an_activation_popped_for_the_first_half_is_gone_for_the_second() -> None:
+    def lines(rank: Rank) -> None:
+        prepare_gradient(rank)
+        batch = rank.activations.pop(0)
+        rank.backward_input(0, batch, rank.grad_activations[1], rank.weights[0])
+        rank.backward_weight(0, batch, rank.grad_activations[1])
+
+    refused(lines, "freed", layers=1, layer=0)
+
+
+def test_a_gradient_popped_for_the_first_half_is_gone_for_the_second() -> None:
+    def lines(rank: Rank) -> None:
+        prepare_gradient(rank)
+        gradient = rank.grad_activations.pop(1)
+        rank.backward_input(0, rank.activations[0], gradient, rank.weights[0])
+        rank.backward_weight(0, rank.activations[0], gradient)
+
+    refused(lines, "freed", layer=0, layers=1)
+
+
+def test_the_weights_half_wants_the_gradient_of_its_own_microbatch() -> None:
+    def lines(rank: Rank) -> None:
+        prepare_gradient(rank)
+        rank.backward_input(0, rank.activations[0], rank.grad_activations[1], rank.weights[0])
+        rank.activations["other"] = rank.load_batch([1])
+        other = rank.loss(rank.forward(0, rank.activations["other"], rank.weights[0]))
+        rank.backward_weight(0, rank.activations[0], other)
+
+    refused(lines, "other tokens", layer=0, layers=1)
+
+
+@pytest.mark.parametrize("layer", [-1, 1, 7])
+@pytest.mark.parametrize("verb", ["backward_input", "backward_weight", "norm"])
+def test_a_half_or_a_norm_of_a_layer_that_does_not_exist_is_refused(verb: str, layer: int) -> None:
+    def lines(rank: Rank) -> None:
+        value = rank.load_batch([0])
+        getattr(rank, verb)(layer, *(value,) * {"backward_input": 3, "backward_weight": 2, "norm": 1}[verb])
+
+    assert sentence(refused(lines, "unknown layer", layers=1))
+
+
+HALVES = Sizes.half_blocks(1)
+"""Bodies 0, 2, 4, 6 and norms 1, 3, 5."""
+
+
+def prepare(rank: Rank) -> None:
+    """One microbatch, up to the first norm's branch."""
+    for l in rank.layers:
+        rank.weights[l] = rank.load_weight(l)
+    rank.activations[0] = rank.load_batch([0])
+    rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
+
+
+def to_the_loss(rank: Rank) -> None:
+    """On to the gradient of the last norm's output."""
+    prepare(rank)
+    residual: list[Value] = []
+    for l in (1, 3, 5):
+        given = rank.activations[l], *residual
+        rank.activations[l + 1], *residual = rank.forward(l, given, rank.weights[l])
+        rank.activations[l + 2] = rank.forward(l + 1, rank.activations[l + 1], rank.weights[l + 1])
+    gradient = rank.loss(rank.activations.pop(7))
+    _, rank.grad_activations[6] = rank.backward(6, rank.activations[6], gradient, rank.weights[6])
+
+
+def norms_of(lines: Callable[[Rank], object]) -> list[str]:
+    """The tape's entries from the first norm on."""
+    tape = alone(lines, HALVES, 1)
+    return tape[tape.index("forward 7 0 -> 8 9") + 1 :]
+
+
+def test_a_norm_reads_branch_weight_and_residual_and_hands_a_residual_on() -> None:
+    def lines(rank: Rank) -> None:
+        to_the_loss(rank)
+        given = (rank.grad_activations[6],)
+        _, rank.grad_activations[5], rank.grad_residuals[5] = rank.backward(
+            5, rank.activations[5], given, rank.weights[5]
+        )
+
+    norms = norms_of(lines)
+    assert norms[0] == "forward 8 1 -> 10 11 12", "(branch, weight) to (normalised, residual, saved)"
+    assert "forward 13 3 11 -> 15 16 17" in norms, "(branch, weight, residual) to (normalised, residual, saved)"
+    assert "forward 18 5 16 -> 20 21" in norms, "(branch, weight, residual) to (normalised, saved)"
+    assert "backward 18 26 5 21 -> 27 28 29" in norms, "(weight's, branch's, residual's)"
+
+
+def test_a_norms_backward_has_two_halves() -> None:
+    def lines(rank: Rank) -> None:
+        to_the_loss(rank)
+        given = (rank.grad_activations[6],)
+        rank.grad_activations[5], rank.grad_residuals[5] = rank.backward_input(
+            5, rank.activations[5], given, rank.weights[5]
+        )
+        rank.grad_weights[5] = rank.backward_weight(5, rank.activations[5], rank.grad_activations[6])
+
+    tape = norms_of(lines)
+    assert "backward_input 18 26 5 21 -> 27 28 29" in tape
+    assert "backward_weight 18 26 29 -> 30" in tape
+
+
+def forward_of_a_norm(rank: Rank) -> None:
+    prepare(rank)
+    rank.forward(1, rank.activations[1], rank.weights[1])
+
+
+def norm_of_a_body(rank: Rank) -> None:
+    prepare(rank)
+    rank.forward(0, (rank.activations[0], rank.activations[1]), rank.weights[0])
+
+
+def backward_of_a_norm(rank: Rank) -> None:
+    to_the_loss(rank)
+    rank.backward(5, rank.activations[5], rank.grad_activations[6], rank.weights[5])
+
+
+def half_of_a_norm(rank: Rank) -> None:
+    """The residual's gradient would be lost."""
+    to_the_loss(rank)
+    rank.backward_input(5, rank.activations[5], rank.grad_activations[6], rank.weights[5])
+
+
+def backward_norm_of_a_body(rank: Rank) -> None:
+    to_the_loss(rank)
+    gradient = rank.grad_activations[6]
+    rank.backward(4, rank.activations[4], (gradient, gradient), rank.weights[4])
+
+
+def backward_without_forward(rank: Rank) -> None:
+    to_the_loss(rank)
+    for _ in range(2):
+        rank.backward(5, rank.activations[5], (rank.grad_activations[6],), rank.weights[5])
+
+
+def no_residual(rank: Rank) -> None:
+    to_the_loss(rank)
+    rank.forward(3, (rank.activations[3],), rank.weights[3])
+
+
+def no_such_layer(rank: Rank) -> None:
+    prepare(rank)
+    rank.forward(7, (rank.activations[1],), rank.weights[1])
+
+
+def stats_of_whole_logits(rank: Rank) -> None:
+    to_the_loss(rank)
+    rank.loss_stats(rank.forward(6, rank.activations[6], rank.weights[6]))
+
+
+def loss_with_something_more(rank: Rank) -> None:
+    to_the_loss(rank)
+    rank.loss(rank.forward(6, rank.activations[6], rank.weights[6]), rank.activations[6])
+
+
+REFUSED: list[tuple[Callable[[Rank], None], Told]] = [
+    (forward_of_a_norm, told("wrong number", layer=1)),
+    (norm_of_a_body, told("wrong number", layer=0)),
+    (backward_of_a_norm, told("wrong number", layer=5)),
+    (backward_norm_of_a_body, told("wrong number", layer=4)),
+    (half_of_a_norm, told("wrong number", layer=5)),
+    (backward_without_forward, told("no forward", layer=5)),
+    (no_residual, told("wrong number", layer=3)),
+    (no_such_layer, told("unknown layer")),
+    (stats_of_whole_logits, told("other pieces", layer=7)),
+    (loss_with_something_more, told("wrong number", layer=7)),
+]
+
+
+@pytest.mark.parametrize(("lines", "words"), REFUSED)
+def test_what_does_not_fit_a_layers_kind_is_refused(lines: Callable[[Rank], None], words: Told) -> None:
+    with refuses(words):
+        alone(lines, HALVES, 1)
+
+
+def test_a_backward_pass_by_another_slice_than_the_forward_pass_is_refused() -> None:
+    async def swapped(rank: Rank) -> None:
+        for l in rank.layers:
+            rank.weights[l] = rank.load_weight(l) if l % 2 else rank.load_weight(l, rank.index, 2)
+        rank.weights["theirs"] = rank.load_weight(4, 1 - rank.index, 2)
+        rank.activations[0] = rank.load_batch([0])
+        branch = await rank.all_reduce(rank.forward(0, rank.activations[0], rank.weights[0]), axis="tp")
+        residual: list[Value] = []
+        for l in (1, 3, 5):
+            rank.activations[l] = branch
+            rank.activations[l + 1], *residual = rank.forward(l, (branch, *residual), rank.weights[l])
+            branch = rank.forward(l + 1, rank.activations[l + 1], rank.weights[l + 1])
+            branch = branch if l == 5 else await rank.all_reduce(branch, axis="tp")
+        rank.activations[7] = branch
+        stats = await rank.all_gather(rank.loss_stats(rank.activations[7]), axis="tp")
+        gradient = rank.loss(rank.activations[7], stats)
+        _, terms = rank.backward(6, rank.activations[6], gradient, rank.weights[6])
+        gradient = await rank.all_reduce(terms, axis="tp")
+        _, rank.grad_activations[5], _ = rank.backward(5, rank.activations[5], (gradient,), rank.weights[5])
+        rank.backward(4, rank.activations[4], rank.grad_activations[5], rank.weights["theirs"])
+
+    with pytest.raises(Refused) as caught:
+        trace(swapped, Mesh(tp=2), HALVES, 1)
+    tells(caught.value, "other forward", layer=4)

@@ -1,0 +1,50 @@
+"""Both sides train alike and take turns; what is slower is seen as slower, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from shardlab.measure.side_by_side.results import PAIRS, pairs_named
+from tests.measure.side_by_side import jobs
+from tests.support.ranks import Ranks
+from tests.support.thorough import sampled
+
+pytestmark = pytest.mark.xdist_group("ranks")
+Worlds = Callable[[int], Ranks]
+
+
+SAMPLE = {"ddp", "fsdp", "tensor-parallel", "1f1b", "zb-v"}
+
+
+@pytest.mark.parametrize(
+    "name", sampled((name for name, pair in PAIRS.items() if pair.least == 2), SAMPLE.__contains__)
+)
+def test_both_sides_of_a_pair_have_one_loss(ranks: Worlds, name: str) -> None:
+    pair = PAIRS[name]
+    found = ranks(2).call(jobs.compared, pair, pair.sized(jobs.TINY, 2), 2)[0]
+    assert found.loss_error <= 1e-6
+    assert len(found.our_losses) > len(found.ours.seconds) == 2, "losses of the first steps count as well"
+    assert found.our_losses[0] > found.our_losses[-1] or found.our_losses[0] != found.our_losses[1], "both train"
+    assert 0.5 < found.memory < 2
+
+
+def test_a_rewritten_program_has_pytorchs_loss_as_well(ranks: Worlds) -> None:
+    (pair,) = pairs_named(("ddp",), "all")
+    found = ranks(2).call(jobs.compared, pair, jobs.TINY, 1)[0]
+    assert found.loss_error <= 1e-6
+
+
+def test_replicas_of_shards_have_one_loss_with_pytorchs(ranks: Worlds) -> None:
+    found = ranks(4).call(jobs.compared, PAIRS["hsdp"], jobs.TINY, 1)[0]
+    assert found.agrees
+
+
+def test_a_slower_side_is_seen_as_slower_and_where(ranks: Worlds) -> None:
+    found, others = ranks(2).call(jobs.slow_stand_in, 3)
+    assert found == others, "every rank gives the slowest rank's steps"
+    assert found.ratio.median > 1
+    ours, theirs = (side.parts(found.floor) for side in (found.ours, found.theirs))
+    assert ours.waiting > 0.1 > ours.overhead
+    assert theirs.overhead > 0.01

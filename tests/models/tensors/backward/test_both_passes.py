@@ -1,0 +1,392 @@
+"""Both passes of a layer: what autograd makes of its definition, of as much as is declared."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import singledispatch
+from typing import ClassVar
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, Model, MoE, cut
+from shardlab.models.layer import Run
+from shardlab.models.layout import Kernel
+from shardlab.models.mixture import ExpertActivate
+from shardlab.models.primitives import Activate, Add, DropoutSite, Pieces, Primitive
+from shardlab.models.tensors import AddGradients, Dropout, initial_weights, layers_of, views
+from shardlab.models.tensors.backward import layer as layer_module
+from shardlab.models.tensors.backward import prepared_layer
+from shardlab.models.tensors.backward.autograd import Graph, by_autograd
+from shardlab.models.tensors.backward.workspace import BothPasses, TensorPlaces, passes
+from shardlab.models.tensors.compute import Given, compute
+from shardlab.models.tensors.layers import TensorLayer
+from tests.models.conftest import forward, inputs_of, passes_of, piece_of
+from tests.models.small import WithHeads
+from tests.models.tensors.comparing import error
+from tests.support.thorough import sampled
+
+ROWS = 3
+SMALL: WithHeads = {"layers": 2, "hidden_size": 16, "heads": 4, "vocab_size": 30, "seq_len": 8}
+LARGE: WithHeads = {"layers": 2, "hidden_size": 256, "heads": 4, "vocab_size": 30, "seq_len": 8}
+"""Of a model whose feed-forward's products are large, in two slices too."""
+
+WHOLE: list[Model] = [
+    GPT(**SMALL),
+    GPT(**SMALL, bias=False),
+    GPT(layers=1, hidden_size=16, heads=4, vocab_size=30, seq_len=8, tied=True),
+    GPT(layers=1, hidden_size=12, heads=3, seq_len=7, vocab_size=30, bias=False, dropout=0.2, tied=True),
+    GPT(**LARGE, activation="gelu_tanh"),
+    GPT(**LARGE, activation="squared_relu", norm="rms", dropout=0.2),
+    GPT(**SMALL, kv_heads=2, rope_theta=1e4, dropout=0.2),
+    MLP(layers=3, hidden_size=16, vocab_size=30, seq_len=8, dropout=0.2),
+    Llama(**LARGE, kv_heads=2),
+    MoE(**SMALL, top_k=1),
+    MoE(**LARGE, dropout=0.2, capacity_factor=None),
+    Mixtral(**LARGE, shared_experts=1),
+]
+CUT: Sequence[Model] = [
+    *(cut(model) for model in WHOLE if isinstance(model, Blocks) and model.layers > 1),
+    cut(GPT(**LARGE), tp=2),
+    cut(GPT(layers=2, hidden_size=16, heads=4, kv_heads=2, seq_len=8, vocab_size=30, tied=True), tp=2),
+    cut(GPT(layers=1, hidden_size=16, heads=4, kv_heads=2, seq_len=8, vocab_size=30, dropout=0.2), tp=2),
+    *(cut(model, attention_apart=True) for model in WHOLE[:2] if isinstance(model, Blocks)),
+    cut(GPT(**SMALL, dropout=0.2), attention_apart=True),
+    cut(MLP(layers=1, hidden_size=16, seq_len=8), tp=2, columns=True),
+    cut(MoE(layers=1, hidden_size=16, heads=2, seq_len=8), ep=2),
+    cut(Llama(**LARGE, ffn_hidden_size=1024), tp=2, attention_apart=True),
+    cut(MLP(layers=2, hidden_size=256, vocab_size=30, seq_len=8), tp=2, columns=True),
+    cut(MoE(**SMALL), ep=2),
+    cut(MoE(**LARGE, dropout=0.2), tp=2, ep=2),
+    cut(Mixtral(**SMALL, ffn_hidden_size=24), tp=2, attention_apart=True),
+]
+MODELS = [*WHOLE, *CUT]
+CASES = [
+    (model, layer, number)
+    for model in MODELS
+    for layer in range(model.layers)
+    for number in range(model.layout(0 if model.borrowed(layer) else layer).slices)
+]
+every_slice = pytest.mark.parametrize(
+    ("model", "layer", "number"), sampled(CASES, lambda case: case[1] < 3 and case[2] < 2), ids=str
+)
+
+
+class Passes:
+    """One forward pass of a slice of a layer on random input, with gradients of its outputs."""
+
+    def __init__(self, model: Model, layer: int, number: int = 0, dtype: torch.dtype = torch.float64) -> None:
+        torch.manual_seed(layer)
+        self.share = replace(piece_of(model, layer, number), gradient_scale=3)
+        owner = 0 if model.borrowed(layer) else layer
+        self.flat = initial_weights(model, owner, 0, dtype).chunk(model.layout(owner).slices)[number]
+        self.flat += torch.randn_like(self.flat) / 5
+        self.weights = views(model.layout(owner), self.flat)
+        self.inputs = inputs_of(model, layer, ROWS, dtype, self.share)
+        self.layer = passes_of(model, layer)
+        self.made, self.its, self.kept = forward(model, layer, self.inputs, self.weights, self.share)
+        self.gradients = [torch.randn_like(y) for y in self.made]
+        self.later: list[tuple[AddGradients, Tensor, Tensor]] = []
+
+    def backward(self, rooms: Sequence[Tensor], *, halves: bool = False) -> list[Tensor]:
+        """The inputs' gradients, where there are any; adds those of the weights to `rooms`."""
+
+        def take(add: AddGradients, gradient: Tensor, read: Tensor) -> None:
+            if halves:
+                self.later.append((add, gradient, read))
+            else:
+                add(rooms, gradient, read)
+
+        made = self.layer.backward(self.its, self.gradients, self.weights, take)
+        return [gradient for gradient in made if gradient is not None]
+
+    def backward_weight(self, rooms: Sequence[Tensor]) -> None:
+        """The second half of a backward pass."""
+        while self.later:
+            add, gradient, read = self.later.pop(0)
+            add(rooms, gradient, read)
+
+    def rooms(self) -> list[Tensor]:
+        return [torch.zeros_like(weight) for weight in self.weights]
+
+
+@every_slice
+def test_both_passes_are_those_that_autograd_makes_of_the_definition(model: Model, layer: int, number: int) -> None:
+    its = Passes(model, layer, number)
+    leaves = [weight.clone().requires_grad_() for weight in its.weights]
+    dropout = Dropout(model.dropout, 0, 0, layer, (0,))
+    made = layers_of(model)[layer].run(leaves, its.inputs, its.share, dropout)
+    torch.autograd.backward(made, its.gradients)
+    rooms = its.rooms()
+    gradients = its.backward(rooms)
+    for mine, its_own in zip(its.made, made, strict=True):
+        assert error(mine, its_own) <= 1e-14
+    expected = [x.grad for x in its.inputs if x.grad is not None]
+    for mine, its_own in zip(gradients, expected, strict=True):
+        assert error(mine, its_own) <= 1e-14
+    for room, leaf in zip(rooms, leaves, strict=True):
+        assert leaf.grad is None or error(room, leaf.grad) <= 1e-13
+
+
+@every_slice
+def test_two_halves_are_the_whole_to_the_bit_and_the_weight_may_go_between_them(
+    model: Model, layer: int, number: int
+) -> None:
+    """It lies elsewhere for the first half, and nowhere for the second."""
+    its, halves = Passes(model, layer, number), Passes(model, layer, number)
+    expected, rooms = its.rooms(), its.rooms()
+    x_expected = its.backward(expected)
+    elsewhere = halves.flat.clone()
+    halves.flat.fill_(torch.nan)
+    halves.weights = views(model.layout(0 if model.borrowed(layer) else layer), elsewhere)
+    made = halves.backward(rooms, halves=True)
+    elsewhere.fill_(torch.nan)
+    halves.backward_weight(rooms)
+    for mine, its_own in zip((*made, *rooms), (*x_expected, *expected), strict=True):
+        assert torch.equal(mine, its_own)
+
+
+@every_slice
+def test_gradients_are_added_to_what_is_there_and_nothing_stays(model: Model, layer: int, number: int) -> None:
+    fresh, more = Passes(model, layer, number), Passes(model, layer, number)
+    zeros, ones = fresh.rooms(), [torch.ones_like(weight) for weight in fresh.weights]
+    fresh.backward(zeros)
+    more.backward(ones)
+    for zero, one in zip(zeros, ones, strict=True):
+        assert error(one, zero + 1) <= 1e-14
+    assert not any(each is not None for each in fresh.its.tensors)
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Place of each memory to its bytes."""
+    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+
+
+@pytest.mark.parametrize(("model", "layer"), [(model, layer) for model in MODELS for layer in range(model.layers)])
+def test_between_the_halves_stays_what_models_declare(model: Model, layer: int) -> None:
+    """Beyond the layer's inputs, its parameters, and the gradients of its outputs and vectors."""
+    elements = 0
+    for number in range(model.layout(layer).slices):
+        its = Passes(model, layer, number)
+        its.backward(its.rooms(), halves=True)
+        its.kept.clear()
+        stays = [each for _, *both in its.later for each in both if each.dim() > 1]
+        others = storages([its.flat, *its.gradients, *its.inputs])
+        elements += sum(size for place, size in storages(stays).items() if place not in others) // 8
+    assert elements == model.run(layer).saved_for_weight(ROWS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_a_pass_that_keeps_nothing_makes_the_same_to_the_bit(model: Model, dtype: torch.dtype) -> None:
+    for layer in range(model.layers):
+        its, dropout = Passes(model, layer, 0, dtype), Dropout(model.dropout, 0, 0, layer, (0,))
+        inputs = [x.detach() for x in its.inputs]
+        made, _ = its.layer.forward(inputs, its.weights, its.share, dropout, keeps=False)
+        assert all(torch.equal(a, b) for a, b in zip(made, its.made, strict=True))
+
+
+def test_gradients_may_be_summed_in_wider_numbers_than_they_are_made_in() -> None:
+    for model in (WHOLE[0], WHOLE[8], WHOLE[11]):
+        its, exact = Passes(model, 1, 0, torch.bfloat16), Passes(model, 1, 0, torch.bfloat16)
+        wide, narrow = (
+            [torch.zeros_like(weight, dtype=dtype) for weight in its.weights] for dtype in (torch.float32, None)
+        )
+        its.backward(wide)
+        exact.backward(narrow)
+        for room, its_own in zip(wide, narrow, strict=True):
+            assert room.dtype == torch.float32
+            assert torch.equal(room.bfloat16(), its_own)
+
+
+def test_every_activation_function_is_made_again_that_a_large_product_reads() -> None:
+    small, large = (WHOLE[0], WHOLE[9]), (WHOLE[4], WHOLE[8], WHOLE[10], WHOLE[11])
+    assert not any(run.made_again for model in small for run in model.runs)
+    for run in (run for model in large for run in model.runs):
+        followed = {n for n, step in enumerate(run.steps) if isinstance(step.primitive, Activate | ExpertActivate)}
+        assert {made.step for made in run.made_again} == followed
+
+
+@singledispatch
+def none(primitive: Primitive, at: TensorPlaces) -> BothPasses | None:
+    """No primitive has passes of its own."""
+    return None
+
+
+@every_slice
+def test_autograd_makes_the_backward_pass_of_a_primitive_that_has_none(model: Model, layer: int, number: int) -> None:
+    """Wherever its weight lies then."""
+    its = Passes(model, layer, number)
+    expected = its.rooms()
+    x_expected = its.backward(expected)
+    with patch.object(layer_module, "passes", none):
+        mine = Passes(model, layer, number)
+    assert any(isinstance(each, Graph) for each in mine.its.tensors)
+    elsewhere = mine.flat.clone()
+    mine.flat.fill_(torch.nan)
+    mine.weights = views(model.layout(0 if model.borrowed(layer) else layer), elsewhere)
+    rooms = mine.rooms()
+    made = mine.backward(rooms)
+    for ours, its_own in zip((*mine.made, *made, *rooms), (*its.made, *x_expected, *expected), strict=True):
+        assert error(ours, its_own) <= 1e-13
+
+
+class Without:
+    """The primitives' passes, but for those of one kind."""
+
+    def __init__(self, kind: type[Primitive]) -> None:
+        self.registry = {each: its for each, its in passes.registry.items() if each is not kind}
+
+    def __call__(self, primitive: Primitive, at: TensorPlaces) -> BothPasses | None:
+        return passes(primitive, at)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in passes.registry if kind is not object], ids=lambda kind: kind.__name__
+)
+def test_passes_that_autograd_makes_meet_those_that_are_written_out(kind: type[Primitive]) -> None:
+    found = 0
+    for model in (WHOLE[4], WHOLE[6], WHOLE[8], WHOLE[10], WHOLE[11], CUT[-5]):
+        for layer, run in enumerate(model.runs):
+            if any(type(step.primitive) is kind for step in run.steps):
+                found += 1
+                with patch.object(layer_module, "passes", Without(kind)):
+                    test_both_passes_are_those_that_autograd_makes_of_the_definition(model, layer, 0)
+                    test_two_halves_are_the_whole_to_the_bit_and_the_weight_may_go_between_them(model, layer, 0)
+    assert found
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandsOn(Primitive):
+    """A branch that may be dropped, and is handed on otherwise."""
+
+    einsum: ClassVar[str] = "x(width) -> x(width)"
+    hidden_size: int
+
+    def features(self, tensor: str) -> int:
+        return self.hidden_size
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        return ()
+
+
+@compute.register
+def _(primitive: HandsOn, given: Given) -> tuple[Tensor, ...]:
+    return (given.x if given.factor is None else given.x * given.factor,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate(HandsOn):
+    """What attention has mixed, times a gate of its queries, which attention reads as well."""
+
+    einsum: ClassVar[str] = "q(head) x(head) -> x(head)"
+
+
+@compute.register
+def _(primitive: Gate, given: Given) -> tuple[Tensor, ...]:
+    return (given.x * given.tensors["q"].sigmoid(),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(HandsOn):
+    """Keys and values that lie between their projection and attention."""
+
+    einsum: ClassVar[str] = "kv(head) -> kv(head)"
+
+    def features(self, tensor: str) -> int:
+        return 2 * self.hidden_size
+
+
+@compute.register
+def _(primitive: Halved, given: Given) -> tuple[Tensor, ...]:
+    return (given.tensors["kv"] / 2,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unusual(GPT):
+    """A model with primitives between those that usually meet."""
+
+    def attention_part(self) -> tuple[Primitive, ...]:
+        norm, project, attend, *rest = super().attention_part()
+        tokens, width = self.seq_len, self.hidden_size
+        between, after = Halved(tokens=tokens, hidden_size=width), Gate(tokens=tokens, hidden_size=width)
+        return norm, project, between, attend, after, *rest
+
+    def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
+        attention, (name, (*others, add)) = super().block_parts()
+        return attention, (name, (*others, HandsOn(tokens=self.seq_len, hidden_size=self.hidden_size), add))
+
+
+@pytest.mark.parametrize("layer", range(2))
+def test_primitives_may_stand_between_those_that_usually_meet(layer: int) -> None:
+    model = Unusual(**SMALL)
+    test_both_passes_are_those_that_autograd_makes_of_the_definition(model, layer, 0)
+    test_two_halves_are_the_whole_to_the_bit_and_the_weight_may_go_between_them(model, layer, 0)
+
+
+def test_what_a_primitive_hands_on_is_memory_of_its_own() -> None:
+    step = WHOLE[0].run(0).steps[0]._replace(primitive=HandsOn(tokens=8, hidden_size=4))
+    x = torch.randn(2, 8, 4)
+    for keeps in (True, False):
+        (made,), _ = prepared_layer(Run((step,), ("x",), ("x",)), (), "cpu").forward([x], (), keeps=keeps)
+        assert torch.equal(made, x)
+        assert made.data_ptr() != x.data_ptr()
+
+
+def test_a_layer_without_parameters_draws_masks() -> None:
+    step = WHOLE[3].run(0).steps[0]
+    parts = (
+        Activate(tokens=8, activation="gelu", hidden=4),
+        Add(tokens=8, hidden_size=4, bias="", drops=True, site=DropoutSite.FEED_FORWARD_OUTPUT),
+    )
+    run, given = (
+        Run(tuple(step._replace(primitive=part) for part in parts), ("x", "s"), ("s",)),
+        torch.randn(2, 2, 8, 4),
+    )
+    dropout = Dropout(0.2, 0, 0, 0, (0,))
+    (made,), _ = prepared_layer(run, (), "cpu").forward([*given], (), dropout=dropout, keeps=False)
+    assert torch.equal(made, TensorLayer((), run).run((), [*given], dropout=dropout)[0])
+
+
+class Twice(Activate):
+    """A primitive that is made of another, and would compute something else."""
+
+
+def test_a_primitive_that_is_made_of_another_one_does_not_take_its_passes() -> None:
+    run, names = WHOLE[0].run(0), layers_of(WHOLE[0])[0].names
+    twice = [
+        step._replace(primitive=Twice(tokens=8, activation="gelu", hidden=64))
+        if isinstance(step.primitive, Activate)
+        else step
+        for step in run.steps
+    ]
+    with patch.object(layer_module, "by_autograd", wraps=by_autograd) as asked:
+        prepared_layer(run, names, "cpu")
+        assert not asked.called
+        prepared_layer(replace(run, steps=tuple(twice)), names, "cpu")
+        assert [type(call.args[0]) for call in asked.call_args_list] == [Twice]
+
+
+@pytest.mark.parametrize("halves", range(3))
+def test_a_pass_that_is_let_go_at_any_point_takes_what_it_kept_with_it(halves: int) -> None:
+    its = Passes(GPT(**SMALL, dropout=0.2), 1)
+    gone = [weakref.ref(each) for each in its.kept]
+    its.kept.clear()
+    if halves >= 1:
+        its.backward(its.rooms(), halves=True)
+    if halves == 2:
+        its.backward_weight(its.rooms())
+    gc.disable()
+    try:
+        del its
+        assert not [each for each in gone if each() is not None]
+    finally:
+        gc.enable()

@@ -1,0 +1,322 @@
+"""The GPT's shapes, FLOPs and bytes, and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardlab.common.errors import UserError
+from shardlab.language import Mesh
+from shardlab.language.rules.kinds import Kind
+from shardlab.models import GPT, MLP, Llama, Mixtral, Model, MoE, cut
+from shardlab.models.attention import Attend
+from shardlab.models.cutting import cut_for
+from shardlab.models.mixture import Combine, Dispatch, Place, Route
+from shardlab.models.tensors import Dropout, initial_weights, layers_of, views
+from tests.models.conftest import piece_of
+from tests.models.small import WithHeads
+
+Measure = Callable[[Model, int, int, torch.dtype], int]
+
+
+def test_the_models_come_without_torch() -> None:
+    script = "import sys, shardlab.models; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_it_has_as_many_parameters_as_gpt_2_with_a_head_of_its_own() -> None:
+    gpt_2 = GPT(layers=12, heads=12, hidden_size=768, vocab_size=50257, seq_len=1024)
+    assert gpt_2.parameter_count == 124_439_808 + 50257 * 768
+
+
+def test_a_tied_head_has_no_matrix() -> None:
+    untied, tied = GPT(layers=1), GPT(layers=1, tied=True)
+    assert untied.parameter_count - tied.parameter_count == tied.vocab_size * tied.hidden_size
+
+
+def test_matrices_and_embeddings_are_decayed_biases_and_norms_are_not() -> None:
+    for layer in range(3):
+        for parameter in GPT(layers=3).layout(layer).parameters:
+            assert parameter.decayed == (len(parameter.shape) == 2), parameter.name
+
+
+def test_without_bias_there_is_none() -> None:
+    assert not [p.name for p in GPT(layers=1, bias=False).layout(0).parameters if p.name.endswith("bias")]
+
+
+def test_embedding_and_head_belong_to_the_first_and_the_last_layer() -> None:
+    names = [{p.name for p in GPT(layers=3).layout(layer).parameters} for layer in range(3)]
+    assert names[0] - names[1] == {"wte.weight", "wpe.weight"}
+    assert names[2] - names[1] == {"ln_f.weight", "ln_f.bias", "lm_head.weight"}
+    assert {p.name for p in GPT(layers=1).layout(0).parameters} == names[0] | names[2]
+
+
+def test_activations_go_from_tokens_to_logits() -> None:
+    model = GPT(layers=2, hidden_size=32, heads=2, vocab_size=100, seq_len=16)
+    assert [model.activation_shape(i, 3) for i in range(3)] == [(3, 16), (3, 16, 32), (3, 16, 100)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "model",
+    [
+        GPT(layers=3),
+        GPT(layers=1, tied=True, bias=False),
+        GPT(layers=3, dropout=0.1),
+        GPT(layers=1, heads=1, dropout=0.1),
+        GPT(layers=2, heads=3, hidden_size=48, seq_len=7, vocab_size=30),
+        GPT(layers=2, heads=6, kv_heads=2, hidden_size=48, seq_len=7, vocab_size=30),
+        GPT(layers=1, heads=6, kv_heads=1, hidden_size=48, seq_len=7, vocab_size=30, dropout=0.1),
+        GPT(layers=2, activation="squared_relu", rope_theta=1e4, ffn_hidden_size=100),
+        Llama(layers=3),
+        Llama(layers=2, heads=6, kv_heads=2, hidden_size=48, seq_len=7, vocab_size=30, ffn_hidden_size=100),
+        Llama(layers=2, heads=6, kv_heads=2, hidden_size=48, seq_len=7, vocab_size=30, dropout=0.1),
+    ],
+    ids=str,
+)
+def test_autograd_keeps_exactly_the_declared_elements(
+    model: GPT, rows: int, dtype: torch.dtype, saved_bytes: Measure
+) -> None:
+    for layer in range(model.layers):
+        assert saved_bytes(model, layer, rows, dtype) == rows * model.saved_elements(layer) * dtype.itemsize
+
+
+def test_in_half_precision_only_the_log_sum_exp_counts_twice(saved_bytes: Measure) -> None:
+    model = GPT(layers=3)
+    for layer in range(model.layers):
+        elements = model.saved_elements(layer) + model.heads * model.seq_len
+        assert saved_bytes(model, layer, 2, torch.bfloat16) == 2 * elements * 2
+
+
+@pytest.mark.parametrize("kv_heads", [None, 1])
+def test_flops_are_those_that_torch_counts(kv_heads: int | None) -> None:
+    """Counted by torch's own FLOP counter on plain attention, which does the whole T x T square."""
+    model = GPT(layers=3, hidden_size=32, heads=2, kv_heads=kv_heads, vocab_size=100, seq_len=16)
+    for layer, compute in enumerate(layers_of(model)):
+        shape = model.activation_shape(layer)
+        x = torch.zeros(shape, dtype=torch.int64) if layer == 0 else torch.zeros(shape)
+        parameters = views(model.layout(layer), initial_weights(model, layer, 0, torch.float32))
+        with FlopCounterMode(display=False) as counter:
+            compute(parameters, x, Dropout(0.5, 0, 0, layer, (0,)))
+        assert counter.get_total_flops() == model.forward_flops(layer)
+
+
+def test_sizes_count_whole_layers_and_microbatches() -> None:
+    model = GPT(layers=2, hidden_size=32, heads=2, vocab_size=100, seq_len=16)
+    sizes = model.sizes(rows=3, element_bytes=8)
+    assert sizes.layers == 2
+    assert sizes.weights == tuple(model.layout(layer).numel for layer in range(2))
+    assert sizes.opt_states == tuple(2 * elements for elements in sizes.weights)
+    assert sizes.activations == (3 * 16, 3 * 16 * 32, 3 * 16 * 100)
+    assert sizes.saved == tuple(3 * model.saved_elements(layer) for layer in range(2))
+    assert sizes.element_bytes == dict.fromkeys(Kind, 8)
+
+
+def test_it_is_frozen_and_hashable() -> None:
+    model: Any = GPT()
+    assert hash(model) == hash(replace(model))
+    with pytest.raises(FrozenInstanceError):
+        model.layers = 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"hidden_size": 65}, "hidden_size 65 does not divide by 4 heads (remainder 1)"),
+        ({"layers": 0}, "layers is 0; a model needs at least 1"),
+        ({"heads": -1}, "heads is -1"),
+        ({"kv_heads": 0}, "kv_heads is 0; a model needs at least 1"),
+        ({"kv_heads": 3}, "4 heads cannot share 3 key/value heads evenly (remainder 1)"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"seq_len": 0}, "seq_len is 0"),
+        ({"dropout": 1.0}, "dropout is 1.0; it is a probability"),
+        ({"dropout": -0.1}, "dropout is -0.1"),
+        ({"ffn_hidden_size": 0}, "ffn_hidden_size is 0; a model needs at least 1"),
+        ({"activation": "tanh"}, "activation is 'tanh'; choose one of gelu, gelu_tanh, squared_relu, swiglu"),
+        ({"norm": "batch"}, "norm is 'batch'; choose layer or rms"),
+        ({"rope_theta": 0.0}, "rope_theta is 0.0; the base of the rotary angles is a positive number"),
+        ({"rope_theta": 1e4, "hidden_size": 12}, "rotary positions turn pairs of features, but a head has 3"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_with_a_sentence(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        GPT(**fields)
+    assert sentence in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_tied_head_in_another_block_borrows_the_embedding() -> None:
+    model = GPT(layers=3, tied=True)
+    assert [model.borrowed(layer) for layer in range(3)] == [(), (), ("wte.weight",)]
+    assert GPT(layers=3).parameter_count - model.parameter_count == model.vocab_size * model.hidden_size
+    assert GPT(layers=1, tied=True).borrowed(0) == ()
+
+
+def test_programs_of_whole_blocks_do_not_share_a_weight() -> None:
+    with pytest.raises(UserError, match="set layers to 1, or leave the embeddings untied"):
+        GPT(tied=True).sizes(rows=1, element_bytes=4)
+
+
+def test_an_empty_microbatch_is_refused() -> None:
+    with pytest.raises(UserError, match="a microbatch of 0 sequences is empty"):
+        GPT().sizes(rows=0, element_bytes=4)
+
+
+# Mixtures of experts: sizes, capacity, and how they are cut for expert parallelism.
+
+
+SMALL: WithHeads = {"layers": 2, "hidden_size": 16, "heads": 4, "vocab_size": 40, "seq_len": 12}
+
+
+def test_every_mlp_becomes_as_many_experts_of_its_size_and_a_router() -> None:
+    gpt, moe = GPT(**SMALL), MoE(experts=5, **SMALL)
+    mlp = 2 * 16 * 64 + 64 + 16
+    assert moe.parameter_count - gpt.parameter_count == 2 * (4 * mlp + 5 * 16)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(ep=2), Mesh(ep=2, tp=2), Mesh(ep=2, cp=2)], ids=str)
+def test_shared_experts_are_one_that_is_so_many_times_as_wide_and_whole_on_every_rank(mesh: Mesh) -> None:
+    without, three = (cut_for(MoE(shared_experts=count, **SMALL), mesh) for count in (0, 3))
+    mlp = 2 * 16 * 3 * 64 + 3 * 64 + 16
+    assert three.parameter_count - without.parameter_count == 2 * mlp
+    flops = [sum(model.forward_flops(layer) for layer in range(model.layers)) for model in (without, three)]
+    assert flops[1] - flops[0] == 2 * 2 * 12 * 2 * 16 * 3 * 64
+    shared = [l for l in range(three.layers) if any("shared" in p.name for p in three.layout(l).parameters)]
+    assert [three.layout(l).slices for l in shared] == [1, 1]
+
+
+@given(st.integers(1, 200), st.integers(1, 8), st.floats(0.1, 4), st.data())
+def test_capacity_is_enough_for_balanced_tokens_from_a_factor_of_1_on(
+    tokens: int, experts: int, factor: float, data: st.DataObject
+) -> None:
+    top_k = data.draw(st.integers(1, experts))
+    router = MoE(experts=experts, top_k=top_k, capacity_factor=factor).router
+    assert 1 <= router.capacity(tokens) <= tokens
+    if factor >= 1:
+        assert router.capacity(tokens) * experts >= top_k * tokens
+    dropless = MoE(experts=experts, top_k=top_k, capacity_factor=None).router
+    assert dropless.capacity(tokens) == tokens
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_expert_layers_have_the_whole_models_parameters(slices: int) -> None:
+    whole = MoE(**SMALL)
+    model = cut(whole, ep=slices)
+    assert sum(model.layout(layer).parameter_count for layer in range(model.layers)) == whole.parameter_count
+    assert [layer.cut for layer in model.signatures] == [(), ("expert",)] * 2 + [()]
+    assert [layer.carries for layer in model.signatures] == [True, False] * 2 + [True]
+    assert [model.layout(layer).slices for layer in range(5)] == [1, slices, 1, slices, 1]
+
+
+def test_flops_are_those_of_the_whole_model() -> None:
+    whole = MoE(**SMALL)
+    model = cut(whole, ep=2)
+    layers = sum(model.forward_flops(layer) for layer in range(model.layers))
+    assert layers == sum(whole.forward_flops(layer) for layer in range(whole.layers))
+
+
+def test_dropless_buffers_have_room_for_every_token_at_every_expert() -> None:
+    sizes = cut(MoE(experts=4, capacity_factor=None, **SMALL), ep=2).sizes(rows=3, element_bytes=4)
+    assert sizes.activations[1] == sizes.activations[2] == 4 * (3 * 12) * 16
+    assert (sizes.residual, sizes.routing) == (3 * 12 * 16, 3 * 12 * 2 * 2)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("capacity_factor", [None, 0.7])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_what_autograd_keeps_is_what_the_model_declares(
+    saved_bytes: Callable[..., int], dropout: float, capacity_factor: float | None, top_k: int
+) -> None:
+    kind, shared = (MoE, 0) if top_k == 1 else (Mixtral, 2)
+    whole = kind(top_k=top_k, dropout=dropout, capacity_factor=capacity_factor, shared_experts=shared, **SMALL)
+    for layer in range(whole.layers):
+        assert saved_bytes(whole, layer, 3, torch.float32) == 4 * whole.microbatch_saved(layer, 3), f"block {layer}"
+    for tp, ep in ((1, 1), (1, 2), (2, 1), (2, 2)):
+        model = cut(whole, tp=tp, ep=ep)
+        for layer, run in enumerate(model.runs):
+            shares = [piece_of(model, layer, number) for number in range(run.slices)]
+            kept = [saved_bytes(model, layer, 3, torch.float32, share) for share in shares]
+            assert sum(kept) == 4 * model.microbatch_saved(layer, 3), f"layer {layer}"
+            assert len(set(kept)) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"experts": 0}, "experts is 0"),
+        ({"experts": 300}, "256 at most"),
+        ({"shared_experts": -1}, "shared_experts is -1; there may be 0 or more"),
+        ({"top_k": 5}, "top_k is 5, but there are 4 experts"),
+        ({"capacity_factor": 0.0}, "capacity_factor is 0.0; give a positive number"),
+        ({"auxiliary": -1.0}, "auxiliary is -1.0"),
+    ],
+)
+def test_impossible_mixtures_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        MoE(**SMALL, **fields)
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(UserError, match=r"4 experts do not divide into 3 .* \(remainder 1\)"):
+        cut(MoE(**SMALL), ep=3)
+    with pytest.raises(UserError, match=r"4 heads do not divide into 3 tensor-parallel slices \(remainder 1\)"):
+        cut(MoE(**SMALL), tp=3)
+    with pytest.raises(UserError, match=r"cut into 1 x 0 slices \(tp x ep\)"):
+        cut(MoE(**SMALL), ep=0)
+
+
+def test_a_mixture_follows_every_blocks_attention() -> None:
+    model = MoE(**SMALL)
+    for layer in range(model.layers):
+        primitives = [type(step.primitive) for step in model.run(layer).steps]
+        assert primitives.index(Attend) < primitives.index(Route) < primitives.index(Combine)
+        assert [primitives.count(each) for each in (Route, Place, Dispatch, Combine)] == [1, 1, 1, 1]
+
+
+# The per-token MLP's shapes and bytes, and what it refuses.
+
+
+def test_it_is_a_gpt_without_attention_and_positions() -> None:
+    for layer in range(3):
+        gpt = [p for p in GPT(layers=3).layout(layer).parameters if not p.name.startswith(("attn", "ln_1", "wpe"))]
+        assert list(MLP(layers=3).layout(layer).parameters) == gpt
+
+
+def test_the_hidden_width_is_four_times_the_width_unless_given() -> None:
+    assert MLP() == MLP(ffn_hidden_size=None)
+    assert MLP(hidden_size=32).layout(1) == MLP(hidden_size=32, ffn_hidden_size=128).layout(1)
+    assert dict(p[:2] for p in MLP(hidden_size=32, ffn_hidden_size=50).layout(1).parameters)["mlp.c_fc.weight"] == (
+        50,
+        32,
+    )
+
+
+@pytest.mark.parametrize(
+    "model", [MLP(layers=3), MLP(layers=1), MLP(layers=2, ffn_hidden_size=50, dropout=0.1)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_autograd_keeps_exactly_the_declared_elements_in_mlp(
+    model: MLP, dtype: torch.dtype, saved_bytes: Measure
+) -> None:
+    for layer in range(model.layers):
+        assert saved_bytes(model, layer, 3, dtype) == 3 * model.saved_elements(layer) * dtype.itemsize
+
+
+def test_flops_are_two_for_every_element_of_every_matrix_and_token() -> None:
+    model = MLP(layers=2, hidden_size=32, vocab_size=100, seq_len=16)
+    assert [model.forward_flops(layer) for layer in range(2)] == [16 * 2 * 8 * 32**2, 16 * 2 * (8 * 32**2 + 32 * 100)]
+
+
+def test_a_hidden_width_of_zero_is_refused() -> None:
+    with pytest.raises(UserError, match="ffn_hidden_size is 0; a model needs at least 1"):
+        MLP(ffn_hidden_size=0)

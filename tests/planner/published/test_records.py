@@ -1,0 +1,85 @@
+"""Fields of a run as numbers, and the ways in which a run may say that it ran out of memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.planner.published.records import (
+    HardwareRecord,
+    Incomplete,
+    ParallelismRecord,
+    made,
+    number,
+    ran_out_of_memory,
+)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"measured": {"out_of_memory": True}},
+        {"measured": {"oom": 1}},
+        {"measured": {"oom": "yes"}},
+        {"measured": {"iteration_s": "OOM"}},
+        {"measured": {"tokens_per_s": "oom"}},
+        {"measured": {"peak_memory_GiB": "CUDA out of memory"}},
+        {"measured": {"status": "out-of-memory"}},
+        {"measured": {"ran_out_of_memory": True}},
+        {"measured": "OOM"},
+        {"status": "OOM", "measured": {}},
+        {"oom": True},
+    ],
+)
+def test_a_run_out_of_memory_is_known_however_it_says_so(row: dict[str, Any]) -> None:
+    assert ran_out_of_memory(row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"measured": None},
+        {"measured": {"out_of_memory": False, "oom": None, "iteration_s": 3.0}},
+        {"measured": {"oom": "false"}},
+        {"status": "no OOM", "measured": {"note": "too close to OOM"}},
+        {"status": "room"},
+    ],
+)
+def test_a_run_that_ran_is_not_taken_for_one_that_did_not(row: dict[str, Any]) -> None:
+    assert not ran_out_of_memory(row)
+
+
+@given(st.integers(1, 4096))
+def test_a_whole_number_may_be_written_in_three_ways(value: int) -> None:
+    for written in (value, float(value), str(value)):
+        assert made(HardwareRecord, {"gpu": "H100", "gpus": written}).gpus == value
+
+
+@pytest.mark.parametrize("value", [0, -8, 8.5, "many", [8], True, float("nan"), float("inf"), 10**9])
+def test_what_is_no_number_of_gpus_is_said(value: Any) -> None:
+    with pytest.raises(Incomplete, match="as gpus, which is"):
+        made(HardwareRecord, {"gpu": "H100", "gpus": value})
+
+
+@pytest.mark.parametrize("value", [-1, 4, 1.5, "two", True])
+def test_what_is_no_zero_stage_is_said(value: Any) -> None:
+    with pytest.raises(Incomplete, match="as zero stage, which is"):
+        made(ParallelismRecord, {"tp": 1, "pp": 1, "zero_stage": value})
+    assert made(ParallelismRecord, {"tp": 1, "pp": 1, "zero_stage": "0"}).zero_stage == 0
+
+
+def test_a_field_that_is_absent_or_null_is_not_made_up() -> None:
+    record = made(HardwareRecord, {"gpu": "H100", "gpus": 8.0, "gpus_per_node": None, "colour": "red"})
+    assert (record.gpus, record.gpus_per_node, record.network) == (8, None, None)
+    with pytest.raises(Incomplete, match="does not say gpus"):
+        made(HardwareRecord, {})
+
+
+@given(st.one_of(st.none(), st.booleans(), st.floats(), st.text(), st.lists(st.integers())))
+def test_a_measured_number_is_positive_or_none(value: Any) -> None:
+    found = number(value)
+    assert found is None or 0 < found < float("inf")

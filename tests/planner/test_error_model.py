@@ -1,0 +1,273 @@
+"""Beliefs: measured steps correct what is predicted of other plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardlab.common.errors import UserError
+from shardlab.language import Mesh
+from shardlab.language.precision import PRECISIONS
+from shardlab.models import GPT
+from shardlab.planner.choose import PlanChoice, choose
+from shardlab.planner.error_model import FEW, ON_PROFILES, Beliefs, MeasuredStep, errors_of, experiments, known_errors
+from shardlab.planner.problem import Candidate, Limits, Problem
+from shardlab.planner.published.records import read_rows
+from shardlab.planner.workers import Answer, Asked, workers
+from shardlab.simulate.hardware import DEVICES, find_cluster
+from shardlab.simulate.predict.recipe import recipes
+from shardlab.strategies.plan.plan import Plan
+from tests.planner.beliefs import DDP, GPIPE, PP, TP, ZERO_1, D, Row, beliefs
+
+
+def test_nothing_measured_leaves_predictions_as_they_are() -> None:
+    found = beliefs([D, (TP, 1.2, {"all-reduce on tp": 0.2})])
+    assert found.seconds == [1.0, 1.2]
+    assert found.sure[0] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9, 1.0, 1.1, 2.15, 5.0])
+@pytest.mark.parametrize("ran", [[0], [1], [2], [0, 1], [1, 2], [0, 1, 2]])
+def test_what_all_measured_plans_share_leaves_the_ranking_as_it_was(factor: float, ran: list[int]) -> None:
+    plans: list[Row] = [
+        (DDP, 1.0, {}),
+        (ZERO_1, 1.001, {"all-gather on dp_shard": 0.02}),
+        (TP, 1.01, {"all-reduce on tp": 0.3}),
+        (PP, 1.02, {"bubble": 0.4}),
+        (GPIPE, 1.0201, {"bubble": 0.4}),
+    ]
+    found = beliefs(plans, {at: factor * plans[at][1] for at in ran})
+    assert found.seconds == pytest.approx([factor * seconds for _, seconds, _ in plans])
+    assert [*found.factors.values()] == pytest.approx([factor] * len(found.factors))
+    assert max(found.sure) < 0.06
+
+
+def test_what_measured_plans_do_not_share_is_shrunk_around_what_they_do() -> None:
+    plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.0, {"all-reduce on tp": 0.3}), (PP, 1.0, {}), (GPIPE, 1.0, {})]
+    found = beliefs(plans, {0: 2.0, 1: 2.2})
+    assert 2.0 < found.seconds[2] < 2.2
+    assert 2.0 < found.factors["compute"] < found.factors["communication on tp"] < 2.3
+
+
+def test_one_measured_step_corrects_all_by_the_same_factor_and_stands_for_itself() -> None:
+    plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.2, {"all-reduce on tp": 0.2}), (PP, 1.1, {"bubble": 0.3})]
+    found = beliefs(plans, {0: 1.1})
+    assert found.seconds[0] == 1.1
+    for seconds, (_, predicted, _) in zip(found.seconds[1:], plans[1:], strict=True):
+        assert seconds / predicted == pytest.approx(1.1)
+    assert found.sure[0] < found.sure[1] < 0.05
+
+
+def test_several_measured_steps_tell_which_part_was_predicted_wrongly() -> None:
+    """Communication on tp takes twice as long as predicted, and nothing else does."""
+    plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.0, {"all-reduce on tp": 0.3}), (PP, 1.0, {}), (GPIPE, 1.0, {})]
+    found = beliefs([*plans, (TP, 1.2, {"all-gather on tp": 0.5})], {0: 1.0, 1: 1.3, 2: 1.0, 3: 1.0})
+    assert found.factors["communication on tp"] > found.factors["compute"]
+    assert found.seconds[-1] > 1.3
+
+
+def test_what_is_like_a_measured_plan_is_surer_than_what_is_not() -> None:
+    rest: list[Row] = [(ZERO_1, 1.0, {"all-gather on dp_shard": 0.01}), (PP, 1.0, {"bubble": 0.4})]
+    found = beliefs([D, *rest], {0: 1.0})
+    assert found.sure[0] < found.sure[1] < found.sure[2]
+
+
+def test_steps_that_contradict_each_other_make_all_less_sure() -> None:
+    plans: list[Row] = [(DDP, 1.0, {}), (PP, 1.0, {}), (GPIPE, 1.0, {})]
+    agreeing, apart = beliefs(plans, {0: 1.2, 1: 1.2}), beliefs(plans, {0: 1.2, 1: 1.6})
+    assert apart.sure[2] > 2 * agreeing.sure[2]
+
+
+# Experiments: plans whose measured steps could change the choice, and that tell of different things.
+
+
+NEAR: list[Row] = [
+    (DDP, 1.0, {}),
+    (ZERO_1, 1.001, {}),
+    (TP, 1.01, {"all-reduce on tp": 0.2}),
+    (PP, 1.02, {"bubble": 0.3}),
+]
+
+
+def plans(found: Beliefs, count: int) -> list[object]:
+    return [each.outcome.candidate.plan for each in experiments(found, count)]
+
+
+def test_the_fastest_is_first_and_the_others_differ_in_what_is_unsure() -> None:
+    chosen = experiments(beliefs(NEAR), 3)
+    assert [each.outcome.candidate.plan for each in chosen] == [DDP, TP, PP]
+    assert "compared" in chosen[0].why
+    assert "expected 1.0% slower" in chosen[1].why
+    assert "all-reduce on tp (20.0% of its step instead of 0.0%)" in chosen[1].why
+
+
+def test_no_more_are_named_than_were_asked_for() -> None:
+    assert plans(beliefs(NEAR), 2) == [DDP, TP]
+
+
+def test_plans_beyond_the_error_are_not_worth_a_run() -> None:
+    assert plans(beliefs([NEAR[0], (TP, 1.3, {"all-reduce on tp": 0.2})]), 3) == [DDP]
+
+
+def test_what_was_measured_is_not_run_again() -> None:
+    assert DDP not in plans(beliefs(NEAR, {0: 1.0}), 4)
+    assert plans(beliefs([NEAR[0]], {0: 1.0}), 3) == []
+
+
+def test_plans_that_do_the_same_are_run_once() -> None:
+    assert len(plans(beliefs([NEAR[0], (PP, 1.02, {"bubble": 0.3}), (GPIPE, 1.02, {"bubble": 0.3})]), 3)) == 2
+
+
+# How sure a prediction is said to be: by the published runs that are most like it.
+
+
+RUNS = Path(__file__).parents[2] / "benchmarks" / "published_runs.json"
+
+
+def test_every_row_names_a_recipe_and_a_device() -> None:
+    assert {name for row in known_errors() for name in row.recipes} <= set(recipes())
+    assert {row.device for row in known_errors()} <= set(DEVICES)
+    assert all(0 <= row.mean <= row.worst for row in known_errors())
+
+
+def test_no_row_has_more_runs_than_were_published() -> None:
+    rows = [row for row in read_rows(RUNS) if row.get("framework")]
+    for each in known_errors():
+        if each.recipes != ("nanotron",):  # whose runs are elsewhere
+            runs = [row for row in rows if (row["framework"],) == each.recipes]
+            assert 0 < each.runs <= sum(row["hardware"].get("device") == each.device for row in runs)
+
+
+def test_a_recipe_with_runs_of_its_own_takes_those() -> None:
+    own = errors_of("megatron-core", "h100")
+    assert (own.recipes, own.device) == (("megatron-core",), "h100")
+    told = f"± {own.mean:.1%} over {own.runs} published runs of megatron-core on h100, each source left out of the fit"
+    assert str(own).startswith(told)
+    assert errors_of("nanotron", "h100").recipes == ("nanotron",)
+
+
+def test_others_take_all_runs_on_the_device_and_name_whose_they_are() -> None:
+    others = errors_of("shardlab", "h100")
+    assert others.recipes == ("llm-foundry", "megatron-core", "nanotron")
+    assert others.runs == sum(errors_of(name, "h100").runs for name in others.recipes)
+    assert "of llm-foundry, megatron-core, nanotron on h100" in str(others)
+
+
+@pytest.mark.parametrize(("recipe", "device"), [("nanogpt", "a100-40gb"), ("torchtitan", "h100-96gb")])
+def test_few_runs_of_a_recipe_do_not_stand_alone(recipe: str, device: str) -> None:
+    found = errors_of(recipe, device)
+    assert recipe in found.recipes
+    assert len(found.recipes) > 1
+    assert found.runs >= FEW
+    assert found.device == device
+
+
+@pytest.mark.parametrize("device", ["h200", "tpu-v4"])
+def test_few_runs_on_a_device_do_not_stand_alone_either(device: str) -> None:
+    found = errors_of("torchtitan-2025", device)
+    assert found.runs == sum(row.runs for row in known_errors())
+    assert found.device == ""
+    assert f"of {len(found.recipes)} recipes, each" in str(found)
+
+
+def test_steps_on_a_measured_machine_are_of_no_recipe() -> None:
+    assert str(ON_PROFILES) == "± 6.1% over 34 steps on two CPU cores, at most 19%"
+
+
+# Measured steps: they stand for themselves, whatever is predicted, or are refused.
+
+
+SMALL = GPT(layers=4, heads=8, hidden_size=512, vocab_size=1024, seq_len=512)
+PROBLEM = Problem(
+    SMALL, find_cluster("h100x2"), 4, (PRECISIONS["bf16"],), limits=Limits(fixed={"recompute": "none", "cp": 1})
+)
+
+
+def chosen(problem: Problem, measured: Sequence[MeasuredStep] | None) -> PlanChoice:
+    with workers(problem, 1) as ask:
+        return choose(problem, ask, measured=measured)
+
+
+def test_a_plan_that_was_measured_slow_loses_and_the_next_one_is_chosen() -> None:
+    before = chosen(PROBLEM, None).best
+    step = MeasuredStep(before.candidate, 2 * before.seconds, "here")
+    other = MeasuredStep(Candidate(PP, 4, PRECISIONS["bf16"]), before.seconds, "there")
+    after = chosen(PROBLEM, [step, other])
+    assert after.best.candidate == other.candidate
+    assert after.best.seconds == before.seconds
+    assert after.found.fitting[0] == after.best
+    assert next(each.seconds for each in after.found.fitting if each.candidate == before.candidate) == step.seconds
+
+
+def test_a_plan_that_ran_out_of_memory_does_not_fit_whatever_was_predicted() -> None:
+    before = chosen(PROBLEM, None)
+    first, second = before.found.fitting[:2]
+    after = chosen(PROBLEM, [MeasuredStep(first.candidate, None, "here")])
+    assert after.best.candidate == second.candidate
+    (out,) = [each for each in after.found.outcomes if each.candidate == first.candidate]
+    assert out.ran_out
+    assert not out.fits
+    assert first.candidate not in {each.candidate for each in after.beliefs.plans} if after.beliefs else True
+
+
+def test_of_several_measurements_the_median_counts() -> None:
+    best = chosen(PROBLEM, None).best.candidate
+    made = chosen(PROBLEM, [MeasuredStep(best, seconds, "here") for seconds in (9.0, 1e-3, 2e-3)])
+    assert 2e-3 in [each.seconds for each in made.found.fitting]
+
+
+@pytest.mark.parametrize("times", [1000, 1 / 11, 1e9, 11])
+def test_a_time_that_is_written_in_another_unit_is_refused(times: float) -> None:
+    best = chosen(PROBLEM, None).best
+    step = MeasuredStep(best.candidate, times * best.seconds, "results.json, experiment 1", by_hand=True)
+    with pytest.raises(UserError) as refused:
+        chosen(PROBLEM, [step])
+    told = str(refused.value)
+    assert told.startswith(f"results.json, experiment 1: {best.family}, ")
+    assert f"is said to take {step.seconds:g} s, and {best.seconds:.3g} s are predicted" in told
+    assert "more than 10 times off; is it in seconds?" in told
+    assert chosen(PROBLEM, [replace(step, seconds=9 * best.seconds)]).best.seconds == pytest.approx(9 * best.seconds)
+
+
+def test_a_run_of_whatever_length_is_taken_at_its_word() -> None:
+    best = chosen(PROBLEM, None).best
+    first, second = (MeasuredStep(Candidate(plan, 1, PRECISIONS["bf16"]), 1e9, "runs/x") for plan in (DDP, PP))
+    assert chosen(PROBLEM, [first, second]).best.seconds > best.seconds
+    assert chosen(PROBLEM, [first, replace(second, seconds=1e-9)]).best.seconds == pytest.approx(1e-9)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "told"),
+    [
+        (Candidate(Plan(Mesh(tp=4)), 1, PRECISIONS["bf16"]), "on 4 ranks, and the plan is for 2"),
+        (Candidate(DDP, 4, PRECISIONS["bf16"]), "cannot share 4 sequences"),
+        (Candidate(Plan(Mesh(tp=2), recompute="full"), 1, PRECISIONS["bf16"]), "the limits --recompute none --cp 1"),
+        (Candidate(DDP, 1, PRECISIONS["fp32"]), "measured in fp32; add it to --precision"),
+        (Candidate(Plan(Mesh(pp=2), layers_per_stage=(1, 1)), 1, PRECISIONS["bf16"]), "this plan is none that"),
+    ],
+)
+def test_what_is_no_plan_of_the_problem_is_refused(candidate: Candidate, told: str) -> None:
+    with pytest.raises(UserError, match=r"^runs/x") as refused:
+        chosen(PROBLEM, [MeasuredStep(candidate, 1.0, "runs/x")])
+    assert told in str(refused.value)
+
+
+def test_what_is_to_be_measured_is_told_in_the_time_that_there_is() -> None:
+    """When it is up, it is not known what plans' time goes to; that is said, and plans are told all the same."""
+    asked: list[Asked] = []
+    with workers(PROBLEM, 1) as ask:
+
+        def noting(question: Asked) -> Future[Answer | None]:
+            asked.append(question)
+            return ask(question)
+
+        choice = choose(PROBLEM, noting, seconds=1e-9, measured=())
+    assert asked
+    assert not any(question.shares for question in asked)
+    assert choice.beliefs is not None
+    assert choice.beliefs.plans
+    assert "what a plan's time goes to" in choice.missed

@@ -1,0 +1,122 @@
+"""Where there is no plan, the size or limit is named that cannot be met."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardlab.language.precision import PRECISIONS
+from shardlab.models import find_model
+from shardlab.planner.nothing_fits import nothing_to_search
+from shardlab.planner.problem import Limits, Problem
+from shardlab.planner.space import candidates, shapes
+from shardlab.simulate.hardware import find_cluster
+from shardlab.simulate.predict.recipe import find_recipe
+
+
+def problem(
+    model: str,
+    cluster: str,
+    sequences: int,
+    *,
+    size: int | None = None,
+    most: dict[str, int] | None = None,
+    **fixed: Any,
+) -> Problem:
+    limits = Limits(fixed, most or {}, size)
+    return Problem(find_model(model), find_cluster(cluster), sequences, (PRECISIONS["bf16"],), limits=limits)
+
+
+def has_plan(asked: Problem) -> bool:
+    return any(True for shape in shapes(asked) for _ in candidates(asked, shape))
+
+
+def told(asked: Problem) -> str:
+    assert not has_plan(asked)
+    return nothing_to_search(asked)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "sequences", "fixed", "said"),
+    [
+        ("llama3-8b", "h100x32", 512, {"pp": 3}, "--pp 3 does not divide 32 devices; give a size that does"),
+        ("llama3-8b", "h100x32", 512, {"tp": 64}, "--tp 64 does not divide 32 devices; give a size that does"),
+        ("llama3-8b", "h100x32", 512, {"tp": 3}, "--tp 3 does not divide 32 devices; give a size that does"),
+        (
+            "llama3-8b",
+            "h100x32",
+            512,
+            {"ep": 4},
+            "--ep 4 deals experts to ranks, and this model has none; leave it out",
+        ),
+        (
+            "llama3-8b",
+            "h100x8",
+            128,
+            {"dp_shard": 4, "dp_replicate": 4},
+            "--dp-replicate 4 --dp-shard 4 are 16 ranks, which do not divide 8 devices; give sizes whose product does",
+        ),
+        (
+            "gpt2",
+            "h100x128",
+            512,
+            {"pp": 64},
+            "--pp 64 is more than 25, the most stages that 12 layers make; give fewer",
+        ),
+        (
+            "llama3-8b",
+            "h100x32",
+            512,
+            {"tp": 16},
+            "no plan under the limits --tp 16 can be run: 8 key/value heads do not divide into 16 tensor-parallel",
+        ),
+    ],
+)
+def test_an_axis_that_cannot_be_is_the_reason(
+    model: str, cluster: str, sequences: int, fixed: dict[str, Any], said: str
+) -> None:
+    assert told(problem(model, cluster, sequences, **fixed)).startswith(said)
+
+
+def test_limits_that_leave_devices_over_are_the_reason() -> None:
+    asked = problem("llama3-8b", "h100x32", 512, most={"tp": 1, "pp": 1, "cp": 1}, dp_shard=2, dp_replicate=2)
+    assert told(asked) == (
+        "--dp-shard 2 --dp-replicate 2 --max-tp 1 --max-pp 1 --max-cp 1 leave 4 ranks at most, and there are 32 "
+        "devices, which are all used; give others"
+    )
+
+
+def test_microbatches_that_do_not_divide_the_batch_are_the_reason() -> None:
+    assert told(problem("llama3-8b", "h100x32", 512, size=3)) == (
+        "--micro-batch-size 3 does not divide 512 sequences; give a size that does, or a --global-batch that is a "
+        "multiple of 3"
+    )
+
+
+def test_microbatches_larger_than_a_ranks_share_are_the_reason() -> None:
+    asked = problem("llama3-8b", "h100x32", 512, size=32, dp_shard=32)
+    assert told(asked) == (
+        "16 of 512 sequences for each of 32 data-parallel ranks, the fewest of any plan, are no whole microbatches of "
+        "32; give a --micro-batch-size that divides 16, or a --global-batch that is a multiple of 1024"
+    )
+    assert has_plan(replace(asked, sequences=1024))
+    assert has_plan(replace(asked, limits=replace(asked.limits, micro_batch_size=16)))
+
+
+@pytest.mark.parametrize(("devices", "sequences", "least"), [(4096, 16, 64), (1024, 17, 16), (232, 5, 29)])
+def test_a_batch_that_is_too_small_is_the_reason_and_the_advice_helps(devices: int, sequences: int, least: int) -> None:
+    """gpt2 has 12 heads and 12 layers, of 1,024 tokens: tensor and pipeline parallelism cut it no further."""
+    asked = problem("gpt2", f"h100x{devices}", sequences)
+    assert told(asked) == (
+        f"no plan divides {devices:,} devices and {sequences} sequences: every plan has at least {least} data-parallel "
+        f"ranks, which share a batch evenly; give a --global-batch that is a multiple of {least}, or fewer devices"
+    )
+    assert has_plan(replace(asked, sequences=least))
+
+
+def test_too_few_microbatches_for_the_framework_are_the_reason() -> None:
+    asked = replace(problem("llama3-8b", "h100x32", 8, pp=8, schedule="1f1b"), recipe=find_recipe("nanotron"))
+    asked = replace(asked, limits=replace(asked.limits, fixed={**asked.limits.fixed, "dp_shard": 4}))
+    assert told(asked).endswith("with pp 8 give at least 7 to each data-parallel rank, not 2")

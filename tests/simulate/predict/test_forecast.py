@@ -1,0 +1,70 @@
+"""A step's time and memory, told by less than all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+
+from shardlab.language import Kind, Mesh, Op, OpKind, Sizes, Spec
+from shardlab.language.precision import find_precision
+from shardlab.models import GPT
+from shardlab.simulate.hardware import find_cluster
+from shardlab.simulate.predict.estimate import estimate
+from shardlab.simulate.predict.folding import fold
+from shardlab.simulate.predict.forecast import enough, extended, forecast
+from shardlab.simulate.predict.recipe import Kernels, Recipe
+from shardlab.simulate.predict.workload import Workload
+from shardlab.strategies.plan.plan import Plan
+from tests.simulate.timeline.fakes import FakePrices
+
+SHARES = {OpKind.BACKWARD: 2.0, OpKind.BACKWARD_WEIGHT: 0.9, OpKind.LOSS: 0.1, OpKind.UPDATE: 0.1}
+"""What an op takes, if a forward pass takes 1."""
+
+
+@dataclass(frozen=True)
+class StagePrices(FakePrices):
+    """Stages of one layer, the first and the last with times of their own."""
+
+    last: int = 0
+    ends: tuple[float, float] = (1.0, 1.0)
+    message: float = 0.03
+    adds_in_backward: bool = True
+
+    def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
+        stage = {0: self.ends[0], self.last: self.ends[1]}.get(op.layer, 1.0)
+        return stage * SHARES.get(op.kind, 1.0) if op.inputs else 0.0
+
+    def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:
+        return self.message, self.message
+
+
+@pytest.mark.parametrize("blocks", [0.0, 1.0])
+@pytest.mark.parametrize("ends", [(1.0, 1.0), (1.0, 1.5), (0.7, 0.7)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zb-v", 2)])
+def test_a_few_microbatches_tell_the_time_of_many(
+    schedule: str, chunks: int, ends: tuple[float, float], blocks: float
+) -> None:
+    plan, each = Plan(Mesh(pp=4), schedule, stages_per_rank=chunks), 44
+    layers = 4 * chunks
+    prices = StagePrices(last=layers - 1, ends=ends, blocking_p2p=blocks)
+
+    def step(microbatches: int) -> float:
+        return estimate(fold(plan, Sizes.puzzle(layers), microbatches), prices).step
+
+    few, more = enough(plan, each)
+    assert 2 * few + more < each
+    assert extended(step(few), step(few + more), (each - few) / more) == pytest.approx(step(each), rel=1e-3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_all_of_a_few_microbatches_are_replayed(schedule: str) -> None:
+    assert enough(Plan(Mesh(pp=4), schedule), 12) == (12, 0)
+
+
+def test_what_a_step_takes_beside_its_ops_is_counted_once() -> None:
+    plan, devices = Plan(Mesh(pp=2, dp_shard=2)), find_cluster("h100x4")
+    step = Workload(plan, GPT(), devices, 64, 1, find_precision("bf16"), recipe=Recipe())
+    slow = replace(step, recipe=Recipe(kernels=Kernels(step_seconds=0.5)))
+    assert forecast(slow).seconds == pytest.approx(forecast(step).seconds + 0.5)

@@ -1,0 +1,190 @@
+"""Seconds from a model's kernels, a device and a cluster, with all three simple enough to work out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from shardlab.check import Checked, check
+from shardlab.language import Kind, Mesh, Op, OpKind, Sizes, UserError, trace
+from shardlab.language.mesh import group_of
+from shardlab.language.precision import PRECISIONS, find_precision
+from shardlab.models import GPT, Model
+from shardlab.models.layout import Matmul
+from shardlab.simulate.hardware import Cluster
+from shardlab.simulate.hardware.cluster import find_cluster
+from shardlab.simulate.predict.prices import ClusterPrices
+from shardlab.simulate.predict.recipe import Kernels, Overlap, Recipe
+from shardlab.strategies import STRATEGIES
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.program import planned
+from shardlab.strategies.registry import planned_entry
+from tests.simulate.timeline.fakes import FakeCluster, FakeModel
+
+BF16 = find_precision("bf16")
+
+PRICES = ClusterPrices(cast(Model, FakeModel()), 3, cast(Cluster, FakeCluster()), BF16)
+
+PRODUCT = 2 * (3 * 16) * 4 * 8
+"""FLOPs of a layer for one microbatch of three sequences of 16 tokens."""
+
+
+def traced(plan: Plan, blocks: int, microbatches: int) -> Checked:
+    sizes = planned_entry(plan, "plan").puzzle(plan.mesh.world, blocks)
+    return check(trace(planned(plan), plan.mesh, BF16.sizes(sizes), microbatches))
+
+
+def price(checked: Checked, op: Op, rank: int = 0) -> float:
+    return PRICES.compute_time(op, checked.specs[rank], checked.program.sizes)
+
+
+def ops(checked: Checked, kind: OpKind) -> list[Op]:
+    return [op for op in checked.program.tapes[0] if op.kind is kind]
+
+
+def test_a_pass_takes_the_kernels_of_its_microbatches() -> None:
+    checked = check(trace(STRATEGIES["single"].program, 1, BF16.sizes(Sizes.puzzle(2)), 4))
+    assert [price(checked, op) for op in ops(checked, OpKind.FORWARD)] == [4 * PRODUCT] * 2
+    assert [price(checked, op) for op in ops(checked, OpKind.BACKWARD)] == [8 * PRODUCT] * 2
+    (loss,) = ops(checked, OpKind.LOSS)
+    assert price(checked, loss) == 2 * 2 * (4 * 3 * 16)  # forward and backward
+
+
+def test_the_halves_of_a_backward_pass_are_its_two_products() -> None:
+    checked = traced(Plan(Mesh(pp=2), "zb-h1"), 2, 4)
+    for kind in (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT):
+        assert {price(checked, op) for op in ops(checked, kind)} == {PRODUCT}
+
+
+def test_recomputation_takes_a_forward_pass() -> None:
+    checked = traced(Plan(Mesh(), recompute="full"), 2, 1)
+    assert {price(checked, op) for op in ops(checked, OpKind.RECOMPUTE)} == {PRODUCT}
+
+
+def work(plan: Plan, kinds: set[OpKind]) -> float:
+    checked = traced(plan, 2, 1)
+    return sum(price(checked, op) for op in checked.program.tapes[0] if op.kind in kinds)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(cp=2), Mesh(cp=2, tp=2)], ids=str)
+def test_blocks_of_half_blocks_take_their_forward_pass_again(mesh: Mesh) -> None:
+    """All layers but the embedding's body and the head's norm and body; attention's core takes what it did as well."""
+    forward = {OpKind.FORWARD, OpKind.RECOMPUTE}
+    once = traced(Plan(mesh), 2, 1)
+    kept = {0, once.program.layers - 2, once.program.layers - 1}
+    again = sum(price(once, op) for op in ops(once, OpKind.FORWARD) if op.layer not in kept)
+    assert work(Plan(mesh, recompute="full"), forward) == work(Plan(mesh), forward) + again
+    attends = {OpKind.ATTEND}
+    assert work(Plan(mesh, recompute="full"), attends) == 2 * work(Plan(mesh), attends)
+
+
+def test_heads_take_their_slice_of_a_projection_and_of_what_follows_attention() -> None:
+    sliced, whole = (traced(Plan(Mesh(cp=2, tp=tp)), 1, 1) for tp in (2, 1))
+    for one, other in zip(ops(sliced, OpKind.FORWARD), ops(whole, OpKind.FORWARD), strict=True):
+        norm = not sliced.program.sizes.signatures[one.layer].sliced
+        assert price(sliced, one) == price(whole, other) / (1 if norm else 2)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_body_takes_its_slice_of_the_parameters_and_a_norm_its_slice_of_the_sequence(sequence_parallel: bool) -> None:
+    checked = traced(Plan(Mesh(tp=2), sequence_parallel=sequence_parallel), 1, 1)
+    for op in ops(checked, OpKind.FORWARD):
+        body = op.layer % 2 == 0
+        assert price(checked, op) == (PRODUCT / 2 if body or sequence_parallel else PRODUCT)
+    for op in ops(checked, OpKind.BACKWARD):
+        body = op.layer % 2 == 0
+        assert price(checked, op) == 2 * (PRODUCT / 2 if body or sequence_parallel else PRODUCT)
+
+
+def test_the_loss_of_slices_is_found_out_first_and_then_taken_back() -> None:
+    checked = traced(Plan(Mesh(tp=2)), 1, 1)
+    (stats,), (loss,) = ops(checked, OpKind.LOSS_STATS), ops(checked, OpKind.LOSS)
+    assert price(checked, stats) == price(checked, loss) == 2 * 3 * 16
+
+
+def test_attention_of_blocks_is_told_how_much_of_it_is_seen() -> None:
+    checked = traced(Plan(Mesh(cp=2)), 1, 1)
+    own, other = ops(checked, OpKind.ATTEND)
+    # The first rank has slices 0 and 3 of 4. Among themselves 0 and 3 are half seen, 0 by 3 whole, 3 by 0 not at all;
+    # of slices 1 and 2 slice 3 sees all and slice 0 nothing.
+    assert price(checked, own) == price(checked, other) == 2 * 0.5
+
+
+def test_an_update_moves_the_state_of_its_slice() -> None:
+    checked = check(trace(STRATEGIES["fsdp"].program, 4, BF16.sizes(Sizes.puzzle(1)), 4))
+    (update,) = ops(checked, OpKind.UPDATE)
+    elements = 512 * 512 / 4
+    assert price(checked, update) == 2 * elements * (2 + 2 * 12 + 2) / 4
+    assert find_precision("fp32").moved_by_update == 4 + 2 * 8 + 2 * 4
+
+
+@pytest.mark.parametrize("plan", [Plan(Mesh(dp_shard=4)), Plan(Mesh(dp_shard=4), shard_optimizer=("dp_shard",))])
+def test_muon_s_update_makes_those_matrices_orthogonal_that_its_slice_has_parts_of(plan: Plan) -> None:
+    model = GPT(layers=2, hidden_size=256, heads=4, vocab_size=256, seq_len=64)
+    prices = ClusterPrices(model, 1, find_cluster("h100x8"), BF16.under("muon"))
+    checked = check(trace(planned(plan), plan.mesh, BF16.sizes(model.sizes(1, 2), "muon"), 4))
+    (first, second), sizes = ops(checked, OpKind.UPDATE), checked.program.sizes
+    spent = prices.compute_time(second, checked.specs[0], sizes)
+    elementwise = prices.compute_time(second, checked.specs[0], replace(sizes, whole_matrices=False))
+    square, wide = (Matmul(256, 256, 256),) * 3, (Matmul(256, 256, 1024), Matmul(256, 256, 256), Matmul(256, 1024, 256))
+    # in the buffer: queries, keys, values, their output, then two matrices of four times the size, then the head
+    mine = [square] * 4 if plan.shard_optimizer else [square] * 4 + [wide] * 2
+    seconds = [prices.cluster.device.seconds(kernel, "bfloat16") for matrix in mine for kernel in 5 * matrix]
+    assert spent - elementwise == pytest.approx(sum(seconds))
+    assert prices.compute_time(first, checked.specs[0], sizes) > 0
+    directions = ops(checked, OpKind.DIRECTION)
+    assert [op.layer for op in directions] == ([0, 1] if plan.shard_optimizer else [])
+    assert all(prices.compute_time(op, checked.specs[0], sizes) > 0 for op in directions)
+    made = [spec for spec in checked.specs[0].values() if spec.kind is Kind.DIRECTION]
+    whole = [sizes.bytes(spec) for spec in made if spec.holds.complete]
+    assert whole == [2 * sizes.weights[op.layer] for op in directions]
+
+
+def test_loading_is_free_and_a_group_of_one_waits_for_nobody() -> None:
+    checked = traced(Plan(Mesh()), 1, 1)
+    assert {price(checked, op) for op in checked.program.tapes[0] if op.kind.value.startswith("load")} == {0}
+    assert PRICES.collective_time(OpKind.ALL_REDUCE, 100, group_of("tp", (0,))) == 0
+    assert PRICES.collective_time(OpKind.ALL_REDUCE, 100, group_of("tp", (0, 1, 2))) == 300
+    assert PRICES.message_times(Kind.ACTIVATION, 100, 0, 1) == (200, 200)
+
+
+def test_an_unknown_precision_names_the_nearest() -> None:
+    assert set(PRECISIONS) == {"fp32", "bf16", "bf16-fp32-grads", "fp16", "fp64"}
+    with pytest.raises(UserError, match=r"there is no precision 'b16'; did you mean bf16\?"):
+        find_precision("b16")
+    with pytest.raises(UserError, match="there are fp32"):
+        find_precision("xyz")
+
+
+def test_a_rank_is_as_slow_as_its_host_where_kernels_are_shorter() -> None:
+    checked = traced(Plan(Mesh()), 1, 1)
+    forward, backward, loss = (ops(checked, kind)[0] for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.LOSS))
+
+    def by_host(op: Op, seconds: float) -> float:
+        prices = replace(PRICES, recipe=Recipe(kernels=Kernels(host_seconds=seconds)))
+        return prices.compute_time(op, checked.specs[0], checked.program.sizes)
+
+    assert by_host(forward, PRODUCT / 2) == price(checked, forward)
+    assert by_host(forward, 3 * PRODUCT) == 3 * PRODUCT  # one product
+    assert by_host(backward, 3 * PRODUCT) == 6 * PRODUCT  # two
+    assert by_host(loss, 3 * PRODUCT) == price(checked, loss)  # none
+
+
+def test_a_recipe_s_collectives_along_tp_wait_for_their_hosts() -> None:
+    prices = replace(PRICES, recipe=Recipe(overlap=Overlap(tp_seconds=5.0)))
+    assert prices.collective_time(OpKind.ALL_GATHER, 100, group_of("tp", (0, 1))) == 205
+    assert prices.collective_time(OpKind.ALL_GATHER, 100, group_of("dp_shard", (0, 1))) == 200
+    assert prices.collective_time(OpKind.ALL_GATHER, 100, group_of("tp", (0,))) == 0
+
+
+def test_a_ring_over_nodes_goes_at_the_pace_of_its_slowest_link() -> None:
+    """Whichever of its ranks is looked at; of a pipeline each message has its own link."""
+    ring, piped = (
+        ClusterPrices(cast(Model, FakeModel()), 1, find_cluster("h100x16"), BF16, mesh=mesh)
+        for mesh in (Mesh(cp=4, tp=4), Mesh(pp=4, tp=4))
+    )
+    within, across = ((0, 4), (4, 8))
+    assert ring.message_times(Kind.KEYS_VALUES, 2**24, *within) == ring.message_times(Kind.KEYS_VALUES, 2**24, *across)
+    assert piped.message_times(Kind.ACTIVATION, 2**24, *within) < piped.message_times(Kind.ACTIVATION, 2**24, *across)

@@ -1,0 +1,382 @@
+"""What a recipe does to a step: each of its choices, alone, in the direction that it stands for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardlab.language import Mesh, UserError
+from shardlab.language.precision import find_precision
+from shardlab.models import GPT, Llama
+from shardlab.models.matrices import SavedActivations
+from shardlab.simulate.hardware import find_cluster
+from shardlab.simulate.predict.estimate import Estimate
+from shardlab.simulate.predict.memory import held_memory
+from shardlab.simulate.predict.recipe import GROUPS, Recipe, find_recipe, modules_of_stages, recipes, stages_by_cost
+from shardlab.simulate.predict.workload import Workload
+from shardlab.strategies.plan.plan import Plan
+
+PLAIN = Recipe()
+"""Fused kernels, and nothing held beyond tensors."""
+
+PLAN = Plan(Mesh(pp=2, dp_shard=4, tp=2), "1f1b", shard_optimizer=("dp_shard",))
+"""With messages, and collectives inside a node and between nodes."""
+
+
+def step(recipe: Recipe, model: GPT | Llama | None = None, plan: Plan = PLAN, cluster: str = "h100x16") -> Estimate:
+    model = model or GPT(layers=4, hidden_size=1024, heads=16, seq_len=1024, vocab_size=50304)
+    return Workload(plan, model, find_cluster(cluster), 16, 1, find_precision("bf16"), recipe=recipe).estimate()
+
+
+def with_(**fields: Any) -> Recipe:
+    """Fused kernels and nothing else, but for these fields, each in its group."""
+    groups = {name: getattr(PLAIN, name) for name in GROUPS}
+    for name, value in fields.items():
+        (group,) = (group for group in GROUPS if hasattr(groups[group], name))
+        groups[group] = replace(groups[group], **{name: value})
+    return Recipe(**groups)
+
+
+LONGER: dict[str, Recipe] = {
+    "attention": with_(attention="flash1"),
+    "memory_traffic": with_(memory_traffic={"layer_norm": (3.0, 3.0)}),
+    "blocking_p2p": with_(blocking_p2p=1.0),
+    "allreduce_sharded_gradients": with_(allreduce_sharded_gradients=True),
+    "single_nic": with_(single_nic=True),
+    "contention": with_(contention=0.5),
+    "update_bytes": with_(update_bytes=200.0),
+    "host_seconds": with_(host_seconds=1e-3),
+    "piped_host_seconds": with_(piped_host_seconds=1e-4),
+    "gathered_copy_seconds": with_(gathered_copy_seconds=1e-5),
+    "step_seconds": with_(step_seconds=0.1),
+    "tp_seconds": with_(tp_seconds=1e-4),
+}
+SHORTER: dict[str, Recipe] = {
+    "fused_accumulation": with_(fused_accumulation=True),
+    "share": with_(share={"tp": 0.5}),
+    "scatter_gather_p2p": with_(scatter_gather_p2p=True),
+    "sends_residual_only": with_(sends_residual_only=True),
+    "bucket_bytes": with_(bucket_bytes=400e6),
+    "gathered_bytes": with_(gathered_bytes=4e9),
+}
+MEMORY: dict[str, Recipe] = {
+    "saved": with_(saved=SavedActivations(branch=False)),
+    "logit_bytes": with_(logit_bytes=14.0),
+    "sliced_logit_bytes": with_(logit_bytes=4.0, sliced_logit_bytes=18.0),
+    "half_gradients": with_(half_gradients=True),
+}
+ELSEWHERE = {"cp_imbalance", "kept_when_full", "gathers_held_back", "margin_bytes", "logs_first_rank"}
+"""What needs another mesh or little room to matter, and has a test of its own."""
+
+
+@pytest.mark.parametrize("field", LONGER)
+def test_what_costs_time_makes_the_step_longer_and_leaves_memory_alone(field: str) -> None:
+    changed, own = step(LONGER[field]), step(PLAIN)
+    assert changed.step > own.step
+    assert changed.peak.bytes == own.peak.bytes
+
+
+@pytest.mark.parametrize("field", SHORTER)
+def test_what_saves_time_makes_the_step_shorter_and_leaves_memory_alone(field: str) -> None:
+    changed, own = step(SHORTER[field]), step(PLAIN)
+    assert changed.step < own.step
+    assert changed.peak.bytes == own.peak.bytes
+
+
+HELD = {
+    "gradient_buffer": with_(gradient_buffer=True),
+    "stream_memory": with_(stream_memory=True),
+    "reserved": with_(reserved=1.2),
+    "context_bytes": with_(context_bytes=2.0**30),
+}
+"""What a GPU holds beyond the peak of a replay."""
+
+DEFAULTS = {
+    *(
+        "vocab_size",
+        "pads_vocab",
+        "bias",
+        "dropout",
+        "gradient_bytes",
+        "bf16_gradient_bytes",
+        "reduce_at",
+        "zero_stage",
+    ),
+    *("sharded_reduce_at", "stages", "microbatches_short_of_ranks", "most_zero_stage", "schedules", "axes"),
+}
+"""What a published run is taken to use where it does not say (`tests/planner/published/test_reading.py`)."""
+
+
+def test_every_field_that_says_what_is_done_is_tried() -> None:
+    tried = {field.name for group in GROUPS.values() for field in fields(group)}
+    assert tried == {*LONGER, *SHORTER, *MEMORY, *ELSEWHERE, *HELD, *DEFAULTS}
+
+
+@pytest.mark.parametrize("field", HELD)
+def test_a_gpu_holds_more_than_the_replay_counts(field: str) -> None:
+    axes = ("dp_shard",) if field == "stream_memory" else ()
+    plan = Plan(Mesh(dp_shard=2), shard_parameters=axes, shard_gradients=axes, shard_optimizer=axes)
+    model = GPT(layers=4, hidden_size=256, heads=4, seq_len=1024, vocab_size=1024)
+    workload = Workload(plan, model, find_cluster("h100x2"), 2, 1, find_precision("bf16"), recipe=PLAIN)
+    peaks = workload.estimate().peaks
+    own, more = held_memory(workload, peaks), held_memory(replace(workload, recipe=HELD[field]), peaks)
+    assert own.allocated == own.reserved == own.total == max(peak.bytes for peak in peaks)
+    assert more.total > own.total
+    assert (more.allocated > own.allocated) == (field == "gradient_buffer")
+
+
+def test_what_is_not_kept_lowers_the_peak_and_takes_no_time() -> None:
+    changed, own = step(MEMORY["saved"]), step(PLAIN)
+    assert changed.peak.bytes < own.peak.bytes
+    assert changed.step == own.step
+
+
+def test_what_is_copied_is_kept_twice_and_takes_no_time() -> None:
+    changed, own = step(with_(saved=SavedActivations(copied=True)), LLAMA), step(PLAIN, LLAMA)
+    assert changed.peak.bytes > own.peak.bytes
+    assert changed.step == own.step
+
+
+def test_a_loss_that_holds_more_for_each_logit_has_a_higher_peak() -> None:
+    """Logits and their gradient of 2 bytes each make 4; of so small a model they are the peak."""
+    model = GPT(layers=1, hidden_size=32, heads=2, seq_len=256, vocab_size=50304)
+    peaks = [step(with_(logit_bytes=bytes), model, Plan(Mesh()), "h100x1").peak.bytes for bytes in (None, 4.0, 14.0)]
+    assert peaks[0] == peaks[1]
+    assert peaks[2] - peaks[1] == (14 - 4) * 256 * 50304
+
+
+def test_a_loss_of_sliced_logits_may_hold_more_of_each() -> None:
+    model = GPT(layers=1, hidden_size=32, heads=2, seq_len=256, vocab_size=50304)
+    tensor, single = Plan(Mesh(tp=2)), Plan(Mesh())
+    whole, sliced = with_(logit_bytes=4.0), MEMORY["sliced_logit_bytes"]
+    more = step(sliced, model, tensor, "h100x2").peak.bytes - step(whole, model, tensor, "h100x2").peak.bytes
+    assert more == (18 - 4) * 256 * 50304 / 2
+    assert step(sliced, model, single, "h100x1").peak.bytes == step(whole, model, single, "h100x1").peak.bytes
+
+
+@pytest.mark.parametrize(("precision", "bytes"), [("bf16-fp32-grads", 2), ("bf16", 0)])
+def test_half_gradients_stay_beside_their_float32_sum_and_nowhere_else(precision: str, bytes: int) -> None:
+    model = GPT(layers=2, hidden_size=256, heads=4, seq_len=16, vocab_size=512)
+
+    def gradients(recipe: Recipe) -> int:
+        workload = Workload(Plan(Mesh()), model, find_cluster("h100x1"), 1, 1, find_precision(precision))
+        return replace(workload, recipe=recipe).estimate().peak.by_category["gradients"]
+
+    own = gradients(PLAIN)
+    assert gradients(MEMORY["half_gradients"]) == own * (4 + bytes) // 4
+
+
+def test_without_balance_the_busiest_context_parallel_rank_attends_longer() -> None:
+    plan = Plan(Mesh(cp=2), context="all_gather")
+    changed, own = step(with_(cp_imbalance=1.0), plan=plan), step(PLAIN, plan=plan)
+    assert changed.step > own.step
+    assert changed.peak.bytes == own.peak.bytes
+    assert step(with_(cp_imbalance=1.0)).step == step(PLAIN).step, "nobody is context-parallel"
+
+
+def test_a_message_is_scattered_only_among_ranks_that_have_the_same() -> None:
+    plan = Plan(Mesh(pp=2, dp_shard=8), "1f1b")
+    assert step(SHORTER["scatter_gather_p2p"], plan=plan).step == step(PLAIN, plan=plan).step
+
+
+def test_a_pipeline_on_one_node_or_without_tensor_parallelism_has_the_host_of_other_plans() -> None:
+    piped = LONGER["piped_host_seconds"]
+    for plan in (Plan(Mesh(pp=2, tp=4)), Plan(Mesh(pp=2, dp_shard=8)), Plan(Mesh(dp_shard=2, tp=8))):
+        assert step(piped, plan=plan).step == step(PLAIN, plan=plan).step
+
+
+def test_each_rank_s_slice_of_each_parameter_is_copied_once_it_is_gathered_after_the_update() -> None:
+    copying, model = (
+        with_(gathered_copy_seconds=1.0),
+        GPT(layers=2, hidden_size=64, heads=2, seq_len=64, vocab_size=512),
+    )
+
+    def seconds(plan: Plan) -> float:
+        own = replace(Workload(plan, model, find_cluster("h100x8"), 8, 1, find_precision("bf16")), recipe=copying)
+        assert own.estimate().beside == own.beside, "so that forecasts and replays have the same"
+        return own.beside
+
+    shard = ("dp_shard",)
+    assert seconds(Plan(Mesh(dp_shard=8), shard_optimizer=shard)) == 8 * model.parameter_tensors
+    assert seconds(Plan(Mesh(pp=2, dp_shard=4), shard_optimizer=shard)) == 4 * model.parameter_tensors / 2
+    assert seconds(Plan(Mesh(dp_shard=8))) == 0
+    assert seconds(Plan(Mesh(dp_shard=8), shard_parameters=shard, shard_optimizer=shard)) == 0
+
+
+def test_what_is_hidden_is_hidden_on_its_axis_alone() -> None:
+    assert step(with_(share={"ep": 0.9})).step == step(PLAIN).step
+
+
+def test_what_is_computed_again_every_second_product_takes_time_and_saves_memory() -> None:
+    changed, own = step(with_(saved=SavedActivations(per_op=True)), LLAMA), step(PLAIN, LLAMA)
+    assert changed.step > own.step
+    assert changed.peak.bytes < own.peak.bytes
+
+
+LLAMA = Llama(layers=4, hidden_size=1024, heads=16, kv_heads=8, ffn_hidden_size=2816, seq_len=1024, vocab_size=32000)
+
+
+FITTED = (
+    *("overlap.share", "overlap.contention", "overlap.single_nic", "kernels.cp_imbalance"),
+    *("memory.reserved", "memory.context_bytes", "memory.kept_when_full"),
+    *("kernels.host_seconds", "kernels.piped_host_seconds", "kernels.gathered_copy_seconds", "kernels.step_seconds"),
+    "overlap.tp_seconds",
+    *("memory.gathers_held_back", "memory.margin_bytes"),
+)
+"""Figures that no framework's code or paper gives."""
+
+FITTED_IN_ONE = {("nanotron", "memory.logit_bytes")}
+"""Recipes and their figures that a framework's code tells of others, but does not settle here."""
+
+
+def test_every_figure_has_a_source_and_says_what_it_was_fitted_to_or_that_it_is_assumed() -> None:
+    for name, recipe in recipes().items():
+        assert recipe.name == name
+        assert len(recipe.source) > 20
+        for key, figure in recipe.figures.items():
+            group, _, field = key.partition(".")
+            assert getattr(getattr(recipe, group), field) == figure.value, "what is told is what is used"
+            assert figure.source, (name, key)
+            open = key in FITTED or (name, key) in FITTED_IN_ONE
+            assert bool(figure.fitted_to or figure.assumed) == open, (name, key)
+            assert not (figure.fitted_to and figure.assumed), (name, key)
+
+
+def test_every_framework_holds_cudas_context() -> None:
+    """Room for which must be there wherever a step is said to fit."""
+    assert {name for name, recipe in recipes().items() if recipe.memory.context_bytes < 2**30} == set()
+
+
+def test_a_recipe_has_all_that_its_base_has_but_what_it_changes() -> None:
+    base, changed = find_recipe("Megatron-2021"), find_recipe("megatron-2022")
+    differing = {key for key in changed.figures if changed.figures[key] != base.figures.get(key)}
+    assert differing == {"kernels.fused_accumulation", "overlap.share"}
+    assert changed.figures["memory.logit_bytes"].source == base.source, "its base's figures keep their source"
+    reserved = find_recipe("torchtitan").figures["memory.reserved"]
+    assert reserved == find_recipe("fsdp2").figures["memory.reserved"]
+
+
+def test_of_a_table_a_recipe_changes_what_it_names() -> None:
+    """Of memory traffic its kernels, of what is kept its choices."""
+    base, changed = find_recipe("fsdp2"), find_recipe("torchtitan")
+    assert changed.kernels.memory_traffic["layer_norm"] == base.kernels.memory_traffic["layer_norm"]
+    assert changed.kernels.memory_traffic["cross_entropy"] == (8, 2.5)
+    assert base.memory.saved.activated
+    assert changed.memory.saved == SavedActivations(branch=False)
+
+
+def test_traffic_is_written_as_what_is_moved_over_what_one_kernel_moves() -> None:
+    assert find_recipe("megatron-2021").kernels.memory_traffic["residual"] == (3.5 / 4, 2.5 / 6)
+    eager, autocast = (find_recipe(name).kernels.memory_traffic for name in ("llm-foundry", "nanogpt"))
+    assert {name for name in autocast if autocast[name] != eager.get(name)} == {"layer_norm", "residual"}
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"there is no recipe 'megatron-cor'; did you mean megatron-core\?"):
+        find_recipe("megatron-cor")
+
+
+def test_a_recipe_of_ones_own_is_a_file(tmp_path: Path) -> None:
+    """It says what its base does not, with the runs that a figure was fitted to."""
+    path = tmp_path / "ours.toml"
+    path.write_text(
+        'base = "megatron-core"\nsource = "our branch"\n[kernels]\nupdate_bytes = 40\n'
+        '[memory.reserved]\nvalue = 1.1\nfitted_to = "our runs"\nruns = ["ours-*"]\n'
+    )
+    recipe, base = find_recipe(str(path)), find_recipe("megatron-core")
+    assert recipe.name == "ours"
+    assert recipe == replace(
+        base,
+        name="ours",
+        source="our branch",
+        kernels=replace(base.kernels, update_bytes=40),
+        memory=replace(base.memory, reserved=1.1),
+    )
+    assert recipe.figures["memory.reserved"].runs == ("ours-*",)
+
+
+def test_a_base_lies_beside_its_recipe_and_is_no_recipe_that_builds_on_it(tmp_path: Path) -> None:
+    (tmp_path / "ours.toml").write_text('base = "common.toml"\nsource = "our branch"\n')
+    (tmp_path / "common.toml").write_text('source = "our code"\n[kernels]\nupdate_bytes = 40\n')
+    assert find_recipe(str(tmp_path / "ours.toml")).kernels.update_bytes == 40
+    (tmp_path / "common.toml").write_text('base = "ours.toml"\nsource = "our code"\n')
+    with pytest.raises(UserError, match=r"ours.toml builds on .*common.toml builds on .*, which is being read"):
+        find_recipe(str(tmp_path / "ours.toml"))
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ("", "gives no source; say in quotes where the framework's way is described"),
+        ("memori = 1", "a recipe has no 'memori'; did you mean memory?"),
+        ('source = "s"\nmemory = 1', "memory is 1; give a table"),
+        ('base = "megatron-cor"\nsource = "s"', "there is no recipe 'megatron-cor'; did you mean megatron-core?"),
+        ('source = "s"\nmemory.reservd = 1.1', "memory has no 'reservd'; did you mean reserved?"),
+        ('source = "s"\nmemory.reserved = "much"', "memory.reserved is 'much'; give a number, 0 or more"),
+        ('source = "s"\nmemory.reserved = {value = 1.1, fited_to = ""}', "a figure has no 'fited_to'; did you mean"),
+        ('source = "s"\nmemory.reserved = {value = 1.1, runs = "a"}', "reserved.runs is 'a'; give a list of texts"),
+        ('source = "s"\nmemory.gradient_buffer = 1', "memory.gradient_buffer is 1; give true or false"),
+        ('source = "s"\nmemory.saved = {brunch = true}', "memory.saved has no 'brunch'; did you mean branch?"),
+        ('source = "s"\noverlap.share.tp = -1', "overlap.share.tp is -1; give a number, 0 or more"),
+        ('source = "s"\nkernels.memory_traffic.bias = [1]', "memory_traffic.bias is [1]; give two numbers or ratios"),
+        ('source = "s"\nkernels.memory_traffic.norm = "12"', "norm is '12'; give two numbers or ratios"),
+        ('source = "s"\nkernels.memory_traffic.norm = [-3, 1]', "norm is [-3, 1]; give two numbers or ratios"),
+        ('source = "s"\nkernels.memory_traffic.norm = [1, "nan"]', "norm is [1, 'nan']; give two numbers or ratios"),
+        ('source = "s"\nkernels.attention = "falsh2"', "attention is 'falsh2'; give one of flash1, flash2, cudnn"),
+        ('source = "s"\ndefaults.reduce_at = "never"', "defaults.reduce_at is 'never'; give one of layer, step"),
+    ],
+)
+def test_what_a_recipe_cannot_say_is_refused_in_a_sentence(written: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(written)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        find_recipe(str(path))
+
+
+# Stages of equal cost, as nanotron deals modules.
+
+
+SMALL = Llama(layers=16, hidden_size=2048, heads=32, ffn_hidden_size=8192, vocab_size=131072, tied=True)
+LARGE = Llama(layers=32, hidden_size=4096, heads=32, ffn_hidden_size=14336, vocab_size=131072)
+
+
+def blocks(model: Llama, stages: int) -> list[int]:
+    found = modules_of_stages(model, stages)
+    assert found is not None
+    assert [module for modules in found for module in modules] == [
+        "embedding",
+        *["block"] * model.layers,
+        "norm",
+        "head",
+        "cast",
+        "loss",
+    ]
+    return [modules.count("block") for modules in found]
+
+
+def test_a_stage_ends_with_the_module_that_takes_it_beyond_its_share() -> None:
+    assert blocks(LARGE, 2) == [18, 14]
+    assert blocks(LARGE, 8) == [5, 4, 4, 5, 4, 4, 4, 2]
+    assert blocks(SMALL, 4) == [6, 5, 5, 0]
+
+
+def test_a_pipeline_may_be_so_deep_that_its_last_stage_has_nothing() -> None:
+    assert modules_of_stages(SMALL, 8) is not None
+    assert modules_of_stages(SMALL, 16) is None
+    assert stages_by_cost(SMALL, 16, halves=True) == ()
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_a_plan_of_half_blocks_has_the_head_on_its_last_stage(stages: int) -> None:
+    dealt = stages_by_cost(SMALL, stages, halves=True)
+    assert sum(dealt) == 2 * SMALL.layers + 1
+    assert min(dealt) >= 1
+
+
+def test_the_last_stage_of_whole_blocks_has_one() -> None:
+    assert stages_by_cost(LARGE, 4, halves=False) == (9, 9, 8, 6)
+    assert stages_by_cost(LARGE, 32, halves=False) == (1,) * 32

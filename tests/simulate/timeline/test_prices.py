@@ -1,0 +1,149 @@
+"""Prices other than unit costs: streams of their own for communicators, transfers that wait for both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from shardlab.check import check
+from shardlab.language import Mesh, Op, OpKind, Rank, Sizes, Spec, UserError, trace
+from shardlab.language.mesh import group_of
+from shardlab.language.ops import Stream
+from shardlab.simulate.timeline import UNIT_COSTS, Costs
+from shardlab.simulate.timeline.prices import Bytes, PriceList
+from shardlab.simulate.timeline.run import Clocks
+from shardlab.strategies import STRATEGIES
+from tests.simulate.timeline.fakes import FakePrices
+from tests.simulate.timeline.runs import SQUARE
+from tests.support.passes import gradients
+
+
+async def reduces_twice(rank: Rank) -> None:
+    """Two reductions at once, each on a group of its own."""
+    for l, made in gradients(rank):
+        rank.grad_weights[l] = made
+    first = [rank.all_reduce(rank.grad_weights.pop(l), axis=axis) for l, axis in AXES_OF.items()]
+    half = [await handle for handle in first]
+    for (l, axis), gradient in zip(AXES_OF.items(), half, strict=True):
+        other = "dp_shard" if axis == "dp_replicate" else "dp_replicate"
+        total = await rank.all_reduce(gradient, axis=other)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
+
+
+AXES_OF = {0: "dp_shard", 1: "dp_replicate"}
+
+MESH = Mesh(dp_replicate=2, dp_shard=2)
+
+
+def reductions(one_stream: bool) -> list[tuple[float, float]]:
+    checked = check(trace(reduces_twice, MESH, 2, 4))
+    times = Clocks(checked, FakePrices(one_stream=one_stream)).run()
+    at = [at for at, op in enumerate(checked.program.tapes[0]) if op.kind is OpKind.ALL_REDUCE][:2]
+    return [(times.starts[0][op], times.ends[0][op]) for op in at]
+
+
+def test_groups_do_not_queue_behind_one_another() -> None:
+    first, second = reductions(one_stream=False)
+    assert first == second
+
+
+def test_on_one_stream_they_do() -> None:
+    first, second = reductions(one_stream=True)
+    assert second[0] == first[1]
+
+
+def test_a_transfer_starts_when_both_ends_have_come_and_ends_for_both_at_once() -> None:
+    entry = STRATEGIES["pipeline"]
+    checked = check(trace(entry.program, entry.mesh(2), 2, 2))
+    times = Clocks(checked, FakePrices()).run()
+    for message in (each for each in checked.communications if each.stream is Stream.MESSAGE):
+        (sender, _, sent), (receiver, _, received) = message.participants
+        assert times.starts[sender][sent] == times.starts[receiver][received]
+        assert times.ends[sender][sent] == times.ends[receiver][received]
+
+
+async def both_send_first(rank: Rank) -> None:
+    """Two ranks that send their batch to each other and only then receive."""
+    other = 1 - rank.index
+    batch = rank.load_batch([rank.index])
+    rank.activations[0] = batch
+    await rank.send(batch, to=other)
+    rank.activations["theirs"] = await rank.recv(source=other)
+    await STRATEGIES["ddp"].program(rank)
+
+
+def test_a_program_that_hangs_without_buffers_is_refused() -> None:
+    checked = check(trace(both_send_first, 2, 1, 2))
+    Clocks(checked, Costs()).run()
+    with pytest.raises(UserError, match=r"rank \d waits in send to rank \d.*exchange"):
+        Clocks(checked, FakePrices()).run()
+
+
+def test_the_whole_value_is_priced_whichever_way_it_is_cut() -> None:
+    bytes_of: dict[OpKind, float] = {}
+
+    class Noting(FakePrices):
+        def collective_time(self, kind: OpKind, bytes: float, group: object) -> float:
+            bytes_of[kind] = bytes
+            return 0.0
+
+    Clocks(check(trace(STRATEGIES["fsdp"].program, 4, 2, 4)), Noting()).run()
+    assert bytes_of == {OpKind.ALL_GATHER: 4 * SQUARE, OpKind.REDUCE_SCATTER: 4 * SQUARE}
+
+
+def test_alike_work_is_priced_once() -> None:
+    asked: list[OpKind] = []
+
+    class Counting(FakePrices):
+        def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
+            asked.append(op.kind)
+            return 1.0
+
+    entry = STRATEGIES["gpipe"]
+    Clocks(check(trace(entry.program, entry.mesh(4), 4, 16)), Counting()).run()
+    assert asked.count(OpKind.FORWARD) == asked.count(OpKind.BACKWARD) == 4  # of 64
+
+
+def test_the_price_list_knows_the_sizes_that_the_table_says() -> None:
+    checked = check(trace(STRATEGIES["3d"].program, STRATEGIES["3d"].mesh(8), 2, 4))
+    sizes = replace(checked.program.sizes, saved=tuple(range(1000, 1000 + checked.program.layers)))
+    known = Bytes(sizes)
+    for specs in checked.specs:
+        for spec in specs.values():
+            assert known(spec) == sizes.bytes(spec)
+    assert PriceList(checked, Costs()).compute(checked.program.tapes[0][0], checked.specs[0]) == 0.0
+
+
+def test_unit_costs_are_one_kind_of_prices() -> None:
+    assert Costs().one_stream
+    assert Costs().messages == "buffered"
+    assert Costs(link_latency=True).messages == "link"
+    assert Costs(collective=3).collective_time(OpKind.ALL_REDUCE, 10, group_of("tp", (0, 1))) == 3
+
+
+# What ops cost.
+
+
+def test_the_halves_of_a_backward_pass_are_the_whole() -> None:
+    assert UNIT_COSTS.backward == UNIT_COSTS.forward == 1
+    assert Costs(backward_input=18.086, backward_weight=9.337).backward == 18.086 + 9.337
+
+
+def test_passes_are_paid_for_each_microbatch_and_other_ops_once() -> None:
+    costs = Costs(forward=2, recompute=3, backward_input=1, backward_weight=4, loss=6, add=7, update=8)
+    each = {OpKind.FORWARD: 2, OpKind.RECOMPUTE: 3, OpKind.BACKWARD: 5}
+    once = {OpKind.LOSS: 6, OpKind.ADD: 7, OpKind.UPDATE: 8}
+    for kind in OpKind:
+        if kind in each:
+            assert costs.duration(kind, 3) == 3 * each[kind]
+        elif kind in once:
+            assert costs.duration(kind, 3) == once[kind]
+
+
+def test_loading_and_bookkeeping_are_free() -> None:
+    loads = {kind for kind in OpKind if kind.value.startswith("load")}
+    assert loads
+    for kind in {*loads, OpKind.WAIT, OpKind.FREE}:
+        assert UNIT_COSTS.duration(kind, 3) == 0

@@ -1,0 +1,127 @@
+"""When ops start: compute stops only at a WAIT, and each rank's communication takes turns on one stream."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from shardlab.language import OpKind
+from shardlab.simulate.timeline import Costs
+from shardlab.strategies import STRATEGIES
+from tests.simulate.timeline.programs import (
+    early_receive,
+    prefetching,
+    recomputing,
+    reduction_before_a_send,
+    reductions_at_once,
+    uneven,
+)
+from tests.simulate.timeline.runs import event, events, run
+
+COSTS = Costs(forward=1, backward_input=1.25, backward_weight=0.75, update=0.5, collective=0.75, send=0.25, recv=0.125)
+
+
+def test_forward_and_backward_cost_their_microbatches() -> None:
+    timeline = run(STRATEGIES["single"].program, 1, 2, 3, COSTS)
+    assert [e.end - e.start for e in events(timeline, OpKind.FORWARD)] == [3, 3]
+    assert [e.end - e.start for e in events(timeline, OpKind.BACKWARD)] == [6, 6]
+    assert [e.end - e.start for e in events(timeline, OpKind.UPDATE)] == [0.5, 0.5]
+    assert [e.end - e.start for e in events(timeline, OpKind.LOSS)] == [0]
+
+
+def test_a_reduction_runs_while_the_layer_below_computes() -> None:
+    timeline = run(STRATEGIES["ddp"].program, 2, 2, 2, COSTS)
+    reduction, below = event(timeline, OpKind.ALL_REDUCE, 1), event(timeline, OpKind.BACKWARD, 0)
+    assert reduction.start == below.start == event(timeline, OpKind.BACKWARD, 1).end
+    assert reduction.end == reduction.start + 0.75
+    assert below.end == below.start + 2
+
+
+def test_compute_waits_where_the_program_awaits() -> None:
+    timeline = run(uneven, 2, 2, 2, COSTS)
+    assert event(timeline, OpKind.UPDATE, 1).start == event(timeline, OpKind.ALL_REDUCE, 1).end
+
+
+def test_a_collective_starts_when_its_last_member_arrives() -> None:
+    timeline = run(uneven, 2, 1, 4, COSTS)
+    assert event(timeline, OpKind.BACKWARD, 0, rank=0).end == 3
+    assert event(timeline, OpKind.BACKWARD, 0, rank=1).end == 9
+    for rank in (0, 1):
+        reduction = event(timeline, OpKind.ALL_REDUCE, 0, rank)
+        assert (reduction.start, reduction.end) == (9, 9.75)
+
+
+def test_two_collectives_share_one_stream() -> None:
+    timeline = run(reductions_at_once, 2, 3, 2, COSTS)
+    starts = [e.start for e in events(timeline, OpKind.ALL_REDUCE)]
+    assert starts == [9, 9.75, 10.5]  # after three forwards of 1 and three backwards of 2
+    assert [e.start for e in events(timeline, OpKind.UPDATE)] == [9.75, 10.5, 11.25]
+
+
+def test_gathers_issued_early_hide_behind_compute() -> None:
+    timeline = run(prefetching, 2, 3, 2, COSTS)
+    assert [e.start for e in events(timeline, OpKind.ALL_GATHER)] == [0, 0.75, 1.5]
+    assert [e.start for e in events(timeline, OpKind.FORWARD)] == [0.75, 1.75, 2.75]
+
+
+def test_a_receive_starts_no_earlier_than_its_send_ends() -> None:
+    entry = STRATEGIES["pipeline"]
+    timeline = run(entry.program, entry.mesh(2), 2, 2, COSTS)
+    (sent,), (received,) = events(timeline, OpKind.SEND, 0), events(timeline, OpKind.RECV, 1)
+    assert (sent.start, sent.end) == (2, 2.25)
+    assert (received.start, received.end) == (2.25, 2.375)
+    assert event(timeline, OpKind.FORWARD, 1, rank=1).start == 2.375
+
+
+def test_a_receive_posted_early_holds_nothing_up() -> None:
+    timeline = run(early_receive, 2, 2, 2, COSTS)
+    assert event(timeline, OpKind.FORWARD, 0, rank=0).start == 0
+    (received,) = events(timeline, OpKind.RECV, 1)
+    assert received.start == 2.25
+    (back,) = events(timeline, OpKind.RECV, 0)
+    assert back.start == events(timeline, OpKind.SEND, 1)[0].end
+
+
+def test_a_send_that_is_not_awaited_runs_beside_the_update() -> None:
+    timeline = run(early_receive, 2, 2, 2, COSTS)
+    (sent,) = events(timeline, OpKind.SEND, 1)
+    assert event(timeline, OpKind.UPDATE, 1, rank=1).start == sent.start
+
+
+def test_recomputation_costs_a_forward_and_stands_on_the_timeline() -> None:
+    timeline = run(recomputing, 1, 2, 3, COSTS)
+    saved = run(STRATEGIES["single"].program, 1, 2, 3, COSTS)
+    assert [e.layer for e in events(timeline, OpKind.RECOMPUTE)] == [1, 0]
+    assert timeline.end == saved.end + 2 * 3
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_no_rank_does_two_things_at_once_on_one_stream(name: str) -> None:
+    entry = STRATEGIES[name]
+    timeline = run(entry.program, entry.mesh(entry.ranks), entry.puzzle(entry.ranks), 4)
+    communication = {OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.SEND, OpKind.RECV}
+    for rank in timeline.events:
+        for stream in (
+            [e for e in rank if e.kind in communication],
+            [e for e in rank if e.kind not in communication],
+        ):
+            stream.sort(key=lambda e: (e.start, e.end))
+            for before, after in itertools.pairwise(stream):
+                assert after.start >= before.end - 1e-9
+
+
+def test_wait_and_free_are_no_events() -> None:
+    timeline = run(STRATEGIES["fsdp"].program, 2, 2, 2)
+    kinds = {e.kind for rank in timeline.events for e in rank}
+    assert not kinds & {OpKind.WAIT, OpKind.FREE}
+
+
+def test_what_is_ready_first_takes_the_stream_first() -> None:
+    timeline = run(reduction_before_a_send, 2, 1, 3)
+    reduction = event(timeline, OpKind.ALL_REDUCE, 0, rank=1)
+    assert (reduction.start, reduction.end) == (4, pytest.approx(4.3))
+    send, receive = event(timeline, OpKind.SEND, 1, rank=1), event(timeline, OpKind.RECV, 1)
+    assert (send.start, send.end) == (pytest.approx(4.3), pytest.approx(4.5))
+    assert receive.start == pytest.approx(4.5)
+    assert event(timeline, OpKind.UPDATE, 0, rank=1).start == pytest.approx(4.3)

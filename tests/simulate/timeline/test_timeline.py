@@ -1,0 +1,131 @@
+"""The bubble of a timeline."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardlab.check import check
+from shardlab.language import Mesh, OpKind, Program, trace
+from shardlab.simulate.timeline import Costs, Event, Timeline, Traffic, bubble, traffic
+from shardlab.strategies import STRATEGIES, Plan
+from shardlab.strategies.plan.program import planned
+from shardlab.strategies.schedules import SCHEDULES
+from tests.simulate.timeline.runs import run
+from tests.strategies.action_clock import PassTimes, cost
+
+
+def timeline(*ranks: list[tuple[OpKind, float, float]]) -> Timeline:
+    program: Program = trace(STRATEGIES["single"].program, 1, 1, 1)
+    events = [
+        [Event(rank, at, kind, 0, 1, start, end, 0) for at, (kind, start, end) in enumerate(row)]
+        for rank, row in enumerate(ranks)
+    ]
+    return Timeline(program, events)
+
+
+F, B, U, S = OpKind.FORWARD, OpKind.BACKWARD, OpKind.UPDATE, OpKind.SEND
+
+
+def test_it_is_the_time_that_the_busiest_rank_does_not_compute_in_the_longest_span() -> None:
+    assert bubble(timeline([(F, 0, 2), (B, 6, 8)], [(F, 2, 4), (B, 4, 6)])) == 0.5
+    assert bubble(timeline([(F, 0, 3), (B, 5, 8)], [(F, 3, 4), (B, 4, 5)])) == 0.25
+
+
+def test_it_counts_from_the_first_pass_to_the_last() -> None:
+    assert bubble(timeline([(S, 0, 5), (F, 5, 6), (B, 6, 8), (U, 8, 10), (S, 10, 11)])) == 0
+    assert bubble(timeline([(F, 0, 1)], [(F, 10, 11)])) == 0
+
+
+def test_without_passes_there_is_none() -> None:
+    assert bubble(timeline([(U, 0, 1)], [])) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name in STRATEGIES])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 7), (4, 8)])
+@pytest.mark.parametrize("times", [PassTimes(), PassTimes(18.5, 18.1, 9.3, 0.6), PassTimes(2, 3, 1, 5)])
+def test_the_bubble_of_a_schedules_program_is_that_of_its_actions(
+    name: str, ranks: int, microbatches: int, times: PassTimes
+) -> None:
+    schedule, entry = SCHEDULES[name], STRATEGIES[name]
+    stages_per_rank = schedule.stages_per_rank or 2
+    costs = Costs(
+        forward=times.forward,
+        backward_input=times.backward_input,
+        backward_weight=times.backward_weight,
+        send=times.latency,
+        recv=0,
+        update=0,
+        link_latency=True,
+    )
+    found = bubble(run(entry.program, entry.mesh(ranks), ranks * stages_per_rank, microbatches, costs))
+    work = microbatches * stages_per_rank * sum(times.passes)
+    assert found == pytest.approx(1 - work / cost(schedule, ranks, microbatches, stages_per_rank, times))
+
+
+# What a rank sends in a step, counted on its tape, is what the formulas of rings say.
+
+
+def sent(name: str, ranks: int, layers: int = 6, microbatches: int = 8) -> list[Traffic]:
+    entry = STRATEGIES[name]
+    return traffic(check(trace(entry.program, entry.grid(ranks), entry.puzzle(ranks, layers), microbatches)))
+
+
+WEIGHT = 512 * 512 * 4
+ACTIVATION = 512 * 256 * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ddp_reduces_every_gradient_once(ranks: int) -> None:
+    for each in sent("ddp", ranks):
+        assert (each.collectives, each.messages) == (6, 0)
+        assert each.bytes == each.weights == pytest.approx(6 * WEIGHT * 2 * (ranks - 1) / ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fsdp_sends_half_as_much_again_as_ddp(ranks: int) -> None:
+    assert sent("fsdp", ranks)[0].bytes == pytest.approx(1.5 * sent("ddp", ranks)[0].bytes)
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_zero_1_sends_as_much_as_ddp_however_many_microbatches(microbatches: int) -> None:
+    assert sent("zero-1", 4, microbatches=microbatches)[0].weights == pytest.approx(sent("ddp", 4)[0].weights)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_are_sent_all_tokens_but_a_ranks_own_both_ways_and_gradients_of_the_rest_are_reduced(
+    ranks: int,
+) -> None:
+    """Three layers of experts, each with four exchanges a step, between four dense ones."""
+    for each in sent("expert-parallel", ranks, layers=3, microbatches=ranks):
+        assert (each.collectives, each.messages) == (3 * 4 + 4, 0)
+        assert each.activations == pytest.approx(3 * 4 * ACTIVATION * (ranks - 1) / ranks)
+        assert each.weights == pytest.approx(4 * WEIGHT * 2 * (ranks - 1) / ranks)
+
+
+def test_a_pipeline_sends_each_microbatch_up_and_its_gradient_down() -> None:
+    first, middle, _, last = sent("gpipe", 4, microbatches=5)
+    assert (first.messages, middle.messages, last.messages) == (5, 10, 5)
+    assert middle.activations == 10 * ACTIVATION
+    assert middle.weights == 0
+    assert middle.others == 6  # the gradient's norm, 4 bytes around a ring of 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_exchange_all_but_their_own_share_of_each_buffer(ranks: int) -> None:
+    """Out and back, forward and backward: a rank keeps 1/n of what it gives."""
+    blocks, each = 3, sent("expert-parallel", ranks, layers=3, microbatches=ranks)[0]
+    assert each.activations == pytest.approx(4 * blocks * ACTIVATION * (ranks - 1) / ranks)
+
+
+def test_one_rank_sends_nothing() -> None:
+    for name in ("single", "ddp", "fsdp", "gpipe"):
+        assert sent(name, 1) == [Traffic()]
+
+
+def test_replicas_reduce_gradients_once_a_step_and_shards_once_a_microbatch() -> None:
+    shard = ("dp_shard",)
+    plan = Plan(Mesh(dp_replicate=2, dp_shard=2), shard_gradients=shard, shard_optimizer=shard, reshard_after="step")
+    for microbatches in (4, 8, 12):
+        (each, *_) = traffic(check(trace(planned(plan), plan.mesh, 1, microbatches)))
+        scattered = microbatches / 4 * WEIGHT / 2
+        assert each.weights == scattered + WEIGHT / 2 + WEIGHT / 2  # then halves all-reduced, and gathered back

@@ -1,0 +1,218 @@
+"""What a model is judged by: each document apart, every token but its first predicted once, and bytes counted."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.common.errors import UserError
+from shardlab.train.data.documents import Document, Documents, Input
+from shardlab.train.data.evaluation_text import EncodedText, JudgedText, encoded_text, first_bytes, judged_text, said_of
+from shardlab.train.data.prepare import prepare
+from shardlab.train.data.tokenizers import ByteTokenizer, Characters, HuggingFace, Tokenizer
+from tests.support import tokenizer_files
+
+DOCUMENTS = ["abcde", "f", "", "ghi", "jk" * 9]
+BYTES = ByteTokenizer()
+
+
+def jsonl(path: Path, documents: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+    return path
+
+
+def read(text: JudgedText) -> list[tuple[bytes, bytes]]:
+    """Each sequence's tokens and targets that count, as text."""
+    tokens, targets = text.cut(np.arange(len(text)))
+    return [
+        (text.tokenizer.decode(t[y >= 0]), text.tokenizer.decode(y[y >= 0]))
+        for t, y in zip(tokens, targets, strict=True)
+    ]
+
+
+def test_a_document_begins_a_sequence_and_its_first_token_is_not_predicted(tmp_path: Path) -> None:
+    text = judged_text(jsonl(tmp_path / "a.jsonl", DOCUMENTS[:4]), BYTES, 3)
+    assert read(text) == [(b"abc", b"bcd"), (b"d", b"e"), (b"gh", b"hi")]
+    assert text.bytes(len(text)) == 4 + 2
+    assert [text.bytes(count) for count in range(4)] == [0, 3, 4, 6]
+
+
+def test_beyond_the_last_sequence_nothing_counts(tmp_path: Path) -> None:
+    text = judged_text(jsonl(tmp_path / "a.jsonl", DOCUMENTS), BYTES, 4)
+    tokens, targets = text.cut(np.arange(len(text) - 1, len(text) + 2))
+    assert (tokens.shape, targets.shape) == ((3, 4), (3, 4))
+    assert (targets[0] >= 0).any()
+    assert (targets[1:] == -1).all()
+
+
+def test_a_text_is_one_document_whatever_its_name(tmp_path: Path) -> None:
+    for name, format in (("a.txt", None), ("a.py", None), ("a.jsonl", "text")):
+        (tmp_path / name).write_text("{}\nabc\n")
+        text = judged_text(tmp_path / name, BYTES, 16, format=format)
+        assert read(text) == [(b"{}\nabc", b"}\nabc\n")]
+
+
+def test_the_end_of_a_document_is_predicted_but_is_no_text(tmp_path: Path) -> None:
+    words = "the whole of it\n" * 20
+    tokenizer = HuggingFace.train([words], 270)
+    text = judged_text(jsonl(tmp_path / "a.jsonl", [words, words]), tokenizer, 64)
+    _, targets = text.cut(np.arange(len(text)))
+    assert (targets == tokenizer.end).sum() == 2
+    (first,) = tokenizer.encode([words.encode()])
+    assert text.bytes(len(text)) == 2 * (len(words) - len(tokenizer.decode(first[:1])))
+
+
+def test_a_prepared_folder_is_judged_by_its_validation_part(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", ["some words", "other words", "the last words"])
+    prepare([Input.of(source, None, "text")], tmp_path / "data", "chars", validation=0.3)
+    characters = Characters.of(["some words", "other words", "the last words"])
+    text = judged_text(tmp_path / "data", characters, 16)
+    assert read(text) == [(b"the last word", b"he last words")]
+    assert read(judged_text(tmp_path / "data", None, 16)) == read(text)
+    with pytest.raises(UserError, match=r"has another tokenizer \(chars, 12 tokens\) than the model \(bytes, 256 tok"):
+        judged_text(tmp_path / "data", BYTES, 16)
+
+
+def test_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["abcdefgh"] * 50)
+    path.write_text(path.read_text() + "no JSON\n")
+    text = judged_text(path, BYTES, 4, at_most=10)
+    assert 10 <= len(text) <= 20
+    with pytest.raises(UserError, match="line 51 is not JSON"):
+        judged_text(path, BYTES, 4)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a", "has no token to predict"),
+        ("", "has no token to predict"),
+        ("abx", "a.txt: the character 'x' is not among the 2 characters of the vocabulary"),
+        (b"ab\xff", "a.txt: the text is not UTF-8"),
+    ],
+)
+def test_what_cannot_be_judged_is_one_sentence(tmp_path: Path, content: str | bytes, said: str) -> None:
+    (tmp_path / "a.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=said):
+        judged_text(tmp_path / "a.txt", Characters.of(["ab"]), 8)
+
+
+def test_every_target_of_many_documents_is_there_once(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    documents = ["".join(generator.choices("abcdefgh", k=generator.randrange(40))) for _ in range(60)]
+    text = judged_text(jsonl(tmp_path / "a.jsonl", documents), BYTES, 7)
+    joined = b"".join(targets for _, targets in read(text))
+    assert joined == "".join(each[1:] for each in documents).encode()
+    assert text.bytes(len(text)) == len(joined)
+
+
+def test_a_document_that_begins_within_a_character_counts_its_other_bytes(tmp_path: Path) -> None:
+    """Its first token is one byte of three."""
+    texts = ["漢字です", "日本", "€5", "🐟"]
+    tokenizer = HuggingFace(tokenizer_files.byte_level().to_str().encode())
+    text = judged_text(jsonl(tmp_path / "a.jsonl", texts), tokenizer, 64)
+    assert text.bytes(len(text)) == sum(len(each.encode()) - 1 for each in texts)
+    assert int(text.lengths(len(text)).sum()) == sum(len(each.encode()) for each in texts), "and the end of each"
+
+
+def test_what_begins_every_document_is_no_text_and_all_of_it_is_predicted(tmp_path: Path) -> None:
+    texts = ["is it 漢", "it"]
+    tokenizer = HuggingFace(tokenizer_files.byte_fallback(["is", "it"], bos=True).to_str().encode())
+    text = judged_text(jsonl(tmp_path / "a.jsonl", texts), tokenizer, 64)
+    assert text.bytes(len(text)) == sum(len(each.encode()) for each in texts)
+    assert text.cut(np.arange(2))[0][:, 0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_what_a_tokenizer_drops_is_text_all_the_same(tmp_path: Path, prepared: bool) -> None:
+    tokenizer = HuggingFace(tokenizer_files.dropping("abcdefgh ").to_str().encode())
+    source = jsonl(tmp_path / "a.jsonl", ["öa bad öd", "aßb"] * 2)
+    path = prepare([Input.of(source, None, "text")], tmp_path / "out", tokenizer, validation=0.5).folder
+    text = judged_text(path if prepared else source, tokenizer, 64)
+    assert text.bytes(len(text)) == (10 + 3) * (1 if prepared else 2)
+    assert text.lost == {"ö": 4, "ß": 2}
+
+
+def test_sequences_may_be_cut_narrower_in_any_order(tmp_path: Path) -> None:
+    text = judged_text(jsonl(tmp_path / "a.jsonl", DOCUMENTS[:4]), BYTES, 8)
+    tokens, targets = text.cut(np.array([1, 5, 0]), 5)
+    assert bytes(tokens[0].tolist()) == b"gh\0\0\0"
+    assert targets[1].tolist() == [-1] * 5
+    assert bytes(targets[2][:4].tolist()) == b"bcde"
+
+
+# Documents as tokens: what begins and ends each, and the bytes of the text that was encoded.
+
+
+LLAMA = HuggingFace(tokenizer_files.byte_fallback(["is", "it"], bos=True).to_str().encode())
+BYTE_LEVEL = HuggingFace(tokenizer_files.byte_level().to_str().encode())
+LETTERS = HuggingFace(tokenizer_files.dropping("abcdefgh ").to_str().encode())
+
+
+def documents_of(text: EncodedText) -> list[list[int]]:
+    places = np.array(text.ends.tokens)[np.array(text.ends.documents)]
+    return [each.tolist() for each in np.split(text.tokens, places[1:-1])]
+
+
+def test_a_document_has_the_tokens_that_begin_and_end_it() -> None:
+    text = encoded_text(Documents(["is it", "", "it"]), LLAMA)
+    first, last = (LLAMA.encode([each])[0].tolist() for each in (b"is it", b"it"))
+    assert documents_of(text) == [[1, *first, 2], [1, *last, 2]]
+
+
+def test_tokens_are_taken_as_they_are_and_begin_anew_after_each_end() -> None:
+    text = encoded_text(Documents([[5, 6, 2, 7, 2], np.array([8, 2, 9], np.uint16)]), LLAMA)
+    assert documents_of(text) == [[5, 6, 2], [7, 2], [8, 2], [9]]
+
+
+@pytest.mark.parametrize("tokens", [[3, 257], [-1, 3]])
+def test_a_token_that_the_tokenizer_has_not_is_refused(tokens: list[int]) -> None:
+    with pytest.raises(UserError, match=r"token (257|-1) is none of the 257 of the tokenizer \(tokenizer.json\)"):
+        encoded_text(Documents([tokens], "mine"), BYTE_LEVEL)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, BYTE_LEVEL, LLAMA, LETTERS], ids=["bytes", "byte-level", "llama", "few"])
+@given(documents=st.lists(st.text("abc €漢", max_size=12), min_size=1, max_size=8), data=st.data())
+def test_bytes_are_those_of_the_text_wherever_it_is_cut(
+    tokenizer: Tokenizer, documents: list[Document], data: st.DataObject
+) -> None:
+    text = encoded_text(Documents(documents), tokenizer)
+    cut = data.draw(st.integers(0, len(text.tokens)))
+    parts = [text.ends.part(text.tokens, *each, tokenizer) for each in ((0, cut), (cut, len(text.tokens)))]
+    sizes = [0 if part.sizes is None else int(part.sizes.sum()) for part in parts]
+    assert sum(sizes) == sum(len(str(each).encode()) for each in documents)
+    assert all(part.sizes is not None and len(part.sizes) == part.documents for part in parts)
+    whole = text.ends.part(text.tokens, 0, len(text.tokens), tokenizer)
+    assert whole.sizes is not None
+    if tokenizer is not LETTERS:  # each document has tokens
+        assert whole.sizes.tolist() == [len(str(each).encode()) for each in documents if each] or not len(text.tokens)
+        before = tokenizer.count_bytes(text.tokens[:cut])
+        assert abs(before - sizes[0]) <= len(documents), "a decoder drops a space where a document begins"
+
+
+def test_what_is_dropped_counts_as_text_and_is_said() -> None:
+    text = encoded_text(Documents(["a bad öd", "öß"]), LETTERS)
+    run = text.ends.part(text.tokens, 0, len(text.tokens), LETTERS)
+    assert run.sizes is not None
+    assert run.sizes.tolist() == [9, 4]
+    assert text.lost == {"ö": 2, "ß": 1}
+    assert said_of(text.lost) == (
+        "the tokenizer has no token for 3 characters of the text, which are dropped ('ö', 'ß')"
+    )
+    assert said_of({"<unk>": 7}).endswith("7 words or characters of the text, which become '<unk>'")
+    assert said_of(Counter()) == ""
+
+
+def test_the_first_token_of_each_document_is_left_out() -> None:
+    text = encoded_text(Documents(["漢字", "€", "a"]), BYTE_LEVEL)
+    run = text.ends.part(text.tokens, 0, len(text.tokens), BYTE_LEVEL)
+    assert first_bytes(run, BYTE_LEVEL) == 3
+    begun = encoded_text(Documents(["is", "it"]), LLAMA)
+    assert first_bytes(begun.ends.part(begun.tokens, 0, len(begun.tokens), LLAMA), LLAMA) == 0

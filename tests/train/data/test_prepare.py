@@ -1,0 +1,359 @@
+"""A prepared folder is whole, says what it holds, and is noticed when it is torn."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardlab.common.errors import UserError
+from shardlab.train.data import Corpus, DataSource, sources_of
+from shardlab.train.data import prepare as preparing
+from shardlab.train.data.documents import Documents, Input
+from shardlab.train.data.prepare import prepare
+from shardlab.train.data.prepared_folder import MANIFEST, Manifest, Prepared
+from tests.support import tokenizer_files
+
+TEXT = "To be, or not to be: that is the question.\n" * 50
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Input:
+    (tmp_path / "a.txt").write_text(TEXT)
+    return Input(tmp_path / "a.txt", "text")
+
+
+def lines_of(path: Path, texts: list[str]) -> Input:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return Input(path, "jsonl")
+
+
+def text_of(prepared: Prepared) -> bytes:
+    return b"".join(prepared.tokenizer().decode(np.asarray(prepared.run(p).tokens)) for p in ("training", "validation"))
+
+
+def test_a_text_comes_back_from_its_folder_alone(text: Input, tmp_path: Path) -> None:
+    for name, bpe in (("chars", None), ("bytes", None), ("bytes", 270)):
+        made = prepare([text], tmp_path / f"{name}{bpe}", name, bpe)
+        shutil.move(made.folder, tmp_path / "moved")
+        found = Prepared.open(tmp_path / "moved")
+        found.verify()
+        assert text_of(found) == TEXT.encode()
+        shutil.rmtree(tmp_path / "moved")
+
+
+def test_the_split_is_that_of_nanogpt(text: Input, tmp_path: Path) -> None:
+    """Its first int(0.9 * characters), for any text of one document."""
+    manifest = prepare([text], tmp_path / "out", "chars").manifest
+    assert manifest.training.tokens == int(0.9 * len(TEXT))
+    assert manifest.training.tokens + manifest.validation.tokens == len(TEXT)
+    assert manifest.vocab_size == len(set(TEXT))
+
+
+@pytest.mark.parametrize(("characters", "dtype"), [(256, "uint8"), (257, "uint16"), (65_537, "uint32")])
+def test_tokens_have_as_few_bytes_as_the_vocabulary_allows(characters: int, dtype: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(map(chr, range(0x10000, 0x10000 + characters))))
+    made = prepare([Input(tmp_path / "a.txt", "text")], tmp_path / "out", "chars")
+    assert made.manifest.dtype == dtype
+    tokens = np.concatenate([made.run("training").tokens, made.run("validation").tokens])
+    assert tokens.tolist() == list(range(characters))
+
+
+def test_documents_begin_where_the_manifest_says_and_are_not_split(tmp_path: Path) -> None:
+    texts = [f"{number}" * (5 + number) for number in range(9)]
+    made = prepare([lines_of(tmp_path / "a.jsonl", [*texts, ""])], tmp_path / "out", validation=0.25)
+    sizes = [len(text) for text in texts]
+    ends = np.cumsum(sizes).tolist()
+    cut = made.manifest.training.tokens
+    assert cut in ends
+    assert made.run("training").starts.tolist() == [end for end in ends if end < cut]
+    assert made.run("validation").starts.tolist() == [end - cut for end in ends if cut < end < ends[-1]]
+    assert made.manifest.training.documents + made.manifest.validation.documents == len(texts)
+
+
+def test_documents_end_with_the_tokenizers_own_token(tmp_path: Path) -> None:
+    made = prepare([lines_of(tmp_path / "a.jsonl", ["aa", "bb", "cc", "dd"])], tmp_path / "out", train_bpe=257)
+    end = made.manifest.end
+    run = made.run("training")
+    assert [int(run.tokens[start - 1]) for start in run.starts] == [end] * len(run.starts)
+    assert text_of(made) == b"aa<|endoftext|>bb<|endoftext|>cc<|endoftext|>dd<|endoftext|>"
+
+
+def test_many_small_documents_and_several_files_are_read_in_order(tmp_path: Path) -> None:
+    texts = [str(number) for number in range(3000)]
+    inputs = [lines_of(tmp_path / "a.jsonl", texts[:2000]), lines_of(tmp_path / "b.jsonl", texts[2000:])]
+    made = prepare(inputs, tmp_path / "out", "chars")
+    assert text_of(made) == "".join(texts).encode()
+    assert made.manifest.sources == ["a.jsonl", "b.jsonl"]
+
+
+def test_progress_reaches_the_whole_input(tmp_path: Path) -> None:
+    inputs = [lines_of(tmp_path / f"{name}.jsonl", ["abc"] * 5) for name in "ab"]
+    said: list[tuple[str, int]] = []
+    prepare(inputs, tmp_path / "out", "chars", progress=lambda doing, done: said.append((doing, done)))
+    total = sum(each.size for each in inputs)
+    assert {("vocabulary", total), ("tokens", total)} <= set(said)
+
+
+@pytest.mark.parametrize("stopped", [KeyboardInterrupt, OSError(28, "No space left on device"), UserError("no")])
+def test_what_is_interrupted_leaves_nothing(
+    stopped: BaseException, text: Input, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise stopped
+
+    monkeypatch.setattr(preparing, "_split", stop)
+    with pytest.raises((KeyboardInterrupt, UserError)):
+        prepare([text], tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+PREPARING = """
+import sys, time
+from pathlib import Path
+from shardlab.train.data.documents import Documents, Input
+from shardlab.train.data.prepare import prepare
+
+def wait(doing, done):
+    print(doing, flush=True)
+    time.sleep(100000)
+
+prepare([Input(Path("a.txt"), "text")], Path("out"), progress=wait)
+"""
+
+
+def test_what_a_killed_process_leaves_goes_with_the_next_and_what_another_fills_stays(
+    text: Input, tmp_path: Path
+) -> None:
+    def parts() -> list[Path]:
+        return sorted(tmp_path.glob("out.part-*"))
+
+    command = [sys.executable, "-c", PREPARING]
+    running = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(2)]
+    for process in running:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"tokens\n"
+    try:
+        assert len(parts()) == 2
+        running[0].kill()
+        running[0].wait()
+        assert len(parts()) == 2
+        (tmp_path / "outer.part-1").mkdir()
+        prepare([text], tmp_path / "out")
+        (left,) = parts()
+        assert running[1].poll() is None
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    shutil.rmtree(tmp_path / "out")
+    prepare([text], tmp_path / "out")
+    assert not left.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out", "outer.part-1"]
+
+
+def test_a_folder_that_is_there_is_refused_and_left_alone(text: Input, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="out exists; name a new folder"):
+        prepare([text], tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [("", "the input is empty"), ("a", "the input has 1 token, but a token and the next one are needed")],
+)
+def test_an_input_without_tokens_is_refused(content: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(content)
+    for tokenizer in ("bytes", "chars"):
+        with pytest.raises(UserError, match=sentence):
+            prepare([Input(tmp_path / "a.txt", "text")], tmp_path / "out", tokenizer)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("validation", [0.0, 1.0, -1.0, float("nan")])
+def test_a_part_that_cannot_be_is_refused(validation: float, text: Input, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--validation .*a part of the tokens was expected"):
+        prepare([text], tmp_path / "out", validation=validation)
+
+
+def test_a_text_that_is_not_utf8_is_refused_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    for tokenizer in ({"tokenizer": "chars"}, {"train_bpe": 300}):
+        with pytest.raises(UserError, match=r"a\.txt: the text is not UTF-8"):
+            prepare([Input(tmp_path / "a.txt", "text")], tmp_path / "out", **tokenizer)  # pyright: ignore
+
+
+def test_an_unknown_tokenizer_is_refused_with_the_nearest(text: Input, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no tokenizer 'char'; did you mean chars\?"):
+        prepare([text], tmp_path / "out", "char")
+    with pytest.raises(UserError, match="--train-bpe 10: every byte"):
+        prepare([text], tmp_path / "out", train_bpe=10)
+
+
+def test_a_torn_file_is_refused_by_its_size_or_its_checksum(text: Input, tmp_path: Path) -> None:
+    made = prepare([text], tmp_path / "out", "chars")
+    path = made.folder / "training.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=r"training.bin has 1,934 bytes, not 1,935: the data are torn"):
+        Prepared.open(made.folder)
+    path.write_bytes(whole[:-1] + b"\1")
+    with pytest.raises(UserError, match=r"training.bin has another checksum than its manifest says"):
+        Corpus.open([DataSource(made.folder)], 8, verify=True)
+    path.unlink()
+    with pytest.raises(UserError, match=r"training.bin is missing"):
+        Prepared.open(made.folder)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": "shardlab data 1"}', '{"format": "another"}'])
+def test_a_manifest_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(content)
+    with pytest.raises(UserError, match=r"manifest.json is no"):
+        Manifest.read(tmp_path)
+
+
+def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="name a folder that shardlab data prepare has made"):
+        Corpus.open([DataSource(tmp_path)], 8)
+
+
+def test_a_sequence_longer_than_the_data_is_refused(text: Input, tmp_path: Path) -> None:
+    made = prepare([text], tmp_path / "out")
+    with pytest.raises(UserError, match=r"out has 215 tokens for validation but 301 are needed"):
+        Corpus.open([DataSource(made.folder)], 300)
+
+
+def test_documents_of_one_token_each_teach_nothing(tmp_path: Path) -> None:
+    made = prepare([lines_of(tmp_path / "a.jsonl", list("abcdefghij" * 4))], tmp_path / "out")
+    with pytest.raises(UserError, match="every document for training is one token"):
+        Corpus.open([DataSource(made.folder)], 2)
+
+
+def test_a_model_must_know_all_tokens(text: Input, tmp_path: Path) -> None:
+    corpus = Corpus.open([DataSource(prepare([text], tmp_path / "out", "bytes").folder)], 8)
+    corpus.want_vocabulary(256)
+    corpus.want_vocabulary(ord("u") + 1)  # the largest that occurs
+    with pytest.raises(UserError, match=r"tokens go up to 117 \(bytes\), .* vocabulary is 65; give --vocab-size 256"):
+        corpus.want_vocabulary(65)
+    with pytest.raises(UserError, match=r"vocabulary is 65; leave that token out, for hf has no row for it"):
+        corpus.want_vocabulary(65, "hf")
+
+
+def test_sources_must_have_one_tokenizer(text: Input, tmp_path: Path) -> None:
+    a, b = (prepare([text], tmp_path / name, name).folder for name in ("chars", "bytes"))
+    with pytest.raises(UserError, match=r"bytes has another tokenizer \(bytes, 256 tokens\) than .*chars \(chars, 18"):
+        Corpus.open(sources_of([f"{a}:0.5", f"{b}:0.5"]), 8)
+    mixed = Corpus.open(sources_of([f"{b}:0.5", f"{text.path}:0.5"]), 8)  # a file is its bytes
+    assert [each["share"] for each in mixed.record()] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("a.txt:much", "'much' is no weight; give PATH:NUMBER"),
+        ("a.txt:0", "a weight of 0 cannot be"),
+        ("a.txt:-1", "a weight of -1 cannot be"),
+        ("a.txt:nan", "a weight of nan cannot be"),
+        ("nowhere:0.5", "nowhere does not exist"),
+    ],
+)
+@pytest.mark.usefixtures("text")
+def test_a_source_that_cannot_be_is_refused(
+    word: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=sentence):
+        sources_of([word])
+
+
+def test_a_weight_of_next_to_nothing_is_refused(text: Input) -> None:
+    with pytest.raises(UserError, match=r"a weight of 1e-05 is less than a part in 1000"):
+        Corpus.open([DataSource(text.path), DataSource(text.path, 1e-5)], 8)
+
+
+def test_a_table_of_paths_and_weights_is_the_same_as_words(text: Input) -> None:
+    assert sources_of({str(text.path): 0.7}) == sources_of([f"{text.path}:0.7"])
+
+
+def test_bytes_of_each_document_s_text_are_kept(tmp_path: Path) -> None:
+    """Also where a document is cut in two, in which a character may be."""
+    texts = ["ä" * 40, "b", "€" * 30]
+    made = prepare([lines_of(tmp_path / "a.jsonl", texts)], tmp_path / "out", train_bpe=257, validation=0.2)
+    sizes = [made.run(part).sizes for part in ("training", "validation")]
+    assert sum(int(each.sum()) for each in sizes if each is not None) == sum(len(text.encode()) for text in texts)
+    cut = made.run("validation").sizes
+    assert cut is not None
+    assert cut.tolist() == [made.manifest.validation.tokens - 1], "a token is a byte, and the end of a document none"
+
+
+def test_a_folder_without_sizes_is_read_as_before(text: Input, tmp_path: Path) -> None:
+    made = prepare([text], tmp_path / "out")
+    manifest = json.loads((made.folder / MANIFEST).read_text())
+    for name in ("training.sizes.bin", "validation.sizes.bin"):
+        (made.folder / name).unlink()
+        del manifest["files"][name]
+    del manifest["largest"], manifest["lost"]
+    (made.folder / MANIFEST).write_text(json.dumps(manifest))
+    run = Prepared.open(made.folder).run("training")
+    assert run.sizes is None
+    assert run.largest == ord("u")
+
+
+def test_what_a_tokenizer_drops_is_on_record(tmp_path: Path) -> None:
+    tokenizer_files.dropping("abcdefgh .").save(str(tmp_path / "tokenizer.json"))
+    lines = lines_of(tmp_path / "a.jsonl", ["a bad ö.", "öß", "a bed", "a cab"] * 3)
+    made = prepare([lines], tmp_path / "out", str(tmp_path / "tokenizer.json"))
+    assert made.manifest.lost == {"ö": 6, "ß": 3}
+
+
+def test_a_text_of_which_nothing_is_left_is_refused_with_the_reason(tmp_path: Path) -> None:
+    tokenizer_files.dropping("abc").save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"the input has 1 token, .*: the tokenizer has no token for 4 characters"):
+        prepare([Documents(["xyzx"])], tmp_path / "out", str(tmp_path / "tokenizer.json"))
+
+
+def test_a_folder_s_tokenizer_ends_documents_as_the_folder_says(tmp_path: Path) -> None:
+    """By its file, or by the folder's name; the files beside it come along."""
+    (tmp_path / "hf").mkdir()
+    tokenizer_files.byte_level(["<a>", "<b>"], first=True).save(str(tmp_path / "hf" / "tokenizer.json"))
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": "<b>"}')
+    for number, name in enumerate(("hf", "hf/tokenizer.json", "out0")):
+        made = prepare([Documents(["one", "two", "three"])], tmp_path / f"out{number}", str(tmp_path / name))
+        assert made.manifest.end == made.tokenizer().end == 1
+        assert "tokenizer_config.json" in made.manifest.files
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(UserError, match="bare is a folder without a tokenizer"):
+        prepare([Documents(["one"])], tmp_path / "out", str(tmp_path / "bare"))
+
+
+def test_tokens_of_nanogpt_are_prepared_by_their_tokenizer(tmp_path: Path) -> None:
+    tokenizer_files.byte_level().save(str(tmp_path / "tokenizer.json"))
+    np.array([1, 2, 256, 3, 4, 5, 256, 6, 7], np.uint16).tofile(tmp_path / "train.bin")
+    given = Input.of(tmp_path / "train.bin", None, "text")
+    made = prepare([given], tmp_path / "out", str(tmp_path / "tokenizer.json"), validation=0.3)
+    assert made.run("training").tokens.tolist() == [1, 2, 256, 3, 4, 5, 256]
+    assert made.run("training").starts.tolist() == [3]
+    with pytest.raises(UserError, match=r"train.bin has tokens, not a text; --tokenizer says whose, such as gpt2"):
+        prepare([given], tmp_path / "again")
+    for more in ({"tokenizer": "chars"}, {"train_bpe": 300}):
+        with pytest.raises(UserError, match="these are tokens, not a text; say by which tokenizer"):
+            prepare([given], tmp_path / "again", **more)  # pyright: ignore
+
+
+def test_documents_of_an_iterable_are_prepared_as_a_file_is(tmp_path: Path) -> None:
+    texts = [f"document {number}" for number in range(20)]
+    of_file = prepare([lines_of(tmp_path / "a.jsonl", texts)], tmp_path / "file", "chars")
+    listed = prepare([Documents(texts, "mine")], tmp_path / "list", "chars")
+    assert listed.manifest.sources == ["mine"]
+    for name in ("training.bin", "validation.bin", "training.documents.bin", "training.sizes.bin", "vocabulary.json"):
+        assert (listed.folder / name).read_bytes() == (of_file.folder / name).read_bytes()
+    again = prepare([Documents(iter(texts))], tmp_path / "again", listed.tokenizer())
+    assert (again.folder / "training.bin").read_bytes() == (of_file.folder / "training.bin").read_bytes()
+    with pytest.raises(UserError, match="can be gone through once"):
+        prepare([Documents(iter(texts))], tmp_path / "once", "chars")
