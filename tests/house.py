@@ -17,7 +17,20 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
-    "": 80,
+    "": 60,
+    "check": 2270,
+    "cli": 6100,
+    "common": 680,
+    "draw": 1140,
+    "execute": 3520,
+    "language": 4130,
+    "learn": 1140,
+    "measure": 2200,
+    "models": 3630,
+    "planner": 4450,
+    "simulate": 5680,
+    "strategies": 2460,
+    "train": 8360,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

@@ -24,8 +24,8 @@ END = "\x1e"
 SESSION = f"""
 import shlex, sys
 from shardlab.cli import main
-from shardlab.train.data import shakespeare
-shakespeare.SHA256 = sys.argv[1]
+from shardlab.train.data import documents
+documents.SHA256 = sys.argv[1]
 for line in sys.stdin:
     print(main(shlex.split(line)[1:]), end="\\n{END}", flush=True)
 """

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence  # noqa: E402
 from types import ModuleType  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from shardlab import train  # noqa: E402
+from shardlab import language, train  # noqa: E402
 from shardlab.language import Store, Value  # noqa: E402
 from shardlab.language.ops import picture  # noqa: E402
 from shardlab.simulate.timeline import Timeline  # noqa: E402
@@ -82,4 +82,5 @@ class _CallablePackage(ModuleType):
         return function(strategy, callbacks=callbacks, **settings)
 
 
+sys.modules["shardlab.program"] = language  # its name in strategy files of earlier runs
 sys.modules[train.__name__].__class__ = _CallablePackage

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardlab.program import Program
+from shardlab.language import Program
 from tests.support import toy_attention
 from tests.support.pieces import PRIME, Array, BrokenTape, Piece, rows
 from tests.support.toy_attention import Project
