@@ -19,9 +19,8 @@ from hypothesis import settings
 
 from shardlab.common.user_code import Stoppable
 from shardlab.train.launch import interrupt
-from tests.support.processes import left_processes, mark_processes, stop_ignoring_signals
+from tests.support.processes import PATIENCE, left_processes, mark_processes, stop_ignoring_signals
 from tests.support.ranks import Ranks
-from tests.support.waiting import PATIENCE
 from tests.support.warm import WarmStarts
 
 ENDING_SECONDS = 30.0
@@ -42,33 +41,28 @@ TESTS = Path(__file__).parent
 SLOW = (
     "attack/",
     "chaos/",
-    "check/test_channels_by_chance",
     "check/test_deadlock",
     "check/test_group_programs",
-    "check/test_judge",
     "check/test_mutations",
     "check/test_properties",
     "check/test_replicas",
     "check/test_right_programs",
-    "check/test_roots",
-    "check/test_tracing_agrees",
+    "check/test_runnable",
     "cli/bench/test_strategies",
     "cli/plan/test_command",
     "cli/plan/test_measure",
     "cli/simulate/",
-    "cli/test_advice",
-    "cli/test_bad_input",
-    "cli/test_endless_input",
+    "cli/simulate/test_priced",
+    "cli/test_console",
+    "cli/test_input",
     "cli/test_launch_submit",
     "cli/test_listings",
-    "cli/test_new_files",
     "cli/test_options",
     "cli/test_passes",
-    "cli/test_plan_options.py",
-    "cli/test_simulate_priced",
-    "cli/test_train_config",
+    "cli/test_plan_options",
     "cli/train/test_auto_plan",
     "cli/train/test_choose_passes",
+    "cli/train/test_config",
     "cli/train/test_from_python",
     "common/test_text",
     "common/test_user_code",
@@ -89,8 +83,8 @@ SLOW = (
     "simulate/passes/test_bucket",
     "simulate/predict/",
     "strategies/plan/test_layer_passes",
-    "strategies/test_csv_schedule",
-    "strategies/test_memory_formulas",
+    "strategies/schedules/test_pytorch_csv",
+    "strategies/test_formulas",
     "test_adding",
     "test_hands_on",
     "test_readme",
@@ -99,10 +93,9 @@ SLOW = (
     "train/launch/test_commands",
     "train/launch/test_environment",
     "train/test_batches",
-    "train/test_freeze",
+    "train/test_optimizers",
     "train/test_passes",
     "train/test_report_loggers",
-    "train/test_within_limit",
 )
 """Beginnings of the paths of tests that take long in all, although few of them start ranks."""
 

@@ -20,7 +20,7 @@ from shardlab.simulate.hardware import find_cluster
 from shardlab.strategies.plan.plan import Plan
 from shardlab.train.job import Job, described, job_of
 from tests.models.tensors import alone, test_compute
-from tests.support.waiting import PATIENCE
+from tests.support.processes import PATIENCE
 from tests.support.warm import WarmStarts
 from tests.test_readme import BLOCKS, ROOT, TEXTS, Block
 

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tests.chaos.comparing import checkpoints, losses
-from tests.chaos.damage import DAMAGES, Damage
-from tests.chaos.scene import Scene, halfway
+from tests.chaos.scene import DAMAGES, Damage, Scene, checkpoints, halfway, losses
 
 KINDS = ("rank-0000.safetensors", "rank-0001.safetensors", "state.json", "config.toml", "manifest.json")
 """The files of a checkpoint by two ranks."""

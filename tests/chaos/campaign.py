@@ -29,9 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tests.chaos.cases import CASES, words
-from tests.chaos.comparing import wrong
-from tests.chaos.moments import MOMENTS
+from tests.chaos.scene import CASES, MOMENTS, words, wrong
 from tests.chaos.training import Training, environment
 from tests.support.warm import WarmStarts
 

@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.chaos.broken_files import BROKEN_FILES
-from tests.chaos.interruptions import INTERRUPTIONS
-from tests.chaos.scene import NotRun, Scene
+from tests.chaos.scene import INTERRUPTIONS, NotRun, Scene
 from tests.chaos.surroundings import SURROUNDINGS
 
 SCENARIOS = {**INTERRUPTIONS, **BROKEN_FILES, **SURROUNDINGS}

@@ -11,9 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.chaos.comparing import checkpoints
-from tests.chaos.moments import until
-from tests.chaos.scene import NotRun, Scene, halfway
+from tests.chaos.scene import NotRun, Scene, checkpoints, halfway, until
 
 
 def disk_full(scene: Scene) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardlab.language import Kind, Mesh, Rank, Value
 from shardlab.language.rules.layer_rules import GRADIENT_OF
-from tests.support.passes import gradients
+from tests.support.passing import gradients
 
 
 def layers_without_parameters_mesh(ranks: int) -> Mesh:

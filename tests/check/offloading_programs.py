@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardlab.language import Rank
-from tests.support.passes import gradients
+from tests.support.passing import gradients
 
 
 async def offloaded(rank: Rank) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import pytest
 
 from shardlab.check import check
-from shardlab.language import OpKind, Program, Rank, Refused, Strategy, Value, trace
+from shardlab.language import Mesh, Op, OpKind, Program, Rank, Refused, Strategy, Value, trace
+from shardlab.language.rules.refusals import PLACES
+from shardlab.simulate.timeline import simulate
+from shardlab.simulate.timeline.memory import Category, memory_in_bytes, peak_elsewhere
 from tests.check import unsound_programs as unsound
+from tests.check.offloading_programs import RIGHT, offloaded, state_away, sums_away, weights_away
+from tests.check.programs import built_in
+from tests.language.tapes import refusal
 from tests.support.interpreter import Outcome, judge
+from tests.support.mutations import places, with_tape
 from tests.support.refusing import Told, refusal_of, refuses, tells, told
 
 
@@ -239,3 +249,300 @@ def test_two_updates_do_not_step_one_memory_though_each_weight_is_kept_apart() -
     program, refusal = refused(steps_one_memory_twice)
     tells(refusal, "moved twice", layer=0, doubled=(0,))
     assert judge(program).outcome is Outcome.WRONG
+
+
+# Values in the host's memory and on the disk: what is computed there, how they come back, what is refused.
+
+
+@pytest.mark.parametrize("program_of", RIGHT)
+def test_what_lies_elsewhere_and_comes_back_is_accepted_and_right(program_of: Strategy) -> None:
+    program = trace(program_of, 2, 2, 4)
+    assert check(program).backends() == ["gloo", "nccl"]
+    assert judge(program).right
+
+
+def test_what_lies_elsewhere_takes_no_memory_of_the_device() -> None:
+    """The optimizer's state is never there, and weights are only while they are computed with."""
+    away, here = (memory_in_bytes(check(trace(each, 2, 4, 4)))[0] for each in (sums_away, state_away))
+    assert dict(zip(Category, away.by_category, strict=True))[Category.OPTIMIZER] == 0
+    assert away.peak < here.peak
+
+
+def test_what_lies_elsewhere_is_counted_there() -> None:
+    """All weights and optimizer states, and one gradient that is on its way to its update."""
+    checked = check(trace(offloaded, 2, 4, 4))
+    sizes = checked.program.sizes
+    assert peak_elsewhere(checked) == {"host": sum(sizes.weights) + sum(sizes.opt_states) + sizes.weights[0]}
+    assert peak_elsewhere(check(trace(state_away, 2, 4, 4))) == {"disk": sum(sizes.opt_states)}
+
+
+def test_copies_go_on_beside_compute_and_their_links_carry_one_at_a_time() -> None:
+    timeline = simulate(check(trace(copies_at_once, 1, 3, 1)))
+    copies = [event for event in timeline.events[0] if event.kind is OpKind.RELOAD]
+    assert [event.start for event in copies] == pytest.approx([0.0, 0.2, 0.4])
+
+
+async def copies_at_once(rank: Rank) -> None:
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, place="host")
+    coming = [rank.reload(rank.weights[l]) for l in rank.layers]
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+    weights = [await handle for handle in coming]
+    for l in rank.layers:
+        rank.weights[l, "here"] = weights[l]
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l, "here"])
+    grad = rank.loss(rank.activations.pop(len(rank.layers)))
+    for l in reversed(rank.layers):
+        made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights.pop((l, "here")))
+        rank.weights[l], rank.opt_states[l] = rank.update(
+            l, await rank.offload(made), rank.weights[l], rank.opt_states[l]
+        )
+
+
+async def loaded(rank: Rank, place: str = "host") -> None:
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0, place=place)
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+
+
+async def finished(rank: Rank) -> None:
+    """A finished gradient, where the weight lies."""
+    await loaded(rank)
+    weight = await rank.reload(rank.weights[0])
+    grad = rank.loss(rank.forward(0, rank.activations[0], weight, save=False))
+    rank.weights[0, "here"] = weight = await rank.reload(rank.weights[0])
+    rank.grad_weights[0], _ = rank.backward(0, rank.activations[0], grad, weight)
+
+
+USES: dict[str, Callable[[Rank], object]] = {
+    "forward": lambda rank: rank.forward(0, rank.activations[0], rank.weights[0]),
+    "send": lambda rank: rank.send(rank.weights[0], to=1 - rank.index),
+    "all_gather": lambda rank: rank.all_gather(rank.weights[0]),
+    "all_reduce": lambda rank: rank.all_reduce(rank.weights[0], reduction="mean"),
+    "broadcast": lambda rank: rank.broadcast(rank.weights[0] if rank.index == 0 else None, root=0),
+    "cast": lambda rank: rank.cast(rank.weights[0], "bfloat16"),
+    "offload": lambda rank: rank.offload(rank.weights[0], "disk"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_weight_elsewhere_is_neither_computed_with_nor_sent(use: str, place: str) -> None:
+    async def strategy(rank: Rank) -> None:
+        await loaded(rank, place)
+        USES[use](rank)
+
+    with pytest.raises(Refused) as caught:
+        trace(strategy, 2, 1, 2)
+    assert (caught.value.rule, caught.value.rank) == ("elsewhere", 0)
+    assert "reload it first" in str(caught.value)
+
+
+async def scaled_away(rank: Rank) -> None:
+    await finished(rank)
+    rank.scale(await rank.offload(rank.grad_weights[0]), 2)
+
+
+async def summed_apart(rank: Rank) -> None:
+    await finished(rank)
+    rank.add(await rank.offload(rank.grad_weights[0]), rank.zero_gradient(0))
+
+
+async def updated_apart(rank: Rank) -> None:
+    await finished(rank)
+    rank.update(0, rank.grad_weights[0], rank.weights[0], rank.opt_states[0])
+
+
+async def updated_without_its_state(rank: Rank) -> None:
+    await finished(rank)
+    rank.update(0, rank.grad_weights[0], rank.weights[0, "here"], rank.opt_states[0])
+
+
+async def gradient_on_the_disk(rank: Rank) -> None:
+    await finished(rank)
+    rank.offload(rank.grad_weights[0], "disk")
+
+
+async def reloaded_twice(rank: Rank) -> None:
+    await loaded(rank)
+    rank.reload(await rank.reload(rank.weights[0]))
+
+
+async def to_the_attic(rank: Rank) -> None:
+    await loaded(rank)
+    rank.offload(rank.activations[0], "attic")
+
+
+async def loaded_from_the_attic(rank: Rank) -> None:
+    await loaded(rank, "attic")
+
+
+async def squares_away(rank: Rank) -> None:
+    await finished(rank)
+    rank.offload(rank.norm(0, rank.grad_weights[0]))
+
+
+async def ends_elsewhere(rank: Rank) -> None:
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+    grad = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0], save=False))
+    made, _ = rank.backward(0, rank.activations[0], grad, rank.weights[0])
+    new, rank.opt_states[0] = rank.update(0, made, rank.weights[0], rank.opt_states[0])
+    rank.weights[0] = await rank.offload(new)
+
+
+async def state_in_two_places(rank: Rank) -> None:
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+    rank.opt_states["copy"] = await rank.offload(rank.opt_states[0])
+    grad = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0], save=False))
+    made, _ = rank.backward(0, rank.activations[0], grad, rank.weights[0])
+    rank.weights[0], rank.opt_states[0] = rank.update(0, made, rank.weights[0], rank.opt_states[0])
+    del rank.opt_states["copy"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (scaled_away, told("elsewhere", layer=0)),
+        (summed_apart, told("elsewhere", layer=0)),
+        (updated_apart, told("elsewhere", layer=0)),
+        (updated_without_its_state, told("elsewhere", layer=0)),
+        (gradient_on_the_disk, told("elsewhere", layer=0)),
+        (reloaded_twice, told("elsewhere", layer=0)),
+        (to_the_attic, told("elsewhere", layer=0)),
+        (loaded_from_the_attic, told("elsewhere", layer=0)),
+        (squares_away, told("wrong kind")),
+    ],
+)
+def test_what_no_op_does_elsewhere_is_refused(strategy: Strategy, said: Told) -> None:
+    tells(refusal(strategy, ranks=1, layers=1), said)
+
+
+def test_a_step_leaves_a_weight_where_it_was_loaded() -> None:
+    with pytest.raises(Refused, match=r"the step ends without weights\[0\] \(step 1\)"):
+        check(trace(ends_elsewhere, 1, 1, 1))
+
+
+def test_an_optimizers_state_is_in_one_place_at_a_time() -> None:
+    """Right in numbers; but what an optimizer keeps moves, and is not copied."""
+    program = trace(state_in_two_places, 1, 1, 1)
+    assert judge(program).right
+    assert "an optimizer state is in one place at a time" in str(check(program).why_not("gloo"))
+
+
+def test_every_program_here_is_of_its_own_kind() -> None:
+    places = {each: {op.place for op in trace(each, 2, 2, 2).tapes[0]} for each in RIGHT}
+    assert places[offloaded] == {"", "host"}
+    assert places[weights_away] == {"", "host", "disk"}
+
+
+# The members of a group issue its collectives in one order; on NCCL, all groups that share ranks do.
+
+
+def two_groups(shard_first: set[int], again: str = "dp_shard") -> Strategy:
+    """One layer on all ranks; those in `shard_first` issue a gather along an axis first, others the reduction."""
+
+    async def program(rank: Rank) -> None:
+        rank.weights[0], rank.opt_states[0] = rank.load_weights(0, rank.coordinate(again), 2)
+        full = await rank.all_gather(rank.weights[0], axis=again)
+        rank.activations[0] = rank.load_batch([rank.index])
+        rank.activations[1] = rank.forward(0, rank.activations[0], full)
+        gradient = rank.loss(rank.activations[1])
+        full = await rank.all_gather(rank.weights[0], axis=again)
+        rank.grad_weights[0], _ = rank.backward(0, rank.activations[0], gradient, full)
+        if rank.index in shard_first:
+            extra = rank.all_gather(rank.weights[0], axis=again)
+            total = rank.all_reduce(rank.grad_weights[0])
+        else:
+            total = rank.all_reduce(rank.grad_weights[0])
+            extra = rank.all_gather(rank.weights[0], axis=again)
+        await extra
+        update = rank.update(0, await total, rank.weights[0], rank.opt_states[0])
+        rank.weights[0], rank.opt_states[0] = update
+
+    return program
+
+
+MESH = Mesh(dp_replicate=2, dp_shard=2)
+
+
+@pytest.mark.parametrize("shard_first", [set[int](), {0, 1, 2, 3}])
+def test_groups_that_share_ranks_pass_in_one_order(shard_first: set[int]) -> None:
+    program = trace(two_groups(shard_first), MESH, 1, 4)
+    assert not any(check(program).models.values())
+    assert judge(program).right
+
+
+@pytest.mark.parametrize("shard_first", [{0}, {1}, {3}, {0, 2}, {0, 1, 2}])
+def test_groups_that_share_two_ranks_are_refused_on_nccl_alone_in_different_orders(shard_first: set[int]) -> None:
+    """The numbers are right and gloo runs it: but two communicators may block each other on devices."""
+    program = trace(two_groups(shard_first), MESH, 1, 4)
+    assert judge(program).right
+    checked = check(program)
+    assert checked.backends() == ["gloo"]
+    deadlock = str(checked.why_not("nccl"))
+    call = r"rank (\d)'s all_(?:reduce|gather)\(layer 0\) on (world|dp_shard) \(its op \d+\)"
+    named = re.search(rf"which is queued behind {call}, which is queued behind {call}", deadlock)
+    assert named, deadlock
+    assert len({int(named[1]), int(named[3])} & shard_first) == 1
+    assert {named[2], named[4]} == {"world", "dp_shard"}
+
+
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
+def test_ranks_that_share_no_second_group_may_differ(axis: str) -> None:
+    """Ranks 0 and 3 meet only in the world, so their gathers along the axis need not stand in one order with it."""
+    first = {0, 1} if axis == "dp_shard" else {0, 2}
+    program = trace(two_groups(first, axis), MESH, 1, 4)
+    assert not any(check(program).models.values())
+
+
+def test_an_axis_that_is_the_whole_world_is_another_group() -> None:
+    """Two ranks, two communicators over both of them."""
+    assert check(trace(two_groups({0}), Mesh(dp_shard=2), 1, 2)).backends() == ["gloo"]
+    assert check(trace(two_groups({0, 1}), Mesh(dp_shard=2), 1, 2)).backends() == ["gloo", "nccl"]
+
+
+def collectives(program: Program, rank: int, kind: OpKind) -> list[int]:
+    return [at for r, at, _ in places(program, kind) if r == rank]
+
+
+def refused_of_order(program: Program, rank: int, tape: list[Op]) -> Refused:
+    return refusal_of(lambda: check(with_tape(program, rank, tape)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_collectives_of_one_group_in_another_order_are_refused_naming_both_ranks(rank: int) -> None:
+    """Two gathers of other layers change places, with what belongs to them."""
+    program = built_in("fsdp")
+    tape = list(program.tapes[rank])
+    one, other = collectives(program, rank, OpKind.ALL_GATHER)[:2]
+    a, b = tape[one], tape[other]
+    tape[one] = a._replace(inputs=b.inputs, layer=b.layer)
+    tape[other] = b._replace(inputs=a.inputs, layer=a.layer)
+    tells(refused_of_order(program, rank, tape), "other order", rank=1, op=5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", [OpKind.ALL_REDUCE, OpKind.ALL_GATHER])
+def test_collectives_of_another_kind_are_refused_naming_both_ranks(rank: int, kind: OpKind) -> None:
+    program = built_in("fsdp")
+    tape = list(program.tapes[rank])
+    at = collectives(program, rank, OpKind.REDUCE_SCATTER)[0]
+    tape[at] = tape[at]._replace(kind=kind)
+    sentence = str(refused_of_order(program, rank, tape))
+    call = r"(all_reduce|all_gather|reduce_scatter)\(grad_weights\[1\] \(microbatch [01]\)\)"
+    named = re.match(rf"rank (\d), op {at} {call} on world: rank (\d) meets it with {call} \(its op {at}\)", sentence)
+    assert named, sentence
+    assert {named[1], named[3]} == {"0", "1"}
+    assert {named[2], named[4]} == {kind.value, "reduce_scatter"}
+
+
+def test_collectives_of_another_layer_are_refused_while_tracing_too() -> None:
+    async def program(rank: Rank) -> None:
+        for l in rank.layers:
+            rank.weights[l], rank.opt_states[l] = rank.load_weights(l, rank.index, rank.world)
+        for l in rank.layers if rank.index else reversed(rank.layers):
+            rank.all_gather(rank.weights[l])
+
+    with refuses("other order", layer=0):
+        trace(program, 2, 2, 2)

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from shardlab.check import check
-from shardlab.language import Deadlock, Rank, Strategy, trace
+from shardlab.language import Deadlock, Holds, Mesh, Op, OpKind, Program, Rank, Strategy, Value, trace
+from shardlab.simulate.timeline.timeline import traffic
+from shardlab.strategies.ddp import ddp
+from shardlab.strategies.expert_parallel import expert_parallel
+from tests.check.casting_programs import RIGHT, gradients_in_half
+from tests.check.expert_programs import combined_apart, combined_apart_mesh
+from tests.language.tapes import Lines, refused
+from tests.support.interpreter import judge
+from tests.support.passing import is_right_everywhere
+from tests.support.random_plans import routed
 from tests.support.refusing import Told, refuses, told
 
 LAYERS, MICROBATCHES = 2, 2
@@ -366,3 +377,179 @@ def test_slices_that_nobody_loads_are_named() -> None:
 @pytest.mark.parametrize(("program", "ranks"), [(right, 1), (right_on_two, 2)])
 def test_the_same_programs_without_a_mistake_pass(program: Strategy, ranks: int) -> None:
     assert check(trace(program, ranks, LAYERS, MICROBATCHES)).backends() == ["gloo", "nccl"]
+
+
+# Mistakes that expert parallelism invites are refused, whether a program makes them or a tape has them.
+
+
+def program_of(strategy: Callable[[Rank], Awaitable[Any]] = expert_parallel) -> Program:
+    async def named(rank: Rank) -> None:
+        await strategy(rank)
+
+    return trace(named, Mesh(ep=2), 2, 4)
+
+
+async def without_reduction(rank: Rank) -> None:
+    """Every rank keeps the gradient of its own microbatches, as if dense layers were experts."""
+
+    async def as_it_is(value: Value) -> Value:
+        return value
+
+    rank.all_reduce = as_it_is  # pyright: ignore[reportAttributeAccessIssue]
+    await expert_parallel(rank)
+
+
+async def reducing_experts_too(rank: Rank) -> None:
+    """Experts' gradients are reduced over all ranks, as if they were replicas."""
+    backward = rank.backward
+
+    def then_reduce(layer: int, *given: Any) -> tuple[Value, ...]:
+        grad_weight, *gradients = backward(layer, *given)
+        if "expert" in rank.sizes.signatures[layer].cut:
+            rank.grad_weights[layer, "sum"] = grad_weight
+            rank.all_reduce(grad_weight)
+        return grad_weight, *gradients
+
+    rank.backward = then_reduce  # pyright: ignore[reportAttributeAccessIssue]
+    await expert_parallel(rank)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (without_reduction, told("missing microbatches", layer=0, missing=(2, 3))),
+        (reducing_experts_too, told("other slices", layer=3)),
+    ],
+)
+def test_a_program_that_reduces_the_wrong_gradients_is_refused(
+    strategy: Callable[[Rank], Awaitable[Any]], said: Told
+) -> None:
+    with refuses(said):
+        program_of(strategy)
+
+
+def changed(change: Callable[[Program, int, Op], Op]) -> Program:
+    """The program with every op replaced."""
+    program = program_of()
+    for rank, tape in enumerate(program.tapes):
+        tape[:] = [change(program, rank, op) for op in tape]
+    return program
+
+
+def summed(program: Program, rank: int, op: Op) -> Op:
+    return op._replace(kind=OpKind.ALL_REDUCE) if op.kind is OpKind.ALL_TO_ALL else op
+
+
+def swapped(program: Program, rank: int, op: Op) -> Op:
+    """Every rank loads the other one's experts."""
+    loads = op.kind in (OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE)
+    if loads and program.sizes.signatures[op.layer].cut:
+        return op._replace(holds=Holds(1 << 1 - rank, 2))
+    return op
+
+
+def all_on_one(program: Program, rank: int, op: Op) -> Op:
+    """Two ranks read the same microbatches."""
+    return op._replace(holds=Holds(0b0011, 4)) if op.kind is OpKind.LOAD_BATCH else op
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (summed, told("no term", layer=1)),
+        (swapped, told("other pieces", layer=1)),
+        (all_on_one, told("pieces overlap", layer=1, doubled=(0, 1))),
+    ],
+)
+def test_a_tape_that_exchanges_the_wrong_buffers_is_refused(
+    change: Callable[[Program, int, Op], Op], said: Told
+) -> None:
+    check(program_of())
+    with refuses(said):
+        check(changed(change))
+
+
+def test_parts_of_the_experts_that_lie_apart_may_be_combined() -> None:
+    is_right_everywhere(trace(combined_apart, combined_apart_mesh(4), routed(2), 4))
+
+
+# Values in other numbers than layers compute in: how they move and sum, and what they are refused for.
+
+
+@pytest.mark.parametrize("program_of", RIGHT)
+def test_what_is_cast_for_the_way_is_accepted_and_right(program_of: Strategy) -> None:
+    program = trace(program_of, 2, 2, 4)
+    assert check(program).backends() == ["gloo", "nccl"]
+    assert judge(program).right
+
+
+def test_a_value_has_the_bytes_of_what_it_was_cast_to() -> None:
+    whole, half = (traffic(check(trace(program, 2, 2, 2)))[0].weights for program in (ddp, gradients_in_half))
+    assert half == whole / 2
+
+
+def loaded(rank: Rank) -> None:
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch([0])
+
+
+def passed(rank: Rank) -> None:
+    loaded(rank)
+    rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
+
+
+def computed_in_half(rank: Rank) -> None:
+    loaded(rank)
+    rank.forward(0, rank.activations[0], rank.cast(rank.weights[0], "bfloat16"))
+
+
+def loss_in_half(rank: Rank) -> None:
+    passed(rank)
+    rank.loss(rank.cast(rank.activations[1], "float16"))
+
+
+def unequal_sum(rank: Rank) -> None:
+    passed(rank)
+    grad = rank.loss(rank.activations[1])
+    made, _ = rank.backward(0, rank.activations[0], grad, rank.weights[0])
+    rank.add(rank.cast(made, "float64"), rank.zero_gradient(0))
+
+
+def tokens(rank: Rank) -> None:
+    loaded(rank)
+    rank.cast(rank.activations[0], "bfloat16")
+
+
+def state(rank: Rank) -> None:
+    loaded(rank)
+    rank.cast(rank.opt_states[0], "bfloat16")
+
+
+def updated(rank: Rank) -> None:
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+    grad = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
+    total, _ = rank.backward(0, rank.activations[0], grad, rank.weights[0])
+    weight, _ = rank.update(0, total, rank.weights[0], rank.opt_states[0])
+    rank.cast(weight, "bfloat16")
+
+
+def unknown(rank: Rank) -> None:
+    loaded(rank)
+    rank.cast(rank.weights[0], "bf16")
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (computed_in_half, told("other dtypes", layer=0)),
+        (loss_in_half, told("other dtypes", layer=1)),
+        (unequal_sum, told("other dtypes", layer=0)),
+        (tokens, told("wrong kind", layer=0)),
+        (state, told("wrong kind", layer=0)),
+        (updated, told("wrong step", layer=0)),
+        (unknown, told("other dtypes", layer=0)),
+    ],
+)
+def test_what_would_round_or_mix_numbers_is_refused(lines: Lines, said: Told) -> None:
+    refused(lines, said, layers=1)

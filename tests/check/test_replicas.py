@@ -12,21 +12,24 @@ from hypothesis import strategies as st
 from examples.parameter_server import parameter_server
 from shardlab.check import Checked, check
 from shardlab.check.replicas import FOLLOWS, replicas_of
-from shardlab.language import Mesh, Program, Rank, Sizes, Strategy, Value, trace
+from shardlab.language import Kind, Mesh, Op, OpKind, Program, Rank, Refused, Sizes, Strategy, Value, trace
 from shardlab.models import GPT, MLP, MoE, cut
 from shardlab.simulate.passes.run import passed
 from shardlab.simulate.timeline import simulate
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.column_parallel import column_parallel
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import planned
 from tests.check import drifting
 from tests.check.drifting import added, computed, data_parallel, turned
 from tests.check.programs import built_in, fits, layers_for
 from tests.check.test_mutations import PLANS
-from tests.support.random_attention import random_attention
-from tests.support.random_experts import random_experts
+from tests.support.interpreter import judge
+from tests.support.mutating import changed, living_on, places, renamed, with_tape
+from tests.support.random_layers import random_attention, random_experts
 from tests.support.random_plans import Planned, plans
 from tests.support.random_programs import Shape, random_program, shapes
+from tests.support.refusing import refusal_of, refuses, tells
 from tests.support.rounding import replicas_apart
 from tests.support.thorough import examples
 from tests.train import rooted_programs, user_programs
@@ -348,3 +351,229 @@ def test_a_gradient_reduced_by_mean_heals_what_was_summed_apart() -> None:
         return await rank.all_reduce(rank.grad_weights["apart"], reduction="mean")
 
     assert checked(data_parallel(healed), 3).drifts == []
+
+
+# Mistakes on the tapes of layers cut by columns, and by heads and sequences: each is refused by the check alone.
+
+
+TWO = Mesh(tp=2)
+HEADS = Plan(Mesh(cp=2, tp=2), sequence_parallel=True)
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    "columns": lambda: traced(column_parallel, TWO, Sizes.columns(3)),
+    "heads": lambda: traced(planned(HEADS), HEADS.mesh, Sizes.context_blocks(1)),
+    "recomputed": lambda: traced(planned(Plan(TWO, recompute="full")), TWO, Sizes.half_blocks(2)),
+}
+Change = Callable[[Op], Op]
+
+
+def traced(strategy: Strategy, mesh: Mesh, sizes: Sizes) -> Program:
+    return trace(strategy, mesh, sizes, 2)
+
+
+def everywhere(program: Program, change: Change) -> None:
+    """Make one mistake on every rank."""
+    for tape in program.tapes:
+        tape[:] = [change(op) for op in tape]
+
+
+def another_collective(kind: OpKind, wrong: OpKind, layer: int) -> Change:
+    return lambda op: op._replace(kind=wrong) if op.kind is kind and op.layer == layer else op
+
+
+def without(program: Program, kind: OpKind, layer: int) -> None:
+    """What a collective gives is taken to be what it was given."""
+    for tape in program.tapes:
+        at, op = next((at, op) for at, op in enumerate(tape) if op.kind is kind and op.layer == layer)
+        (given,), (made,) = op.inputs, op.outputs
+        kept = [
+            each
+            for i, each in enumerate(tape)
+            if i != at and not (each.kind is OpKind.WAIT and each.handle == op.handle)
+        ]
+        kept = [each for each in kept if each.kind is not OpKind.FREE or each.inputs != (given,)]
+        swap = {made: given}
+        tape[:] = [each._replace(inputs=tuple(swap.get(n, n) for n in each.inputs)) for each in kept]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_right_program_passes(name: str) -> None:
+    check(PROGRAMS[name]())
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "layer"),
+    [
+        (OpKind.ALL_GATHER, OpKind.ALL_REDUCE, 1),
+        (OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, 2),
+        (OpKind.ALL_GATHER, OpKind.ALL_REDUCE, 3),
+        (OpKind.ALL_REDUCE, OpKind.ALL_GATHER, 1),
+        (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER, 2),
+    ],
+)
+def test_columns_are_gathered_and_terms_are_summed(kind: OpKind, wrong: OpKind, layer: int) -> None:
+    program = PROGRAMS["columns"]()
+    everywhere(program, another_collective(kind, wrong, layer))
+    with pytest.raises(Refused):
+        check(program)
+
+
+@pytest.mark.parametrize(("kind", "layer"), [(OpKind.ALL_GATHER, 1), (OpKind.ALL_REDUCE, 2), (OpKind.ALL_REDUCE, 1)])
+def test_what_is_not_put_together_is_refused(kind: OpKind, layer: int) -> None:
+    program = PROGRAMS["columns"]()
+    without(program, kind, layer)
+    with pytest.raises(Refused):
+        check(program)
+
+
+def test_terms_of_a_projections_gradient_are_reduced() -> None:
+    program = PROGRAMS["heads"]()
+    project = next(l for l, layer in enumerate(program.sizes.signatures) if layer.projects)
+    everywhere(program, another_collective(OpKind.REDUCE_SCATTER, OpKind.ALL_GATHER, project))
+    with pytest.raises(Refused):
+        check(program)
+
+
+def test_heads_of_another_rank_are_refused() -> None:
+    """Rank 0's projection is of the other rank's heads."""
+    program = PROGRAMS["heads"]()
+    project = next(l for l, layer in enumerate(program.sizes.signatures) if layer.projects)
+    tape = program.tapes[0]
+    at = next(i for i, op in enumerate(tape) if op.kind is OpKind.LOAD_WEIGHT and op.layer == project)
+    other = next(op.holds for op in program.tapes[1] if op.kind is OpKind.LOAD_WEIGHT and op.layer == project)
+    tape[at] = tape[at]._replace(holds=other)
+    with refuses("other pieces", layer=2):
+        check(program)
+
+
+def test_a_block_that_was_not_computed_again_has_no_backward_pass() -> None:
+    program = PROGRAMS["recomputed"]()
+    tape = program.tapes[0]
+    loss = next(at for at, op in enumerate(tape) if op.kind is OpKind.LOSS)
+    at = next(i for i, op in enumerate(tape) if i > loss and op.kind is OpKind.FORWARD)
+    del tape[at]
+    with pytest.raises(Refused):
+        check(program)
+
+
+# Tapes that no program writes: halves that do not belong together, and updates of which some clip and some do not.
+
+
+async def split(rank: Rank) -> None:
+    """Data parallel, a microbatch at a time; all weights' halves come at the end, and all updates clip."""
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    for m in rank.share():
+        rank.activations[0, m] = rank.load_batch([m])
+        for l in rank.layers:
+            rank.activations[l + 1, m] = rank.forward(l, rank.activations[l, m], rank.weights[l])
+        last = len(rank.layers)
+        rank.grad_activations[last, m] = rank.loss(rank.activations.pop((last, m)))
+        for l in reversed(rank.layers):
+            given = rank.activations[l, m], rank.grad_activations[l + 1, m]
+            rank.grad_activations[l, m] = rank.backward_input(l, *given, rank.weights[l])
+    for l in rank.layers:
+        for m in rank.share():
+            new = rank.backward_weight(l, rank.activations.pop((l, m)), rank.grad_activations.pop((l + 1, m)))
+            rank.grad_weights[l] = rank.grad_weights[l] + new if l in rank.grad_weights else new
+        rank.grad_weights[l] = await rank.all_reduce(rank.grad_weights[l])
+        part = rank.norm(l, rank.grad_weights[l])
+        rank.scalars[0] = rank.scalars[0] + part if l else part
+    for l in rank.layers:
+        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars[0])
+        rank.weights[l], rank.opt_states[l] = made
+
+
+PROGRAM = trace(split, 2, 2, 4)
+
+
+def refused(program: Program) -> Refused:
+    assert not judge(program).right
+    return refusal_of(lambda: check(program))
+
+
+def halves(kind: OpKind = OpKind.BACKWARD_WEIGHT, rank: int = 0) -> list[tuple[int, Op]]:
+    return [(at, op) for r, at, op in places(PROGRAM, kind) if r == rank]
+
+
+def test_the_program_itself_passes() -> None:
+    assert check(PROGRAM).backends() == ["gloo", "nccl"]
+    assert judge(PROGRAM).right
+
+
+def test_the_check_derives_what_is_kept_between_the_halves() -> None:
+    specs = check(PROGRAM).specs[0]
+    for _, op in halves():
+        half = specs[op.inputs[2]]
+        assert (half.kind, half.layer, half.holds) == (Kind.SAVED_FOR_WEIGHT, op.layer, specs[op.inputs[0]].holds)
+
+
+def test_what_another_microbatchs_first_half_left_is_refused() -> None:
+    (at, one), (_, other) = halves()[:2]
+    mutant = changed(PROGRAM, 0, at, one._replace(inputs=(*one.inputs[:2], other.inputs[2])))
+    tells(refused(mutant), "no forward", op=at, layer=0)
+
+
+def test_what_the_forward_pass_saved_is_not_what_the_first_half_left() -> None:
+    at, op = halves()[0]
+    saved = next(first.inputs[3] for _, first in halves(OpKind.BACKWARD_INPUT) if first.outputs[1] == op.inputs[2])
+    mutant = changed(PROGRAM, 0, at, op._replace(inputs=(*op.inputs[:2], saved)))
+    tells(refused(mutant), "no forward", op=at, layer=0)
+
+
+def test_a_second_weight_half_has_nothing_left_to_read() -> None:
+    at, op = halves()[0]
+    tape = living_on(living_on(PROGRAM.tapes[0], op.inputs[0]), op.inputs[1])
+    again = [op._replace(outputs=(10**6,)), Op(OpKind.FREE, -1, (10**6,))]
+    mutant = with_tape(PROGRAM, 0, [*tape[: at + 1], *again, *tape[at + 1 :]])
+    tells(refused(mutant), "no forward", op=at + 1, layer=0)
+
+
+def test_what_is_kept_for_the_second_half_is_no_value_of_the_program() -> None:
+    at, op = halves()[0]
+    mutant = changed(PROGRAM, 0, at, Op(OpKind.FREE, -1, op.inputs[2:]), op)
+    tells(refused(mutant), "the layer's own", op=at)
+
+
+def test_a_microbatch_whose_weight_half_is_left_out_is_missing() -> None:
+    op = halves()[1][1]
+    tape = PROGRAM.tapes[0]
+    add = next(o for o in tape if o.kind is OpKind.ADD and op.outputs[0] in o.inputs)
+    frees = [Op(OpKind.FREE, -1, (number,)) for number in add.inputs]
+    rest = [o for o in tape if o not in (op, add, *frees)]
+    mutant = with_tape(PROGRAM, 0, renamed(rest, add.outputs[0], add.inputs[0]))
+    tells(refused(mutant), "missing microbatches", layer=0, missing=(1,))
+
+
+def plain(tape: list[Op], which: int | None = None) -> list[Op]:
+    """The tape with updates (or one of them) that are not given the norm."""
+    updates = [op for op in tape if op.kind is OpKind.UPDATE]
+    without = updates if which is None else [updates[which]]
+    return [op._replace(inputs=op.inputs[:3]) if op in without else op for op in tape]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_clips_all_its_updates_or_none(which: int) -> None:
+    tells(refused(with_tape(PROGRAM, 1, plain(PROGRAM.tapes[1], which))), "norm for some", rank=1, layer=1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_clip_or_none_does(rank: int) -> None:
+    tells(refused(with_tape(PROGRAM, rank, plain(PROGRAM.tapes[rank]))), "norm on some ranks", rank=rank)
+
+
+def test_a_norm_may_be_computed_and_not_used() -> None:
+    program = with_tape(with_tape(PROGRAM, 0, plain(PROGRAM.tapes[0])), 1, plain(PROGRAM.tapes[1]))
+    assert check(program).backends() == ["gloo", "nccl"]
+    assert judge(program).right
+
+
+def test_an_update_has_one_norm() -> None:
+    at, op = halves(OpKind.UPDATE)[0]
+    mutant = changed(PROGRAM, 0, at, op._replace(inputs=(*op.inputs, op.inputs[3])))
+    tells(refused(mutant), "wrong kind", rank=0, op=at)  # the place after the norm is a direction's
+
+
+def test_a_norm_names_its_own_layer() -> None:
+    at, op = halves(OpKind.NORM)[0]
+    mutant = changed(PROGRAM, 0, at, op._replace(layer=1))
+    tells(refused(mutant), "wrong layer", op=at, layer=1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
+from random import Random
 
 import pytest
 
@@ -16,10 +19,15 @@ from shardlab.models import GPT, MoE, cut_for
 from shardlab.strategies import Plan
 from shardlab.train.job import Job
 from shardlab.train.verification.cases import ALONE, CASES, PIPELINES, SHARDINGS, Case
+from tests.check.programs import PLACE
 from tests.check.sliced_programs import gathered_matrices, gathers, microbatches_together, microbatches_together_mesh
 from tests.support.interpreter import judge
-from tests.support.mutations import changed
-from tests.support.refusing import tells
+from tests.support.mutations import MUTATIONS, changed
+from tests.support.random_plans import Plan as Plan_imported
+from tests.support.random_programs import Shape, random_program
+from tests.support.refused_tapes import TAPES
+from tests.support.refusing import Told, refusal, refusal_of, says, sentence_of, tells, told
+from tests.train.rooted_programs import by_root, by_root_mesh, parameter_server, replicas
 
 
 async def train(rank: Rank) -> None:
@@ -263,3 +271,246 @@ def test_training_is_no_forward_half_and_a_forward_half_is_no_training() -> None
         check_forward(whole.program)
     with pytest.raises(Refused, match="makes no gradient, but the program trains"):
         check(half().program)
+
+
+# Programs that go by way of a root are right, and every mistake put into them is refused.
+
+
+SAMPLE = {
+    "another root": 10,
+    "another reduction": 10,
+    "another value from the root": 8,
+    "root left out": 15,
+    "reduced on the root again": 15,
+}
+"""Mutants tried of the kinds that roots alone have; one of each other kind and program."""
+
+RANDOM_SHAPES = [Shape(1, 2, 2, 2, 5, 4), Shape(2, 1, 2, 2, 4, 5), Shape(2, 2, 1, 3, 5, 8)]
+
+
+@cache
+def subjects() -> dict[str, Program]:
+    programs = {
+        "parameter server": trace(parameter_server, 2, 2, 2),
+        "by root": trace(by_root, by_root_mesh(4), 2, 4),
+        "replicas": trace(replicas, 2, 2, 4),
+    }
+    return programs | {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
+
+
+@pytest.mark.parametrize(
+    ("program", "mesh", "layers", "microbatches"),
+    [
+        (parameter_server, 1, 1, 1),
+        (parameter_server, 3, 2, 6),
+        (by_root, by_root_mesh(2), 3, 4),
+        (by_root, by_root_mesh(8), 2, 8),
+        (replicas, 3, 2, 3),
+    ],
+)
+def test_what_goes_by_way_of_a_root_is_right_on_every_backend(
+    program: Strategy, mesh: Mesh | int, layers: int, microbatches: int
+) -> None:
+    tapes = trace(program, mesh, layers, microbatches)
+    assert check(tapes).backends() == ["gloo", "nccl"]
+    assert judge(tapes).right
+
+
+def test_the_random_programs_go_by_way_of_a_root() -> None:
+    assert all(Plan_imported(shape).by_root for shape in RANDOM_SHAPES)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MUTATIONS if kind != "another world"])
+def test_each_mistake_that_matters_is_refused_and_the_place_is_named(kind: str) -> None:
+    wrong = False
+    for name, program in subjects().items():
+        found = list(MUTATIONS[kind](program))
+        size = SAMPLE.get(kind, 1)
+        for mutant in found if len(found) <= size else Random(f"{kind} {name}").sample(found, size):
+            said = refusal(mutant)
+            verdict = judge(mutant)
+            wrong = wrong or not verdict.right
+            if said is None:
+                assert verdict.right, f"{kind} of {name} passes, but: {verdict.reason}"
+            else:
+                assert re.match(PLACE, str(said)), str(said)
+    assert wrong or kind not in SAMPLE or kind == "another value from the root", "what it expects changes no numbers"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("another root", "by root", told("malformed tape", layer=0)),
+        ("another root", "by root", told("wrong root")),
+        ("another root", "replicas", told("wrong root")),
+        ("another reduction", "parameter server", told("scaled gradient", layer=1)),
+        ("another reduction", "parameter server", told("replicas differ", layer=1)),
+        ("another reduction", "parameter server", told("no reduction")),
+        ("another reduction", "by root", told("no sum of squares", layer=0)),
+        ("another reduction", "replicas", told("counted twice", layer=0, doubled=(0, 1, 2, 3))),
+        ("another value from the root", "parameter server", told("other message", layer=1)),
+        ("root left out", "parameter server", told("other order", layer=1)),
+        ("reduced on the root again", "replicas", told("counted twice", layer=0, doubled=(0, 1, 2, 3))),
+        ("malformed op", "parameter server", told("malformed tape", layer=0)),
+    ],
+)
+def test_the_refusal_says_what_the_mistake_is(kind: str, name: str, said: Told) -> None:
+    found = [refusal(mutant) for mutant in MUTATIONS[kind](subjects()[name])]
+    assert any(each and says(each, said) for each in found), sorted({str(each) for each in found})
+
+
+# Each sentence of the check about a tape, once; all other tests ask for a refusal's fields.
+
+
+SENTENCES = {
+    "the layer's own": (
+        "rank 0, op 4 free(value 4): value 4 is what a layer keeps; leave it to the backward of its activation."
+    ),
+    "freed, not made": "rank 0, op 3 forward(layer 0): value 77 has not been made yet; make it before.",
+    "freed, on a tape": (
+        "rank 0, op 11 update(layer 0): value 0, weights[0], was freed or replaced before this op; free it after "
+        "its last use."
+    ),
+    "in flight": (
+        "rank 0, op 10 free(value 6): grad_weights[0] (microbatch 0) is still read by a communication in flight; "
+        "wait for it first."
+    ),
+    "left over": (
+        "rank 0, op 13: the step ends with value 70, activations[0] (microbatch 0), still live; a step leaves "
+        "only the slices it loaded. Free it."
+    ),
+    "loaded twice, on a tape": (
+        "rank 0, op 1 load_weight(layer 0): the same slice was loaded by op 0 already; load each slice once."
+    ),
+    "malformed tape": (
+        "rank 0, op 4 loss(layer 1): has 0 inputs and 1 output, which it never has; give what it reads and makes."
+    ),
+    "malformed tape, a handle": (
+        "rank 0, op 4 loss(layer 1): has handle 3, but only a collective or a message has one; leave it out."
+    ),
+    "unknown group, none": "rank 0, op 9 all_reduce(layer 0): no group is given for this collective; give one.",
+    "number in use": "rank 0, op 4 loss(layer 1): makes value 0, which must be a new one; number values from 0.",
+    "number in use, of a handle": (
+        "rank 0, op 9 all_reduce(layer 0) on world: issues handle -1, which must be a new one; number handles from 0."
+    ),
+    "nothing to wait for": "rank 0, op 10 wait(handle 9): handle 9 is not in flight; wait for each communication once.",
+    "not kept": (
+        "rank 0, op 0 load_weight(layer 0): the step ends without weights[0] (step 1); update every slice that is"
+        " loaded once, and keep the result in a store."
+    ),
+    "no forward, on a tape": (
+        "rank 0, op 6 backward(layer 0): value 0 is not what the layer kept of this activation's forward; read "
+        "what that saved, once."
+    ),
+    "unknown layer, on a tape": (
+        "rank 0, op 3 forward(layer 5): layer 5 does not exist; the model has layers 0-0, name one of these."
+    ),
+    "unknown microbatch, on a tape": (
+        "rank 0, op 2 load_batch(batch): None is not a set of the step's 2 microbatches; name some of them."
+    ),
+    "unknown slice, on a tape": (
+        "rank 0, op 0 load_weight(layer 0): there is no slice None of layer 0; name slices that it has."
+    ),
+    "wrong layer, on a tape": (
+        "rank 0, op 2 load_batch(batch): the op says layer 3, but it acts on layer 0; say that one."
+    ),
+    "unknown group, made by hand": (
+        "rank 0, op 9 all_reduce(layer 0) on world: the group world was not made by group_of, so its members "
+        "would not find each other; make it by group_of."
+    ),
+    "malformed tape, another world": "the mesh has 1 rank, but the program has 2 tapes; give one for each rank.",
+    "malformed tape, a layer's outputs": (
+        "rank 0, op 3 forward(layer 0): has 3 outputs, but this layer makes 1 value; number these, and what is saved."
+    ),
+    "malformed tape, a gradient's outputs": (
+        "rank 0, op 40 backward_input(layer 6): numbers 2 values, but makes 1 beside what the layer keeps; number "
+        "what it makes."
+    ),
+    "malformed tape, a wait": (
+        "rank 0, op 10 wait(handle 0): a wait reads and makes no value; name what arrives in its communication."
+    ),
+    "malformed tape, nothing expected": (
+        "rank 0, op 0 recv from rank 1: the tape does not say which message is meant; say what it expects."
+    ),
+    "malformed tape, nothing expected of a root": (
+        "rank 0, op 0 broadcast(layer 0) on world: the tape does not say what comes from the root; say what it expects."
+    ),
+    "malformed tape, a root's part": (
+        "rank 0, op 0 broadcast(layer 0) on world: has 0 inputs and 0 outputs; the part of rank 0 reads 0 and "
+        "makes 1, give these."
+    ),
+    "malformed tape, no set of microbatches": (
+        "rank 0, op 0 recv from rank 1: no set of microbatches is the number -1; expect a bit set."
+    ),
+    "unknown group, a rank twice": (
+        "rank 0, op 9 all_reduce(layer 0) on world: the group has the ranks (0, 0); give rank 0 itself and others"
+        " of 0-1, each once."
+    ),
+    "unknown rank, on a tape": (
+        "rank 0, op 0 recv from rank 7 of weights[0]: rank 7 is none that this rank can message; the world has "
+        "ranks 0-1, name another of these."
+    ),
+    "batch of messages, apart": (
+        "rank 0, op 2 recv from rank 1 of weights[0]: is of batch 0, but other ops stand between it and the rest "
+        "of its batch; put them before or after the batch."
+    ),
+    "batch of collectives": (
+        "rank 0, op 0 barrier on world: is issued together with what is not of its kind, its group and its dtype; "
+        "give it a batch of its own."
+    ),
+    "batch of collectives, on one rank": (
+        "rank 1, op 14 all_reduce(layer 0) on world: is issued alone, and as one of 2 on another rank; issue the same "
+        "together on all ranks."
+    ),
+    "in flight, not arrived": "rank 0, op 1 free(value 0): value 0 is still in flight; wait for handle 0 first.",
+    "in flight, updated": (
+        "rank 0, op 10 update(layer 0): weights[0] is still read by a communication in flight; wait for it first."
+    ),
+    "in flight, at the end": "rank 0, op 0 barrier on world: is still in flight when the step ends; wait for it.",
+    "left over, twice": (
+        "rank 0, op 13: the step ends with value 70, weights[0] (step 1), which is live already; a step leaves "
+        "each slice once. Free one of them."
+    ),
+    "unknown slice, of a value on a tape": (
+        "rank 0, op 1 slice(layer 0): None is not one of the equal parts of a value; name one of them."
+    ),
+    "wrong factor, on a tape": (
+        "rank 0, op 5 scale(layer 1): None is not a rational times counts of tokens of the step's microbatches; "
+        "give such a factor."
+    ),
+    "tied weight, on a tape": (
+        "rank 0, op 0 load_weight(layer 6): the head is tied to the embedding and has no weight of its own; it "
+        "computes with weights[0], load layer 0."
+    ),
+    "other forward, on a tape": (
+        "rank 0, op 46 backward_input(layer 4): the forward pass was by other slices of the layer than the weight"
+        " and the gradient; give the slices of the forward pass."
+    ),
+    "no forward, recomputed": (
+        "rank 0, op 16 recompute(layer 1): this norm layer takes or makes several values, and is not recomputed; "
+        "save what its forward makes."
+    ),
+    "no forward, second half on a tape": (
+        "rank 0, op 59 backward_weight(layer 6): value 0 is not what the first half of this activation's backward"
+        " left for it; read what that left, once."
+    ),
+    "wrong offset, no room": (
+        "rank 0, op 3 forward(layer 0): has an offset in the arena, but the executor does not choose where its result "
+        "lies; leave it out."
+    ),
+    "wrong offset, no beginning": (
+        "rank 0, op 6 backward(layer 0): has offset 1, but rooms begin at multiples of 64 bytes, and fill them side by "
+        "side; leave offsets to the pass arena."
+    ),
+    "room taken": (
+        "rank 0, op 12 backward(layer 0): bytes 0-1048575 of the arena are to hold grad_weights[0] (microbatch 1), "
+        "but grad_weights[0] (microbatch 0) lies in 0-1048575 until op 24; give it another offset."
+    ),
+}
+"""Of a tape, by its rule and what is special, the whole sentence."""
+
+
+@pytest.mark.parametrize("case", SENTENCES)
+def test_a_wrong_tape_is_refused_in_a_sentence(case: str) -> None:
+    assert sentence_of(TAPES[case]) == SENTENCES[case]
+    assert refusal_of(TAPES[case]).rule == case.split(", ")[0]

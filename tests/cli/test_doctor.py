@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from shardlab.cli import main
-from tests.support.waiting import PATIENCE
+from tests.support.processes import PATIENCE
 
 pytestmark = pytest.mark.xdist_group("ranks")
 Captured = pytest.CaptureFixture[str]

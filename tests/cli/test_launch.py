@@ -14,8 +14,7 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.train.launch.environment import usable_cpus
-from tests.support.processes import started
-from tests.support.waiting import PATIENCE
+from tests.support.processes import PATIENCE, started
 
 pytestmark = pytest.mark.xdist_group("ranks")
 Captured = pytest.CaptureFixture[str]

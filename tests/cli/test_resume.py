@@ -32,9 +32,8 @@ from shardlab.train.history import locked, note_end
 from shardlab.train.job import Job
 from shardlab.train.launch.commands import Together
 from shardlab.train.launch.environment import LaunchEnvironment
-from tests.support.ports import free_port
+from tests.support.processes import free_port, until
 from tests.support.ranks import Ranks
-from tests.support.waiting import until
 from tests.support.warm import WarmStarts
 from tests.train.checkpoint.runs import saving_run, trained
 
@@ -366,7 +365,7 @@ def test_a_killed_run_goes_on_by_itself_and_ends_bitwise_as_if_it_had_not_been(
     words = [*WORDS, "--resume", "auto", "--out", str(killed)]
     variables = {**os.environ, "HELD_AT": "step-000010", "HELD_UNTIL": str(tmp_path / "never")}
     newest = killed / "checkpoints" / "step-000010"
-    with warm.start(["-m", "tests.train.held", *words], env=variables, start_new_session=True) as process:
+    with warm.start(["-m", "tests.train.jobs", *words], env=variables, start_new_session=True) as process:
         until(newest.exists)
         os.killpg(process.pid, signal.SIGKILL)
     flip(newest / "rank-0000.safetensors")

@@ -15,8 +15,8 @@ from shardlab.common.user_code import SourceLine, Stalled, Stoppable, bounded, l
 from shardlab.language import Rank, trace
 from shardlab.learn.puzzles import Model, PuzzleRefused
 from shardlab.strategies.ddp import ddp
+from tests.support.processes import until
 from tests.support.refusing import refuses
-from tests.support.waiting import until
 
 
 def test_a_file_is_named_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from shardlab.check.in_place import ends_of
 from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.executor import FIRST_STEPS, GRAPHS, StepInputs
 from shardlab.execute.tape_analysis import Analysis
+from shardlab.execute.update_ops import sum_of_squares
 from shardlab.language import Mesh, OpKind, Rank, Refused, Strategy, UserError, trace
 from shardlab.language.precision import find_precision
 from shardlab.models import GPT, Blocks, Llama, Mixtral
@@ -444,3 +445,17 @@ def test_a_step_that_the_host_has_a_part_in_is_refused(words: str, model: Blocks
 def test_a_cpu_captures_nothing() -> None:
     with pytest.raises(UserError, match="ranks compute on the CPU here; leave it out"):
         executor(cuda_graph=True)
+
+
+# The norm of a gradient.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [0, 3, (1 << 20) + 5])
+def test_squares_are_summed_in_float64_and_the_gradient_stays(length: int, dtype: torch.dtype) -> None:
+    gradient = torch.arange(length, dtype=dtype) / 1024
+    before = gradient.clone()
+    found = sum_of_squares(gradient)
+    assert (found.shape, found.dtype) == ((1,), torch.float64)
+    assert float(found) == pytest.approx(float((before.double() ** 2).sum()))
+    assert torch.equal(gradient, before)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from shardlab.execute.timers import HostStopwatch
+from tests.support.processes import PATIENCE
 from tests.support.ranks import Ranks
-from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

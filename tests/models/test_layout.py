@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import pickle
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
-from shardlab.models import GPT, MLP, Blocks, CutModel, LayerLayout, MoE, Parameter, cut
+from shardlab.common.errors import UserError
+from shardlab.models import GPT, MLP, Blocks, CutModel, LayerLayout, Llama, Model, MoE, Parameter, cut
 from shardlab.models.layout import ALIGNMENT, Cut, FusedAttention, Kernel, Matmul, Pointwise
+from shardlab.models.primitives import Norm
+from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, to_blocks, to_layers, views
+from tests.models.conftest import inputs_of, piece_of
 from tests.models.small import Dimensions
 
 INDICES = ("out", "in", "deep")
@@ -243,3 +251,302 @@ def test_the_loss_reads_every_logit_of_its_slice(sequences: int, slices: int) ->
     model = cut(replace(GPT(heads=4, **SMALL), vocab_size=30), tp=slices)
     (kernel,) = model.loss_kernels(sequences, 8, slices)
     assert kernel.elements * slices == sequences * 8 * math.ceil(30 / slices) * slices
+
+
+# An MLP cut by columns: its layers, what autograd keeps for them, and what cannot be cut.
+
+
+CUT_SMALL = MLP(layers=2, hidden_size=16, seq_len=8, vocab_size=30, ffn_hidden_size=20)
+
+
+def test_every_matrix_is_a_layer_and_norms_lie_between_blocks() -> None:
+    model = cut(CUT_SMALL, tp=2, columns=True)
+    indices = [("width",), (), ("ffn",), ("width",), (), ("ffn",), ("width",), (), ("vocab",)]
+    assert [run.cut for run in model.runs] == indices
+    assert [layer.cut for layer in model.signatures] == indices
+    assert [layer.carries for layer in model.signatures] == [not index for index in indices]
+    takes_own = [any(node.takes_own for node in layer.nodes) for layer in model.signatures]
+    assert takes_own == [bool(index) for index in indices]
+    names = [[p.name for p in model.layout(layer).parameters] for layer in (0, 2, 3, 8)]
+    assert names == [["wte.weight"], ["mlp.c_fc.weight", "mlp.c_fc.bias"], ["mlp.c_proj.weight"], ["lm_head.weight"]]
+    assert [model.layout(layer).parameters[0].shape for layer in (0, 2, 3)] == [(30, 8), (10, 16), (8, 20)]
+
+
+def test_copies_between_whole_and_cut_are_exact() -> None:
+    model = cut(CUT_SMALL, tp=4, columns=True)
+    wholes = [torch.zeros(CUT_SMALL.layout(block).numel) for block in range(2)]
+    for block, flat in enumerate(wholes):
+        layout = CUT_SMALL.layout(block)
+        for parameter, offset in zip(layout.parameters, layout.offsets, strict=True):
+            flat[offset : offset + parameter.numel] = torch.randn(parameter.numel)
+    assert all(map(torch.equal, to_blocks(model, to_layers(model, wholes)), wholes))
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_autograd_keeps_exactly_the_declared_elements(slices: int, saved_bytes: Callable[..., int]) -> None:
+    model = cut(CUT_SMALL, tp=slices, columns=True)
+    for layer in range(model.layers):
+        if model.run(layer).cut:
+            kept = sum(saved_bytes(model, layer, 3, torch.float64, piece_of(model, layer, s)) for s in range(slices))
+            assert kept == 3 * model.saved_elements(layer) * 8, layer
+
+
+def test_the_arithmetic_is_the_whole_models() -> None:
+    model = cut(CUT_SMALL, tp=2, columns=True)
+    assert sum(map(model.forward_flops, range(model.layers))) == sum(
+        map(CUT_SMALL.forward_flops, range(CUT_SMALL.layers))
+    )
+    features = [model.activation_shape(index)[1:] for index in (1, 2, 3, 4, 9)]
+    assert features == [(8, 16), (8, 16), (8, 20), (8, 16), (8, 30)]
+
+
+def test_a_model_with_more_than_mlps_is_refused() -> None:
+    with pytest.raises(UserError, match="but GPT has more than MLPs; train an MLP"):
+        cut(GPT(), tp=2, columns=True)
+
+
+def test_features_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(UserError, match=r"20 hidden features do not divide into 8 .* \(remainder 4\)"):
+        cut(CUT_SMALL, tp=8, columns=True)
+
+
+# Half-blocks: their layers, layouts and bytes, and which models cannot be cut.
+
+
+HALVES_SMALL: Dimensions = {"layers": 2, "hidden_size": 48, "seq_len": 8, "vocab_size": 30}
+HALVES_MODELS = [
+    GPT(heads=4, **HALVES_SMALL),
+    GPT(heads=4, dropout=0.1, bias=False, **HALVES_SMALL),
+    GPT(heads=6, kv_heads=2, **HALVES_SMALL),
+    GPT(heads=6, kv_heads=2, dropout=0.1, **HALVES_SMALL),
+    MLP(ffn_hidden_size=10, **HALVES_SMALL),
+    MLP(ffn_hidden_size=10, dropout=0.1, **HALVES_SMALL),
+    GPT(heads=4, tied=True, **HALVES_SMALL),
+    Llama(heads=4, kv_heads=2, tied=True, **HALVES_SMALL),
+    Llama(heads=4, kv_heads=2, dropout=0.1, **HALVES_SMALL),
+    GPT(heads=4, activation="squared_relu", rope_theta=1e4, **HALVES_SMALL),
+]
+
+
+def test_bodies_and_norms_take_turns_from_the_embedding_to_the_head() -> None:
+    assert cut(GPT(layers=3)).layers == 4 * 3 + 3
+    assert cut(MLP(layers=3)).layers == 2 * 3 + 3
+    model = cut(GPT(layers=1))
+    indices = [("vocab",), (), ("head",), (), ("ffn",), (), ("vocab",)]
+    assert [run.cut for run in model.runs] == indices
+    assert [layer.cut for layer in model.signatures] == indices
+    assert [isinstance(run.steps[-1].primitive, Norm) for run in model.runs] == [not index for index in indices]
+    assert [layer.carries for layer in model.signatures] == [not index for index in indices]
+    assert [run.cut for run in GPT(layers=2).runs] == [(), ()]
+    assert not any(layer.cut or layer.carries for layer in GPT(layers=2).signatures)
+
+
+def test_bodies_hold_what_is_sliced_and_norms_the_rest() -> None:
+    model = cut(GPT(layers=1))
+    names = [{p.name for p in model.layout(layer).parameters} for layer in range(model.layers)]
+    assert names == [
+        {"wte.weight"},
+        {"wpe.weight", "ln_1.weight", "ln_1.bias"},
+        {"attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight"},
+        {"attn.c_proj.bias", "ln_2.weight", "ln_2.bias"},
+        {"mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight"},
+        {"mlp.c_proj.bias", "ln_f.weight", "ln_f.bias"},
+        {"lm_head.weight"},
+    ]
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("whole", HALVES_MODELS, ids=str)
+def test_every_parameter_of_the_model_is_in_one_half_block(whole: Blocks, slices: int) -> None:
+    model = cut(whole, tp=slices)
+    sources = [(block, p.name) for layer in range(model.layers) for block, p in model.run(layer).parameters()]
+    expected = [(block, p.name) for block in range(whole.layers) for p in whole.layout(block).parameters]
+    assert sorted(sources) == sorted(expected)
+    assert model.parameter_count == whole.parameter_count
+    assert sum(model.layout(layer).parameter_count for layer in range(model.layers)) == whole.parameter_count
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
+    model = cut(GPT(layers=1, vocab_size=30), tp=4)
+    assert model.vocab_size == 30
+    assert model.logits == 32
+    assert [model.first_token(slice) for slice in range(4)] == [0, 8, 16, 24]
+    assert model.activation_shape(model.layers) == (1, 64, 32)
+    assert model.layout(0).parameters[0].shape == (8, 64)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("whole", HALVES_MODELS, ids=str)
+def test_autograd_keeps_exactly_the_declared_elements_in_halves(
+    whole: Blocks, dtype: torch.dtype, slices: int, saved_bytes: Callable[..., int]
+) -> None:
+    model = cut(whole, tp=slices)
+    for layer, run in enumerate(model.runs):
+        if run.cut:
+            kept = [saved_bytes(model, layer, 3, dtype, piece_of(model, layer, i)) for i in range(slices)]
+        else:
+            kept = [saved_bytes(model, layer, 3, dtype, Share(tokens=part)) for part in (range(3), range(3, 8))]
+        assert sum(kept) == 3 * model.saved_elements(layer) * dtype.itemsize
+        if run.cut:
+            assert len(set(kept)) == 1
+
+
+@pytest.mark.parametrize("whole", [HALVES_MODELS[1], HALVES_MODELS[3], HALVES_MODELS[4], HALVES_MODELS[8]], ids=str)
+def test_flops_are_those_that_torch_counts_over_all_slices(whole: Blocks) -> None:
+    model = cut(whole, tp=2)
+    for layer, compute in enumerate(layers_of(model)):
+        slices = model.layout(layer).slices
+        parameters = views(model.layout(layer), initial_weights(model, layer, 0, torch.float32))
+        with FlopCounterMode(display=False) as counter:
+            inputs = inputs_of(model, layer, 1, torch.float32)
+            compute.run(parameters, inputs, piece_of(model, layer, 0), Dropout(whole.dropout, 0, 0, 0, (0,)))
+        assert slices * counter.get_total_flops() == model.forward_flops(layer)
+    assert sum(model.forward_flops(layer) for layer in range(model.layers)) == sum(
+        whole.forward_flops(block) for block in range(whole.layers)
+    )
+
+
+def test_sizes_count_all_slices_and_the_residual_stream() -> None:
+    model = cut(GPT(heads=4, **HALVES_SMALL), tp=4)
+    sizes = model.sizes(rows=3, element_bytes=4)
+    assert sizes.signatures == model.signatures
+    assert sizes.residual == 3 * 8 * 48
+    assert sizes.weights == tuple(model.layout(layer).numel for layer in range(model.layers))
+    assert sizes.weights[2] == 4 * model.layout(2).run_numel
+    assert sizes.activations == (3 * 8, *[3 * 8 * 48] * (model.layers - 1), 3 * 8 * 32)
+    assert GPT().sizes(rows=3, element_bytes=4).residual == 0
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_tied_head_has_no_weight_of_its_own(layers: int) -> None:
+    model = cut(GPT(layers=layers, tied=True), tp=2)
+    last = model.layers - 1
+    sizes = model.sizes(rows=1, element_bytes=4)
+    assert sizes.tied
+    assert (sizes.weights[last], sizes.opt_states[last], sizes.weight_of(last)) == (0, 0, 0)
+    assert [layer for layer in range(model.layers) if model.borrowed(layer)] == [last]
+    untied = cut(GPT(layers=layers), tp=2).sizes(rows=1, element_bytes=4)
+    assert not untied.tied
+    assert untied.weight_of(last) == last
+    assert sum(sizes.weights) == sum(untied.weights) - untied.weights[last]
+
+
+def test_a_process_receives_the_model_that_another_sent() -> None:
+    model = cut(GPT(), tp=2)
+    assert model.run(3) == pickle.loads(pickle.dumps(model)).run(3)
+    assert {pickle.loads(pickle.dumps(model))} == {model} != {cut(GPT(), tp=4)}
+
+
+@pytest.mark.parametrize(
+    ("whole", "slices", "sentence"),
+    [
+        (GPT(heads=4), 3, "4 heads do not divide into 3 tensor-parallel slices (remainder 1); choose heads"),
+        (GPT(heads=4, kv_heads=2), 4, "2 key/value heads do not divide into 4 tensor-parallel slices (remainder 2)"),
+        (MLP(ffn_hidden_size=10), 4, "10 hidden features do not divide into 4 tensor-parallel slices (remainder 2)"),
+        (GPT(), 0, "cut into 0 x 1 slices (tp x ep); give at least 1 of each"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_cut_is_refused_with_a_sentence(whole: Any, slices: int, sentence: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        cut(whole, tp=slices)
+    assert sentence in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+# Models cut for context parallelism: their layers, and what autograd keeps for them.
+
+
+CONTEXT_SMALL: Dimensions = {"layers": 2, "hidden_size": 48, "seq_len": 8, "vocab_size": 30}
+CONTEXT_MODELS = [
+    GPT(heads=4, **CONTEXT_SMALL),
+    GPT(heads=6, kv_heads=2, bias=False, **CONTEXT_SMALL),
+    GPT(heads=4, dropout=0.1, **CONTEXT_SMALL),
+    MLP(ffn_hidden_size=10, **CONTEXT_SMALL),
+    Llama(heads=4, kv_heads=2, **CONTEXT_SMALL),
+]
+
+
+def test_an_attention_is_two_layers_with_an_op_between_them() -> None:
+    model = cut(GPT(layers=1), attention_apart=True)
+    names = [{p.name for p in model.layout(layer).parameters} for layer in range(model.layers)]
+    assert names[2:5] == [
+        {"attn.c_attn.weight", "attn.c_attn.bias"},
+        {"attn.c_proj.weight"},
+        {"attn.c_proj.bias", "ln_2.weight", "ln_2.bias"},
+    ]
+    assert [layer.cut for layer in model.signatures[1:5]] == [(), ("head",), ("head",), ()]
+    assert [layer.carries for layer in model.signatures[1:5]] == [True, False, False, True]
+    assert [layer for layer, its in enumerate(model.signatures) if its.projects] == [2]
+    assert not any(layer.projects for layer in cut(MLP(layers=3), attention_apart=True).signatures)
+
+
+@pytest.mark.parametrize("whole", CONTEXT_MODELS, ids=str)
+def test_every_parameter_is_in_one_layer_and_the_arithmetic_is_the_same(whole: Blocks) -> None:
+    model = cut(whole, attention_apart=True)
+    sources = [(block, p.name) for layer in range(model.layers) for block, p in model.run(layer).parameters()]
+    assert sorted(sources) == sorted((b, p.name) for b in range(whole.layers) for p in whole.layout(b).parameters)
+    products = 4 * whole.seq_len**2 * whole.hidden_size * whole.layers if isinstance(whole, GPT) else 0
+    assert sum(map(model.forward_flops, range(model.layers))) + products == sum(
+        map(whole.forward_flops, range(whole.layers))
+    )
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("whole", CONTEXT_MODELS, ids=str)
+def test_autograd_keeps_exactly_the_declared_elements_in_context(
+    whole: Blocks, slices: int, saved_bytes: Callable[..., int]
+) -> None:
+    model = cut(whole, tp=slices, attention_apart=True)
+    for layer in range(model.layers):
+        shares = [Share(tokens=part) for part in ([0, 1, 6, 7], [2, 3, 4, 5])]
+        if model.run(layer).cut:
+            shares = [piece_of(model, layer, number) for number in range(slices)]
+        kept = sum(saved_bytes(model, layer, 3, torch.float64, share) for share in shares)
+        assert kept == 3 * model.saved_elements(layer) * 8, layer
+
+
+def test_heads_and_sequences_may_both_be_cut() -> None:
+    model = cut(GPT(layers=1, heads=4, hidden_size=48), tp=4, attention_apart=True)
+    assert [model.layout(layer).slices for layer in range(2, 5)] == [4, 4, 1]
+
+
+def test_sizes_count_queries_keys_and_values_and_the_log_sum_exp() -> None:
+    sizes = cut(GPT(heads=6, kv_heads=2, **CONTEXT_SMALL), attention_apart=True).sizes(rows=3, element_bytes=4)
+    assert sizes.queries == 3 * 8 * 48
+    assert sizes.keys_values == 3 * 8 * 2 * 16
+    assert sizes.activations[3] == 3 * 8 * (48 + 6)
+    assert GPT().sizes(rows=3, element_bytes=4).queries == 0
+
+
+# Layers of a program are told as what they are in the model.
+
+
+def places(model: Model) -> list[str]:
+    return [model.place(layer) for layer in range(model.layers)]
+
+
+def test_whole_blocks_are_numbered() -> None:
+    assert places(GPT(layers=2)) == ["block 0", "block 1"]
+
+
+def test_half_blocks_are_told_by_block_and_part() -> None:
+    assert places(cut(GPT(layers=1))) == [
+        "embedding",
+        "norm of block 0, attention",
+        "block 0, attention",
+        "norm of block 0, feed-forward",
+        "block 0, feed-forward",
+        "norm of head",
+        "head",
+    ]
+
+
+def test_an_attention_that_is_cut_in_two_has_two_places() -> None:
+    told = places(cut(GPT(layers=1), attention_apart=True))
+    assert told[2:4] == ["block 0, attention's queries, keys and values", "block 0, attention's output"]
+
+
+def test_experts_lie_between_what_is_dense() -> None:
+    assert places(cut(MoE(layers=1))) == ["block 0, attention", "block 0, experts", "head"]

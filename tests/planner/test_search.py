@@ -8,11 +8,14 @@ from math import inf
 
 import pytest
 
+from shardlab.language import Mesh
 from shardlab.planner.bounds import Floors
 from shardlab.planner.problem import Candidate, Limits, PlanShape, Problem, family
+from shardlab.planner.results import Found, PlanOutcome
 from shardlab.planner.search import Search, SmallestPlans
 from shardlab.planner.space import candidates, pipelined, shapes
 from shardlab.planner.workers import Answer, Asked, answer
+from shardlab.simulate.predict.forecast import forecast
 from shardlab.simulate.predict.recipe import OWN
 from shardlab.strategies.plan.plan import Plan
 from tests.planner.problems import GIB, asked_at_once, problem
@@ -140,3 +143,24 @@ def test_a_schedule_that_holds_all_microbatches_has_a_floor_of_all(schedule: str
         wanted = bytes_of(asked, Candidate(plan, 1, shape.precision)) - OWN.memory.context_bytes
         floor = floors.memory.of_pipeline(shape, plan) - OWN.memory.context_bytes
         assert 0.8 * wanted < floor <= wanted
+
+
+# What a search has found is told alike, in whatever order the forecasts came.
+
+
+def outcome(asked: Problem, plan: Plan, size: int) -> PlanOutcome:
+    candidate = Candidate(plan, size, asked.precisions[0])
+    return PlanOutcome(candidate, forecast(asked.workload(candidate)))
+
+
+def test_misses_are_in_a_tables_order_and_the_nearest_of_their_family() -> None:
+    asked = problem(memory=2**20)
+    mesh = Mesh(dp_shard=4)
+    plans = [Plan(Mesh(tp=4)), Plan(mesh, shard_optimizer=("dp_shard",)), Plan(Mesh(dp_replicate=4))]
+    outcomes = [outcome(asked, plan, size) for size in (2, 1) for plan in plans]
+    assert not any(each.fits for each in outcomes)
+    misses = Found(outcomes).misses()
+    assert [*misses] == ["data parallel", "ZeRO-1", "TP"]
+    assert {candidate.micro_batch_size for _, candidate in misses.values()} == {1}
+    again = Found(outcomes[::-1]).misses()
+    assert [*again.items()] == [*misses.items()]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from shardlab.language import OpKind
-from tests.support.pieces import BrokenTape, Owner, Piece, numbers_of, summed
+from shardlab.language import Op, OpKind
+from tests.support.judged_rank import JudgedRank
+from tests.support.pieces import PRIME, BrokenTape, Owner, Piece, numbers_of, summed
 
 
 def combined(kind: OpKind, pieces: list[Piece], sequence: int) -> list[Piece]:
@@ -108,3 +111,175 @@ def scattered_columns(whole: Piece, parts: int) -> list[Piece]:
         kept = [at for at, (_, number) in enumerate(whole.columns) if number in run]
         made.append(Piece(whole.where, whole.data[:, kept], tuple(whole.columns[at] for at in kept), whole.owners))
     return made
+
+
+# What each member of any collective receives: also of those with a root, with no value, or by mean, min and max.
+
+
+def received(op: Op, ranks: Sequence[int], given: Sequence[Piece | None], sequence: int) -> Sequence[Piece | None]:
+    """In group order; `sequence` rows are one."""
+    if op.kind is OpKind.BARRIER:
+        return [None] * len(ranks)
+    if op.kind in (OpKind.BROADCAST, OpKind.SCATTER):
+        return _given_by_root(op, _root(op, ranks), given)
+    pieces = [piece for piece in given if piece is not None]
+    if len(pieces) < len(given):
+        raise BrokenTape("a member gives no value")
+    if op.kind in (OpKind.GATHER, OpKind.REDUCE):
+        gathers, root = op.kind is OpKind.GATHER, _root(op, ranks)
+        made = combined(OpKind.ALL_GATHER, pieces, sequence)[0] if gathers else _reduced(op, pieces)
+        return [made if place == root else None for place in range(len(ranks))]
+    if op.kind is OpKind.ALL_REDUCE:
+        return [_reduced(op, pieces)] * len(pieces)
+    return combined(op.kind, pieces, sequence)
+
+
+def _root(op: Op, ranks: Sequence[int]) -> int:
+    """The root's place in the group."""
+    if op.root not in ranks:
+        raise BrokenTape("the root is not of the group")
+    return list(ranks).index(op.root)
+
+
+def _given_by_root(op: Op, root: int, given: Sequence[Piece | None]) -> Sequence[Piece | None]:
+    whole = given[root]
+    if whole is None or any(piece is not None for place, piece in enumerate(given) if place != root):
+        raise BrokenTape("the root gives no value, or another rank gives one")
+    if op.kind is OpKind.SCATTER:
+        return _dealt(whole, len(given))
+    return [None if place == root else whole for place in range(len(given))]
+
+
+def _dealt(whole: Piece, parts: int) -> list[Piece]:
+    """Equal runs of what the root has, in order."""
+    size, rest = divmod(len(whole.where), parts)
+    if rest:
+        raise BrokenTape("the value does not divide among the members")
+    cuts = [slice(i * size, (i + 1) * size) for i in range(parts)]
+    return [Piece(whole.where[cut], whole.data[cut], whole.columns) for cut in cuts]
+
+
+def _reduced(op: Op, pieces: list[Piece]) -> Piece:
+    """As the first one understands it; a mean divides by the number of members, modulo the prime."""
+    total = summed(pieces)
+    everything = np.stack([piece.data for piece in pieces])
+    data = {
+        "sum": total.data,
+        "mean": total.data * pow(len(pieces), -1, PRIME) % PRIME,
+        "min": everything.min(axis=0),
+        "max": everything.max(axis=0),
+    }[op.reduction.value]
+    return Piece(total.where, data, total.columns, total.owners)
+
+
+# By what gradients have been multiplied since the loss made them: affine layers add their own gradient times that.
+
+
+UNLIKE = 0
+"""In place of the scale of what was made from values of several scales."""
+
+_GRADIENTS = {
+    OpKind.BACKWARD: slice(1, None, 3),
+    OpKind.BACKWARD_INPUT: slice(1, None, 3),
+    OpKind.BACKWARD_WEIGHT: slice(1, 2),
+    OpKind.ATTEND_BACKWARD: slice(3, 4),
+}
+"""Which of an op's inputs are gradients; of others all."""
+
+
+def scale_made(rank: JudgedRank, op: Op, microbatches: int) -> int:
+    """The scale of what an op makes of what lives."""
+    if op.kind is OpKind.LOSS:
+        return 1
+    given = op.inputs[_GRADIENTS.get(op.kind, slice(None))]
+    scale = common_scale(rank.memory[number] for number in given if number in rank.memory)
+    return scale * number_of(op, microbatches) % PRIME if op.kind is OpKind.SCALE else scale
+
+
+def common_scale(pieces: Iterable[Piece]) -> int:
+    """The scale of what is made from pieces."""
+    scales = {piece.scale for piece in pieces} or {1}
+    return scales.pop() if len(scales) == 1 else UNLIKE
+
+
+def number_of(op: Op, microbatches: int) -> int:
+    """The number of an op's factor. Counts of tokens are any numbers: another one for each set of microbatches."""
+    factor = op.factor
+    if factor is None:
+        raise BrokenTape("the factor is not told")
+    number = factor.ratio.numerator * pow(factor.ratio.denominator, -1, PRIME)
+    for mask, power in factor.tokens:
+        if not 0 < mask < 1 << microbatches:
+            raise BrokenTape("there are no such microbatches")
+        number = number * pow(1000 + 77 * mask * mask, power, PRIME) % PRIME
+    return number % PRIME
+
+
+# What passes between judged ranks: sends are buffered, and messages between two ranks stay in order.
+
+
+class Links:
+    """All messages and collectives of a program; `sequence` is the tokens of one."""
+
+    def __init__(self, ranks: list[JudgedRank], sequence: int) -> None:
+        self.ranks = ranks
+        self.sequence = sequence
+        self.channels: dict[tuple[int, int], deque[Piece]] = defaultdict(deque)
+        self.receives: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+        self.turns: dict[tuple[int, object], int] = defaultdict(int)
+        self.communications: dict[tuple[object, int], dict[int, tuple[Op, Piece | None]]] = defaultdict(dict)
+
+    def start(self, rank: JudgedRank, op: Op, place: str) -> None:
+        """A rank issues its part of a communication; what a copy makes lies in a place."""
+        if op.kind is OpKind.SEND:
+            rank.issue(op)
+            rank.arrived[op.handle] = None
+            self.channels[rank.index, self._peer(rank, op)].append(rank.given(op.inputs[0]))
+            self._deliver(rank.index, op.peer)
+        elif op.kind is OpKind.RECV:
+            rank.issue(op)
+            self.receives[self._peer(rank, op), rank.index].append(op.handle)
+            self._deliver(op.peer, rank.index)
+        elif op.kind is OpKind.OFFLOAD or op.kind is OpKind.RELOAD:
+            rank.issue(op)
+            rank.arrived[op.handle] = replace(rank.given(op.inputs[0]), place=place)
+        else:
+            self._collective(rank, op)
+
+    def finish(self) -> None:
+        if any(self.channels.values()):
+            raise BrokenTape("a message was never received")
+
+    def _peer(self, rank: JudgedRank, op: Op) -> int:
+        if not 0 <= op.peer < len(self.ranks) or op.peer == rank.index:
+            raise BrokenTape(f"rank {op.peer} is no peer")
+        return op.peer
+
+    def _deliver(self, source: int, to: int) -> None:
+        sent, wanted = self.channels[source, to], self.receives[source, to]
+        while sent and wanted:
+            self.ranks[to].arrived[wanted.popleft()] = sent.popleft()
+
+    def _collective(self, rank: JudgedRank, op: Op) -> None:
+        piece = rank.given(op.inputs[0]) if op.inputs else None
+        rank.issue(op)
+        if op.group is None or rank.index not in op.group.ranks:
+            raise BrokenTape("this rank is not of the group")
+        key = (op.group.axis, op.group.ranks)
+        sequence_number = self.turns[rank.index, key]
+        self.turns[rank.index, key] = sequence_number + 1
+        members = self.communications[key, sequence_number]
+        members[rank.index] = (op, piece)
+        if len(members) < len(op.group.ranks):
+            return
+        del self.communications[key, sequence_number]
+        ordered = [members[index] for index in op.group.ranks]
+        if len({(call.kind, call.root, call.reduction) for call, _ in ordered}) > 1:
+            raise BrokenTape("the members of a collective disagree about what it does")
+        dtypes = {given.dtype for _, given in ordered if given is not None}
+        if len(dtypes) > 1:
+            raise BrokenTape("the members of a collective give other numbers")
+        scale = common_scale(given for _, given in ordered if given is not None)
+        results = received(op, op.group.ranks, [given for _, given in ordered], self.sequence)
+        for index, (call, _), result in zip(op.group.ranks, ordered, results, strict=True):
+            self.ranks[index].arrived[call.handle] = result and replace(result, dtype=max(dtypes), scale=scale)

@@ -8,10 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from shardlab.language import Op, OpKind
-from tests.support.judged_collectives import combined, scattered_columns, scattered_rows
-from tests.support.judged_memory import elements_of
-from tests.support.judged_rank import JudgedRank
-from tests.support.judged_scales import number_of
+from tests.support.judged_collectives import combined, number_of, scattered_columns, scattered_rows
+from tests.support.judged_rank import JudgedRank, elements_of
 from tests.support.one_device import direction as direction_of
 from tests.support.one_device import initial, squares, update_slice, way_of_whole
 from tests.support.pieces import PRIME, Array, BrokenTape, Piece, owned, summed
@@ -242,3 +240,60 @@ COMPUTE: dict[OpKind, Callable[[JudgedRank, Op, Network, int], None]] = {
     OpKind.FREE: free,
 }
 """Each is given the rank, the op, the network and how many microbatches the step has."""
+
+
+# Which numbers values are in: torch computes with several of one dtype, and layers compute in their own.
+
+
+_KEEPS = frozenset({OpKind.SCALE, OpKind.SLICE, OpKind.ADD, OpKind.CONCATENATE})
+_OF_GRADIENTS = frozenset({OpKind.NORM, OpKind.DIRECTION, OpKind.UPDATE})
+_ANY = {OpKind.CAST: 1, OpKind.FREE: 1} | dict.fromkeys(_OF_GRADIENTS, 1) | dict.fromkeys(_KEEPS, 99)
+"""How many of its first inputs an op takes in any dtype."""
+
+
+def dtype_made(rank: JudgedRank, op: Op) -> str | None:
+    """The dtype that an op hands on, or makes, of what lives (None: that of the kind)."""
+    read = [rank.memory[number].dtype for number in op.inputs if number in rank.memory]
+    if any(read[_ANY.get(op.kind, 0) :]):
+        raise BrokenTape("a value is in other numbers than are computed in")
+    if op.kind is OpKind.CAST:
+        return op.dtype
+    if op.kind not in _KEEPS:
+        return None
+    if len(set(read)) > 1:
+        raise BrokenTape("values in other numbers are put together")
+    return read[0] if read else ""
+
+
+# Where values lie: a device computes with what it has, its host adds and updates what lies there.
+
+
+_ON_HOST = {OpKind.ADD: 2, OpKind.NORM: 1, OpKind.UPDATE: 3, OpKind.CONCATENATE: 99}
+"""How many of its first inputs an op takes from the host's memory, if all of them lie there."""
+
+_PLACES = ("host", "disk")
+
+
+def place_made(rank: JudgedRank, op: Op) -> str:
+    """Where what an op makes lies.
+
+    Raises:
+        BrokenTape: when it reads what lies elsewhere than it computes, or copies from where to where there is no way.
+    """
+    read = [rank.memory[number].place for number in op.inputs if number in rank.memory]
+    if op.kind in (OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.OFFLOAD):
+        if op.place not in ("", *_PLACES) or (op.kind is OpKind.OFFLOAD and (any(read) or not op.place)):
+            raise BrokenTape("there is no such place, or the value is there")
+        return op.place
+    if op.kind is OpKind.RELOAD:
+        if not all(read):
+            raise BrokenTape("a value is reloaded that is on the device")
+        return ""
+    if op.kind is OpKind.SLICE:
+        return read[0] if read else ""
+    many = _ON_HOST.get(op.kind, 0)
+    if len(set(read[:many])) > 1 or "disk" in read[:many]:
+        raise BrokenTape("values of several places are put together, or what is on the disk")
+    if op.kind is not OpKind.FREE and any(read[many:]):
+        raise BrokenTape("a value lies elsewhere than it is computed with")
+    return "" if op.kind is OpKind.NORM or not read[:many] else read[0]

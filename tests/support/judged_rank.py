@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from shardlab.language import Op, OpKind
-from tests.support.judged_memory import KeptWeights
-from tests.support.pieces import Array, BrokenTape, Piece
+from tests.support.one_device import initial
+from tests.support.pieces import ELEMENTS, PRIME, Array, BrokenTape, Piece
 
 Kept = dict[int, tuple[int, Any, int, tuple[int, ...]]]
 
@@ -109,3 +111,103 @@ class JudgedRank:
             piece = replace(piece, data=piece.data.copy())  # the members of a collective do not share it
             self.write(made, replace(piece, data=self.weights.take(self.ops[issued], issued, made, piece)))
         return True
+
+
+# The weights that a judged rank keeps from step to step: buffers that its loaded weights are views of.
+#
+# An update writes the first loaded weight that contains its state's slice, whatever copy of the weight it was given
+# in that place; if it is given a copy in another place, it writes that, and so all its slices. So does a new weight
+# that arrives, in the place of one that the rank has loaded and let go. No update may write what one of them has
+# written in this step, even if the right numbers have been saved elsewhere before.
+
+
+Name = tuple[int, tuple[int, ...]]
+"""A layer and the elements of it that are kept."""
+
+MOVES_VALUES = (
+    OpKind.ALL_GATHER, OpKind.GATHER, OpKind.RECV, OpKind.BROADCAST, OpKind.SCATTER, OpKind.OFFLOAD, OpKind.RELOAD,
+)  # fmt: skip
+
+
+def elements_of(op: Op) -> tuple[int, ...]:
+    """What a load names; nothing if there are no such slices."""
+    mask, of = op.holds or (0, 0)
+    if of < 1 or ELEMENTS % of or mask <= 0 or mask >> of:
+        return ()
+    return tuple(e for e in range(ELEMENTS) if mask >> e // (ELEMENTS // of) & 1)
+
+
+class KeptWeights:
+    """A rank's buffers, by layer and elements, and how its tape treats the values that are views of them.
+
+    Attributes:
+        written: which elements of each buffer have got new numbers in this step.
+        twice: layers of which an update has written such an element.
+    """
+
+    def __init__(self, ops: list[Op]) -> None:
+        loads = [op for op in ops if op.kind is OpKind.LOAD_WEIGHT and op.outputs]
+        self.number: dict[Name, int] = {(op.layer, elements_of(op)): op.outputs[0] for op in loads}
+        self.place: dict[Name, str] = {(op.layer, elements_of(op)): op.place for op in loads}
+        self.buffers = {name: initial(name[0])[0][list(name[1])] for name in self.number}
+        self.written = {name: np.zeros(len(name[1]), np.bool_) for name in self.number}
+        self.twice: set[int] = set()
+        frees = {op.inputs[0]: at for at, op in enumerate(ops) if op.kind is OpKind.FREE and op.inputs}
+        self.ended = frees | {
+            op.inputs[1]: at for at, op in enumerate(ops) if op.kind is OpKind.UPDATE and op.inputs[1:]
+        }
+        self.states: set[int] = set()  # the numbers of optimizer states, which are no weights
+        for op in ops:
+            if op.kind is OpKind.LOAD_OPT_STATE or self.states.intersection(op.inputs[:1]):
+                self.states.update(op.outputs)
+            elif op.kind is OpKind.UPDATE:
+                self.states.update(op.outputs[1:])
+        self.over = dict(self.ended)  # with the last slice, a view of the same memory
+        for op in reversed(ops):
+            if op.kind is OpKind.SLICE and op.inputs and op.outputs:
+                after = self.over.get(op.outputs[0], len(ops))
+                self.over[op.inputs[0]] = max(after, self.over.get(op.inputs[0], len(ops)))
+
+    def step(self, layer: int, state: Piece, weight: Piece, made: Array, in_flight: list[Array]) -> Array:
+        """Move elements on by the step from a given weight to the one made of it; their new values, a view of a run."""
+        where = state.where
+        owner = next((name for name in self.buffers if name[0] == layer and set(where) <= set(name[1])), None)
+        if owner is None:
+            return made
+        if not where:
+            raise BrokenTape("a number is no piece of a layer")
+        kept, places = self.buffers[owner], _places(owner[1], where)
+        # whoever is given other numbers than are kept spoils them
+        made = (made + 7 * (kept[places] - weight.data[_places(weight.where, where)])) % PRIME
+        if self.written[owner][places].any():
+            self.twice.add(layer)
+        self.written[owner][places] = True
+        buffer = kept
+        if self.place[owner] != state.place:
+            buffer, places = weight.data, _places(weight.where, where)
+        near = [read for read in in_flight if np.may_share_memory(buffer, read)]
+        if any(np.shares_memory(buffer[place : place + 1], read) for read in near for place in places):
+            raise BrokenTape("a weight is written over while a communication reads it")
+        buffer[places] = made
+        run = slice(places[0], places[0] + len(places))
+        return buffer[run] if places == list(range(run.start, run.stop)) else buffer[places]
+
+    def take(self, op: Op, at: int, number: int, piece: Piece) -> Array:
+        """What arrives, in the place of the weight that it is the new value of, if that has ended before op `at`."""
+        where, data = piece.where, piece.data
+        old = None if number in self.states else self.number.get((op.layer, where))
+        if old is not None and self.place[op.layer, where] != piece.place:
+            return data
+        if op.kind not in MOVES_VALUES or old is None or number in self.ended or self.over.get(old, at) >= at:
+            return data
+        room = self.buffers[op.layer, where]
+        if room.shape == data.shape:
+            room[:] = data
+            self.written[op.layer, where][:] = True
+            return room
+        return data
+
+
+def _places(held: tuple[int, ...], where: tuple[int, ...]) -> list[int]:
+    """Where some elements stand among those that are held."""
+    return [held.index(element) for element in where]

@@ -20,8 +20,7 @@ from shardlab.simulate.passes import PASSES
 from shardlab.simulate.passes.reorder import CannotApply
 from tests.support.interpreter import Outcome, judge
 from tests.support.mutations import MUTATIONS
-from tests.support.random_attention import random_attention
-from tests.support.random_experts import random_experts
+from tests.support.random_layers import random_attention, random_experts
 from tests.support.random_plans import random_plan
 from tests.support.random_programs import random_program, random_shape
 from tests.support.refusing import refusal

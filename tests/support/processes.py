@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -102,3 +105,51 @@ def _strings(file: Path) -> list[str]:
         return file.read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:
         return []
+
+
+# Waiting for what another process or thread does, for as long as a busy machine may take over it.
+
+
+PATIENCE = 600.0
+"""Seconds that a test waits for what surely happens. A test that passes takes a few; one that fails takes them all."""
+
+
+def until(happens: Callable[[], object], said: Callable[[], object] = lambda: "it has not happened") -> None:
+    """Wait for something to happen; fail with what `said` gives if it does not."""
+    deadline = time.monotonic() + PATIENCE
+    while not happens():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.01)
+
+
+# Ports that nobody else takes before they are used.
+
+
+_numbers = count(os.getpid() * 101)
+
+
+def free_port() -> int:
+    """A free port of 127.0.0.1, another one each time.
+
+    The system gives ports from 32768 on to whoever asks for any, and could give away a free one before it is used; this
+    one is below. Processes that test at the same time begin at places of their own.
+    """
+    while True:
+        port = 10_000 + next(_numbers) % 20_000
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+# A disk that is full.
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Generator[None, None, None]:
+    """A longer file is refused by the system, as by a full disk; Python ignores the signal that comes with it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from random import Random
 
 from hypothesis import strategies as st
 
 from shardlab.language import Mesh, Program, Sizes, trace
+from shardlab.language.rules.kinds import ONE, factor_of
 from shardlab.models import MoE
 from shardlab.models.cutting import cut
-from shardlab.strategies.plan.plan import CUT_AXES, DATA_AXES, Context, Plan, Recompute
+from shardlab.strategies.plan.plan import CUT_AXES, DATA_AXES, Context, Recompute
+from shardlab.strategies.plan.plan import Plan as Plan_imported
 from shardlab.strategies.plan.program import planned
 from shardlab.strategies.plan.rank_plan import model_layers
 from shardlab.strategies.schedules import SCHEDULES
@@ -51,7 +55,7 @@ SLICED_OVER = {
 class Planned:
     """A plan for one of `MODELS` of some size; with Muon it steps whole matrices."""
 
-    plan: Plan
+    plan: Plan_imported
     layers: int
     model: str
     microbatches: int
@@ -107,7 +111,7 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
     if WIDTH % (mesh.cp * mesh.tp) == 0:  # the judge's heads
         contexts.append("ulysses")
     degrees = [None, *(each for each in range(1, mesh.cp + 1) if mesh.cp % each == 0 and contexts[2:])]
-    plan = Plan(
+    plan = Plan_imported(
         mesh,
         schedule.name,
         stages_per_rank=stages if looped else None,
@@ -133,3 +137,106 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
 def plans(model: str | None = None) -> st.SearchStrategy[Planned]:
     """Plans on 1-8 ranks."""
     return st.integers(0, 10**6).map(lambda seed: random_plan(seed, model))
+
+
+# What the ranks of a random program agree on: the split of layers and microbatches, the schedule, the slices.
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a random program is; `seed` decides everything else."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    layers: int
+    microbatches: int
+    seed: int
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard)
+
+
+GRIDS = [(p, r, s) for p in range(1, 5) for r in range(1, 5) for s in range(1, 5) if p * r * s <= 4]
+"""Pipeline ranks, replicas and shards."""
+
+
+def random_shape(seed: int) -> Shape:
+    """1-4 ranks, 1-4 layers, 1-6 microbatches; at least a layer a stage and a microbatch a data-parallel rank."""
+    random = Random(seed)
+    pp, replicate, shard = random.choice(GRIDS)
+    return Shape(pp, replicate, shard, random.randint(pp, 4), random.randint(replicate * shard, 6), seed)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    """Shapes as `random_shape` makes them, from small ones on."""
+    pp, replicate, shard = draw(st.sampled_from(GRIDS))
+    layers = draw(st.integers(pp, 4))
+    microbatches = draw(st.integers(replicate * shard, 6))
+    return Shape(pp, replicate, shard, layers, microbatches, draw(st.integers(0, 10**6)))
+
+
+class Cut:
+    """Into which slices a layer is cut: everything of it along the first so many of some axes, in their order.
+
+    The optimizer state is cut finest; the weight and the reduced gradient along as many axes as it, or fewer.
+    """
+
+    def __init__(self, random: Random, whole_world: bool) -> None:
+        choices: list[list[str | None]] = [["dp_shard", "dp_replicate"], ["dp_replicate", "dp_shard"]]
+        self.axes = random.choice(choices + ([[None]] if whole_world else []))
+        state = random.randint(0, len(self.axes))
+        self.state = self.axes[:state]
+        self.weight = self.axes[: random.choice([0, state, random.randint(0, state)])]
+        self.gradient = self.axes[: random.choice([0, state, random.randint(0, state)])]
+
+
+class Plan:
+    """What all ranks agree on."""
+
+    def __init__(self, shape: Shape) -> None:
+        random = Random(shape.seed)
+        columns = shape.dp_replicate * shape.dp_shard
+        cuts = sorted(random.sample(range(1, shape.layers), shape.pp - 1))
+        bounds = [0, *cuts, shape.layers]
+        self.stages = [range(a, b) for a, b in itertools.pairwise(bounds)]
+        self.units = random.randint(1, shape.microbatches // columns)
+        order = random.sample(range(shape.microbatches), shape.microbatches)
+        cuts = sorted(random.sample(range(1, shape.microbatches), columns * self.units - 1))
+        parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, shape.microbatches], strict=True)]
+        self.batches = [parts[c * self.units : (c + 1) * self.units] for c in range(columns)]
+        self.forwards = random.sample(range(self.units), self.units)
+        self.backwards = self.forwards
+        self.warmups = sorted((random.randint(1, self.units) for _ in range(shape.pp)), reverse=True)
+        if shape.pp == 1 and random.random() < 0.5:
+            self.backwards, self.warmups = random.sample(range(self.units), self.units), [self.units]
+        self.cuts = [Cut(random, whole_world=shape.pp == 1) for _ in range(shape.layers)]
+        self.gather_once = [random.random() < 0.3 for _ in range(shape.layers)]
+        self.reduce_each_unit = [random.random() < 0.4 for _ in range(shape.layers)]
+        self.clips = random.random() < 0.5
+        self.norm_by_messages = random.random() < 0.5
+        self.idle_gather = [random.random() < 0.2 for _ in range(shape.layers)]
+        self.checkpoint = random.random() < 0.3
+        self.update_order = random.sample(range(shape.layers), shape.layers)
+        self.by_root = random.choice([0.0, 0.3, 0.8])
+        """The chance of each collective to go by way of a root."""
+        few = shape.pp * columns <= 4  # more slices than those the judge's layers cannot be cut into
+        self.by_hand = random.choice([0.0, 0.3, 0.8]) * few
+        """The chance of each collective to be written out, as messages between slices."""
+        tokens = factor_of(Fraction(2, 3), ((1, 2), ((1 << shape.microbatches) - 1, -1)))
+        self.factor = random.choice([ONE, ONE, ONE, factor_of(shape.microbatches), tokens])
+        """By what every loss is multiplied."""
+        self.chunks = [random.choice([1, 1, 2, 3]) if few else 1 for _ in range(shape.layers)]
+        """In how many slices each layer is updated, one after the other."""
+
+
+def schedule(plan: Plan, position: int) -> Iterator[tuple[str, int]]:
+    """Some forwards ahead, then in turns: never fewer ahead than the next stage, so nobody starves."""
+    ahead = plan.warmups[position]
+    for i in range(plan.units + ahead):
+        if i < plan.units:
+            yield "F", plan.forwards[i]
+        if i >= ahead - 1 and i - ahead + 1 < plan.units:
+            yield "B", plan.backwards[i - ahead + 1]

@@ -7,13 +7,16 @@ do the weight's half of a backward pass) from a seed of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
+from typing import Any
 
-from shardlab.language import Handle, Program, Rank, Strategy, Value, trace
+from shardlab.language import Deadlock, Handle, Mesh, Program, Rank, Strategy, Value, trace
 from shardlab.language.rules.kinds import ONE
-from tests.support.random_plan import Plan, Shape, random_shape, schedule, shapes
-from tests.support.rooted_calls import Detour
+from tests.support.random_plans import Plan, Shape, random_shape, schedule, shapes
+from tests.support.refused_calls import Detour
 
 __all__ = ["Shape", "program_of", "random_program", "random_shape", "shapes"]
 
@@ -309,3 +312,152 @@ def program_of(shape: Shape) -> Strategy:
 
 def random_program(shape: Shape) -> Program:
     return trace(program_of(shape), shape.mesh, shape.layers, shape.microbatches)
+
+
+# Random programs that mostly talk: messages, exchanges and collectives of any ranks, in orders that often cross.
+
+
+Call = Callable[[Rank], Handle[object]]
+
+
+def send(to: int) -> Call:
+    return lambda rank: rank.send(rank.weights[0], to=to)
+
+
+def recv(source: int) -> Call:
+    return lambda rank: rank.recv(source=source)
+
+
+def exchange(to: int, source: int) -> Call:
+    return lambda rank: rank.exchange(rank.weights[0], to=to, source=source)
+
+
+def batch(others: list[int]) -> Call:
+    """A message to and from each of some ranks, all together; the handle of the last."""
+
+    def call(rank: Rank) -> Handle[object]:
+        last: Handle[object] | None = None
+        with rank.batch_p2p():
+            for other in others:
+                rank.send(rank.weights[0], to=other)
+                last = rank.recv(source=other)
+        assert last is not None
+        return last
+
+    return call
+
+
+def mean(members: list[int]) -> Call:
+    return lambda rank: rank.all_reduce(rank.weights[0], reduction="mean", among=members)
+
+
+def chatter(seed: int) -> Program | None:
+    """Data parallelism of one layer on 2-4 ranks that first talk; None if not even buffered sends end it.
+
+    Calls are drawn in one order of all ranks. Then each rank issues some of its own later or earlier, and awaits each
+    one now or some time later.
+    """
+    random = Random(seed)
+    ranks = random.randint(2, 4)
+    calls: list[list[Call]] = [[] for _ in range(ranks)]
+    for _ in range(random.randint(1, 8)):
+        for rank, some in drawn(random, ranks):
+            calls[rank] += some
+    for mine in calls:
+        for at in range(len(mine) - 1):
+            if random.random() < 0.15:
+                mine[at], mine[at + 1] = mine[at + 1], mine[at]
+    patience = random.choice([0.2, 0.5, 0.8])
+
+    async def program(rank: Rank) -> None:
+        rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+        rank.activations[0] = rank.load_batch([rank.index])
+        rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
+        made, _ = rank.backward(0, rank.activations[0], rank.loss(rank.activations[1]), rank.weights[0])
+        rank.grad_weights[0] = made
+        choice = Random(seed * 100 + rank.index)
+        loose: list[Handle[Any]] = []
+        for call in calls[rank.index]:
+            loose.append(call(rank))
+            while loose and choice.random() > patience:
+                await loose.pop(choice.randrange(len(loose)))
+        for handle in loose:
+            await handle
+        total = await rank.all_reduce(rank.grad_weights.pop(0))
+        rank.weights[0], rank.opt_states[0] = rank.update(0, total, rank.weights[0], rank.opt_states[0])
+
+    try:
+        return trace(program, ranks, 1, ranks)
+    except Deadlock:
+        return None
+
+
+def drawn(random: Random, ranks: int) -> list[tuple[int, list[Call]]]:
+    """What some ranks do together: a message, a crossing, a ring of exchanges or a collective."""
+    a, b = random.sample(range(ranks), 2)
+    kind = random.choice(["message", "message", "message", "crossing", "ring", "collective", "all pairs"])
+    if kind == "message":
+        return [(a, [send(b)]), (b, [recv(a)])]
+    if kind == "crossing":
+        apart = random.random() < 0.3
+        return [(a, [exchange(b, b)]), (b, [send(a), recv(a)] if apart else [exchange(a, a)])]
+    members = sorted(random.sample(range(ranks), random.randint(2, ranks)))
+    if kind == "collective":
+        return [(rank, [mean(members)]) for rank in members]
+    if kind == "all pairs":
+        return [(rank, [batch([other for other in members if other != rank])]) for rank in members]
+    ring = [(members[i - 1], members[i], members[(i + 1) % len(members)]) for i in range(len(members))]
+    return [(here, [exchange(after, before)]) for before, here, after in ring]
+
+
+# What the ranks of a random attention program agree on: who has which slices, what goes together, what is gathered.
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """How large a program is; `seed` decides everything else."""
+
+    cp: int
+    dp_shard: int
+    blocks: int
+    microbatches: int
+    seed: int
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(cp=self.cp, dp_shard=self.dp_shard)
+
+
+def random_attention_shape(seed: int) -> AttentionShape:
+    """2-4 ranks of sequences, 1-2 replicas, 1-2 blocks, 1-3 microbatches each."""
+    random = Random(seed)
+    cp = random.choice([2, 2, 3, 4])
+    replicas = random.choice([1, 2]) if cp == 2 else 1
+    return AttentionShape(cp, replicas, random.choice([1, 1, 2]), replicas * random.randint(1, 3), seed)
+
+
+class Agreed:
+    """What all ranks know: who has which slices, which microbatches go together, what is gathered."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        random, count = Random(shape.seed), 2 * shape.cp
+        self.dealt = [sorted((place, count - 1 - place)) for place in range(shape.cp)]
+        if random.random() < 0.6:
+            order, cuts = random.sample(range(count), count), sorted(random.sample(range(1, count), shape.cp - 1))
+            self.dealt = [order[a:b] for a, b in itertools.pairwise([0, *cuts, count])]
+        self.is_balanced = all(sorted(mine) == [i, count - 1 - i] for i, mine in enumerate(self.dealt))
+        each = shape.microbatches // shape.dp_shard
+        microbatches = random.sample(range(shape.microbatches), shape.microbatches)
+        size = random.choice([size for size in range(1, each + 1) if each % size == 0])
+        units = [microbatches[i : i + size] for i in range(0, shape.microbatches, size)]
+        self.units = [units[i :: shape.dp_shard] for i in range(shape.dp_shard)]
+        self.gathers = [random.random() < 0.3 for _ in range(2 + 3 * shape.blocks + 1)]
+        self.gathers_back = [gathers and self.is_balanced and random.random() < 0.7 for gathers in self.gathers]
+        self.reduces = random.sample(["cp", "dp_shard"], 2)
+        is_even = len({len(mine) for mine in self.dealt}) == 1
+        self.exchanges = [is_even and random.random() < 0.4 for _ in self.gathers]
+        """Layers whose queries, keys and values are exchanged: slices of sequences for heads."""
+
+    def sees(self, one: int, other: int) -> bool:
+        """Whether queries of one rank see keys of the other."""
+        return min(self.dealt[other]) <= max(self.dealt[one])

@@ -12,7 +12,8 @@ from unittest.mock import patch
 from shardlab.check import Checked
 from shardlab.check.in_place import InPlace
 from shardlab.language import Kind, Op, OpKind
-from tests.support import judged_collectives, judged_compute, judged_roots
+from tests.support import judged_collectives, judged_compute
+from tests.support import judged_collectives as judged_roots
 from tests.support.interpreter import Interpreter
 from tests.support.judged_rank import JudgedRank
 from tests.support.pieces import PRIME, Array, Piece

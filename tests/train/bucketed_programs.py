@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardlab.language import Rank, Value
-from tests.support.passes import gradients
+from tests.support.passing import gradients
 
 
 async def apart(rank: Rank) -> None:

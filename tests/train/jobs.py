@@ -7,22 +7,38 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from shardlab.cli import main
+from shardlab.cli.train.before_ranks import failures_as_exit, lines_of
 from shardlab.execute import Executor, Settings
+from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.language import Holds, UserError
+from shardlab.models import find_model
+from shardlab.strategies.load import load
+from shardlab.train import checkpoints
 from shardlab.train.batches import Batches
+from shardlab.train.config import DataConfig, LoggingConfig, LoopConfig, StrategyConfig, TrainingConfig
 from shardlab.train.data import Corpus
+from shardlab.train.faults import Watching
 from shardlab.train.job import Job, Tracing
 from shardlab.train.launch.ranks import run_ranks
+from shardlab.train.loop import train_rank
+from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.tracing import TracedExecutor
+from tests.train import faulty
 
 
 def sum_of_ranks(rank: int, device: torch.device, addend: int) -> float:
@@ -92,3 +108,92 @@ def complain(rank: int, device: torch.device) -> None:
     if rank == 1:
         raise UserError("the fish is not a batch; give a batch")
     dist.barrier()
+
+
+# Training runs, made of a job and an optimizer.
+
+
+def run_of(
+    job: Job,
+    optimizer: OptimizerConfig,
+    out: Path,
+    *,
+    data: tuple[str, ...] = (),
+    init: Path | None = None,
+    tracing: Tracing | None = None,
+) -> TrainingRun:
+    """A run of as many steps as the optimizer's schedule has; it is traced if it is said how."""
+    config = TrainingConfig(
+        model=job.model,
+        plan=StrategyConfig(job.strategy, job.ranks, job.name),
+        data=DataConfig(data),
+        optimizer=optimizer,
+        train=LoopConfig(optimizer.schedule_steps, job.microbatches, job.micro_batch_size, job.seed, init),
+        logging=LoggingConfig(trace=tracing is not None),
+    )
+    return TrainingRun(config, out, "shardlab train", tracing or Tracing())
+
+
+# `shardlab` whose run waits at checkpoints until the file HELD_UNTIL is there, and cannot end.
+#
+# It waits once it has a checkpoint whose name begins with HELD_AT. What is then done to the run is in time, however
+# busy the machine: python -m tests.train.jobs WORDS
+#
+# It leaves its process id in the file HELD_PID, if that is given.
+
+
+_commit = checkpoints.commit
+
+
+def commit(disk: Any, folder: Path, *rest: Any) -> None:
+    """The checkpoint is complete; nothing more is written in this thread before the file is there."""
+    _commit(disk, folder, *rest)
+    while folder.name.startswith(os.environ["HELD_AT"]) and not os.path.exists(os.environ["HELD_UNTIL"]):
+        time.sleep(0.02)
+
+
+checkpoints.commit = commit
+
+if __name__ == "__main__":
+    if "HELD_PID" in os.environ:
+        Path(os.environ["HELD_PID"]).write_text(str(os.getpid()))
+    sys.exit(main())
+
+
+# A rank of torchrun's: python -m tests.train.jobs FAULT.
+
+
+if __name__ == "__main__":
+    program = Path(__file__).parents[2] / "examples" / "my_strategy.py"
+    job = Job(f"{program}:my_ddp", 2, 2, find_model("mlp"), 1)
+    fault, first = sys.argv[1], os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    with failures_as_exit():
+        watching = Watching(3.0, job.checked(), lines_of(load(job.strategy), job))
+        run_ranks(2, faulty.train, job, fault, 1 if first else -1, 5, watching=watching)
+    os.write(2, b"all steps taken\n")  # at once, since two ranks say so
+
+
+# Training as a rank does, by a clock that no machine can stop, and without what takes longer than the steps.
+
+
+@contextmanager
+def ticking() -> Generator[pytest.MonkeyPatch]:
+    """A millisecond passes from each look at the clock to the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.perf_counter", partial(next, count(0.0, 1e-3)))
+        yield patch
+
+
+def train_by_ticks(rank: int, run: TrainingRun) -> Summary | None:
+    """What every rank does; rank 0 gives the summary."""
+    with ticking():
+        return train_rank(rank, torch.device("cpu"), run)
+
+
+def train_plainly(rank: int, run: TrainingRun) -> Summary | None:
+    """What every rank does, without pictures, and without the sample at the end; rank 0 gives the summary."""
+    with ticking() as patch:
+        patch.setattr("shardlab.train.callbacks.continued", Mock(return_value=""))
+        patch.setattr("shardlab.train.output.save_timeline", Mock())
+        patch.setattr("shardlab.train.output.OutputFolder.write_plot", Mock())
+        return train_rank(rank, torch.device("cpu"), run)

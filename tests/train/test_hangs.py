@@ -95,7 +95,7 @@ def test_a_network_that_drops_everything_is_told_from_a_rank_that_hangs() -> Non
 def launched(warm: WarmStarts, folder: Path, fault: str, *options: str) -> tuple[int, str]:
     """Exit code and words of torchrun, whose rank 1 has the fault once; nothing it started may be left."""
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *options]
-    words += ["-m", "tests.train.launched", fault]
+    words += ["-m", "tests.train.jobs", fault]
     environment = {**os.environ, "TMPDIR": str(folder)}
     process = warm.start(words, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     try:

@@ -1,6 +1,6 @@
 """A training run: the same numbers under every strategy, and a folder with everything in it."""
 
-# pyright: reportUnknownVariableType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 # safetensors leaves some of its annotations out.
 
 from __future__ import annotations
@@ -13,19 +13,29 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardlab.execute import OptimizerConfig
-from shardlab.language import UserError
-from shardlab.models import GPT, MoE
+from shardlab.execute import Executor, OptimizerConfig, Settings
+from shardlab.execute.collect import step_with_memory
+from shardlab.execute.transport.collectives import Groups
+from shardlab.language import Mesh, OpKind, UserError
+from shardlab.language.precision import FP64
+from shardlab.language.tape import MemoryRecord
+from shardlab.models import GPT, Blocks, Llama, MoE
+from shardlab.simulate.timeline.memory import memory_in_bytes
+from shardlab.strategies import Plan
+from shardlab.train.batches import Batches
 from shardlab.train.callbacks import Sampling, Validation, tell_threads
 from shardlab.train.config import LoggingConfig
 from shardlab.train.data import Corpus
 from shardlab.train.data.documents import Input
 from shardlab.train.data.prepare import prepare
 from shardlab.train.data.prepared_folder import kept_tokenizer
+from shardlab.train.data.stream import SequenceStream, TokenRun
+from shardlab.train.data.tokenizers import ByteTokenizer
 from shardlab.train.history import free_folder
 from shardlab.train.huggingface import converted, open_source
 from shardlab.train.job import Job
@@ -34,10 +44,13 @@ from shardlab.train.output import OutputFolder
 from shardlab.train.run import Summary
 from shardlab.train.sample import opening
 from shardlab.train.steps import Callback, StepResult, Training
+from shardlab.train.verification import verify
+from shardlab.train.verification.cases import Verdict
+from shardlab.train.verification.verify import verify_rank
 from shardlab.train.world import agree
 from tests.support.ranks import Ranks
-from tests.train.plainly import train_by_ticks, train_plainly
-from tests.train.runs import run_of
+from tests.train import user_programs
+from tests.train.jobs import run_of, train_by_ticks, train_plainly
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
@@ -267,3 +280,156 @@ def test_metrics_are_on_disk_as_soon_as_a_step_has_ended(tmp_path: Path) -> None
     folder.write_metrics({"step": 0, "loss": 1.0})
     assert losses(tmp_path / "run") == [1.0]
     folder.close()
+
+
+# A gradient that is not finite, on one rank alone, leaves out the step on all: the norm carries it to every update.
+
+
+NOT_FINITE_MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
+
+
+def after_a_gradient_that_is_not_finite(rank: int, job: Job, poison: float) -> tuple[bool, bool, bool]:
+    """Whether a step with such a gradient on rank 1 alone changed weights and states, and whether the next step did."""
+    checked = job.checked()
+    corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
+    settings = Settings(0, FP64, optimizer=OptimizerConfig(schedule_steps=3, warmup_steps=1, clip=1.0))
+    executor = Executor(checked, rank, job.model, batches, settings)
+    state = executor.state
+
+    def everything() -> list[torch.Tensor]:
+        tensors = [moment for part in state.opt_states.values() for moment in part.moments]
+        return [tensor.clone() for tensor in [*state.kept.values(), *tensors]]
+
+    def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+        return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+
+    executor.step()
+    before = everything()
+    at, op = next((at, op) for at, op in enumerate(state.tape) if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT))
+    healthy = executor.instructions[at]
+
+    def poisoned() -> None:
+        healthy()
+        state.values[op.outputs[0]][3] = poison
+
+    if rank == 1:
+        executor.instructions[at] = poisoned
+    executor.step()
+    after = everything()
+    executor.instructions[at] = healthy
+    executor.step()
+    return same(before, after), same(after, everything()), all(t.isfinite().all() for t in everything())
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("function", ["zero_1", "split_fsdp", "split_pipeline"])
+def test_a_gradient_that_is_not_finite_on_one_rank_leaves_every_rank_as_it_was(
+    ranks: World, function: str, poison: float
+) -> None:
+    job = Job(f"{user_programs.__file__}:{function}", 2, 2, NOT_FINITE_MODEL, 2, "fp64")
+    for unchanged, stuck, finite in ranks(2).call(after_a_gradient_that_is_not_finite, job, poison):
+        assert unchanged, "the step was left out"
+        assert not stuck, "the next one was not"
+        assert finite
+
+
+# Live bytes are what was predicted: by torch's own accounts, under many kinds of plan.
+
+
+LIVE_MODEL = GPT(layers=2, hidden_size=64, heads=4, seq_len=64)
+LLAMA = Llama(layers=2, hidden_size=64, heads=4, kv_heads=2, seq_len=64)
+SP = Plan(Mesh(tp=2), sequence_parallel=True)
+
+CASES: list[tuple[str | Plan, int, Blocks]] = [
+    ("ddp", 2, LIVE_MODEL),
+    ("zero-3", 2, LLAMA),
+    ("zb-h1", 2, LIVE_MODEL),
+    ("tensor-parallel", 2, LLAMA),
+    (SP, 2, LIVE_MODEL),
+    (replace(SP, mesh=Mesh(pp=2, tp=2), schedule="zb-h1", recompute="selective"), 4, replace(LLAMA, layers=4)),
+    (Plan(Mesh(cp=2)), 2, LLAMA),
+    (Plan(Mesh(cp=2), context="all_gather"), 2, LIVE_MODEL),
+]
+
+
+def lived(rank: int, job: Job) -> dict[int, int]:
+    """Bytes at the start of each op of a step in which all that is found out is known."""
+    corpus = Corpus.split(bytes(range(256)) * 64, job.model.seq_len)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
+    executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.numbers))
+    executor.step()
+    executor.step()
+    record = MemoryRecord()
+    step_with_memory(executor, record)
+    return {at: sum(live.values()) for at, live in record.live.items()}
+
+
+@pytest.mark.parametrize(("strategy", "ranks_", "model"), CASES, ids=str)
+def test_live_bytes_are_as_predicted(ranks: World, strategy: str | Plan, ranks_: int, model: Blocks) -> None:
+    """No op finds more, and the most is as much.
+
+    But for the batch, and for moments: what a collective has sent a copy of ends on the tape an op later.
+    """
+    job = Job(strategy, ranks_, 4, model, 2)
+    checked = job.checked()
+    measured = ranks(ranks_).call(lived, job)
+    for tape, predicted, live in zip(checked.program.tapes, memory_in_bytes(checked), measured, strict=True):
+        begins = next(at for at, op in enumerate(tape) if not op.kind.name.startswith("LOAD"))
+        ends = next(at for at, op in enumerate(tape) if op.kind is OpKind.UPDATE)
+        batch = live[begins] - predicted.before[begins]
+        assert 0 <= batch < 20_000
+        most = max(predicted.before)
+        assert max(live.values()) - batch == pytest.approx(most, rel=0.01)
+        for at in range(begins, ends):
+            if tape[at].kind not in (OpKind.FREE, OpKind.WAIT):
+                assert live[at] - batch <= predicted.before[at] + 0.005 * most, (at, str(tape[at]))
+                if strategy is SP:  # whose residual streams are what layers keep of the norms
+                    assert predicted.before[at] <= live[at] - batch + 0.001 * most, (at, str(tape[at]))
+
+
+# Packed documents: the loss is the mean over the targets that count, on any number of ranks.
+
+
+GROUPS: Groups = {}
+DOCUMENTS_MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
+
+
+def packed(job: Job) -> Corpus:
+    """Documents of one to thirty tokens: some sequences have many that do not count, others none."""
+    random = np.random.default_rng(7)
+    tokens = random.integers(0, 256, 2000).astype(np.uint8)
+    starts = np.cumsum(random.choice([1, 2, 3, 30], 80))
+    stream = SequenceStream((TokenRun(tokens, starts),))
+    return Corpus(stream, stream, ByteTokenizer(), ())
+
+
+def on_a_rank(rank: int, strategy: str | Plan) -> Verdict | None:
+    job = Job(strategy, 2, 4, DOCUMENTS_MODEL, 2, "fp64")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "_random_corpus", packed)
+        return verify_rank(rank, torch.device("cpu"), job, 3, GROUPS)
+
+
+def test_microbatches_have_unequal_numbers_of_targets_that_count() -> None:
+    job = Job("ddp", 2, 4, DOCUMENTS_MODEL, 2)
+    batches = Batches(packed(job), DOCUMENTS_MODEL.seq_len, 2, 4, job.seed)
+    counts = [int((batches.microbatch(0, m)[1] >= 0).sum()) for m in range(4)]
+    assert len({counts[0] + counts[1], counts[2] + counts[3]}) == 2, "ranks of ddp take two each"
+    assert batches.counted(0, 4) == sum(counts) < 4 * 2 * DOCUMENTS_MODEL.seq_len
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        "fsdp",
+        Plan(Mesh(pp=2), schedule="1f1b"),
+        Plan(Mesh(tp=2)),
+        Plan(Mesh(cp=2)),
+    ],
+    ids=str,
+)
+def test_packed_documents_train_as_on_one_device(ranks: World, strategy: str | Plan) -> None:
+    verdict = ranks(2).call(on_a_rank, strategy)[0]
+    assert verdict.ok, verdict

@@ -14,7 +14,7 @@ from shardlab.models import MLP
 from shardlab.train.data.tokenizers import ByteTokenizer
 from shardlab.train.job import Job
 from shardlab.train.output import OutputFolder
-from tests.support.full_disk import files_of_at_most
+from tests.support.processes import files_of_at_most
 
 Captured = pytest.CaptureFixture[str]
 MODEL = MLP(layers=2, hidden_size=16, seq_len=8)

@@ -1,25 +1,45 @@
 """Rewritten programs train as those that were written: one device's numbers, and the very same bits."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
+import gc
+import json
+import re
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardlab.check import Checked, check_forward, forward_only
 from shardlab.cli.train.before_ranks import lines_of
+from shardlab.execute import Executor, OptimizerConfig, Settings
+from shardlab.execute.collect import step_with_memory
 from shardlab.execute.state import State
-from shardlab.language import Op, UserError
+from shardlab.language import Op, OpKind, UserError
 from shardlab.language.mesh import Mesh
-from shardlab.models import GPT
+from shardlab.language.pass_names import with_offload
+from shardlab.language.tape import MemoryRecord
+from shardlab.models import GPT, Blocks, Llama
 from shardlab.simulate.passes import PASSES, find_passes, run_passes
+from shardlab.simulate.timeline.memory import memory_in_bytes
 from shardlab.strategies import Plan, ddp
 from shardlab.strategies.load import load
 from shardlab.train import job as jobs
+from shardlab.train.batches import Batches
+from shardlab.train.checkpoint import Snapshot
+from shardlab.train.checkpoint.contents import held
+from shardlab.train.data import Corpus
 from shardlab.train.job import Job, described, job_of
+from shardlab.train.launch.ranks import is_out_of_memory, out_of_memory, run_ranks, set_heap
 from shardlab.train.verification.cases import ALONE, CASES, Case, Verdict
 from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
@@ -152,3 +172,206 @@ def test_a_job_is_described_with_its_passes() -> None:
 def test_a_pass_that_cannot_apply_is_refused_before_anything_is_trained() -> None:
     with pytest.raises(UserError, match="the pass prefetch has nothing to do: no weights are gathered"):
         Job("ddp", 2, 4, MODEL, 2, passes="prefetch").checked()
+
+
+# What lies elsewhere, and collectives that run as one, give one device's numbers on real processes.
+
+
+pytestmark = pytest.mark.xdist_group("ranks")
+OFFLOADED = GPT(layers=3, hidden_size=32, heads=4, seq_len=16)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["parameters=disk", "optimizer=disk", "activations=disk"],
+        ["parameters=host", "optimizer=host", "gradients=host"],
+    ],
+)
+@pytest.mark.parametrize("strategy", ["fsdp", "zero-1", "1f1b"])
+def test_what_lies_elsewhere_is_trained_like_one_device(ranks: World, strategy: str, words: list[str]) -> None:
+    job = Job(strategy, 2, 4, OFFLOADED, 2, "fp64", passes=with_offload(None, words))
+    kinds = {op.kind for tape in job.checked().program.tapes for op in tape}
+    assert OpKind.RELOAD in kinds
+    verdict = ranks(2).call(verify_rank, CPU, job, 2)[0]
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize(
+    "passes", ["fuse-steps=1", "fuse-steps=2", "bucket=2,fuse-steps=8", "update-early,fuse-steps=1"]
+)
+def test_weights_carried_from_step_to_step_give_one_devices_numbers(ranks: World, passes: str) -> None:
+    for strategy in ("fsdp", "zero-3")[: 1 if "update" in passes else 2]:
+        verdict = ranks(2).call(verify_rank, CPU, Job(strategy, 2, 4, OFFLOADED, 2, "fp64", passes=passes), 3)[0]
+        assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero-1", "zero-3"])
+def test_buckets_give_one_devices_numbers(ranks: World, strategy: str) -> None:
+    job = Job(strategy, 2, 4, OFFLOADED, 2, "fp64", passes="bucket=1")
+    assert any(op.batch >= 0 for tape in job.checked().program.tapes for op in tape)
+    verdict = ranks(2).call(verify_rank, CPU, job, 2)[0]
+    assert verdict.ok, verdict
+
+
+PROGRAMS = Path(__file__).with_name("bucketed_programs.py")
+
+
+def test_a_gradient_that_is_read_again_is_not_written_over(ranks: World) -> None:
+    """Its first sum is only looked at."""
+    job = Job(f"{PROGRAMS}:twice", 2, 4, OFFLOADED, 2, "fp64", passes="bucket=2")
+    assert any(op.batch >= 0 for tape in job.checked().program.tapes for op in tape)
+    verdict = ranks(2).call(verify_rank, CPU, job, 2)[0]
+    assert verdict.ok, verdict
+
+
+def test_weights_of_slices_that_lie_apart_are_handed_on_when_they_are_stepped(ranks: World) -> None:
+    verdict = ranks(2).call(verify_rank, CPU, Job(f"{PROGRAMS}:apart", 2, 4, OFFLOADED, 2, "fp64"), 3)[0]
+    assert verdict.ok, verdict
+
+
+def memory(rank: int, job: Job) -> tuple[int, int]:
+    """The most bytes of a rank as an op starts: those predicted, and those live in the quietest of some steps.
+
+    Gloo's threads let go of a tensor a little after it has been sent, so a step may have more.
+    """
+    gc.collect()  # what an earlier executor has left is not this one's
+    checked = job.checked()
+    batches = Batches(Corpus.split(bytes(range(256)) * 8, OFFLOADED.seq_len), OFFLOADED.seq_len, 2, job.microbatches, 0)
+    executor = Executor(checked, rank, job.cut, batches, Settings(0, job.numbers, CPU, OptimizerConfig()))
+    executor.step()
+    live: list[int] = []
+    for _ in range(3):
+        record = MemoryRecord()
+        step_with_memory(executor, record)
+        live.append(max(sum(each.values()) for each in record.live.values()))
+    return max(memory_in_bytes(checked)[rank].before), min(live)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "passes"),
+    [("ddp", "bucket=1"), ("fsdp", "none"), ("fsdp", "bucket=1"), ("zero-1", "bucket=1"), ("zero-3", "fuse-steps=2")],
+)
+def test_passes_take_the_memory_that_is_predicted(ranks: World, strategy: str, passes: str) -> None:
+    for predicted, live in ranks(2).call(memory, Job(strategy, 2, 2, OFFLOADED, 2, "fp32", passes=passes)):
+        assert live == pytest.approx(predicted, rel=0.02)
+
+
+# Layers that are computed in tiles give one device's numbers, take the memory that is predicted, and go on.
+
+
+SHARD = ("dp_shard",)
+gpt = partial(GPT, layers=2, hidden_size=32, heads=4, seq_len=16)
+llama = partial(Llama, layers=2, hidden_size=32, heads=4, seq_len=16)
+SPLIT = Plan(Mesh(dp_shard=2), "zb-h1", shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=SHARD)
+AGAIN = Plan(Mesh(dp_shard=2), shard_parameters=SHARD, shard_optimizer=SHARD, recompute="full")
+SLICED = Plan(Mesh(dp_shard=2, tp=2), shard_parameters=SHARD, shard_optimizer=SHARD, sequence_parallel=True)
+TILED = [
+    ("GPT with dropout", "zero-3", gpt(vocab_size=51, dropout=0.2), "tile=2"),
+    ("Llama with shared heads", "zero-3", llama(kv_heads=2, vocab_size=40), "tile=2"),
+    ("a tied head, and gathers ahead", "zero-3", gpt(tied=True), "tile=4,prefetch=2,defer=2"),
+    ("replicas of shards", "hsdp", gpt(), "tile=2"),
+    ("a backward pass in halves", SPLIT, gpt(), "tile=4"),
+    ("recomputation", AGAIN, gpt(dropout=0.1), "tile=2,arena"),
+    ("tiles of tensor-parallel slices", SLICED, gpt(vocab_size=50), "tile=2"),
+    ("a pipeline", "pipeline-fsdp", gpt(), "tile=2"),
+    ("weights on the disk", "zero-3", gpt(), "tile=2,offload=parameters:disk+optimizer:disk"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "model", "passes"), [each[1:] for each in TILED], ids=[each[0] for each in TILED])
+def test_tiles_give_one_devices_numbers(ranks: World, strategy: str | Plan, model: Blocks, passes: str) -> None:
+    count = strategy.mesh.world if isinstance(strategy, Plan) else 4 if strategy != "zero-3" else 2
+    job = Job(strategy, count, 4, model, 2, "fp64", passes=passes)
+    tape = job.checked().program.tapes[0]
+    tiles = int(passes[len("tile=")])
+    assert len([op for op in tape if op.kind is OpKind.FORWARD and op.layer == 0]) % tiles == 0
+    assert len([op for op in tape if op.kind is OpKind.LOAD_WEIGHT and op.layer == 0]) == tiles
+    verdict = ranks(count).call(verify_rank, CPU, job, 3)[0]
+    assert verdict.ok, verdict
+
+
+def test_the_directions_of_tiles_make_those_of_whole_matrices(ranks: World) -> None:
+    for strategy in ("zero-3", Plan(Mesh(dp_shard=2), shard_parameters=SHARD, shard_optimizer=SHARD)):
+        job = Job(strategy, 2, 2, gpt(), 2, "fp64", optimizer="muon", passes="tile=2")
+        verdict = ranks(2).call(verify_rank, CPU, job, 2)[0]
+        assert verdict.ok, verdict
+
+
+def test_a_step_takes_as_much_less_memory_as_is_predicted(ranks: World) -> None:
+    """Of a head as large as all else, a whole one and its whole gradient are left out."""
+    wide = gpt(layers=1, hidden_size=64, heads=8, vocab_size=2048)
+    whole, tiled = (
+        ranks(2).call(memory, Job("zero-3", 2, 2, wide, 1, "fp32", passes=passes)) for passes in ("none", "tile=8")
+    )
+    for (_, live), (predicted, live_in_tiles) in zip(whole, tiled, strict=True):
+        assert live_in_tiles == pytest.approx(predicted, rel=0.02)
+        assert live - live_in_tiles > 1.5 * 4 * 2048 * 64
+
+
+# A model whose state is larger than the memory that its ranks may take is trained within it, from files.
+
+
+ROOM = 52 * 2**20
+JOB = Job("fsdp", 2, 2, GPT(layers=24, hidden_size=224, heads=4, seq_len=16), 1, passes="none")
+
+
+def limit(more: int) -> None:
+    """Let this process take so much more private memory than it has."""
+    taken = 1024 * int(re.findall(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + more, resource.RLIM_INFINITY))
+
+
+def losses(rank: int, job: Job) -> list[float]:
+    """Those of two steps; all that is kept is then copied, as for a checkpoint, and made again."""
+    corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
+    batches = Batches(corpus, job.model.seq_len, 1, job.microbatches, 0)
+    executor = Executor(job.checked(), rank, job.cut, batches, Settings(0, job.numbers, CPU, OptimizerConfig()))
+    found = [float(executor.step()[0]) for _ in range(2)]
+    before = {name: each.clone() for name, each in list(Snapshot(executor.state).take().items())[:2]}
+    for key in executor.state.opt_states:
+        executor.state.make_moments(key, 2)
+    assert all(each.place == "disk" for each in held(executor.state)) == (job.passes != "none")
+    assert before
+    return found
+
+
+def train(rank: int, device: torch.device, jobs: tuple[Job, Job], out: Path) -> None:
+    """Without a limit; within it; and within it from memory, which rank 0 finds out while the other waits for it."""
+    limit(2**40)
+    set_heap()
+    whole = losses(rank, jobs[0])
+    limit(ROOM)
+    within = losses(rank, jobs[1])
+    out.with_suffix(f".{rank}").write_text(json.dumps([whole, within]))
+    if rank == 0:
+        losses(0, jobs[0])
+    dist.barrier()
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="other systems do not limit what files take no part in"
+)
+def test_what_does_not_fit_into_memory_is_trained_from_the_disk_with_the_same_losses(tmp_path: Path) -> None:
+    away = Job("fsdp", 2, 2, JOB.model, 1, passes=with_offload("update-early", ["parameters=disk", "optimizer=disk"]))
+    assert 12 * JOB.model.parameter_count / JOB.ranks > 1.5 * ROOM
+    with pytest.raises(UserError) as refused:
+        run_ranks(2, train, (JOB, away), tmp_path / "losses")
+    assert re.match(
+        r"rank 0 is out of memory: it asked for [\d.]+ .iB, more than the process may take", str(refused.value)
+    )
+    assert "--offload parameters=disk optimizer=disk" in str(refused.value)
+    for rank in range(2):
+        whole, within = json.loads((tmp_path / f"losses.{rank}").read_text())
+        assert whole == within
+
+
+def test_a_gpu_without_memory_is_told_of_its_hosts() -> None:
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB"
+    )
+    assert is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("Connection closed by peer"))
+    said = str(out_of_memory(3, torch.device("cuda"), error))
+    assert said.startswith("rank 3 is out of memory: it asked for 20.00 GiB, more than its GPU has free; keep less")
+    assert "optimizer=host" in said

@@ -1,19 +1,24 @@
 """Lower precision on real processes: as near to the exact numbers as one device, in the bytes that are predicted."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardlab.common.errors import UserError
 from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.collect import step_with_memory
 from shardlab.language import OpKind
 from shardlab.language.tape import MemoryRecord
-from shardlab.models import GPT
+from shardlab.models import GPT, MLP
 from shardlab.simulate.timeline.memory import memory_in_bytes
 from shardlab.train.batches import Batches
 from shardlab.train.data import Corpus
@@ -134,3 +139,118 @@ def test_float16_wants_a_program_that_knows_of_overflows() -> None:
     batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
     with pytest.raises(UserError, match="fp16 needs a program that gives updates the gradient's norm"):
         Executor(job.checked(), 0, job.cut, batches, Settings(0, job.numbers))
+
+
+# In float32 on real processes, replicas that are said to drift do, and the others stay equal bit by bit.
+
+
+PROGRAMS = Path(__file__).parents[1] / "check" / "drifting.py"
+STEPS = 3
+
+
+def kept(rank: int, job: Job) -> dict[tuple[int, ...], bytes]:
+    """The bits of the weights that a rank keeps after some steps, by layer and slices."""
+    corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
+    settings = Settings(job.seed, job.numbers, optimizer=OptimizerConfig(schedule_steps=STEPS, warmup_steps=1))
+    executor = Executor(job.checked(), rank, job.cut, batches, settings)
+    for _ in range(STEPS):
+        executor.step()
+    dist.barrier()
+    return {(layer, *holds): weight.numpy().tobytes() for (layer, holds), weight in executor.state.kept.items()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count"),
+    [
+        (f"{PROGRAMS}:drifting", 3),
+        (f"{PROGRAMS}:one_turned", 3),
+        (f"{PROGRAMS}:drifting", 2),
+        (f"{PROGRAMS}:all_in_one_order", 3),
+        (f"{PROGRAMS}:chained", 3),
+        (f"{PROGRAMS}:doubled", 4),
+        (f"{PROGRAMS}:in_slices", 4),
+        (f"{PROGRAMS}:broadcast", 3),
+        ("ddp", 3),
+        ("hsdp", 4),
+        ("zero-1", 2),
+    ],
+    ids=lambda value: value.rpartition(":")[2] if isinstance(value, str) else str(value),
+)
+def test_replicas_differ_bitwise_just_where_they_are_said_to_drift(ranks: World, strategy: str, count: int) -> None:
+    compare(ranks, Job(strategy, count, count, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2, "fp32"))
+
+
+def test_a_sum_that_is_part_of_a_backward_pass_is_another_than_one_after_it(ranks: World) -> None:
+    model = MLP(layers=3, hidden_size=16, seq_len=16)
+    compare(ranks, Job(f"{PROGRAMS}:fused_on_one_rank", 2, 4, model, 2, "fp32"))
+
+
+def compare(ranks: World, job: Job) -> None:
+    """Want replicas to end apart just where the check says so."""
+    groups = [list(map(list, drift.groups)) for drift in job.checked().drifts for _ in drift.layers]
+    found = ranks(job.ranks).call(kept, job)
+    apart: list[list[list[int]]] = []
+    for key in sorted({key for each in found for key in each}):
+        bits: dict[bytes, list[int]] = {}
+        for rank, each in enumerate(found):
+            if key in each:
+                bits.setdefault(each[key], []).append(rank)
+        if len(bits) > 1:
+            apart.append(list(bits.values()))
+    assert apart == groups
+
+
+# What is cut, sent and put together by hand gives one device's numbers on real processes.
+
+
+ROOT = Path(__file__).parents[2]
+SLICING = "tests/check/slicing_programs.py"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count"),
+    [
+        ("examples/ring_all_reduce.py:ring_all_reduce", 2),
+        ("examples/ring_all_reduce.py:ring_all_reduce", 4),
+        ("examples/halving_and_doubling.py:halving_and_doubling", 2),
+        ("examples/halving_and_doubling.py:halving_and_doubling", 4),
+        (f"{SLICING}:updates_in_chunks", 2),
+        (f"{SLICING}:updates_as_chunks_come", 2),
+        (f"{SLICING}:slices_of_a_gathered_weight", 4),
+        (f"{SLICING}:a_rank_without_a_microbatch", 2),
+        (f"{SLICING}:a_rank_without_a_microbatch", 4),
+        (f"{SLICING}:all_pairs_at_once", 2),
+        (f"{SLICING}:all_pairs_at_once", 4),
+        ("tests/check/scaling_programs.py:mean_over_ranks", 2),
+        ("tests/check/scaling_programs.py:sum_of_tokens", 2),
+        ("tests/check/scaling_programs.py:means_weighted_by_tokens", 4),
+        ("tests/check/casting_programs.py:gradients_in_half", 2),
+        ("tests/check/casting_programs.py:weights_in_half", 2),
+        ("tests/check/casting_programs.py:messages_in_half", 2),
+        ("tests/check/offloading_programs.py:offloaded", 2),
+        ("tests/check/offloading_programs.py:state_away", 2),
+        ("tests/check/offloading_programs.py:weights_away", 2),
+        ("tests/check/offloading_programs.py:sums_away", 2),
+        ("tests/check/offloading_programs.py:state_goes_to_weight", 2),
+        ("examples/offload.py:offload", 2),
+        ("examples/gradients_in_half.py:gradients_in_half", 2),
+        (f"{SLICING}:microbatches_apart_and_together", 2),
+        (f"{SLICING}:sequence_parallel", 2),
+        (f"{SLICING}:context_parallel", 2),
+    ],
+)
+def test_programs_by_hand_give_the_numbers_of_one_device(ranks: World, strategy: str, count: int) -> None:
+    model = GPT(layers=2, hidden_size=16, heads=4, seq_len=8, dropout=0.1)
+    job = Job(f"{ROOT}/{strategy}", count, 4, model, 2, "fp64", ema=0.7)
+    verdict = ranks(count).call(verify_rank, CPU, job, 3)[0]
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("program", ["gradients_in_half", "weights_in_half", "messages_in_half"])
+def test_what_is_cast_is_rounded_where_it_is(ranks: World, program: str) -> None:
+    """Half precision has 8 or 11 bits: errors are as large as its rounding, and no larger than some of them."""
+    model = GPT(layers=2, hidden_size=16, heads=4, seq_len=8)
+    job = Job(f"{ROOT}/tests/check/casting_programs.py:{program}", 2, 4, model, 2, "fp32")
+    verdict = ranks(2).call(verify_rank, CPU, job, 1)[0]
+    assert 2**-13 < verdict.gradient_error < 2**-5, verdict

@@ -25,7 +25,7 @@ from shardlab.train.loop import train_rank
 from shardlab.train.report import usual_times, write_report
 from shardlab.train.run import Summary, TrainingRun
 from tests.support.ranks import Ranks
-from tests.train.runs import run_of
+from tests.train.jobs import run_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]

@@ -22,7 +22,7 @@ from shardlab.train.run import TrainingRun
 from shardlab.train.world import RankPlace, RunningWorld
 from tests.support import tokenizer_files
 from tests.train.huggingface.folders import random_run
-from tests.train.runs import run_of
+from tests.train.jobs import run_of
 
 JOB = Job("ddp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=16), 2, seed=7)
 WORLD = RunningWorld([RankPlace(0, "here", "cpu", {})], "gloo", "shardlab", {"torch": version("torch")})

@@ -27,7 +27,7 @@ from shardlab.train.steps import StepResult, Training
 from shardlab.train.tracing import RampedExecutor
 from shardlab.train.verification.cases import SHARDINGS
 from tests.support.ranks import Ranks
-from tests.train.runs import run_of
+from tests.train.jobs import run_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]

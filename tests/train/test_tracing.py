@@ -41,8 +41,7 @@ from shardlab.train.verification.reference import train_reference
 from tests.draw.viewer import require_readable
 from tests.support.ranks import Ranks
 from tests.train import jobs
-from tests.train.plainly import train_plainly
-from tests.train.runs import run_of
+from tests.train.jobs import run_of, train_plainly
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]

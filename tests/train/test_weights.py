@@ -35,7 +35,7 @@ from shardlab.train.job import Job
 from shardlab.train.sample import ParallelWriter
 from shardlab.train.verification.cases import SHARDINGS
 from shardlab.train.weights import save_weights
-from tests.support.full_disk import files_of_at_most
+from tests.support.processes import files_of_at_most
 from tests.support.ranks import Ranks
 from tests.train.tied_plans import batches_of
 

@@ -19,8 +19,7 @@ from shardlab.cli import main
 from shardlab.cli.bench.report import hidden_text, print_collectives, print_compute
 from shardlab.measure.fits import KINDS, CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point, append
 from shardlab.simulate.hardware import Profile
-from tests.support.processes import started
-from tests.support.waiting import PATIENCE
+from tests.support.processes import PATIENCE, started
 
 pytestmark = pytest.mark.xdist_group("ranks")
 Captured = pytest.CaptureFixture[str]

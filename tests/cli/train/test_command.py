@@ -18,8 +18,7 @@ from shardlab.cli import main
 from shardlab.execute.requirements import has_driver
 from shardlab.train.job import Job
 from shardlab.train.verification.cases import SMALL_NORM, Verdict
-from tests.support.ports import free_port
-from tests.support.waiting import PATIENCE
+from tests.support.processes import PATIENCE, free_port
 from tests.support.warm import WarmStarts
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -51,7 +51,7 @@ from shardlab.execute.transport.neighbours import (
 )
 from shardlab.language import Op, OpKind, Program
 from shardlab.train.launch.processes import is_lost
-from tests.support.random_chatter import chatter
+from tests.support.random_programs import chatter
 from tests.support.ranks import Ranks
 from tests.support.thorough import examples
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import product
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from shardlab.common.errors import About
 from shardlab.language import Holds, Kind, OpKind, Refused, Sizes, Spec
+from shardlab.language.collective_calls import Call, collective
 from shardlab.language.rules import collectives
-from shardlab.language.rules.kinds import WHOLE
+from shardlab.language.rules.kinds import WHOLE as WHOLE_imported
+from shardlab.language.rules.kinds import mask_of
+from shardlab.language.rules.layer_graph import Node, layers_of
+from shardlab.language.rules.layer_rules import Rules, rules_of
+from shardlab.language.rules.spec import KEY, Space, Term, form_of
 from tests.language.rules.toys import Refusals, Toy, is_refused, shard
-from tests.support.refusing import told
+from tests.support.refusing import Told, refuses, told
 
 TOY = Toy(Sizes.puzzle(2))
 ALL = 0b1111
@@ -24,7 +33,7 @@ GATHER, REDUCE, SCATTER = OpKind.ALL_GATHER, OpKind.ALL_REDUCE, OpKind.REDUCE_SC
 meet = TOY.meet
 
 
-def weight(holds: Holds = WHOLE, step: int = 0) -> Spec:
+def weight(holds: Holds = WHOLE_imported, step: int = 0) -> Spec:
     return TOY.spec_of(Kind.WEIGHT, 1, 0, holds, step)
 
 
@@ -32,7 +41,7 @@ def activation(cells: int) -> Spec:
     return TOY.spec_of(Kind.ACTIVATION, 1, cells)
 
 
-def gradient(cells: int = ALL, holds: Holds = WHOLE) -> Spec:
+def gradient(cells: int = ALL, holds: Holds = WHOLE_imported) -> Spec:
     return TOY.spec_of(Kind.GRAD_WEIGHT, 1, cells, holds)
 
 
@@ -198,3 +207,273 @@ REFUSALS: Refusals = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_breaks_a_rule_is_refused_with_what_was_given_and_wanted(case: str) -> None:
     assert is_refused(REFUSALS[case]).about.startswith(case.split(",")[0]), "a refusal begins with the op's name"
+
+
+# What an ALL_TO_ALL makes of buffers, and what no rank may exchange or sum.
+
+
+SIZES = Sizes.mixture(2)
+STEP = 12
+"""Microbatches of the step in these tests."""
+
+
+def space(of: int) -> Space:
+    return Space(STEP, 1, (("expert", of),))
+
+
+def rules(of: int = 2) -> Rules:
+    return rules_of(SIZES.signatures, space(of))
+
+
+def buffers(
+    microbatches: set[int], experts: int = 0, kind: Kind = Kind.ACTIVATION, layer: int = 1, of: int = 2
+) -> Spec:
+    """Buffers of some slices of the experts, as a bit set (0: of all), for some microbatches."""
+    slices = (("expert", experts),) if experts else ()
+    return Spec(form_of(kind, layer, 0, space(of), slices=slices), mask_of(microbatches))
+
+
+def exchanged(specs: list[Spec], of: int = 2) -> list[Spec]:
+    made = collective(Call(OpKind.ALL_TO_ALL), specs, range(len(specs)), rules(of))
+    return [spec for spec in made if spec is not None]
+
+
+def plain(specs: list[Spec]) -> list[tuple[object, int]]:
+    """All but how they were put together."""
+    return [(spec.form, spec.cells) for spec in specs]
+
+
+@st.composite
+def deals(draw: st.DrawFn) -> list[set[int]]:
+    """Equally many microbatches for each rank, in any order."""
+    ranks, each = draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(1, 3))
+    chosen = draw(st.permutations(range(STEP)))
+    return [set(chosen[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+
+
+@given(deals(), st.sampled_from([Kind.ACTIVATION, Kind.GRAD_ACTIVATION]))
+def test_dispatch_and_combine_are_each_others_reverse(dealt: list[set[int]], kind: Kind) -> None:
+    ranks = len(dealt)
+    given_ = [buffers(mine, kind=kind, of=ranks) for mine in dealt]
+    there = exchanged(given_, ranks)
+    if ranks > 1:
+        everything = set[int]().union(*dealt)
+        assert plain(there) == plain([buffers(everything, 1 << i, kind, of=ranks) for i in range(ranks)])
+    assert exchanged(there, ranks) == given_
+
+
+@given(st.sampled_from([2, 3, 4]), st.integers(1, 3))
+def test_buffers_that_no_rank_put_together_are_dealt_in_runs(ranks: int, each: int) -> None:
+    everything = set(range(ranks * each))
+    here = exchanged([buffers(everything, 1 << i, of=ranks) for i in range(ranks)], ranks)
+    assert here == [buffers(set(range(i * each, (i + 1) * each)), of=ranks) for i in range(ranks)]
+
+
+def test_experts_make_the_slices_that_they_were_given() -> None:
+    weight = Spec(form_of(Kind.WEIGHT, 1, 0, space(2), Holds(0b10, 2)))
+    x, gradient = buffers({0, 3}, 0b10), buffers({0, 3}, 0b10, Kind.GRAD_ACTIVATION, 2)
+    layer = rules().layers[1]
+    made, saved = layer.forward([x], weight)
+    assert made == [buffers({0, 3}, 0b10, layer=2)]
+    assert saved == buffers({0, 3}, 0b10, Kind.SAVED)
+    (own, below), follows = layer.backward(x, [gradient], weight)
+    assert own == Spec(form_of(Kind.GRAD_WEIGHT, 1, 0, space(2), Holds(0b10, 2)), mask_of({0, 3}))
+    assert below == buffers({0, 3}, 0b10, Kind.GRAD_ACTIVATION)
+    assert layer.backward_weight(x, [gradient], Spec(follows.half, x.cells)) == own
+
+
+@pytest.mark.parametrize(
+    ("given_", "said"),
+    [
+        ([buffers({0}), buffers({0})], told("pieces overlap", layer=1, doubled=(0,))),
+        ([buffers({0}), buffers({1, 2})], told("other tokens", layer=1)),
+        ([buffers({0}), buffers({0}, 1)], told("other values", layer=1)),
+        ([buffers({0}), buffers({1}, layer=2)], told("other values", layer=1)),
+        ([buffers({0, 1}, 2), buffers({0, 1}, 1)], told("other order", layer=1)),
+        ([buffers({0, 1}, 1), buffers({2, 3}, 2)], told("other tokens", layer=1)),
+        ([buffers({0}, 1), buffers({0}, 2)], told("does not divide", layer=1)),
+        ([buffers({0}), buffers({1}), buffers({2})], told("does not divide", layer=1)),
+        ([buffers({0}, layer=0), buffers({1}, layer=0)], told("not exchanged")),
+        ([buffers({0}, layer=5), buffers({1}, layer=5)], told("not exchanged")),
+        ([buffers({0}, kind=Kind.RESIDUAL, layer=2)] * 2, told("not exchanged")),
+    ],
+)
+def test_what_no_all_to_all_can_exchange_is_refused(given_: list[Spec], said: Told) -> None:
+    with refuses(said):
+        exchanged(given_)
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER])
+def test_experts_buffers_are_never_summed(kind: OpKind) -> None:
+    with refuses("no term", layer=1):
+        collective(Call(kind), [buffers({0}, 1), buffers({0}, 2)], range(2), rules())
+
+
+def test_experts_buffers_are_never_gathered() -> None:
+    with refuses("not gathered", layer=1):
+        collective(Call(OpKind.ALL_GATHER), [buffers({0}, 1), buffers({0}, 2)], range(2), rules())
+
+
+def summed(term: int, *, over: tuple[str, ...] = ("ffn",)) -> list[Spec]:
+    """Experts' results of two ranks, both terms of a sum."""
+    both = Space(STEP, 1, (("expert", 2), ("ffn", 2)))
+    forms = [form_of(Kind.ACTIVATION, 2, 0, both, slices=(("expert", 1 << i),), term=Term(over, term)) for i in (0, 1)]
+    return [Spec(form, 0b11) for form in forms]
+
+
+def test_terms_of_a_sum_are_exchanged_and_stay_terms() -> None:
+    """Of an all_to_all everything is linear: the sum of what went home is what the sum would have been there."""
+    for term in (0b01, 0b10):
+        home = exchanged(summed(term))
+        assert [spec.form.term for spec in home] == [Term(("ffn",), term)] * 2
+        assert [(spec.form.slices, spec.cells) for spec in home] == [((), 0b01), ((), 0b10)]
+
+
+def test_terms_of_other_slices_are_not_exchanged() -> None:
+    with refuses("other values", layer=2):
+        exchanged([summed(0b01)[0], summed(0b10)[1]])
+
+
+def test_what_has_met_some_keys_alone_is_not_exchanged() -> None:
+    with refuses("not exchanged", layer=2):
+        exchanged(summed(0b01, over=KEY))
+
+
+def test_without_experts_there_is_nothing_to_exchange() -> None:
+    whole = [Spec(form_of(Kind.ACTIVATION, 1, 0, Space(STEP)), 1 << m) for m in range(2)]
+    with refuses("not exchanged", layer=1):
+        collective(Call(OpKind.ALL_TO_ALL), whole, range(2), rules_of(Sizes.puzzle(4).signatures, Space(STEP)))
+
+
+def test_buffers_of_some_experts_for_all_are_as_many_as_of_all_experts_for_some() -> None:
+    sizes = Sizes.mixture(1)
+    assert sizes.elements(buffers({0, 1}, 1)) == sizes.elements(buffers({0}))
+
+
+# Matrices cut along both of their indices, and activations with them (2-D tensor parallelism; Shazeer et al. 2018,
+# arXiv 1811.02084): each rank's numbers, computed in numpy from its slices alone, are what the rules say that they
+# are.
+
+
+FFN, WIDTH = 2, 3
+"""Ranks along which each index is cut: rank (i, j) has piece i of `ffn` and piece j of `width`."""
+CUT = ("ffn", "width")
+UP = Node("linear", {"x": "width"}, {"x": "ffn"}, {"w": "ffn width"})
+DOWN = Node("linear", {"x": "ffn"}, {"x": "width"}, {"w": "width ffn"})
+SIGNATURES = layers_of([("up", (UP,), CUT), ("down", (DOWN,), CUT)])
+SPACE = Space(1, 1, (("ffn", FFN), ("width", WIDTH)))
+RULES = rules_of(SIGNATURES, SPACE)
+RANKS = list(product(range(FFN), range(WIDTH)))
+
+Array = NDArray[np.int64]
+RANDOM = np.random.default_rng(0)
+X, W1, W2, G = (RANDOM.integers(-9, 9, shape) for shape in ((5, 6), (8, 6), (6, 8), (5, 6)))
+H = X @ W1.T
+WHOLE = {
+    (Kind.ACTIVATION, 0): (X, ("row", "width")),
+    (Kind.ACTIVATION, 1): (H, ("row", "ffn")),
+    (Kind.ACTIVATION, 2): (H @ W2.T, ("row", "width")),
+    (Kind.GRAD_ACTIVATION, 2): (G, ("row", "width")),
+    (Kind.GRAD_ACTIVATION, 1): (G @ W2, ("row", "ffn")),
+    (Kind.GRAD_ACTIVATION, 0): (G @ W2 @ W1, ("row", "width")),
+    (Kind.WEIGHT, 0): (W1, ("ffn", "width")),
+    (Kind.WEIGHT, 1): (W2, ("width", "ffn")),
+    (Kind.GRAD_WEIGHT, 0): ((G @ W2).T @ X, ("ffn", "width")),
+    (Kind.GRAD_WEIGHT, 1): (G.T @ H, ("width", "ffn")),
+}
+"""What one device has, and the indices of each."""
+
+
+class Held(NamedTuple):
+    """A rank's value: what the rules say of it, and its numbers."""
+
+    spec: Spec
+    data: Array
+
+
+def whole_of(spec: Spec) -> Array:
+    """What one device has in the place of a complete value."""
+    array, indices = WHOLE[spec.kind, spec.layer]
+    pieces = dict(spec.form.slices)
+    if spec.form.holds.of > 1:
+        (place,) = (piece for piece in range(spec.holds.of) if spec.holds.mask >> piece & 1)
+        pieces = {"ffn": 1 << place // WIDTH, "width": 1 << place % WIDTH}
+    for dim, index in enumerate(indices):
+        count, mask = SPACE.count(index), pieces.get(index)
+        if mask is not None:
+            array = np.concatenate([a for p, a in enumerate(np.split(array, count, dim)) if mask >> p & 1], dim)
+    return array
+
+
+def start(kind: Kind, layer: int, rank: tuple[int, int], index: str) -> Held:
+    piece = 1 << rank[CUT.index(index)]
+    spec = Spec(form_of(kind, layer, 0, SPACE, slices=((index, piece),)), 1)
+    return Held(spec, whole_of(spec))
+
+
+def weight_of_two_axes(layer: int, rank: tuple[int, int]) -> Held:
+    spec = Spec(form_of(Kind.WEIGHT, layer, 0, SPACE, Holds(1 << rank[0] * WIDTH + rank[1], FFN * WIDTH)))
+    return Held(spec, whole_of(spec))
+
+
+def reduced(values: dict[tuple[int, int], Held], along: str) -> dict[tuple[int, int], Held]:
+    """All-reduced among the ranks that have the other pieces of an index; complete then, and one device's numbers."""
+    axis, made = CUT.index(along), dict[tuple[int, int], Held]()
+    for place in range(WIDTH if axis == 0 else FFN):
+        members = [rank for rank in RANKS if rank[1 - axis] == place]
+        specs = collective(Call(OpKind.ALL_REDUCE), [values[rank].spec for rank in members], range(len(members)), RULES)
+        total = sum((values[rank].data for rank in members), np.zeros((), np.int64))
+        for rank, spec in zip(members, specs, strict=True):
+            assert spec is not None
+            assert spec.form.term is None
+            np.testing.assert_array_equal(total, whole_of(spec))
+            made[rank] = Held(spec, total)
+    return made
+
+
+def forward(layer: int, xs: dict[tuple[int, int], Held]) -> dict[tuple[int, int], Held]:
+    made: dict[tuple[int, int], Held] = {}
+    for rank, x in xs.items():
+        (spec,), _ = RULES.layers[layer].forward([x.spec], weight_of_two_axes(layer, rank).spec)
+        made[rank] = Held(spec, x.data @ weight_of_two_axes(layer, rank).data.T)
+    return made
+
+
+def backward(
+    layer: int, xs: dict[tuple[int, int], Held], gradients: dict[tuple[int, int], Held]
+) -> dict[tuple[int, int], Held]:
+    """The gradients of a layer's input; those of its weight's slices are complete."""
+    made: dict[tuple[int, int], Held] = {}
+    for rank, x in xs.items():
+        gradient, own = gradients[rank], weight_of_two_axes(layer, rank)
+        (of_weight, of_input), _ = RULES.layers[layer].backward(x.spec, [gradient.spec], own.spec)
+        np.testing.assert_array_equal(gradient.data.T @ x.data, whole_of(of_weight))
+        made[rank] = Held(of_input, gradient.data @ own.data)
+    return made
+
+
+def test_matrices_cut_along_both_indices_give_one_devices_numbers() -> None:
+    """Of each matrix a slice; its result is a piece of one index, and a term over the other's pieces."""
+    xs = {rank: start(Kind.ACTIVATION, 0, rank, "width") for rank in RANKS}
+    up = forward(0, xs)
+    assert str(up[1, 2].spec) == "activations[1] (microbatch 0, feed-forward slice 1 of 2, " + (
+        "the term of feature slice 2 of 3)"
+    )
+    hs = reduced(up, "width")
+    reduced(forward(1, hs), "ffn")
+    gradients = {rank: start(Kind.GRAD_ACTIVATION, 2, rank, "width") for rank in RANKS}
+    between = reduced(backward(1, hs, gradients), "width")
+    reduced(backward(0, xs, between), "ffn")
+
+
+def test_a_term_over_the_other_index_is_not_whole() -> None:
+    up = forward(0, {rank: start(Kind.ACTIVATION, 0, rank, "width") for rank in RANKS})
+    with refuses("missing terms", layer=1, missing=(0, 1)):
+        forward(1, {(1, 2): up[1, 2]})
+
+
+@pytest.mark.parametrize("other", [(0, 1), (1, 1)])
+def test_slices_of_a_matrix_want_their_own_piece_of_what_they_read(other: tuple[int, int]) -> None:
+    x = start(Kind.ACTIVATION, 0, other, "width")
+    with refuses("other pieces", layer=0):
+        RULES.layers[0].forward([x.spec], weight_of_two_axes(0, (0, 2)).spec)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from tests.language import test_collective_calls
-from tests.language.rules import test_collectives, test_half_blocks, test_layer_rules, test_optimizer_step
-from tests.support.refused_rules import RULES
+from tests.language.rules import test_collectives, test_layer_graph, test_layer_rules, test_optimizer_step
+from tests.support.refused_tapes import RULES
 from tests.support.refusing import Told, refusal_of, sentence_of
 
 Table = Mapping[str, tuple[Callable[[], object], Told]]
@@ -17,7 +17,7 @@ TABLES: dict[str, Table] = {
     "update": test_optimizer_step.REFUSALS,
     "collectives": test_collectives.REFUSALS,
     "layers": test_layer_rules.REFUSALS,
-    "half blocks": test_half_blocks.REFUSED,
+    "half blocks": test_layer_graph.REFUSED,
     "collectives by call": test_collective_calls.REFUSALS,
 }
 CALLS = {name: {case: call for case, (call, _) in table.items()} for name, table in TABLES.items()}

@@ -15,7 +15,7 @@ from shardlab.learn.puzzles import PUZZLES, Grade, Model, Puzzle, find, grade
 from shardlab.strategies import find as find_imported
 from tests.check.right_programs import fine_tuned
 from tests.learn.puzzles import solutions
-from tests.support.passes import gradients
+from tests.support.passing import gradients
 
 
 @pytest.mark.parametrize("puzzle", PUZZLES, ids=lambda puzzle: puzzle.name)

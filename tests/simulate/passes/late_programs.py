@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardlab.check import Checked, check
 from shardlab.language import Rank, Strategy, trace
-from tests.support.passes import gradients
+from tests.support.passing import gradients
 
 
 def checked(strategy: Strategy, ranks: int, layers: int = 4, microbatches: int = 4) -> Checked:

@@ -17,8 +17,8 @@ from shardlab.simulate.passes.fuse_steps import fuse_steps
 from shardlab.simulate.passes.reorder import CannotApply
 from shardlab.strategies.fsdp import fsdp
 from tests.simulate.passes.late_programs import checked
-from tests.simulate.passes.test_passes import checked_plan
-from tests.support import judged_compute, judged_memory, one_device
+from tests.simulate.passes.test_run import checked_plan
+from tests.support import judged_compute, judged_rank, one_device
 from tests.support.interpreter import judge
 from tests.support.one_device import one_device as stepped
 from tests.support.passing import is_right
@@ -82,7 +82,7 @@ def test_a_second_step_goes_on_from_what_the_first_has_left(count: int, monkeypa
         assert judge(two).right
         left = stepped(network_of(two), two.microbatches, program.clips)
         with monkeypatch.context() as patch:
-            for module in (one_device, judged_compute, judged_memory):
+            for module in (one_device, judged_compute, judged_rank):
                 patch.setattr(module, "initial", left.__getitem__)
             stepped.cache_clear()
             again = judge(two)

@@ -19,8 +19,7 @@ from shardlab.strategies.fsdp import fsdp
 from tests.simulate.passes.late_programs import checked, updated_last
 from tests.simulate.timeline.programs import reductions_at_once
 from tests.support.passing import is_right
-from tests.support.random_attention import random_attention
-from tests.support.random_experts import random_experts
+from tests.support.random_layers import random_attention, random_experts
 from tests.support.random_plans import random_plan
 from tests.support.random_programs import random_program, random_shape
 from tests.support.thorough import examples

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab.check import check
+from shardlab.check import Checked, check
+from shardlab.common.errors import UserError
 from shardlab.language import Program, Strategy
-from shardlab.language.pass_names import Ahead
-from shardlab.simulate.passes import PASSES, Goal, run_named, run_passes, settled
+from shardlab.language.pass_names import ONLY_NAMED, PASS_NAMES, Ahead, named_passes
+from shardlab.models import GPT, MoE
+from shardlab.simulate.passes import PASSES, Goal, find_passes, run_named, run_passes, settled
+from shardlab.strategies.ddp import ddp
+from shardlab.strategies.fsdp import fsdp
+from shardlab.strategies.load import load
+from shardlab.strategies.pipeline import pipeline
+from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.wsdp import wsdp
-from tests.simulate.passes.late_programs import awaited_at_once, checked, received_late
+from shardlab.train.job import Job
+from tests.check import empty_programs
+from tests.simulate.passes.late_programs import awaited_at_once, checked, received_late, updated_last
 from tests.support.passing import is_right
 from tests.support.random_plans import random_plan
 from tests.support.random_programs import random_program, random_shape
@@ -78,3 +88,159 @@ def test_where_memory_has_no_room_for_all_that_may_start_early_the_rest_does(str
     assert isinstance(within.setting, Ahead)
     assert within.setting.but
     assert run_named(late, settled(found))[-1].checked.program == within.checked.program
+
+
+# What each pass makes of small programs that wait for what it moves, and where it says that it has nothing to do.
+
+
+def ends(program: Checked, names: str) -> list[float]:
+    """When the step ends: as it is written, and after each pass."""
+    return [round(each.end, 6) for each in run_named(program, names)]
+
+
+def test_fsdp_computes_the_norm_of_a_models_gradient_unless_it_is_to_update_early() -> None:
+    model = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
+    jobs = [Job("fsdp", 2, 2, model, 1, passes=passes) for passes in (None, "all", "prefetch,update-early")]
+    assert [job.checked().clips for job in jobs] == [True, True, False]
+
+
+def test_fsdp_gathers_ahead_and_updates_beside_what_is_left() -> None:
+    """Updates hide nothing before gathers are out of their way."""
+    program = checked(fsdp, 4)
+    assert ends(program, "prefetch,update-early") == [13.6, 12.4, 11.5]
+    assert ends(program, "update-early") == [13.6, 13.6]
+
+
+def test_a_sum_that_is_awaited_at_once_is_awaited_later_with_its_update() -> None:
+    """As the built-in data parallelism does it by hand."""
+    late = checked(awaited_at_once, 2)
+    assert ends(late, "defer") == [19.2, 18.0]
+    assert ends(checked(ddp, 2), "none") == [18.0]
+
+
+def test_a_message_that_is_asked_for_late_travels_while_its_receiver_computes() -> None:
+    """All but the first and the last of eight."""
+    assert ends(checked(received_late, 2, 2), "receive-early") == [12.5, 11.3]
+
+
+def test_small_collectives_share_a_latency() -> None:
+    """Of four buckets of ZeRO-1's new weights, two take half the time."""
+    before, after = run_named(checked_plan("zero-1"), "bucket")
+    assert (round(before.end, 6), round(after.end, 6), after.setting) == (11.8, 11.2, 2)
+
+
+def checked_plan(name: str) -> Checked:
+    return checked(load(name).program, 4)
+
+
+def test_an_update_follows_its_gradient_so_that_less_is_kept() -> None:
+    """But not before its weight is read for the last time."""
+    before, after = run_named(checked(updated_last, 1, 3, 1), "update-early")
+    assert after.end == before.end
+    assert after.peak < before.peak
+
+
+NOTHING_TO_DO = [
+    ("prefetch", ddp, 2, "no weights are gathered"),
+    ("receive-early", ddp, 2, "no rank receives a message"),
+    ("copy-early", ddp, 2, "nothing is kept on the host or the disk"),
+    ("fuse-steps", ddp, 2, "no step begins with a gather of weights"),
+    ("defer", pipeline, 2, "no gradient of weights is reduced"),
+    ("bucket", pipeline, 2, "no two collectives of weights or gradients"),
+]
+
+
+@pytest.mark.parametrize(("name", "strategy", "ranks", "why"), NOTHING_TO_DO)
+def test_a_pass_that_cannot_apply_says_why(name: str, strategy: Strategy, ranks: int, why: str) -> None:
+    program = checked(strategy, ranks)
+    (_, alone) = run_passes(program, [PASSES[name]])
+    assert (alone.applies, alone.setting) == (False, None)
+    assert why in alone.why_not
+    with pytest.raises(UserError, match=f"the pass {name} has nothing to do: {why}.*; leave it out$"):
+        run_named(program, name)
+    assert all(each.name != name or each.why_not == alone.why_not for each in run_named(program, "all"))
+
+
+def test_no_gradient_is_final_before_the_norm_of_all() -> None:
+    with pytest.raises(UserError, match="gradients are clipped by a norm, so none is final before the last"):
+        run_named(checked_plan("zero-3"), "update-early")
+
+
+def test_every_name_has_a_pass_in_the_order_in_which_they_are_run() -> None:
+    assert list(PASSES) == list(PASS_NAMES)
+    assert [each.name for each in find_passes("all")] == [name for name in PASS_NAMES if name not in ONLY_NAMED]
+    assert find_passes("none") == []
+    for name, each in PASSES.items():
+        assert each.name == name
+        assert bool(PASS_NAMES[name]) == (len(each.tried) != 1), "a number that means nothing"
+
+
+def test_passes_are_read_in_any_order_and_run_in_one() -> None:
+    assert [(each.name, each.setting) for each in named_passes("defer=3, prefetch")] == [
+        ("prefetch", None),
+        ("defer", 3),
+    ]
+    (bucket,) = find_passes("bucket=5")
+    assert (bucket.tried, bucket.chosen) == ((5,), True)
+
+
+READERS: list[Callable[[str], object]] = [
+    named_passes,
+    find_passes,
+    lambda text: Plan(passes=text),
+    lambda text: load("fsdp", text),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("prefech", "there is no pass 'prefech'; did you mean prefetch"),
+        ("", "there is no pass ''; there are all, none, tile, offload"),
+        ("defer,none", "there is no pass 'none'; there are all, tile, offload"),
+        ("defer=0", r"the pass defer was given '0'; it takes a whole number, 1 or more \(more under way\)"),
+        ("defer=", "the pass defer was given ''"),
+        ("prefetch=2~x", "the pass prefetch was given '2~x'; it takes a whole number, 1 or more"),
+        ("defer=2~1", "the pass defer was given '2~1'"),
+        ("update-early=1", "the pass update-early was given '1'; it takes no number"),
+        ("tile", r"the pass tile was given ''; it takes a whole number, 2 or more \(tiles of each layer\)"),
+        ("tile=1", "the pass tile was given '1'; it takes a whole number, 2 or more"),
+    ],
+)
+def test_a_name_or_a_number_that_there_is_not_is_one_sentence(text: str, sentence: str) -> None:
+    for refuses in READERS:
+        with pytest.raises(UserError, match=sentence):
+            refuses(text)
+
+
+def test_all_stands_beside_names_of_which_each_must_apply() -> None:
+    """As where something is offloaded, and all passes are wanted as well."""
+    program = checked(fsdp, 4)
+    found = {each.name: each for each in run_named(program, "prefetch=3,all")}
+    assert list(found)[1:] == [each.name for each in find_passes("all")]
+    assert found["prefetch"].setting == 3
+    assert not found["receive-early"].applies
+    with pytest.raises(UserError, match="the pass receive-early has nothing to do"):
+        run_named(program, "receive-early,all")
+    assert settled(run_named(program, "offload=optimizer:host,all")).startswith("offload=optimizer:host,prefetch=")
+
+
+def test_what_is_settled_makes_the_same_program_again() -> None:
+    found = run_named(checked(fsdp, 4), "all")
+    assert settled(found) == "prefetch=1,update-early"
+    again = run_named(checked(fsdp, 4), settled(found))
+    assert again[-1].checked.program == found[-1].checked.program
+
+
+def test_a_number_that_is_given_is_taken_even_where_it_gains_nothing() -> None:
+    """The prices that have chosen it need not be those of who runs it."""
+    before, after = run_named(checked(fsdp, 4), "prefetch=3")
+    assert after.setting == 3
+    assert after.peak > before.peak
+
+
+def test_collectives_of_no_bytes_share_a_bucket() -> None:
+    program = f"{empty_programs.__file__}:layers_without_parameters"
+    job = Job(program, 2, 4, MoE(layers=3, hidden_size=16, heads=2, seq_len=8), 2)
+    after = run_named(job.checked(), "bucket=2")[-1].checked
+    assert any(op.batch >= 0 for op in after.program.tapes[0])

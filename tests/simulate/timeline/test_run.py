@@ -6,9 +6,16 @@ import itertools
 
 import pytest
 
-from shardlab.language import OpKind
-from shardlab.simulate.timeline import Costs
+from shardlab.check import check
+from shardlab.draw import timeline_svg
+from shardlab.language import OpKind, Rank, trace
+from shardlab.language.ops import ROOTED
+from shardlab.language.pass_names import NO_LAG, Lag
+from shardlab.simulate.timeline import UNIT_COSTS, Costs, traffic
+from shardlab.simulate.timeline.run import Idle, waited_until
 from shardlab.strategies import STRATEGIES
+from tests.simulate.predict.test_estimate import of_program
+from tests.simulate.timeline.fakes import FakePrices
 from tests.simulate.timeline.programs import (
     early_receive,
     prefetching,
@@ -18,6 +25,7 @@ from tests.simulate.timeline.programs import (
     uneven,
 )
 from tests.simulate.timeline.runs import event, events, run
+from tests.train.rooted_programs import by_root, by_root_mesh, parameter_server
 
 COSTS = Costs(forward=1, backward_input=1.25, backward_weight=0.75, update=0.5, collective=0.75, send=0.25, recv=0.125)
 
@@ -125,3 +133,99 @@ def test_what_is_ready_first_takes_the_stream_first() -> None:
     assert (send.start, send.end) == (pytest.approx(4.3), pytest.approx(4.5))
     assert receive.start == pytest.approx(4.5)
     assert event(timeline, OpKind.UPDATE, 0, rank=1).start == pytest.approx(4.3)
+
+
+# Ranks that wait for each other come apart where communication needs their cores.
+
+
+STOOD = [Idle(0, 1.0, 2.0)]
+"""A rank that has computed since 2."""
+
+
+@pytest.mark.parametrize(("most", "until"), [(9.0, 7.5), (1.0, 7.0)])
+def test_a_rank_that_waits_loses_a_share_of_what_it_computed_and_no_more_than_the_most(
+    most: float, until: float
+) -> None:
+    assert waited_until(STOOD, 5.0, 4.0, 6.0, 0.0, Lag(0.5, most)) == until
+
+
+def test_what_was_over_before_costs_the_part_that_is_not_hidden() -> None:
+    assert waited_until(STOOD, 5.0, 3.0, 4.0, 0.0, Lag(0.5, 9.0)) == 5.0
+    assert waited_until(STOOD, 5.0, 3.0, 4.0, 0.0, Lag(0.5, 9.0, hidden=0.5)) == 5.75
+    assert waited_until([], 5.0, 5.0, 5.0, 0.0, Lag(0.5, 9.0, hidden=0.5)) == 5.0
+
+
+def test_what_is_computed_beside_communication_takes_longer() -> None:
+    assert waited_until(STOOD, 5.0, 1.5, 6.0, 0.5) == 6.0 + 0.5 * 3.0
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "gpipe"])
+def test_a_step_lags_where_it_waits_for_collectives_or_for_messages(strategy: str) -> None:
+    steps = [of_program(strategy, 2, 4, 2, FakePrices(lag=lag)).step for lag in (NO_LAG, Lag(0.5, 0.1))]
+    assert steps[0] < steps[1]
+
+
+# Collectives with a root and barriers take time, memory and traffic, and are drawn.
+
+
+WEIGHT = 512 * 512
+KINDS = ROOTED | {OpKind.BARRIER}
+
+
+def test_each_takes_a_collectives_time_on_all_members() -> None:
+    timeline = run(by_root, by_root_mesh(4), 2, 4)
+    taken = {(e.kind, round(e.end - e.start, 9)) for events in timeline.events for e in events if e.kind in KINDS}
+    assert taken == {(kind, UNIT_COSTS.collective) for kind in KINDS}
+
+
+async def late(rank: Rank) -> None:
+    """Rank 1 computes twice as long, and all meet at a barrier before they update."""
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch([1, 2] if rank.index else [0])
+    rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
+    gradient = rank.loss(rank.activations.pop(1))
+    rank.grad_weights[0], _ = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])
+    await rank.barrier()
+    total = await rank.all_reduce(rank.grad_weights.pop(0))
+    rank.weights[0], rank.opt_states[0] = rank.update(0, total, rank.weights[0], rank.opt_states[0])
+
+
+def test_a_barrier_starts_when_the_last_rank_has_come() -> None:
+    timeline = run(late, 2, 1, 3)
+    assert event(timeline, OpKind.BACKWARD, 0, rank=0).end == 2
+    for rank in (0, 1):
+        barrier = event(timeline, OpKind.BARRIER, -1, rank)
+        assert (barrier.start, barrier.microbatches) == (4, 0)
+
+
+def test_the_server_keeps_its_weights_where_they_are_and_others_get_a_copy() -> None:
+    server, *others = run(parameter_server, 3, 2, 3).peak_memory_by_rank
+    state = 2 * WEIGHT  # of two layers, each as large as its weight
+    assert others == [server - state] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_broadcast_goes_along_a_chain_and_a_reduce_back(ranks: int) -> None:
+    layers, each = 3, traffic(check(trace(parameter_server, ranks, 3, ranks)))
+    passes_on = [1, *(1 for _ in range(ranks - 2)), 0]
+    reduces = [0, *(1 for _ in range(ranks - 1))]
+    for sent, down, up in zip(each, passes_on, reduces, strict=True):
+        assert (sent.collectives, sent.messages) == (2 * layers, 0)
+        assert sent.weights == sent.bytes == layers * (down + up) * WEIGHT * 4
+
+
+def test_a_scatters_root_sends_all_but_its_own_and_in_a_gather_all_others_send() -> None:
+    """Along dp_shard rank 1 scatters two microbatches and one gradient to two ranks, and gathers the weight."""
+    keeper, other = traffic(check(trace(by_root, by_root_mesh(2), 1, 2)))[::-1]
+    broadcast, scatter, gather, reduce = WEIGHT * 4, WEIGHT * 4 / 2, WEIGHT * 4 / 2, WEIGHT * 4
+    assert keeper.weights == broadcast + scatter
+    assert other.weights == gather + reduce
+    assert (keeper.activations, other.activations) == (512 * 256 * 4, 0)
+
+
+def test_every_one_of_them_is_drawn_with_its_root() -> None:
+    timeline = run(by_root, by_root_mesh(4), 1, 4)
+    svg = timeline_svg(timeline, "by root")
+    for kind in KINDS:
+        assert f">{kind.row.legend}<" in svg
+    assert f">{OpKind.BROADCAST.row.letters}1<" in svg

@@ -9,8 +9,7 @@ from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.train.config import SavingConfig
 from shardlab.train.job import Job
 from shardlab.train.run import TrainingRun
-from tests.train.plainly import train_plainly
-from tests.train.runs import run_of
+from tests.train.jobs import run_of, train_plainly
 
 STEPS = 5
 

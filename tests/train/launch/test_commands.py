@@ -16,8 +16,7 @@ import torch.distributed as dist
 from shardlab.common.errors import UserError
 from shardlab.train.launch.commands import Together
 from shardlab.train.launch.environment import LaunchEnvironment
-from tests.support.ports import free_port
-from tests.support.waiting import PATIENCE
+from tests.support.processes import PATIENCE, free_port
 
 SHORT = timedelta(seconds=0.2)
 

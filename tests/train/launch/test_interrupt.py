@@ -14,7 +14,7 @@ import pytest
 
 from shardlab.train.callbacks import TrainingProgress
 from shardlab.train.launch.interrupt import SILENCE, Heartbeat, caught, say, unbroken
-from tests.support.waiting import until
+from tests.support.processes import until
 
 
 def test_a_signal_that_is_ignored_stays_so_and_sigterm_is_heard() -> None:

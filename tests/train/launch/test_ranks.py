@@ -22,9 +22,8 @@ from shardlab.train.launch import ranks as launch
 from shardlab.train.launch.environment import CpuShare, threads_of
 from shardlab.train.launch.processes import RankFailed, run_processes
 from shardlab.train.launch.ranks import run_ranks
-from tests.support.ports import free_port
+from tests.support.processes import PATIENCE, free_port
 from tests.support.ranks import PRELOAD
-from tests.support.waiting import PATIENCE
 from tests.support.warm import WarmStarts
 from tests.train import jobs
 

@@ -1,0 +1,533 @@
+"""Mistakes in collectives: missing, doubled, of another kind, in another order or group."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from shardlab.language import Group, Kind, Op, OpKind, Program, Reduction
+from shardlab.language.mesh import group_of
+from shardlab.language.ops import COLLECTIVES, ROOT_GIVES, ROOTED
+from tests.support.mutating import (
+    changed,
+    everywhere,
+    fresh_number,
+    living_on,
+    moved,
+    mutation,
+    places,
+    reading,
+    renamed,
+    wait_of,
+    with_tape,
+)
+from tests.support.mutations_of_values import layer_of_result
+
+REDUCES = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER})
+
+
+def communications(program: Program, kinds: frozenset[OpKind]) -> Iterator[list[tuple[int, int]]]:
+    """For each collective, (rank, index) of its members' ops: the k-th of a group on each."""
+    calls: dict[tuple[Group, int], list[list[tuple[int, int]]]] = {}
+    for rank, tape in enumerate(program.tapes):
+        counts: dict[Group, int] = {}
+        for at, op in enumerate(tape):
+            if op.kind in COLLECTIVES:
+                assert op.group is not None
+                turn = counts[op.group] = counts.get(op.group, -1) + 1
+                calls.setdefault((op.group, turn), [[]])[0].append((rank, at))
+    for (members,) in calls.values():
+        rank, at = members[0]
+        if program.tapes[rank][at].kind in kinds:
+            yield members
+
+
+def without_collective(program: Program, members: list[tuple[int, int]]) -> Program:
+    """These members do not issue it, and each goes on with its own value."""
+    for rank, at in members:
+        tape = program.tapes[rank]
+        op, wait = tape[at], wait_of(program, rank, tape[at].handle)
+        freed = [i for i, o in enumerate(tape) if o.kind is OpKind.FREE and o.inputs == op.inputs]
+        if not op.inputs or not op.outputs:  # a root's value that others lack, or a barrier
+            freed = []
+        kept = [o for i, o in enumerate(tape) if i not in (at, wait, *freed[:1])]
+        for old, new in zip(op.outputs, op.inputs, strict=False):
+            kept = renamed(kept, old, new)
+        program = with_tape(program, rank, kept)
+    return program
+
+
+@mutation
+def missing_reduce(program: Program) -> Iterator[Program]:
+    for members in communications(program, REDUCES):
+        yield without_collective(program, members)
+
+
+@mutation
+def missing_gather(program: Program) -> Iterator[Program]:
+    for members in communications(program, frozenset({OpKind.ALL_GATHER})):
+        yield without_collective(program, members)
+
+
+@mutation
+def double_reduce(program: Program) -> Iterator[Program]:
+    """Every member reduces the result once more, and goes on with that."""
+    for members in communications(program, REDUCES):
+        mutant = program
+        for rank, at in members:
+            tape = mutant.tapes[rank]
+            op, wait = tape[at], wait_of(mutant, rank, tape[at].handle)
+            fresh = fresh_number(tape)
+            handle = 1 + max(o.handle for o in tape)
+            again = op._replace(kind=OpKind.ALL_REDUCE, inputs=op.outputs, outputs=(fresh,), handle=handle)
+            free = Op(OpKind.FREE, -1, op.outputs)
+            rest = renamed(tape[wait + 1 :], op.outputs[0], fresh)
+            tape = [*tape[: wait + 1], again, Op(OpKind.WAIT, -1, handle=handle), free, *rest]
+            mutant = with_tape(mutant, rank, tape)
+        yield mutant
+
+
+@mutation
+def collective_of_another_kind(program: Program) -> Iterator[Program]:
+    for rank, at, op in places(program, *COLLECTIVES):
+        for kind in sorted(COLLECTIVES - {op.kind}, key=lambda k: k.value):
+            yield changed(program, rank, at, op._replace(kind=kind))
+
+
+@mutation
+def collective_of_another_kind_everywhere(program: Program) -> Iterator[Program]:
+    for members in communications(program, COLLECTIVES):
+        for kind in sorted(COLLECTIVES, key=lambda k: k.value):
+            mutant = program
+            for rank, at in members:
+                mutant = changed(mutant, rank, at, mutant.tapes[rank][at]._replace(kind=kind))
+            if mutant.tapes != program.tapes:
+                yield mutant
+
+
+@mutation
+def collectives_in_another_order(program: Program) -> Iterator[Program]:
+    """One rank issues two collectives of a group in the other order."""
+    for rank, tape in enumerate(program.tapes):
+        calls = [i for i, op in enumerate(tape) if op.kind in COLLECTIVES]
+        for one, other in itertools.pairwise(calls):
+            swapped = list(tape)
+            swapped[one], swapped[other] = tape[other], tape[one]
+            yield with_tape(program, rank, swapped)
+
+
+@mutation
+def collective_dropped_on_one_rank(program: Program) -> Iterator[Program]:
+    for rank, at, _ in places(program, *COLLECTIVES):
+        yield without_collective(program, [(rank, at)])
+
+
+@mutation
+def wrong_group(program: Program) -> Iterator[Program]:
+    for rank, at, op in places(program, *COLLECTIVES):
+        assert op.group is not None
+        ranks = op.group.ranks
+        others = [(rank,), ranks[::-1], (*ranks, ranks[0]), (*ranks, program.ranks), (*ranks, -1), (), ranks[1:]]
+        for other in others:
+            if other != ranks:
+                yield changed(program, rank, at, op._replace(group=group_of(op.group.axis, other)))
+        yield changed(program, rank, at, op._replace(group=group_of("another axis", ranks)))
+        yield changed(program, rank, at, op._replace(group=Group(op.group.axis, ranks)))
+        yield changed(program, rank, at, op._replace(group=None))
+
+
+# Mistakes in exchanges, of experts' buffers for microbatches or of heads for sequence slices, and in sums beside
+# them.
+#
+# What all ranks do wrong in the same way is the hardest to see, so most are made on all ranks that do the same.
+
+
+Exchange = tuple[int, Op]
+"""Where rank 0 issues an all_to_all, and the op."""
+
+
+def exchanges(program: Program) -> list[Exchange]:
+    """Those of rank 0."""
+    return [(at, op) for at, op in enumerate(program.tapes[0]) if op.kind is OpKind.ALL_TO_ALL]
+
+
+def neighbours(program: Program) -> Iterator[Sequence[Exchange]]:
+    """Each exchange, those of one attention or of one pass through experts, of one pass forward and back, and all."""
+    found = exchanges(program)
+    for size in (1, 2, 3, 4, 6):
+        for first in range(len(found) - size + 1):
+            yield found[first : first + size]
+    if found:
+        yield found
+
+
+def without_exchange(program: Program, at: int, op: Op) -> Program:
+    """All ranks go on with their own values."""
+    mutant = program
+    for rank, its in everywhere(program, at, op):
+        tape = mutant.tapes[rank]
+        (own,), (came,) = its.inputs, its.outputs
+        gone = [its, tape[wait_of(mutant, rank, its.handle)], Op(OpKind.FREE, -1, (came,))]
+        mutant = with_tape(mutant, rank, living_on(renamed([o for o in tape if o not in gone], came, own), own))
+    return mutant
+
+
+@mutation
+def exchange_left_out(program: Program) -> Iterator[Program]:
+    """The values stay where they were made."""
+    for some in neighbours(program):
+        mutant = program
+        for at, op in reversed(some):
+            mutant = without_exchange(mutant, at, op)
+        yield mutant
+
+
+@mutation
+def exchange_in_another_order(program: Program) -> Iterator[Program]:
+    """The members meet in another order, so that each has another one's pieces."""
+    for some in neighbours(program):
+        for step in (-1, 1):
+            mutant = program
+            for at, op in some:
+                for rank, its in everywhere(program, at, op):
+                    assert its.group is not None
+                    ranks = its.group.ranks
+                    other = ranks[::-1] if step < 0 else (*ranks[step:], *ranks[:step])
+                    mutant = changed(mutant, rank, at, its._replace(group=group_of(its.group.axis, other)))
+            yield mutant
+
+
+@mutation
+def exchanged_twice(program: Program) -> Iterator[Program]:
+    """All ranks exchange the result once more, and go on with that."""
+    for at, op in exchanges(program):
+        mutant = program
+        for rank, its in everywhere(program, at, op):
+            mutant = with_tape(mutant, rank, then(mutant.tapes[rank], at, its._replace(inputs=its.outputs)))
+        yield mutant
+
+
+def then(tape: list[Op], at: int, collective: Op) -> list[Op]:
+    """The tape goes on with what a collective makes of a value, which op `at` has made, or what it has begun."""
+    (number,), fresh, handle = collective.inputs, fresh_number(tape), 1 + max(op.handle for op in tape)
+    if tape[at].handle >= 0:
+        at = next(there for there, op in enumerate(tape) if op.kind is OpKind.WAIT and op.handle == tape[at].handle)
+    ends = [Op(OpKind.WAIT, -1, handle=handle), Op(OpKind.FREE, -1, (number,))]
+    issued = collective._replace(outputs=(fresh,), handle=handle)
+    return [*tape[: at + 1], issued, *ends, *renamed(tape[at + 1 :], number, fresh)]
+
+
+@mutation
+def value_of_another_exchange(program: Program) -> Iterator[Program]:
+    """Ranks exchange, or go on with, what is of another layer, microbatch or direction; rank 0 alone, or all."""
+    for (at, op), (there, other) in itertools.permutations(exchanges(program), 2):
+        yield reading(program, 0, op, 0, other.inputs[0])
+        sent = went_on = program
+        for rank, its in everywhere(program, at, op):
+            theirs = program.tapes[rank]
+            if there < len(theirs) and theirs[there].kind is other.kind:
+                sent = reading(sent, rank, its, 0, theirs[there].inputs[0])
+                tape = went_on.tapes[rank]
+                readers = [o for o in tape if its.outputs[0] in o.inputs and o.kind is not OpKind.FREE]
+                for reader in readers[:1]:
+                    place = reader.inputs.index(its.outputs[0])
+                    went_on = reading(went_on, rank, reader, place, theirs[there].outputs[0])
+        yield sent
+        yield went_on
+
+
+@mutation
+def collectives_of_one_value_in_another_order(program: Program) -> Iterator[Program]:
+    """What is to be reduced and then exchanged, or gathered, is so the other way round."""
+    tape = program.tapes[0]
+    calls = {op.outputs[0]: (at, op) for at, op in enumerate(tape) if op.kind in COLLECTIVES and op.outputs}
+    for there, after in calls.values():
+        if not after.inputs or after.inputs[0] not in calls:
+            continue
+        at, op = calls[after.inputs[0]]
+        mutant = program
+        for rank, its in everywhere(program, at, op):
+            second = program.tapes[rank][there] if there < len(program.tapes[rank]) else its
+            if second.inputs == its.outputs:
+                ways = [o._replace(kind=w.kind, group=w.group) for o, w in ((its, second), (second, its))]
+                mutant = changed(changed(mutant, rank, at, ways[0]), rank, there, ways[1])
+        yield mutant
+
+
+@mutation
+def reduced_after_it_is_used(program: Program) -> Iterator[Program]:
+    """A layer, or an exchange, is given a term of a sum; what it makes of that is reduced in its place."""
+    for at, op in enumerate(program.tapes[0]):
+        if op.kind not in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER):
+            continue
+        mutant = program
+        for rank, its in everywhere(program, at, op):
+            tape = used_before(program, program.tapes[rank], its)
+            mutant = with_tape(mutant, rank, tape) if tape else mutant
+        yield mutant
+
+
+def used_before(program: Program, tape: list[Op], reduce: Op) -> list[Op] | None:
+    """A tape on which the first that reads a sum reads its own term; None if nothing is made of it."""
+    (term,), (total,) = reduce.inputs, reduce.outputs
+    reader = next((o for o in tape if total in o.inputs and o.kind is not OpKind.FREE), None)
+    if reader is None or not reader.outputs:
+        return None
+    kept = [o for o in tape if o != reduce and not (o.kind is OpKind.WAIT and o.handle == reduce.handle)]
+    kept = [o for o in living_on(kept, term) if o != Op(OpKind.FREE, -1, (total,))]
+    late = renamed([reader], total, term)[0]
+    kept = renamed([late if o == reader else o for o in kept], total, term)
+    layer = reader.layer if reader.kind in COLLECTIVES else layer_of_result(program, reader, 0)
+    number = reader.outputs[0]
+    return then(kept, kept.index(late), reduce._replace(kind=OpKind.ALL_REDUCE, layer=layer, inputs=(number,)))
+
+
+# Mistakes in waits and messages.
+
+
+@mutation
+def missing_wait(program: Program) -> Iterator[Program]:
+    for rank, at, _ in places(program, OpKind.WAIT):
+        yield changed(program, rank, at)
+
+
+@mutation
+def late_wait(program: Program) -> Iterator[Program]:
+    for rank, at, _ in places(program, OpKind.WAIT):
+        for to in (at + 1, at + 2, len(program.tapes[rank]) - 1):
+            if to < len(program.tapes[rank]):
+                yield moved(program, rank, at, to)
+
+
+@mutation
+def wait_for_another_handle(program: Program) -> Iterator[Program]:
+    for rank, at, op in places(program, OpKind.WAIT):
+        for handle in (op.handle - 1, op.handle + 1, 10**6):
+            yield changed(program, rank, at, op._replace(handle=handle))
+
+
+@mutation
+def wrong_peer(program: Program) -> Iterator[Program]:
+    for rank, at, op in places(program, OpKind.SEND, OpKind.RECV):
+        for peer in range(-1, program.ranks + 1):
+            if peer != op.peer:
+                yield changed(program, rank, at, op._replace(peer=peer))
+
+
+def dropped_message(program: Program, kind: OpKind) -> Iterator[Program]:
+    for rank, at, op in places(program, kind):
+        wait = wait_of(program, rank, op.handle)
+        yield with_tape(program, rank, [o for i, o in enumerate(program.tapes[rank]) if i not in (at, wait)])
+
+
+@mutation
+def dropped_send(program: Program) -> Iterator[Program]:
+    yield from dropped_message(program, OpKind.SEND)
+
+
+@mutation
+def dropped_recv(program: Program) -> Iterator[Program]:
+    yield from dropped_message(program, OpKind.RECV)
+
+
+def swapped(program: Program, kind: OpKind) -> Iterator[Program]:
+    """Two messages between the same ranks change places."""
+    for rank, tape in enumerate(program.tapes):
+        messages = [i for i, op in enumerate(tape) if op.kind is kind]
+        for n, one in enumerate(messages):
+            for other in messages[n + 1 :]:
+                if tape[one].peer == tape[other].peer:
+                    exchanged = list(tape)
+                    exchanged[one], exchanged[other] = tape[other], tape[one]
+                    yield with_tape(program, rank, exchanged)
+                    yield moved(program, rank, one, other)
+
+
+@mutation
+def swapped_sends(program: Program) -> Iterator[Program]:
+    yield from swapped(program, OpKind.SEND)
+
+
+@mutation
+def swapped_recvs(program: Program) -> Iterator[Program]:
+    yield from swapped(program, OpKind.RECV)
+
+
+@mutation
+def swapped_senders_values(program: Program) -> Iterator[Program]:
+    """Two sends keep their places, but each sends the other's value."""
+    for rank, tape in enumerate(program.tapes):
+        sends = [i for i, op in enumerate(tape) if op.kind is OpKind.SEND]
+        for one, other in itertools.pairwise(sends):
+            a, b = tape[one], tape[other]
+            mutant = list(tape)
+            mutant[one] = a._replace(inputs=b.inputs, layer=b.layer)
+            mutant[other] = b._replace(inputs=a.inputs, layer=a.layer)
+            yield with_tape(program, rank, mutant)
+
+
+@mutation
+def broken_batch(program: Program) -> Iterator[Program]:
+    """Ops that an exchange issues together are torn apart, or others are counted in."""
+    for rank, at, op in places(program, OpKind.SEND, OpKind.RECV):
+        yield changed(program, rank, at, op._replace(batch=0 if op.batch else 5))
+        if op.batch >= 0 and at + 2 < len(program.tapes[rank]):
+            yield moved(program, rank, at, at + 2)
+
+
+# Mistakes about the root of a collective, and about what becomes of the members' values.
+
+
+@mutation
+def another_root(program: Program) -> Iterator[Program]:
+    """On one member; or on all, so that they agree, but the value is not where they say."""
+    for rank, at, op in places(program, *COLLECTIVES):
+        for root in range(-1, program.ranks + 1):
+            if root != op.root:
+                yield changed(program, rank, at, op._replace(root=root))
+    for members in communications(program, ROOTED):
+        for root in range(program.ranks):
+            mutant = program
+            for rank, at in members:
+                mutant = changed(mutant, rank, at, program.tapes[rank][at]._replace(root=root))
+            if mutant.tapes != program.tapes:
+                yield mutant
+
+
+@mutation
+def another_reduction(program: Program) -> Iterator[Program]:
+    """On one member, or on all."""
+    for members in communications(program, COLLECTIVES):
+        for reduction in Reduction:
+            mutant = program
+            for rank, at in members:
+                op = program.tapes[rank][at]
+                if op.reduction is not reduction:
+                    yield changed(program, rank, at, op._replace(reduction=reduction))
+                mutant = changed(mutant, rank, at, op._replace(reduction=reduction))
+            if mutant.tapes != program.tapes:
+                yield mutant
+
+
+@mutation
+def another_value_from_the_root(program: Program) -> Iterator[Program]:
+    """The receiving ranks mean another layer, other microbatches or another kind."""
+    for rank, at, op in places(program, *ROOT_GIVES):
+        if op.expect is not None:
+            for layer, microbatches in ((1, 0), (-1, 0), (0, 1), (0, -9)):
+                other = op.expect._replace(
+                    layer=op.expect.layer + layer, microbatches=op.expect.microbatches + microbatches
+                )
+                yield changed(program, rank, at, op._replace(expect=other, layer=other.layer))
+
+
+@mutation
+def root_left_out(program: Program) -> Iterator[Program]:
+    """The root goes on alone with its own part: its value, or what it would have given."""
+    for members in communications(program, ROOTED):
+        for rank, at in members:
+            tape = program.tapes[rank]
+            op = tape[at]
+            if rank == op.root:
+                gone = {at, wait_of(program, rank, op.handle)}
+                yield with_tape(program, rank, [o for i, o in enumerate(tape) if i not in gone])
+
+
+@mutation
+def reduced_on_the_root_again(program: Program) -> Iterator[Program]:
+    """What all members have is summed once more on the first of them, which goes on with that."""
+    for members in communications(program, frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST})):
+        mutant, root = program, members[0][0]
+        for rank, at in members:
+            tape = mutant.tapes[rank]
+            op, wait = tape[at], wait_of(mutant, rank, tape[at].handle)
+            number = (op.outputs or op.inputs)[0]
+            made = (fresh_number(tape),) if rank == root else ()
+            handle = 1 + max(o.handle for o in tape)
+            group = op.group
+            again = Op(OpKind.REDUCE, op.layer, (number,), made, handle, group, root=root)
+            rest = [o._replace(inputs=tuple(made[0] if made and n == number else n for n in o.inputs)) for o in tape]
+            free = [Op(OpKind.FREE, -1, (number,))] if made else []
+            ops = [*tape[: wait + 1], again, Op(OpKind.WAIT, -1, handle=handle), *free, *rest[wait + 1 :]]
+            mutant = with_tape(mutant, rank, ops)
+        yield mutant
+
+
+# Mistakes in the way that blocks of keys and values go, and their gradients home.
+
+
+BLOCKS = (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES)
+
+
+@mutation
+def another_block_sent(program: Program) -> Iterator[Program]:
+    """A block, or a gradient of one, in the place of another, on one rank or on all."""
+    for rank, at, op in places(program, OpKind.SEND):
+        blocks = blocks_of(program, program.tapes[rank])
+        for other in sorted(blocks - set(op.inputs)) if op.inputs[0] in blocks else []:
+            yield reading(program, rank, op, 0, other)
+            mutant = program
+            for member, its in everywhere(program, at, op):
+                if {its.inputs[0], other} <= blocks_of(program, program.tapes[member]):
+                    mutant = reading(mutant, member, its, 0, other)
+            yield mutant
+
+
+def blocks_of(program: Program, tape: list[Op]) -> set[int]:
+    """The numbers of a rank's blocks of keys and values, its own and those that came, and of their gradients."""
+    found: set[int] = set()
+    for op in tape:
+        came = op.expect is not None and op.expect.kind in BLOCKS
+        gathers = op.kind in (OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ADD) and op.inputs[0] in found
+        projects = op.kind is OpKind.FORWARD and program.sizes.signatures[op.layer].projects
+        if projects or op.kind is OpKind.ATTEND_BACKWARD:
+            found.add(op.outputs[1])
+        elif came or gathers:
+            found |= set(op.outputs)
+    return found
+
+
+def exchanges_of_mutations_of_hops(program: Program, at: int, op: Op) -> list[tuple[int, Op]]:
+    """(rank, send) of all ranks that exchange the same at the same place."""
+    return [(rank, its) for rank, its in everywhere(program, at, op) if its.batch >= 0]
+
+
+@mutation
+def hop_the_other_way(program: Program) -> Iterator[Program]:
+    """All ranks send one hop's block or gradient to the rank before them: it comes to queries, or home, wrongly."""
+    for at, op in enumerate(program.tapes[0]):
+        if op.kind is not OpKind.SEND or op.batch < 0:
+            continue
+        mutant = program
+        for rank, its in exchanges_of_mutations_of_hops(program, at, op):
+            both = {there: o for there, o in enumerate(program.tapes[rank]) if o.batch == its.batch}
+            peers = [o.peer for o in both.values()][::-1]
+            for (there, o), peer in zip(both.items(), peers, strict=True):
+                mutant = changed(mutant, rank, there, o._replace(peer=peer))
+        yield mutant
+
+
+@mutation
+def hop_left_out(program: Program) -> Iterator[Program]:
+    """Nobody sends, and each goes on with what it has: a block twice, or a gradient that is not at home."""
+    for at, op in enumerate(program.tapes[0]):
+        if op.kind is not OpKind.SEND or op.batch < 0:
+            continue
+        mutant = program
+        for rank, its in exchanges_of_mutations_of_hops(program, at, op):
+            mutant = with_tape(mutant, rank, _without_hop(mutant, rank, its))
+        yield mutant
+
+
+def _without_hop(program: Program, rank: int, send: Op) -> list[Op]:
+    tape = program.tapes[rank]
+    both = [op for op in tape if op.batch == send.batch]
+    recv = next(op for op in both if op.kind is OpKind.RECV)
+    gone = [*both, *(tape[wait_of(program, rank, op.handle)] for op in both)]
+    own, came, fresh = send.inputs[0], recv.outputs[0], fresh_number(tape)
+    if any(came in op.inputs and own in op.inputs for op in tape):
+        return renamed([op for op in tape if op not in gone], came, fresh)  # the value would be added to itself
+    once = Op(OpKind.FREE, -1, (own,))
+    kept = [op for op in tape if op not in gone and op != once]
+    freed_twice = renamed(kept, came, own)
+    return living_on(freed_twice, own)
