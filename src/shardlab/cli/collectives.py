@@ -21,7 +21,6 @@ from shardlab.train.launch.environment import require_port
 if TYPE_CHECKING:
     from shardlab.execute.transport.trial import Numbers, Shown
 
-
 NAMES = {
     "broadcast": "the root's tensor, on every rank",
     "scatter": "slice i of the root's tensor, on rank i",
@@ -45,6 +44,39 @@ SAME = {
     "reduce": ("reduce_scatter", "gather"),
 }
 """By collective, two others that in a row do the same, if it sums."""
+
+LABELS = {
+    "broadcast": "copy",
+    "scatter": "cut",
+    "gather": "join",
+    "all_gather": "join",
+    "reduce_scatter": "sum, cut",
+    "all_to_all": "swap",
+    "barrier": "wait",
+    "send": "send",
+}
+"""Labels of what happens between those who give and those who receive; a reduction's is its own name."""
+
+BOXES = {
+    "": " ",
+    "L": "─",
+    "R": "─",
+    "LR": "─",
+    "LD": "┐",
+    "LU": "┘",
+    "LUD": "┤",
+    "LRD": "┬",
+    "LRU": "┴",
+    "LRUD": "┼",
+    "RD": "┌",
+    "RU": "└",
+    "RUD": "├",
+    "UD": "│",
+}
+"""The sign of a place from which lines go left, right, up and down."""
+
+ASCII = str.maketrans("─│▶┐┘┤┬┴┼┌└├", "-|>+++++++++")
+"""ASCII characters in place of lines and arrows, for a terminal or a pipe without Unicode."""
 
 
 @dataclass(frozen=True)
@@ -152,43 +184,6 @@ def same_as(found: dict[tuple[str, ...], Shown], name: str) -> bool | None:
     return None if double is None else double.after == found[name,].after
 
 
-# Table of `shardlab collectives show`: a row for each rank, with lines from who gives to who receives.
-
-
-LABELS = {
-    "broadcast": "copy",
-    "scatter": "cut",
-    "gather": "join",
-    "all_gather": "join",
-    "reduce_scatter": "sum, cut",
-    "all_to_all": "swap",
-    "barrier": "wait",
-    "send": "send",
-}
-"""Labels of what happens between those who give and those who receive; a reduction's is its own name."""
-
-BOXES = {
-    "": " ",
-    "L": "─",
-    "R": "─",
-    "LR": "─",
-    "LD": "┐",
-    "LU": "┘",
-    "LUD": "┤",
-    "LRD": "┬",
-    "LRU": "┴",
-    "LRUD": "┼",
-    "RD": "┌",
-    "RU": "└",
-    "RUD": "├",
-    "UD": "│",
-}
-"""The sign of a place from which lines go left, right, up and down."""
-
-ASCII = str.maketrans("─│▶┐┘┤┬┴┼┌└├", "-|>+++++++++")
-"""ASCII characters in place of lines and arrows, for a terminal or a pipe without Unicode."""
-
-
 def print_shown(console: Console, shown: Shown, says: str, root: int, by: str) -> None:
     """A collective: its name, what it does, and a row for each rank."""
     (name,) = shown.steps
@@ -221,21 +216,6 @@ def print_same(console: Console, name: str, double: Shown, *, same: bool) -> Non
     console.print(f"{verdict}\n")
 
 
-def _table(*columns: str) -> Table:
-    table = table_of("rank", *columns, words=1 + len(columns))
-    table.columns[0].justify = "right"
-    return table
-
-
-def _room(console: Console, taken: int, columns: int) -> int:
-    """Characters for the numbers of one column."""
-    return max(8, (console.width - len("rank") - taken - 2 * (columns + 2)) // columns)
-
-
-def _plain(console: Console, line: str) -> str:
-    return line.translate(ASCII) if console.options.ascii_only else line
-
-
 def short(numbers: Numbers, room: int, *, times: bool = False) -> str:
     """A tensor's numbers; the middle ones give way where there is too little room, and `-` says that there is none."""
     if numbers is None:
@@ -266,6 +246,21 @@ def diagram(ranks: int, gives: Collection[int], takes: Collection[int], label: s
         right = _joint(rank, middle, takes, left=here, right=rank in takes)
         lines.append(into + left + center + right + out)
     return lines
+
+
+def _table(*columns: str) -> Table:
+    table = table_of("rank", *columns, words=1 + len(columns))
+    table.columns[0].justify = "right"
+    return table
+
+
+def _room(console: Console, taken: int, columns: int) -> int:
+    """Characters for the numbers of one column."""
+    return max(8, (console.width - len("rank") - taken - 2 * (columns + 2)) // columns)
+
+
+def _plain(console: Console, line: str) -> str:
+    return line.translate(ASCII) if console.options.ascii_only else line
 
 
 def _joint(rank: int, middle: int, ends: Collection[int], *, left: bool, right: bool) -> str:

@@ -34,6 +34,22 @@ if TYPE_CHECKING:
     from shardlab.train.history import PastRun
     from shardlab.train.job import Job
 
+SHOWN_RANKS = 8
+"""Ranks that are shown at most; --json has all."""
+
+SHOWN_STEPS = 6
+"""Steps at which losses of several runs are shown; --json has all."""
+
+NOTE = (
+    "exposed communication: a rank waits for communication; idle: a rank waits for other ranks; the "
+    "time of an op is its total in a step"
+)
+
+NEGLIGIBLE = 1e-3
+"""A kind of op that takes less than this share of its rank's time, on both sides, is left out."""
+
+_SIDES = ("predicted", "measured")
+
 
 @dataclass(frozen=True)
 class Compare:
@@ -205,28 +221,6 @@ def as_json(
     }
 
 
-def _pair(pair: Pair) -> dict[str, float | None]:
-    return {"predicted": pair.predicted, "measured": pair.measured, "ratio": pair.ratio}
-
-
-# The tables of `shardlab compare`, for a terminal of 80 columns or a pipe.
-
-
-SHOWN_RANKS = 8
-"""Ranks that are shown at most; --json has all."""
-
-SHOWN_STEPS = 6
-"""Steps at which losses of several runs are shown; --json has all."""
-
-NOTE = (
-    "exposed communication: a rank waits for communication; idle: a rank waits for other ranks; the "
-    "time of an op is its total in a step"
-)
-
-NEGLIGIBLE = 1e-3
-"""A kind of op that takes less than this share of its rank's time, on both sides, is left out."""
-
-
 def print_comparison(
     comparison: Comparison,
     title: str,
@@ -294,6 +288,10 @@ def print_runs(
         print_path(console, "written to", path)
 
 
+def _pair(pair: Pair) -> dict[str, float | None]:
+    return {"predicted": pair.predicted, "measured": pair.measured, "ratio": pair.ratio}
+
+
 def _cell(figure: float | None, times: float, form: str) -> str:
     return "-" if figure is None else format(figure * times, form)
 
@@ -354,9 +352,6 @@ def _op_table(comparison: Comparison) -> Table:
                 count = str(row.ops) if row.seen == row.ops else f"{row.seen} of {row.ops}"
                 pairs.add(str(rank), row.kind.value.replace("_", "-"), count, pair=row.seconds)
     return pairs.table
-
-
-_SIDES = ("predicted", "measured")
 
 
 def _either(row: KindRow, side: str) -> float:

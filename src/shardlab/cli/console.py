@@ -40,99 +40,6 @@ FOLDED = 12
 NARROWEST = 30
 """Columns that a fact's text has at least, however narrow the terminal is."""
 
-
-class Trimmed:
-    """A text file into which lines go without the blanks at their ends: of a table's last column, in a pipe."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-
-    def write(self, text: str) -> int:
-        return self._file.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
-def stdout_console() -> Console:
-    """The console of a command's output."""
-    file = sys.stdout if sys.stdout.isatty() else cast(IO[str], Trimmed(sys.stdout))
-    return Console(file=file, highlight=False)
-
-
-def print_json(data: object) -> None:
-    """Print what --json asks for."""
-    print(json.dumps(data, indent=2))
-
-
-def table_of(*headings: str, words: int = 1, gap: int = 2) -> Table:
-    """A table without lines, whose first columns are words and whose others are numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < words else "right", no_wrap=True)
-    return table
-
-
-def whole_width(table: Table) -> int:
-    """Columns that a table takes if none of its cells is cut."""
-    return Console(width=MOST, file=StringIO()).measure(table).maximum
-
-
-def print_whole(console: Console, table: Table, folded: int) -> None:
-    """Print a table of which no cell is cut, however narrow the terminal is.
-
-    Args:
-        folded: number of the column of words whose cells go on below themselves in a terminal that is too narrow. A
-            pipe has whole lines.
-    """
-    width, column = whole_width(table), table.columns[folded]
-    if console.is_terminal and width > console.width:
-        cells = max(
-            Text.from_markup(cell).cell_len if isinstance(cell, str) else len(str(cell)) for cell in column.cells
-        )
-        column.width = min(cells, max(FOLDED, cells - (width - console.width)))
-        column.no_wrap, column.overflow = False, "fold"
-        width -= cells - column.width
-    console.print(_Wide(table, max(width, console.width)), soft_wrap=width > console.width)
-
-
-@dataclass(frozen=True)
-class _Wide:
-    """A table in so many columns, however many the console has."""
-
-    table: Table
-    width: int
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from console.render(self.table, options.update(width=self.width))
-
-
-def print_fact(
-    console: Console, label: str, text: str, style: str = "", figure: str = "", *, indent: int = INDENT
-) -> None:
-    """A label, perhaps a figure, and a text that goes on below itself where the terminal ends."""
-    head = Text.assemble((label.ljust(indent), "dim"), (figure, "bold"), "  " if figure else "")
-    style = style or ("dim" if figure else "")
-    for line in Text(text, style).wrap(console, max(NARROWEST, console.width - len(head))) or [Text()]:
-        console.print(head + line, soft_wrap=True)
-        head = Text(" " * len(head))
-
-
-def print_figures(console: Console, figures: Sequence[tuple[str, str, str]]) -> None:
-    """Facts whose figures stand below each other: the label, the figure and the text of each."""
-    width = max(len(figure) for _, figure, _ in figures)
-    for label, figure, text in figures:
-        print_fact(console, label, text, figure=figure.rjust(width))
-
-
-def print_path(console: Console, label: str, path: Path) -> None:
-    """Name a file that was written, in one line however long it is."""
-    console.print(Text.assemble((label.ljust(INDENT), "dim"), (str(path), "bold")), soft_wrap=True)
-
-
-# Mistakes in a command line, as one sentence each.
-
-
 NAMED, EXPLAINED = 5, 9
 """In a box that lists options, their names are indented so far at least, and their explanations."""
 
@@ -195,100 +102,6 @@ PEERS = {
 """What is meant by options of nanoGPT, Hugging Face's trainer, torchtitan, Megatron-LM and schedulers: an option, or a
 sentence with options, and names that peers have for it. Where a command has not all these options, the next counts."""
 
-
-def meant_by(word: str, flags: Collection[str]) -> str:
-    """The second half of a sentence about an option that a command does not have.
-
-    >>> meant_by("--lr", ["--layers", "--learning-rate"])
-    'did you mean --learning-rate?'
-
-    Args:
-        word: the option as it was given, with a value after = or without.
-        flags: the command's options.
-    """
-    given = word.partition("=")[0].lower().replace("_", "-")
-    for meaning, peers in PEERS.items():
-        if given.removeprefix("--") in peers.split() and set(re.findall(r"--[a-z-]+", meaning)) <= set(flags):
-            return f"did you mean {meaning}?" if meaning in flags else meaning
-    close = closest(given, flags)
-    return f"did you mean {close}?" if close else "--help lists them"
-
-
-@contextlib.contextmanager
-def mistakes_as_sentences() -> Generator[None, None, None]:
-    """Make a sentence of the box in which tyro says what is wrong with a command line.
-
-    Raises:
-        UserError: with that sentence.
-    """
-    written = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(written):
-            yield
-    except SystemExit as end:
-        if end.code:
-            raise UserError(sentence_of(written.getvalue())) from None
-        raise
-    sys.stderr.write(written.getvalue())
-
-
-def sentence_of(box: str) -> str:
-    r"""What a box says between its title and its first rule, without explanations of options.
-
-    >>> sentence_of("Required options\n ---\n  Missing from shardlab convert:\n      TO\n          A folder.\n  ---")
-    'missing from shardlab convert: TO; --help tells more'
-    """
-    plain = COLOR.sub("", box)  # in a terminal
-    _, *lines = re.sub("[│╭╮╰╯├┤]", " ", plain.replace("─", "-")).splitlines()
-    body = [line for line in lines if line.strip()]
-    while body and not body[0].strip(" -"):
-        body.pop(0)
-    body = list(takewhile(lambda line: line.strip(" -"), body))
-    indented = [(len(line) - len(line.lstrip()), line.strip()) for line in body]
-    text = " ".join(line for indent, line in indented if indent < NAMED).rstrip(".")
-    if choice := re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)", text):
-        given, flag, listed = choice.groups()
-        names = sorted(set(re.findall("'([^']*)'", listed)) - {"None"})
-        return f"{flag} is {given!r}; {nearest(given, names)}"
-    if unfit := re.match(r"Error parsing (\S+): no type matching .* could be instantiated from \[(.*?)\]\.", text):
-        usage = next((line.strip() for line in lines if line.split()[:1] == [unfit[1]]), unfit[1])
-        return f"{unfit[1]}: {unfit[2]} does not fit; give {usage}"
-    text = text.removeprefix("Error parsing ").replace("Missing", "missing")
-    named = ", ".join(line for indent, line in indented if NAMED <= indent < EXPLAINED)
-    return f"{text} {named}".strip() + "; --help tells more" * ("; give" not in text)
-
-
-def unreadable_python(error: BaseException) -> str | None:
-    """Find a file of Python's own for want of which an error was raised: this user may not read it.
-
-    It may be in the home folder of the user who installed it, who has kept that from others.
-    """
-    packages = Path(sysconfig.get_path("purelib"))
-    paths = [Path(sysconfig.get_path("stdlib")), Path(sys.executable), packages]
-    if isinstance(error, ImportError) and error.name:
-        paths.append(packages / error.name.partition(".")[0])
-    if isinstance(error, OSError) and isinstance(error.filename, str):
-        paths += [path for path in [Path(error.filename)] if path.is_relative_to(packages)]
-    return next((str(path) for path in paths if _is_denied(path)), None)
-
-
-def _is_denied(path: Path) -> bool:
-    try:
-        os.scandir(path).close() if os.path.isdir(path) else path.open("rb").close()
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-# `--help` of a command: the options that are used most come first, and the rest follow in groups.
-#
-# tyro prints the help and names a group after the field of a nested dataclass. So a command that is asked for its
-# help is described to tyro a second time: with the same options, but nested by group. Command lines are never parsed
-# with this description.
-
-
 ONE_LIST = 12
 """Largest number of options that are shown as one list."""
 
@@ -323,26 +136,82 @@ SECTION_GROUPS = {"train": "run", "precision": "run", "saving": "output"}
 """Groups of the sections of a training's configuration, if they have other names than the sections."""
 
 
-@dataclass(frozen=True)
-class Option:
-    """An option of a command, as tyro reads it from a field.
+def stdout_console() -> Console:
+    """The console of a command's output."""
+    file = sys.stdout if sys.stdout.isatty() else cast(IO[str], Trimmed(sys.stdout))
+    return Console(file=file, highlight=False)
 
-    Attributes:
-        name: name of the field.
-        kind: annotation of the field, with its help.
-        default: value without the option (MISSING: the option is required).
-        group: group in which it is shown (None: the option has none).
+
+def print_json(data: object) -> None:
+    """Print what --json asks for."""
+    print(json.dumps(data, indent=2))
+
+
+def table_of(*headings: str, words: int = 1, gap: int = 2) -> Table:
+    """A table without lines, whose first columns are words and whose others are numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < words else "right", no_wrap=True)
+    return table
+
+
+def print_fact(
+    console: Console, label: str, text: str, style: str = "", figure: str = "", *, indent: int = INDENT
+) -> None:
+    """A label, perhaps a figure, and a text that goes on below itself where the terminal ends."""
+    head = Text.assemble((label.ljust(indent), "dim"), (figure, "bold"), "  " if figure else "")
+    style = style or ("dim" if figure else "")
+    for line in Text(text, style).wrap(console, max(NARROWEST, console.width - len(head))) or [Text()]:
+        console.print(head + line, soft_wrap=True)
+        head = Text(" " * len(head))
+
+
+def print_figures(console: Console, figures: Sequence[tuple[str, str, str]]) -> None:
+    """Facts whose figures stand below each other: the label, the figure and the text of each."""
+    width = max(len(figure) for _, figure, _ in figures)
+    for label, figure, text in figures:
+        print_fact(console, label, text, figure=figure.rjust(width))
+
+
+def print_path(console: Console, label: str, path: Path) -> None:
+    """Name a file that was written, in one line however long it is."""
+    console.print(Text.assemble((label.ljust(INDENT), "dim"), (str(path), "bold")), soft_wrap=True)
+
+
+def print_whole(console: Console, table: Table, folded: int) -> None:
+    """Print a table of which no cell is cut, however narrow the terminal is.
+
+    Args:
+        folded: number of the column of words whose cells go on below themselves in a terminal that is too narrow. A
+            pipe has whole lines.
     """
+    width, column = whole_width(table), table.columns[folded]
+    if console.is_terminal and width > console.width:
+        cells = max(
+            Text.from_markup(cell).cell_len if isinstance(cell, str) else len(str(cell)) for cell in column.cells
+        )
+        column.width = min(cells, max(FOLDED, cells - (width - console.width)))
+        column.no_wrap, column.overflow = False, "fold"
+        width -= cells - column.width
+    console.print(_Wide(table, max(width, console.width)), soft_wrap=width > console.width)
 
-    name: str
-    kind: Any
-    default: Any
-    group: str | None
 
-    @property
-    def is_positional(self) -> bool:
-        """Whether the option is given without its name."""
-        return tyro.conf.Positional in get_args(self.kind)
+def whole_width(table: Table) -> int:
+    """Columns that a table takes if none of its cells is cut."""
+    return Console(width=MOST, file=StringIO()).measure(table).maximum
+
+
+class Trimmed:
+    """A text file into which lines go without the blanks at their ends: of a table's last column, in a pipe."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        return self._file.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def print_help(words: list[str], commands: Mapping[str, type[Any]], description: str) -> None:
@@ -404,6 +273,125 @@ def help_view(name: str, kind: type[Any]) -> type[Any]:
             nested = make_dataclass(group, members, kw_only=True)
             shown.append((f"{group}_group", Annotated[nested, tyro.conf.arg(name=group, help="")], field()))
     return _dataclass_like(kind, shown)
+
+
+@contextlib.contextmanager
+def mistakes_as_sentences() -> Generator[None, None, None]:
+    """Make a sentence of the box in which tyro says what is wrong with a command line.
+
+    Raises:
+        UserError: with that sentence.
+    """
+    written = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(written):
+            yield
+    except SystemExit as end:
+        if end.code:
+            raise UserError(sentence_of(written.getvalue())) from None
+        raise
+    sys.stderr.write(written.getvalue())
+
+
+def sentence_of(box: str) -> str:
+    r"""What a box says between its title and its first rule, without explanations of options.
+
+    >>> sentence_of("Required options\n ---\n  Missing from shardlab convert:\n      TO\n          A folder.\n  ---")
+    'missing from shardlab convert: TO; --help tells more'
+    """
+    plain = COLOR.sub("", box)  # in a terminal
+    _, *lines = re.sub("[│╭╮╰╯├┤]", " ", plain.replace("─", "-")).splitlines()
+    body = [line for line in lines if line.strip()]
+    while body and not body[0].strip(" -"):
+        body.pop(0)
+    body = list(takewhile(lambda line: line.strip(" -"), body))
+    indented = [(len(line) - len(line.lstrip()), line.strip()) for line in body]
+    text = " ".join(line for indent, line in indented if indent < NAMED).rstrip(".")
+    if choice := re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)", text):
+        given, flag, listed = choice.groups()
+        names = sorted(set(re.findall("'([^']*)'", listed)) - {"None"})
+        return f"{flag} is {given!r}; {nearest(given, names)}"
+    if unfit := re.match(r"Error parsing (\S+): no type matching .* could be instantiated from \[(.*?)\]\.", text):
+        usage = next((line.strip() for line in lines if line.split()[:1] == [unfit[1]]), unfit[1])
+        return f"{unfit[1]}: {unfit[2]} does not fit; give {usage}"
+    text = text.removeprefix("Error parsing ").replace("Missing", "missing")
+    named = ", ".join(line for indent, line in indented if NAMED <= indent < EXPLAINED)
+    return f"{text} {named}".strip() + "; --help tells more" * ("; give" not in text)
+
+
+def meant_by(word: str, flags: Collection[str]) -> str:
+    """The second half of a sentence about an option that a command does not have.
+
+    >>> meant_by("--lr", ["--layers", "--learning-rate"])
+    'did you mean --learning-rate?'
+
+    Args:
+        word: the option as it was given, with a value after = or without.
+        flags: the command's options.
+    """
+    given = word.partition("=")[0].lower().replace("_", "-")
+    for meaning, peers in PEERS.items():
+        if given.removeprefix("--") in peers.split() and set(re.findall(r"--[a-z-]+", meaning)) <= set(flags):
+            return f"did you mean {meaning}?" if meaning in flags else meaning
+    close = closest(given, flags)
+    return f"did you mean {close}?" if close else "--help lists them"
+
+
+def unreadable_python(error: BaseException) -> str | None:
+    """Find a file of Python's own for want of which an error was raised: this user may not read it.
+
+    It may be in the home folder of the user who installed it, who has kept that from others.
+    """
+    packages = Path(sysconfig.get_path("purelib"))
+    paths = [Path(sysconfig.get_path("stdlib")), Path(sys.executable), packages]
+    if isinstance(error, ImportError) and error.name:
+        paths.append(packages / error.name.partition(".")[0])
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        paths += [path for path in [Path(error.filename)] if path.is_relative_to(packages)]
+    return next((str(path) for path in paths if _is_denied(path)), None)
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a command, as tyro reads it from a field.
+
+    Attributes:
+        name: name of the field.
+        kind: annotation of the field, with its help.
+        default: value without the option (MISSING: the option is required).
+        group: group in which it is shown (None: the option has none).
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    group: str | None
+
+    @property
+    def is_positional(self) -> bool:
+        """Whether the option is given without its name."""
+        return tyro.conf.Positional in get_args(self.kind)
+
+
+@dataclass(frozen=True)
+class _Wide:
+    """A table in so many columns, however many the console has."""
+
+    table: Table
+    width: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(self.table, options.update(width=self.width))
+
+
+def _is_denied(path: Path) -> bool:
+    try:
+        os.scandir(path).close() if os.path.isdir(path) else path.open("rb").close()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _options(kind: type[Any]) -> Iterator[Option]:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from shardlab.measure.doctor.checks import Finding
     from shardlab.measure.doctor.network import SmokeResult, WorldFacts
 
-
 STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
@@ -101,22 +100,6 @@ class Doctor:
         return bool(errors)
 
 
-def _table(findings: Sequence[Finding]) -> Table:
-    several = any(finding.host for finding in findings)
-    table = table_of(*["host"] * several, "check", "state", "found, and the remedy", words=4)
-    for column in table.columns[2 + several :]:
-        column.no_wrap, column.overflow = False, "fold"
-    for finding in findings:
-        state, text = Text(finding.state, STYLES[finding.state]), Text(finding.present)
-        if finding.remedy:
-            text.append(f"\n{finding.remedy}", "bold")
-        table.add_row(*[finding.host] * several, finding.check, state, text)
-    return table
-
-
-# `shardlab test`: do the ranks that are here train, and rightly?
-
-
 @dataclass(frozen=True)
 class SmokeTest:
     """Test in seconds that ranks train correctly here: a tiny model with two strategies, against one device.
@@ -153,6 +136,19 @@ class SmokeTest:
         for failure in failures:
             print(f"shardlab: {failure}", file=sys.stderr)
         return bool(failures)
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    several = any(finding.host for finding in findings)
+    table = table_of(*["host"] * several, "check", "state", "found, and the remedy", words=4)
+    for column in table.columns[2 + several :]:
+        column.no_wrap, column.overflow = False, "fold"
+    for finding in findings:
+        state, text = Text(finding.state, STYLES[finding.state]), Text(finding.present)
+        if finding.remedy:
+            text.append(f"\n{finding.remedy}", "bold")
+        table.add_row(*[finding.host] * several, finding.check, state, text)
+    return table
 
 
 def _print(result: SmokeResult, ranks: int, seconds: float) -> None:

@@ -27,6 +27,9 @@ from shardlab.starting import INTERRUPTED
 from shardlab.train.launch.environment import LaunchEnvironment, find_launch_environment, launcher_of
 from shardlab.train.launch.job_script import SHARDLAB, SUBMIT, Scheduler, SubmittedJob, kept, submit
 
+COMMANDS = ("train", "launch", "verify", "bench", "eval", "doctor", "test")
+"""Commands that join a launcher's world."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -104,13 +107,6 @@ class Launch:
             print(f"shardlab: interrupted ({signal.Signals(ending.asked).name}); all ranks have ended", file=sys.stderr)
             return 0 if ending.rank is None else INTERRUPTED
         return ending.code if ending.code >= 0 else 128 - ending.code
-
-
-# `shardlab submit -- train ...`: a command of Shardlab as a job of SLURM or PBS.
-
-
-COMMANDS = ("train", "launch", "verify", "bench", "eval", "doctor", "test")
-"""Commands that join a launcher's world."""
 
 
 @dataclass(frozen=True)

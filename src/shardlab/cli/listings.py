@@ -29,6 +29,7 @@ from shardlab.strategies.schedules.pytorch_csv import Form, csv_of_steps
 from shardlab.strategies.schedules.steps import Steps
 
 LAYERS = 8
+
 MICROBATCHES = 8
 """The size of the step whose communication is shown; every strategy fits on its usual number of ranks."""
 
@@ -59,6 +60,104 @@ class Strategies:
         else:
             print_strategies(stdout_console())
         return 0
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """List the recipes, which describe how a training framework runs a step; or show one with all its sources."""
+
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|FILE", help_behavior_hint="")] = None
+    """Name of a recipe, or path/to/recipe.toml."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    def run(self) -> int:
+        if self.name is not None:
+            recipe = find_recipe(self.name)
+            print_json(recipe_as_json(recipe)) if self.json else print_recipe(recipe, stdout_console())
+        elif self.json:
+            print_json([recipe_as_json(recipe) for recipe in recipes().values()])
+        else:
+            print_recipes(stdout_console())
+        return 0
+
+
+@dataclass(frozen=True)
+class ScheduleCommand:
+    """Write a pipeline schedule as a CSV file of PyTorch: a row for each rank, a cell for each action.
+
+    simulate, verify and train accept such files, as in `shardlab simulate --schedule FILE.csv`.
+    """
+
+    schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCHEDULE")]
+    """Built-in name, path/to/file.py:generator, or a CSV file to check and write in another form."""
+
+    pp: Annotated[OptionalCount, tyro.conf.arg(help_behavior_hint="(default: 4, or the file's)")] = None
+    """Number of pipeline ranks."""
+
+    microbatches: Annotated[OptionalCount, tyro.conf.arg(help_behavior_hint="(default: 4, or the file's)")] = None
+    """Number of microbatches in a step."""
+
+    stages_per_rank: OptionalCount = None
+    """Stages on each rank, for a schedule without a fixed number."""
+
+    max_ops: MaxOps = None
+    """Refuse a schedule with more passes. Messages do not count."""
+
+    max_seconds_per_op: MaxSeconds = None
+    """Refuse a schedule that needs more CPU time until its next pass, because it may loop forever."""
+
+    form: Form = "compute_comms"
+    """Write only the passes, or also the messages and the actions of sharded stages."""
+
+    csv: NewFile = None
+    """Write into this file instead of the terminal."""
+
+    force: Flag = False
+    """Replace a file with other contents."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    def run(self) -> int:
+        check_new_file("--csv", self.csv, "schedule.csv", force=True)  # its folder, before any work
+        steps = self.steps()
+        text = csv_of_steps(steps, form=self.form)
+        check_new_file("--csv", self.csv, "schedule.csv", force=self.force, content=text.encode())
+        if self.csv is not None:
+            with writing("--csv", self.csv):
+                write_whole(self.csv, text)
+        if self.json:
+            facts = {
+                "schedule": self.schedule,
+                "ranks": len(steps.of_ranks),
+                "microbatches": steps.microbatches,
+                "stages": steps.stages,
+                "form": self.form,
+                "rows": [row.split(",") for row in text.splitlines()],
+            }
+            print_json(facts)
+        elif self.csv is None:
+            print(text, end="")
+        else:
+            print(
+                f"{self.csv}: {self.schedule} for {counted(len(steps.of_ranks), 'rank')}, "
+                f"{counted(steps.stages, 'stage')} and {counted(steps.microbatches, 'microbatch')}, "
+                f"{text.count(',') + text.count(chr(10))} steps"
+            )
+        return 0
+
+    def steps(self) -> Steps:
+        """The schedule made out for the sizes that were asked for.
+
+        Raises:
+            UserError: if there is no such schedule, or it does not have these sizes.
+        """
+        order = find_schedule(self.schedule)
+        ranks, microbatches = (len(order.of_ranks), order.microbatches) if isinstance(order, Steps) else (4, 4)
+        plan = Plan(Mesh(pp=self.pp or ranks), self.schedule, self.stages_per_rank)
+        return plan.steps(plan.natural_layers(), self.microbatches or microbatches)
 
 
 @dataclass(frozen=True)
@@ -141,30 +240,6 @@ def print_strategies(console: Console) -> None:
     console.print("\n[dim]Check, simulate and draw one with[/] shardlab simulate NAME --svg FILE")
 
 
-# `shardlab recipes [NAME]`: how frameworks run a step, and where each figure is from.
-
-
-@dataclass(frozen=True)
-class Recipes:
-    """List the recipes, which describe how a training framework runs a step; or show one with all its sources."""
-
-    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|FILE", help_behavior_hint="")] = None
-    """Name of a recipe, or path/to/recipe.toml."""
-
-    json: Flag = False
-    """Print only JSON."""
-
-    def run(self) -> int:
-        if self.name is not None:
-            recipe = find_recipe(self.name)
-            print_json(recipe_as_json(recipe)) if self.json else print_recipe(recipe, stdout_console())
-        elif self.json:
-            print_json([recipe_as_json(recipe) for recipe in recipes().values()])
-        else:
-            print_recipes(stdout_console())
-        return 0
-
-
 def recipe_as_json(recipe: Recipe) -> dict[str, Any]:
     """Describe a recipe for other programs: every field of every group, and the figures that have a source."""
     groups = {group: asdict(getattr(recipe, group)) for group in GROUPS}
@@ -222,83 +297,3 @@ def _provenance(figure: Figure, recipe: Recipe) -> str:
         f"runs: {', '.join(figure.runs)}" if figure.runs else "",
     ]
     return "; ".join(filter(None, parts))
-
-
-# `shardlab schedule NAME`: a pipeline schedule as the CSV that PyTorch's pipelining reads.
-
-
-@dataclass(frozen=True)
-class ScheduleCommand:
-    """Write a pipeline schedule as a CSV file of PyTorch: a row for each rank, a cell for each action.
-
-    simulate, verify and train accept such files, as in `shardlab simulate --schedule FILE.csv`.
-    """
-
-    schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCHEDULE")]
-    """Built-in name, path/to/file.py:generator, or a CSV file to check and write in another form."""
-
-    pp: Annotated[OptionalCount, tyro.conf.arg(help_behavior_hint="(default: 4, or the file's)")] = None
-    """Number of pipeline ranks."""
-
-    microbatches: Annotated[OptionalCount, tyro.conf.arg(help_behavior_hint="(default: 4, or the file's)")] = None
-    """Number of microbatches in a step."""
-
-    stages_per_rank: OptionalCount = None
-    """Stages on each rank, for a schedule without a fixed number."""
-
-    max_ops: MaxOps = None
-    """Refuse a schedule with more passes. Messages do not count."""
-
-    max_seconds_per_op: MaxSeconds = None
-    """Refuse a schedule that needs more CPU time until its next pass, because it may loop forever."""
-
-    form: Form = "compute_comms"
-    """Write only the passes, or also the messages and the actions of sharded stages."""
-
-    csv: NewFile = None
-    """Write into this file instead of the terminal."""
-
-    force: Flag = False
-    """Replace a file with other contents."""
-
-    json: Flag = False
-    """Print only JSON."""
-
-    def run(self) -> int:
-        check_new_file("--csv", self.csv, "schedule.csv", force=True)  # its folder, before any work
-        steps = self.steps()
-        text = csv_of_steps(steps, form=self.form)
-        check_new_file("--csv", self.csv, "schedule.csv", force=self.force, content=text.encode())
-        if self.csv is not None:
-            with writing("--csv", self.csv):
-                write_whole(self.csv, text)
-        if self.json:
-            facts = {
-                "schedule": self.schedule,
-                "ranks": len(steps.of_ranks),
-                "microbatches": steps.microbatches,
-                "stages": steps.stages,
-                "form": self.form,
-                "rows": [row.split(",") for row in text.splitlines()],
-            }
-            print_json(facts)
-        elif self.csv is None:
-            print(text, end="")
-        else:
-            print(
-                f"{self.csv}: {self.schedule} for {counted(len(steps.of_ranks), 'rank')}, "
-                f"{counted(steps.stages, 'stage')} and {counted(steps.microbatches, 'microbatch')}, "
-                f"{text.count(',') + text.count(chr(10))} steps"
-            )
-        return 0
-
-    def steps(self) -> Steps:
-        """The schedule made out for the sizes that were asked for.
-
-        Raises:
-            UserError: if there is no such schedule, or it does not have these sizes.
-        """
-        order = find_schedule(self.schedule)
-        ranks, microbatches = (len(order.of_ranks), order.microbatches) if isinstance(order, Steps) else (4, 4)
-        plan = Plan(Mesh(pp=self.pp or ranks), self.schedule, self.stages_per_rank)
-        return plan.steps(plan.natural_layers(), self.microbatches or microbatches)

@@ -31,8 +31,8 @@ Factor = Annotated[float | None, one_word("{FLOAT|none}", _factor, float), tyro.
 """A number or the word none, which is infinity here; or not given."""
 
 OptionalNumber = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
-Name = Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE", help_behavior_hint="")]
 
+Name = Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE", help_behavior_hint="")]
 
 OFF = ("no_bias", "untied")
 """Flags that turn a switch off."""
@@ -148,9 +148,6 @@ ModelFlags = Annotated[ModelOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(na
 """The flags, as a command's field; their names stand alone."""
 
 
-# Flags of a training's settings, one for each field of the configuration's sections.
-
-
 @dataclass(frozen=True)
 class SettingOptions:
     """Settings that flags give; a field is None, or False, where its flag is not given."""
@@ -170,6 +167,10 @@ class SettingOptions:
             }
             found[section] = {name: types[name].of_words(value) for name, value in words.items() if value is not None}
         return found
+
+
+Settings = Annotated[SettingOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
+"""The flags, as a command's field; their names stand alone."""
 
 
 def _flags() -> Iterator[tuple[str, Any, Any]]:
@@ -194,6 +195,3 @@ setting_flags: Callable[..., SettingOptions] = make_dataclass(
 """The options with a flag for each field."""
 
 NO_SETTINGS = setting_flags()
-
-Settings = Annotated[SettingOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
-"""The flags, as a command's field; their names stand alone."""

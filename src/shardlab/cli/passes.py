@@ -47,9 +47,6 @@ class PassesCommand:
         return 0
 
 
-# What passes made of a program, step by step: a table, and JSON.
-
-
 def print_passed(passed: Sequence[Passed], time_text: Callable[[float], str], console: Console | None = None) -> None:
     """Print the step's end and the peak of memory before the first pass and after each; nothing without passes."""
     if not passed:

@@ -29,6 +29,22 @@ if TYPE_CHECKING:
     from shardlab.simulate.hardware import Cluster
     from shardlab.simulate.predict.recipe import Recipe
 
+_ABSENT: Any = Annotated[None, tyro.conf.Suppress]
+
+RecipeName = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="NAME|FILE",
+        help="Recipe, which describes how a framework runs a step, such as megatron-core or torchtitan (see shardlab "
+        "recipes), or path/to/recipe.toml.",
+        help_behavior_hint="(default: shardlab)",
+    ),
+]
+"""A recipe by name; None: Shardlab's own."""
+
+DeviceMemory = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="(default: all of it)")]
+"""Memory of each device that a step may take, such as 72GiB."""
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -124,68 +140,6 @@ class PlanOptions:
         return planned_entry(plan, name or (str(path) if path else UNNAMED)), plan.mesh.world
 
 
-def _want_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:
-    """Refuse flags that would silently undo what a plan is named for."""
-    has = mesh.used
-    if forgotten := [axis for axis in has if axis not in axes]:
-        raise UserError(
-            f"the mesh of {name} has {' x '.join(has)}, but {' and '.join(forgotten)} is left out; give every axis, "
-            f"such as {as_flags({**has, **axes})}"
-        )
-
-
-def _base(name: str | None, path: Path | None, ranks: int | None) -> Plan:
-    """The plan that the flags change."""
-    if path is not None:
-        return read_plan(path)
-    if name is None:
-        return Plan(Mesh(dp_shard=ranks or 1))
-    entry = load(name)
-    if entry.plan is None:
-        plans = ", ".join(known for known, row in STRATEGIES.items() if row.plan is not None)
-        raise UserError(
-            f"{name} is a program, which flags cannot change; leave out the name, or start from one of {plans}"
-        )
-    return entry.plan(ranks or entry.ranks)
-
-
-def _flags() -> Iterator[tuple[str, Any, Any]]:
-    """List each option's name, its type for tyro, and its value if it is not given."""
-    types = dict.fromkeys(AXES, COUNT) | field_types(Plan)
-    helps = field_helps(Mesh) | field_helps(Plan)
-    for name, written in types.items():
-        about = tyro.conf.arg(metavar=written.metavar or None, help=helps[name], help_behavior_hint="")
-        if written.words is bool:
-            yield from switch_flags(name, helps[name])
-        else:
-            yield name, Annotated[OptionalCount if written.words is int else written.words | None, about], None
-
-
-plan_flags: Callable[..., PlanOptions] = make_dataclass("PlanFlags", _flags(), bases=(PlanOptions,), frozen=True)
-"""The options with a flag for each axis of the mesh, and for each other field of a plan."""
-
-NO_FLAGS = plan_flags()
-
-
-_ABSENT: Any = Annotated[None, tyro.conf.Suppress]
-
-limit_flags: Callable[..., PlanOptions] = make_dataclass(
-    "LimitFlags",
-    [(name, _ABSENT, None) for name in ("plan", "passes", "offload", "freeze")],
-    bases=(plan_flags,),
-    frozen=True,
-)
-"""The flags of a search: none names a whole plan, rewrites its program, or freezes blocks."""
-
-NO_LIMITS = limit_flags()
-
-Layout = Annotated[PlanOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
-"""The flags, as a command's field; their names stand alone."""
-
-
-# Check of STRATEGY on the command line, in which a refusal names the user's own line.
-
-
 def checked(
     entry: StrategyEntry, ranks: int, layers: int | Sizes, microbatches: int, *, whole_matrices: bool = False
 ) -> Checked:
@@ -208,61 +162,6 @@ def checked(
         if path is None:
             return check(trace(entry.program, mesh, layers, microbatches))
         return Blame(entry.program, str(path)).checked(mesh, layers, microbatches)
-
-
-# `--recipe NAME|FILE`: how a framework runs a step, and what it does where the user does not say.
-
-
-RecipeName = Annotated[
-    str | None,
-    tyro.conf.arg(
-        metavar="NAME|FILE",
-        help="Recipe, which describes how a framework runs a step, such as megatron-core or torchtitan (see shardlab "
-        "recipes), or path/to/recipe.toml.",
-        help_behavior_hint="(default: shardlab)",
-    ),
-]
-"""A recipe by name; None: Shardlab's own."""
-
-
-def recipe_called(name: str | None) -> Recipe:
-    """The recipe of that name.
-
-    Raises:
-        UserError: there is none; the nearest is named.
-    """
-    from shardlab.simulate.predict.recipe import OWN, find_recipe
-
-    return OWN if name is None else find_recipe(name)
-
-
-def precision_of(recipe: Recipe, cluster: Cluster) -> str:
-    """The precision in which a framework trains on such devices."""
-    if "bfloat16" not in cluster.device.flops:
-        return "fp32"
-    wide = (recipe.defaults.bf16_gradient_bytes or recipe.defaults.gradient_bytes) == 4
-    return "bf16-fp32-grads" if wide else "bf16"
-
-
-def as_recipe_does(entry: StrategyEntry, ranks: int, layout: PlanOptions, recipe: Recipe) -> StrategyEntry:
-    """The plan as the framework would run it, where neither the flags nor a file say."""
-    given = layout.given()
-    if entry.plan is None or "plan" in given:
-        return entry
-    plan, changed = entry.plan(ranks), dict[str, object]()
-    sharded = bool(plan.shard_optimizer) or any(name.startswith("shard_") for name in given)
-    if "reduce_at" not in given and plan.reduce_at == "layer":
-        changed["reduce_at"] = recipe.defaults.reduction(sharded=sharded or recipe.defaults.zero_stage > 0)
-    if recipe.defaults.zero_stage and plan.mesh.dp_shard > 1 and not sharded:
-        changed["shard_optimizer"] = ("dp_shard",)
-    return planned_entry(replace(plan, **changed), entry.name) if changed else entry
-
-
-# The cluster that a command is asked to predict for.
-
-
-DeviceMemory = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="(default: all of it)")]
-"""Memory of each device that a step may take, such as 72GiB."""
 
 
 def cluster_called(name: str, *, other_machine: bool, memory: str | None = None) -> Cluster:
@@ -288,6 +187,96 @@ def cluster_called(name: str, *, other_machine: bool, memory: str | None = None)
             "cluster"
         )
     return replace(cluster, device=replace(device, memory=room))
+
+
+def recipe_called(name: str | None) -> Recipe:
+    """The recipe of that name.
+
+    Raises:
+        UserError: there is none; the nearest is named.
+    """
+    from shardlab.simulate.predict.recipe import OWN, find_recipe
+
+    return OWN if name is None else find_recipe(name)
+
+
+Layout = Annotated[PlanOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
+"""The flags, as a command's field; their names stand alone."""
+
+
+def _flags() -> Iterator[tuple[str, Any, Any]]:
+    """List each option's name, its type for tyro, and its value if it is not given."""
+    types = dict.fromkeys(AXES, COUNT) | field_types(Plan)
+    helps = field_helps(Mesh) | field_helps(Plan)
+    for name, written in types.items():
+        about = tyro.conf.arg(metavar=written.metavar or None, help=helps[name], help_behavior_hint="")
+        if written.words is bool:
+            yield from switch_flags(name, helps[name])
+        else:
+            yield name, Annotated[OptionalCount if written.words is int else written.words | None, about], None
+
+
+plan_flags: Callable[..., PlanOptions] = make_dataclass("PlanFlags", _flags(), bases=(PlanOptions,), frozen=True)
+"""The options with a flag for each axis of the mesh, and for each other field of a plan."""
+
+NO_FLAGS = plan_flags()
+
+limit_flags: Callable[..., PlanOptions] = make_dataclass(
+    "LimitFlags",
+    [(name, _ABSENT, None) for name in ("plan", "passes", "offload", "freeze")],
+    bases=(plan_flags,),
+    frozen=True,
+)
+"""The flags of a search: none names a whole plan, rewrites its program, or freezes blocks."""
+
+NO_LIMITS = limit_flags()
+
+
+def precision_of(recipe: Recipe, cluster: Cluster) -> str:
+    """The precision in which a framework trains on such devices."""
+    if "bfloat16" not in cluster.device.flops:
+        return "fp32"
+    wide = (recipe.defaults.bf16_gradient_bytes or recipe.defaults.gradient_bytes) == 4
+    return "bf16-fp32-grads" if wide else "bf16"
+
+
+def as_recipe_does(entry: StrategyEntry, ranks: int, layout: PlanOptions, recipe: Recipe) -> StrategyEntry:
+    """The plan as the framework would run it, where neither the flags nor a file say."""
+    given = layout.given()
+    if entry.plan is None or "plan" in given:
+        return entry
+    plan, changed = entry.plan(ranks), dict[str, object]()
+    sharded = bool(plan.shard_optimizer) or any(name.startswith("shard_") for name in given)
+    if "reduce_at" not in given and plan.reduce_at == "layer":
+        changed["reduce_at"] = recipe.defaults.reduction(sharded=sharded or recipe.defaults.zero_stage > 0)
+    if recipe.defaults.zero_stage and plan.mesh.dp_shard > 1 and not sharded:
+        changed["shard_optimizer"] = ("dp_shard",)
+    return planned_entry(replace(plan, **changed), entry.name) if changed else entry
+
+
+def _want_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:
+    """Refuse flags that would silently undo what a plan is named for."""
+    has = mesh.used
+    if forgotten := [axis for axis in has if axis not in axes]:
+        raise UserError(
+            f"the mesh of {name} has {' x '.join(has)}, but {' and '.join(forgotten)} is left out; give every axis, "
+            f"such as {as_flags({**has, **axes})}"
+        )
+
+
+def _base(name: str | None, path: Path | None, ranks: int | None) -> Plan:
+    """The plan that the flags change."""
+    if path is not None:
+        return read_plan(path)
+    if name is None:
+        return Plan(Mesh(dp_shard=ranks or 1))
+    entry = load(name)
+    if entry.plan is None:
+        plans = ", ".join(known for known, row in STRATEGIES.items() if row.plan is not None)
+        raise UserError(
+            f"{name} is a program, which flags cannot change; leave out the name, or start from one of {plans}"
+        )
+    return entry.plan(ranks or entry.ranks)
 
 
 def _named(name: str, *, other_machine: bool) -> Cluster:

@@ -38,8 +38,11 @@ Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
 
 INK = "#24292f"
+
 FAINT = "#6e7781"
+
 IDLE = "#eff1f3"
+
 EM = 0.62
 """Width of a digit over the font's size."""
 
@@ -58,14 +61,26 @@ STYLE: dict[Any, Any] = {
     "hatch.linewidth": 0.8,
 }
 
+PEAK = "#d55e00"
 
-@contextmanager
-def style() -> Generator[None, None, None]:
-    """Draw and save within this, so that a user's matplotlib settings neither change the picture nor are changed."""
-    with mpl.rc_context():
-        mpl.rcdefaults()
-        mpl.rcParams.update(STYLE)
-        yield
+Family = tuple[str, str]
+"""The darkest and the lightest of a pass's shades."""
+
+SHADES: dict[Color, Family] = {name: (hue.drawn, hue.lightest) for name, hue in HUES.items() if hue.lightest}
+"""The passes' colours."""
+
+FORWARD, BACKWARD = SHADES["blue"], SHADES["orange"]
+
+BACKWARD_INPUT, BACKWARD_WEIGHT = SHADES["teal"], SHADES["green"]
+
+COLORS: dict[Color, str] = {name: hue.drawn for name, hue in HUES.items() if not hue.lightest}
+"""The colours of all other ops."""
+
+LOSS, OTHER = COLORS["brown"], COLORS["grey"]
+"""The loss, and compute that is no pass: sums of gradients, norms."""
+
+Chunks = list[dict[int, int]]
+"""Chunk, counted from 0, of each layer that a row of a timeline computes, for each row."""
 
 
 class Page:
@@ -112,9 +127,13 @@ class Page:
         return drawn.replace("</svg>", "".join(written) + "</svg>")
 
 
-def _shorter(path: str) -> str:
-    """A path in fewer characters: no digit that cannot be seen, and boxes by their sides."""
-    return _CORNERS.sub(r"M\1 \2H\3V\4H\1z", _LONG.sub(r"\1", path))
+@contextmanager
+def style() -> Generator[None, None, None]:
+    """Draw and save within this, so that a user's matplotlib settings neither change the picture nor are changed."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(STYLE)
+        yield
 
 
 def fill(
@@ -135,29 +154,6 @@ def fill(
 def fitting(text: str, width: float) -> float:
     """The largest font size at which text fits into a width, both in points."""
     return (width - 1.5) / (len(text) * EM)
-
-
-# The colours that ops name (see `shardlab.language.ops`), as they are drawn.
-#
-# Layers take the viridis map, which keeps its order for every kind of colour vision.
-
-
-PEAK = "#d55e00"
-
-Family = tuple[str, str]
-"""The darkest and the lightest of a pass's shades."""
-
-SHADES: dict[Color, Family] = {name: (hue.drawn, hue.lightest) for name, hue in HUES.items() if hue.lightest}
-"""The passes' colours."""
-
-FORWARD, BACKWARD = SHADES["blue"], SHADES["orange"]
-BACKWARD_INPUT, BACKWARD_WEIGHT = SHADES["teal"], SHADES["green"]
-
-COLORS: dict[Color, str] = {name: hue.drawn for name, hue in HUES.items() if not hue.lightest}
-"""The colours of all other ops."""
-
-LOSS, OTHER = COLORS["brown"], COLORS["grey"]
-"""The loss, and compute that is no pass: sums of gradients, norms."""
 
 
 @cache
@@ -189,9 +185,6 @@ def ink_on(color: str) -> str:
     """Black or white, whichever reads better on a colour (relative luminance, WCAG 2)."""
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color))
     return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.207 else "#1b1f24"
-
-
-# The look of every box of a timeline: by pass, or by layer.
 
 
 class Paint(NamedTuple):
@@ -253,13 +246,6 @@ class Looks:
         return Paint(pale(color), hatch, top, bottom)
 
 
-# Model chunks: the one of its rank that each layer belongs to, and the model's layer that it is part of.
-
-
-Chunks = list[dict[int, int]]
-"""Chunk, counted from 0, of each layer that a row of a timeline computes, for each row."""
-
-
 def chunks_of(timeline: Timeline) -> Chunks | None:
     """The chunks of a pipeline's ranks; None if all ranks compute the same layers, so that nothing is a pipeline."""
     own = [sorted({e.layer for e in events if e.kind is OpKind.FORWARD}) for events in timeline.events]
@@ -268,21 +254,6 @@ def chunks_of(timeline: Timeline) -> Chunks | None:
     runs = [_runs(layers) for layers in own]
     most = max(max(each, default=0) for each in runs) + 1
     return [dict(zip(layers, _spread(each, most), strict=True)) for layers, each in zip(own, runs, strict=True)]
-
-
-def _runs(layers: list[int]) -> list[int]:
-    """Find for each layer the run of successive ones that it stands in."""
-    found = [0] * len(layers)
-    for place, (one, other) in enumerate(pairwise(layers)):
-        found[place + 1] = found[place] + (other != one + 1)
-    return found
-
-
-def _spread(runs: list[int], most: int) -> list[int]:
-    """The chunks of a rank whose last stages follow each other, as where a V turns: its layers in equal parts."""
-    if not runs or runs[-1] + 1 == most:
-        return runs
-    return [place * most // len(runs) for place in range(len(runs))]
 
 
 def model_layer_count(sizes: Sizes) -> int:
@@ -302,6 +273,26 @@ def model_layer(sizes: Sizes, layer: int) -> int:
     else:
         return layer
     return max(0, min(model_layer_count(sizes) - 1, found))
+
+
+def _shorter(path: str) -> str:
+    """A path in fewer characters: no digit that cannot be seen, and boxes by their sides."""
+    return _CORNERS.sub(r"M\1 \2H\3V\4H\1z", _LONG.sub(r"\1", path))
+
+
+def _runs(layers: list[int]) -> list[int]:
+    """Find for each layer the run of successive ones that it stands in."""
+    found = [0] * len(layers)
+    for place, (one, other) in enumerate(pairwise(layers)):
+        found[place + 1] = found[place] + (other != one + 1)
+    return found
+
+
+def _spread(runs: list[int], most: int) -> list[int]:
+    """The chunks of a rank whose last stages follow each other, as where a V turns: its layers in equal parts."""
+    if not runs or runs[-1] + 1 == most:
+        return runs
+    return [place * most // len(runs) for place in range(len(runs))]
 
 
 def _experts(sizes: Sizes) -> list[int]:

@@ -41,10 +41,43 @@ from shardlab.simulate.timeline import Event, Timeline
 from shardlab.simulate.timeline.run import moments_of
 
 SIZE = 8.0
+
 ROW = 0.24
+
 SWATCH = (0.26, 0.15)
+
 NAMED_LAYERS = 12
 """Layers up to which each gets a numbered swatch."""
+
+USUAL = sorted(OpKind, key=lambda kind: (kind is not OpKind.FORWARD, kind is not OpKind.LOSS))
+"""Ops as they are usually met: as in their table, but the loss, which ends the forward passes, after these."""
+
+TOP, MIDDLE, BOTTOM = 0.09, 0.66, 0.91
+"""A row is 1 high: compute lies between the first two, communication between the last two."""
+
+STRIPE = 0.3
+"""Share of a box's height that a stripe along its edge takes."""
+
+LINKED_ROWS = 32
+"""Rows up to which a line joins each send to its receive."""
+
+LOSS_WIDTH = 0.025
+"""Inches; in unit costs the loss takes no time."""
+
+Boxes = dict[tuple[str, str, bool], list[Box]]
+"""The boxes of each colour and hatch, apart those without an edge."""
+
+NAMED_CURVES = 8
+"""Different curves up to which each is named beside the panel."""
+
+KEY = (10.0, 24.0, 29.0)
+"""Points beside the panel at which a line of its key begins and ends, and its text begins."""
+
+SEEN = 1.0
+"""Points: what is closer in time is one step to the eye."""
+
+Curve = tuple[tuple[float, int], ...]
+"""Times and the elements live from then on."""
 
 
 class Item(NamedTuple):
@@ -73,21 +106,6 @@ def legend_items(panels: Sequence[Panel], numbered: bool) -> list[Item]:
     return [*items, Item(f"microbatches{_whose(panels[0])}", _number)] if numbered else items
 
 
-def _whose(panel: Panel) -> str:
-    """Name the rank whose microbatches are shown, if folded ranks share out the batch: each has others."""
-    mesh = panel.timeline.program.mesh
-    shared = mesh.dp_replicate * mesh.dp_shard * mesh.ep > 1
-    return " of a row's first rank" if shared and mesh.world > panel.timeline.program.ranks else ""
-
-
-def _is_drawn(event: Event) -> bool:
-    return event.end > event.start or event.kind is OpKind.LOSS
-
-
-USUAL = sorted(OpKind, key=lambda kind: (kind is not OpKind.FORWARD, kind is not OpKind.LOSS))
-"""Ops as they are usually met: as in their table, but the loss, which ends the forward passes, after these."""
-
-
 def flow(items: list[Item], width: float) -> list[list[Item]]:
     """The items in rows no wider than the page."""
     rows: list[list[Item]] = [[]]
@@ -111,96 +129,6 @@ def draw_legend(page: Page, rows: list[list[Item]], left: float, top: float) -> 
             item.paint(page, box)
             page.ink.text(box[2] + 0.06, middle, item.text, size=SIZE, color=FAINT, va="center_baseline")
             x += _width(item)
-
-
-def _width(item: Item) -> float:
-    return item.width + 0.06 + len(item.text) * 0.54 * SIZE / 72 + 0.18
-
-
-def _swatch(look: Paint, letters: str = "") -> Callable[[Page, Box], None]:
-    def paint(page: Page, box: Box) -> None:
-        fill(page.ink, [box], look.color, edge="white", width=0.5, hatch=look.hatch)
-        for color, stripe in stripes(look, box):
-            fill(page.ink, [stripe], color)
-        _center(page, box, letters, ink_on(look.color))
-
-    return paint
-
-
-def _usual(looks: Looks, kind: OpKind) -> Callable[[Page, Box], None]:
-    """A box as it is usually met: of the first chunk, or of a layer in the middle."""
-    if kind is OpKind.LOSS:
-        return _loss
-    if not kind.row.part_of:
-        return _swatch(Paint(COLORS[kind.row.color]))
-    return _swatch(looks.compute_paint(kind, 0 if looks.chunks and looks.by == "pass" else looks.layers // 2))
-
-
-def _center(page: Page, box: Box, text: str, color: str) -> None:
-    center = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
-    page.ink.text(*center, text, size=6.5, color=color, ha="center", va="center_baseline")
-
-
-def _loss(page: Page, box: Box) -> None:
-    middle = (box[0] + box[2]) / 2
-    fill(page.ink, [(middle - 0.01, box[1], middle + 0.01, box[3])], LOSS)
-
-
-def _number(page: Page, box: Box) -> None:
-    fill(page.ink, [box], "white", edge=FAINT, width=0.6)
-    _center(page, box, "0-3", FAINT)
-
-
-def _share(page: Page, box: Box) -> None:
-    left, top, right, bottom = box
-    fill(page.ink, [box], IDLE)
-    fill(page.ink, [(left, bottom - 0.6 * (bottom - top), right, bottom)], FORWARD[0])
-
-
-def _places(looks: Looks) -> list[Item]:
-    """Explain what a colour's lightness tells, or the layers' colours."""
-    if looks.by == "pass" and looks.chunks:
-        of, what = looks.chunks, "model chunk of the rank"
-    else:
-        of, what = looks.layers, "layer"
-    if of == 1:
-        return []
-    return [_ramp([looks.compute_paint(OpKind.FORWARD, place).color for place in range(of)], what)]
-
-
-def _ramp(colors: list[str], what: str) -> Item:
-    """Numbered swatches for a few, a ramp for many."""
-    named = len(colors) <= NAMED_LAYERS
-    each = 0.19 if named else 1.6 / len(colors)
-
-    def paint(page: Page, box: Box) -> None:
-        left, top, _, bottom = box
-        for place, color in enumerate(colors):
-            each_box = (left + place * each, top, left + (place + 1) * each, bottom)
-            fill(page.ink, [each_box], color)
-            if named:
-                _center(page, each_box, str(place), ink_on(color))
-
-    return Item(what if named else f"{what}s 0-{len(colors) - 1}", paint, len(colors) * each)
-
-
-# A panel of a timeline: compute of each row above, and communication below it in a thinner lane.
-
-
-TOP, MIDDLE, BOTTOM = 0.09, 0.66, 0.91
-"""A row is 1 high: compute lies between the first two, communication between the last two."""
-
-STRIPE = 0.3
-"""Share of a box's height that a stripe along its edge takes."""
-
-LINKED_ROWS = 32
-"""Rows up to which a line joins each send to its receive."""
-
-LOSS_WIDTH = 0.025
-"""Inches; in unit costs the loss takes no time."""
-
-Boxes = dict[tuple[str, str, bool], list[Box]]
-"""The boxes of each colour and hatch, apart those without an edge."""
 
 
 @dataclass(frozen=True)
@@ -280,6 +208,163 @@ def draw_lanes(page: Page, axes: Axes, panel: Panel) -> bool:
     return any(named)
 
 
+def stripes(paint: Paint, box: Box) -> Iterator[tuple[str, Box]]:
+    """The stripes along a box's edges, each with its colour."""
+    left, top, right, bottom = box
+    width = STRIPE * (bottom - top)
+    if paint.top:
+        yield paint.top, (left, top, right, top + width)
+    if paint.bottom:
+        yield paint.bottom, (left, bottom - width, right, bottom)
+
+
+def messages(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
+    """Pair every send with its receive; one whose sender is not in the timeline is left out."""
+    events = {(event.rank, event.op): event for row in timeline.events for event in row if event.kind in POINT_TO_POINT}
+    for communication in timeline.communications:
+        if communication.stream is Stream.MESSAGE:
+            sent, received = (events.get((row, at)) for row, _, at in communication.participants)
+            if sent is not None and received is not None:
+                yield sent, received
+
+
+def draw_memory(axes: Axes, timeline: Timeline, rows: Sequence[Row], width: float) -> None:
+    """A step for every event; rows whose memory is the same share one curve, and of many rows some are drawn.
+
+    Args:
+        width: of the panel, in points.
+    """
+    peak = timeline.peak_memory
+    peaks = [row for row in rows if timeline.peak_memory_by_rank[row.row] == peak]
+    drawn = rows if len(rows) <= UNFOLDED else sorted({row.row: row for row in (*spaced(rows, 5), peaks[0])}.values())
+    rows_of: dict[Curve, list[Row]] = {}
+    for row in drawn:
+        rows_of.setdefault(curve(timeline, row.row), []).append(row)
+    size = unit_of(peak)[1] if timeline.in_seconds else 1
+    axes.set_ylim(0, max(1.0, peak * 1.22) / size)
+    width_of_line = 1.6 if len(rows_of) <= NAMED_CURVES else 0.9
+    for place, steps in enumerate(rows_of):
+        color = _color(place, len(rows_of))
+        times, live = zip(*_fewer(steps, timeline.end / width), (timeline.end, steps[-1][1]), strict=True)
+        heights = [each / size for each in live]
+        axes.step(times, heights, where="post", color=color, linewidth=width_of_line, solid_joinstyle="miter")
+    _write_key(axes, timeline, list(rows_of.values()), width)
+    if len(drawn) < len(rows):
+        text = f"{len(drawn)} of {len(rows)} rows"
+        axes.text(1 + KEY[0] / width, 1.04, text, size=7, color=FAINT, transform=axes.transAxes)
+    first = min(_when_highest(steps) for steps, same in rows_of.items() if any(row in peaks for row in same))
+    _mark_peak(axes, timeline, first, [rank for row in peaks for rank in row.ranks], size)
+    if not timeline.in_seconds:
+        axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
+    axes.set_ylabel(f"live memory ({unit_of(peak)[0]})" if timeline.in_seconds else "live elements")
+
+
+def key_width(rows: Sequence[Row]) -> float:
+    """Inches beside the panel that its key needs."""
+    return (KEY[2] + 4.4 * (max(len(ranks_text(row.ranks)) for row in rows) + len(": 74.99 GiB  "))) / 72
+
+
+def curve(timeline: Timeline, rank: int) -> Curve:
+    """Memory in tape order: compute counts from its start, a communication from its issue, which may be earlier."""
+    times = moments_of(timeline, rank)
+    return _rising([(times[event.op], event.memory) for event in timeline.events[rank]]) or ((0.0, 0),)
+
+
+def memory_text(timeline: Timeline, amount: int, *, unit: bool = True) -> str:
+    """`3.41 M elements`, or in seconds `75.11 GiB`; of elements the word is left out without `unit`."""
+    if timeline.in_seconds:
+        return bytes_text(amount)
+    return short(amount) + " elements" * unit
+
+
+def short(elements: int) -> str:
+    """`3407872` as `3.41 M`."""
+    digits = len(str(elements)) % 3 or 3
+    return EngFormatter(places=None if elements < 1000 else 3 - digits, sep=" ").format_eng(elements).strip()
+
+
+def _whose(panel: Panel) -> str:
+    """Name the rank whose microbatches are shown, if folded ranks share out the batch: each has others."""
+    mesh = panel.timeline.program.mesh
+    shared = mesh.dp_replicate * mesh.dp_shard * mesh.ep > 1
+    return " of a row's first rank" if shared and mesh.world > panel.timeline.program.ranks else ""
+
+
+def _is_drawn(event: Event) -> bool:
+    return event.end > event.start or event.kind is OpKind.LOSS
+
+
+def _width(item: Item) -> float:
+    return item.width + 0.06 + len(item.text) * 0.54 * SIZE / 72 + 0.18
+
+
+def _swatch(look: Paint, letters: str = "") -> Callable[[Page, Box], None]:
+    def paint(page: Page, box: Box) -> None:
+        fill(page.ink, [box], look.color, edge="white", width=0.5, hatch=look.hatch)
+        for color, stripe in stripes(look, box):
+            fill(page.ink, [stripe], color)
+        _center(page, box, letters, ink_on(look.color))
+
+    return paint
+
+
+def _usual(looks: Looks, kind: OpKind) -> Callable[[Page, Box], None]:
+    """A box as it is usually met: of the first chunk, or of a layer in the middle."""
+    if kind is OpKind.LOSS:
+        return _loss
+    if not kind.row.part_of:
+        return _swatch(Paint(COLORS[kind.row.color]))
+    return _swatch(looks.compute_paint(kind, 0 if looks.chunks and looks.by == "pass" else looks.layers // 2))
+
+
+def _center(page: Page, box: Box, text: str, color: str) -> None:
+    center = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
+    page.ink.text(*center, text, size=6.5, color=color, ha="center", va="center_baseline")
+
+
+def _loss(page: Page, box: Box) -> None:
+    middle = (box[0] + box[2]) / 2
+    fill(page.ink, [(middle - 0.01, box[1], middle + 0.01, box[3])], LOSS)
+
+
+def _number(page: Page, box: Box) -> None:
+    fill(page.ink, [box], "white", edge=FAINT, width=0.6)
+    _center(page, box, "0-3", FAINT)
+
+
+def _share(page: Page, box: Box) -> None:
+    left, top, right, bottom = box
+    fill(page.ink, [box], IDLE)
+    fill(page.ink, [(left, bottom - 0.6 * (bottom - top), right, bottom)], FORWARD[0])
+
+
+def _places(looks: Looks) -> list[Item]:
+    """Explain what a colour's lightness tells, or the layers' colours."""
+    if looks.by == "pass" and looks.chunks:
+        of, what = looks.chunks, "model chunk of the rank"
+    else:
+        of, what = looks.layers, "layer"
+    if of == 1:
+        return []
+    return [_ramp([looks.compute_paint(OpKind.FORWARD, place).color for place in range(of)], what)]
+
+
+def _ramp(colors: list[str], what: str) -> Item:
+    """Numbered swatches for a few, a ramp for many."""
+    named = len(colors) <= NAMED_LAYERS
+    each = 0.19 if named else 1.6 / len(colors)
+
+    def paint(page: Page, box: Box) -> None:
+        left, top, _, bottom = box
+        for place, color in enumerate(colors):
+            each_box = (left + place * each, top, left + (place + 1) * each, bottom)
+            fill(page.ink, [each_box], color)
+            if named:
+                _center(page, each_box, str(place), ink_on(color))
+
+    return Item(what if named else f"{what}s 0-{len(colors) - 1}", paint, len(colors) * each)
+
+
 def _stack(boxes: Boxes, panel: Panel, spans: Iterable[Span], top: float, bottom: float) -> None:
     """The boxes of a lane's spans, whose shares stand on each other."""
     for span in spans:
@@ -292,16 +377,6 @@ def _stack(boxes: Boxes, panel: Panel, spans: Iterable[Span], top: float, bottom
             for color, stripe in stripes(paint, box):
                 boxes[color, "", True].append(stripe)
             under = over
-
-
-def stripes(paint: Paint, box: Box) -> Iterator[tuple[str, Box]]:
-    """The stripes along a box's edges, each with its colour."""
-    left, top, right, bottom = box
-    width = STRIPE * (bottom - top)
-    if paint.top:
-        yield paint.top, (left, top, right, top + width)
-    if paint.bottom:
-        yield paint.bottom, (left, bottom - width, right, bottom)
 
 
 def _write(page: Page, axes: Axes, panel: Panel, spans: Iterable[Span], row: int, lane: tuple[float, float]) -> bool:
@@ -338,63 +413,6 @@ def _draw_messages(axes: Axes, panel: Panel) -> None:
         axes.add_artist(PathPatch(path, facecolor="none", edgecolor=FAINT, linewidth=min(0.7, 0.02 * panel.height)))
 
 
-def messages(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
-    """Pair every send with its receive; one whose sender is not in the timeline is left out."""
-    events = {(event.rank, event.op): event for row in timeline.events for event in row if event.kind in POINT_TO_POINT}
-    for communication in timeline.communications:
-        if communication.stream is Stream.MESSAGE:
-            sent, received = (events.get((row, at)) for row, _, at in communication.participants)
-            if sent is not None and received is not None:
-                yield sent, received
-
-
-# The lower panel of a timeline: live memory of every rank, with the peak marked.
-
-
-NAMED_CURVES = 8
-"""Different curves up to which each is named beside the panel."""
-
-KEY = (10.0, 24.0, 29.0)
-"""Points beside the panel at which a line of its key begins and ends, and its text begins."""
-
-SEEN = 1.0
-"""Points: what is closer in time is one step to the eye."""
-
-Curve = tuple[tuple[float, int], ...]
-"""Times and the elements live from then on."""
-
-
-def draw_memory(axes: Axes, timeline: Timeline, rows: Sequence[Row], width: float) -> None:
-    """A step for every event; rows whose memory is the same share one curve, and of many rows some are drawn.
-
-    Args:
-        width: of the panel, in points.
-    """
-    peak = timeline.peak_memory
-    peaks = [row for row in rows if timeline.peak_memory_by_rank[row.row] == peak]
-    drawn = rows if len(rows) <= UNFOLDED else sorted({row.row: row for row in (*spaced(rows, 5), peaks[0])}.values())
-    rows_of: dict[Curve, list[Row]] = {}
-    for row in drawn:
-        rows_of.setdefault(curve(timeline, row.row), []).append(row)
-    size = unit_of(peak)[1] if timeline.in_seconds else 1
-    axes.set_ylim(0, max(1.0, peak * 1.22) / size)
-    width_of_line = 1.6 if len(rows_of) <= NAMED_CURVES else 0.9
-    for place, steps in enumerate(rows_of):
-        color = _color(place, len(rows_of))
-        times, live = zip(*_fewer(steps, timeline.end / width), (timeline.end, steps[-1][1]), strict=True)
-        heights = [each / size for each in live]
-        axes.step(times, heights, where="post", color=color, linewidth=width_of_line, solid_joinstyle="miter")
-    _write_key(axes, timeline, list(rows_of.values()), width)
-    if len(drawn) < len(rows):
-        text = f"{len(drawn)} of {len(rows)} rows"
-        axes.text(1 + KEY[0] / width, 1.04, text, size=7, color=FAINT, transform=axes.transAxes)
-    first = min(_when_highest(steps) for steps, same in rows_of.items() if any(row in peaks for row in same))
-    _mark_peak(axes, timeline, first, [rank for row in peaks for rank in row.ranks], size)
-    if not timeline.in_seconds:
-        axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
-    axes.set_ylabel(f"live memory ({unit_of(peak)[0]})" if timeline.in_seconds else "live elements")
-
-
 def _write_key(axes: Axes, timeline: Timeline, groups: list[list[Row]], width: float) -> None:
     """Name the curves beside the panel; of many the first, the middle and the last."""
     named = range(len(groups)) if len(groups) <= NAMED_CURVES else (0, len(groups) // 2, len(groups) - 1)
@@ -424,17 +442,6 @@ def _fewer(steps: Curve, apart: float) -> Curve:
     return tuple(kept)
 
 
-def key_width(rows: Sequence[Row]) -> float:
-    """Inches beside the panel that its key needs."""
-    return (KEY[2] + 4.4 * (max(len(ranks_text(row.ranks)) for row in rows) + len(": 74.99 GiB  "))) / 72
-
-
-def curve(timeline: Timeline, rank: int) -> Curve:
-    """Memory in tape order: compute counts from its start, a communication from its issue, which may be earlier."""
-    times = moments_of(timeline, rank)
-    return _rising([(times[event.op], event.memory) for event in timeline.events[rank]]) or ((0.0, 0),)
-
-
 def _rising(moments: list[tuple[float, int]]) -> Curve:
     """Keep of each moment the last value, and any that is higher than all that follows."""
     steps: list[tuple[float, int]] = []
@@ -442,19 +449,6 @@ def _rising(moments: list[tuple[float, int]]) -> Curve:
         if not steps or steps[-1][0] > time or live > steps[-1][1]:
             steps.append((time, live))
     return tuple(reversed(steps))
-
-
-def memory_text(timeline: Timeline, amount: int, *, unit: bool = True) -> str:
-    """`3.41 M elements`, or in seconds `75.11 GiB`; of elements the word is left out without `unit`."""
-    if timeline.in_seconds:
-        return bytes_text(amount)
-    return short(amount) + " elements" * unit
-
-
-def short(elements: int) -> str:
-    """`3407872` as `3.41 M`."""
-    digits = len(str(elements)) % 3 or 3
-    return EngFormatter(places=None if elements < 1000 else 3 - digits, sep=" ").format_eng(elements).strip()
 
 
 def _color(place: int, count: int) -> str:

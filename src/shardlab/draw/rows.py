@@ -26,6 +26,28 @@ MOST_ROWS = 64
 LONGEST_NAME = 24
 """Characters of a list of ranks; a longer one is counted."""
 
+MOST_BOXES = 6000
+"""Boxes that are drawn at most; otherwise they are coarser."""
+
+NARROWEST_OP, NARROWEST_STAGE_OP, NARROWEST_PASS = 1.5, 5.0, 3.5
+"""Points that half of the forward passes have at least: ops where a colour tells the layer, ops of a pipeline, which
+have the microbatch's number, and passes."""
+
+SAMPLED = 8
+"""Rows whose passes are measured."""
+
+CELL = 8.0
+"""Points of a share at least."""
+
+CLOSE = 2.0
+"""Points: communications that are closer than this are drawn as one span, where passes are."""
+
+Shares = tuple[tuple[Paint, float], ...]
+"""Shares of a time, by look."""
+
+_PASS = {kind: OpKind(kind.row.part_of or kind.value) for kind in OpKind}
+"""The pass that an op belongs to, or the op itself: to recompute a layer is part of its backward pass."""
+
 
 class Row(NamedTuple):
     """A row of a picture.
@@ -54,19 +76,6 @@ def rows_of(timeline: Timeline, *, fold: bool = True) -> list[Row]:
     return [_joined_rows(group) for group in groups.values()]
 
 
-def _joined_rows(group: list[Row]) -> Row:
-    first, *others = group
-    if not others:
-        return first
-    events: list[Event] = []
-    for same in zip(*(row.events for row in group), strict=True):
-        microbatches = 0
-        for event in same:
-            microbatches |= event.microbatches
-        events.append(same[0]._replace(microbatches=microbatches))
-    return Row(first.row, sorted(rank for row in group for rank in row.ranks), events)
-
-
 def spaced(rows: Sequence[Row], most: int) -> list[Row]:
     """Evenly spaced rows, the first and the last among them."""
     if len(rows) <= most:
@@ -92,50 +101,12 @@ def rank_name(program: Program, row: int) -> str:
     return _named(ranks, [*_shared(program, ranks), *alike])
 
 
-def _shared(program: Program, ranks: Sequence[int]) -> list[str]:
-    """The coordinates that some ranks share, where the mesh has several axes."""
-    axes = program.mesh.used
-    found = {axis: {program.mesh.coordinate(rank, axis) for rank in ranks} for axis in axes if len(axes) > 1}
-    return [f"{axis} {min(places)}" for axis, places in found.items() if len(places) == 1]
-
-
-def _named(ranks: Sequence[int], about: list[str]) -> str:
-    return ranks_text(ranks) + (f" ({', '.join(about)})" if about else "")
-
-
-# A row's boxes, as fine as can be read: every op, every pass of a microbatch, or shares of time.
-#
-# A pass is what a rank does in a row with one microbatch in one direction, through the layers of a stage. A span that
-# stands for several ops is as high as the share of its time that they take, so that its area is their time.
-
-
 class Detail(Enum):
     """Meaning of one box."""
 
     OPS = "op"
     PASSES = "pass"
     SHARES = "share"
-
-
-MOST_BOXES = 6000
-"""Boxes that are drawn at most; otherwise they are coarser."""
-
-NARROWEST_OP, NARROWEST_STAGE_OP, NARROWEST_PASS = 1.5, 5.0, 3.5
-"""Points that half of the forward passes have at least: ops where a colour tells the layer, ops of a pipeline, which
-have the microbatch's number, and passes."""
-
-SAMPLED = 8
-"""Rows whose passes are measured."""
-
-CELL = 8.0
-"""Points of a share at least."""
-
-CLOSE = 2.0
-"""Points: communications that are closer than this are drawn as one span, where passes are."""
-
-
-Shares = tuple[tuple[Paint, float], ...]
-"""Shares of a time, by look."""
 
 
 class Span(NamedTuple):
@@ -191,30 +162,6 @@ def tracks(
     return [_shares(row, looks, edges) for row in rows]
 
 
-def _ops(row: Row, looks: Looks, letters: Callable[[Row, Event], str]) -> Track:
-    track = Track([], [], _losses(row))
-    for event in row.events:
-        if event.end <= event.start or event.kind is OpKind.LOSS:
-            continue
-        talks = event.kind in COMMUNICATION
-        text = letters(row, event) if talks else _microbatches(event)
-        span = Span(event.start, event.end, ((looks.paint(event), 1.0),), text)
-        (track.communication if talks else track.compute).append(span)
-    return track
-
-
-def _microbatches(event: Event) -> str:
-    return listed(bits(event.microbatches)) if event.kind.row.part_of else ""
-
-
-def _losses(row: Row) -> list[tuple[float, float]]:
-    return [(event.start, event.end) for event in row.events if event.kind is OpKind.LOSS]
-
-
-_PASS = {kind: OpKind(kind.row.part_of or kind.value) for kind in OpKind}
-"""The pass that an op belongs to, or the op itself: to recompute a layer is part of its backward pass."""
-
-
 def passes(row: Row, looks: Looks) -> list[tuple[OpKind, Span]]:
     """The passes of a row and what else it computes, in order; sums of gradients go with the pass before them."""
     found: list[tuple[OpKind, Span]] = []
@@ -238,6 +185,50 @@ def passes(row: Row, looks: Looks) -> list[tuple[OpKind, Span]]:
         run.append(event)
     end()
     return found
+
+
+def _joined_rows(group: list[Row]) -> Row:
+    first, *others = group
+    if not others:
+        return first
+    events: list[Event] = []
+    for same in zip(*(row.events for row in group), strict=True):
+        microbatches = 0
+        for event in same:
+            microbatches |= event.microbatches
+        events.append(same[0]._replace(microbatches=microbatches))
+    return Row(first.row, sorted(rank for row in group for rank in row.ranks), events)
+
+
+def _shared(program: Program, ranks: Sequence[int]) -> list[str]:
+    """The coordinates that some ranks share, where the mesh has several axes."""
+    axes = program.mesh.used
+    found = {axis: {program.mesh.coordinate(rank, axis) for rank in ranks} for axis in axes if len(axes) > 1}
+    return [f"{axis} {min(places)}" for axis, places in found.items() if len(places) == 1]
+
+
+def _named(ranks: Sequence[int], about: list[str]) -> str:
+    return ranks_text(ranks) + (f" ({', '.join(about)})" if about else "")
+
+
+def _ops(row: Row, looks: Looks, letters: Callable[[Row, Event], str]) -> Track:
+    track = Track([], [], _losses(row))
+    for event in row.events:
+        if event.end <= event.start or event.kind is OpKind.LOSS:
+            continue
+        talks = event.kind in COMMUNICATION
+        text = letters(row, event) if talks else _microbatches(event)
+        span = Span(event.start, event.end, ((looks.paint(event), 1.0),), text)
+        (track.communication if talks else track.compute).append(span)
+    return track
+
+
+def _microbatches(event: Event) -> str:
+    return listed(bits(event.microbatches)) if event.kind.row.part_of else ""
+
+
+def _losses(row: Row) -> list[tuple[float, float]]:
+    return [(event.start, event.end) for event in row.events if event.kind is OpKind.LOSS]
 
 
 def _joined_events(run: Sequence[Event], looks: Looks, text: str = "") -> Span:

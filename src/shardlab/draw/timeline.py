@@ -37,9 +37,39 @@ UNIT_TIME = "time (1 = forward of one microbatch through one layer)"
 
 NOTE_SIZE, NOTE_LINE = 9.0, 0.19
 """Points, and inches."""
+
 MEMORY = 1.7
+
 RIGHT = 1.3
 """Least margin on the right; the key of the memory curves stands there."""
+
+MARGIN, HEADER = 0.2, 0.62
+"""Inches beside a picture, and above it where the header stands."""
+
+ROWS = 8
+
+CLOSEUP_ROW = 0.36
+
+HEADING, FOOT = 0.3, 0.5
+"""Inches above and below the rows."""
+
+PASS = 22.0
+"""Points of the usual forward pass."""
+
+COMPARISON_RIGHT, PLOT, COMPARISON_HEADING = 0.3, 12.0, 0.3
+"""Inches."""
+
+FEWEST_ROWS = 16
+"""Rows that each of many timelines may have in any case."""
+
+MILLISECONDS = "milliseconds since the first rank began"
+
+
+def save_timeline(
+    timeline: Timeline, path: Path | str, title: str = "", time_unit: str = UNIT_TIME, color_by: ColorBy = "pass"
+) -> None:
+    """Write the picture of `timeline_svg` to a file; it appears whole or not at all."""
+    write_whole(Path(path), timeline_svg(timeline, title, time_unit, color_by))
 
 
 def timeline_svg(
@@ -58,11 +88,102 @@ def timeline_svg(
         return _page(timeline, title, time_unit, color_by, note).svg()
 
 
-def save_timeline(
-    timeline: Timeline, path: Path | str, title: str = "", time_unit: str = UNIT_TIME, color_by: ColorBy = "pass"
+def save_comparison(
+    timelines: Mapping[str, Timeline],
+    path: Path,
+    title: str,
+    color_by: ColorBy = "pass",
+    time_unit: str = MILLISECONDS,
 ) -> None:
-    """Write the picture of `timeline_svg` to a file; it appears whole or not at all."""
-    write_whole(Path(path), timeline_svg(timeline, title, time_unit, color_by))
+    """Write the picture to a file; it appears whole or not at all."""
+    write_whole(path, comparison_svg(timelines, title, color_by, time_unit))
+
+
+def comparison_svg(
+    timelines: Mapping[str, Timeline], title: str, color_by: ColorBy = "pass", time_unit: str = MILLISECONDS
+) -> str:
+    """Timelines in seconds, each under its name, as an SVG document with an axis in milliseconds.
+
+    Args:
+        time_unit: of timelines in another unit, how the axis is labelled.
+    """
+    with style():
+        if time_unit == MILLISECONDS:
+            timelines = {name: _in_milliseconds(timeline) for name, timeline in timelines.items()}
+        return _comparison_page(timelines, title, color_by, time_unit).svg()
+
+
+def left_of(timeline: Timeline, rows: Sequence[Row]) -> float:
+    """Inches to the left of the panels, for the rows' names."""
+    longest = max(len(row_name(timeline.program, row)) for row in rows)
+    return MARGIN + 0.1 + max(0.5, 0.064 * longest)
+
+
+def draw_header(page: Page, title: str, facts: list[str]) -> None:
+    """Write a title, and below it what is to be known first."""
+    page.ink.text(MARGIN, 0.25, title, size=13, weight="bold", va="center")
+    page.ink.text(MARGIN, 0.48, "  ·  ".join(facts), size=8.5, color=FAINT, va="center")
+
+
+def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
+    """Sizes and figures of a step.
+
+    Args:
+        rows: rows of unlike ranks.
+        drawn: rows in the picture.
+    """
+    program, mesh = timeline.program, timeline.program.mesh
+    ranks = [rank for row in range(program.ranks) for rank in stands_for(program, row)]
+    grid = f" ({mesh})" if len(mesh.used) > 1 else ""
+    peak = [
+        rank
+        for row, live in enumerate(timeline.peak_memory_by_rank)
+        if live == timeline.peak_memory
+        for rank in stands_for(program, row)
+    ]
+    return [
+        counted(len(ranks), "rank") + grid + _folded(len(ranks), rows, drawn),
+        counted(model_layer_count(program.sizes), "layer"),
+        counted(program.microbatches, "microbatch"),
+        f"ends at {seconds_text(timeline.end) if timeline.in_seconds else f'{timeline.end:g}'}",
+        f"peak {memory_text(timeline, timeline.peak_memory)} on {ranks_text(peak)}",
+    ]
+
+
+def close_up_of(panel: Panel, width: float) -> Panel | None:
+    """A panel of the same width (inches) between the last rank's first backward pass and the first one's last forward
+    pass, when a pipeline runs steadily; None if the whole shows single microbatches."""
+    if panel.detail is not Detail.SHARES:
+        return None
+    forwards = [s.end - s.start for row in panel.rows for kind, s in passes(row, panel.looks) if kind is OpKind.FORWARD]
+    last = [max((e.start for e in row.events if e.kind is OpKind.FORWARD), default=0.0) for row in panel.rows]
+    first = [min((e.start for e in row.events if "backward" in e.kind.value), default=panel.end) for row in panel.rows]
+    middle = (min(last) + max(first)) / 2 if max(first) < min(last) else panel.end / 2
+    half = min(panel.end, width * 72 / PASS * median(forwards)) / 2
+    start = max(0.0, min(panel.end - 2 * half, middle - half))
+    rows = spaced(panel.rows, ROWS)
+    return Panel.of(panel.timeline, rows, panel.looks, (start, start + 2 * half), (width, CLOSEUP_ROW))
+
+
+def close_up_height(panel: Panel) -> float:
+    """Inches."""
+    return HEADING + CLOSEUP_ROW * len(panel.rows) + FOOT
+
+
+def draw_close_up(page: Page, whole: Axes, panel: Panel, box: tuple[float, float, float], time_unit: str) -> bool:
+    """Draw it below a place of the page (left, top and right, in inches), and mark it in the panel of the whole step.
+    Whether any microbatch is named is returned."""
+    left, top, right = box
+    rows = "" if len(panel.rows) == len(whole.get_yticks()) else f", {len(panel.rows)} of the rows"
+    heading = f"Close-up of the time from {panel.start:.4g} to {panel.end:.4g}{rows}"
+    page.ink.text(left, top + HEADING / 2, heading, size=9, weight="bold", va="center")
+    axes = page.panel((left, top + HEADING, right, top + HEADING + CLOSEUP_ROW * len(panel.rows)))
+    named = draw_lanes(page, axes, panel)
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel(time_unit)
+    for moment in (panel.start, panel.end):
+        whole.axvline(moment, color=FAINT, linewidth=0.9, linestyle=(0, (2, 2)))
+    return named
 
 
 def _page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy, note: str) -> Page:
@@ -103,54 +224,10 @@ def _page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy, not
     return page
 
 
-def left_of(timeline: Timeline, rows: Sequence[Row]) -> float:
-    """Inches to the left of the panels, for the rows' names."""
-    longest = max(len(row_name(timeline.program, row)) for row in rows)
-    return MARGIN + 0.1 + max(0.5, 0.064 * longest)
-
-
 def _plot_width(timeline: Timeline) -> float:
     """Inches: wide enough that the shortest pass can carry its label, within reason."""
     passes = [e.end - e.start for events in timeline.events for e in events if e.kind.row.part_of and e.end > e.start]
     return max(8.0, min(15.0, 0.16 * timeline.end / min(passes))) if passes else 8.0
-
-
-# The head of a picture: its title, and in one line what it is of and the step's figures, in the model's words.
-
-
-MARGIN, HEADER = 0.2, 0.62
-"""Inches beside a picture, and above it where the header stands."""
-
-
-def draw_header(page: Page, title: str, facts: list[str]) -> None:
-    """Write a title, and below it what is to be known first."""
-    page.ink.text(MARGIN, 0.25, title, size=13, weight="bold", va="center")
-    page.ink.text(MARGIN, 0.48, "  ·  ".join(facts), size=8.5, color=FAINT, va="center")
-
-
-def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
-    """Sizes and figures of a step.
-
-    Args:
-        rows: rows of unlike ranks.
-        drawn: rows in the picture.
-    """
-    program, mesh = timeline.program, timeline.program.mesh
-    ranks = [rank for row in range(program.ranks) for rank in stands_for(program, row)]
-    grid = f" ({mesh})" if len(mesh.used) > 1 else ""
-    peak = [
-        rank
-        for row, live in enumerate(timeline.peak_memory_by_rank)
-        if live == timeline.peak_memory
-        for rank in stands_for(program, row)
-    ]
-    return [
-        counted(len(ranks), "rank") + grid + _folded(len(ranks), rows, drawn),
-        counted(model_layer_count(program.sizes), "layer"),
-        counted(program.microbatches, "microbatch"),
-        f"ends at {seconds_text(timeline.end) if timeline.in_seconds else f'{timeline.end:g}'}",
-        f"peak {memory_text(timeline, timeline.peak_memory)} on {ranks_text(peak)}",
-    ]
 
 
 def _folded(ranks: int, rows: int, drawn: int) -> str:
@@ -159,92 +236,6 @@ def _folded(ranks: int, rows: int, drawn: int) -> str:
         return " in one row, all alike"
     alike = f" in {rows} rows, alike ones together" if rows < ranks else ""
     return alike + (f", {drawn} {'rows' if alike else 'of them'} drawn" if drawn < rows else "")
-
-
-# A close-up of a few rows in the middle of a step, where its whole shows no single microbatch.
-
-
-ROWS = 8
-CLOSEUP_ROW = 0.36
-HEADING, FOOT = 0.3, 0.5
-"""Inches above and below the rows."""
-
-PASS = 22.0
-"""Points of the usual forward pass."""
-
-
-def close_up_of(panel: Panel, width: float) -> Panel | None:
-    """A panel of the same width (inches) between the last rank's first backward pass and the first one's last forward
-    pass, when a pipeline runs steadily; None if the whole shows single microbatches."""
-    if panel.detail is not Detail.SHARES:
-        return None
-    forwards = [s.end - s.start for row in panel.rows for kind, s in passes(row, panel.looks) if kind is OpKind.FORWARD]
-    last = [max((e.start for e in row.events if e.kind is OpKind.FORWARD), default=0.0) for row in panel.rows]
-    first = [min((e.start for e in row.events if "backward" in e.kind.value), default=panel.end) for row in panel.rows]
-    middle = (min(last) + max(first)) / 2 if max(first) < min(last) else panel.end / 2
-    half = min(panel.end, width * 72 / PASS * median(forwards)) / 2
-    start = max(0.0, min(panel.end - 2 * half, middle - half))
-    rows = spaced(panel.rows, ROWS)
-    return Panel.of(panel.timeline, rows, panel.looks, (start, start + 2 * half), (width, CLOSEUP_ROW))
-
-
-def close_up_height(panel: Panel) -> float:
-    """Inches."""
-    return HEADING + CLOSEUP_ROW * len(panel.rows) + FOOT
-
-
-def draw_close_up(page: Page, whole: Axes, panel: Panel, box: tuple[float, float, float], time_unit: str) -> bool:
-    """Draw it below a place of the page (left, top and right, in inches), and mark it in the panel of the whole step.
-    Whether any microbatch is named is returned."""
-    left, top, right = box
-    rows = "" if len(panel.rows) == len(whole.get_yticks()) else f", {len(panel.rows)} of the rows"
-    heading = f"Close-up of the time from {panel.start:.4g} to {panel.end:.4g}{rows}"
-    page.ink.text(left, top + HEADING / 2, heading, size=9, weight="bold", va="center")
-    axes = page.panel((left, top + HEADING, right, top + HEADING + CLOSEUP_ROW * len(panel.rows)))
-    named = draw_lanes(page, axes, panel)
-    axes.tick_params(axis="x", length=0)
-    axes.set_xlabel(time_unit)
-    for moment in (panel.start, panel.end):
-        whole.axvline(moment, color=FAINT, linewidth=0.9, linestyle=(0, (2, 2)))
-    return named
-
-
-# Timelines of one step, one above the other on one axis: predicted and measured, or before and after each pass.
-
-
-COMPARISON_RIGHT, PLOT, COMPARISON_HEADING = 0.3, 12.0, 0.3
-"""Inches."""
-
-FEWEST_ROWS = 16
-"""Rows that each of many timelines may have in any case."""
-
-
-MILLISECONDS = "milliseconds since the first rank began"
-
-
-def comparison_svg(
-    timelines: Mapping[str, Timeline], title: str, color_by: ColorBy = "pass", time_unit: str = MILLISECONDS
-) -> str:
-    """Timelines in seconds, each under its name, as an SVG document with an axis in milliseconds.
-
-    Args:
-        time_unit: of timelines in another unit, how the axis is labelled.
-    """
-    with style():
-        if time_unit == MILLISECONDS:
-            timelines = {name: _in_milliseconds(timeline) for name, timeline in timelines.items()}
-        return _comparison_page(timelines, title, color_by, time_unit).svg()
-
-
-def save_comparison(
-    timelines: Mapping[str, Timeline],
-    path: Path,
-    title: str,
-    color_by: ColorBy = "pass",
-    time_unit: str = MILLISECONDS,
-) -> None:
-    """Write the picture to a file; it appears whole or not at all."""
-    write_whole(path, comparison_svg(timelines, title, color_by, time_unit))
 
 
 def _comparison_page(timelines: Mapping[str, Timeline], title: str, color_by: ColorBy, time_unit: str) -> Page:

@@ -30,45 +30,11 @@ from shardlab.simulate.timeline.run import Counter, moments_of
 Place = tuple[int, int]
 """A row and the place of an op on its tape."""
 
-
-class Arrow(NamedTuple):
-    """An arrow from the event at one place to that at another; a `message` or a `join`."""
-
-    name: str
-    source: Place
-    target: Place
-
-
-def arrows(timeline: Timeline) -> Iterator[Arrow]:
-    """List all arrows between the rows of a timeline; of folded ranks, those whose peers have rows of their own.
-
-    A join goes from the member for which the others of a collective waited (of several, the first) to each of them.
-    """
-    moments = [moments_of(timeline, row) for row in range(len(timeline.events))]
-    for communication in timeline.communications:
-        places = [(row, at) for row, _, at in communication.participants]
-        if communication.stream is Stream.MESSAGE:
-            yield Arrow("message", *places)
-        else:
-            last = max(places, key=lambda place: moments[place[0]][place[1]])
-            yield from (Arrow("join", last, place) for place in places if place != last)
-
-
 NANO = 1e9
 """Nanoseconds of a second, or of a unit: the finest that viewers know, so times are compared when they are rounded."""
 
-
 Shown = tuple[Timeline, Sequence[Counter] | None]
 """A timeline to be shown, and for each row its memory by category (None: memory is shown as one number)."""
-
-
-class TraceSpan(NamedTuple):
-    """Place of an event in the trace: its process and thread, and its nanoseconds."""
-
-    process: int
-    thread: int
-    start: int
-    end: int
 
 
 def save_trace_events(shown: Mapping[str, Shown], path: Path) -> None:
@@ -105,6 +71,38 @@ def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
                 yield {"ph": "C", "name": "memory", "pid": process, "ts": _micro(round(time * NANO)), "args": live}
         for arrow in arrows(timeline):  # after all spans: of one moment, viewers read in the order of the file
             yield from _flow(arrow, spans, flows)
+
+
+class Arrow(NamedTuple):
+    """An arrow from the event at one place to that at another; a `message` or a `join`."""
+
+    name: str
+    source: Place
+    target: Place
+
+
+def arrows(timeline: Timeline) -> Iterator[Arrow]:
+    """List all arrows between the rows of a timeline; of folded ranks, those whose peers have rows of their own.
+
+    A join goes from the member for which the others of a collective waited (of several, the first) to each of them.
+    """
+    moments = [moments_of(timeline, row) for row in range(len(timeline.events))]
+    for communication in timeline.communications:
+        places = [(row, at) for row, _, at in communication.participants]
+        if communication.stream is Stream.MESSAGE:
+            yield Arrow("message", *places)
+        else:
+            last = max(places, key=lambda place: moments[place[0]][place[1]])
+            yield from (Arrow("join", last, place) for place in places if place != last)
+
+
+class TraceSpan(NamedTuple):
+    """Place of an event in the trace: its process and thread, and its nanoseconds."""
+
+    process: int
+    thread: int
+    start: int
+    end: int
 
 
 def _laid(event: Event, lanes: Sequence[TraceSpan], process: int, threads: Iterator[int]) -> tuple[int, TraceSpan]:

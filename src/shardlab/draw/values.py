@@ -32,7 +32,9 @@ HALVES = {Kind.ACTIVATION: (0.0, 0.48), Kind.GRAD_ACTIVATION: (0.52, 1.0)}
 """Begin and end of each kind's part of an activation's column, from its left, as shares of its width."""
 
 EMPTY = "#f3f5f7"
+
 MARGIN, LEFT, TOP, HEIGHT = 0.2, 0.5, 1.02, 1.1
+
 NAMES = 1.0
 """Inches to the right of the network, for the names of what a layer's box shows."""
 
@@ -57,12 +59,6 @@ def store_svg(store: Store) -> str | None:
     return network_svg([value.spec for value in values], *_size(values[0]), title, note)
 
 
-def _size(value: Value) -> tuple[int, int]:
-    """Layers and microbatches of the world that a value lives in."""
-    assert isinstance(value.rank, Rank)
-    return len(value.rank.layers), len(value.rank.microbatches)
-
-
 def network_svg(specs: Iterable[Spec], layers: int, microbatches: int, title: str = "", note: str = "") -> str:
     """Draw any values of one network, as an SVG document.
 
@@ -84,6 +80,12 @@ def network_svg(specs: Iterable[Spec], layers: int, microbatches: int, title: st
             net.hold(spec)
         net.name_parts({spec.kind for spec in specs})
         return net.page.svg()
+
+
+def _size(value: Value) -> tuple[int, int]:
+    """Layers and microbatches of the world that a value lives in."""
+    assert isinstance(value.rank, Rank)
+    return len(value.rank.layers), len(value.rank.microbatches)
 
 
 class _Network:

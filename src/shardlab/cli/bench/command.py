@@ -24,15 +24,26 @@ from shardlab.starting import INTERRUPTED
 if TYPE_CHECKING:
     from shardlab.measure.fits import Point
 
-
-# Options that both benches share, and an ending that says and keeps what was measured.
-
-
 PLOTS = (".svg", ".png", ".pdf")
 """Formats of a plot; each can say who drew it."""
 
 ProfileFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: in the user's cache)")]
 """Where the profile is kept."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure this machine and save the results as its profile; or compare our strategies with PyTorch's own."""
+
+    what: Annotated[
+        Annotated[BenchCollectives, subcommand("collectives", prefix_name=False)]
+        | Annotated[BenchCompute, subcommand("compute", prefix_name=False)]
+        | Annotated[BenchStrategies, subcommand("strategies", prefix_name=False)],
+        tyro.conf.arg(name=""),
+    ]
+
+    def run(self) -> int:
+        return self.what.run()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,18 +241,3 @@ class BenchCompute(Measuring):
         shapes = tuple(Shape(width, *parse_batch(batch)) for width in self.widths for batch in self.batches)
         bench = ComputeBench(shapes, self.dtype, self.vocab_size, seconds=check_seconds(self.seconds))
         return self.measure(self.ranks or default_ranks(), measure_compute, bench, print_compute, plot_compute)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Measure this machine and save the results as its profile; or compare our strategies with PyTorch's own."""
-
-    what: Annotated[
-        Annotated[BenchCollectives, subcommand("collectives", prefix_name=False)]
-        | Annotated[BenchCompute, subcommand("compute", prefix_name=False)]
-        | Annotated[BenchStrategies, subcommand("strategies", prefix_name=False)],
-        tyro.conf.arg(name=""),
-    ]
-
-    def run(self) -> int:
-        return self.what.run()

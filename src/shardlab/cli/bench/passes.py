@@ -22,6 +22,62 @@ from shardlab.strategies.load import load
 from shardlab.train.launch.processes import RankFailed
 from shardlab.train.launch.ranks import run_ranks
 
+TOGETHER = "together"
+
+
+def passes_row(pair: StrategyPair, size: Size, ranks: int, turns: int) -> PassesRow:
+    """Choose a pair's passes, and time its program as it is written and after each of them."""
+    row = PassesRow(pair, size, why_not=pair.why_not(size, ranks))
+    if row.why_not:
+        return row
+    try:
+        its = load(pair.name), pair.job(size, ranks), pair.passes
+        passed, cluster = passed_here(*its, least=GAIN, lenient=True)
+        row = replace(row, passed=passed, device=cluster.device.name)
+        variants = [settled(row.helped[: count + 1]) for count in range(len(row.helped))]
+        if len(variants) == 1:
+            return row
+        timed = run_ranks(ranks, time_passes_rank, pair, size, variants, turns)
+    except (RankFailed, Refused, UserError) as error:
+        return replace(row, why_not=str(error), failed=True)
+    if not timed.agrees:
+        differ = f"losses differ by {timed.loss_error:.1e} of them, so no time counts"
+        return replace(row, why_not=differ, failed=True)
+    return replace(row, timed=timed)
+
+
+def settled_pair(pair: StrategyPair, size: Size, ranks: int) -> StrategyPair:
+    """A pair whose passes have the settings that help by this machine's prices; others are left out."""
+    if pair.passes == "none":
+        return pair
+    found, _ = passed_here(load(pair.name), pair.job(size, ranks), pair.passes, lenient=True)
+    return replace(pair, passes=settled(found))
+
+
+def print_passes(console: Console, rows: Sequence[PassesRow], ranks: int) -> None:
+    """All rows, size by size."""
+    for title, of_size in groupby(rows, lambda row: row.size.title(ranks)):
+        mine = list(of_size)
+        console.print(f"[bold]{title}[/]\n")
+        table = table_of("ours", "pass", "predicted", "measured", "middle half", words=2)
+        for row in mine:
+            for number, cells in enumerate(_cells(row)):
+                table.add_row("" if number else row.pair.name, *cells)
+        console.print(table, "")
+        for row in mine:
+            if row.why_not:
+                print_fact(console, row.pair.name, f"not timed: {row.why_not.splitlines()[-1]}", "yellow")
+            elif left := _left(row):
+                print_fact(console, row.pair.name, left)
+        console.print()
+    assumed = any(row.device == DEVICE for row in rows)
+    prices = "of cores that nobody has measured (shardlab bench does)" if assumed else "that shardlab bench measured"
+    console.print(
+        "[dim]gains: by how much of the step before it a pass makes it shorter\n"
+        f"predicted: by prices {prices}\n"
+        "measured: the median of steps beside each other, and what half of them lie between[/]"
+    )
+
 
 @dataclass(frozen=True)
 class PassesRow:
@@ -79,66 +135,6 @@ class PassesRow:
             **({"loss_error": self.timed.loss_error} if self.timed else {}),
             **({"turns": [side.seconds for side in self.timed.sides]} if self.timed else {}),
         }
-
-
-def passes_row(pair: StrategyPair, size: Size, ranks: int, turns: int) -> PassesRow:
-    """Choose a pair's passes, and time its program as it is written and after each of them."""
-    row = PassesRow(pair, size, why_not=pair.why_not(size, ranks))
-    if row.why_not:
-        return row
-    try:
-        its = load(pair.name), pair.job(size, ranks), pair.passes
-        passed, cluster = passed_here(*its, least=GAIN, lenient=True)
-        row = replace(row, passed=passed, device=cluster.device.name)
-        variants = [settled(row.helped[: count + 1]) for count in range(len(row.helped))]
-        if len(variants) == 1:
-            return row
-        timed = run_ranks(ranks, time_passes_rank, pair, size, variants, turns)
-    except (RankFailed, Refused, UserError) as error:
-        return replace(row, why_not=str(error), failed=True)
-    if not timed.agrees:
-        differ = f"losses differ by {timed.loss_error:.1e} of them, so no time counts"
-        return replace(row, why_not=differ, failed=True)
-    return replace(row, timed=timed)
-
-
-def settled_pair(pair: StrategyPair, size: Size, ranks: int) -> StrategyPair:
-    """A pair whose passes have the settings that help by this machine's prices; others are left out."""
-    if pair.passes == "none":
-        return pair
-    found, _ = passed_here(load(pair.name), pair.job(size, ranks), pair.passes, lenient=True)
-    return replace(pair, passes=settled(found))
-
-
-# Output of `shardlab bench strategies --each-pass`: each pass's gain, as predicted and as measured.
-
-
-TOGETHER = "together"
-
-
-def print_passes(console: Console, rows: Sequence[PassesRow], ranks: int) -> None:
-    """All rows, size by size."""
-    for title, of_size in groupby(rows, lambda row: row.size.title(ranks)):
-        mine = list(of_size)
-        console.print(f"[bold]{title}[/]\n")
-        table = table_of("ours", "pass", "predicted", "measured", "middle half", words=2)
-        for row in mine:
-            for number, cells in enumerate(_cells(row)):
-                table.add_row("" if number else row.pair.name, *cells)
-        console.print(table, "")
-        for row in mine:
-            if row.why_not:
-                print_fact(console, row.pair.name, f"not timed: {row.why_not.splitlines()[-1]}", "yellow")
-            elif left := _left(row):
-                print_fact(console, row.pair.name, left)
-        console.print()
-    assumed = any(row.device == DEVICE for row in rows)
-    prices = "of cores that nobody has measured (shardlab bench does)" if assumed else "that shardlab bench measured"
-    console.print(
-        "[dim]gains: by how much of the step before it a pass makes it shorter\n"
-        f"predicted: by prices {prices}\n"
-        "measured: the median of steps beside each other, and what half of them lie between[/]"
-    )
 
 
 def _left(row: PassesRow) -> str:

@@ -27,9 +27,100 @@ from shardlab.measure.profile import crowds
 from shardlab.measure.side_by_side.results import PairRow
 
 GIGA = 1e9
+
 MICRO = 1e-6
 
 PASSES = ("forward", "backward", "backward_input", "backward_weight", "update")
+
+MILLI = 1e-3
+
+
+def print_collectives(points: Sequence[Point], verbose: bool = False, console: Console | None = None) -> None:
+    """A row for each collective: its time at both ends, its bandwidth, and latency and bandwidth of the fitted line."""
+    console = console or stdout_console()
+    measured = [point for point in points if isinstance(point, CollectivePoint)]
+    beside = [point for point in points if isinstance(point, OverlapPoint)]
+    fits = fit_lines(points)
+    if verbose:
+        print_sizes(console, measured)
+        print_overlap(console, beside)
+    sizes = sorted({point.bytes for point in measured if point.bytes} or {0})
+    ends = list(dict.fromkeys(size_text(size) for size in (sizes[0], sizes[-1])))
+    for ranks in sorted({point.ranks for point in measured}):
+        times = [f"us at {end}" for end in ends]
+        table = table_of(f"{ranks} ranks", *times, "bus GB/s", "latency us", "GB/s", "error", "hidden", gap=1)
+        for kind in dict.fromkeys(point.kind for point in measured if point.ranks == ranks):
+            mine = [point for point in measured if (point.kind, point.ranks) == (kind, ranks)]
+            hidden = [point.overlap for point in beside if (point.kind, point.ranks) == (kind, ranks)]
+            overlap = hidden_text(median(hidden)) if hidden else "-"
+            table.add_row(kind, *_times(mine, len(times)), *_line(fits.get((kind, ranks))), overlap)
+        console.print(table)
+        console.print()
+    print_fact(console, "us, bus GB/s", f"called alone; bandwidth at {ends[-1]}, as nccl-tests reckons it")
+    print_fact(console, "latency, GB/s", "of the line through what it adds to a step at each size; the profile has it")
+    print_fact(console, "error", "half of the sizes are nearer to that line than this")
+    if beside:
+        text = "of what could be, beside compute (median over sizes); none: they slow each other down"
+        print_fact(console, "hidden", text)
+    wrong = [point for point in measured if point.wrong]
+    for point in wrong:
+        text = f"{point.wrong} elements of {point.kind} among {point.ranks} ranks at {size_text(point.bytes)}"
+        print_fact(console, "wrong", text, "bold red")
+    if not wrong:
+        print_fact(console, "results", "right at every size")
+    _print_doubts(console, fits)
+
+
+def print_compute(points: Sequence[Point], verbose: bool = False, console: Console | None = None) -> None:
+    """Layers at the largest size, as a share of the peak; the peaks; how well the fitted kernels tell the timings."""
+    console = console or stdout_console()
+    peaks = {(point.dtype, point.processes): point for point in points if isinstance(point, PeakPoint)}
+    groups = crowds(points)
+    if verbose:
+        for layers in groups:
+            print_layers(console, layers, peaks)
+            print_rates(console, layers)
+    elif groups:
+        largest = max(groups[0], key=lambda point: (point.width, point.rows * point.tokens))
+        shape = (largest.width, largest.rows, largest.tokens)
+        print_layers(console, [p for p in groups[0] if (p.width, p.rows, p.tokens) == shape], peaks)
+    for peak in peaks.values():
+        threads = "" if peak.threads == 1 else f" on {peak.threads} threads"
+        found = f"{peak.flops / GIGA:,.1f} GFLOP/s each, {peak.processes} at once{threads}, in {peak.dtype}"
+        print_fact(console, "peak", f"{found}: the fastest product of matrices, {peak.size} x {peak.size}")
+    for layers in groups:
+        errors = rate_errors(layers, fit_kernels(layers))
+        half = f"of {errors.points} timings half are within {errors.median:.0%} of it"
+        text = f"{layers[0].processes} at once: {half}, the worst is {errors.worst:.0%} off"
+        print_fact(console, "fit", text)
+    counted = [point for point in points if isinstance(point, LayerPoint) and point.flops]
+    over = [point for point in counted if point.flops > 1.05 * point.seconds * _peak_of(point, peaks)]
+    if over:
+        text = "faster than the peak, because the machine was busy when the peak was measured; measure again"
+        print_fact(console, "doubtful", f"{len(over)} timings are {text}", "yellow")
+
+
+def print_rows(console: Console, rows: Sequence[PairRow], ranks: int) -> None:
+    """All rows, size by size; what was not compared is said below."""
+    for title, of_size in groupby(rows, lambda row: row.size.title(ranks)):
+        mine = list(of_size)
+        console.print(f"[bold]{title}[/]\n")
+        if any(row.compared for row in mine):
+            _print_ratios(console, mine)
+            _print_parts(console, mine)
+            _print_passes(console, mine)
+        missing = [row for row in mine if row.compared is None]
+        for row in missing:
+            print_fact(console, row.pair.name, f"not compared: {row.why_not.splitlines()[-1]}", "yellow")
+        if missing:
+            console.print()
+    console.print(
+        "[dim]time, memory: ours over PyTorch's; middle half: of the ratios of neighbours\n"
+        "memory: the most bytes of storages in a step, parameters and all\n"
+        "floor: a rank's share in plain PyTorch, without communication\n"
+        "compute: the floor's; overhead: how much longer a rank's thread has a core;\n"
+        "waiting: it has none[/]"
+    )
 
 
 def print_sizes(console: Console, measured: Sequence[CollectivePoint]) -> None:
@@ -123,42 +214,6 @@ def _errors(errors: FitErrors) -> tuple[str, str, str]:
     return str(errors.points), f"{errors.median:.0%}", f"{errors.worst:.0%}"
 
 
-def print_collectives(points: Sequence[Point], verbose: bool = False, console: Console | None = None) -> None:
-    """A row for each collective: its time at both ends, its bandwidth, and latency and bandwidth of the fitted line."""
-    console = console or stdout_console()
-    measured = [point for point in points if isinstance(point, CollectivePoint)]
-    beside = [point for point in points if isinstance(point, OverlapPoint)]
-    fits = fit_lines(points)
-    if verbose:
-        print_sizes(console, measured)
-        print_overlap(console, beside)
-    sizes = sorted({point.bytes for point in measured if point.bytes} or {0})
-    ends = list(dict.fromkeys(size_text(size) for size in (sizes[0], sizes[-1])))
-    for ranks in sorted({point.ranks for point in measured}):
-        times = [f"us at {end}" for end in ends]
-        table = table_of(f"{ranks} ranks", *times, "bus GB/s", "latency us", "GB/s", "error", "hidden", gap=1)
-        for kind in dict.fromkeys(point.kind for point in measured if point.ranks == ranks):
-            mine = [point for point in measured if (point.kind, point.ranks) == (kind, ranks)]
-            hidden = [point.overlap for point in beside if (point.kind, point.ranks) == (kind, ranks)]
-            overlap = hidden_text(median(hidden)) if hidden else "-"
-            table.add_row(kind, *_times(mine, len(times)), *_line(fits.get((kind, ranks))), overlap)
-        console.print(table)
-        console.print()
-    print_fact(console, "us, bus GB/s", f"called alone; bandwidth at {ends[-1]}, as nccl-tests reckons it")
-    print_fact(console, "latency, GB/s", "of the line through what it adds to a step at each size; the profile has it")
-    print_fact(console, "error", "half of the sizes are nearer to that line than this")
-    if beside:
-        text = "of what could be, beside compute (median over sizes); none: they slow each other down"
-        print_fact(console, "hidden", text)
-    wrong = [point for point in measured if point.wrong]
-    for point in wrong:
-        text = f"{point.wrong} elements of {point.kind} among {point.ranks} ranks at {size_text(point.bytes)}"
-        print_fact(console, "wrong", text, "bold red")
-    if not wrong:
-        print_fact(console, "results", "right at every size")
-    _print_doubts(console, fits)
-
-
 def _times(points: Sequence[CollectivePoint], count: int) -> list[str]:
     """Microseconds at the smallest and the largest size, and the bus bandwidth there."""
     first, last = points[0], points[-1]
@@ -184,67 +239,9 @@ def _print_doubts(console: Console, fits: dict[tuple[str, int], FittedLine]) -> 
         print_fact(console, "doubtful", f"{', '.join(doubted)}: {reason}", "yellow")
 
 
-def print_compute(points: Sequence[Point], verbose: bool = False, console: Console | None = None) -> None:
-    """Layers at the largest size, as a share of the peak; the peaks; how well the fitted kernels tell the timings."""
-    console = console or stdout_console()
-    peaks = {(point.dtype, point.processes): point for point in points if isinstance(point, PeakPoint)}
-    groups = crowds(points)
-    if verbose:
-        for layers in groups:
-            print_layers(console, layers, peaks)
-            print_rates(console, layers)
-    elif groups:
-        largest = max(groups[0], key=lambda point: (point.width, point.rows * point.tokens))
-        shape = (largest.width, largest.rows, largest.tokens)
-        print_layers(console, [p for p in groups[0] if (p.width, p.rows, p.tokens) == shape], peaks)
-    for peak in peaks.values():
-        threads = "" if peak.threads == 1 else f" on {peak.threads} threads"
-        found = f"{peak.flops / GIGA:,.1f} GFLOP/s each, {peak.processes} at once{threads}, in {peak.dtype}"
-        print_fact(console, "peak", f"{found}: the fastest product of matrices, {peak.size} x {peak.size}")
-    for layers in groups:
-        errors = rate_errors(layers, fit_kernels(layers))
-        half = f"of {errors.points} timings half are within {errors.median:.0%} of it"
-        text = f"{layers[0].processes} at once: {half}, the worst is {errors.worst:.0%} off"
-        print_fact(console, "fit", text)
-    counted = [point for point in points if isinstance(point, LayerPoint) and point.flops]
-    over = [point for point in counted if point.flops > 1.05 * point.seconds * _peak_of(point, peaks)]
-    if over:
-        text = "faster than the peak, because the machine was busy when the peak was measured; measure again"
-        print_fact(console, "doubtful", f"{len(over)} timings are {text}", "yellow")
-
-
 def _peak_of(point: LayerPoint, peaks: dict[tuple[str, int], PeakPoint]) -> float:
     peak = peaks.get((point.dtype, point.processes))
     return peak.flops if peak else float("inf")
-
-
-# Output of `shardlab bench strategies`: for each size, ratios, and where the time of a step goes.
-
-
-MILLI = 1e-3
-
-
-def print_rows(console: Console, rows: Sequence[PairRow], ranks: int) -> None:
-    """All rows, size by size; what was not compared is said below."""
-    for title, of_size in groupby(rows, lambda row: row.size.title(ranks)):
-        mine = list(of_size)
-        console.print(f"[bold]{title}[/]\n")
-        if any(row.compared for row in mine):
-            _print_ratios(console, mine)
-            _print_parts(console, mine)
-            _print_passes(console, mine)
-        missing = [row for row in mine if row.compared is None]
-        for row in missing:
-            print_fact(console, row.pair.name, f"not compared: {row.why_not.splitlines()[-1]}", "yellow")
-        if missing:
-            console.print()
-    console.print(
-        "[dim]time, memory: ours over PyTorch's; middle half: of the ratios of neighbours\n"
-        "memory: the most bytes of storages in a step, parameters and all\n"
-        "floor: a rank's share in plain PyTorch, without communication\n"
-        "compute: the floor's; overhead: how much longer a rank's thread has a core;\n"
-        "waiting: it has none[/]"
-    )
 
 
 def _print_ratios(console: Console, rows: Sequence[PairRow]) -> None:

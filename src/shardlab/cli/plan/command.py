@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from shardlab.planner.results import Found
     from shardlab.planner.search import Told
 
-
 ELSEWHERE = {
     "--plan": "--plan gives a complete plan, but this command searches for one; leave it out, or give it to simulate",
     **{
@@ -42,6 +41,9 @@ ELSEWHERE = {
     "it out, or give it to simulate",
 }
 """Sentences for options of other commands that are none of this one."""
+
+REFRESHED = 0.1
+"""Seconds after which a search's progress is shown anew."""
 
 
 @dataclass(frozen=True)
@@ -285,13 +287,6 @@ class PlanCommand:
         same = f"{self._rerun()} --global-batch {problem.sequences} --precision {precisions} {problem.limits}"
         before = shlex.join(map(str, self.measured))
         return " ".join(["shardlab plan", *same.split(), "--measured", *([before] if before else [])])
-
-
-# Line of a search's progress, live on a terminal.
-
-
-REFRESHED = 0.1
-"""Seconds after which a search's progress is shown anew."""
 
 
 class SearchLine:

@@ -35,9 +35,14 @@ if TYPE_CHECKING:
     from shardlab.planner.problem import Problem
     from shardlab.planner.results import Found
 
-
 STEPS = 13
 """Steps of a run: three that do not count, and ten of which the median does."""
+
+SECONDS = "measured_seconds"
+"""The field that whoever ran an experiment adds to its JSON: a number, or "out of memory"."""
+
+OUT_OF_MEMORY = re.compile("out of memory|[Cc]an(no|')t allocate memory|MemoryError")
+"""Why a run ended that ran out of memory: as torch says it of a GPU or a CPU, Python, or who saw a rank killed."""
 
 
 def commands(experiments: list[Experiment], problem: Problem, words: str) -> list[tuple[str, Path]]:
@@ -53,15 +58,6 @@ def commands(experiments: list[Experiment], problem: Problem, words: str) -> lis
         (train_command(problem, each, words, run=f"--steps {STEPS} --out {folder}", name=folder.name), folder)
         for each, folder in named
     ]
-
-
-def _free(parent: Path) -> Iterator[Path]:
-    """Folders `parent/measure-N` that are not there, in order."""
-    number = 0
-    while True:
-        number += 1
-        if not (path := parent / f"measure-{number}").exists():
-            yield path
 
 
 def experiments_as_json(
@@ -162,16 +158,6 @@ def how_sure(choice: PlanChoice) -> str:
     return f"{now}; plans that are closer are as good as equal"
 
 
-# Measured steps for `shardlab plan --measured`: of runs' folders, and of the JSON that `plan --measure` prints.
-
-
-SECONDS = "measured_seconds"
-"""The field that whoever ran an experiment adds to its JSON: a number, or "out of memory"."""
-
-OUT_OF_MEMORY = re.compile("out of memory|[Cc]an(no|')t allocate memory|MemoryError")
-"""Why a run ended that ran out of memory: as torch says it of a GPU or a CPU, Python, or who saw a rank killed."""
-
-
 def read_measured(paths: Sequence[Path], problem: Problem, model: str, cluster: str) -> list[MeasuredStep]:
     """Read the steps that some files and folders have of a problem's plans.
 
@@ -189,6 +175,15 @@ def read_measured(paths: Sequence[Path], problem: Problem, model: str, cluster: 
             raise UserError(f"--measured {path}: no such file or folder; give the folder of a run, or RESULTS.json")
         found += _of_folder(path, problem, model, cluster) if path.is_dir() else _of_file(path, problem, model, cluster)
     return found
+
+
+def _free(parent: Path) -> Iterator[Path]:
+    """Folders `parent/measure-N` that are not there, in order."""
+    number = 0
+    while True:
+        number += 1
+        if not (path := parent / f"measure-{number}").exists():
+            yield path
 
 
 def _of_folder(path: Path, problem: Problem, model: str, cluster: str) -> Iterator[MeasuredStep]:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from shardlab.planner.results import PlanOutcome
     from shardlab.planner.workers import Answer, Change
 
-
 PATH = "what the step waits for, one after the other: of a message and the compute beside it, only what ends last"
 """Why a critical path has less compute than the step."""
 
@@ -40,6 +39,25 @@ HELPS: dict[Change, str] = {
     "links": "twice the bandwidth between nodes",
     "batch": "twice the batch",
 }
+
+WIDE = 80
+"""Columns of a terminal in which families, and what limits them, need no second line."""
+
+WORDS = 0.4
+"""Share of the line that an alternative's name has at most, before what it would cost."""
+
+BAR = 40
+"""Characters of the memory's bar."""
+
+SIGNS = {
+    "parameters": "P",
+    "gradients": "G",
+    "optimizer": "O",
+    "activations": "A",
+    "gathered": "g",
+    "communication": "c",
+}
+"""A letter of the bar for each category of memory; what else is held is `+`."""
 
 
 def print_choice(
@@ -104,25 +122,56 @@ def print_explained(
     _print_end(choice, commands, out, console)
 
 
-def _print_end(choice: PlanChoice, commands: Mapping[str, str], out: Path | None, console: Console) -> None:
-    """The commands that run the plan, what was searched, and the file that was written."""
-    console.print()
-    for what, command in commands.items():
-        console.print(Text.assemble((f"{what} it".ljust(INDENT), "dim"), command), soft_wrap=True)
-    print_fact(console, "searched", searched(choice))
-    if choice.missed:
-        print_fact(console, "left out", f"as time was up: {choice.missed}; give more --seconds")
-    if out is not None:
-        print_path(console, "written to", out)
-
-
-def _print_helps(choice: PlanChoice, console: Console) -> None:
-    kept = [f"{HELPS[change]} {gain:+.1%}" for change, gain in choice.helps.items() if change != "memory"]
-    words = [f"{' and '.join(kept)} tokens/s with this very plan"] if kept else []
-    gain = choice.helps.get("memory")
-    anew = "was not searched to the end" if gain is None else f"less than +{NOTABLE:.0%}" if gain < NOTABLE else ""
-    words.append(f"{HELPS['memory']}, planned anew, {anew or f'{gain:+.1%}'}")
-    print_fact(console, "would help", "; ".join(words))
+def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str, str], top: int) -> dict[str, Any]:
+    """Describe all of it; arguments as of `print_choice`."""
+    problem, found = choice.problem, choice.found
+    tokens, workload = problem.tokens, problem.workload(choice.best.candidate)
+    return {
+        "model": model,
+        "cluster": cluster,
+        "recipe": problem.recipe.name,
+        "global_batch": problem.sequences,
+        "tokens": tokens,
+        "device_memory": problem.cluster.device.memory,
+        "chosen": {**_outcome(problem, choice.best), **_shares(choice.answer)},
+        "commands": dict(commands),
+        "families": [{**_outcome(problem, outcome), **_shares(answer)} for outcome, answer in choice.families],
+        "decisions": [vars(decision) for decision in decisions(choice)],
+        "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1 : top + 1]],
+        "error_on_published_runs": vars(choice.sure),
+        "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
+        "measured": measured_as_json(choice.beliefs) if choice.beliefs and choice.beliefs.measured else None,
+        "critical_path": choice.path,
+        "alternatives": [
+            {
+                "choice": each.choice,
+                **_candidate(problem, each.candidate),
+                **_forecast(problem, each.answer),
+                "text": sentence(each, choice.answer, problem),
+            }
+            for each in choice.alternatives
+            if each.answer is not None
+        ],
+        "does_not_fit": [
+            {
+                "family": name,
+                "bytes_at_least": bytes,
+                "bytes_too_many": bytes - problem.room,
+                **_candidate(problem, candidate),
+            }
+            for name, (bytes, candidate) in found.misses().items()
+        ],
+        "would_help": choice.helps,
+        "searched": {
+            **found.space,
+            "simulated": len(found.outcomes),
+            "refused": len(found.refused),
+            "seconds": found.seconds,
+            "complete": found.left is None,
+            "floor_of_the_rest": found.left,
+            "left_out": choice.missed,
+        },
+    }
 
 
 def searched(choice: PlanChoice) -> str:
@@ -144,16 +193,6 @@ def searched(choice: PlanChoice) -> str:
         f"{seconds_text(least)} instead of {seconds_text(chosen)}, {1 - least / chosen:.0%} less: give "
         "more --seconds"
     )
-
-
-# Tables of a planner's choice: the best of each family, runners-up, alternatives, and what does not fit.
-
-
-WIDE = 80
-"""Columns of a terminal in which families, and what limits them, need no second line."""
-
-WORDS = 0.4
-"""Share of the line that an alternative's name has at most, before what it would cost."""
 
 
 def print_families(choice: PlanChoice, console: Console) -> None:
@@ -224,23 +263,6 @@ def print_misses(choice: PlanChoice, console: Console) -> None:
         console.print(f"  {name}: at least {over} too many", highlight=False, soft_wrap=True)
 
 
-# Figures of a planner's choice: its step, speed and memory, and what its critical path is made of.
-
-
-BAR = 40
-"""Characters of the memory's bar."""
-
-SIGNS = {
-    "parameters": "P",
-    "gradients": "G",
-    "optimizer": "O",
-    "activations": "A",
-    "gathered": "g",
-    "communication": "c",
-}
-"""A letter of the bar for each category of memory; what else is held is `+`."""
-
-
 def figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
     """The chosen plan's figures, each with its name and words beside it."""
     problem, best = choice.problem, choice.best
@@ -275,59 +297,25 @@ def path_text(path: dict[str, float]) -> str:
     return ", ".join([*shown, *([f"others {rest:.1%}"] if rest >= 0.0005 else [])])
 
 
-# A planner's choice for other programs; in seconds, bytes and shares.
+def _print_end(choice: PlanChoice, commands: Mapping[str, str], out: Path | None, console: Console) -> None:
+    """The commands that run the plan, what was searched, and the file that was written."""
+    console.print()
+    for what, command in commands.items():
+        console.print(Text.assemble((f"{what} it".ljust(INDENT), "dim"), command), soft_wrap=True)
+    print_fact(console, "searched", searched(choice))
+    if choice.missed:
+        print_fact(console, "left out", f"as time was up: {choice.missed}; give more --seconds")
+    if out is not None:
+        print_path(console, "written to", out)
 
 
-def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str, str], top: int) -> dict[str, Any]:
-    """Describe all of it; arguments as of `print_choice`."""
-    problem, found = choice.problem, choice.found
-    tokens, workload = problem.tokens, problem.workload(choice.best.candidate)
-    return {
-        "model": model,
-        "cluster": cluster,
-        "recipe": problem.recipe.name,
-        "global_batch": problem.sequences,
-        "tokens": tokens,
-        "device_memory": problem.cluster.device.memory,
-        "chosen": {**_outcome(problem, choice.best), **_shares(choice.answer)},
-        "commands": dict(commands),
-        "families": [{**_outcome(problem, outcome), **_shares(answer)} for outcome, answer in choice.families],
-        "decisions": [vars(decision) for decision in decisions(choice)],
-        "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1 : top + 1]],
-        "error_on_published_runs": vars(choice.sure),
-        "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
-        "measured": measured_as_json(choice.beliefs) if choice.beliefs and choice.beliefs.measured else None,
-        "critical_path": choice.path,
-        "alternatives": [
-            {
-                "choice": each.choice,
-                **_candidate(problem, each.candidate),
-                **_forecast(problem, each.answer),
-                "text": sentence(each, choice.answer, problem),
-            }
-            for each in choice.alternatives
-            if each.answer is not None
-        ],
-        "does_not_fit": [
-            {
-                "family": name,
-                "bytes_at_least": bytes,
-                "bytes_too_many": bytes - problem.room,
-                **_candidate(problem, candidate),
-            }
-            for name, (bytes, candidate) in found.misses().items()
-        ],
-        "would_help": choice.helps,
-        "searched": {
-            **found.space,
-            "simulated": len(found.outcomes),
-            "refused": len(found.refused),
-            "seconds": found.seconds,
-            "complete": found.left is None,
-            "floor_of_the_rest": found.left,
-            "left_out": choice.missed,
-        },
-    }
+def _print_helps(choice: PlanChoice, console: Console) -> None:
+    kept = [f"{HELPS[change]} {gain:+.1%}" for change, gain in choice.helps.items() if change != "memory"]
+    words = [f"{' and '.join(kept)} tokens/s with this very plan"] if kept else []
+    gain = choice.helps.get("memory")
+    anew = "was not searched to the end" if gain is None else f"less than +{NOTABLE:.0%}" if gain < NOTABLE else ""
+    words.append(f"{HELPS['memory']}, planned anew, {anew or f'{gain:+.1%}'}")
+    print_fact(console, "would help", "; ".join(words))
 
 
 def _outcome(problem: Problem, outcome: PlanOutcome) -> dict[str, Any]:

@@ -240,20 +240,6 @@ class Simulate:
         return 0
 
 
-def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Costs, names: str) -> Timeline | None:
-    """What a plan that recomputes would be without, on the same layers: other ones are not to be compared with it.
-
-    Args:
-        names: passes that have rewritten it, and rewrite that one too.
-    """
-    program = proof.program
-    plan = entry.plan(program.ranks) if entry.plan else None
-    if plan is None or plan.recompute in ("none", ()):
-        return None
-    kept = trace(planned(replace(plan, recompute="none")), plan.mesh, program.sizes, program.microbatches)
-    return simulate(run_passes(check(kept), find_passes(names), Goal(costs))[-1].checked, costs)
-
-
 def as_json(
     entry: StrategyEntry, proof: Checked, timeline: Timeline, without: Timeline | None = None
 ) -> dict[str, Any]:
@@ -284,9 +270,6 @@ def as_json(
         "backends": proof.backends(),
         "drifts": [drift.as_dict() for drift in proof.drifts],
     }
-
-
-# Report of `shardlab simulate`: the figures, what the channel models say, and the timelines of the ranks.
 
 
 def print_report(
@@ -337,6 +320,27 @@ def sizes_text(checked: Checked) -> str:
     )
 
 
+def print_drifts(console: Console, checked: Checked) -> None:
+    """A warning for each kind of replicas that may drift; nothing if there are none."""
+    for drift in checked.drifts:
+        print_fact(console, "warning", "equal only up to rounding", "yellow")
+        print_fact(console, "", str(drift))
+
+
+def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Costs, names: str) -> Timeline | None:
+    """What a plan that recomputes would be without, on the same layers: other ones are not to be compared with it.
+
+    Args:
+        names: passes that have rewritten it, and rewrite that one too.
+    """
+    program = proof.program
+    plan = entry.plan(program.ranks) if entry.plan else None
+    if plan is None or plan.recompute in ("none", ()):
+        return None
+    kept = trace(planned(replace(plan, recompute="none")), plan.mesh, program.sizes, program.microbatches)
+    return simulate(run_passes(check(kept), find_passes(names), Goal(costs))[-1].checked, costs)
+
+
 def _frozen(checked: Checked) -> list[tuple[str, str, str]]:
     """The layers that are not trained, if there are any."""
     frozen = checked.frozen
@@ -366,13 +370,6 @@ def _print_figures(console: Console, checked: Checked, timeline: Timeline, witho
             print_fact(console, "", why)
     print_fact(console, "runs on", ", ".join(checked.backends()) or "no backend", "bold")
     print_drifts(console, checked)
-
-
-def print_drifts(console: Console, checked: Checked) -> None:
-    """A warning for each kind of replicas that may drift; nothing if there are none."""
-    for drift in checked.drifts:
-        print_fact(console, "warning", "equal only up to rounding", "yellow")
-        print_fact(console, "", str(drift))
 
 
 def _bubble(timeline: Timeline) -> list[tuple[str, str, str]]:

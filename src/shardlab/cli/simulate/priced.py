@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from shardlab.simulate.predict.memory import HeldMemory
     from shardlab.simulate.predict.workload import Workload
 
-
 MOST_CHECKED = 100_000
 """Ops on all ranks of a plan that is checked before it is priced: a matter of seconds."""
 
@@ -43,6 +42,12 @@ FLOPS_CONVENTION = (
     "products of matrices, forward and twice as many backward; attention as a whole square; "
     "nothing for what is computed again (Chowdhery et al. 2022, arXiv 2204.02311, appendix B)"
 )
+
+NAMED_STAGES = 4
+"""Stages of folded ranks that are named at most: the first ones and the last."""
+
+DRAWN_OPS = 200_000
+"""Ops of which a timeline is drawn in the terminal at most; more would take longer than the simulation."""
 
 
 @dataclass(frozen=True)
@@ -167,46 +172,6 @@ def price(
     return PricedStep(entry, workload, estimate, held, (model_name, cluster_name), not alike, notes, passed)
 
 
-def _runs(entry: StrategyEntry, proof: Checked, cluster: str) -> Checked:
-    """See that a program runs on a cluster's devices."""
-    if (why := proof.why_not("nccl")) is not None:
-        raise UserError(f"{entry.name} cannot be timed on {cluster}: {why}")
-    return proof
-
-
-def _require_few_ranks(entry: StrategyEntry, workload: Workload, cluster: str) -> None:
-    """Refuse what would take minutes before the simulation begins."""
-    mesh = workload.mesh
-    axis, size = max(mesh.sizes().items(), key=lambda item: item[1])
-    if entry.plan is not None:
-        if size > MOST_ALONG:
-            raise UserError(
-                f"{entry.name} on {cluster} has {size:,} ranks along {axis}, and at most {MOST_ALONG:,} along an axis "
-                "are simulated; take fewer devices, or a mesh of more axes"
-            )
-        return
-    at_least = 3 * workload.cut.layers * mesh.world // mesh.pp
-    if at_least > max_ops():
-        flag = axis.replace("_", "-")
-        raise UserError(
-            f"{entry.name} on {cluster} would trace {mesh.world:,} ranks one by one, {at_least:,} ops or more; a plan "
-            f"folds those that are alike: --{flag} {min(size, MOST_ALONG)}"
-        )
-
-
-def _useless_recompute(workload: Workload, estimate: Estimate) -> list[str]:
-    """Note that selective recomputation saves nothing, if the same plan without it takes no more memory."""
-    plan = workload.plan
-    if not isinstance(plan, Plan) or plan.recompute != "selective":
-        return []
-    if replace(workload, plan=replace(plan, recompute="none")).peak_bytes() > estimate.peak.bytes:
-        return []
-    return [
-        "--recompute selective saves no memory here, because attention scores are not stored anyway "
-        "(they are with dropout, or without a fused kernel); leave it out"
-    ]
-
-
 def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
     """List what a reader of the figures should know."""
     notes = list(map(str, estimate.traced.drifts)) if isinstance(estimate.traced, Checked) else []
@@ -219,18 +184,6 @@ def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
             "bench compute"
         )
     return notes
-
-
-def _ops_on_all_ranks(workload: Workload) -> int:
-    program = workload.traced.program
-    return sum(map(len, program.tapes)) * program.mesh.world // program.ranks
-
-
-def _ranks(strategy: str | None, layout: PlanOptions, size: int) -> int | None:
-    """The whole cluster, unless the strategy or the flags say how many ranks there are."""
-    named = any(getattr(layout, axis) for axis in AXES) or layout.plan is not None
-    alone = strategy is not None and load(strategy).ranks == 1
-    return None if named or alone else size
 
 
 def as_json(result: PricedStep) -> dict[str, Any]:
@@ -280,27 +233,6 @@ def as_json(result: PricedStep) -> dict[str, Any]:
     }
 
 
-def _peak(peak: Peak, ranks: range) -> dict[str, Any]:
-    return {
-        "rank": peak.rank,
-        "first_rank": ranks[0],
-        "last_rank": ranks[-1],
-        "bytes": peak.bytes,
-        "by_category": peak.by_category,
-        "cause": {"op": peak.op and peak.op.value, "layer": peak.layer, "part": peak.part, "text": peak.cause},
-    }
-
-
-# Report of a priced simulation, for a reader.
-
-
-NAMED_STAGES = 4
-"""Stages of folded ranks that are named at most: the first ones and the last."""
-
-DRAWN_OPS = 200_000
-"""Ops of which a timeline is drawn in the terminal at most; more would take longer than the simulation."""
-
-
 def print_priced(result: PricedStep, written: list[Path], console: Console | None = None) -> None:
     """Print all of it; `written` are the files that were made."""
     from shardlab.simulate.predict.memory_advice import assumed_figures
@@ -328,6 +260,69 @@ def print_priced(result: PricedStep, written: list[Path], console: Console | Non
         _print_ranks(console, result)
     for path in written:
         print_path(console, "written to", path)
+
+
+def _runs(entry: StrategyEntry, proof: Checked, cluster: str) -> Checked:
+    """See that a program runs on a cluster's devices."""
+    if (why := proof.why_not("nccl")) is not None:
+        raise UserError(f"{entry.name} cannot be timed on {cluster}: {why}")
+    return proof
+
+
+def _require_few_ranks(entry: StrategyEntry, workload: Workload, cluster: str) -> None:
+    """Refuse what would take minutes before the simulation begins."""
+    mesh = workload.mesh
+    axis, size = max(mesh.sizes().items(), key=lambda item: item[1])
+    if entry.plan is not None:
+        if size > MOST_ALONG:
+            raise UserError(
+                f"{entry.name} on {cluster} has {size:,} ranks along {axis}, and at most {MOST_ALONG:,} along an axis "
+                "are simulated; take fewer devices, or a mesh of more axes"
+            )
+        return
+    at_least = 3 * workload.cut.layers * mesh.world // mesh.pp
+    if at_least > max_ops():
+        flag = axis.replace("_", "-")
+        raise UserError(
+            f"{entry.name} on {cluster} would trace {mesh.world:,} ranks one by one, {at_least:,} ops or more; a plan "
+            f"folds those that are alike: --{flag} {min(size, MOST_ALONG)}"
+        )
+
+
+def _useless_recompute(workload: Workload, estimate: Estimate) -> list[str]:
+    """Note that selective recomputation saves nothing, if the same plan without it takes no more memory."""
+    plan = workload.plan
+    if not isinstance(plan, Plan) or plan.recompute != "selective":
+        return []
+    if replace(workload, plan=replace(plan, recompute="none")).peak_bytes() > estimate.peak.bytes:
+        return []
+    return [
+        "--recompute selective saves no memory here, because attention scores are not stored anyway "
+        "(they are with dropout, or without a fused kernel); leave it out"
+    ]
+
+
+def _ops_on_all_ranks(workload: Workload) -> int:
+    program = workload.traced.program
+    return sum(map(len, program.tapes)) * program.mesh.world // program.ranks
+
+
+def _ranks(strategy: str | None, layout: PlanOptions, size: int) -> int | None:
+    """The whole cluster, unless the strategy or the flags say how many ranks there are."""
+    named = any(getattr(layout, axis) for axis in AXES) or layout.plan is not None
+    alone = strategy is not None and load(strategy).ranks == 1
+    return None if named or alone else size
+
+
+def _peak(peak: Peak, ranks: range) -> dict[str, Any]:
+    return {
+        "rank": peak.rank,
+        "first_rank": ranks[0],
+        "last_rank": ranks[-1],
+        "bytes": peak.bytes,
+        "by_category": peak.by_category,
+        "cause": {"op": peak.op and peak.op.value, "layer": peak.layer, "part": peak.part, "text": peak.cause},
+    }
 
 
 def _figures(result: PricedStep) -> list[tuple[str, str, str]]:

@@ -23,6 +23,124 @@ from shardlab.simulate.timeline.prices import rank_of
 
 Array = NDArray[np.float64]
 
+UNSEEN = 0.15
+"""A row shows something else than what is done for at most this share of its time."""
+
+MOST_STRETCHES = 3
+"""A step is shown whole in up to so many rows for each rank, and otherwise in so many parts."""
+
+ROUND = (1.0, 1.5, 2.0, 3.0, 5.0, 7.5)
+"""Lengths of a part, times a power of ten."""
+
+FINEST = 1e-6
+"""Smallest share of the step that a part has."""
+
+ALIKE = 0.01
+"""Times of two periods may differ by this share of one: prices of the same op are seldom the same to the last digit."""
+
+SHOWN_ROWS, SHOWN_RANKS = 20, 16
+"""Rows and ranks that are shown at most, evenly spaced; fewer ranks where one takes several rows."""
+
+WIDEST, NARROWEST = 120, 20
+"""Characters of a row; a wider terminal is left empty on the right."""
+
+MARGIN = 2
+"""Characters that are left empty on the right of a terminal that is not wider."""
+
+SIGNS = {kind: (kind.row.sign, HUES[kind.row.color].terminal) for kind in OpKind if kind not in BOOKKEEPING}
+"""Capital letters are compute, and small ones compute beside communication; other signs are communication."""
+
+IDLE, MIXED = ".", "~"
+
+MOST = 0.5
+"""A sign stands for what takes at least this share of its cell's time."""
+
+NAMED_SHARE = 0.01
+"""The legend names every kind of op that takes at least this share of some rank's time, shown in a row or not."""
+
+GAP = 3
+"""Blanks between two of the legend's entries."""
+
+TINY = 1e-9
+"""Rounding errors of shares."""
+
+SHOWN = 4
+"""Ranks of which each strip has a row at most, evenly spaced."""
+
+LABEL = 4
+"""Characters of a rank's number."""
+
+
+def print_timeline(
+    console: Console,
+    timeline: Timeline,
+    number_of: Callable[[int], int],
+    columns: Sequence[tuple[str, Sequence[str]]],
+    label: int,
+) -> None:
+    """Print the rows of a timeline and their legend.
+
+    Args:
+        number_of: the rank whose tape stands in a row of the timeline.
+        columns: what stands to the right of each rank's first row: a heading, and a text for each row of the timeline.
+        label: characters of a rank's number.
+    """
+    end = timeline.end
+    if not end:
+        return
+    right = sum(2 + len(heading) for heading, _ in columns)
+    width = min(WIDEST, max(NARROWEST, console.width - label - 2 - right - MARGIN))
+    ranks = [Activity(events, end) for events in timeline.events]
+    every = -(-len(ranks) // SHOWN_RANKS)
+    shown = whole_stretches(ranks[::every], end, width)
+    note = ""
+    if not shown:
+        steady = steady_state(timeline.events[::every], end)
+        shown = parts(ranks[::every], end, width, steady)
+        note = _parts_text(timeline, steady)
+    every = max(every, -(-len(ranks) * len(shown) // SHOWN_ROWS))
+    rows: list[Text] = []
+    for stretch in shown:
+        ends = [_time_text(timeline, moment, stretch.end - stretch.start) for moment in stretch]
+        headings = "".join(f"  {heading}" for heading, _ in columns) if not rows else ""
+        between = " " * max(1, width - sum(map(len, ends)))
+        console.print(Text(f"{'rank':>{label}}  {between.join(ends)}{headings}", "dim"), no_wrap=True)
+        for row in range(0, len(ranks), every):
+            cells = (f"  {texts[row]:>{len(heading)}}" for heading, texts in columns)
+            signs = rank_row(ranks[row], *stretch, width)
+            shares = "".join(cells) if stretch is shown[0] else ""
+            console.print(Text(f"{number_of(row):>{label}}  ") + signs + Text(shares), no_wrap=True)
+            rows.append(signs)
+    console.print(legend(rows, ranks, console.width))
+    if every > 1:
+        note = f"{note} Of {counted(len(ranks), 'rank')} one in {every} is shown."
+    if note:
+        console.print(note.strip(), style="dim")
+
+
+def print_strips(
+    timelines: Mapping[str, Timeline], time_text: Callable[[float], str], console: Console | None = None
+) -> None:
+    """Print a strip for each timeline, as long as its step, and what the signs mean; nothing if there are none."""
+    end = max((timeline.end for timeline in timelines.values()), default=0.0)
+    if not end:
+        return
+    console = console or stdout_console()
+    width = min(WIDEST, max(NARROWEST, console.width - LABEL - 2 - MARGIN))
+    rows: list[Text] = []
+    all_ranks: list[Activity] = []
+    for name, timeline in timelines.items():
+        console.print(Text.assemble((f"{'':{LABEL}}  {name}", "bold"), (f"  ends at {time_text(timeline.end)}", "dim")))
+        ranks = [Activity(events, timeline.end) for events in timeline.events]
+        cells = max(1, round(width * timeline.end / end))
+        for row in range(0, len(ranks), -(-len(ranks) // SHOWN)):
+            rows.append(rank_row(ranks[row], 0.0, timeline.end, cells))
+            number = rank_of(timeline.program, row)
+            console.print(Text(f"{number:>{LABEL}}  ") + rows[-1], no_wrap=True)
+        all_ranks += ranks
+    console.print(legend(rows, all_ranks, console.width))
+    console.print()
+
 
 class Shares(NamedTuple):
     """Shares of equally long cells of time that a rank spends on each thing.
@@ -110,25 +228,6 @@ class Activity:
         return np.concatenate([[0.0], np.cumsum(self._lengths * on)])
 
 
-# Stretches of a step that the rows of a timeline show, so that what they show is what is done.
-
-
-UNSEEN = 0.15
-"""A row shows something else than what is done for at most this share of its time."""
-
-MOST_STRETCHES = 3
-"""A step is shown whole in up to so many rows for each rank, and otherwise in so many parts."""
-
-ROUND = (1.0, 1.5, 2.0, 3.0, 5.0, 7.5)
-"""Lengths of a part, times a power of ten."""
-
-FINEST = 1e-6
-"""Smallest share of the step that a part has."""
-
-ALIKE = 0.01
-"""Times of two periods may differ by this share of one: prices of the same op are seldom the same to the last digit."""
-
-
 class Stretch(NamedTuple):
     """A part of a step, from one moment to another."""
 
@@ -174,22 +273,6 @@ def parts(ranks: Sequence[Activity], end: float, width: int, steady: Steady | No
     return shown
 
 
-def _is_seen(ranks: Sequence[Activity], stretches: Sequence[Stretch], width: int) -> bool:
-    return all(unseen(rank, *stretch, width) <= UNSEEN for rank in ranks for stretch in stretches)
-
-
-def _round_lengths(longest: float, shortest: float) -> list[float]:
-    """Round numbers from the longest to the shortest."""
-    power = 1.0
-    while power > shortest:
-        power /= 10
-    found: list[float] = []
-    while power <= longest:
-        found += [each * power for each in ROUND if shortest <= each * power <= longest]
-        power *= 10
-    return found[::-1]
-
-
 def steady_state(ranks: Sequence[Sequence[Event]], end: float) -> Steady | None:
     """The steady state of a step: the shortest period that all ranks repeat for at least half of it, if there is one.
 
@@ -207,128 +290,6 @@ def steady_state(ranks: Sequence[Sequence[Event]], end: float) -> Steady | None:
     return found if _lasts(found, end) else None
 
 
-def _lasts(steady: Steady, end: float) -> bool:
-    return steady.until - steady.since >= max(end / 2, 2 * steady.every)
-
-
-def _steady_of(events: Sequence[Event], end: float) -> Steady | None:
-    """The shortest period after which a rank computes the same on other microbatches, and from when until when."""
-    done = [event for event in events if event.kind not in COMMUNICATION and event.end > event.start]
-    starts = [event.start for event in done]
-    here = bisect_left(starts, end / 2)
-
-    def repeats(place: int, period: int, every: float) -> bool:
-        if not 0 <= place < len(done) - period:
-            return False
-        one, other = done[place], done[place + period]
-        alike = (one.kind, one.layer) == (other.kind, other.layer)
-        return alike and abs(other.start - one.start - every) <= ALIKE * every
-
-    for period in range(1, min(here, len(done) - here) + 1):
-        every = starts[here] - starts[here - period]
-        first = last = here - period
-        while every and repeats(first - 1, period, every):
-            first -= 1
-        while every and repeats(last, period, every):
-            last += 1
-        until = starts[last + period] if last + period < len(done) else done[-1].end
-        if _lasts(steady := Steady(every, starts[first], until), end):
-            return steady
-    return None
-
-
-# A timeline in a terminal or a pipe: a row of signs for each rank, whole or in parts, with what the signs mean.
-
-
-SHOWN_ROWS, SHOWN_RANKS = 20, 16
-"""Rows and ranks that are shown at most, evenly spaced; fewer ranks where one takes several rows."""
-
-WIDEST, NARROWEST = 120, 20
-"""Characters of a row; a wider terminal is left empty on the right."""
-
-MARGIN = 2
-"""Characters that are left empty on the right of a terminal that is not wider."""
-
-
-def print_timeline(
-    console: Console,
-    timeline: Timeline,
-    number_of: Callable[[int], int],
-    columns: Sequence[tuple[str, Sequence[str]]],
-    label: int,
-) -> None:
-    """Print the rows of a timeline and their legend.
-
-    Args:
-        number_of: the rank whose tape stands in a row of the timeline.
-        columns: what stands to the right of each rank's first row: a heading, and a text for each row of the timeline.
-        label: characters of a rank's number.
-    """
-    end = timeline.end
-    if not end:
-        return
-    right = sum(2 + len(heading) for heading, _ in columns)
-    width = min(WIDEST, max(NARROWEST, console.width - label - 2 - right - MARGIN))
-    ranks = [Activity(events, end) for events in timeline.events]
-    every = -(-len(ranks) // SHOWN_RANKS)
-    shown = whole_stretches(ranks[::every], end, width)
-    note = ""
-    if not shown:
-        steady = steady_state(timeline.events[::every], end)
-        shown = parts(ranks[::every], end, width, steady)
-        note = _parts_text(timeline, steady)
-    every = max(every, -(-len(ranks) * len(shown) // SHOWN_ROWS))
-    rows: list[Text] = []
-    for stretch in shown:
-        ends = [_time_text(timeline, moment, stretch.end - stretch.start) for moment in stretch]
-        headings = "".join(f"  {heading}" for heading, _ in columns) if not rows else ""
-        between = " " * max(1, width - sum(map(len, ends)))
-        console.print(Text(f"{'rank':>{label}}  {between.join(ends)}{headings}", "dim"), no_wrap=True)
-        for row in range(0, len(ranks), every):
-            cells = (f"  {texts[row]:>{len(heading)}}" for heading, texts in columns)
-            signs = rank_row(ranks[row], *stretch, width)
-            shares = "".join(cells) if stretch is shown[0] else ""
-            console.print(Text(f"{number_of(row):>{label}}  ") + signs + Text(shares), no_wrap=True)
-            rows.append(signs)
-    console.print(legend(rows, ranks, console.width))
-    if every > 1:
-        note = f"{note} Of {counted(len(ranks), 'rank')} one in {every} is shown."
-    if note:
-        console.print(note.strip(), style="dim")
-
-
-def _parts_text(timeline: Timeline, steady: Steady | None) -> str:
-    """Name the stretches that are shown of a step too long to be shown whole."""
-    text = "The beginning, the middle and the end of the step are shown"
-    if steady is None:
-        return f"{text}."
-    every, since, until = (_time_text(timeline, moment, steady.every) for moment in steady)
-    return f"{text}; from {since} to {until} it repeats itself every {every}."
-
-
-def _time_text(timeline: Timeline, moment: float, length: float) -> str:
-    """A moment, or a time, where so long a stretch is shown."""
-    return moment_text(moment, timeline.end, length) if timeline.in_seconds else f"{moment:.6g}"
-
-
-# A timeline in characters, for a terminal or a pipe.
-
-
-SIGNS = {kind: (kind.row.sign, HUES[kind.row.color].terminal) for kind in OpKind if kind not in BOOKKEEPING}
-"""Capital letters are compute, and small ones compute beside communication; other signs are communication."""
-
-IDLE, MIXED = ".", "~"
-
-MOST = 0.5
-"""A sign stands for what takes at least this share of its cell's time."""
-
-NAMED_SHARE = 0.01
-"""The legend names every kind of op that takes at least this share of some rank's time, shown in a row or not."""
-
-GAP = 3
-"""Blanks between two of the legend's entries."""
-
-
 def rank_row(activity: Activity, start: float, end: float, width: int) -> Text:
     """Row of signs for a rank between two moments; each shows what takes most of its cell, or that nothing does."""
     return _row(activity.shares(start, end, width))
@@ -340,27 +301,6 @@ def unseen(activity: Activity, start: float, end: float, width: int) -> float:
     every = [*shares.compute.values(), *shares.exposed.values(), shares.idle]
     most = np.max(every, axis=0)
     return float(1 - np.where(most >= MOST - TINY, most, 0.0).mean())
-
-
-TINY = 1e-9
-"""Rounding errors of shares."""
-
-
-def _row(shares: Shares) -> Text:
-    row = Text()
-    columns = {**shares.compute, **shares.exposed}
-    computing = sum(shares.compute.values(), np.zeros_like(shares.idle))
-    for cell, idle in enumerate(shares.idle):
-        kind = max(columns, key=lambda kind: columns[kind][cell], default=None)
-        if kind is not None and columns[kind][cell] >= MOST - TINY:
-            sign, color = SIGNS[kind]
-            beside = kind in shares.compute and shares.hidden[cell] >= MOST * computing[cell] - TINY
-            row.append(sign.lower() if beside else sign, color)
-        elif idle >= MOST - TINY:
-            row.append(IDLE, "dim")
-        else:
-            row.append(MIXED, "dim")
-    return row
 
 
 def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
@@ -397,6 +337,83 @@ def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
     return Text("\n").join(lines)
 
 
+def _is_seen(ranks: Sequence[Activity], stretches: Sequence[Stretch], width: int) -> bool:
+    return all(unseen(rank, *stretch, width) <= UNSEEN for rank in ranks for stretch in stretches)
+
+
+def _round_lengths(longest: float, shortest: float) -> list[float]:
+    """Round numbers from the longest to the shortest."""
+    power = 1.0
+    while power > shortest:
+        power /= 10
+    found: list[float] = []
+    while power <= longest:
+        found += [each * power for each in ROUND if shortest <= each * power <= longest]
+        power *= 10
+    return found[::-1]
+
+
+def _lasts(steady: Steady, end: float) -> bool:
+    return steady.until - steady.since >= max(end / 2, 2 * steady.every)
+
+
+def _steady_of(events: Sequence[Event], end: float) -> Steady | None:
+    """The shortest period after which a rank computes the same on other microbatches, and from when until when."""
+    done = [event for event in events if event.kind not in COMMUNICATION and event.end > event.start]
+    starts = [event.start for event in done]
+    here = bisect_left(starts, end / 2)
+
+    def repeats(place: int, period: int, every: float) -> bool:
+        if not 0 <= place < len(done) - period:
+            return False
+        one, other = done[place], done[place + period]
+        alike = (one.kind, one.layer) == (other.kind, other.layer)
+        return alike and abs(other.start - one.start - every) <= ALIKE * every
+
+    for period in range(1, min(here, len(done) - here) + 1):
+        every = starts[here] - starts[here - period]
+        first = last = here - period
+        while every and repeats(first - 1, period, every):
+            first -= 1
+        while every and repeats(last, period, every):
+            last += 1
+        until = starts[last + period] if last + period < len(done) else done[-1].end
+        if _lasts(steady := Steady(every, starts[first], until), end):
+            return steady
+    return None
+
+
+def _parts_text(timeline: Timeline, steady: Steady | None) -> str:
+    """Name the stretches that are shown of a step too long to be shown whole."""
+    text = "The beginning, the middle and the end of the step are shown"
+    if steady is None:
+        return f"{text}."
+    every, since, until = (_time_text(timeline, moment, steady.every) for moment in steady)
+    return f"{text}; from {since} to {until} it repeats itself every {every}."
+
+
+def _time_text(timeline: Timeline, moment: float, length: float) -> str:
+    """A moment, or a time, where so long a stretch is shown."""
+    return moment_text(moment, timeline.end, length) if timeline.in_seconds else f"{moment:.6g}"
+
+
+def _row(shares: Shares) -> Text:
+    row = Text()
+    columns = {**shares.compute, **shares.exposed}
+    computing = sum(shares.compute.values(), np.zeros_like(shares.idle))
+    for cell, idle in enumerate(shares.idle):
+        kind = max(columns, key=lambda kind: columns[kind][cell], default=None)
+        if kind is not None and columns[kind][cell] >= MOST - TINY:
+            sign, color = SIGNS[kind]
+            beside = kind in shares.compute and shares.hidden[cell] >= MOST * computing[cell] - TINY
+            row.append(sign.lower() if beside else sign, color)
+        elif idle >= MOST - TINY:
+            row.append(IDLE, "dim")
+        else:
+            row.append(MIXED, "dim")
+    return row
+
+
 def _meaning(sign: str, color: str, name: str, shares: Sequence[float]) -> Text:
     """`F forward 33%`, or `F forward 28-33%` or `F forward up to 1%` of ranks that differ."""
     low, high = (f"{share:.0%}" if share >= NAMED_SHARE or not share else "<1%" for share in (min(shares), max(shares)))
@@ -404,37 +421,3 @@ def _meaning(sign: str, color: str, name: str, shares: Sequence[float]) -> Text:
     if low != high:
         text = f"{low.removesuffix('%')}-{high}" if min(shares) >= NAMED_SHARE else f"up to {high}"
     return Text.assemble((sign, color), (f" {name} {text}", "dim"))
-
-
-# A step before the first pass and after each, one below the other on one axis of time.
-
-
-SHOWN = 4
-"""Ranks of which each strip has a row at most, evenly spaced."""
-
-LABEL = 4
-"""Characters of a rank's number."""
-
-
-def print_strips(
-    timelines: Mapping[str, Timeline], time_text: Callable[[float], str], console: Console | None = None
-) -> None:
-    """Print a strip for each timeline, as long as its step, and what the signs mean; nothing if there are none."""
-    end = max((timeline.end for timeline in timelines.values()), default=0.0)
-    if not end:
-        return
-    console = console or stdout_console()
-    width = min(WIDEST, max(NARROWEST, console.width - LABEL - 2 - MARGIN))
-    rows: list[Text] = []
-    all_ranks: list[Activity] = []
-    for name, timeline in timelines.items():
-        console.print(Text.assemble((f"{'':{LABEL}}  {name}", "bold"), (f"  ends at {time_text(timeline.end)}", "dim")))
-        ranks = [Activity(events, timeline.end) for events in timeline.events]
-        cells = max(1, round(width * timeline.end / end))
-        for row in range(0, len(ranks), -(-len(ranks) // SHOWN)):
-            rows.append(rank_row(ranks[row], 0.0, timeline.end, cells))
-            number = rank_of(timeline.program, row)
-            console.print(Text(f"{number:>{LABEL}}  ") + rows[-1], no_wrap=True)
-        all_ranks += ranks
-    console.print(legend(rows, all_ranks, console.width))
-    console.print()

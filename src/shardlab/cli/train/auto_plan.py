@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from shardlab.train.launch.ranks import Joining
     from shardlab.train.run import TrainingRun
 
-
 AUTO = Path("auto")
 """In the place of a plan's file."""
 
@@ -48,6 +47,9 @@ ENOUGH = 30.0
 
 START = 10.0
 """Seconds until their passes are chosen and their ranks have begun, about."""
+
+Prove = Callable[[StrategyEntry, "TrainingRun"], object]
+"""Sees that a run can be run under a strategy, or raises a UserError or Refused."""
 
 
 def planned_here(
@@ -116,6 +118,91 @@ def planned_before(layout: PlanOptions, sources: Sequence[ConfigSource], ranks: 
     return PlannedRuns([PlannedRun(entry, config, source, "the plan that it had")])
 
 
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run with one of its plans.
+
+    Attributes:
+        entry: the plan.
+        config: all that the run depends on.
+        cut: how the batch is cut into microbatches for it.
+        name: the plan in a few words.
+    """
+
+    entry: StrategyEntry
+    config: TrainingConfig
+    cut: ConfigSource
+    name: str
+
+
+@dataclass(frozen=True)
+class PlannedRuns:
+    """A run with each of the plans that may be its fastest.
+
+    Attributes:
+        runs: the one with the plan that is predicted fastest comes first.
+        seconds: for which they may take turns, about.
+    """
+
+    runs: Sequence[PlannedRun]
+    seconds: float = 0.0
+
+
+def fastest(planned: PlannedRuns, run: TrainingRun, prove: Prove, joining: Joining, *, tell: bool) -> PlannedRun:
+    """Find the plan whose steps are shortest, where all that the run can take have turns on its ranks, each after the
+    passes that help it.
+
+    Where ranks that are started here fail, for want of memory or by one of the plans, the one that is predicted fastest
+    is taken.
+
+    Args:
+        run: what is trained, whatever its plan.
+        prove: a plan that it refuses has no turn.
+        joining: how the ranks meet.
+        tell: whether to say what is run, and what it took.
+
+    Raises:
+        UserError: when a launcher's ranks do not meet.
+    """
+    from shardlab.train.launch.processes import RankFailed
+    from shardlab.train.launch.ranks import Named, run_ranks
+
+    jobs: list[Job] = []
+    running: list[PlannedRun] = []
+    for each in planned.runs:
+        entry = settled_here(each.entry, replace(run, config=each.config).job, timeout=run.config.train.timeout)
+        plan = replace(each.config.plan, strategy=entry.for_job(each.config.plan.ranks), passes=entry.passes)
+        its = replace(run, config=replace(each.config, plan=plan))
+        with suppress(UserError, Refused):
+            prove(entry, its)
+            running.append(each)
+            jobs.append(its.job)
+    if len(jobs) < 2:
+        return (*running, *planned.runs)[0]
+    if tell:
+        words = (
+            f"{counted(len(jobs), 'plan')} that may be the fastest are measured in turns, for about "
+            f"{planned.seconds:.0f} s"
+        )
+        print(f"shardlab: {words}", file=sys.stderr)
+    data, init = tuple(sources_of(run.config.data.data)), run.config.train.init
+    race = Race(seconds=planned.seconds, optimizer=run.config.optimizer, data=data, init=init)
+    race_rank = Named[list[float]]("shardlab.measure.side_by_side.sides", "race_rank")
+    try:
+        took = run_ranks(jobs[0].ranks, race_rank, jobs, race, joining=joining)
+    except (RankFailed, UserError) as error:
+        if find_launch_environment(os.environ) is not None:  # the others wait for this rank
+            raise
+        why = "; ".join(dict.fromkeys((str(error).splitlines()[0], str(error).splitlines()[-1])))
+        print(f"shardlab: plans were not measured ({why}); --plan auto chooses {running[0].name}", file=sys.stderr)
+        return running[0]
+    at = min(range(len(jobs)), key=lambda place: took[place])
+    if tell:
+        times = "; ".join(f"{each.name}: {seconds_text(its)}" for each, its in zip(running, took, strict=True))
+        print(f"shardlab: measured a step: {times}; --plan auto chooses {running[at].name}", file=sys.stderr)
+    return running[at]
+
+
 def _fixed(layout: PlanOptions) -> dict[str, Any]:
     """Fields of a plan and sizes of axes that flags give.
 
@@ -178,95 +265,3 @@ def _cluster(ranks: int | None) -> Cluster:
     from shardlab.execute.requirements import gpu_count
 
     return cluster_here(ranks or max(1, gpu_count())) or cluster_called("local", other_machine=False)
-
-
-# Planned runs in turns: of plans that may be the fastest, the one that is.
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run with one of its plans.
-
-    Attributes:
-        entry: the plan.
-        config: all that the run depends on.
-        cut: how the batch is cut into microbatches for it.
-        name: the plan in a few words.
-    """
-
-    entry: StrategyEntry
-    config: TrainingConfig
-    cut: ConfigSource
-    name: str
-
-
-@dataclass(frozen=True)
-class PlannedRuns:
-    """A run with each of the plans that may be its fastest.
-
-    Attributes:
-        runs: the one with the plan that is predicted fastest comes first.
-        seconds: for which they may take turns, about.
-    """
-
-    runs: Sequence[PlannedRun]
-    seconds: float = 0.0
-
-
-Prove = Callable[[StrategyEntry, "TrainingRun"], object]
-"""Sees that a run can be run under a strategy, or raises a UserError or Refused."""
-
-
-def fastest(planned: PlannedRuns, run: TrainingRun, prove: Prove, joining: Joining, *, tell: bool) -> PlannedRun:
-    """Find the plan whose steps are shortest, where all that the run can take have turns on its ranks, each after the
-    passes that help it.
-
-    Where ranks that are started here fail, for want of memory or by one of the plans, the one that is predicted fastest
-    is taken.
-
-    Args:
-        run: what is trained, whatever its plan.
-        prove: a plan that it refuses has no turn.
-        joining: how the ranks meet.
-        tell: whether to say what is run, and what it took.
-
-    Raises:
-        UserError: when a launcher's ranks do not meet.
-    """
-    from shardlab.train.launch.processes import RankFailed
-    from shardlab.train.launch.ranks import Named, run_ranks
-
-    jobs: list[Job] = []
-    running: list[PlannedRun] = []
-    for each in planned.runs:
-        entry = settled_here(each.entry, replace(run, config=each.config).job, timeout=run.config.train.timeout)
-        plan = replace(each.config.plan, strategy=entry.for_job(each.config.plan.ranks), passes=entry.passes)
-        its = replace(run, config=replace(each.config, plan=plan))
-        with suppress(UserError, Refused):
-            prove(entry, its)
-            running.append(each)
-            jobs.append(its.job)
-    if len(jobs) < 2:
-        return (*running, *planned.runs)[0]
-    if tell:
-        words = (
-            f"{counted(len(jobs), 'plan')} that may be the fastest are measured in turns, for about "
-            f"{planned.seconds:.0f} s"
-        )
-        print(f"shardlab: {words}", file=sys.stderr)
-    data, init = tuple(sources_of(run.config.data.data)), run.config.train.init
-    race = Race(seconds=planned.seconds, optimizer=run.config.optimizer, data=data, init=init)
-    race_rank = Named[list[float]]("shardlab.measure.side_by_side.sides", "race_rank")
-    try:
-        took = run_ranks(jobs[0].ranks, race_rank, jobs, race, joining=joining)
-    except (RankFailed, UserError) as error:
-        if find_launch_environment(os.environ) is not None:  # the others wait for this rank
-            raise
-        why = "; ".join(dict.fromkeys((str(error).splitlines()[0], str(error).splitlines()[-1])))
-        print(f"shardlab: plans were not measured ({why}); --plan auto chooses {running[0].name}", file=sys.stderr)
-        return running[0]
-    at = min(range(len(jobs)), key=lambda place: took[place])
-    if tell:
-        times = "; ".join(f"{each.name}: {seconds_text(its)}" for each, its in zip(running, took, strict=True))
-        print(f"shardlab: measured a step: {times}; --plan auto chooses {running[at].name}", file=sys.stderr)
-    return running[at]

@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from shardlab.train.job import Job
     from shardlab.train.run import TrainingRun
 
-
 MOST_TRIED = 400_000
 """Ops of rewritten programs that are checked and replayed at most, some 25 microseconds each; what is named with its
 setting is made in any case."""
+
+SURE_GAIN = 0.02
+"""The share of a step that a pass must gain by the machine's prices to be run where nobody has named any. Of those that
+gain less, some were measured to lose as much or more (docs/passes.md)."""
 
 
 def settled_here(
@@ -86,36 +89,6 @@ def settled_run(
     return entry, replace(run, config=replace(run.config, plan=plan))
 
 
-def _choice(entry: StrategyEntry, job: Job, others: Sequence[int], lenient: bool) -> str:
-    """The passes with their settings; where other numbers of microbatches take them too, those that all of these can.
-
-    Which layers `fuse-steps` carries may depend on the number, and all must find the weights that one has left.
-    """
-    names = entry.passes_on(job.ranks, UNSAID)
-    asked = named_passes(names)
-    if not asked or (all(each.setting for each in asked) and not lenient):
-        return names
-    try:
-        found, _ = passed_here(entry, job, names, lenient=lenient)
-        kept = {each.name for each in asked if each.by_name and not lenient}
-        if others:
-            found = [each for each in found if each.name != "fuse-steps" or each.name in kept]
-        for count in others:
-            there, _ = passed_here(entry, replace(job, microbatches=count), settled(found), lenient=True)
-            idle = {each.name for each in there if not each.applies} - kept
-            found = [each for each in found if each.name not in idle]
-    except (UserError, Refused):
-        return names  # every rank runs into the reason, where this one alone would leave the others waiting
-    if useless := useless_offload(found):
-        print(f"shardlab: {useless}", file=sys.stderr)
-    return settled(found)
-
-
-SURE_GAIN = 0.02
-"""The share of a step that a pass must gain by the machine's prices to be run where nobody has named any. Of those that
-gain less, some were measured to lose as much or more (docs/passes.md)."""
-
-
 def passed_here(
     entry: StrategyEntry, job: Job, names: str, *, least: float | None = None, lenient: bool = False
 ) -> tuple[list[Passed], Cluster]:
@@ -152,6 +125,31 @@ def passed_here(
         with suppress(UserError):
             return on(cluster, names), cluster
     return on(assumed, names if device_type(job.ranks) == "cpu" else _only_named(names)), assumed
+
+
+def _choice(entry: StrategyEntry, job: Job, others: Sequence[int], lenient: bool) -> str:
+    """The passes with their settings; where other numbers of microbatches take them too, those that all of these can.
+
+    Which layers `fuse-steps` carries may depend on the number, and all must find the weights that one has left.
+    """
+    names = entry.passes_on(job.ranks, UNSAID)
+    asked = named_passes(names)
+    if not asked or (all(each.setting for each in asked) and not lenient):
+        return names
+    try:
+        found, _ = passed_here(entry, job, names, lenient=lenient)
+        kept = {each.name for each in asked if each.by_name and not lenient}
+        if others:
+            found = [each for each in found if each.name != "fuse-steps" or each.name in kept]
+        for count in others:
+            there, _ = passed_here(entry, replace(job, microbatches=count), settled(found), lenient=True)
+            idle = {each.name for each in there if not each.applies} - kept
+            found = [each for each in found if each.name not in idle]
+    except (UserError, Refused):
+        return names  # every rank runs into the reason, where this one alone would leave the others waiting
+    if useless := useless_offload(found):
+        print(f"shardlab: {useless}", file=sys.stderr)
+    return settled(found)
 
 
 def _only_named(names: str) -> str:

@@ -54,22 +54,8 @@ if TYPE_CHECKING:
     from shardlab.train.run import Summary, TrainingRun
     from shardlab.train.steps import Callback
 
-
-@dataclass(frozen=True)
-class Caller:
-    """Command line or Python program that asks for a training.
-
-    Attributes:
-        command: text of the call, for the run's record.
-        callbacks: observers of the training beside its own.
-        in_python: whether failures are raised and the summary is returned, rather than printed.
-        summaries: takes the summary.
-    """
-
-    command: str
-    callbacks: Sequence[Callback] = ()
-    in_python: bool = False
-    summaries: list[Summary] = field(default_factory=list[Any])
+BY_NAME = {"model": "the model", "plan": "the plan"}
+"""What gives a field of these sections that no source has; other fields follow by a rule."""
 
 
 @dataclass(frozen=True)
@@ -404,7 +390,21 @@ class Train:
         print_counts(console, counts)
 
 
-# Whether a run has the steps that are to be looked at closely: traced, profiled, or both.
+@dataclass(frozen=True)
+class Caller:
+    """Command line or Python program that asks for a training.
+
+    Attributes:
+        command: text of the call, for the run's record.
+        callbacks: observers of the training beside its own.
+        in_python: whether failures are raised and the summary is returned, rather than printed.
+        summaries: takes the summary.
+    """
+
+    command: str
+    callbacks: Sequence[Callback] = ()
+    in_python: bool = False
+    summaries: list[Summary] = field(default_factory=list[Any])
 
 
 def want_looks(config: TrainingConfig, traced: int, *, resumed: bool) -> None:
@@ -440,9 +440,6 @@ def want_looks(config: TrainingConfig, traced: int, *, resumed: bool) -> None:
         raise UserError("--trace records the first steps of a run, which are already done; trace a new run")
 
 
-# What `shardlab train` says of a run that has ended.
-
-
 def print_summary(summary: Summary, config: TrainingConfig) -> None:
     """Print what a run came to, which files it has left, and a sample of its model."""
     model = config.model
@@ -463,13 +460,6 @@ def print_summary(summary: Summary, config: TrainingConfig) -> None:
     source = "a line of the validation text" if config.logging.prompt is None else "--prompt"
     console.print(f"\n[dim]The model continues {source}, {len(summary.prompt)} characters:[/]")
     console.print(Text.assemble((summary.prompt, "bold"), summary.sample.removeprefix(summary.prompt)))
-
-
-# A configuration as a table, and what a model counts, for `shardlab train`.
-
-
-BY_NAME = {"model": "the model", "plan": "the plan"}
-"""What gives a field of these sections that no source has; other fields follow by a rule."""
 
 
 def print_config(console: Console, config: TrainingConfig, sources: Sequence[ConfigSource], *, all: bool) -> None:

@@ -47,9 +47,6 @@ def of_first_rank(choose: Callable[[], str], timeout: float | None = None) -> st
     return together.exchange(found)[0]
 
 
-# Whether a host has room for what its ranks keep beside their devices, before any of them is started.
-
-
 def require_room(proof: Checked, ranks: Sequence[int]) -> None:
     """Refuse a program that keeps more in a place than is free there.
 
@@ -81,9 +78,6 @@ def free_room(place: str) -> tuple[int | None, str]:
     lines = told.read_text().splitlines() if told.exists() else []  # Linux alone has it
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
     return free, "this host's memory"
-
-
-# What a training should reach: its devices' peak, and the step time that is predicted.
 
 
 def cluster_here(ranks: int) -> Cluster | None:
