@@ -1,4 +1,10 @@
-"""A figure measured in inches from its top left corner, and its SVG: the same text on every machine."""
+"""Page, colours and looks: what all pictures are drawn with.
+
+A `Page` is a matplotlib figure whose coordinates are inches from its top left corner. Its SVG is the same text on every
+machine, so tests compare whole files. `Looks` gives each event of a timeline its `Paint`: the colour and hatch of its
+kind (see `shardlab.language.ops.HUES`), with the lightness of its model chunk or layer. `chunks_of` and `model_layer`
+translate a program's layers into the model chunks of a pipeline and the layers that a reader knows.
+"""
 
 # pyright: reportUnknownMemberType=false
 # matplotlib's own annotations leave **kwargs untyped.
@@ -29,10 +35,10 @@ from shardlab.language.ops import HUES, Color, ColorBy
 from shardlab.simulate.timeline import Event, Timeline
 
 _LONG = re.compile(r"(\.\d\d)\d+")
-"""Digits beyond a hundredth of a point, which are most of a large picture's bytes."""
+"""Digits beyond a hundredth of a point. Without them, a large picture has less than half of the bytes."""
 
 _CORNERS = re.compile(r"M (\S+) (\S+) \nL (\S+) \2 \nL \3 (\S+) \nL \1 \4 \nz")
-"""An upright box by its corners."""
+"""SVG path of an upright box, by its corners."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
@@ -64,27 +70,33 @@ STYLE: dict[Any, Any] = {
 PEAK = "#d55e00"
 
 Family = tuple[str, str]
-"""The darkest and the lightest of a pass's shades."""
+"""Darkest and lightest shade of a pass."""
 
 SHADES: dict[Color, Family] = {name: (hue.drawn, hue.lightest) for name, hue in HUES.items() if hue.lightest}
-"""The passes' colours."""
+"""Shades of the passes."""
 
 FORWARD, BACKWARD = SHADES["blue"], SHADES["orange"]
 
 BACKWARD_INPUT, BACKWARD_WEIGHT = SHADES["teal"], SHADES["green"]
 
 COLORS: dict[Color, str] = {name: hue.drawn for name, hue in HUES.items() if not hue.lightest}
-"""The colours of all other ops."""
+"""Colours of all other ops."""
 
 LOSS, OTHER = COLORS["brown"], COLORS["grey"]
-"""The loss, and compute that is no pass: sums of gradients, norms."""
+"""Colour of the loss, and of compute outside of a pass, such as sums of gradients and norms."""
 
 Chunks = list[dict[int, int]]
-"""Chunk, counted from 0, of each layer that a row of a timeline computes, for each row."""
+"""For each row of a timeline, the model chunk (from 0) of each layer that the row computes."""
 
 
 class Page:
-    """A white page; `ink` covers it all, in inches with y downwards."""
+    """White page with axes for its panels.
+
+    Attributes:
+        width, height: in inches.
+        figure: figure of matplotlib.
+        ink: axes that cover the page, in inches with y downwards.
+    """
 
     def __init__(self, width: float, height: float) -> None:
         self.width = width
@@ -97,16 +109,18 @@ class Page:
         self._texts: dict[tuple[str, str], list[str]] = defaultdict(list)
 
     def panel(self, box: Box) -> Axes:
-        """Axes that fill a box of the page."""
+        """Return new axes that fill a box of the page."""
         left, top, right, bottom = box
         place = (left / self.width, 1 - bottom / self.height, (right - left) / self.width, (bottom - top) / self.height)
         return self.figure.add_axes(place)
 
     def write(self, axes: Axes, place: tuple[float, float], text: str, size: float, color: str) -> None:
-        """Centre a text on a place of some axes, whose limits are set: small, since a picture has thousands.
+        """Write a text centred on a place of some axes, whose limits are set.
+
+        Such a text needs few bytes of SVG, because a picture has thousands of them.
 
         Args:
-            place: in the axes' own units.
+            place: centre of the text, in the units of the axes.
             size: in points.
         """
         x, y = axes.transData.transform(place) * 72 / self.figure.dpi
@@ -114,7 +128,7 @@ class Page:
         self._texts[f"{size:.1f}", color].append(f'<text x="{x:.1f}" y="{baseline:.1f}">{escape(text)}</text>')
 
     def svg(self) -> str:
-        """The page as an SVG document without a date."""
+        """Return the page as an SVG document without a date."""
         text = StringIO()
         FigureCanvasSVG(self.figure).print_svg(text, metadata={"Date": None, "Creator": "shardlab"})
         drawn = re.sub(r' d="[^"]*"', lambda path: _shorter(path[0]), text.getvalue())
@@ -129,7 +143,10 @@ class Page:
 
 @contextmanager
 def style() -> Generator[None, None, None]:
-    """Draw and save within this, so that a user's matplotlib settings neither change the picture nor are changed."""
+    """Set Shardlab's matplotlib style in this context.
+
+    A user's settings of matplotlib do not change the picture, and are restored afterwards.
+    """
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(STYLE)
@@ -139,7 +156,7 @@ def style() -> Generator[None, None, None]:
 def fill(
     axes: Axes, boxes: Iterable[Box], color: str, *, edge: str = "none", width: float = 0, hatch: str = ""
 ) -> None:
-    """Many boxes of one look as one path, so that a picture of 30 000 ops stays small."""
+    """Draw many boxes of one look as one path, so that a picture of 30 000 ops stays small."""
     vertices: list[tuple[float, float]] = []
     for left, top, right, bottom in boxes:
         vertices += [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
@@ -152,47 +169,51 @@ def fill(
 
 
 def fitting(text: str, width: float) -> float:
-    """The largest font size at which text fits into a width, both in points."""
+    """Return the largest font size at which a text fits into a width, both in points."""
     return (width - 1.5) / (len(text) * EM)
 
 
 @cache
 def shade(family: Family, place: float) -> str:
-    """A pass's shade, from its darkest at 0 to its lightest at 1."""
+    """Return a shade of a pass: the darkest at place 0, the lightest at place 1."""
     return mixed(*family, place)
 
 
 @cache
 def layer_color(layer: int, layers: int) -> str:
-    """Dark for the first layer, light for the last."""
+    """Return the colour of a layer, from dark for the first to light for the last.
+
+    The colours are those of viridis, whose order is visible with every kind of colour vision.
+    """
     place = 0.12 + 0.76 * (layer / (layers - 1) if layers > 1 else 0.35)
     return to_hex(mpl.colormaps["viridis"](place))
 
 
 def mixed(color: str, other: str, share: float) -> str:
-    """A colour with a share of another in it."""
+    """Mix a colour with a share of another one."""
     red, green, blue = (a * (1 - share) + b * share for a, b in zip(to_rgb(color), to_rgb(other), strict=True))
     return to_hex((red, green, blue))
 
 
 @cache
 def pale(color: str) -> str:
+    """Return a pale version of a colour."""
     return mixed(color, "#ffffff", 0.74)
 
 
 @cache
 def ink_on(color: str) -> str:
-    """Black or white, whichever reads better on a colour (relative luminance, WCAG 2)."""
+    """Return black or white, whichever has more contrast to a colour (relative luminance, WCAG 2)."""
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color))
     return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.207 else "#1b1f24"
 
 
 class Paint(NamedTuple):
-    """A look that many boxes share.
+    """Look that many boxes share.
 
     Attributes:
         color, hatch: of the whole box.
-        top, bottom: colours of stripes along its edges, if it has them.
+        top, bottom: colours of the stripes along its edges ("": no stripe).
     """
 
     color: str
@@ -202,12 +223,12 @@ class Paint(NamedTuple):
 
 
 class Looks:
-    """The looks of one timeline's boxes.
+    """Looks of the boxes of one timeline.
 
     Attributes:
-        by: what the colour tells first.
-        layers: how many the model has.
-        chunks: how many model chunks a rank of a pipeline has; 0 if the ranks are no pipeline.
+        by: meaning of the colour, the pass or the layer.
+        layers: number of layers of the model.
+        chunks: number of model chunks of each pipeline rank; 0 without a pipeline.
     """
 
     def __init__(self, timeline: Timeline, by: ColorBy) -> None:
@@ -220,11 +241,11 @@ class Looks:
         self.compute_paint = cache(self._compute_paint)
 
     def chunk(self, event: Event) -> int:
-        """The model chunk that an event is about; 0 if the ranks are no pipeline."""
+        """Return the model chunk of an event, or 0 without a pipeline."""
         return self._chunks[event.rank].get(event.layer, 0) if self._chunks else 0
 
     def paint(self, event: Event) -> Paint:
-        """The look of an event's box."""
+        """Return the look of an event's box."""
         row = event.kind.row
         if not row.part_of:
             return Paint(COLORS[row.color])
@@ -233,11 +254,11 @@ class Looks:
         return self.compute_paint(event.kind, self.chunk(event))
 
     def _compute_paint(self, kind: OpKind, place: int) -> Paint:
-        """The look of a pass through a layer of the model, or through a chunk of a pipeline's rank."""
+        """Return the look of a pass through a layer of the model, or through a model chunk of a pipeline rank."""
         hatch, family = kind.row.hatch, SHADES[kind.row.color]
         if self.by == "pass":
-            of = self.chunks or self.layers
-            return Paint(shade(family, place / (of - 1) if of > 1 else 0.2), hatch)
+            count = self.chunks or self.layers
+            return Paint(shade(family, place / (count - 1) if count > 1 else 0.2), hatch)
         color = layer_color(place, self.layers)
         if family == FORWARD:
             return Paint(color, hatch)
@@ -247,25 +268,29 @@ class Looks:
 
 
 def chunks_of(timeline: Timeline) -> Chunks | None:
-    """The chunks of a pipeline's ranks; None if all ranks compute the same layers, so that nothing is a pipeline."""
-    own = [sorted({e.layer for e in events if e.kind is OpKind.FORWARD}) for events in timeline.events]
-    if len({tuple(layers) for layers in own if layers}) <= 1:
+    """Return the model chunks of a pipeline's ranks, or None if all ranks compute the same layers."""
+    layers_of = [sorted({e.layer for e in events if e.kind is OpKind.FORWARD}) for events in timeline.events]
+    if len({tuple(layers) for layers in layers_of if layers}) <= 1:
         return None
-    runs = [_runs(layers) for layers in own]
+    runs = [_number_runs(layers) for layers in layers_of]
     most = max(max(each, default=0) for each in runs) + 1
-    return [dict(zip(layers, _spread(each, most), strict=True)) for layers, each in zip(own, runs, strict=True)]
+    return [
+        dict(zip(layers, _split_evenly(each, most), strict=True)) for layers, each in zip(layers_of, runs, strict=True)
+    ]
 
 
 def model_layer_count(sizes: Sizes) -> int:
-    """Layers of the model in a reader's words: a program may cut each into several."""
+    """Count the layers of the model as a reader counts them. A program may divide each of them into several."""
     if sizes.blocks:
         return len(sizes.blocks) - 1
     return len(_experts(sizes)) or sizes.layers
 
 
 def model_layer(sizes: Sizes, layer: int) -> int:
-    """Which of the model's layers a program's layer is part of; what stands before the first or after the last is
-    counted to it."""
+    """Return the layer of the model that contains a layer of the program.
+
+    Program layers before the first or after the last layer of the model count as part of it.
+    """
     if sizes.blocks:
         found = bisect_right(sizes.blocks, layer) - 1
     elif experts := _experts(sizes):
@@ -276,25 +301,28 @@ def model_layer(sizes: Sizes, layer: int) -> int:
 
 
 def _shorter(path: str) -> str:
-    """A path in fewer characters: no digit that cannot be seen, and boxes by their sides."""
+    """Return an SVG path in fewer characters: without invisible digits, and with boxes by their sides."""
     return _CORNERS.sub(r"M\1 \2H\3V\4H\1z", _LONG.sub(r"\1", path))
 
 
-def _runs(layers: list[int]) -> list[int]:
-    """Find for each layer the run of successive ones that it stands in."""
-    found = [0] * len(layers)
+def _number_runs(layers: list[int]) -> list[int]:
+    """Return for each layer the number of its run of successive layers."""
+    numbers = [0] * len(layers)
     for place, (one, other) in enumerate(pairwise(layers)):
-        found[place + 1] = found[place] + (other != one + 1)
-    return found
+        numbers[place + 1] = numbers[place] + (other != one + 1)
+    return numbers
 
 
-def _spread(runs: list[int], most: int) -> list[int]:
-    """The chunks of a rank whose last stages follow each other, as where a V turns: its layers in equal parts."""
+def _split_evenly(runs: list[int], most: int) -> list[int]:
+    """Return the chunks of a rank, in equal parts if it has fewer runs than others.
+
+    The last stages of a rank may be adjacent, as at the turn of a V schedule, so that they are one run of layers.
+    """
     if not runs or runs[-1] + 1 == most:
         return runs
     return [place * most // len(runs) for place in range(len(runs))]
 
 
 def _experts(sizes: Sizes) -> list[int]:
-    """The program's layers that are a mixture's experts, one of each of the model's."""
+    """List the program layers that are experts of a mixture. Each layer of the model has one."""
     return [number for number, layer in enumerate(sizes.signatures) if "expert" in layer.cut]

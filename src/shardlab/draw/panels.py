@@ -1,4 +1,9 @@
-"""Legend of a timeline: what its looks mean, in rows above it."""
+"""Panels of a page: lanes of boxes for each row, the memory below them, and the legend above them.
+
+- `draw_lanes` draws a `Panel`. Each of its rows has two lanes: compute, and below it communication in a thinner lane.
+- `draw_memory` draws the live memory of every rank as a step curve, and marks the peak.
+- `legend_items` lists the looks that occur in some panels, `flow` breaks them into lines, `draw_legend` draws them.
+"""
 
 # pyright: reportUnknownMemberType=false
 # matplotlib's own annotations leave **kwargs untyped.
@@ -47,41 +52,41 @@ ROW = 0.24
 SWATCH = (0.26, 0.15)
 
 NAMED_LAYERS = 12
-"""Layers up to which each gets a numbered swatch."""
+"""Largest number of layers with a numbered swatch for each."""
 
 USUAL = sorted(OpKind, key=lambda kind: (kind is not OpKind.FORWARD, kind is not OpKind.LOSS))
-"""Ops as they are usually met: as in their table, but the loss, which ends the forward passes, after these."""
+"""Ops in the order of the legend: that of their table, but with the loss after the forward pass, which it ends."""
 
 TOP, MIDDLE, BOTTOM = 0.09, 0.66, 0.91
-"""A row is 1 high: compute lies between the first two, communication between the last two."""
+"""Edges of the lanes in a row of height 1: compute between the first two, communication between the last two."""
 
 STRIPE = 0.3
-"""Share of a box's height that a stripe along its edge takes."""
+"""Height of a stripe along the edge of a box, as a share of the height of the box."""
 
 LINKED_ROWS = 32
-"""Rows up to which a line joins each send to its receive."""
+"""Largest number of rows of a picture with a line from each send to its receive."""
 
 LOSS_WIDTH = 0.025
-"""Inches; in unit costs the loss takes no time."""
+"""Least width of a loss in inches. In unit costs, the loss takes no time."""
 
 Boxes = dict[tuple[str, str, bool], list[Box]]
-"""The boxes of each colour and hatch, apart those without an edge."""
+"""Boxes by colour, hatch, and whether they are drawn without an edge."""
 
 NAMED_CURVES = 8
-"""Different curves up to which each is named beside the panel."""
+"""Largest number of different curves that are all named beside the panel."""
 
 KEY = (10.0, 24.0, 29.0)
-"""Points beside the panel at which a line of its key begins and ends, and its text begins."""
+"""Distances from the panel in points: begin and end of a line in its key, and begin of the text."""
 
 SEEN = 1.0
-"""Points: what is closer in time is one step to the eye."""
+"""Least distance in points of two steps that can be told apart."""
 
 Curve = tuple[tuple[float, int], ...]
-"""Times and the elements live from then on."""
+"""Step curve: pairs of a time and the number of elements that are live from then on."""
 
 
 class Item(NamedTuple):
-    """A word, and what draws its swatch into a box."""
+    """Entry of the legend: a text, and a function that draws its swatch into a box of the page."""
 
     text: str
     paint: Callable[[Page, Box], None]
@@ -89,7 +94,11 @@ class Item(NamedTuple):
 
 
 def legend_items(panels: Sequence[Panel], numbered: bool) -> list[Item]:
-    """List what occurs in these panels, in the usual order; `numbered` if boxes name their microbatches."""
+    """List the legend's entries for the looks that occur in some panels.
+
+    Args:
+        numbered: whether boxes have the numbers of their microbatches.
+    """
     looks = panels[0].looks
     drawn = {event.kind for panel in panels for row in panel.rows for event in row.events if _is_drawn(event)}
     seen = [kind for kind in USUAL if kind in drawn]
@@ -103,11 +112,11 @@ def legend_items(panels: Sequence[Panel], numbered: bool) -> list[Item]:
     items += _places(looks)
     if any(panel.detail is not Detail.OPS for panel in panels):
         items.append(Item("height: share of the time", _share))
-    return [*items, Item(f"microbatches{_whose(panels[0])}", _number)] if numbered else items
+    return [*items, Item(f"microbatches{_numbering_note(panels[0])}", _number)] if numbered else items
 
 
 def flow(items: list[Item], width: float) -> list[list[Item]]:
-    """The items in rows no wider than the page."""
+    """Break entries into lines that are at most `width` inches wide."""
     rows: list[list[Item]] = [[]]
     used = 0.0
     for item in items:
@@ -121,7 +130,7 @@ def flow(items: list[Item], width: float) -> list[list[Item]]:
 
 
 def draw_legend(page: Page, rows: list[list[Item]], left: float, top: float) -> None:
-    """Lay out the rows from a place on the page."""
+    """Draw the lines of a legend from a place on the page, in inches."""
     for number, row in enumerate(rows):
         x, middle = left, top + (number + 0.5) * ROW
         for item in row:
@@ -133,14 +142,14 @@ def draw_legend(page: Page, rows: list[list[Item]], left: float, top: float) -> 
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel: what is drawn between two moments.
+    """Rows of a timeline between two times, as they are drawn.
 
     Attributes:
-        rows: from the top.
-        start, end: of its time.
-        points: of a unit of time.
-        height: points of a row.
-        detail: what one box stands for.
+        rows: from top to bottom.
+        start, end: first and last time that is shown.
+        points: width of a unit of time, in points.
+        height: height of a row, in points.
+        detail: meaning of one box.
     """
 
     timeline: Timeline
@@ -161,21 +170,35 @@ class Panel:
         window: tuple[float, float],
         size: tuple[float, float],
     ) -> Panel:
-        """The rows between two moments, as finely as can be read; `size` is the width of all, and a row's height."""
+        """Return the panel of a window of time, in the finest detail that is legible.
+
+        Args:
+            window: first and last time.
+            size: width of the panel and height of a row, in inches.
+        """
         start, end = window
         points = size[0] * 72 / ((end - start) or 1.0)
         inside = [row._replace(events=[e for e in row.events if e.end >= start and e.start <= end]) for row in rows]
         return cls(timeline, inside, looks, start, end, points, size[1] * 72, detail_of(inside, looks, points))
 
     def text_size(self, text: str, width: float, height: float) -> float:
-        """Points of a text on a box of so much time and such a part of its row; 0 where it does not fit."""
+        """Return the font size in points at which a text fits on a box, or 0 if it does not fit.
+
+        Args:
+            width: width of the box, as a time.
+            height: height of the box, as a share of its row.
+        """
         height *= self.height
         size = min(9.0, 0.78 * height, fitting(text, width * self.points)) if text else 0.0
         return size if size >= min(5.2, 0.7 * height) else 0.0
 
 
 def draw_lanes(page: Page, axes: Axes, panel: Panel) -> bool:
-    """Draw a panel; labels are written where they fit. Whether any microbatch is named is returned."""
+    """Draw the rows of a panel, and the labels that fit.
+
+    Returns:
+        Whether a box has the number of its microbatch.
+    """
     rows = panel.rows
     axes.set_xlim(panel.start, panel.end or 1.0)
     axes.set_ylim(len(rows), 0)
@@ -209,7 +232,7 @@ def draw_lanes(page: Page, axes: Axes, panel: Panel) -> bool:
 
 
 def stripes(paint: Paint, box: Box) -> Iterator[tuple[str, Box]]:
-    """The stripes along a box's edges, each with its colour."""
+    """Yield the stripes along the edges of a box, each with its colour."""
     left, top, right, bottom = box
     width = STRIPE * (bottom - top)
     if paint.top:
@@ -219,7 +242,7 @@ def stripes(paint: Paint, box: Box) -> Iterator[tuple[str, Box]]:
 
 
 def messages(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
-    """Pair every send with its receive; one whose sender is not in the timeline is left out."""
+    """Yield each send with its receive, if both are in the timeline."""
     events = {(event.rank, event.op): event for row in timeline.events for event in row if event.kind in POINT_TO_POINT}
     for communication in timeline.communications:
         if communication.stream is Stream.MESSAGE:
@@ -229,10 +252,12 @@ def messages(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
 
 
 def draw_memory(axes: Axes, timeline: Timeline, rows: Sequence[Row], width: float) -> None:
-    """A step for every event; rows whose memory is the same share one curve, and of many rows some are drawn.
+    """Draw the live memory of the rows as step curves, with the peak.
+
+    Rows with the same memory share one curve. If there are many rows, five of them and a row with the peak are drawn.
 
     Args:
-        width: of the panel, in points.
+        width: width of the panel, in points.
     """
     peak = timeline.peak_memory
     peaks = [row for row in rows if timeline.peak_memory_by_rank[row.row] == peak]
@@ -260,31 +285,31 @@ def draw_memory(axes: Axes, timeline: Timeline, rows: Sequence[Row], width: floa
 
 
 def key_width(rows: Sequence[Row]) -> float:
-    """Inches beside the panel that its key needs."""
+    """Return the width in inches of the key beside the memory panel."""
     return (KEY[2] + 4.4 * (max(len(ranks_text(row.ranks)) for row in rows) + len(": 74.99 GiB  "))) / 72
 
 
 def curve(timeline: Timeline, rank: int) -> Curve:
-    """Memory in tape order: compute counts from its start, a communication from its issue, which may be earlier."""
+    """Return the memory curve of a row. Compute counts from its start, communication from the time of its issue."""
     times = moments_of(timeline, rank)
-    return _rising([(times[event.op], event.memory) for event in timeline.events[rank]]) or ((0.0, 0),)
+    return _simplify([(times[event.op], event.memory) for event in timeline.events[rank]]) or ((0.0, 0),)
 
 
 def memory_text(timeline: Timeline, amount: int, *, unit: bool = True) -> str:
-    """`3.41 M elements`, or in seconds `75.11 GiB`; of elements the word is left out without `unit`."""
+    """Return `75.11 GiB` for a timeline in seconds, otherwise `3.41 M elements` or, without `unit`, `3.41 M`."""
     if timeline.in_seconds:
         return bytes_text(amount)
     return short(amount) + " elements" * unit
 
 
 def short(elements: int) -> str:
-    """`3407872` as `3.41 M`."""
+    """Return a number of elements in three digits: 3407872 as `3.41 M`."""
     digits = len(str(elements)) % 3 or 3
     return EngFormatter(places=None if elements < 1000 else 3 - digits, sep=" ").format_eng(elements).strip()
 
 
-def _whose(panel: Panel) -> str:
-    """Name the rank whose microbatches are shown, if folded ranks share out the batch: each has others."""
+def _numbering_note(panel: Panel) -> str:
+    """Return a note that the microbatch numbers of a row are its first rank's, if its folded ranks have others."""
     mesh = panel.timeline.program.mesh
     shared = mesh.dp_replicate * mesh.dp_shard * mesh.ep > 1
     return " of a row's first rank" if shared and mesh.world > panel.timeline.program.ranks else ""
@@ -309,7 +334,7 @@ def _swatch(look: Paint, letters: str = "") -> Callable[[Page, Box], None]:
 
 
 def _usual(looks: Looks, kind: OpKind) -> Callable[[Page, Box], None]:
-    """A box as it is usually met: of the first chunk, or of a layer in the middle."""
+    """Return the swatch of an op: the look of the first chunk, or of a layer in the middle."""
     if kind is OpKind.LOSS:
         return _loss
     if not kind.row.part_of:
@@ -339,18 +364,18 @@ def _share(page: Page, box: Box) -> None:
 
 
 def _places(looks: Looks) -> list[Item]:
-    """Explain what a colour's lightness tells, or the layers' colours."""
+    """Return the entry that explains the lightness of colours, or the colours of layers."""
     if looks.by == "pass" and looks.chunks:
-        of, what = looks.chunks, "model chunk of the rank"
+        count, what = looks.chunks, "model chunk of the rank"
     else:
-        of, what = looks.layers, "layer"
-    if of == 1:
+        count, what = looks.layers, "layer"
+    if count == 1:
         return []
-    return [_ramp([looks.compute_paint(OpKind.FORWARD, place).color for place in range(of)], what)]
+    return [_ramp([looks.compute_paint(OpKind.FORWARD, place).color for place in range(count)], what)]
 
 
 def _ramp(colors: list[str], what: str) -> Item:
-    """Numbered swatches for a few, a ramp for many."""
+    """Return an entry with numbered swatches for a few colours, or a ramp for many."""
     named = len(colors) <= NAMED_LAYERS
     each = 0.19 if named else 1.6 / len(colors)
 
@@ -366,7 +391,7 @@ def _ramp(colors: list[str], what: str) -> Item:
 
 
 def _stack(boxes: Boxes, panel: Panel, spans: Iterable[Span], top: float, bottom: float) -> None:
-    """The boxes of a lane's spans, whose shares stand on each other."""
+    """Add the boxes of a lane's spans. The shares of a span are stacked from the bottom."""
     for span in spans:
         start, end = max(span.start, panel.start), min(span.end, panel.end)
         under = bottom
@@ -380,7 +405,7 @@ def _stack(boxes: Boxes, panel: Panel, spans: Iterable[Span], top: float, bottom
 
 
 def _write(page: Page, axes: Axes, panel: Panel, spans: Iterable[Span], row: int, lane: tuple[float, float]) -> bool:
-    """Write the texts that fit; whether there was one is returned."""
+    """Write the texts of a lane that fit, and return whether there is one."""
     wrote = False
     for span in spans:
         start, end = max(span.start, panel.start), min(span.end, panel.end)
@@ -394,14 +419,14 @@ def _write(page: Page, axes: Axes, panel: Panel, spans: Iterable[Span], row: int
 
 
 def _letters(panel: Panel, row: Row, event: Event) -> str:
-    """The letters of a communication, with its peer or root where the row is one rank's."""
+    """Return the letters of a communication, with its peer or root if the row stands for one rank."""
     op = panel.timeline.program.tapes[event.rank][event.op]
     peer = max(op.peer, op.root) if len(row.ranks) == 1 else -1
     return event.kind.row.letters + (str(peer) if peer >= 0 else "")
 
 
 def _draw_messages(axes: Axes, panel: Panel) -> None:
-    """A line from the end of each send to the start of its receive: messages of one channel arrive in order."""
+    """Draw a line from the end of each send to the start of its receive."""
     place_of = {row.row: place + (MIDDLE + BOTTOM) / 2 for place, row in enumerate(panel.rows)}
     vertices: list[tuple[float, float]] = []
     for sent, received in messages(panel.timeline):
@@ -414,7 +439,7 @@ def _draw_messages(axes: Axes, panel: Panel) -> None:
 
 
 def _write_key(axes: Axes, timeline: Timeline, groups: list[list[Row]], width: float) -> None:
-    """Name the curves beside the panel; of many the first, the middle and the last."""
+    """Name the curves beside the panel. If there are many, name the first, the middle and the last."""
     named = range(len(groups)) if len(groups) <= NAMED_CURVES else (0, len(groups) // 2, len(groups) - 1)
     for place, number in enumerate(named):
         ranks = ranks_text(sorted(rank for row in groups[number] for rank in row.ranks))
@@ -427,7 +452,7 @@ def _when_highest(steps: Curve) -> float:
 
 
 def _fewer(steps: Curve, apart: float) -> Curve:
-    """A curve without what cannot be seen: of all steps in one such time the highest and the last."""
+    """Return a curve without invisible steps: in each interval of length `apart`, the highest and the last remain."""
     if len(steps) * apart <= 2 * (steps[-1][0] or 1.0) * SEEN:
         return steps
     kept: list[tuple[float, int]] = []
@@ -442,8 +467,8 @@ def _fewer(steps: Curve, apart: float) -> Curve:
     return tuple(kept)
 
 
-def _rising(moments: list[tuple[float, int]]) -> Curve:
-    """Keep of each moment the last value, and any that is higher than all that follows."""
+def _simplify(moments: list[tuple[float, int]]) -> Curve:
+    """Keep the last value at each time, and earlier values that are higher than all later ones at this time."""
     steps: list[tuple[float, int]] = []
     for time, live in reversed(moments):
         if not steps or steps[-1][0] > time or live > steps[-1][1]:
@@ -456,14 +481,14 @@ def _color(place: int, count: int) -> str:
 
 
 def _name(axes: Axes, place: int, width: float, color: str, text: str) -> None:
-    """A line of the key beside the panel, which has such a width in points."""
+    """Write a line of the key beside a panel that is `width` points wide."""
     x, y = 1 + KEY[0] / width, 0.95 - 0.125 * place
     axes.plot([x, 1 + KEY[1] / width], [y, y], color=color, linewidth=2, transform=axes.transAxes, clip_on=False)
     axes.text(1 + KEY[2] / width, y, text, size=7, va="center", color=FAINT, transform=axes.transAxes)
 
 
 def _mark_peak(axes: Axes, timeline: Timeline, time: float, ranks: Sequence[int], size: int) -> None:
-    """The largest of all, where it is first reached, with the ranks that reach it."""
+    """Mark the peak of all ranks at the time when it is first reached, with the ranks that reach it."""
     peak = timeline.peak_memory
     axes.axhline(peak / size, color=PEAK, linewidth=0.8, linestyle=(0, (3, 3)), zorder=1)
     axes.plot([time], [peak / size], marker="o", markersize=5, color=PEAK, markeredgecolor="white", zorder=5)

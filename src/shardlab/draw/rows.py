@@ -1,4 +1,10 @@
-"""The rows of a picture: which ranks each stands for, and what it is called."""
+"""Rows of a picture and their boxes, as fine as is legible.
+
+`rows_of` makes a `Row` of each rank, or of ranks that do the same at the same time, and `row_name` names it. A row's
+boxes are ops, passes or shares of time (`Detail`); `detail_of` chooses by the width of a box on the page, and `tracks`
+makes the boxes. A pass is the part of a step that a rank spends on one microbatch in one direction, through the layers
+of a stage. A `Span` that stands for several ops is as high as their share of its time, so that its area is their time.
+"""
 
 from __future__ import annotations
 
@@ -18,44 +24,44 @@ from shardlab.simulate.timeline import Event, Timeline
 from shardlab.simulate.timeline.prices import rank_of, stands_for
 
 UNFOLDED = 16
-"""Rows up to which each rank has its own, even where ranks do the same at the same time."""
+"""Largest number of ranks that each have a row, even if some do the same at the same time."""
 
 MOST_ROWS = 64
-"""Rows that are drawn at most, evenly spaced."""
+"""Largest number of rows in a picture. Of more rows, evenly spaced ones are drawn."""
 
 LONGEST_NAME = 24
-"""Characters of a list of ranks; a longer one is counted."""
+"""Largest number of characters of a list of ranks. A longer list is abbreviated, with the number of ranks."""
 
 MOST_BOXES = 6000
-"""Boxes that are drawn at most; otherwise they are coarser."""
+"""Largest number of boxes in a picture. With more, a coarser detail is chosen."""
 
 NARROWEST_OP, NARROWEST_STAGE_OP, NARROWEST_PASS = 1.5, 5.0, 3.5
-"""Points that half of the forward passes have at least: ops where a colour tells the layer, ops of a pipeline, which
-have the microbatch's number, and passes."""
+"""Least median width in points of a forward pass: as an op with the colour of its layer, as an op of a pipeline with
+the number of its microbatch, and as a pass."""
 
 SAMPLED = 8
-"""Rows whose passes are measured."""
+"""Number of rows whose passes are measured to choose the detail."""
 
 CELL = 8.0
-"""Points of a share at least."""
+"""Least width in points of a box of shares."""
 
 CLOSE = 2.0
-"""Points: communications that are closer than this are drawn as one span, where passes are."""
+"""Distance in points below which communications are drawn as one span, if boxes are passes."""
 
 Shares = tuple[tuple[Paint, float], ...]
-"""Shares of a time, by look."""
+"""Shares of a span's time, by look."""
 
 _PASS = {kind: OpKind(kind.row.part_of or kind.value) for kind in OpKind}
-"""The pass that an op belongs to, or the op itself: to recompute a layer is part of its backward pass."""
+"""Pass of each op, or the op itself. To recompute a layer is part of its backward pass."""
 
 
 class Row(NamedTuple):
-    """A row of a picture.
+    """Row of a picture.
 
     Attributes:
-        row: of the timeline.
-        ranks: all that it stands for.
-        events: of its first rank, with the microbatches of all.
+        row: row of the timeline.
+        ranks: all ranks that the row stands for.
+        events: events of its first rank, with the microbatches of all its ranks.
     """
 
     row: int
@@ -64,7 +70,11 @@ class Row(NamedTuple):
 
 
 def rows_of(timeline: Timeline, *, fold: bool = True) -> list[Row]:
-    """A row for each rank, or of many for those that do the same at the same time."""
+    """Return a row for each rank or, if there are many, for each set of ranks that do the same at the same time.
+
+    Args:
+        fold: whether ranks may share a row.
+    """
     program = timeline.program
     rows = [Row(row, list(stands_for(program, row)), events) for row, events in enumerate(timeline.events)]
     if not fold or len(rows) <= UNFOLDED:
@@ -77,28 +87,28 @@ def rows_of(timeline: Timeline, *, fold: bool = True) -> list[Row]:
 
 
 def spaced(rows: Sequence[Row], most: int) -> list[Row]:
-    """Evenly spaced rows, the first and the last among them."""
+    """Return at most `most` evenly spaced rows, including the first and the last."""
     if len(rows) <= most:
         return list(rows)
     return [rows[place * (len(rows) - 1) // (most - 1)] for place in range(most)]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-7`, or `ranks 0, 8, ... (8 alike)` of many that do not follow each other."""
+    """Return `rank 3`, `ranks 0-7`, or `ranks 0, 8, ... (8 alike)` if the list would be too long."""
     text = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
     return text if len(text) <= LONGEST_NAME else f"ranks {ranks[0]}, {ranks[1]}, ... ({len(ranks)} alike)"
 
 
 def row_name(program: Program, row: Row) -> str:
-    """The ranks of a row, with the coordinates that they share where the mesh has several axes."""
-    return _named(row.ranks, _shared(program, row.ranks))
+    """Return the name of a row: its ranks, and the coordinates that they share if the mesh has several axes."""
+    return _name_with_notes(row.ranks, _shared_coordinates(program, row.ranks))
 
 
 def rank_name(program: Program, row: int) -> str:
-    """The name of a timeline's row: `rank 5`, or of folded ranks `ranks 0-7 (all as rank 0)`."""
+    """Return the name of a timeline's row: `rank 5`, or for folded ranks `ranks 0-7 (all as rank 0)`."""
     ranks = stands_for(program, row)
     alike = [f"all as rank {rank_of(program, row)}"] if len(ranks) > 1 else []
-    return _named(ranks, [*_shared(program, ranks), *alike])
+    return _name_with_notes(ranks, [*_shared_coordinates(program, ranks), *alike])
 
 
 class Detail(Enum):
@@ -110,11 +120,11 @@ class Detail(Enum):
 
 
 class Span(NamedTuple):
-    """A box, or several that share its time.
+    """Box of a row, or stack of boxes that share its time.
 
     Attributes:
-        shares: of its time; what is left of 1 is waited.
-        text: what is written on it, if it fits.
+        shares: shares of the time by look. The rest up to 1 is waiting.
+        text: label, which is written if it fits.
     """
 
     start: float
@@ -124,7 +134,7 @@ class Span(NamedTuple):
 
 
 class Track(NamedTuple):
-    """A row's spans; `losses` are moments, or times, at which its losses are computed."""
+    """Spans of a row in its two lanes, and the start and end of each loss."""
 
     compute: list[Span]
     communication: list[Span]
@@ -132,7 +142,7 @@ class Track(NamedTuple):
 
 
 def detail_of(rows: Sequence[Row], looks: Looks, points: float) -> Detail:
-    """The finest detail that can be read where a unit of time has so many points."""
+    """Return the finest detail that is legible if a unit of time is `points` wide."""
     ops = [e.end - e.start for row in rows for e in row.events if e.kind is OpKind.FORWARD and e.end > e.start]
     boxes = sum(e.end > e.start for row in rows for e in row.events)
     narrowest = NARROWEST_STAGE_OP if looks.chunks else NARROWEST_OP
@@ -147,12 +157,17 @@ def detail_of(rows: Sequence[Row], looks: Looks, points: float) -> Detail:
 def tracks(
     rows: Sequence[Row], looks: Looks, detail: Detail, points: float, letters: Callable[[Row, Event], str]
 ) -> list[Track]:
-    """Boxes of each row; `letters` are those of a communication."""
+    """Return the boxes of each row.
+
+    Args:
+        points: width of a unit of time.
+        letters: function that returns the label of a communication.
+    """
     if detail is Detail.OPS:
         return [_ops(row, looks, letters) for row in rows]
     if detail is Detail.PASSES:
         return [
-            Track([span for _, span in passes(row, looks)], _near(row, looks, CLOSE / points), _losses(row))
+            Track([span for _, span in passes(row, looks)], _join_close(row, looks, CLOSE / points), _losses(row))
             for row in rows
         ]
     end = max((e.end for row in rows for e in row.events), default=0.0)
@@ -163,14 +178,17 @@ def tracks(
 
 
 def passes(row: Row, looks: Looks) -> list[tuple[OpKind, Span]]:
-    """The passes of a row and what else it computes, in order; sums of gradients go with the pass before them."""
-    found: list[tuple[OpKind, Span]] = []
-    of: object = None
+    """Return the passes and the other computations of a row in order, each as one span.
+
+    Sums of gradients are part of the pass before them.
+    """
+    spans: list[tuple[OpKind, Span]] = []
+    last_key: object = None
     run: list[Event] = []
 
-    def end() -> None:
+    def end_run() -> None:
         if run:
-            found.append((_PASS[run[0].kind], _joined_events(run, looks, _microbatches(run[0]))))
+            spans.append((_PASS[run[0].kind], _joined_events(run, looks, _microbatches(run[0]))))
             run.clear()
 
     for event in row.events:
@@ -179,12 +197,12 @@ def passes(row: Row, looks: Looks) -> list[tuple[OpKind, Span]]:
         if event.kind is not OpKind.ADD or not run:
             is_pass = bool(event.kind.row.part_of)
             key = _PASS[event.kind], is_pass and (event.microbatches, looks.chunk(event))
-            if key != of:
-                end()
-            of = key
+            if key != last_key:
+                end_run()
+            last_key = key
         run.append(event)
-    end()
-    return found
+    end_run()
+    return spans
 
 
 def _joined_rows(group: list[Row]) -> Row:
@@ -200,14 +218,14 @@ def _joined_rows(group: list[Row]) -> Row:
     return Row(first.row, sorted(rank for row in group for rank in row.ranks), events)
 
 
-def _shared(program: Program, ranks: Sequence[int]) -> list[str]:
-    """The coordinates that some ranks share, where the mesh has several axes."""
+def _shared_coordinates(program: Program, ranks: Sequence[int]) -> list[str]:
+    """List the coordinates that some ranks share, if the mesh has several axes."""
     axes = program.mesh.used
     found = {axis: {program.mesh.coordinate(rank, axis) for rank in ranks} for axis in axes if len(axes) > 1}
     return [f"{axis} {min(places)}" for axis, places in found.items() if len(places) == 1]
 
 
-def _named(ranks: Sequence[int], about: list[str]) -> str:
+def _name_with_notes(ranks: Sequence[int], about: list[str]) -> str:
     return ranks_text(ranks) + (f" ({', '.join(about)})" if about else "")
 
 
@@ -240,8 +258,8 @@ def _joined_events(run: Sequence[Event], looks: Looks, text: str = "") -> Span:
     return Span(start, stop, tuple((paint, time / whole) for paint, time in times.items()), text)
 
 
-def _near(row: Row, looks: Looks, gap: float) -> list[Span]:
-    """The communications of a row, those that nearly touch as one span."""
+def _join_close(row: Row, looks: Looks, gap: float) -> list[Span]:
+    """Return the communications of a row. Those with less than `gap` between them are one span."""
     spans: list[Span] = []
     run: list[Event] = []
     until = 0.0
@@ -256,7 +274,10 @@ def _near(row: Row, looks: Looks, gap: float) -> list[Span]:
 
 
 def _period(rows: Sequence[Row], looks: Looks) -> float:
-    """The usual time from one forward pass of a rank to its next: in a steady state, shares of it are constant."""
+    """Return the median time from one forward pass of a rank to the next.
+
+    In a steady state, the shares of such an interval are constant.
+    """
     apart: list[float] = []
     for row in rows:
         starts = [span.start for kind, span in passes(row, looks) if kind is OpKind.FORWARD]
@@ -273,34 +294,34 @@ def _shares(row: Row, looks: Looks, edges: np.ndarray) -> Track:
 
 
 def _cells(busy: dict[Paint, list[Event]], edges: np.ndarray) -> list[Span]:
-    """The shares of each look between edges; like neighbours are one span."""
+    """Return the shares of each look between edges. Adjacent intervals with similar shares are one span."""
     shares = {paint: np.diff(_time_before(events, edges)) / np.diff(edges) for paint, events in busy.items()}
     crowded = np.maximum(1.0, sum(shares.values(), np.zeros(len(edges) - 1)))
     rounded = {paint: np.round(share / crowded, 1) for paint, share in shares.items()}
     spans: list[Span] = []
     for place, (start, stop) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
         here = tuple((paint, float(share[place])) for paint, share in rounded.items() if share[place])
-        if here and spans and spans[-1].end == start and _alike(spans[-1].shares, here):
+        if here and spans and spans[-1].end == start and _are_similar(spans[-1].shares, here):
             spans[-1] = spans[-1]._replace(end=stop)
         elif here:
             spans.append(Span(start, stop, here))
     return spans
 
 
-def _alike(shares: Shares, others: Shares) -> bool:
-    """Whether shares are so near each other that a step between them would only disturb."""
+def _are_similar(shares: Shares, others: Shares) -> bool:
+    """Return whether two sets of shares differ too little to be worth a step in the picture."""
     same = [paint for paint, _ in shares] == [paint for paint, _ in others]
     return same and all(abs(one - other) < 0.15 for (_, one), (_, other) in zip(shares, others, strict=True))
 
 
 def _time_before(events: Iterable[Event], edges: np.ndarray) -> np.ndarray:
-    """Sum over all events of the time that lies before each edge."""
+    """Return for each edge the total time of the events before it."""
     starts = np.sort(np.array([event.start for event in events]))
     ends = np.sort(np.array([event.end for event in events]))
     return _since(starts, edges) - _since(ends, edges)
 
 
 def _since(moments: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Sum for each edge the time since every moment before it."""
+    """Return for each edge the sum of the times since the moments before it."""
     count = np.searchsorted(moments, edges)
     return count * edges - np.concatenate([[0.0], np.cumsum(moments)])[count]

@@ -1,4 +1,10 @@
-"""A timeline as a picture: title, legend, a row for each rank, memory below, and of many microbatches a close-up."""
+"""Pages of timelines: one step, or several steps on one axis of time.
+
+`timeline_svg` draws one step. From top to bottom, its page has a header with the sizes and figures, the legend, a row
+for each rank, the memory, and a close-up of the middle if the rows are too coarse to show single microbatches.
+`comparison_svg` draws several steps below each other, such as a prediction and a measurement, or a step before and
+after each pass.
+"""
 
 # pyright: reportUnknownMemberType=false
 # matplotlib's own annotations leave **kwargs untyped.
@@ -36,31 +42,31 @@ from shardlab.simulate.timeline.prices import stands_for
 UNIT_TIME = "time (1 = forward of one microbatch through one layer)"
 
 NOTE_SIZE, NOTE_LINE = 9.0, 0.19
-"""Points, and inches."""
+"""Font size of a note in points, and height of its lines in inches."""
 
 MEMORY = 1.7
+"""Height of the memory panel in inches."""
 
 RIGHT = 1.3
-"""Least margin on the right; the key of the memory curves stands there."""
+"""Least margin on the right in inches, for the key of the memory curves."""
 
 MARGIN, HEADER = 0.2, 0.62
-"""Inches beside a picture, and above it where the header stands."""
+"""Margin beside a picture, and height of its header, in inches."""
 
-ROWS = 8
-
-CLOSEUP_ROW = 0.36
+CLOSEUP_ROWS, CLOSEUP_ROW = 8, 0.36
+"""Largest number of rows of a close-up, and their height in inches."""
 
 HEADING, FOOT = 0.3, 0.5
-"""Inches above and below the rows."""
+"""Space above and below the rows of a close-up, in inches."""
 
-PASS = 22.0
-"""Points of the usual forward pass."""
+CLOSEUP_PASS = 22.0
+"""Width of the median forward pass in a close-up, in points."""
 
 COMPARISON_RIGHT, PLOT, COMPARISON_HEADING = 0.3, 12.0, 0.3
-"""Inches."""
+"""Right margin, width of the panels, and height of the heading of each timeline in a comparison, in inches."""
 
 FEWEST_ROWS = 16
-"""Rows that each of many timelines may have in any case."""
+"""Number of rows that each timeline of a comparison may always have."""
 
 MILLISECONDS = "milliseconds since the first rank began"
 
@@ -68,21 +74,21 @@ MILLISECONDS = "milliseconds since the first rank began"
 def save_timeline(
     timeline: Timeline, path: Path | str, title: str = "", time_unit: str = UNIT_TIME, color_by: ColorBy = "pass"
 ) -> None:
-    """Write the picture of `timeline_svg` to a file; it appears whole or not at all."""
+    """Write the picture of `timeline_svg` to a file, whole or not at all."""
     write_whole(Path(path), timeline_svg(timeline, title, time_unit, color_by))
 
 
 def timeline_svg(
     timeline: Timeline, title: str = "", time_unit: str = UNIT_TIME, color_by: ColorBy = "pass", note: str = ""
 ) -> str:
-    """Draw what happened when, and how much memory was live, as an SVG document.
+    """Draw a step as an SVG document: the ops of each rank over time, and its live memory.
 
     Args:
-        title: what the picture is of, such as the strategy's name.
-        time_unit: how the time axis is labelled.
-        color_by: whether a box's colour tells which pass it is (forward, backward, input or weight gradient), with the
-            model chunk or the layer by lightness, or which layer.
-        note: what is said below the figures.
+        title: title of the picture, such as the name of the strategy.
+        time_unit: label of the time axis.
+        color_by: meaning of a box's colour. "pass": the pass (forward, backward, input or weight gradient), with the
+            model chunk or the layer as lightness. "layer": the layer.
+        note: text below the figures of the header.
     """
     with style():
         return _page(timeline, title, time_unit, color_by, note).svg()
@@ -95,17 +101,18 @@ def save_comparison(
     color_by: ColorBy = "pass",
     time_unit: str = MILLISECONDS,
 ) -> None:
-    """Write the picture to a file; it appears whole or not at all."""
+    """Write the picture of `comparison_svg` to a file, whole or not at all."""
     write_whole(path, comparison_svg(timelines, title, color_by, time_unit))
 
 
 def comparison_svg(
     timelines: Mapping[str, Timeline], title: str, color_by: ColorBy = "pass", time_unit: str = MILLISECONDS
 ) -> str:
-    """Timelines in seconds, each under its name, as an SVG document with an axis in milliseconds.
+    """Draw timelines below each other on one axis of time, as an SVG document.
 
     Args:
-        time_unit: of timelines in another unit, how the axis is labelled.
+        timelines: timelines by name. With the default `time_unit`, they are in seconds and drawn in milliseconds.
+        time_unit: label of the time axis.
     """
     with style():
         if time_unit == MILLISECONDS:
@@ -114,23 +121,23 @@ def comparison_svg(
 
 
 def left_of(timeline: Timeline, rows: Sequence[Row]) -> float:
-    """Inches to the left of the panels, for the rows' names."""
+    """Return the width in inches of the row names to the left of the panels."""
     longest = max(len(row_name(timeline.program, row)) for row in rows)
     return MARGIN + 0.1 + max(0.5, 0.064 * longest)
 
 
 def draw_header(page: Page, title: str, facts: list[str]) -> None:
-    """Write a title, and below it what is to be known first."""
+    """Write the title of a page, and below it some facts in one line."""
     page.ink.text(MARGIN, 0.25, title, size=13, weight="bold", va="center")
     page.ink.text(MARGIN, 0.48, "  ·  ".join(facts), size=8.5, color=FAINT, va="center")
 
 
 def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
-    """Sizes and figures of a step.
+    """Return the sizes and figures of a step, for the header of a page.
 
     Args:
-        rows: rows of unlike ranks.
-        drawn: rows in the picture.
+        rows: number of rows after ranks that do the same are folded.
+        drawn: number of rows in the picture.
     """
     program, mesh = timeline.program, timeline.program.mesh
     ranks = [rank for row in range(program.ranks) for rank in stands_for(program, row)]
@@ -142,7 +149,7 @@ def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
         for rank in stands_for(program, row)
     ]
     return [
-        counted(len(ranks), "rank") + grid + _folded(len(ranks), rows, drawn),
+        counted(len(ranks), "rank") + grid + _folded_text(len(ranks), rows, drawn),
         counted(model_layer_count(program.sizes), "layer"),
         counted(program.microbatches, "microbatch"),
         f"ends at {seconds_text(timeline.end) if timeline.in_seconds else f'{timeline.end:g}'}",
@@ -151,28 +158,43 @@ def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
 
 
 def close_up_of(panel: Panel, width: float) -> Panel | None:
-    """A panel of the same width (inches) between the last rank's first backward pass and the first one's last forward
-    pass, when a pipeline runs steadily; None if the whole shows single microbatches."""
+    """Return a panel that shows the middle of a step in finer detail, when a pipeline is in its steady state.
+
+    Its middle lies between the last rank's first backward pass and the first rank's last forward pass.
+
+    Args:
+        width: width of both panels in inches.
+
+    Returns:
+        The panel, or None if the whole already shows single microbatches.
+    """
     if panel.detail is not Detail.SHARES:
         return None
     forwards = [s.end - s.start for row in panel.rows for kind, s in passes(row, panel.looks) if kind is OpKind.FORWARD]
     last = [max((e.start for e in row.events if e.kind is OpKind.FORWARD), default=0.0) for row in panel.rows]
     first = [min((e.start for e in row.events if "backward" in e.kind.value), default=panel.end) for row in panel.rows]
     middle = (min(last) + max(first)) / 2 if max(first) < min(last) else panel.end / 2
-    half = min(panel.end, width * 72 / PASS * median(forwards)) / 2
+    half = min(panel.end, width * 72 / CLOSEUP_PASS * median(forwards)) / 2
     start = max(0.0, min(panel.end - 2 * half, middle - half))
-    rows = spaced(panel.rows, ROWS)
+    rows = spaced(panel.rows, CLOSEUP_ROWS)
     return Panel.of(panel.timeline, rows, panel.looks, (start, start + 2 * half), (width, CLOSEUP_ROW))
 
 
 def close_up_height(panel: Panel) -> float:
-    """Inches."""
+    """Return the height of a close-up in inches, with its heading and axis."""
     return HEADING + CLOSEUP_ROW * len(panel.rows) + FOOT
 
 
 def draw_close_up(page: Page, whole: Axes, panel: Panel, box: tuple[float, float, float], time_unit: str) -> bool:
-    """Draw it below a place of the page (left, top and right, in inches), and mark it in the panel of the whole step.
-    Whether any microbatch is named is returned."""
+    """Draw a close-up, and mark its window of time in the panel of the whole step.
+
+    Args:
+        whole: axes of the whole step.
+        box: left, top and right of the close-up on the page, in inches.
+
+    Returns:
+        Whether a box has the number of its microbatch.
+    """
     left, top, right = box
     rows = "" if len(panel.rows) == len(whole.get_yticks()) else f", {len(panel.rows)} of the rows"
     heading = f"Close-up of the time from {panel.start:.4g} to {panel.end:.4g}{rows}"
@@ -225,13 +247,13 @@ def _page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy, not
 
 
 def _plot_width(timeline: Timeline) -> float:
-    """Inches: wide enough that the shortest pass can carry its label, within reason."""
+    """Return the width of the panels in inches, so that the label of the shortest pass fits if possible."""
     passes = [e.end - e.start for events in timeline.events for e in events if e.kind.row.part_of and e.end > e.start]
     return max(8.0, min(15.0, 0.16 * timeline.end / min(passes))) if passes else 8.0
 
 
-def _folded(ranks: int, rows: int, drawn: int) -> str:
-    """Say how the rows stand for the ranks, where they are fewer."""
+def _folded_text(ranks: int, rows: int, drawn: int) -> str:
+    """Return a note about rows that stand for several ranks, or about rows that are not drawn."""
     if rows == 1 < ranks:
         return " in one row, all alike"
     alike = f" in {rows} rows, alike ones together" if rows < ranks else ""

@@ -1,10 +1,12 @@
-"""Timelines for trace viewers: ui.perfetto.dev, chrome://tracing.
+"""Timelines for trace viewers such as ui.perfetto.dev and chrome://tracing.
 
-The format is Google's "Trace Event Format", docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-(also perfetto.dev/docs/getting-started/other-formats), as JSON: complete events "X", metadata "M", flows "s" and "f",
-counters "C"; times are microseconds. Each rank is a process and each of its streams a thread; what a stream does at
-the same time goes to further threads, since spans of one thread may not overlap (perfetto.dev/docs/faq). In unit costs
-a unit is shown as a second.
+The format is the JSON of Google's "Trace Event Format",
+docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (also
+perfetto.dev/docs/getting-started/other-formats), with complete events "X", metadata "M", flows "s" and "f", and
+counters "C". Times are in microseconds. In unit costs, a unit is shown as a second.
+
+Each rank is a process, and each of its streams is a thread. Spans of one thread may not overlap
+(perfetto.dev/docs/faq), so ops of a stream that overlap are put on further threads, its lanes.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ from shardlab.simulate.timeline.prices import rank_of
 from shardlab.simulate.timeline.run import Counter, moments_of
 
 Place = tuple[int, int]
-"""A row and the place of an op on its tape."""
+"""Row of a timeline, and index of an op on the tape of that row."""
 
 NANO = 1e9
-"""Nanoseconds of a second, or of a unit: the finest that viewers know, so times are compared when they are rounded."""
+"""Nanoseconds of a second, or of a unit. Viewers know no finer time, so times are rounded before they are compared."""
 
 Shown = tuple[Timeline, Sequence[Counter] | None]
-"""A timeline to be shown, and for each row its memory by category (None: memory is shown as one number)."""
+"""Timeline to show, with the memory of each row by category (None: memory is one number)."""
 
 
 def save_trace_events(shown: Mapping[str, Shown], path: Path) -> None:
-    """Write a trace; it appears whole or not at all."""
+    """Write a trace of timelines, each under its key, whole or not at all."""
     with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "otherData": {"generator": "shardlab"}, "traceEvents": [\n')
         for place, event in enumerate(trace_events(shown)):
@@ -47,9 +49,12 @@ def save_trace_events(shown: Mapping[str, Shown], path: Path) -> None:
 
 
 def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
-    """The events of a trace; each timeline's name stands before its ranks, whose processes lie side by side."""
+    """Yield the events of a trace.
+
+    The processes of a rank in all timelines are adjacent. The name of a timeline is part of their names.
+    """
     first = len(shown) * max(timeline.program.mesh.world for timeline, _ in shown.values())
-    threads, flows = count(first), count(1)  # no thread has a process's number: viewers take that for the main thread
+    threads, flows = count(first), count(1)  # a thread with the number of a process would be its main thread
     for place, (name, (timeline, counters)) in enumerate(shown.items()):
         program = timeline.program
         spans: dict[tuple[int, int], TraceSpan] = {}
@@ -60,7 +65,7 @@ def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
             lanes: dict[str, list[TraceSpan]] = defaultdict(list)
             for event in sorted(events, key=lambda event: (event.start, event.end)):
                 stream = _stream(program.tapes[row][event.op])
-                lane, span = _laid(event, lanes[stream], process, threads)
+                lane, span = _place_in_lane(event, lanes[stream], process, threads)
                 if lane == len(lanes[stream]):
                     yield _named("thread_name", process, span.thread, f"{stream} ({lane + 1})" if lane else stream)
                     yield _meta("thread_sort_index", process, span.thread, sort_index=span.thread)
@@ -69,7 +74,7 @@ def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
                 yield _complete(event, span, model_layer(program.sizes, event.layer))
             for time, live in counters[row] if counters else [(t, {"live": n}) for t, n in curve(timeline, row)]:
                 yield {"ph": "C", "name": "memory", "pid": process, "ts": _micro(round(time * NANO)), "args": live}
-        for arrow in arrows(timeline):  # after all spans: of one moment, viewers read in the order of the file
+        for arrow in arrows(timeline):  # after all spans, because viewers read events of one time in file order
             yield from _flow(arrow, spans, flows)
 
 
@@ -105,8 +110,12 @@ class TraceSpan(NamedTuple):
     end: int
 
 
-def _laid(event: Event, lanes: Sequence[TraceSpan], process: int, threads: Iterator[int]) -> tuple[int, TraceSpan]:
-    """An event's lane among those of its stream, which are given by their last spans, and where it stands."""
+def _place_in_lane(event: Event, lanes: Sequence[TraceSpan], process: int, threads: Iterator[int]) -> tuple[int, TraceSpan]:
+    """Return the lane of an event and its span there.
+
+    Args:
+        lanes: last span of each lane of the event's stream.
+    """
     start, end = round(event.start * NANO), round(event.end * NANO)
     lane = next((lane for lane, last in enumerate(lanes) if last.end <= start), len(lanes))
     thread = lanes[lane].thread if lane < len(lanes) else next(threads)
@@ -114,7 +123,7 @@ def _laid(event: Event, lanes: Sequence[TraceSpan], process: int, threads: Itera
 
 
 def _stream(op: Op) -> str:
-    """Compute; a group's communication; or that with one other rank, in one direction."""
+    """Return the name of an op's stream: compute, a group's communication, or messages to or from one rank."""
     stream = op.kind.row.stream
     if stream is Stream.COLLECTIVE:
         return f"communication on {op.group}"
@@ -136,9 +145,9 @@ def _meta(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
 
 
 def _complete(event: Event, span: TraceSpan, layer: int) -> dict[str, Any]:
-    """An event as `forward 0 (layer 3)`: its microbatches, as in the pictures, and the model's layer.
+    """Return a complete event named such as `forward 0 (layer 3)`, with its microbatches and the model's layer.
 
-    Perfetto gives a name, less its numbers, a colour of its own; Chrome takes that which is named.
+    Perfetto chooses a colour by the name without its numbers. Chrome takes the colour in `cname`.
     """
     name = event.kind.value.replace("_", "-")
     args: dict[str, Any] = {"op": event.op, "layer": event.layer}
@@ -162,10 +171,10 @@ def _complete(event: Event, span: TraceSpan, layer: int) -> dict[str, Any]:
 
 
 def _flow(arrow: Arrow, spans: Mapping[tuple[int, int], TraceSpan], flows: Iterator[int]) -> Iterator[dict[str, Any]]:
-    """An arrow from its source's start to its target's last nanosecond.
+    """Yield the two events of an arrow, from the start of its source to the last nanosecond of its target.
 
-    Its ends bind to the spans that enclose them, so what took no time has none, nor has what ended before its source
-    began, on clocks that are further apart than it is long.
+    An end binds to the span that encloses it, so a span that takes no time has no arrow. There is no arrow either if
+    the target ended before the source began, which happens if the clocks of two hosts differ.
     """
     source, target = spans.get(arrow.source), spans.get(arrow.target)
     if source is None or target is None or source.start == source.end or target.start == target.end:

@@ -1,8 +1,9 @@
-"""Values as a picture: the network with what is held of it filled in.
+"""Pictures of values: a network in which the parts that a rank holds are filled.
 
-Between the layers stand the microbatches, activations on the left and their gradients on the right; a layer's box
-shows its weights, the gradient with a row for each microbatch summed into it, and the optimizer state, cut from left
-to right into the slices that ranks hold.
+`value_svg` draws one value, `store_svg` all values of one store of a rank, and `network_svg` any values. Between the
+layers are columns with a row for each microbatch: activations on the left, their gradients on the right. The box of a
+layer shows its weights, its gradient (with a row for each microbatch in the sum) and its optimizer state. They are cut
+from left to right into the slices that ranks hold.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -23,44 +24,47 @@ COLORS = {
     Kind.ACTIVATION: "#009e73",
     Kind.GRAD_ACTIVATION: "#e69f00",
 }
-"""The palette of Okabe and Ito 2008, made to be told apart with every kind of colour vision."""
+"""Palette of Okabe and Ito (2008), whose colours can be told apart with every kind of colour vision."""
 
 BANDS = {Kind.WEIGHT: (0.0, 0.3), Kind.GRAD_WEIGHT: (0.34, 0.78), Kind.OPT_STATE: (0.82, 1.0)}
-"""Begin and end of each kind's part of a layer's box, from its top, as shares of its height."""
+"""Begin and end of each kind's part of a layer's box: shares of its height from the top."""
 
 HALVES = {Kind.ACTIVATION: (0.0, 0.48), Kind.GRAD_ACTIVATION: (0.52, 1.0)}
-"""Begin and end of each kind's part of an activation's column, from its left, as shares of its width."""
+"""Begin and end of each kind's part of a column of activations: shares of its width from the left."""
 
 EMPTY = "#f3f5f7"
 
 MARGIN, LEFT, TOP, HEIGHT = 0.2, 0.5, 1.02, 1.1
+"""Margin of the page, left and top edge of the network, and its height, in inches."""
 
 NAMES = 1.0
-"""Inches to the right of the network, for the names of what a layer's box shows."""
+"""Width to the right of the network for the names of the parts of a layer's box, in inches."""
 
 NUMBERED_ROWS = 16
-"""Microbatches up to which their rows are ruled and numbered."""
+"""Largest number of microbatches whose rows are ruled and numbered."""
 
 
 def value_svg(value: Value) -> str:
-    """Draw one value, in the network that it belongs to."""
+    """Draw one value in its network, as an SVG document."""
     state = "" if value.alive else ", freed"
     title = f"{value.spec} on rank {value.rank.index}{state}"
-    return network_svg([value.spec], *_size(value), title, f"{value.elements:,} elements, {value.bytes:,} bytes")
+    return network_svg(
+        [value.spec], *_network_size(value), title, f"{value.elements:,} elements, {value.bytes:,} bytes"
+    )
 
 
 def store_svg(store: Store) -> str | None:
-    """Draw all values of a store over one network; an empty store knows no network, and gives None."""
+    """Draw all values of a store in their network, as an SVG document. The result is None for an empty store."""
     values = list({value.number: value for value in store.values()}.values())
     if not values:
         return None
     title = f"rank.{store.kind.value} on rank {values[0].rank.index}"
     note = f"{len(values)} value{'s' * (len(values) > 1)}, {sum(value.elements for value in values):,} elements"
-    return network_svg([value.spec for value in values], *_size(values[0]), title, note)
+    return network_svg([value.spec for value in values], *_network_size(values[0]), title, note)
 
 
 def network_svg(specs: Iterable[Spec], layers: int, microbatches: int, title: str = "", note: str = "") -> str:
-    """Draw any values of one network, as an SVG document.
+    """Draw any values of one network by their specs, as an SVG document.
 
     >>> half = Spec(form_of(Kind.WEIGHT, 1, 0, Space(4), Holds(0b01, 2)))
     >>> network_svg([half], layers=3, microbatches=4, title="half of layer 1")
@@ -82,14 +86,14 @@ def network_svg(specs: Iterable[Spec], layers: int, microbatches: int, title: st
         return net.page.svg()
 
 
-def _size(value: Value) -> tuple[int, int]:
-    """Layers and microbatches of the world that a value lives in."""
+def _network_size(value: Value) -> tuple[int, int]:
+    """Return the numbers of layers and microbatches of the world that a value belongs to."""
     assert isinstance(value.rank, Rank)
     return len(value.rank.layers), len(value.rank.microbatches)
 
 
 class _Network:
-    """Places on the page for each piece of each value."""
+    """Page with a box for each part of a network."""
 
     def __init__(self, layers: int, microbatches: int) -> None:
         self.layers = layers
@@ -100,7 +104,7 @@ class _Network:
         self.page = Page(max(LEFT + width + NAMES, 5.2), TOP + HEIGHT + 0.42)
 
     def area(self, kind: Kind, layer: int) -> Box:
-        """The whole of one kind at one layer."""
+        """Return the box of one kind of value at one layer, in inches."""
         left = LEFT + layer * self.pitch
         if kind in HALVES:
             start, stop = HALVES[kind]
@@ -110,13 +114,14 @@ class _Network:
         return left + self.column + gap, TOP + start * HEIGHT, left + self.pitch - gap, TOP + stop * HEIGHT
 
     def empty(self, kind: Kind, layer: int) -> None:
+        """Draw the box of one kind at one layer without contents."""
         ruled = kind in HALVES and self.microbatches <= NUMBERED_ROWS
         rows = self.microbatches if ruled else 1
         cells = [_cell(self.area(kind, layer), 0, 1, row, rows) for row in range(rows)]
         fill(self.page.ink, cells, EMPTY, edge="#d0d7de", width=0.5)
 
     def hold(self, spec: Spec) -> None:
-        """Fill the pieces that a value holds."""
+        """Fill the slices and microbatches that a value holds."""
         area = self.area(spec.kind, spec.layer)
         columns, rows = ([0], 1), ([0], 1)
         if spec.kind in HALVES:
@@ -130,7 +135,11 @@ class _Network:
         fill(self.page.ink, cells, COLORS[spec.kind], edge="white", width=width)
 
     def name_parts(self, kinds: set[Kind]) -> None:
-        """Layers below the network, microbatches to its left, and every kind of box by its name, held or not."""
+        """Write the numbers of layers and microbatches, the names of the parts, and the legend.
+
+        Args:
+            kinds: kinds of the values that are held.
+        """
         below = TOP + HEIGHT + 0.14
         every = 1 if self.pitch > 0.4 else 4
         for layer in range(0, self.layers, every):
@@ -157,7 +166,7 @@ class _Network:
         self._key(x, "not held", EMPTY)
 
     def _key(self, left: float, text: str, color: str) -> float:
-        """An entry of the legend; where the next one begins is returned."""
+        """Draw an entry of the legend, and return the left edge of the next one."""
         edge = "#d0d7de" if color == EMPTY else "none"
         fill(self.page.ink, [(left, 0.62, left + 0.14, 0.76)], color, edge=edge, width=0.5)
         self.page.ink.text(left + 0.2, 0.69, text, size=8, color=FAINT, va="center_baseline")
