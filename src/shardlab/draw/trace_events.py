@@ -79,7 +79,7 @@ def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
 
 
 class Arrow(NamedTuple):
-    """An arrow from the event at one place to that at another; a `message` or a `join`."""
+    """Arrow from one event to another, named `message` or `join`."""
 
     name: str
     source: Place
@@ -87,9 +87,10 @@ class Arrow(NamedTuple):
 
 
 def arrows(timeline: Timeline) -> Iterator[Arrow]:
-    """List all arrows between the rows of a timeline; of folded ranks, those whose peers have rows of their own.
+    """Yield the arrows between the rows of a timeline.
 
-    A join goes from the member for which the others of a collective waited (of several, the first) to each of them.
+    A message has an arrow from its send to its receive, and a collective has joins: arrows from the last member to
+    arrive, for which the others waited, to each of them. Of folded ranks, only those whose peers have rows have arrows.
     """
     moments = [moments_of(timeline, row) for row in range(len(timeline.events))]
     for communication in timeline.communications:
@@ -110,7 +111,9 @@ class TraceSpan(NamedTuple):
     end: int
 
 
-def _place_in_lane(event: Event, lanes: Sequence[TraceSpan], process: int, threads: Iterator[int]) -> tuple[int, TraceSpan]:
+def _place_in_lane(
+    event: Event, lanes: Sequence[TraceSpan], process: int, threads: Iterator[int]
+) -> tuple[int, TraceSpan]:
     """Return the lane of an event and its span there.
 
     Args:

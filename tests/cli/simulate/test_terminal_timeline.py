@@ -15,19 +15,19 @@ from rich.console import Console
 from shardlab.cli.plan_options import checked
 from shardlab.cli.simulate.terminal_timeline import (
     IDLE,
+    MAJORITY,
     MIXED,
-    MOST,
+    MOST_MISLEADING,
     NAMED_SHARE,
     SIGNS,
-    UNSEEN,
     Activity,
-    Stretch,
-    parts,
+    Segment,
+    find_steady_state,
+    misleading_share,
+    partial_segments,
     print_timeline,
     rank_row,
-    steady_state,
-    unseen,
-    whole_stretches,
+    whole_segments,
 )
 from shardlab.language import OpKind
 from shardlab.language.ops import BOOKKEEPING, COMMUNICATION
@@ -63,7 +63,7 @@ def united(spans: Spans) -> Spans:
 
 
 def within(spans: Spans, start: float, end: float) -> float:
-    """How much of a stretch some spans cover."""
+    """Return how much of an interval some spans cover."""
     return sum(max(0.0, min(end, last) - max(start, first)) for first, last in united(spans))
 
 
@@ -82,23 +82,23 @@ def require_true(row: str, events: list[Event], start: float, end: float) -> Non
         talks = [(each.start, each.end) for each in here if each.kind in COMMUNICATION]
         if sign in (IDLE, MIXED):
             idle = 1 - within(computes + talks, first, last) / length
-            assert (idle >= MOST - TINY) == (sign == IDLE)
+            assert (idle >= MAJORITY - TINY) == (sign == IDLE)
             continue
         kind = KINDS.get(sign) or KINDS[sign.upper()]
         mine = [(each.start, each.end) for each in here if each.kind is kind]
         if kind in COMMUNICATION:
             alone = within(mine, first, last) - within(common(mine, computes), first, last)
-            assert alone / length >= MOST - TINY
+            assert alone / length >= MAJORITY - TINY
         else:
-            assert within(mine, first, last) / length >= MOST - TINY
+            assert within(mine, first, last) / length >= MAJORITY - TINY
             beside = within(common(computes, talks), first, last) / within(computes, first, last)
-            assert (beside >= MOST - TINY) if sign.islower() else (beside <= MOST + TINY)
+            assert (beside >= MAJORITY - TINY) if sign.islower() else (beside <= MAJORITY + TINY)
 
 
-def shown(timeline: Timeline, width: int) -> list[Stretch]:
+def shown(timeline: Timeline, width: int) -> list[Segment]:
     ranks = [Activity(events, timeline.end) for events in timeline.events]
-    steady = steady_state(timeline.events, timeline.end)
-    return whole_stretches(ranks, timeline.end, width) or parts(ranks, timeline.end, width, steady)
+    steady = find_steady_state(timeline.events, timeline.end)
+    return whole_segments(ranks, timeline.end, width) or partial_segments(ranks, timeline.end, width, steady)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -109,10 +109,10 @@ def test_rows_of_every_strategy_say_what_is_done(name: str, microbatches: int, w
     timeline = timeline_of(name, microbatches)
     for events in timeline.events:
         activity = Activity(events, timeline.end)
-        for stretch in shown(timeline, width):
-            row = rank_row(activity, *stretch, width).plain
-            require_true(row, [each for each in events if each.end > each.start], *stretch)
-            assert unseen(activity, *stretch, width) <= UNSEEN
+        for segment in shown(timeline, width):
+            row = rank_row(activity, *segment, width).plain
+            require_true(row, [each for each in events if each.end > each.start], *segment)
+            assert misleading_share(activity, *segment, width) <= MOST_MISLEADING
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -191,10 +191,10 @@ def test_the_rows_fit_the_terminal(name: str, microbatches: int, width: int) -> 
 
 def test_a_steady_state_is_the_shortest_period_of_all_ranks() -> None:
     turns = [event(kind, at + since, at + since + 1) for at in range(0, 60, 3) for since, kind in TURN]
-    found = steady_state([turns, [each._replace(start=each.start + 1, end=each.end + 1) for each in turns]], 60.0)
+    found = find_steady_state([turns, [each._replace(start=each.start + 1, end=each.end + 1) for each in turns]], 60.0)
     assert found is not None
     assert (found.every, found.since) == (3.0, 1.0)
-    assert steady_state([turns[:30], turns[:7]], 60.0) is None, "a rank that has ended repeats nothing"
+    assert find_steady_state([turns[:30], turns[:7]], 60.0) is None, "a rank that has ended repeats nothing"
 
 
 TURN = ((0, OpKind.FORWARD), (1, OpKind.BACKWARD))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardlab.planner.results import PlanOutcome
     from shardlab.planner.workers import Answer, Change
 
+
 PATH = "what the step waits for, one after the other: of a message and the compute beside it, only what ends last"
 """Why a critical path has less compute than the step."""
 

@@ -1,4 +1,9 @@
-"""`shardlab simulate STRATEGY`: check a strategy, and say how long a step takes and how much memory it needs."""
+"""`shardlab simulate STRATEGY`: check a strategy, and simulate the time and memory of one step.
+
+`Simulate.run` traces and checks the program, runs passes on it if asked to, simulates it in unit costs, and prints the
+figures and a timeline (`print_report`), or JSON (`as_json`). With --model and --cluster, `priced.py` does the same in
+seconds and bytes. Both print the critical path with `print_path_parts`.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +157,7 @@ class Simulate:
         return 0
 
     def _stages(self, passed: list[Passed], timeline: Callable[[Checked], Timeline]) -> dict[str, Timeline]:
-        """The step before the first pass and after each that helped, if that is to be shown."""
+        """Simulate the step before the first pass and after each useful pass, if a picture or --each-pass shows it."""
         if self.each_pass and not passed:
             raise UserError(
                 "--each-pass shows the effect of passes, but none is given; give some, such as --passes all"
@@ -164,7 +169,7 @@ class Simulate:
     def _save(
         self, timeline: Timeline, stages: dict[str, Timeline], name: str, counters: list[Counter] | None = None
     ) -> None:
-        """Write the files that are wanted: of a program that passes have changed, all that they made of it."""
+        """Write the requested pictures of the step or, if passes changed the program, of all its stages."""
         if len(stages) > 1:
             self.pictures.save_each(stages, name)
         else:
@@ -243,7 +248,11 @@ class Simulate:
 def as_json(
     entry: StrategyEntry, proof: Checked, timeline: Timeline, without: Timeline | None = None
 ) -> dict[str, Any]:
-    """A strategy's figures as JSON has them; `without` is the same plan's step without recomputation."""
+    """Return the figures of a step for --json.
+
+    Args:
+        without: timeline of the same plan without recomputation, if the plan recomputes.
+    """
     program = proof.program
     return {
         "strategy": entry.name,
@@ -280,11 +289,11 @@ def print_report(
     without: Timeline | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print all of it.
+    """Print the figures, the verdicts of the channel models, and the timelines of the ranks.
 
     Args:
-        picture: the file that was drawn.
-        without: the same plan's timeline on the same layers without recomputation, if it recomputes.
+        picture: file with the drawing, if one was written.
+        without: timeline of the same plan without recomputation, if the plan recomputes.
     """
     console = console or stdout_console()
     console.print(Text.assemble((name, "bold cyan"), "  ", (sizes_text(checked), "dim")), soft_wrap=True)
@@ -298,7 +307,7 @@ def print_report(
 
 
 def print_path_parts(path: dict[str, float], text: Callable[[float], str], console: Console | None = None) -> None:
-    """Print what a critical path is made of, if there is one; all of it is the step."""
+    """Print the parts of a critical path, if there is one. Their times add up to the time of the step."""
     if not path:
         return
     console, step = console or stdout_console(), sum(path.values())
@@ -311,7 +320,7 @@ def print_path_parts(path: dict[str, float], text: Callable[[float], str], conso
 
 
 def sizes_text(checked: Checked) -> str:
-    """`16 ranks (pp 4 x dp_shard 4), 4 layers, 4 microbatches`."""
+    """Return the sizes of a program, such as `16 ranks (pp 4 x dp_shard 4), 4 layers, 4 microbatches`."""
     program = checked.program
     grid = f" ({program.mesh})" if len(program.mesh.used) > 1 else ""
     return (
@@ -321,17 +330,17 @@ def sizes_text(checked: Checked) -> str:
 
 
 def print_drifts(console: Console, checked: Checked) -> None:
-    """A warning for each kind of replicas that may drift; nothing if there are none."""
+    """Print a warning for each kind of replicas that may drift."""
     for drift in checked.drifts:
         print_fact(console, "warning", "equal only up to rounding", "yellow")
         print_fact(console, "", str(drift))
 
 
 def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Costs, names: str) -> Timeline | None:
-    """What a plan that recomputes would be without, on the same layers: other ones are not to be compared with it.
+    """Simulate the same plan without recomputation, on the same layers; return None if the plan does not recompute.
 
     Args:
-        names: passes that have rewritten it, and rewrite that one too.
+        names: passes that rewrote the program, which rewrite this one as well.
     """
     program = proof.program
     plan = entry.plan(program.ranks) if entry.plan else None
@@ -342,7 +351,7 @@ def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Costs, names
 
 
 def _frozen(checked: Checked) -> list[tuple[str, str, str]]:
-    """The layers that are not trained, if there are any."""
+    """Return a row with the frozen layers, if there are any."""
     frozen = checked.frozen
     return [("frozen", str(len(frozen)), f"layer{'s' * (len(frozen) > 1)} {listed(frozen)}")] if frozen else []
 
@@ -357,7 +366,7 @@ def _print_figures(console: Console, checked: Checked, timeline: Timeline, witho
         ("peak memory", f"{timeline.peak_memory:,}", f"elements, on rank{'s' * (len(peak) > 1)} {listed(peak)}"),
         *((f"on the {place}", f"{most:,}", "elements at most, of a rank") for place, most in elsewhere.items()),
         *_recomputed(timeline, without),
-        *_layers(checked),
+        *_divided_layers(checked),
         *_frozen(checked),
         ("ops", f"{sum(map(len, checked.program.tapes)):,}", "on the tapes of all ranks"),
     ]
@@ -388,9 +397,11 @@ def _recomputed(timeline: Timeline, without: Timeline | None) -> list[tuple[str,
     return [("recompute", longer, f"time, {memory:+.1%} peak memory, against none")]
 
 
-def _layers(checked: Checked) -> list[tuple[str, str, str]]:
-    """Name the layers. Each takes a unit, however fine it is, so steps of finer and of whole layers are not to be
-    compared."""
+def _divided_layers(checked: Checked) -> list[tuple[str, str, str]]:
+    """Return a row with the names of the layers, if the model's layers are divided.
+
+    In unit costs, each part takes as long as a whole layer, so such steps cannot be compared with others.
+    """
     signatures = checked.program.sizes.signatures
     if not any(layer.sliced for layer in signatures):
         return []
@@ -399,7 +410,7 @@ def _layers(checked: Checked) -> list[tuple[str, str, str]]:
 
 
 def _print_ranks(console: Console, timeline: Timeline) -> None:
-    """A row of signs for each rank, with the share of the time that it computes and its peak memory."""
+    """Print the timeline of each rank, with its share of compute and its peak memory."""
     busy = [rank_times(timeline, rank).computing / (timeline.end or 1) for rank in range(len(timeline.events))]
     columns = [
         ("computes", [f"{share:.0%}" for share in busy]),

@@ -1,4 +1,9 @@
-"""`shardlab simulate ... --model NAME --cluster NAME`: a step in seconds and bytes."""
+"""`shardlab simulate ... --model NAME --cluster NAME`: simulate a step in seconds and bytes.
+
+`price` makes a `Workload` of the options, checks its program and estimates the step; `print_priced` and `as_json` show
+the result, a `PricedStep`. Large plans are folded: ranks that are identical are simulated once, and the tapes of all
+ranks are checked only if they have few ops.
+"""
 
 from __future__ import annotations
 
@@ -32,37 +37,40 @@ if TYPE_CHECKING:
     from shardlab.simulate.predict.memory import HeldMemory
     from shardlab.simulate.predict.workload import Workload
 
+
 MOST_CHECKED = 100_000
-"""Ops on all ranks of a plan that is checked before it is priced: a matter of seconds."""
+"""Largest number of ops over all ranks of a plan that is checked, which takes some seconds."""
 
 MOST_ALONG = 100_000
-"""Ranks along an axis, of a plan whose ranks are folded: what they hold is put together one by one."""
+"""Largest number of ranks along an axis of a plan. Even for folded ranks, the slices along an axis are joined one by
+one."""
 
 FLOPS_CONVENTION = (
     "products of matrices, forward and twice as many backward; attention as a whole square; "
     "nothing for what is computed again (Chowdhery et al. 2022, arXiv 2204.02311, appendix B)"
 )
+"""Definition of the model FLOPs in the MFU, for --json."""
 
 NAMED_STAGES = 4
-"""Stages of folded ranks that are named at most: the first ones and the last."""
+"""Largest number of stages of folded ranks that are named: the first ones and the last."""
 
 DRAWN_OPS = 200_000
-"""Ops of which a timeline is drawn in the terminal at most; more would take longer than the simulation."""
+"""Largest number of ops in a timeline for the terminal. With more, drawing takes longer than the simulation."""
 
 
 @dataclass(frozen=True)
 class PricedStep:
-    """A priced step.
+    """Result of a simulation in seconds and bytes.
 
     Attributes:
-        entry: the strategy.
-        workload, estimate: what was simulated, and what came out.
-        held: what the fullest device holds.
-        names: of the model and the cluster.
-        checked: whether the tapes of all ranks were checked; those of a large plan are not, whose alike ranks are
-            simulated once.
-        notes: what was done to the model that a reader should know.
-        passed: the program as it was written, and as each pass left it (none: no pass was asked for).
+        entry: strategy.
+        workload, estimate: input and result of the simulation.
+        held: memory that the fullest device reserves.
+        names: names of the model and the cluster.
+        checked: whether the tapes of all ranks were checked. Those of a large plan, whose identical ranks are simulated
+            once, are not.
+        notes: remarks that a reader of the figures needs.
+        passed: the program as written, and after each pass (empty: no passes were requested).
     """
 
     entry: StrategyEntry
@@ -92,23 +100,25 @@ def price(
     batch: BatchRequest = AS_USUAL,
     other_machine: bool = False,
 ) -> PricedStep:
-    """Simulate what the command line asks for; what it leaves out is None.
+    """Simulate a step of a model on a cluster.
 
     Args:
-        strategy: its name.
+        strategy: name of the strategy (None: a plan by flags).
         layout: flags of a plan.
-        precision: by name; without one, the recipe's: bfloat16 where the device has it.
-        recipe: how the step is run, by name; without one, as Shardlab runs it.
-        optimizer: what makes a step of a gradient.
-        ema: whether an average of the weights is kept.
-        sequence: tokens of a sequence.
-        memory: of each device that may be taken.
-        batch: how large the global batch is, and how it is cut.
-        other_machine: take a profile from another machine.
+        model_name, cluster_name: values of --model and --cluster.
+        precision: name of the precision (None: the recipe's, which is bfloat16 if the device has it).
+        recipe: name of the recipe, which describes how a framework runs a step (None: Shardlab's own).
+        optimizer: optimizer, for the size of its state.
+        ema: whether a moving average of the weights is kept.
+        ranks: number of ranks (None: the plan's, or all devices).
+        layers, sequence: layers of the model and tokens of a sequence (None: the model's own).
+        memory: memory of each device that the step may use (None: all of it).
+        batch: size and division of the global batch.
+        other_machine: whether a profile of another machine is accepted.
 
     Raises:
-        UserError: for names that are unknown, sizes that do not fit, and a plan that does not fit into memory.
-        Refused: for a program that is wrong.
+        UserError: for unknown names, sizes that do not fit, and a plan that does not fit into memory.
+        Refused: for a wrong program.
     """
     from shardlab.language.precision import find_precision
     from shardlab.models import GPT, find_model
@@ -120,11 +130,11 @@ def price(
     changes = {"seq_len": sequence, "layers": layers}
     given = {name: value for name, value in changes.items() if value is not None}
     model = with_fields(find_model(model_name), given, model_name)
-    entry, ranks = layout.entry(strategy, ranks or _ranks(strategy, layout, cluster.size))
+    entry, ranks = layout.entry(strategy, ranks or _default_ranks(strategy, layout, cluster.size))
     cluster.require(ranks)
-    way = recipe_called(recipe)
-    entry = as_recipe_does(entry, ranks, layout, way)
-    numbers = find_precision(precision or precision_of(way, cluster))
+    step_recipe = recipe_called(recipe)
+    entry = as_recipe_does(entry, ranks, layout, step_recipe)
+    numbers = find_precision(precision or precision_of(step_recipe, cluster))
     mesh, notes, whole = entry.grid(ranks), list[str](), model
     if entry.plan is None and model.borrowed(model.layers - 1):
         notes.append(
@@ -135,7 +145,7 @@ def price(
         model = replace(model, tied=False)
 
     def trace(_: Mesh, sizes: Sizes, microbatches: int) -> Checked:
-        return _runs(entry, checked(entry, ranks, sizes, microbatches), cluster_name)
+        return _require_backend(entry, checked(entry, ranks, sizes, microbatches), cluster_name)
 
     plan = mesh if entry.plan is None else entry.plan(ranks)
     microbatches, micro_batch_size = batch.cut(cluster.size, plan.data_ranks if isinstance(plan, Plan) else None)
@@ -148,7 +158,7 @@ def price(
         numbers,
         trace if entry.plan is None else None,
         entry.columns,
-        way,
+        step_recipe,
         optimizer=optimizer,
         ema=ema,
         passes=entry.passes,
@@ -158,10 +168,10 @@ def price(
         entry.require_ops(1, model.layers, batch.microbatches or 1)
     _require_few_ranks(entry, workload, cluster_name)
     rewritten = workload.pass_names != "none"
-    alike = entry.plan is not None and not rewritten and _ops_on_all_ranks(workload) > MOST_CHECKED
+    too_many = entry.plan is not None and not rewritten and _ops_on_all_ranks(workload) > MOST_CHECKED
     if rewritten:
-        _runs(entry, workload.passed[-1].checked, cluster_name)
-    elif entry.plan is not None and not alike:
+        _require_backend(entry, workload.passed[-1].checked, cluster_name)
+    elif entry.plan is not None and not too_many:
         trace(mesh, workload.traced.program.sizes, microbatches)
     estimate = workload.estimate()
     held = require_memory(workload, estimate, whole)
@@ -169,11 +179,11 @@ def price(
     if limit := broken_limit(workload):
         notes.insert(0, limit)
     passed = workload.passed if rewritten else []
-    return PricedStep(entry, workload, estimate, held, (model_name, cluster_name), not alike, notes, passed)
+    return PricedStep(entry, workload, estimate, held, (model_name, cluster_name), not too_many, notes, passed)
 
 
 def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
-    """List what a reader of the figures should know."""
+    """List reasons to doubt the figures: replicas that drift, idle devices, and an impossible MFU."""
     notes = list(map(str, estimate.traced.drifts)) if isinstance(estimate.traced, Checked) else []
     if idle := workload.cluster.size - workload.mesh.world:
         notes.append(f"{idle:,} of the {workload.cluster.size:,} devices of {cluster} are idle")
@@ -187,7 +197,7 @@ def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
 
 
 def as_json(result: PricedStep) -> dict[str, Any]:
-    """Describe the step for other programs; in seconds, bytes and shares."""
+    """Return the figures of a step for --json, in seconds, bytes and shares."""
     from shardlab.simulate.predict.memory_advice import assumed_figures
 
     workload, estimate, entry = result.workload, result.estimate, result.entry
@@ -225,7 +235,9 @@ def as_json(result: PricedStep) -> dict[str, Any]:
         "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
         "memory_held": result.held.total,
         "memory_held_by_part": result.held.parts,
-        "peak_memory_by_rank": [_peak(peak, stands_for(program, row)) for row, peak in enumerate(estimate.peaks)],
+        "peak_memory_by_rank": [
+            _peak_as_json(peak, stands_for(program, row)) for row, peak in enumerate(estimate.peaks)
+        ],
         "ops": sum(map(len, program.tapes)),
         "ranks_simulated": program.ranks,
         "checked": result.checked,
@@ -234,7 +246,11 @@ def as_json(result: PricedStep) -> dict[str, Any]:
 
 
 def print_priced(result: PricedStep, written: list[Path], console: Console | None = None) -> None:
-    """Print all of it; `written` are the files that were made."""
+    """Print the figures, notes and timeline of a step.
+
+    Args:
+        written: files that were written.
+    """
     from shardlab.simulate.predict.memory_advice import assumed_figures
     from shardlab.simulate.predict.recipe import OWN
 
@@ -249,8 +265,8 @@ def print_priced(result: PricedStep, written: list[Path], console: Console | Non
     console.print(f"{workload.mesh}, {batch}, {workload.precision.name}{recipe}\n", style="dim")
     print_figures(console, _figures(result))
     ops = sum(map(len, estimate.traced.program.tapes))
-    print_fact(console, "ops", f"{ops:,}, of {_simulated(result)}")
-    print_fact(console, "check", _checked(result))
+    print_fact(console, "ops", f"{ops:,}, of {_ranks_text(result)}")
+    print_fact(console, "check", _check_text(result))
     if assumed := assumed_figures(workload):
         print_fact(console, "assumed", ", ".join(assumed))
     for note in result.notes:
@@ -262,15 +278,23 @@ def print_priced(result: PricedStep, written: list[Path], console: Console | Non
         print_path(console, "written to", path)
 
 
-def _runs(entry: StrategyEntry, proof: Checked, cluster: str) -> Checked:
-    """See that a program runs on a cluster's devices."""
+def _require_backend(entry: StrategyEntry, proof: Checked, cluster: str) -> Checked:
+    """Return a checked program if it runs on NCCL, the backend of a cluster's devices.
+
+    Raises:
+        UserError: if it does not.
+    """
     if (why := proof.why_not("nccl")) is not None:
         raise UserError(f"{entry.name} cannot be timed on {cluster}: {why}")
     return proof
 
 
 def _require_few_ranks(entry: StrategyEntry, workload: Workload, cluster: str) -> None:
-    """Refuse what would take minutes before the simulation begins."""
+    """Refuse a simulation that would take minutes to prepare.
+
+    Raises:
+        UserError: for a plan with too many ranks along an axis, or another program with too many ops.
+    """
     mesh = workload.mesh
     axis, size = max(mesh.sizes().items(), key=lambda item: item[1])
     if entry.plan is not None:
@@ -290,7 +314,7 @@ def _require_few_ranks(entry: StrategyEntry, workload: Workload, cluster: str) -
 
 
 def _useless_recompute(workload: Workload, estimate: Estimate) -> list[str]:
-    """Note that selective recomputation saves nothing, if the same plan without it takes no more memory."""
+    """Return a note if selective recomputation saves no memory."""
     plan = workload.plan
     if not isinstance(plan, Plan) or plan.recompute != "selective":
         return []
@@ -307,14 +331,14 @@ def _ops_on_all_ranks(workload: Workload) -> int:
     return sum(map(len, program.tapes)) * program.mesh.world // program.ranks
 
 
-def _ranks(strategy: str | None, layout: PlanOptions, size: int) -> int | None:
-    """The whole cluster, unless the strategy or the flags say how many ranks there are."""
+def _default_ranks(strategy: str | None, layout: PlanOptions, size: int) -> int | None:
+    """Return the size of the cluster, or None if the strategy or the flags determine the number of ranks."""
     named = any(getattr(layout, axis) for axis in AXES) or layout.plan is not None
     alone = strategy is not None and load(strategy).ranks == 1
     return None if named or alone else size
 
 
-def _peak(peak: Peak, ranks: range) -> dict[str, Any]:
+def _peak_as_json(peak: Peak, ranks: range) -> dict[str, Any]:
     return {
         "rank": peak.rank,
         "first_rank": ranks[0],
@@ -326,23 +350,23 @@ def _peak(peak: Peak, ranks: range) -> dict[str, Any]:
 
 
 def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
-    """List the figures, each with its label and a remark."""
+    """List the figures as label, value and remark."""
     workload, estimate = result.workload, result.estimate
     step, peak, held, device = estimate.step, estimate.peak, result.held, workload.cluster.device
-    speed, parts = workload.tokens / step, _parts(held.total, held.parts)
+    speed, parts = workload.tokens / step, _parts_text(held.total, held.parts)
     return [
         ("step time", seconds_text(step), ""),
         ("tokens/s", f"{speed:,.0f}", f"{speed / workload.mesh.world:,.0f} on each device"),
         ("MFU", share_text(workload.mfu(step)), f"of {device.name}'s {workload.precision.compute} peak"),
         ("compute", f"{estimate.compute_share:.1%}", "of the step, the mean over ranks"),
-        ("exposed", f"{estimate.exposed_share:.1%}", "compute waits for communication: " + _exposed(result)),
+        ("exposed", f"{estimate.exposed_share:.1%}", "compute waits for communication: " + _exposed_text(result)),
         ("bubble", f"{estimate.bubble_share:.1%}", "a rank waits for others, or has ended"),
         (
             "peak memory",
             bytes_text(peak.bytes),
             f"of tensors, on rank {peak.rank}: {peak.cause}",
         ),
-        ("", "", _parts(peak.bytes, peak.by_category)),
+        ("", "", _parts_text(peak.bytes, peak.by_category)),
         (
             "memory held",
             bytes_text(held.total),
@@ -351,38 +375,41 @@ def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
     ]
 
 
-def _parts(all: float, parts: Mapping[str, float]) -> str:
-    """What memory is made of, in the unit of all of it; what would be shown as nothing is left out."""
+def _parts_text(all: float, parts: Mapping[str, float]) -> str:
+    """Return the parts of memory, largest first, in the unit of the whole. Parts that would be shown as 0 are left
+    out."""
     _, size = unit_of(all)
     shares = sorted(parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{part} {bytes / size:,.2f}" for part, bytes in shares if bytes >= 0.005 * size)
 
 
-def _exposed(result: PricedStep) -> str:
+def _exposed_text(result: PricedStep) -> str:
     shown = [(key, share) for key, share in result.estimate.exposed.items() if share >= 0.0005][:4]
     return ", ".join(f"{kind.replace('_', '-')} on {axis} {share:.1%}" for (kind, axis), share in shown) or "none"
 
 
-def _simulated(result: PricedStep) -> str:
-    """Say how many ranks were simulated, and which stand for which."""
+def _ranks_text(result: PricedStep) -> str:
+    """Return how many ranks were simulated, and which ranks each of them stands for."""
     program, ranks = result.estimate.traced.program, result.workload.mesh.world
     if program.ranks == ranks:
         return counted(ranks, "rank")
-    stood = [stands_for(program, row) for row in range(program.ranks)]
-    stages = [f"rank {rank_of(program, row)} for {alike[0]}-{alike[-1]}" for row, alike in enumerate(stood)]
+    represented = [stands_for(program, row) for row in range(program.ranks)]
+    stages = [
+        f"rank {rank_of(program, row)} for {identical[0]}-{identical[-1]}" for row, identical in enumerate(represented)
+    ]
     if len(stages) > NAMED_STAGES:
         stages[NAMED_STAGES - 1 : -1] = ["..."]
     return f"{program.ranks:,} of {ranks:,} ranks, which represent identical ranks: {', '.join(stages)}"
 
 
-def _checked(result: PricedStep) -> str:
+def _check_text(result: PricedStep) -> str:
     if result.checked:
         return "passed"
     return f"skipped above {MOST_CHECKED:,} ops over all ranks; use fewer ranks, layers or microbatches to check"
 
 
 def _print_ranks(console: Console, result: PricedStep) -> None:
-    """A row of signs for each rank, with its peak memory."""
+    """Print the timeline of each rank, with its peak memory."""
     timeline, peaks = result.estimate.timeline(), result.estimate.peaks
     memory = [f"{bytes_text(peak.bytes):>11}" for peak in peaks]
     print_timeline(console, timeline, lambda row: rank_of(timeline.program, row), [("peak memory", memory)], label=6)

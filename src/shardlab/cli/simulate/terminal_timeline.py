@@ -1,4 +1,11 @@
-"""Shares of any stretch of time that a rank spends on each kind of op."""
+"""Timelines in characters, for a terminal or a pipe.
+
+`print_timeline` prints a row of signs for each rank. A sign stands for the op that takes at least half of its cell's
+time. If one row cannot show the step that finely, the step is printed in up to three rows (`whole_segments`), or only
+its beginning, middle and end (`partial_segments`), with the period that `find_steady_state` finds. `print_strips`
+prints a step before the first pass and after each pass on one axis of time. `Activity` computes the shares of each kind
+of op in any interval, `rank_row` makes signs of them, and `legend` explains the signs.
+"""
 
 from __future__ import annotations
 
@@ -23,52 +30,53 @@ from shardlab.simulate.timeline.prices import rank_of
 
 Array = NDArray[np.float64]
 
-UNSEEN = 0.15
-"""A row shows something else than what is done for at most this share of its time."""
+MOST_MISLEADING = 0.15
+"""Largest share of a row's time in which its signs show something else than what the rank does."""
 
-MOST_STRETCHES = 3
-"""A step is shown whole in up to so many rows for each rank, and otherwise in so many parts."""
+MOST_SEGMENTS = 3
+"""Largest number of rows for each rank, and of segments in the middle of a step that is not shown whole."""
 
-ROUND = (1.0, 1.5, 2.0, 3.0, 5.0, 7.5)
-"""Lengths of a part, times a power of ten."""
+ROUND_LENGTHS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.5)
+"""Lengths of a segment, up to a power of ten."""
 
 FINEST = 1e-6
-"""Smallest share of the step that a part has."""
+"""Shortest segment, as a share of the step."""
 
-ALIKE = 0.01
-"""Times of two periods may differ by this share of one: prices of the same op are seldom the same to the last digit."""
+PERIOD_TOLERANCE = 0.01
+"""Largest difference of two periods that count as equal, as a share of the period. Prices of the same op are seldom
+equal to the last digit."""
 
 SHOWN_ROWS, SHOWN_RANKS = 20, 16
-"""Rows and ranks that are shown at most, evenly spaced; fewer ranks where one takes several rows."""
+"""Largest number of rows and of ranks, which are evenly spaced. If a rank takes several rows, there are fewer ranks."""
 
 WIDEST, NARROWEST = 120, 20
-"""Characters of a row; a wider terminal is left empty on the right."""
+"""Largest and smallest number of characters of a row. A wider terminal stays empty on the right."""
 
 MARGIN = 2
-"""Characters that are left empty on the right of a terminal that is not wider."""
+"""Characters that stay empty on the right of a narrower terminal."""
 
 SIGNS = {kind: (kind.row.sign, HUES[kind.row.color].terminal) for kind in OpKind if kind not in BOOKKEEPING}
-"""Capital letters are compute, and small ones compute beside communication; other signs are communication."""
+"""Sign and colour of each kind of op. Letters are compute (small ones: during communication), others communication."""
 
 IDLE, MIXED = ".", "~"
 
-MOST = 0.5
-"""A sign stands for what takes at least this share of its cell's time."""
+MAJORITY = 0.5
+"""Least share of a cell's time that an op takes if the cell shows its sign."""
 
 NAMED_SHARE = 0.01
-"""The legend names every kind of op that takes at least this share of some rank's time, shown in a row or not."""
+"""Least share of some rank's time of an op that the legend names even if no row shows it."""
 
 GAP = 3
-"""Blanks between two of the legend's entries."""
+"""Blanks between two entries of the legend."""
 
 TINY = 1e-9
-"""Rounding errors of shares."""
+"""Tolerance for rounding errors of shares."""
 
-SHOWN = 4
-"""Ranks of which each strip has a row at most, evenly spaced."""
+STRIP_RANKS = 4
+"""Largest number of ranks in each strip, evenly spaced."""
 
 LABEL = 4
-"""Characters of a rank's number."""
+"""Width of a rank's number in characters."""
 
 
 def print_timeline(
@@ -81,9 +89,9 @@ def print_timeline(
     """Print the rows of a timeline and their legend.
 
     Args:
-        number_of: the rank whose tape stands in a row of the timeline.
-        columns: what stands to the right of each rank's first row: a heading, and a text for each row of the timeline.
-        label: characters of a rank's number.
+        number_of: function that returns the rank of a row of the timeline.
+        columns: columns to the right of each rank's first row: a heading, and a text for each row of the timeline.
+        label: width of a rank's number in characters.
     """
     end = timeline.end
     if not end:
@@ -92,23 +100,23 @@ def print_timeline(
     width = min(WIDEST, max(NARROWEST, console.width - label - 2 - right - MARGIN))
     ranks = [Activity(events, end) for events in timeline.events]
     every = -(-len(ranks) // SHOWN_RANKS)
-    shown = whole_stretches(ranks[::every], end, width)
+    shown = whole_segments(ranks[::every], end, width)
     note = ""
     if not shown:
-        steady = steady_state(timeline.events[::every], end)
-        shown = parts(ranks[::every], end, width, steady)
+        steady = find_steady_state(timeline.events[::every], end)
+        shown = partial_segments(ranks[::every], end, width, steady)
         note = _parts_text(timeline, steady)
     every = max(every, -(-len(ranks) * len(shown) // SHOWN_ROWS))
     rows: list[Text] = []
-    for stretch in shown:
-        ends = [_time_text(timeline, moment, stretch.end - stretch.start) for moment in stretch]
+    for segment in shown:
+        ends = [_time_text(timeline, moment, segment.end - segment.start) for moment in segment]
         headings = "".join(f"  {heading}" for heading, _ in columns) if not rows else ""
         between = " " * max(1, width - sum(map(len, ends)))
         console.print(Text(f"{'rank':>{label}}  {between.join(ends)}{headings}", "dim"), no_wrap=True)
         for row in range(0, len(ranks), every):
             cells = (f"  {texts[row]:>{len(heading)}}" for heading, texts in columns)
-            signs = rank_row(ranks[row], *stretch, width)
-            shares = "".join(cells) if stretch is shown[0] else ""
+            signs = rank_row(ranks[row], *segment, width)
+            shares = "".join(cells) if segment is shown[0] else ""
             console.print(Text(f"{number_of(row):>{label}}  ") + signs + Text(shares), no_wrap=True)
             rows.append(signs)
     console.print(legend(rows, ranks, console.width))
@@ -121,7 +129,7 @@ def print_timeline(
 def print_strips(
     timelines: Mapping[str, Timeline], time_text: Callable[[float], str], console: Console | None = None
 ) -> None:
-    """Print a strip for each timeline, as long as its step, and what the signs mean; nothing if there are none."""
+    """Print a strip for each timeline, as long as its step, and the legend. Without timelines, print nothing."""
     end = max((timeline.end for timeline in timelines.values()), default=0.0)
     if not end:
         return
@@ -133,7 +141,7 @@ def print_strips(
         console.print(Text.assemble((f"{'':{LABEL}}  {name}", "bold"), (f"  ends at {time_text(timeline.end)}", "dim")))
         ranks = [Activity(events, timeline.end) for events in timeline.events]
         cells = max(1, round(width * timeline.end / end))
-        for row in range(0, len(ranks), -(-len(ranks) // SHOWN)):
+        for row in range(0, len(ranks), -(-len(ranks) // STRIP_RANKS)):
             rows.append(rank_row(ranks[row], 0.0, timeline.end, cells))
             number = rank_of(timeline.program, row)
             console.print(Text(f"{number:>{LABEL}}  ") + rows[-1], no_wrap=True)
@@ -143,13 +151,13 @@ def print_strips(
 
 
 class Shares(NamedTuple):
-    """Shares of equally long cells of time that a rank spends on each thing.
+    """Shares of a rank's time in cells of equal length. All arrays have the shape (cells,).
 
     Attributes:
-        compute: of each kind of compute, (cells,).
-        exposed: of each kind of communication while nothing is computed, (cells,); several may go on at once.
-        hidden: computes and communicates at once, (cells,).
-        idle: does neither, (cells,).
+        compute: share of each kind of compute.
+        exposed: share of each kind of communication while the rank does not compute. Several kinds may overlap.
+        hidden: share in which the rank computes and communicates.
+        idle: share in which the rank does neither.
     """
 
     compute: dict[OpKind, Array]
@@ -159,11 +167,11 @@ class Shares(NamedTuple):
 
 
 class Activity:
-    """Work of one rank at every moment of a step.
+    """Work of one rank over a step, from which the shares of any interval are computed.
 
     Args:
-        events: the rank's events, in any order; those that take no time count for nothing.
-        end: when the step ends.
+        events: events of the rank, in any order. Events that take no time are ignored.
+        end: end of the step.
     """
 
     def __init__(self, events: Sequence[Event], end: float) -> None:
@@ -186,35 +194,39 @@ class Activity:
         self.end = end
 
     def shares(self, start: float, end: float, cells: int) -> Shares:
-        """A row's work between two moments, in so many cells."""
+        """Return the shares of the time between `start` and `end`, in cells of equal length."""
         edges, length = np.linspace(start, end, cells + 1), (end - start) / cells
 
-        def of(until: Array) -> Array:
+        def shares_in_cells(until: Array) -> Array:
             return np.diff(np.interp(edges, self._moments, until)) / length
 
         return Shares(
-            {kind: of(until) for kind, until in self._under_way_until.items() if kind not in COMMUNICATION},
-            {kind: of(until) for kind, until in self._exposed_until.items()},
-            of(self._hidden_until),
-            of(self._idle_until),
+            {
+                kind: shares_in_cells(until)
+                for kind, until in self._under_way_until.items()
+                if kind not in COMMUNICATION
+            },
+            {kind: shares_in_cells(until) for kind, until in self._exposed_until.items()},
+            shares_in_cells(self._hidden_until),
+            shares_in_cells(self._idle_until),
         )
 
     def totals(self) -> dict[OpKind, float]:
-        """The share of the whole step in which each kind of op is under way; they overlap."""
+        """Return the share of the step in which each kind of op runs. The kinds may overlap."""
         return {kind: float(until[-1]) / self.end for kind, until in self._under_way_until.items()}
 
     @property
     def hidden(self) -> float:
-        """The share of the step in which the rank computes and communicates at once."""
+        """Share of the step in which the rank computes and communicates."""
         return float(self._hidden_until[-1]) / self.end
 
     @property
     def idle(self) -> float:
-        """The share of the step in which the rank does nothing."""
+        """Share of the step in which the rank does neither."""
         return float(self._idle_until[-1]) / self.end
 
     def _under_way(self, starts: Array, ends: Array) -> NDArray[np.bool_]:
-        """Whether any of some ops is under way, between each moment and the next."""
+        """Return whether any of the given ops runs between each time in `_moments` and the next."""
         change = np.zeros(len(self._moments), dtype=np.int64)
         np.add.at(change, np.searchsorted(self._moments, starts), 1)
         np.add.at(change, np.searchsorted(self._moments, ends), -1)
@@ -224,92 +236,97 @@ class Activity:
         return np.any(each, axis=0) if each else np.zeros(len(self._lengths), dtype=bool)
 
     def _until(self, on: NDArray[np.bool_]) -> Array:
-        """Seconds in which it was so, from the start until each moment."""
+        """Return for each time in `_moments` how long the condition `on` was true before it."""
         return np.concatenate([[0.0], np.cumsum(self._lengths * on)])
 
 
-class Stretch(NamedTuple):
-    """A part of a step, from one moment to another."""
+class Segment(NamedTuple):
+    """Interval of a step."""
 
     start: float
     end: float
 
 
-class Steady(NamedTuple):
-    """Period of a step: from `since` until `until`, all ranks do the same again after each `every`."""
+class SteadyState(NamedTuple):
+    """Steady state of a step: from `since` until `until`, all ranks repeat their work with the period `every`."""
 
     every: float
     since: float
     until: float
 
 
-def whole_stretches(ranks: Sequence[Activity], end: float, width: int) -> list[Stretch]:
-    """All of a step, in as few rows of so many cells as show what is done; none if more than a few would be needed."""
-    for count in range(1, MOST_STRETCHES + 1):
+def whole_segments(ranks: Sequence[Activity], end: float, width: int) -> list[Segment]:
+    """Divide a step into as few segments as rows of `width` cells can show readably.
+
+    Returns:
+        The segments, or an empty list if more than `MOST_SEGMENTS` would be needed.
+    """
+    for count in range(1, MOST_SEGMENTS + 1):
         cuts = [end * part / count for part in range(count + 1)]
-        found = [Stretch(*ends) for ends in pairwise(cuts)]
-        if _is_seen(ranks, found, width):
-            return found
+        segments = [Segment(*ends) for ends in pairwise(cuts)]
+        if _is_readable(ranks, segments, width):
+            return segments
     return []
 
 
-def parts(ranks: Sequence[Activity], end: float, width: int, steady: Steady | None) -> list[Stretch]:
-    """The beginning, a stretch in the middle and the end, as long as rows of so many cells show what is done.
+def partial_segments(ranks: Sequence[Activity], end: float, width: int, steady: SteadyState | None) -> list[Segment]:
+    """Return segments at the beginning, in the middle and at the end of a step.
 
-    In a steady state the middle begins where a period does, and is one if a few rows are enough for it.
+    They are as long as rows of `width` cells can show readably. In a steady state, the middle begins with a period, and
+    is a whole period if a few rows are enough for it.
     """
-    shown: list[Stretch] = []
+    shown: list[Segment] = []
     rows, start = 1, end / 2
     if steady is not None:
         start = steady.since + steady.every * ((end / 2 - steady.since) // steady.every)
-    for length in _round_lengths(end / (2 + MOST_STRETCHES), FINEST * end):
+    for length in _round_lengths(end / (2 + MOST_SEGMENTS), FINEST * end):
         if steady is not None:
-            rows = max(1, min(MOST_STRETCHES, math.ceil(steady.every / length)))
+            rows = max(1, min(MOST_SEGMENTS, math.ceil(steady.every / length)))
         middle = min(max(length, start), end - (1 + rows) * length)
         cuts = [middle + length * row for row in range(rows + 1)]
-        shown = [Stretch(0.0, length), *(Stretch(*ends) for ends in pairwise(cuts)), Stretch(end - length, end)]
-        if _is_seen(ranks, shown, width):
+        shown = [Segment(0.0, length), *(Segment(*ends) for ends in pairwise(cuts)), Segment(end - length, end)]
+        if _is_readable(ranks, shown, width):
             break
     return shown
 
 
-def steady_state(ranks: Sequence[Sequence[Event]], end: float) -> Steady | None:
-    """The steady state of a step: the shortest period that all ranks repeat for at least half of it, if there is one.
+def find_steady_state(ranks: Sequence[Sequence[Event]], end: float) -> SteadyState | None:
+    """Find the shortest period that all ranks repeat for at least half of a step; return None if there is none.
 
     Args:
-        ranks: the events of each rank, in tape order.
-        end: when the step ends.
+        ranks: events of each rank, in tape order.
+        end: end of the step.
     """
-    each = [steady for events in ranks if (steady := _steady_of(events, end)) is not None]
+    each = [steady for events in ranks if (steady := _steady_state_of(events, end)) is not None]
     if not each or len(each) < len(ranks):
         return None
     every = max(steady.every for steady in each)
-    if any(abs(every / steady.every - round(every / steady.every)) > ALIKE for steady in each):
+    if any(abs(every / steady.every - round(every / steady.every)) > PERIOD_TOLERANCE for steady in each):
         return None
-    found = Steady(every, max(steady.since for steady in each), min(steady.until for steady in each))
-    return found if _lasts(found, end) else None
+    common = SteadyState(every, max(steady.since for steady in each), min(steady.until for steady in each))
+    return common if _lasts(common, end) else None
 
 
 def rank_row(activity: Activity, start: float, end: float, width: int) -> Text:
-    """Row of signs for a rank between two moments; each shows what takes most of its cell, or that nothing does."""
+    """Return the row of signs of a rank between `start` and `end`, which is `width` cells wide."""
     return _row(activity.shares(start, end, width))
 
 
-def unseen(activity: Activity, start: float, end: float, width: int) -> float:
-    """The share of a stretch of time in which a row shows something else than what is done."""
+def misleading_share(activity: Activity, start: float, end: float, width: int) -> float:
+    """Return the share of an interval in which a row of signs shows something else than what the rank does."""
     shares = activity.shares(start, end, width)
     every = [*shares.compute.values(), *shares.exposed.values(), shares.idle]
     most = np.max(every, axis=0)
-    return float(1 - np.where(most >= MOST - TINY, most, 0.0).mean())
+    return float(1 - np.where(most >= MAJORITY - TINY, most, 0.0).mean())
 
 
 def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
-    """Legend of some rows: what their signs mean, and the share of the ranks' time that each takes.
+    """Return the legend of some rows: the meaning of each sign, and its share of the ranks' time.
 
     Args:
-        rows: what is printed.
+        rows: rows that are printed.
         ranks: all ranks, shown or not.
-        width: of the terminal, in characters; no line is longer.
+        width: width of the terminal, which no line exceeds.
     """
     shown = {character for row in rows for character in row.plain}
     totals = [rank.totals() for rank in ranks]
@@ -317,13 +334,13 @@ def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
     for kind, (sign, color) in SIGNS.items():
         shares = [total.get(kind, 0.0) for total in totals]
         if shown & {sign, sign.lower()} or max(shares, default=0) >= NAMED_SHARE:
-            meanings.append(_meaning(sign, color, kind.value.replace("_", "-"), shares))
+            meanings.append(_legend_entry(sign, color, kind.value.replace("_", "-"), shares))
     hidden = [rank.hidden for rank in ranks]
     if shown & {sign.lower() for sign, _ in SIGNS.values() if sign.isupper()} or max(hidden, default=0) >= NAMED_SHARE:
-        meanings.append(_meaning("small letter:", "dim", "communicates as well", hidden))
+        meanings.append(_legend_entry("small letter:", "dim", "communicates as well", hidden))
     idle = [rank.idle for rank in ranks]
     if IDLE in shown or max(idle, default=0) >= NAMED_SHARE:
-        meanings.append(_meaning(IDLE, "dim", "waits", idle))
+        meanings.append(_legend_entry(IDLE, "dim", "waits", idle))
     if MIXED in shown:
         meanings.append(Text(f"{MIXED} several, none for half of it", "dim"))
     if meanings:
@@ -337,28 +354,28 @@ def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
     return Text("\n").join(lines)
 
 
-def _is_seen(ranks: Sequence[Activity], stretches: Sequence[Stretch], width: int) -> bool:
-    return all(unseen(rank, *stretch, width) <= UNSEEN for rank in ranks for stretch in stretches)
+def _is_readable(ranks: Sequence[Activity], segments: Sequence[Segment], width: int) -> bool:
+    return all(misleading_share(rank, *segment, width) <= MOST_MISLEADING for rank in ranks for segment in segments)
 
 
 def _round_lengths(longest: float, shortest: float) -> list[float]:
-    """Round numbers from the longest to the shortest."""
+    """List round numbers in an interval, from the longest to the shortest."""
     power = 1.0
     while power > shortest:
         power /= 10
-    found: list[float] = []
+    lengths: list[float] = []
     while power <= longest:
-        found += [each * power for each in ROUND if shortest <= each * power <= longest]
+        lengths += [each * power for each in ROUND_LENGTHS if shortest <= each * power <= longest]
         power *= 10
-    return found[::-1]
+    return lengths[::-1]
 
 
-def _lasts(steady: Steady, end: float) -> bool:
+def _lasts(steady: SteadyState, end: float) -> bool:
     return steady.until - steady.since >= max(end / 2, 2 * steady.every)
 
 
-def _steady_of(events: Sequence[Event], end: float) -> Steady | None:
-    """The shortest period after which a rank computes the same on other microbatches, and from when until when."""
+def _steady_state_of(events: Sequence[Event], end: float) -> SteadyState | None:
+    """Find the shortest period after which one rank computes the same on other microbatches."""
     done = [event for event in events if event.kind not in COMMUNICATION and event.end > event.start]
     starts = [event.start for event in done]
     here = bisect_left(starts, end / 2)
@@ -367,8 +384,8 @@ def _steady_of(events: Sequence[Event], end: float) -> Steady | None:
         if not 0 <= place < len(done) - period:
             return False
         one, other = done[place], done[place + period]
-        alike = (one.kind, one.layer) == (other.kind, other.layer)
-        return alike and abs(other.start - one.start - every) <= ALIKE * every
+        is_same_op = (one.kind, one.layer) == (other.kind, other.layer)
+        return is_same_op and abs(other.start - one.start - every) <= PERIOD_TOLERANCE * every
 
     for period in range(1, min(here, len(done) - here) + 1):
         every = starts[here] - starts[here - period]
@@ -378,13 +395,13 @@ def _steady_of(events: Sequence[Event], end: float) -> Steady | None:
         while every and repeats(last, period, every):
             last += 1
         until = starts[last + period] if last + period < len(done) else done[-1].end
-        if _lasts(steady := Steady(every, starts[first], until), end):
+        if _lasts(steady := SteadyState(every, starts[first], until), end):
             return steady
     return None
 
 
-def _parts_text(timeline: Timeline, steady: Steady | None) -> str:
-    """Name the stretches that are shown of a step too long to be shown whole."""
+def _parts_text(timeline: Timeline, steady: SteadyState | None) -> str:
+    """Return a note about the segments that are shown of a step too long to be shown whole."""
     text = "The beginning, the middle and the end of the step are shown"
     if steady is None:
         return f"{text}."
@@ -393,7 +410,7 @@ def _parts_text(timeline: Timeline, steady: Steady | None) -> str:
 
 
 def _time_text(timeline: Timeline, moment: float, length: float) -> str:
-    """A moment, or a time, where so long a stretch is shown."""
+    """Return a time as text, with as many digits as a segment of this length needs."""
     return moment_text(moment, timeline.end, length) if timeline.in_seconds else f"{moment:.6g}"
 
 
@@ -403,19 +420,19 @@ def _row(shares: Shares) -> Text:
     computing = sum(shares.compute.values(), np.zeros_like(shares.idle))
     for cell, idle in enumerate(shares.idle):
         kind = max(columns, key=lambda kind: columns[kind][cell], default=None)
-        if kind is not None and columns[kind][cell] >= MOST - TINY:
+        if kind is not None and columns[kind][cell] >= MAJORITY - TINY:
             sign, color = SIGNS[kind]
-            beside = kind in shares.compute and shares.hidden[cell] >= MOST * computing[cell] - TINY
+            beside = kind in shares.compute and shares.hidden[cell] >= MAJORITY * computing[cell] - TINY
             row.append(sign.lower() if beside else sign, color)
-        elif idle >= MOST - TINY:
+        elif idle >= MAJORITY - TINY:
             row.append(IDLE, "dim")
         else:
             row.append(MIXED, "dim")
     return row
 
 
-def _meaning(sign: str, color: str, name: str, shares: Sequence[float]) -> Text:
-    """`F forward 33%`, or `F forward 28-33%` or `F forward up to 1%` of ranks that differ."""
+def _legend_entry(sign: str, color: str, name: str, shares: Sequence[float]) -> Text:
+    """Return an entry such as `F forward 33%`, or `F forward 28-33%` or `F forward up to 1%` if ranks differ."""
     low, high = (f"{share:.0%}" if share >= NAMED_SHARE or not share else "<1%" for share in (min(shares), max(shares)))
     text = high
     if low != high:
