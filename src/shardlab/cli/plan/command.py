@@ -1,4 +1,8 @@
-"""`shardlab plan --model NAME --cluster NAME`: of all plans the fastest that fits, the runners-up, and why."""
+"""`shardlab plan --model NAME --cluster NAME`: find the fastest plan that fits, and explain the choice.
+
+`PlanCommand.run` makes a `Problem` of the options, searches with `shardlab.planner.choose`, and prints the choice. With
+--grade it grades predictions instead. `SearchLine` shows the progress of the search on a terminal.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +44,10 @@ ELSEWHERE = {
     "--freeze": "--freeze excludes blocks from training, but this command plans a training of all blocks; leave "
     "it out, or give it to simulate",
 }
-"""Sentences for options of other commands that are none of this one."""
+"""Error messages for options that other commands have and this one does not."""
 
 REFRESHED = 0.1
-"""Seconds after which a search's progress is shown anew."""
+"""Seconds between two updates of the search's progress."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class PlanCommand:
 
     def run(self) -> int:
         if self.grade is not None:
-            self._want_no_search(self.grade)
+            self._require_no_search_options(self.grade)
             print_grades(self.grade, None if self.recipe is None else recipe_called(self.recipe), json=self.json)
             return 0
         from shardlab.cli.plan.measure import (
@@ -197,14 +201,14 @@ class PlanCommand:
             print_choice(*shown, self.top, stdout_console())
         print_ran_out(choice.found, stdout_console())
         if self.measure:
-            print_experiments(asked, run, choice, self._again(problem), stdout_console())
+            print_experiments(asked, run, choice, self._next_command(problem), stdout_console())
         return 0
 
-    def _want_no_search(self, runs: Path) -> None:
-        """Refuse what a search alone takes: all but the file of runs, their recipe and the form of what is printed.
+    def _require_no_search_options(self, runs: Path) -> None:
+        """Refuse options of the search, which --grade does not run: all but --grade, --recipe and --json.
 
         Raises:
-            UserError: with its flags.
+            UserError: with these options.
         """
         graded = PlanCommand(grade=runs, recipe=self.recipe, json=self.json)
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layout"}
@@ -213,10 +217,10 @@ class PlanCommand:
             raise UserError(f"--grade predicts the runs in its file and does not search for a plan; leave out {wrong}")
 
     def _problem(self) -> Problem:
-        """Make the planning problem that the flags describe.
+        """Make the planning problem that the options describe.
 
         Raises:
-            UserError: for names that are unknown, and values that do not go together.
+            UserError: for unknown names, and values that contradict each other.
         """
         from shardlab.language.precision import find_precision
         from shardlab.models import find_model
@@ -252,48 +256,50 @@ class PlanCommand:
         return Limits(fixed, most, self.micro_batch_size)
 
     def _commands(self, choice: PlanChoice) -> dict[str, str]:
-        """The commands that run the chosen plan, by what they do: another framework's plans are only simulated."""
+        """Return the commands that simulate and train the chosen plan. Plans of another framework are not trained."""
         from shardlab.planner.describe import flags_of, train_command
         from shardlab.simulate.predict.recipe import OWN
 
         problem, candidate = choice.problem, choice.best.candidate
         plan = shlex.quote(str(self.out)) if self.out else None
-        found = {"simulate": f"shardlab simulate {self._rerun()} {flags_of(problem, candidate, plan)}"}
+        found = {"simulate": f"shardlab simulate {self._problem_words()} {flags_of(problem, candidate, plan)}"}
         if problem.recipe.name == OWN.name:
             found["train"] = train_command(problem, candidate, self._model_words(), plan)
         return found
 
-    def _rerun(self) -> str:
-        """The words of the command that tell the model, the cluster and how a step is run, but for the plan's."""
+    def _problem_words(self) -> str:
+        """Return the options that give the model, the cluster and the recipe, for another command."""
         same = ("model", "layers", "sequence", "cluster", "memory", "recipe")
         other = ["--other-machine"] if self.other_machine else []
         return shlex.join([*self._words_of({name: getattr(self, name) for name in same}), *other])
 
     def _words_of(self, flags: Mapping[str, object]) -> list[str]:
-        """The words of flags that are given, and of the optimizer where it is not the usual one."""
+        """Return the words of the given options, and of --optimizer if it is not the default."""
         given = {name: value for name, value in flags.items() if value is not None}
         if self.optimizer != "adamw":
             given["optimizer"] = self.optimizer
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
     def _model_words(self) -> str:
-        """The words of a training that tell the model, and the optimizer."""
+        """Return the options of `shardlab train` that give the model and the optimizer."""
         flags = {"model": self.model, "layers": self.layers, "seq-len": self.sequence}
         return shlex.join(self._words_of(flags))
 
-    def _again(self, problem: Problem) -> str:
-        """The command that takes the results of the experiments in: before their paths."""
+    def _next_command(self, problem: Problem) -> str:
+        """Return the command that reads the results of the suggested experiments, without their paths."""
         precisions = ",".join(each.name for each in problem.precisions)
-        same = f"{self._rerun()} --global-batch {problem.sequences} --precision {precisions} {problem.limits}"
+        same = f"{self._problem_words()} --global-batch {problem.sequences} --precision {precisions} {problem.limits}"
         before = shlex.join(map(str, self.measured))
         return " ".join(["shardlab plan", *same.split(), "--measured", *([before] if before else [])])
 
 
 class SearchLine:
-    """A live line of a search's progress, on a terminal alone.
+    """Live line with the progress of a search. It is shown only on a terminal.
+
+    The value of the context is the callback of the search.
 
     Args:
-        console: where it is shown.
+        console: console on which the line is shown.
     """
 
     def __init__(self, console: Console) -> None:

@@ -1,4 +1,8 @@
-"""What `shardlab plan --grade` prints: how good predicted choices are, cell by cell and in all."""
+"""`shardlab plan --grade RUNS.json`: compare predicted choices with measured runs, for each cell and in total.
+
+A cell is a model on a number of devices, of which several configurations were run. `print_grades` predicts all of them
+and prints the regret of each choice. The grades themselves are in `shardlab.planner.grade`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,8 @@ from shardlab.planner.published.records import GIB, read_rows
 from shardlab.simulate.predict.recipe import Recipe
 
 MANY_NODES = 64
-"""Cells of so many nodes and more are also left out of the figures, as noise is there larger than most choices."""
+"""Number of nodes from which a cell counts as large. The figures are also printed without large cells, in which the
+noise of measurements exceeds most differences between plans."""
 
 FIGURES: dict[str, Callable[[Grades], str]] = {
     "mean regret": lambda grades: f"{grades.regret:.1%}",
@@ -30,7 +35,7 @@ FIGURES: dict[str, Callable[[Grades], str]] = {
     "ran, yet said not to fit": lambda grades: f"{grades.refused:.1%}",
     "seconds a configuration": lambda grades: f"{grades.seconds:.3f}",
 }
-"""Rows of the table, and how each writes its figure."""
+"""Rows of the table of figures: their names, and functions that format them."""
 
 NOTE = (
     "regret: 1 less the measured speed of the predicted fastest that ran, over the best measured; crashed ones can be "
@@ -39,14 +44,20 @@ NOTE = (
 
 
 def print_grades(runs: Path, recipe: Recipe | None, *, json: bool) -> None:
-    """Predict all configurations of a file and grade the choices that follow.
+    """Predict all configurations of a file, and print the grades of the resulting choices.
+
+    Args:
+        runs: file of measured runs.
+        recipe: recipe of all runs (None: that of each run).
+        json: whether to print JSON.
 
     Raises:
-        UserError: the file holds no runs, or none that ran.
+        UserError: if the file contains no runs, or none with a measured step time.
     """
-    rows, shown = read_rows(runs), Console(stderr=True)
-    coming = on_every_core(candidate_of, rows, recipe)
-    seen = list(track(coming, "predicting", len(rows), console=shown, transient=True, disable=not shown.is_terminal))
+    rows, stderr = read_rows(runs), Console(stderr=True)
+    predictions = on_every_core(candidate_of, rows, recipe)
+    quiet = not stderr.is_terminal
+    seen = list(track(predictions, "predicting", len(rows), console=stderr, transient=True, disable=quiet))
     cells = cells_of(seen)
     if not cells:
         raise UserError(f"{runs}: none of its {len(rows)} runs has a measured step time, so there is nothing to grade")

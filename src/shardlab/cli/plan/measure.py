@@ -1,4 +1,9 @@
-"""What to run next for `shardlab plan --measure`, as commands; and what `--measured` steps have told."""
+"""Experiments of `shardlab plan`: which plans to measure next, and what measured steps say.
+
+For `--measure N`, `commands` and `print_experiments` suggest plans whose measured times could change the choice. For
+`--measured`, `read_measured` reads steps from folders of runs and from the JSON of `--measure --json`, and
+`print_measured` shows the corrected predictions. The statistics are in `shardlab.planner.error_model`.
+"""
 
 from __future__ import annotations
 
@@ -36,24 +41,26 @@ if TYPE_CHECKING:
     from shardlab.planner.results import Found
 
 STEPS = 13
-"""Steps of a run: three that do not count, and ten of which the median does."""
+"""Number of steps of a suggested run: three to warm up, and ten for the median."""
 
 SECONDS = "measured_seconds"
-"""The field that whoever ran an experiment adds to its JSON: a number, or "out of memory"."""
+"""JSON field of an experiment that the user fills in: a number of seconds, or "out of memory"."""
 
 OUT_OF_MEMORY = re.compile("out of memory|[Cc]an(no|')t allocate memory|MemoryError")
-"""Why a run ended that ran out of memory: as torch says it of a GPU or a CPU, Python, or who saw a rank killed."""
+"""Pattern in the error of a run that ran out of memory: of torch on a GPU or CPU, of Python, or of a killed rank."""
 
 
 def commands(experiments: list[Experiment], problem: Problem, words: str) -> list[tuple[str, Path]]:
-    """The command that runs each plan, and the new folder that it writes; none for another framework's plans.
+    """Return the command that runs each experiment, and the new folder of its run.
+
+    For plans of another framework, the list is empty.
 
     Args:
-        words: of the command that tell the model.
+        words: options of `shardlab train` that give the model.
     """
     if problem.recipe.name != OWN.name:
         return []
-    named = zip((each.outcome.candidate for each in experiments), _free(Path("runs")), strict=False)
+    named = zip((each.outcome.candidate for each in experiments), _new_folders(Path("runs")), strict=False)
     return [
         (train_command(problem, each, words, run=f"--steps {STEPS} --out {folder}", name=folder.name), folder)
         for each, folder in named
@@ -63,7 +70,7 @@ def commands(experiments: list[Experiment], problem: Problem, words: str) -> lis
 def experiments_as_json(
     experiments: list[Experiment], run: list[tuple[str, Path]], problem: Problem
 ) -> list[dict[str, Any]]:
-    """Experiments for other programs; `measured_seconds` is for whoever runs them to fill in."""
+    """Return the suggested experiments for --json. The user fills in `measured_seconds`."""
     return [
         {
             "command": run[number][0] if run else None,
@@ -82,7 +89,7 @@ def experiments_as_json(
 def print_experiments(
     experiments: list[Experiment], run: list[tuple[str, Path]], choice: PlanChoice, again: str, console: Console
 ) -> None:
-    """Print what to run next, each with its reason, and the command that takes the results in."""
+    """Print the suggested experiments with their reasons, and the command that reads their results."""
     problem = choice.problem
     console.print("\nworth running next", style="dim")
     for number, each in enumerate(experiments):
@@ -103,7 +110,7 @@ def print_experiments(
 
 
 def measured_as_json(beliefs: Beliefs) -> dict[str, Any]:
-    """What was measured, and what followed, for other programs."""
+    """Return the measured steps and the corrected predictions for --json."""
     rows: list[dict[str, Any]] = [
         {
             "family": outcome.family,
@@ -121,7 +128,7 @@ def measured_as_json(beliefs: Beliefs) -> dict[str, Any]:
 
 
 def print_measured(beliefs: Beliefs, top: int, console: Console) -> None:
-    """Print what was measured, and the best plans as they are ranked now."""
+    """Print the measured plans and the best plans, ranked by their corrected times."""
     table = table_of("", "after measuring", "predicted", "measured", "corrected", "sure to", words=2)
     table.columns[1].no_wrap = False
     order = sorted(range(len(beliefs.plans)), key=lambda at: beliefs.seconds[at])
@@ -143,13 +150,13 @@ def print_measured(beliefs: Beliefs, top: int, console: Console) -> None:
 
 
 def print_ran_out(found: Found, console: Console) -> None:
-    """Print the plans that were run, and ran out of memory."""
+    """Print the plans that ran out of memory when they were measured."""
     for each in (each for each in found.outcomes if each.ran_out):
         print_fact(console, "does not fit", f"{each.family}, {short(each.candidate)}: it ran out of memory")
 
 
 def how_sure(choice: PlanChoice) -> str:
-    """How far the chosen plan's time may be off."""
+    """Return the expected error of the chosen plan's time as text."""
     beliefs = choice.beliefs
     if beliefs is None or not beliefs.measured:
         return f"{choice.sure}; plans that are closer are as good as equal"
@@ -159,26 +166,28 @@ def how_sure(choice: PlanChoice) -> str:
 
 
 def read_measured(paths: Sequence[Path], problem: Problem, model: str, cluster: str) -> list[MeasuredStep]:
-    """Read the steps that some files and folders have of a problem's plans.
+    """Read measured steps of a problem's plans from files and folders.
 
     Args:
-        paths: folders of runs, or with runs in them, and files as `plan --measure N --json` prints them, in which
-            `measured_seconds` were filled in.
-        model, cluster: as they were named.
+        paths: folders of runs, folders that contain such folders, and output of `plan --measure N --json` in which
+            `measured_seconds` is filled in.
+        model, cluster: names of the model and the cluster.
 
     Raises:
-        UserError: for anything else, and for results of another model, batch or cluster.
+        UserError: for other files, and for results of another model, batch or cluster.
     """
-    found: list[MeasuredStep] = []
+    steps: list[MeasuredStep] = []
     for path in paths:
         if not path.exists():
             raise UserError(f"--measured {path}: no such file or folder; give the folder of a run, or RESULTS.json")
-        found += _of_folder(path, problem, model, cluster) if path.is_dir() else _of_file(path, problem, model, cluster)
-    return found
+        steps += (
+            _read_folder(path, problem, model, cluster) if path.is_dir() else _read_file(path, problem, model, cluster)
+        )
+    return steps
 
 
-def _free(parent: Path) -> Iterator[Path]:
-    """Folders `parent/measure-N` that are not there, in order."""
+def _new_folders(parent: Path) -> Iterator[Path]:
+    """Yield the paths `parent/measure-N` that do not exist, in order."""
     number = 0
     while True:
         number += 1
@@ -186,18 +195,18 @@ def _free(parent: Path) -> Iterator[Path]:
             yield path
 
 
-def _of_folder(path: Path, problem: Problem, model: str, cluster: str) -> Iterator[MeasuredStep]:
+def _read_folder(path: Path, problem: Problem, model: str, cluster: str) -> Iterator[MeasuredStep]:
     from shardlab.train.history import past_runs
 
     runs = past_runs([path])
     if not runs:
         raise UserError(f"--measured {path}: this folder contains no run; give one that shardlab train has written")
     for run in runs:
-        yield _of_run(run.folder, dict(run.record), problem, model, cluster)
+        yield _read_run(run.folder, dict(run.record), problem, model, cluster)
 
 
-def _of_run(folder: Path, record: dict[str, Any], problem: Problem, model: str, cluster: str) -> MeasuredStep:
-    """The step of a run that `shardlab train` has recorded, by the median of its steps after the first few."""
+def _read_run(folder: Path, record: dict[str, Any], problem: Problem, model: str, cluster: str) -> MeasuredStep:
+    """Return the measured step of a run of `shardlab train`: the median of its steps after the warm-up."""
     from shardlab.planner.error_model import MeasuredStep
     from shardlab.planner.problem import Candidate
     from shardlab.train.history import METRICS
@@ -207,10 +216,10 @@ def _of_run(folder: Path, record: dict[str, Any], problem: Problem, model: str, 
     job = job_of(record)
     if not isinstance(job.strategy, Plan):
         raise UserError(f"{folder} ran {job.strategy}, which is a program and not a plan; leave it out")
-    _want_same_model(str(folder), job.model, problem.model, model)
+    _require_same_model(str(folder), job.model, problem.model, model)
     sequences = job.microbatches * job.micro_batch_size
-    _want(str(folder), "sequences a step", sequences, problem.sequences, "its --global-batch")
-    _want(str(folder), "optimizer", job.optimizer, problem.optimizer, "its --optimizer")
+    _require_equal(str(folder), "sequences a step", sequences, problem.sequences, "its --global-batch")
+    _require_equal(str(folder), "optimizer", job.optimizer, problem.optimizer, "its --optimizer")
     if record.get("batch_ramp"):
         raise UserError(f"{folder} had a batch ramp, so its steps have several sizes; leave it out")
     devices = {str(place["device"]).partition(" (")[2].rstrip(")") for place in record.get("places", [])}
@@ -233,14 +242,14 @@ def _of_run(folder: Path, record: dict[str, Any], problem: Problem, model: str, 
 
 
 def _is_device(name: str, problem: Problem) -> bool:
-    """Whether a rank's device, as its run names it, is the cluster's; of a CPU that is its architecture alone."""
+    """Return whether the device that a run recorded is the cluster's. CPUs are not told apart."""
     cluster = problem.cluster
     if cluster.on_cpu:
         return not device_called(name)
     return cluster.device.name in (name, device_called(name))
 
 
-def _want_same_model(source: str, theirs: Blocks, ours: Blocks, model: str) -> None:
+def _require_same_model(source: str, theirs: Blocks, ours: Blocks, model: str) -> None:
     if theirs == ours:
         return
     if type(theirs) is not type(ours):
@@ -252,13 +261,13 @@ def _want_same_model(source: str, theirs: Blocks, ours: Blocks, model: str) -> N
     )
 
 
-def _want(source: str, what: str, theirs: object, ours: object, flag: str) -> None:
+def _require_equal(source: str, what: str, theirs: object, ours: object, flag: str) -> None:
     if theirs != ours:
         raise UserError(f"{source}: {what} {theirs} there, and {ours} here; leave it out, or give {flag}")
 
 
-def _of_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterator[MeasuredStep]:
-    """The experiments of a file that have a measured time."""
+def _read_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterator[MeasuredStep]:
+    """Yield the experiments of a file that have a measured time."""
     from shardlab.planner.error_model import MeasuredStep
     from shardlab.planner.problem import Candidate
 
@@ -272,7 +281,7 @@ def _of_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterator
         )
     here = {"model": model, "cluster": cluster, "global_batch": problem.sequences, "tokens": problem.tokens}
     for name, value in here.items():
-        _want(str(path), name.replace("_", " "), data.get(name), value, "what it was measured with")
+        _require_equal(str(path), name.replace("_", " "), data.get(name), value, "what it was measured with")
     ran = 0
     for number, row in enumerate(cast(list[Any], rows)):
         source = f"{path}, experiment {number + 1}"
@@ -294,7 +303,7 @@ def _of_file(path: Path, problem: Problem, model: str, cluster: str) -> Iterator
         except UserError as error:
             raise UserError(f"{source}: {error}") from None
         ran += 1
-        taken = float(seconds) if number_given else None
-        yield MeasuredStep(Candidate(read, size, precision), taken, source, by_hand=True)
+        measured = float(seconds) if number_given else None
+        yield MeasuredStep(Candidate(read, size, precision), measured, source, by_hand=True)
     if not ran:
         raise UserError(f"no experiment in {path} has {SECONDS}; run one, and give it the seconds of its step")

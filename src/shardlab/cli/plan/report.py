@@ -1,4 +1,9 @@
-"""Report of a planner's choice, for a reader: on the first screen what is chosen, and then why."""
+"""Report of `shardlab plan`: the chosen plan on the first screen, and then the reasons.
+
+`print_choice` prints the default report: the plan and its figures, the best plan of each family, what does not fit, the
+runners-up, the critical path, and the cost of each alternative. `print_explained` prints the decisions one by one.
+`as_json` has the same content for other programs, in seconds, bytes and shares.
+"""
 
 from __future__ import annotations
 
@@ -30,25 +35,26 @@ if TYPE_CHECKING:
 
 
 PATH = "what the step waits for, one after the other: of a message and the compute beside it, only what ends last"
-"""Why a critical path has less compute than the step."""
+"""Explanation of the critical path, which has less compute than the step."""
 
 NODE = 10
-"""Characters of a node's name, before its devices."""
+"""Width of a node's name in characters."""
 
 HELPS: dict[Change, str] = {
     "memory": "twice the memory",
     "links": "twice the bandwidth between nodes",
     "batch": "twice the batch",
 }
+"""Text for each change of the problem whose gain is reported."""
 
 WIDE = 80
-"""Columns of a terminal in which families, and what limits them, need no second line."""
+"""Width of a terminal in which each family and its limit fit into one line."""
 
 WORDS = 0.4
-"""Share of the line that an alternative's name has at most, before what it would cost."""
+"""Largest share of a line for the name of an alternative."""
 
 BAR = 40
-"""Characters of the memory's bar."""
+"""Width of the memory bar in characters."""
 
 SIGNS = {
     "parameters": "P",
@@ -58,7 +64,7 @@ SIGNS = {
     "gathered": "g",
     "communication": "c",
 }
-"""A letter of the bar for each category of memory; what else is held is `+`."""
+"""Letter of the memory bar for each category of memory. All else is `+`."""
 
 
 def print_choice(
@@ -70,12 +76,13 @@ def print_choice(
     top: int,
     console: Console,
 ) -> None:
-    """Print all of it, the choice and the best of each family first.
+    """Print the chosen plan, the best plan of each family, and the reasons.
 
     Args:
-        commands: that run the plan, by what they do.
-        out: the file that holds the plan, if there is one.
-        top: how many plans are listed.
+        model, cluster: names of the model and the cluster.
+        commands: commands that run the plan, by what they do.
+        out: file with the plan, if one was written.
+        top: number of runners-up.
     """
     problem, best = choice.problem, choice.best
     console.print(Text.assemble(("plan", "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
@@ -111,7 +118,7 @@ def print_choice(
 def print_explained(
     choice: PlanChoice, model: str, cluster: str, commands: Mapping[str, str], out: Path | None, console: Console
 ) -> None:
-    """Print the decisions one after the other; arguments as of `print_choice`."""
+    """Print the decisions one by one. The arguments are those of `print_choice`."""
     console.print(Text.assemble(("plan", "bold cyan"), f" of {model} on {cluster}, decision by decision"))
     for decision in decisions(choice):
         console.print(f"\n{decision.question}", style="bold")
@@ -124,7 +131,7 @@ def print_explained(
 
 
 def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str, str], top: int) -> dict[str, Any]:
-    """Describe all of it; arguments as of `print_choice`."""
+    """Return the choice and its reasons for --json. The arguments are those of `print_choice`."""
     problem, found = choice.problem, choice.found
     tokens, workload = problem.tokens, problem.workload(choice.best.candidate)
     return {
@@ -176,7 +183,7 @@ def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str,
 
 
 def searched(choice: PlanChoice) -> str:
-    """What was searched, and whether anything is left that could be better."""
+    """Return how much was searched, and whether the rest may contain a better plan."""
     found = choice.found
     seen = f"{found.space['shapes']:,} shapes and {found.space['candidates']:,} plans"
     done = f"{seen}, {len(found.outcomes):,} simulated in {found.seconds:.1f} s"
@@ -197,7 +204,7 @@ def searched(choice: PlanChoice) -> str:
 
 
 def print_families(choice: PlanChoice, console: Console) -> None:
-    """Print the best plan of each family, and what limits it."""
+    """Print the best plan of each family, and the largest part of its step beside compute."""
     table = table_of("", "best found of each family", "step", "memory", "what limits it", words=2)
     table.columns[1].no_wrap = False
     table.columns[0].no_wrap = table.columns[4].no_wrap = console.width >= WIDE
@@ -221,7 +228,7 @@ def print_families(choice: PlanChoice, console: Console) -> None:
 
 
 def print_runners_up(choice: PlanChoice, console: Console, top: int) -> None:
-    """Print the plans that are fastest after the chosen one, at most `top`."""
+    """Print up to `top` plans that are the fastest after the chosen one."""
     shown = choice.found.fitting[1 : top + 1]
     if not shown:
         return
@@ -239,7 +246,7 @@ def print_runners_up(choice: PlanChoice, console: Console, top: int) -> None:
 
 
 def print_reasons(choice: PlanChoice, console: Console) -> None:
-    """Print the nearest alternative of each choice, and what it would cost."""
+    """Print the nearest alternative to each choice, and its cost."""
     if not choice.alternatives:
         return
     predicted = ", as predicted" if choice.beliefs and choice.beliefs.measured else ""
@@ -256,7 +263,7 @@ def print_reasons(choice: PlanChoice, console: Console) -> None:
 
 
 def print_misses(choice: PlanChoice, console: Console) -> None:
-    """Print the families of which no plan fits, and by how much."""
+    """Print the families of which no plan fits, and how many bytes they exceed the memory by."""
     if misses := choice.found.misses():
         console.print("\nwhat does not fit", style="dim")
     for name, (bytes, _) in misses.items():
@@ -265,33 +272,33 @@ def print_misses(choice: PlanChoice, console: Console) -> None:
 
 
 def figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
-    """The chosen plan's figures, each with its name and words beside it."""
+    """List the figures of the chosen plan as label, value and remark."""
     problem, best = choice.problem, choice.best
     workload, memory = problem.workload(best.candidate), best.forecast.memory
-    room, shares = problem.cluster.device.memory, choice.answer.shares
-    speed, of_room = problem.tokens / best.seconds, f"of {room_text(room)} on the fullest device"
+    device_memory, shares = problem.cluster.device.memory, choice.answer.shares
+    speed, remark = problem.tokens / best.seconds, f"of {room_text(device_memory)} on the fullest device"
     return [
         ("step time", seconds_text(best.seconds), str(shares or choice.unknown)),
         ("tokens/s", f"{speed:,.0f}", f"{speed / problem.cluster.size:,.0f} on each device"),
         ("MFU", share_text(workload.mfu(best.seconds)), f"of {problem.cluster.device.name}'s peak"),
-        ("memory", bytes_text(memory.total), "; ".join(filter(None, (of_room, left_out(workload))))),
+        ("memory", bytes_text(memory.total), "; ".join(filter(None, (remark, left_out(workload))))),
     ]
 
 
 def memory_bar(choice: PlanChoice) -> str:
-    """The fullest device's memory by category, and the amounts."""
-    memory, room = choice.best.forecast.memory, choice.problem.cluster.device.memory
+    """Return a bar with the memory of the fullest device by category, and the amounts."""
+    memory, device_memory = choice.best.forecast.memory, choice.problem.cluster.device.memory
     peak = max(choice.best.forecast.peaks, key=lambda peak: peak.bytes)
     shares = sorted(peak.by_category.items(), key=lambda item: -item[1])
     shares.append(("beyond tensors", max(0, int(memory.total - peak.bytes))))
-    bar = "".join(SIGNS.get(name, "+") * round(bytes / room * BAR) for name, bytes in shares)[:BAR]
+    bar = "".join(SIGNS.get(name, "+") * round(bytes / device_memory * BAR) for name, bytes in shares)[:BAR]
     _, size = unit_of(peak.bytes)
     words = [f"{SIGNS.get(name, '+')} {name} {bytes / size:,.1f}" for name, bytes in shares if bytes >= 0.05 * size]
     return f"[{bar:·<{BAR}}] {', '.join(words)}"
 
 
 def path_text(path: dict[str, float]) -> str:
-    """The parts of a step's critical path, each with its share."""
+    """Return the parts of a critical path with their shares of the step."""
     step = sum(path.values())
     shown = [f"{name} {seconds / step:.1%}" for name, seconds in path.items() if seconds >= TELLING * step]
     rest = 1 - sum(seconds for seconds in path.values() if seconds >= TELLING * step) / step
@@ -299,7 +306,7 @@ def path_text(path: dict[str, float]) -> str:
 
 
 def _print_end(choice: PlanChoice, commands: Mapping[str, str], out: Path | None, console: Console) -> None:
-    """The commands that run the plan, what was searched, and the file that was written."""
+    """Print the commands that run the plan, the extent of the search, and the file that was written."""
     console.print()
     for what, command in commands.items():
         console.print(Text.assemble((f"{what} it".ljust(INDENT), "dim"), command), soft_wrap=True)
