@@ -10,17 +10,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Protocol, Self, TypeVar
 
 from shardlab.common.errors import About
 from shardlab.common.user_code import SourceLine, here
 from shardlab.language import Deadlock, OpKind, Refused
 from shardlab.language.values import Wait, deadlock
 from shardlab.simulate.timeline.prices import UNIT_COSTS
-
-if TYPE_CHECKING:
-    from shardlab.learn.puzzles.model import Stores
-
 
 T = TypeVar("T", covariant=True)
 
@@ -157,29 +153,44 @@ class PuzzleDeadlock(PuzzleRefused, Deadlock):
     """Ranks wait for one another for ever; the message names the whole cycle."""
 
 
-_here: ContextVar[Stores | None] = ContextVar("shardlab_puzzle_rank", default=None)
+class RunningRank(Protocol):
+    """Rank of the puzzles, as far as its values know it.
+
+    Attributes:
+        rank: number of the rank.
+        log: everything that the rank has done, in order.
+    """
+
+    rank: int
+    log: list[PuzzleEvent]
+
+    def derive(self, *values: Any) -> None:
+        """Count the memory of values that were created or read."""
 
 
-def stand(rank: Stores) -> None:
-    """Note which rank runs in this task: `a + b` and `.combine` do not say."""
-    _here.set(rank)
+_running_rank: ContextVar[RunningRank | None] = ContextVar("shardlab_puzzle_rank", default=None)
 
 
-def derived(made: Result, *read: Any) -> Result:
-    """A value that was made of others without an op; the rank that runs is told, for its memory."""
-    rank = _here.get()
+def set_running_rank(rank: RunningRank) -> None:
+    """Record which rank runs in this task: `a + b` and `.combine` have no argument that names it."""
+    _running_rank.set(rank)
+
+
+def record_derived(value: Result, *read: Any) -> Result:
+    """Count a value that was derived from others without an op in the memory of the running rank, and return it."""
+    rank = _running_rank.get()
     if rank is not None:
-        rank.derive(made, *read)
-    return made
+        rank.derive(value, *read)
+    return value
 
 
 @contextmanager
-def judged(rank: Stores | None = None, line: SourceLine | None = None) -> Generator[None]:
-    """Turn a refusal of the shared rules into the face's own, in the puzzles' words and with the place before it.
+def translate_refusals(rank: RunningRank | None = None, line: SourceLine | None = None) -> Generator[None]:
+    """Turn a refusal of the shared rules into a `PuzzleRefused` with the puzzles' names and the place of the mistake.
 
     Args:
-        rank: whose op it is (None: of the rank that runs in this task).
-        line: the student's line (None: the one that runs).
+        rank: the rank that runs the op (None: the rank that runs in this task).
+        line: the student's line (None: the line that runs).
     """
     try:
         yield
@@ -187,11 +198,10 @@ def judged(rank: Stores | None = None, line: SourceLine | None = None) -> Genera
         raise
     except Refused as refusal:
         mine = PuzzleRefused.of(refusal).on(line or here())
-        for published, kind in COLLECTIVES.items():
-            mine.about = mine.about.replace(kind.value, published)
-            mine.given = mine.given.replace(kind.value, published)
-            mine.remedy = mine.remedy.replace(kind.value, published)
-        rank = rank or _here.get()
+        for name in ("about", "given", "remedy"):
+            for published, kind in COLLECTIVES.items():
+                setattr(mine, name, getattr(mine, name).replace(kind.value, published))
+        rank = rank or _running_rank.get()
         if rank is not None:
             mine.at(rank.rank, len(rank.log))
         raise mine from None
@@ -300,8 +310,7 @@ class AsyncioWatch:
     """
 
     def __init__(self, ranks: int, when_quiet: Callable[[], bool]) -> None:
-        self.ranks = ranks
-        self._when_quiet = when_quiet
+        self.ranks, self._when_quiet = ranks, when_quiet
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._blocked: dict[asyncio.Future[Any], Blocked] = {}

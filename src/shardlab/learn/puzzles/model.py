@@ -1,4 +1,4 @@
-"""What one rank computes: plain calls that cost time and are judged before they are logged."""
+"""What one rank computes: plain calls that cost time and are translate_refusals before they are logged."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from shardlab.learn.puzzles.calls import (
     PuzzleCall,
     PuzzleEvent,
     PuzzleRefused,
-    derived,
-    judged,
+    record_derived,
     refuse_forgotten,
-    stand,
+    set_running_rank,
+    translate_refusals,
     without_await,
 )
 from shardlab.learn.puzzles.communication import Brought, Dist, Letter, Reader
@@ -92,7 +92,7 @@ class Stores:
                 if isinstance(value, PuzzleCall):
                     value.refuse()
                 if not isinstance(value, PuzzleValue):
-                    with judged(self):
+                    with translate_refusals(self):
                         given = f"the store has {value!r} under {key!r}"
                         raise Refused("no value", "memory", given, "keep values of the puzzles in it")
                 values.append(value)
@@ -183,13 +183,13 @@ class PuzzleCompute(Stores):
     def load_weights(self, layer: int, shard: int = 0, total: int = 1) -> tuple[Weight, OptState]:
         """The layer's weight and optimizer state before the step, or shard `shard` of `total` of both."""
         self.begin()
-        loaded = layer, self.LAYERS, 0, frozenset({shard}), total
-        return derived((Weight(*loaded), OptState(*loaded)))
+        fields = layer, self.LAYERS, 0, frozenset({shard}), total
+        return record_derived((Weight(*fields), OptState(*fields)))
 
     def get_activation(self, batches: Iterable[int]) -> Activation:
         """Activation 0 of some microbatches: the input."""
         self.begin()
-        return derived(Activation(0, self.LAYERS, frozenset(batches), self.BATCHES))
+        return record_derived(Activation(0, self.LAYERS, frozenset(batches), self.BATCHES))
 
     def fake_grad(self, layer: int, batches: Iterable[int] = ()) -> WeightGrad:
         """A gradient that nobody has computed; of no microbatches it is zero."""
@@ -199,21 +199,21 @@ class PuzzleCompute(Stores):
             given, remedy = f"{gradient.spec} was made up", "let a solution compute its gradients"
             fake = PuzzleRefused("made up", of_layer("fake_grad", layer), given, remedy)
             self.fakes.append(fake.at(self.rank, len(self.log)).on(here()))
-        return derived(gradient)
+        return record_derived(gradient)
 
     def forward(self, layer: int, inp: Activation, weight: Weight) -> Activation:
         """Activation l and the complete weight of layer l: activation l + 1."""
         with self._judging(of_layer("forward", layer), inp, weight) as op:
             self._layer(op, layer).forward([self._spec(op, "activation", inp)], self._weight(op, weight))
         self.note("forward", inp, weight, layer=layer, batches=inp.batches)
-        return derived(Activation(layer + 1, self.LAYERS, inp.batches, self.BATCHES))
+        return record_derived(Activation(layer + 1, self.LAYERS, inp.batches, self.BATCHES))
 
     def loss(self, inp: Activation) -> ActivationGrad:
         """The last activation's gradient."""
         with self._judging(About("loss"), inp) as op:
             steps.loss(self.LAYERS, self._spec(op, "activation", inp))
         self.note("loss", inp, layer=self.LAYERS)
-        return derived(ActivationGrad(self.LAYERS - 1, self.LAYERS, inp.batches, self.BATCHES))
+        return record_derived(ActivationGrad(self.LAYERS - 1, self.LAYERS, inp.batches, self.BATCHES))
 
     def backward(
         self, layer: int, inp: Activation, grad: ActivationGrad, weight: Weight
@@ -224,7 +224,7 @@ class PuzzleCompute(Stores):
             self._layer(op, layer).backward(specs[0], specs[1:], self._weight(op, weight))
         self.note("backward", inp, grad, weight, layer=layer, batches=inp.batches)
         of = self.LAYERS, inp.batches, self.BATCHES
-        return derived((WeightGrad(layer, *of), ActivationGrad(layer - 1, *of)))
+        return record_derived((WeightGrad(layer, *of), ActivationGrad(layer - 1, *of)))
 
     def update(
         self, layer: int, weight_grad: WeightGrad, weight: Weight, opt_state: OptState, shard: int = 0
@@ -241,17 +241,18 @@ class PuzzleCompute(Stores):
         done, mine = common(self._updated.get(layer, Holds(0, 1)), weight.spec.holds)
         self._updated[layer] = Holds(done.mask | mine.mask, mine.of)
         self.note("update", weight_grad, weight, opt_state)
-        new = Weight(layer, self.LAYERS, weight.step + 1, weight.shards, weight.total)
-        return derived((new, OptState(layer, self.LAYERS, opt_state.step + 1, opt_state.shards, opt_state.total)))
+        new_weight = Weight(layer, self.LAYERS, weight.step + 1, weight.shards, weight.total)
+        new_state = OptState(layer, self.LAYERS, opt_state.step + 1, opt_state.shards, opt_state.total)
+        return record_derived((new_weight, new_state))
 
     def set_final_weight(self, layer: int, weight: Weight) -> None:
         """Hand in this rank's part of a layer's new weight."""
         self.begin(weight)
-        self.final_weights[layer] = derived(weight)
+        self.final_weights[layer] = record_derived(weight)
 
     def begin(self, *values: Any) -> None:
         """Note who runs where; refuse values that have not been awaited."""
-        stand(self)
+        set_running_rank(self)
         for value in values:
             if isinstance(value, PuzzleCall):
                 value.refuse()
@@ -265,7 +266,7 @@ class PuzzleCompute(Stores):
     def _judging(self, op: About, *values: Any) -> Generator[About]:
         """Begin an op, and name it in what is refused of it."""
         self.begin(*values)
-        with judged(self):
+        with translate_refusals(self):
             yield op
 
     def _spec(self, op: About, what: str, value: PuzzleValue) -> Spec:
@@ -327,7 +328,7 @@ class PuzzleModel(PuzzleCompute):
 
     async def _meet(self, name: str, v: T, layer: int, line: SourceLine | None) -> T:
         self._enter(name, line, [self.rank], v)
-        with judged(self, line):
+        with translate_refusals(self, line):
             if isinstance(v, Weight):
                 rules.fresh(of_layer(name, layer), v.spec, self._updated)
             collective = self._run.collectives.next_of(self.rank)
@@ -335,7 +336,7 @@ class PuzzleModel(PuzzleCompute):
             result, time = await self._wait(mine)
         self.time = max(self.time, time)
         self.note(name, v, layer=layer)
-        return derived(result)
+        return record_derived(result)
 
     async def _pass(self, rank: int, v: Any, line: SourceLine | None) -> None:
         self._enter(f"pass_to(rank {rank})", line, [self.rank, rank], v)
@@ -352,11 +353,11 @@ class PuzzleModel(PuzzleCompute):
         letter: Letter = await self._wait(reader)
         self.time = max(self.time, letter.sent)
         self.note("pass", source=letter.rank)
-        return derived(letter.value)
+        return record_derived(letter.value)
 
     async def _wait(self, blocked: Blocked) -> Any:
         result = await self._run.watch.block(blocked)
-        stand(self)
+        set_running_rank(self)
         return result
 
     def _enter(self, op: str, line: SourceLine | None, ranks: list[int], *values: Any) -> None:
@@ -364,7 +365,7 @@ class PuzzleModel(PuzzleCompute):
         self.begin(*values)
         for rank in ranks:
             if not 0 <= rank < self.RANKS:
-                with judged(self, line):
+                with translate_refusals(self, line):
                     remedy = f"the Dist has {self.RANKS}, counted from 0, name one of these"
                     raise Refused("unknown rank", op, f"rank {rank} does not exist", remedy)
 

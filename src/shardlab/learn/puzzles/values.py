@@ -21,7 +21,7 @@ from shardlab.language.rules import optimizer_step as steps
 from shardlab.language.rules.kinds import ROW_KINDS, bits, common, listed, mask_of, microbatches_text, plural
 from shardlab.language.rules.spec import Space, form_of, missing_text
 from shardlab.language.sizes import PUZZLE_HIDDEN, PUZZLE_LENGTH
-from shardlab.learn.puzzles.calls import derived, judged
+from shardlab.learn.puzzles.calls import record_derived, translate_refusals
 from shardlab.simulate.timeline import Timeline
 
 ONE: frozenset[int] = frozenset({0})
@@ -63,7 +63,7 @@ class PuzzleValue:
 
     def _refuse(self, given: str, remedy: str) -> None:
         about = About(f"{type(self).__name__} of layer {self.layer}", self.layer)
-        with judged():
+        with translate_refusals():
             raise Refused("unknown slice", about, given, remedy)
 
     @cached_property
@@ -110,11 +110,11 @@ class Sharded(PuzzleValue):
         Raises:
             PuzzleRefused: if they are not pieces of one value.
         """
-        with judged():
+        with translate_refusals():
             op = self.spec.about("combine")
             specs = [self.spec, spec_of(op, "other value", other)]
             whole = self.holding(gather(op, specs, ["the first value", "the second value"]).holds)
-        return derived(whole, self, other)
+        return record_derived(whole, self, other)
 
     def shard(self, shard: int, total: int) -> Self:
         """Piece `shard` of `total` equal ones.
@@ -122,10 +122,10 @@ class Sharded(PuzzleValue):
         Raises:
             PuzzleRefused: if the value is not complete, or the piece does not exist.
         """
-        with judged():
+        with translate_refusals():
             if not self.is_complete():
                 raise Refused("partial", self.spec.about("shard"), f"{self.spec} is partial", "cut a complete value")
-            return derived(self.holding(Holds(mask_of([shard]), total)), self)
+            return record_derived(self.holding(Holds(mask_of([shard]), total)), self)
 
     def holding(self, holds: Holds) -> Self:
         """Copy the value with other slices of the layer."""
@@ -175,9 +175,9 @@ class WeightGrad(Sharded):
         """
         if not isinstance(other, WeightGrad):  # pyright: ignore[reportUnnecessaryIsInstance]
             return NotImplemented
-        with judged():
+        with translate_refusals():
             total = self.summing(arithmetic.add_two(self.spec, other.spec))
-        return derived(total, self, other)
+        return record_derived(total, self, other)
 
     def summing(self, spec: Spec) -> WeightGrad:
         """Copy the gradient with the microbatches of `spec` added."""
