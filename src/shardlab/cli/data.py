@@ -22,8 +22,7 @@ from shardlab.common.errors import UserError
 from shardlab.common.user_code import file_and_name, member, module_of, running
 from shardlab.language.rules.kinds import counted
 from shardlab.train.data.documents import Document, Documents, DocumentSource, Input
-from shardlab.train.data.evaluation_text import Progress, said_of
-from shardlab.train.data.prepare import prepare
+from shardlab.train.data.prepare import Progress, prepare, said_of
 from shardlab.train.data.prepared_folder import Prepared, TokenCount
 
 TokenizerName = Annotated[str, tyro.conf.arg(metavar="TOKENIZER")]

@@ -70,7 +70,7 @@ class Eval:
             raise UserError("there is no text to predict; give --data PATH")
         from shardlab.cli.train.before_ranks import checked_to_run, failures_as_exit
         from shardlab.cli.train.choose_passes import settled_here
-        from shardlab.train.data.evaluation_text import said_of
+        from shardlab.train.data.prepare import said_of
         from shardlab.train.evaluate import TextJob, evaluate_rank
         from shardlab.train.huggingface import open_source
         from shardlab.train.job import Job

@@ -104,7 +104,7 @@ class Sample:
         import numpy as np
 
         from shardlab.common.text import printable
-        from shardlab.train.data.evaluation_text import said_of
+        from shardlab.train.data.prepare import said_of
         from shardlab.train.sample import as_text, tokens_of
 
         prompt = (self.prompt or "").encode(errors="surrogateescape")

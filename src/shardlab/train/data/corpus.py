@@ -15,7 +15,7 @@ from shardlab.common.errors import UserError
 from shardlab.common.files import want_file
 from shardlab.language.rules.kinds import counted
 from shardlab.train.data.documents import Documents, DocumentSource, Input, Text, default_text, map_text
-from shardlab.train.data.evaluation_text import encoded_text, said_of
+from shardlab.train.data.prepare import encoded_text, said_of
 from shardlab.train.data.prepared_folder import COMPARED, PARTS, RECORDED, Prepared, checksum
 from shardlab.train.data.stream import FINEST, SequenceStream, TokenRun, shares_of
 from shardlab.train.data.tokenizers import ByteTokenizer, Tokenizer, same
