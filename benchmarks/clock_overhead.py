@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardlab.execute import Executor, Settings
-from shardlab.execute.timers import ComputeClock
+from shardlab.execute.recording import ComputeClock
 from shardlab.models import GPT
 from shardlab.train.batches import Batches
 from shardlab.train.data import Corpus

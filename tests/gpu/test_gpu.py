@@ -13,9 +13,8 @@ import torch
 
 from shardlab.cli import main
 from shardlab.execute import Executor, Settings
-from shardlab.execute.collect import step_with_memory
 from shardlab.execute.executor import FIRST_STEPS
-from shardlab.execute.timers import ComputeClock, OpTimer
+from shardlab.execute.recording import ComputeClock, OpTimer, step_with_memory
 from shardlab.language.tape import MemoryRecord
 from shardlab.models import GPT
 from shardlab.train.batches import Batches

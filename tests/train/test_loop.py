@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardlab.execute import Executor, OptimizerConfig, Settings
-from shardlab.execute.collect import step_with_memory
+from shardlab.execute.recording import step_with_memory
 from shardlab.execute.transport.collectives import Groups
 from shardlab.language import Mesh, OpKind, UserError
 from shardlab.language.precision import FP64

@@ -20,7 +20,7 @@ from shardlab.check import check
 from shardlab.cli import main
 from shardlab.common.errors import UserError
 from shardlab.execute import Executor, OptimizerConfig, Settings
-from shardlab.execute.optimizers.algorithms import averaged
+from shardlab.execute.collect import averaged_weights
 from shardlab.language import Holds, Kind, Mesh, OpKind, trace
 from shardlab.language.precision import Optimizer
 from shardlab.models import GPT, MLP, Blocks, Llama, MoE
@@ -207,7 +207,7 @@ def looked_at(rank: int, job: Job, spoiled: int) -> list[bool]:
         else:
             right.append(all(torch.equal(before[key], after[key]) for key in before))
         ages = [0.7**age for age in reversed(range(len(followed)))]
-        with averaged(state):
+        with averaged_weights(state):
             for key, kept in state.kept.items():
                 mean = sum(age * weights[key] for age, weights in zip(ages, followed, strict=True))
                 expected = mean / sum(ages) if followed else before[key]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from shardlab.check import Checked, check_forward, forward_only
 from shardlab.cli.train.before_ranks import lines_of
 from shardlab.execute import Executor, OptimizerConfig, Settings
-from shardlab.execute.collect import step_with_memory
+from shardlab.execute.recording import step_with_memory
 from shardlab.execute.state import State
 from shardlab.language import Op, OpKind, UserError
 from shardlab.language.mesh import Mesh

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardlab.common.errors import UserError
 from shardlab.execute import Executor, OptimizerConfig, Settings
-from shardlab.execute.collect import step_with_memory
+from shardlab.execute.recording import step_with_memory
 from shardlab.language import OpKind
 from shardlab.language.tape import MemoryRecord
 from shardlab.models import GPT, MLP

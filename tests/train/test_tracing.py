@@ -17,7 +17,7 @@ import torch
 from shardlab.check import Checked
 from shardlab.cli import main
 from shardlab.execute import Executor, OptimizerConfig, Settings
-from shardlab.execute.collect import collect
+from shardlab.execute.collect import gather_layer
 from shardlab.language import Mesh, OpKind, UserError
 from shardlab.language.ops import COLLECTIVES, COMMUNICATION
 from shardlab.language.tape import stream_of
@@ -327,7 +327,7 @@ def ramped(rank: int, job: Job) -> tuple[list[list[float]], list[torch.Tensor]]:
     executor = RampedExecutor(executors, run_with(job, Path("nowhere")))
     losses = [[float(figure) for figure in executor.step()] for _ in range(STEPS)]
     assert executor.state.step == STEPS
-    found = (collect(first.state, first.state.kept, layer, 0) for layer in range(model.layers))
+    found = (gather_layer(first.state, first.state.kept, layer, 0) for layer in range(model.layers))
     flats = [flat for flat in found if flat is not None]
     return losses, to_blocks(model, flats) if flats and isinstance(model, CutModel) else flats
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardlab.execute import Executor, OptimizerConfig, Settings
-from shardlab.execute.collect import collect
+from shardlab.execute.collect import gather_layer
 from shardlab.language.precision import FP64
 from shardlab.models import Blocks, CutModel
 from shardlab.models.tensors import to_blocks
@@ -42,7 +42,7 @@ def trained(
     for _ in range(3):
         executor.step()
     state = executor.state
-    found = (collect(state, state.kept, layer, 0) for layer in range(cut.layers))
+    found = (gather_layer(state, state.kept, layer, 0) for layer in range(cut.layers))
     flats = [flat for flat in found if flat is not None]
     copies = [tensor.clone() for (layer, _), tensor in state.kept.items() if layer == 0]
     return copies[0] if copies else None, to_blocks(cut, flats) if flats else None

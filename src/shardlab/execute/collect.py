@@ -1,4 +1,9 @@
-"""Every rank's slices of a layer, put together on one of them."""
+"""Weights across ranks: one layer gathered on one rank, and averages in place of the weights.
+
+`gather_layer` serves checkpoints and sampling. `averaged_weights` serves evaluation with an exponential moving average
+(EMA): each rank keeps the averages of the slices that it updates, and
+sends them to the ranks that keep the same slices. Every rank calls both functions.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -6,33 +11,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.executor import Executor
+from shardlab.execute.offload import tensor_at
 from shardlab.execute.settings import torch_dtype
 from shardlab.execute.state import State
-from shardlab.execute.transport.collectives import rooms
-from shardlab.execute.update_ops import Instruction
-from shardlab.language import Holds, Kind, OpKind, Program
+from shardlab.language import Holds, OpKind, Program
 from shardlab.language.rules.kinds import bits
-from shardlab.language.tape import MemoryRecord
+
+Ranges = Sequence[tuple[int, int]]
+"""Half-open ranges (start, stop) of a layer's flat buffer."""
 
 
-def collect(state: State, slices: Mapping[tuple[int, Holds], Tensor], layer: int, to: int) -> Tensor | None:
-    """The complete flat buffer of a layer, on the CPU of rank `to`; None on the others. Every rank calls this.
+def gather_layer(state: State, slices: Mapping[tuple[int, Holds], Tensor], layer: int, to: int) -> Tensor | None:
+    """Gather the complete flat buffer of a layer on one rank. Every rank calls this.
 
     Args:
+        state: this rank's tensors.
         slices: for each (layer, slices held) that this rank loads, the tensor of these slices.
+        layer: number of the layer.
+        to: rank that receives the buffer.
+
+    Returns:
+        The buffer, (elements,), on the CPU of rank `to`; None on the other ranks.
     """
-    mine, device = state.rank == to, state.settings.device
+    receives, device = state.rank == to, state.settings.device
     dtype = torch_dtype(state.settings.precision.parameters)
-    flat = torch.empty(state.shapes.flat[layer], dtype=dtype) if mine else None
+    flat = torch.empty(state.shapes.flat[layer], dtype=dtype) if receives else None
     for source, holds in _owners(state.checked.program, layer):
         at = 0
         for start, stop in state.shapes.ranges(layer, holds):
@@ -44,157 +54,109 @@ def collect(state: State, slices: Mapping[tuple[int, Holds], Tensor], layer: int
                     flat[start:stop] = part
             elif flat is not None:
                 place = flat[start:stop]
-                given = place if device.type == "cpu" else torch.empty_like(place, device=device)
-                dist.recv(given, source)
-                if given is not place:
-                    place.copy_(given)
+                buffer = place if device.type == "cpu" else torch.empty_like(place, device=device)
+                dist.recv(buffer, source)
+                if buffer is not place:
+                    place.copy_(buffer)
             at += stop - start
     return flat
 
 
+@contextmanager
+def averaged_weights(state: State) -> Generator[None, None, None]:
+    """Replace the weights that this rank keeps by their averages, for as long as the block takes.
+
+    Each rank has the averages of the slices that it updates, and receives those of the other slices that it keeps. All
+    ranks enter together.
+    """
+    places, device = state.analysis.kept.places, state.settings.device
+    weights = {
+        key: tensor_at(places[key], kept.shape, kept.dtype, device).copy_(kept) for key, kept in state.kept.items()
+    }
+    try:
+        _write_averages(state)
+        yield
+    finally:
+        for key, kept in state.kept.items():
+            kept.copy_(weights[key])
+
+
 def _owners(program: Program, layer: int) -> list[tuple[int, Holds]]:
-    """Ranks and what they hold of a layer, the lowest ranks that together have it whole."""
+    """Return the lowest ranks that together load the whole layer, each with the slices that it loads."""
     loaded = [
         (rank, op.holds)
         for rank, tape in enumerate(program.tapes)
         for op in tape
         if op.kind is OpKind.LOAD_WEIGHT and op.layer == layer and op.holds is not None
     ]
-    of = math.lcm(*(holds.of for _, holds in loaded))
-    have: set[int] = set()
+    slices = math.lcm(*(holds.of for _, holds in loaded))
+    covered: set[int] = set()
     owners: list[tuple[int, Holds]] = []
     for rank, holds in loaded:
-        pieces = set(bits(holds.refined(of).mask))
-        if not pieces <= have:
-            have |= pieces
+        pieces = set(bits(holds.refined(slices).mask))
+        if not pieces <= covered:
+            covered |= pieces
             owners.append((rank, holds))
     return owners
 
 
-# The memory that a real step takes, by torch's own accounts: tracked storages on a CPU, the allocator on a GPU.
-#
-# Tracking slows a step down, so steps are either timed (see `recording`) or measured here.
+def _write_averages(state: State) -> None:
+    """Write every average where its slices are kept: a rank that has it sends it to the ranks that lack it."""
+    shapes, ranks = state.shapes, range(dist.get_world_size())
+    updated = [_slices_of(state, rank, OpKind.UPDATE) for rank in ranks]
+    loaded = [_slices_of(state, rank, OpKind.LOAD_WEIGHT) for rank in ranks]
+    for layer, holds in dict.fromkeys(key for keys in updated for key in keys if shapes.flat[key[0]]):
+        ranges = shapes.ranges(layer, holds)
+        average = _average_of(state, layer, holds) if (layer, holds) in updated[state.rank] else None
+        some_rank_lacks_it = any(
+            _overlaps(ranges, shapes.ranges(layer, kept))
+            for rank in ranks
+            for other_layer, kept in loaded[rank]
+            if other_layer == layer and (layer, holds) not in updated[rank]
+        )
+        if some_rank_lacks_it:
+            if average is None:
+                dtype = getattr(torch, state.settings.precision.state)
+                average = torch.empty(sum(b - a for a, b in ranges), dtype=dtype, device=state.settings.device)
+            dist.broadcast(average, next(rank for rank in ranks if (layer, holds) in updated[rank]))
+        if average is not None:
+            for (other_layer, kept), tensor in state.kept.items():
+                if other_layer == layer:
+                    for here, there, length in _overlaps(shapes.ranges(layer, kept), ranges):
+                        tensor[here : here + length] = average[there : there + length]
 
 
-NAMED = ("parameters", "optimizer", "arena", "gathered", "gradients")
-"""Categories that are told apart by the tensors that they hold; the rest is activations, with what layers keep."""
+def _average_of(state: State, layer: int, holds: Holds) -> Tensor:
+    """Return the average of slices that this rank updates, on the device; before the first step, the weights."""
+    optimizer, owner = state.opt_states[layer, holds], state.analysis.kept.owner(layer, holds)
+    if owner is not None:  # updates are given copies of weights that are kept elsewhere, and the copies are gone
+        kept = state.kept[owner]
+        optimizer.carry([kept[start:stop] for start, stop in state.shapes.places(layer, owner[1], holds)])
+    return optimizer.average.to(state.settings.device)
 
 
-class Account(Protocol):
-    """Who knows how many bytes are live."""
-
-    def tracking(self) -> AbstractContextManager[object]:
-        """Within this, bytes are counted."""
-        ...
-
-    def live(self) -> int:
-        """Bytes now."""
-        ...
-
-    def peak(self) -> int:
-        """The most bytes since tracking began."""
-        ...
+def _slices_of(state: State, rank: int, kind: OpKind) -> list[tuple[int, Holds]]:
+    """Return (layer, slices) of each weight that a rank loads or updates, by the kind of op."""
+    tape, specs = state.checked.program.tapes[rank], state.checked.specs[rank]
+    values = (specs[op.inputs[2] if kind is OpKind.UPDATE else op.outputs[0]] for op in tape if op.kind is kind)
+    return [(spec.layer, spec.holds) for spec in values]
 
 
-class TrackedStorages:
-    """Every storage that torch makes while this tracks, and those that the rank had before, but for small sums' rooms:
-    those stay, and the tracker sees them in one step and not in another.
+def _overlaps(a: Ranges, b: Ranges) -> list[tuple[int, int, int]]:
+    """Return (start in the first tensor, start in the second, length) of each run that two tensors share.
+
+    Args:
+        a: ranges of the flat buffer that lie one after the other in the first tensor.
+        b: those of the second tensor.
     """
-
-    def __init__(self, state: State) -> None:
-        from torch.distributed._tools.mem_tracker import MemTracker  # a second, with torch's compiler
-
-        self._tracker = MemTracker()
-        self._device = state.settings.device
-        for _, tensors in _kept(state):
-            self._tracker.track_external(*tensors)
-        self._tracker.track_external(*(beside := rooms()))
-        self._beside = sum(tensor.nbytes for tensor in beside)
-
-    def tracking(self) -> AbstractContextManager[object]:
-        return self._tracker
-
-    def live(self) -> int:
-        return self._total("current")
-
-    def peak(self) -> int:
-        return self._total("peak")
-
-    def _total(self, moment: str) -> int:
-        total = self._tracker.get_tracker_snapshot(moment).get(self._device, {}).get("Total", 0)
-        return total - self._beside
-
-
-class Allocator:
-    """The allocator of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def tracking(self) -> AbstractContextManager[object]:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return nullcontext()
-
-    def live(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
-
-
-def step_with_memory(executor: Executor, record: MemoryRecord) -> Tensor:
-    """Run a step as `Executor.step` does, filling `record` as it goes."""
-    state = executor.state
-    account: Account = Allocator(state.settings.device) if _on_gpu(state) else TrackedStorages(state)
-
-    def around(at: int, instruction: Instruction) -> Instruction:
-        def run() -> None:
-            record.live[at] = _by_category(state, account.live())
-            instruction()
-
-        return run
-
-    plain = executor.instructions
-    executor.instructions = [around(at, instruction) for at, instruction in enumerate(executor.instructions)]
-    try:
-        with account.tracking():
-            return executor.step()
-    finally:
-        executor.instructions = plain
-        record.peak = account.peak()
-
-
-def _on_gpu(state: State) -> bool:
-    return state.settings.device.type == "cuda"
-
-
-def _by_category(state: State, total: int) -> dict[str, int]:
-    counted: set[int] = set()
-    sizes: dict[str, int] = dict.fromkeys(NAMED, 0)
-    for category, tensors in (*_kept(state), *_passing(state)):
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if tensor.device == state.settings.device and storage.nbytes() and storage.data_ptr() not in counted:
-                counted.add(storage.data_ptr())
-                sizes[category] += storage.nbytes()
-    return {**sizes, "activations": total - sum(sizes.values())}
-
-
-def _kept(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
-    """What outlives the step."""
-    yield "parameters", state.kept.values()
-    for part in state.opt_states.values():
-        yield "parameters", part.weights
-        yield "optimizer", part.exact
-        yield "optimizer", part.moments
-    yield "gathered", state.buffers
-    yield "arena", [state.arena.whole]
-
-
-def _passing(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
-    """Values of the tape that are no activations."""
-    for number, value in enumerate(state.values):
-        if isinstance(value, Tensor) and number in state.specs:
-            kind = state.specs[number].kind
-            if kind is Kind.WEIGHT or kind is Kind.GRAD_WEIGHT:
-                yield ("gathered" if kind is Kind.WEIGHT else "gradients"), [value]
+    overlaps: list[tuple[int, int, int]] = []
+    here = 0
+    for start, stop in a:
+        there = 0
+        for begin, end in b:
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                overlaps.append((here + first - start, there + first - begin, last - first))
+            there += end - begin
+        here += stop - start
+    return overlaps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from shardlab.check import Checked
 from shardlab.check.buffers import Buckets, RoomBytes, arenas_of, cuts_of
-from shardlab.check.in_place import InPlace, Kept, ends_of, last_copies, last_ends, last_reads
-from shardlab.execute.optimizers.flat_slice import followed
-from shardlab.language import Holds, Kind, OpKind, Spec, UserError
+from shardlab.check.in_place import FREE, InPlace, Kept, ends_of, last_copies, last_ends, last_reads
+from shardlab.language import Holds, Kind, Op, OpKind, Spec, UserError
 from shardlab.language.ops import COMMUNICATION
 from shardlab.language.rules.kinds import AUTOGRAD_KINDS, ROW_KINDS, bits
 from shardlab.language.rules.layer_rules import GRADIENT_OF
@@ -39,7 +38,7 @@ class Analysis:
         homes: number of a slice, or of a weight that an update writes, to that of the value whose memory it lies in.
         stepped_at: (layer, slices) of each optimizer state to the place where its update is computed.
         slot: number of a gathered or received weight to the buffer that it lives in; `slots` is how many there are.
-        followed: indices of updates that another one follows at once.
+        consecutive_updates: indices of UPDATEs that another one follows at once.
         last_reads: index of a FORWARD or RECOMPUTE to the activation that it is the last to read.
         last_copies: indices of collectives that send a copy of rows which nobody else reads any more.
         empties: index of the op that ends such a weight, or the last that lies there, to the buffer.
@@ -76,7 +75,7 @@ class Analysis:
         self.leaves_room = self._leaves_room()
         self.halved = self._halved()
         carried = (self.homes[self.tape[at].outputs[0]] for at in self.kept.carried)
-        self.followed = followed(self.tape, {self._ended.get(home, -1) for home in carried})
+        self.consecutive_updates = consecutive_updates(self.tape, {self._ended.get(home, -1) for home in carried})
         self.last_reads = last_reads(self.tape, self.specs)
         self.last_copies = last_copies(self.tape, self.specs)
 
@@ -125,6 +124,30 @@ def loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
                 for piece in bits(checked.specs[rank][op.inputs[0]].cells):
                     owners.setdefault(piece, (rank, at))
     return owners
+
+
+def consecutive_updates(tape: Sequence[Op], barriers: Collection[int] = ()) -> set[int]:
+    """Find the UPDATEs that another UPDATE follows with nothing but FREEs between them.
+
+    One call can step such updates together: most of a small update's time is the call's.
+
+    Args:
+        tape: the ops of one rank.
+        barriers: indices of FREEs before which the updates must have been made.
+
+    Returns:
+        Indices of all but the last UPDATE of each such run.
+    """
+    found: set[int] = set()
+    last = -1
+    for at, op in enumerate(tape):
+        if op.kind is OpKind.UPDATE:
+            if last >= 0:
+                found.add(last)
+            last = at
+        elif op.kind is not FREE or at in barriers:
+            last = -1
+    return found
 
 
 # The arena of a step: memory that is taken once, and a tensor in it for each value that lies there.

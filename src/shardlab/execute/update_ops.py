@@ -71,7 +71,7 @@ def update(state: State, at: int, op: Op) -> Instruction:
     key = state.analysis.kept.carried.get(at)
     own = state.shapes.places(op.layer, state.specs[weight].holds, holds) if key is not None else ()
     kept_at = state.shapes.places(op.layer, key[1], holds) if key and at in state.analysis.kept.renewed else ()
-    goes_on = at in state.analysis.followed
+    goes_on = at in state.analysis.consecutive_updates
 
     def step(kept: Slice) -> None:
         given = mine()

@@ -18,8 +18,8 @@ from torch import Tensor
 from shardlab.check import Checked, check_forward, forward_only
 from shardlab.common.errors import UserError
 from shardlab.execute import Executor, Settings
+from shardlab.execute.collect import averaged_weights
 from shardlab.execute.kernel_choice import kept_by_rank_0
-from shardlab.execute.optimizers.algorithms import averaged
 from shardlab.execute.state import State
 from shardlab.execute.transport.collectives import Groups
 from shardlab.models.tensors import Initial
@@ -133,7 +133,7 @@ class Evaluation:
         """The mean loss as records name it, and that of averaged weights if there are any; every rank calls this."""
         found = {VALIDATION: self.loss().mean}
         if self._of is not None and self._of.settings.optimizer.ema is not None:
-            with averaged(self._of):
+            with averaged_weights(self._of):
                 found[VALIDATION_EMA] = self.loss().mean
         return found
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardlab.common.errors import UserError
 from shardlab.common.text import printable
-from shardlab.execute.collect import collect
+from shardlab.execute.collect import gather_layer
 from shardlab.execute.state import State
 from shardlab.language.rules.kinds import counted
 from shardlab.models import Blocks, Model, MoE
@@ -198,7 +198,7 @@ def _whole_blocks(state: State, whole: Blocks, parts: Sequence[range]) -> list[T
 
 def _give(state: State, layer: int, rank: int, rooms: Mapping[tuple[int, str], Tensor]) -> None:
     """Put a layer together on a rank, which keeps the parameters that it has room for, by block and name."""
-    flat = collect(state, state.kept, layer, rank)
+    flat = gather_layer(state, state.kept, layer, rank)
     if flat is not None:
         for block, parameter, tensor in whole_parameters(state.model, layer, flat):
             if (block, parameter.name) in rooms:

@@ -18,10 +18,9 @@ from shardlab.check import Checked
 from shardlab.check.in_place import Kept
 from shardlab.draw.trace_events import save_trace_events
 from shardlab.execute import Executor, Settings
-from shardlab.execute.collect import step_with_memory
+from shardlab.execute.recording import ComputeClock, OpTimer, clock_offset, step_with_memory
 from shardlab.execute.state import State
 from shardlab.execute.tape_analysis import Shapes
-from shardlab.execute.timers import ComputeClock, OpTimer, clock_offset
 from shardlab.execute.update_ops import Instruction
 from shardlab.language import Holds, Op, OpKind, UserError
 from shardlab.language.rules.kinds import bits, listed

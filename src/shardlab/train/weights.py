@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from shardlab.common.errors import UserError
 from shardlab.common.files import PART
-from shardlab.execute.collect import collect
-from shardlab.execute.optimizers.algorithms import averaged
+from shardlab.execute.collect import averaged_weights, gather_layer
 from shardlab.execute.settings import torch_dtype
 from shardlab.execute.state import State
 from shardlab.models.named import ENDING, SHARD_BYTES, index_of, index_text, shards_of
@@ -97,7 +96,7 @@ def save_weights(state: State, out: Path, *, shard_bytes: int = SHARD_BYTES) -> 
         return []
     lost = _written(state, out / WEIGHTS, shard_bytes)
     if state.settings.optimizer.ema is not None:
-        with averaged(state):
+        with averaged_weights(state):
             lost += _written(state, out / AVERAGED, shard_bytes)
     return lost
 
@@ -184,7 +183,7 @@ def _write(state: State, single: Path, shard_bytes: int) -> str:
 
 def _give(state: State, layer: int, writer: int, file: PartialFile | None) -> None:
     """Put a layer together on the rank that writes it, which then forgets it."""
-    flat = collect(state, state.kept, layer, writer)
+    flat = gather_layer(state, state.kept, layer, writer)
     if flat is not None and file is not None:
         for _, _, tensor in whole_parameters(state.model, layer, flat):
             file.write(bytes_of(tensor))

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardlab.check.in_place import FREE
 from shardlab.execute.offload import Parked
 from shardlab.execute.optimizers.algorithms import (
     SGD,
@@ -31,7 +30,6 @@ from shardlab.execute.optimizers.algorithms import (
 )
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.transport.collectives import Wait
-from shardlab.language import Op, OpKind
 from shardlab.models.matrices import WholeMatrix
 
 
@@ -315,27 +313,6 @@ class Direction(NamedTuple):
                     pieces.append(self.flat[place : place + matrix.size].view(matrix.piece))
                 at += stop - start
         return torch.cat(pieces, matrix.dim)
-
-
-# Updates that follow one another on the tape, made by one call: most of a small update's time is the call's.
-
-
-def followed(tape: Sequence[Op], ends: Collection[int] = ()) -> set[int]:
-    """The indices of UPDATEs that another one follows, with nothing but FREEs between.
-
-    Args:
-        ends: indices of FREEs that none of them may wait beyond.
-    """
-    found: set[int] = set()
-    last = -1
-    for at, op in enumerate(tape):
-        if op.kind is OpKind.UPDATE:
-            if last >= 0:
-                found.add(last)
-            last = at
-        elif op.kind is not FREE or at in ends:
-            last = -1
-    return found
 
 
 def step_together(slices: Sequence[Slice]) -> None:

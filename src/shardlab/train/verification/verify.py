@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardlab.check import Checked
 from shardlab.execute import Executor, OptimizerConfig, Settings
-from shardlab.execute.optimizers.algorithms import averaged
+from shardlab.execute.collect import averaged_weights
 from shardlab.execute.settings import torch_dtype
 from shardlab.execute.state import State
 from shardlab.execute.transport.collectives import Groups
@@ -107,7 +107,7 @@ def verify_rank(
         trained(state)
     kept: list[Slices] = [state.kept]
     if job.ema is not None:
-        with averaged(state):
+        with averaged_weights(state):
             kept.append({key: weight.clone() for key, weight in state.kept.items()})
 
     def errors(expected: Reference, its: Reference | None = None) -> Errors:

@@ -1,4 +1,14 @@
-"""Clocks that tell when an op began and ended, and when a communication was over: the host's, and a GPU's."""
+"""Recording of real steps: when each op ran, how long computing took, and how much memory was live.
+
+An executor that nobody records pays nothing for it. The parts, in the order to read them:
+
+- `Stopwatch`: a clock that says when an op began and ended, and when a communication was over. `HostStopwatch` and
+  `DeviceStopwatch` implement it for a CPU and a GPU.
+- `OpTimer` runs steps and records each op; `ComputeClock` only sums the seconds of forward and backward passes.
+- `clock_offset` estimates how far another process's clock is from rank 0's.
+- `step_with_memory` runs one step and records the live bytes before each op. Tracking memory slows a step down, so a
+  step is either timed or measured.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -8,9 +18,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain, groupby, repeat
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -21,11 +31,12 @@ from torch import Tensor
 
 from shardlab.check.buffers import batches_of
 from shardlab.execute.executor import Executor
-from shardlab.execute.transport.collectives import Wait
+from shardlab.execute.state import State
+from shardlab.execute.transport.collectives import Wait, rooms
 from shardlab.execute.update_ops import Instruction
-from shardlab.language import Op, OpKind
+from shardlab.language import Kind, Op, OpKind
 from shardlab.language.ops import COMMUNICATION
-from shardlab.language.tape import Moments, StepRecord
+from shardlab.language.tape import MemoryRecord, Moments, StepRecord
 
 Read = Callable[[], float | None]
 """A moment, in seconds of this process's clock; None if it has not come. To be called when the step is over."""
@@ -160,9 +171,6 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
     return DeviceStopwatch(device) if device.type == "cuda" else HostStopwatch()
 
 
-# Seconds that a rank's device spends on the forward and the backward passes of a step.
-
-
 FORWARD = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ATTEND, OpKind.LOSS_STATS, OpKind.LOSS})
 """Counted as forward; the loss comes with its own gradient."""
 
@@ -253,9 +261,6 @@ def _put_around(instructions: list[Instruction], first: int, last: int, begin: I
     instructions[last] = last_of_all
 
 
-# Recording when each op of a real step began and ended. An executor that nobody records pays nothing for it.
-
-
 class OpTimer:
     """Runs steps of an executor and keeps what it saw of each.
 
@@ -333,9 +338,6 @@ class OpTimer:
         self.steps.append(record)
 
 
-# How far the clocks of other processes are from rank 0's, by letting a message go there and back, as NTP does.
-
-
 ROUNDS = 16
 
 
@@ -389,3 +391,127 @@ def _receive(source: int, count: int, device: torch.device) -> list[float]:
     numbers = torch.empty(count, dtype=torch.float64, device=device)
     dist.recv(numbers, source)
     return [float(number) for number in numbers]
+
+
+NAMED = ("parameters", "optimizer", "arena", "gathered", "gradients")
+"""Categories that are told apart by the tensors that they hold; the rest is activations, with what layers keep."""
+
+
+class Account(Protocol):
+    """Who knows how many bytes are live."""
+
+    def tracking(self) -> AbstractContextManager[object]:
+        """Within this, bytes are counted."""
+        ...
+
+    def live(self) -> int:
+        """Bytes now."""
+        ...
+
+    def peak(self) -> int:
+        """The most bytes since tracking began."""
+        ...
+
+
+class TrackedStorages:
+    """Every storage that torch makes while this tracks, and those that the rank had before, but for small sums' rooms:
+    those stay, and the tracker sees them in one step and not in another.
+    """
+
+    def __init__(self, state: State) -> None:
+        from torch.distributed._tools.mem_tracker import MemTracker  # a second, with torch's compiler
+
+        self._tracker = MemTracker()
+        self._device = state.settings.device
+        for _, tensors in _kept(state):
+            self._tracker.track_external(*tensors)
+        self._tracker.track_external(*(beside := rooms()))
+        self._beside = sum(tensor.nbytes for tensor in beside)
+
+    def tracking(self) -> AbstractContextManager[object]:
+        return self._tracker
+
+    def live(self) -> int:
+        return self._total("current")
+
+    def peak(self) -> int:
+        return self._total("peak")
+
+    def _total(self, moment: str) -> int:
+        total = self._tracker.get_tracker_snapshot(moment).get(self._device, {}).get("Total", 0)
+        return total - self._beside
+
+
+class Allocator:
+    """The allocator of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def tracking(self) -> AbstractContextManager[object]:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return nullcontext()
+
+    def live(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+
+def step_with_memory(executor: Executor, record: MemoryRecord) -> Tensor:
+    """Run a step as `Executor.step` does, filling `record` as it goes."""
+    state = executor.state
+    account: Account = Allocator(state.settings.device) if _on_gpu(state) else TrackedStorages(state)
+
+    def around(at: int, instruction: Instruction) -> Instruction:
+        def run() -> None:
+            record.live[at] = _by_category(state, account.live())
+            instruction()
+
+        return run
+
+    plain = executor.instructions
+    executor.instructions = [around(at, instruction) for at, instruction in enumerate(executor.instructions)]
+    try:
+        with account.tracking():
+            return executor.step()
+    finally:
+        executor.instructions = plain
+        record.peak = account.peak()
+
+
+def _on_gpu(state: State) -> bool:
+    return state.settings.device.type == "cuda"
+
+
+def _by_category(state: State, total: int) -> dict[str, int]:
+    counted: set[int] = set()
+    sizes: dict[str, int] = dict.fromkeys(NAMED, 0)
+    for category, tensors in (*_kept(state), *_passing(state)):
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device == state.settings.device and storage.nbytes() and storage.data_ptr() not in counted:
+                counted.add(storage.data_ptr())
+                sizes[category] += storage.nbytes()
+    return {**sizes, "activations": total - sum(sizes.values())}
+
+
+def _kept(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
+    """What outlives the step."""
+    yield "parameters", state.kept.values()
+    for part in state.opt_states.values():
+        yield "parameters", part.weights
+        yield "optimizer", part.exact
+        yield "optimizer", part.moments
+    yield "gathered", state.buffers
+    yield "arena", [state.arena.whole]
+
+
+def _passing(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
+    """Values of the tape that are no activations."""
+    for number, value in enumerate(state.values):
+        if isinstance(value, Tensor) and number in state.specs:
+            kind = state.specs[number].kind
+            if kind is Kind.WEIGHT or kind is Kind.GRAD_WEIGHT:
+                yield ("gathered" if kind is Kind.WEIGHT else "gradients"), [value]

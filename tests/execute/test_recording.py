@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab.execute.timers import HostStopwatch
+from shardlab.execute.recording import HostStopwatch
 from tests.support.processes import PATIENCE
 from tests.support.ranks import Ranks
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.execute import Executor, Settings
-from shardlab.execute.timers import BACKWARD, FORWARD, ClockOffset, ComputeClock, clock_offset, estimate
+from shardlab.execute.recording import BACKWARD, FORWARD, ClockOffset, ComputeClock, clock_offset, estimate
 from shardlab.language import OpKind
 from shardlab.models import GPT
 from shardlab.train.batches import Batches
