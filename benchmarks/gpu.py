@@ -47,7 +47,7 @@ from shardlab.simulate.hardware import DEVICES
 from shardlab.strategies.plan.plan import Plan
 from shardlab.train.job import Job
 from shardlab.train.launch.ranks import backend_of, device_of, run_ranks
-from shardlab.train.steps import flops_per_token, memory_of
+from shardlab.train.steps import flops_per_token, peak_memory
 
 SMALL = GPT(layers=12, hidden_size=768, heads=12, vocab_size=50304, seq_len=1024, bias=False, tied=True)
 TINY = GPT(layers=2, hidden_size=32, heads=2, vocab_size=256, seq_len=32, bias=False, tied=True)
@@ -179,7 +179,7 @@ def timed(step: Callable[[int], Tensor], device: torch.device, options: Options)
             start = _now(device)
         losses.append(step(number))
     seconds = (_now(device) - start) / options.steps
-    return Took([float(loss) for loss in losses], seconds, memory_of(device))
+    return Took([float(loss) for loss in losses], seconds, peak_memory(device))
 
 
 def _now(device: torch.device) -> float:

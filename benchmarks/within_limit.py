@@ -79,7 +79,7 @@ def main(
                 train=LoopConfig(steps, 2, 1),
                 saving=SavingConfig(save_every=steps // 2),
             )
-            run_ranks(ranks, train, TrainingRun(config, out, resume=resume, again=resume is not None), room)
+            run_ranks(ranks, train, TrainingRun(config, out, resume=resume, continues=resume is not None), room)
             seconds = time.monotonic() - began
             found = losses(out)
             print(f"{name:<20}{seconds:6.1f} s  losses {' '.join(f'{loss:.6f}' for loss in found)}", flush=True)

@@ -82,7 +82,7 @@ def test_logged_and_validated_steps_stay_in_a_terminal_and_in_a_pipe(
     lines: list[str] = []
     monkeypatch.setattr(TrainingProgress, "say", lambda self, text: lines.append(text))  # pyright: ignore
     with TrainingProgress(100, log_every, console=None if width is None else terminal(width)) as progress:
-        progress.validated({"validation_loss": 4.2134})
+        progress.show_validation({"validation_loss": 4.2134})
         for step in range(40):
             progress.show(metrics(step, **({"validation_loss": 2.4981} if step == 24 else {})))
     validated, *steps = lines

@@ -28,7 +28,7 @@ from shardlab.models import GPT, Blocks, Llama, MoE
 from shardlab.simulate.timeline.memory import memory_in_bytes
 from shardlab.strategies import Plan
 from shardlab.train.batches import Batches
-from shardlab.train.callbacks import Sampling, Validation, tell_threads
+from shardlab.train.callbacks import Sampling, Validation, warn_of_threads
 from shardlab.train.config import LoggingConfig
 from shardlab.train.data import Corpus
 from shardlab.train.data.documents import Input
@@ -47,7 +47,7 @@ from shardlab.train.steps import Callback, StepResult, Training
 from shardlab.train.verification import verify
 from shardlab.train.verification.cases import Verdict
 from shardlab.train.verification.verify import verify_rank
-from shardlab.train.world import agree
+from shardlab.train.world import require_agreement
 from tests.support.ranks import Ranks
 from tests.train import user_programs
 from tests.train.jobs import run_of, train_by_ticks, train_plainly
@@ -154,10 +154,10 @@ def test_a_run_resumed_on_another_number_of_threads_says_how_it_is_the_same_to_t
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now = torch.get_num_threads()
-    tell_threads(now, torch.device("cpu"))
-    tell_threads(now + 1, torch.device("cuda"))
+    warn_of_threads(now, torch.device("cpu"))
+    warn_of_threads(now + 1, torch.device("cuda"))
     assert capsys.readouterr().err == "", "there is nothing to say"
-    tell_threads(now + 1, torch.device("cpu"))
+    warn_of_threads(now + 1, torch.device("cpu"))
     said = capsys.readouterr().err
     assert (
         f"before on {now + 1}, so numbers may differ in their last bits; OMP_NUM_THREADS={now + 1} keeps them" in said
@@ -237,13 +237,13 @@ def test_figures_are_a_users_if_the_callback_itself_is_and_not_an_equal_one() ->
     training.run.callbacks.values = [users]
     training.__iter__.return_value = [step]
     assert fit(training)
-    assert (step.own, step.metrics) == ({"users": 1.0}, {"phase": "warm-up", "users": 1.0})
+    assert (step.user_figures, step.metrics) == ({"users": 1.0}, {"phase": "warm-up", "users": 1.0})
 
 
 def text_that_differs(rank: int) -> str:
     checked = Job("ddp", 2, 4, MODEL, 2).checked()
     try:
-        agree(checked, "some text" if rank == 0 else "something else")
+        require_agreement(checked, "some text" if rank == 0 else "something else")
     except RuntimeError as error:
         return str(error)
     return ""
@@ -251,7 +251,7 @@ def text_that_differs(rank: int) -> str:
 
 def program_that_differs(rank: int) -> str:
     try:
-        agree(Job("ddp" if rank == 0 else "fsdp", 2, 4, MODEL, 2).checked(), "")
+        require_agreement(Job("ddp" if rank == 0 else "fsdp", 2, 4, MODEL, 2).checked(), "")
     except RuntimeError as error:
         return str(error)
     return ""

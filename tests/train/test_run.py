@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_reads_a_text_as_it_did(text: Path, tmp_path: Path) -
     """By the tokenizer in its own folder, also where the weights that it began with are gone."""
     made = tokenizer_files.byte_fallback(["is", "it"])
     folder_of(tmp_path / "run", made, made.get_vocab_size())
-    run = replace(run_from(tmp_path / "gone", text, made.get_vocab_size()), again=True)
+    run = replace(run_from(tmp_path / "gone", text, made.get_vocab_size()), continues=True)
     assert run.corpus().training.runs[0].tokens[:4].tolist() == made.encode("is it so?").ids[:4]
 
 

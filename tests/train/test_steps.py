@@ -177,8 +177,8 @@ def test_weights_that_diverge_in_the_last_update_are_not_passed_off_as_a_result(
 
 def test_figures_of_a_users_callback_are_numbers_under_names_of_their_own() -> None:
     step = StepResult({"step": 0, "loss": 2.0}, False, [])
-    assert step.own_figures({"norm": torch.tensor(1.5), "count": 3}, "Mine") == {"norm": 1.5, "count": 3.0}
+    assert step.check_user_figures({"norm": torch.tensor(1.5), "count": 3}, "Mine") == {"norm": 1.5, "count": 3.0}
     with pytest.raises(UserError, match="the callback Mine returned 'loss', which is already a figure of every step;"):
-        step.own_figures({"loss": 1.0}, "Mine")
+        step.check_user_figures({"loss": 1.0}, "Mine")
     with pytest.raises(UserError, match=r"returned 'words' with \['a'\], which is no number; return a number for each"):
-        step.own_figures({"words": ["a"]}, "Mine")
+        step.check_user_figures({"words": ["a"]}, "Mine")

@@ -12,12 +12,12 @@ from shardlab.models import GPT, MLP, MoE, find_model
 from shardlab.train.data import ByteTokenizer, Corpus, Documents
 from shardlab.train.data.stream import SequenceStream, TokenRun
 from shardlab.train.data.tokenizers import HuggingFace
-from shardlab.train.steps import bits_per_byte, bytes_per_token, flops_per_token, memory_of, speeds, spreads
+from shardlab.train.steps import bits_per_byte, bytes_per_token, flops_per_token, mean_min_max, peak_memory, speeds
 from tests.support import tokenizer_files
 
 
 def test_a_straggler_is_seen_in_the_spread() -> None:
-    figures = spreads(torch.tensor([[1.0, 3.0], [0.1, 0.3], [0.2, 0.2], [8.0, 8.0]]))
+    figures = mean_min_max(torch.tensor([[1.0, 3.0], [0.1, 0.3], [0.2, 0.2], [8.0, 8.0]]))
     assert (figures["dt"], figures["dt_min"], figures["dt_max"]) == (2.0, 1.0, 3.0)
     assert (figures["dtb_min"], figures["memory_max"]) == (pytest.approx(0.2), 8.0)
 
@@ -53,7 +53,7 @@ def test_a_loss_of_ln_256_is_eight_bits_of_a_byte() -> None:
 
 
 def test_memory_is_that_of_a_process_with_torch() -> None:
-    assert 2**26 < memory_of(torch.device("cpu")) < 2**40
+    assert 2**26 < peak_memory(torch.device("cpu")) < 2**40
 
 
 def test_bytes_of_a_token_are_those_of_the_text_that_was_encoded() -> None:

@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 
 from shardlab.language import Mesh
-from shardlab.train.world import RankPlace, RunningWorld, unseen
+from shardlab.train.world import RankPlace, RunningWorld, ranks_without_folder
 from tests.support.ranks import Ranks
 
 
 def gathered(rank: int) -> RunningWorld:
-    return RunningWorld.gathered(rank, torch.device("cpu"), Mesh(dp_shard=2))
+    return RunningWorld.gather(rank, torch.device("cpu"), Mesh(dp_shard=2))
 
 
 @pytest.mark.xdist_group("ranks")
@@ -29,7 +29,7 @@ def test_every_rank_knows_all_places(ranks: Callable[[int], Ranks]) -> None:
 
 
 def seen(rank: int, folders: list[Path]) -> str:
-    return unseen(folders[rank], 0.2)
+    return ranks_without_folder(folders[rank], 0.2)
 
 
 @pytest.mark.xdist_group("ranks")

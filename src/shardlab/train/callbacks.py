@@ -189,7 +189,7 @@ class Records(Callback):
         say(f"{title}: {ops} ops checked, drawn in {run.out}/strategy.svg")
         if training.checkpoint is not None:
             say(f"resumed after step {state.step}, from {run.resume}")
-            tell_threads(training.checkpoint.threads, state.settings.device)
+            warn_of_threads(training.checkpoint.threads, state.settings.device)
         self._display.begin("first step")
 
     def on_metrics(self, training: Training, step: StepResult) -> None:
@@ -199,7 +199,7 @@ class Records(Callback):
             return
         logs = self._run.logs(step.metrics["step"]) or bool(step.diverged)
         self._folder.write_metrics(step.metrics, pending=not logs)
-        self._display.show(step.metrics, step.own)
+        self._display.show(step.metrics, step.user_figures)
         if step.diverged:
             self._close(self._folder, training, {VALIDATION: math.nan})
         elif step.not_finite:
@@ -251,7 +251,7 @@ class Records(Callback):
         )
 
 
-def tell_threads(before: int, device: torch.device) -> None:
+def warn_of_threads(before: int, device: torch.device) -> None:
     """Say that a run which is resumed differs in last bits where its ranks compute on another number of threads."""
     now = torch.get_num_threads()
     if device.type == "cpu" and now != before:
@@ -395,8 +395,8 @@ class TrainingProgress:
         else:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def validated(self, losses: Mapping[str, float]) -> None:
-        """Say what a validation beside the steps has found."""
+    def show_validation(self, losses: Mapping[str, float]) -> None:
+        """Print validation losses that were computed beside the steps."""
         self.say(self._line({}, *(f"{name.replace('_', ' ')} {loss:.3f}" for name, loss in losses.items())))
 
     def show(self, metrics: dict[str, Any], own: Mapping[str, float] | None = None) -> None:

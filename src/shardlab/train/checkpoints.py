@@ -61,7 +61,7 @@ from shardlab.train.steps import Callback, StepResult, Training
 from shardlab.train.tracing import RampedExecutor
 from shardlab.train.world import versions
 
-WISH = 0.5
+SAVE_REQUEST = 0.5
 """Word by which rank 0 asks all ranks to save; other words are numbers of checkpoints."""
 
 
@@ -96,7 +96,7 @@ class Saver(Callback):
         self._number = 0  # of the one in flight, or the last
         self._step = executor.state.step
         self._began = time.monotonic()
-        self._wished = False
+        self._requested = False
         self._stalls: dict[int, float] = {}  # seconds for which steps stood still
         self._training: Training | None = None
         self.saved: int | None = executor.state.step or None
@@ -111,7 +111,7 @@ class Saver(Callback):
 
     def on_step_end(self, training: Training) -> None:
         """Save, if it is due by the number of the step, or rank 0 has wished for it."""
-        if self._wished or (self._steps is not None and self._state.step % self._steps == 0):
+        if self._requested or (self._steps is not None and self._state.step % self._steps == 0):
             self._stalls[self._state.step - 1] = self.save()
 
     def on_metrics(self, training: Training, step: StepResult) -> dict[str, float]:
@@ -127,17 +127,17 @@ class Saver(Callback):
             self.save()
         self._end()
 
-    def word(self) -> float:
-        """Tell the number of the checkpoint that this rank has written, negative if it failed; or wish to save."""
+    def message(self) -> float:
+        """Return the number of the checkpoint that this rank has written, negative if that failed; or SAVE_REQUEST."""
         late = self._seconds is not None and time.monotonic() - self._began >= self._seconds
-        return WISH if late and self._state.rank == 0 and self._writing is None else self._written
+        return SAVE_REQUEST if late and self._state.rank == 0 and self._writing is None else self._written
 
-    def on_words(self, words: Sequence[float]) -> None:
-        """Take note of what each rank has told."""
-        if words[0] == WISH:
-            self._wished = True
+    def on_messages(self, messages: Sequence[float]) -> None:
+        """Save after the next step if rank 0 requests it; otherwise end the checkpoint that all ranks have written."""
+        if messages[0] == SAVE_REQUEST:
+            self._requested = True
         else:
-            self._hear([int(word) for word in words])
+            self._receive([int(message) for message in messages])
 
     @property
     def _written(self) -> int:
@@ -145,7 +145,7 @@ class Saver(Callback):
             return 0
         return self._number if self._writing.exception() is None else -self._number
 
-    def _hear(self, told: Sequence[int]) -> None:
+    def _receive(self, told: Sequence[int]) -> None:
         if self._writing is None or any(abs(number) != self._number for number in told):
             return
         error, self._writing = self._writing.exception(), None
@@ -167,7 +167,7 @@ class Saver(Callback):
         self._snapshot = self._snapshot or Snapshot(self._state)
         taken = self._snapshot.take()
         self._number, self._step, self._began = self._number + 1, self._state.step, time.monotonic()
-        self._wished = False
+        self._requested = False
         if self._state.rank == 0:
             self._documents = {STATE: json.dumps(self._words()), CONFIG: self._run.config.as_toml()}
         note = {"tensors": {name: len(tensor) for name, tensor in taken.items()}, "updates": updates_of(self._state)}
@@ -182,7 +182,7 @@ class Saver(Callback):
             told = torch.zeros(self._run.config.plan.ranks, dtype=torch.int64, device=self._state.settings.device)
             told[self._state.rank] = self._written
             dist.all_reduce(told)
-            self._hear([int(number) for number in told])
+            self._receive([int(number) for number in told])
 
     def wait(self) -> None:
         """Wait until this rank has nothing more to do for a checkpoint."""

@@ -31,7 +31,7 @@ from shardlab.train.history import VALIDATION, VALIDATION_EMA
 from shardlab.train.huggingface import initial_from
 from shardlab.train.job import Job
 from shardlab.train.launch.ranks import backend_of
-from shardlab.train.world import agree
+from shardlab.train.world import require_agreement
 
 MOST = 700.0
 """Its exponential is nearly the largest float."""
@@ -275,7 +275,7 @@ def evaluate_rank(rank: int, device: torch.device, given: TextJob) -> TextLoss |
     with choices(kept_by_rank_0()):
         for job, batches in zip(given.jobs, given.batches_of(text), strict=True):
             checked = job.checked()
-            agree(checked, str(checksum(text.run.tokens.data.cast("B"), COMPARED)))
+            require_agreement(checked, str(checksum(text.run.tokens.data.cast("B"), COMPARED)))
             initial = initial_from(given.folder, job.cut)
             loss = Evaluation(job, checked, rank, device, batches, initial=initial, groups=groups).loss()
             total, tokens = total + loss.total, tokens + loss.tokens

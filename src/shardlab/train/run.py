@@ -1,4 +1,7 @@
-"""A training run: what is asked for, what it is on record as, and what it came to."""
+"""A training run: its settings, the record that it leaves, and its results.
+
+`TrainingRun` is what the command hands to the ranks; they receive it pickled. `Summary` is what rank 0 returns.
+"""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # cloudpickle leaves its annotations out.
@@ -27,11 +30,13 @@ if TYPE_CHECKING:
 
 
 WARM_UP = 3
-"""First steps that a run's speed leaves out: memory is taken for the first time, and connections are made."""
+"""First steps that the speed of a run leaves out: they allocate memory and open connections."""
 
 
 class ByValue:
-    """Objects that are pickled with their classes and functions, so that those of a script or notebook reach the ranks.
+    """Objects that are pickled together with their classes and functions.
+
+    The ranks can then load objects whose classes are defined in a script or a notebook.
 
     Args:
         values: the objects.
@@ -54,17 +59,17 @@ def _by_value(pickled: bytes) -> ByValue:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A training run.
+    """Settings of a training run.
 
     Attributes:
-        config: all that it depends on.
-        out: the output folder, not there yet unless the run is resumed.
-        command: the command line that asked for it, if one did.
-        tracing: how much of it is recorded, if it is to be traced.
-        peak: FLOP/s of all its devices together, if that is known.
-        resume: the checkpoint that it goes on from, if it does.
-        again: whether the folder is there, and what is recorded of later steps is cut off.
-        callbacks: observers beside those of every training (`shardlab.train.steps.Callback`).
+        config: configuration from which the run can be repeated.
+        out: output folder. It does not exist yet, unless `continues` is true.
+        command: command line that started the run, if one did.
+        tracing: steps that are recorded if the run is traced.
+        peak: FLOP/s of all devices together, if known.
+        resume: checkpoint from which the run is resumed, if it is.
+        continues: whether the output folder exists already. Records of steps that are run again are cut off.
+        callbacks: the user's observers (`shardlab.train.steps.Callback`), besides those of every training.
     """
 
     config: TrainingConfig
@@ -73,12 +78,12 @@ class TrainingRun:
     tracing: Tracing = field(default_factory=Tracing)
     peak: float | None = None
     resume: Path | None = None
-    again: bool = False
+    continues: bool = False
     callbacks: ByValue = field(default_factory=ByValue)
 
     @cached_property
     def job(self) -> Job:
-        """What is trained, and how."""
+        """The strategy, the model and the shape of a step."""
         config, plan = self.config, self.config.plan
         train = config.train
         return Job(
@@ -96,24 +101,30 @@ class TrainingRun:
         )
 
     def is_due(self, every: int | None, step: int) -> bool:
-        """Return whether something that is done after every so many steps is done after this one, but for the last."""
+        """Return whether an action of every `every` steps is due after a step. It never is after the last step.
+
+        Args:
+            every: number of steps between two actions; None for an action that is never due.
+            step: number of the step, counted from 0.
+        """
         done = step + 1
         return every is not None and done % every == 0 and done < self.config.train.steps
 
     def logs(self, step: int) -> bool:
-        """Whether a step is put on record: every so many are, the first and the last, and those that are looked at."""
+        """Return whether a step is recorded: the first, the last, every N-th, and each with a validation or sample."""
         logging = self.config.logging
-        looks = any(self.is_due(every, step) for every in (logging.validate_every, logging.sample_every))
-        return looks or step + 1 in (1, self.config.train.steps) or (step + 1) % logging.log_every == 0
+        due = any(self.is_due(every, step) for every in (logging.validate_every, logging.sample_every))
+        return due or step + 1 in (1, self.config.train.steps) or (step + 1) % logging.log_every == 0
 
     def corpus(self, *, verify: bool = False) -> Corpus:
-        """The data in two parts.
+        """Open the training and validation data.
 
         Args:
             verify: compare the checksums of prepared folders, unless they are large.
 
         Raises:
-            UserError: when they cannot be read, are torn or too short, or have tokens that the model does not know.
+            UserError: if the data cannot be read, are damaged or too short, or have tokens outside the model's
+                vocabulary.
         """
         init, sources = self.config.train.init, sources_of(self.config.data.data)
         tokenizer = self._tokenizer(all(source.path.is_dir() for source in sources) and bool(sources))
@@ -124,23 +135,23 @@ class TrainingRun:
         return corpus
 
     def _tokenizer(self, prepared: bool) -> Tokenizer | None:
-        """The tokenizer of the weights that the run begins with, or goes on with; None: the data have their own.
+        """Return the tokenizer of the weights with which the run starts; None if the data have their own.
 
         Args:
-            prepared: whether all data are tokens already, so that weights need not have a tokenizer.
+            prepared: whether all data are tokens already, so that the weights need no tokenizer.
 
         Raises:
-            UserError: when weights of Hugging Face's form come without one.
+            UserError: if weights in Hugging Face's format come without a tokenizer.
         """
         init = self.config.train.init
-        if self.again and (found := kept_tokenizer(self.out)) is not None:
+        if self.continues and (found := kept_tokenizer(self.out)) is not None:
             return found
         if init is None:
             return None
         return kept_tokenizer(init) if prepared else want_tokenizer(init, self.job.model.vocab_size)
 
     def record(self, corpus: Corpus, checked: Checked, world: RunningWorld) -> dict[str, Any]:
-        """All by which the run can be repeated, for a JSON file: command, configuration, data and versions."""
+        """Return the content of run.json: command, configuration, data, versions and ranks."""
         return {
             "command": self.command,
             "folder": str(Path.cwd()),
@@ -164,19 +175,19 @@ class Summary:
     """Results of a run.
 
     Attributes:
-        steps: optimizer steps taken, fewer than asked for if the run was interrupted.
-        epochs: how often each source of the data was gone through.
-        interrupted, warned: whether it was, and whether by a scheduler's warning.
-        saved: the step of its last checkpoint, if it has one.
-        validation_before, validation_after: loss on text that is not trained on, nats per token.
-        validation_after_ema: that of the averaged weights, if there are any.
-        warm_up: how many of the first steps the speeds leave out.
-        dt, tps: median seconds of the other steps, and the tokens per second that follow.
-        seconds: of all steps together.
-        prompt: what the trained model went on from.
-        sample: the prompt, and the text with which the model went on.
-        out: the output folder.
-        unwritten: names of the files that could not be written into it.
+        steps: optimizer steps taken; fewer than configured if the run was interrupted.
+        epochs: passes over each source of the data.
+        interrupted, warned: whether the run was interrupted, and whether a scheduler's warning did so.
+        saved: step of the last checkpoint, if there is one.
+        validation_before, validation_after: validation loss before and after the training, in nats per token.
+        validation_after_ema: validation loss of the averaged weights, if there are any.
+        warm_up: number of first steps that the speeds leave out.
+        dt, tps: median seconds of the other steps, and the tokens per second that follow from it.
+        seconds: duration of all steps together.
+        prompt: text that the trained model continued.
+        sample: the prompt and its continuation.
+        out: output folder.
+        unwritten: names of the files that could not be written into the folder.
     """
 
     steps: int

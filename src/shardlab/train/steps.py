@@ -1,4 +1,14 @@
-"""One rank's optimizer steps, and the callbacks that observe them."""
+"""One rank's optimizer steps, and the callbacks that observe them.
+
+`Training` runs the steps. Iterating over it gives one `StepResult` a step. `Callback` is the base class of everything
+that watches a training: validation, checkpoints, records, and what users add.
+
+The ranks exchange one message a step: the sum of a vector over all ranks. It holds the loss, each rank's times, memory
+and gradient norm, and whether a rank wants to stop. The sum is asynchronous, so a step's result is known while the next
+step runs already.
+
+The functions at the end compute the figures in a line of `metrics.jsonl`; docs/training.md defines them.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -34,92 +44,75 @@ from shardlab.train.run import TrainingRun
 
 if TYPE_CHECKING:
     from shardlab.train.batches import Batches
-    from shardlab.train.callbacks import TrainingProgress
     from shardlab.train.checkpoint import Checkpoint
 
 
-class Stepping(Protocol):
-    """Executor of a rank's steps, which also measures them."""
-
-    @property
-    def state(self) -> State:
-        """The rank's tensors, as the last step has left them."""
-        ...
-
-    def step(self) -> Tensor:
-        """Run a step as `Executor.step` does."""
-        ...
-
-    def read(self) -> tuple[float, float]:
-        """Return the seconds of forward and backward passes since the last reading."""
-        ...
-
-
 class Callback:
-    """Observer of a training, on every rank of it.
+    """Observer of a training. Derive from it, and override the methods that you need.
 
-    Every rank has a copy of each callback, and calls their methods in the same order at the same steps, so that a
-    method may communicate. While all ranks learn the figures of a step, the next step runs already.
+    Every rank has its own copy of each callback. All ranks call the same methods in the same order at the same steps,
+    so a method may communicate.
     """
 
     def on_begin(self, training: Training) -> None:
-        """The first step comes next."""
+        """Run before the first step."""
 
     def on_step_end(self, training: Training) -> None:
-        """This rank has taken a step. Its weights are those after the step; its figures are not known yet."""
+        """Run as soon as this rank has taken a step. Its weights are updated; the step's figures are not known yet."""
 
     def needs_weights(self, step: int) -> bool:
-        """Return whether `on_metrics` reads the weights after a step; the next step then waits for it.
+        """Return whether `on_metrics` reads the weights after a step. If so, the next step waits for `on_metrics`.
 
         Args:
-            step: counted from 0.
+            step: number of the step, counted from 0.
         """
         return False
 
     def on_metrics(self, training: Training, step: StepResult) -> Mapping[str, float] | None:
-        """All ranks know the figures of a step.
+        """Run once all ranks know the figures of a step. By then the next step runs, unless `needs_weights` is true.
 
         Returns:
             Further figures of the step. Those of rank 0 are recorded, shown and logged with the others.
         """
 
     def on_end(self, training: Training) -> None:
-        """The last step has been taken, or the training was asked to end; it has not diverged."""
+        """Run after the last step, or after the step at which the training was asked to end; never if it diverged."""
 
-    def word(self) -> float:
-        """Return a number that all ranks get to know with the figures of the step that has just been taken."""
+    def message(self) -> float:
+        """Return a number that all ranks receive along with the figures of the step that has just been taken."""
         return 0.0
 
-    def on_words(self, words: Sequence[float]) -> None:
-        """Each rank's number of a step is known, by rank."""
+    def on_messages(self, messages: Sequence[float]) -> None:
+        """Receive the number that each rank's `message` has returned, by rank."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step, as all ranks know it.
+    """Result of a step, equal on all ranks.
 
     Attributes:
-        metrics: number, loss in nats per token, and the rest of a line of metrics.jsonl.
+        metrics: number of the step, loss in nats per token, and the other figures in a line of metrics.jsonl.
         stopping: whether a rank was asked to stop.
-        diverged: ranks that reported a loss or gradient that is not finite, if that stops the run.
-        not_finite: what is not finite, in which step and on which ranks; nothing if all is.
-        own: figures among the metrics that the user's callbacks have returned.
+        diverged: ranks whose loss or gradient is not finite; empty if the run skips such steps.
+        not_finite: what is not finite, in which step and on which ranks; empty if all is finite.
+        user_figures: those of the metrics that the user's callbacks have returned.
     """
 
     metrics: dict[str, Any]
     stopping: bool
     diverged: list[int]
     not_finite: str = ""
-    own: dict[str, float] = field(default_factory=dict[str, float])
+    user_figures: dict[str, float] = field(default_factory=dict[str, float])
 
-    def own_figures(self, figures: Mapping[str, Any], callback: str) -> dict[str, float]:
+    def check_user_figures(self, figures: Mapping[str, Any], callback: str) -> dict[str, float]:
         """Return the figures of a user's callback as numbers.
 
         Args:
-            callback: its name, for an error.
+            figures: what the callback has returned.
+            callback: name of the callback, for the error message.
 
         Raises:
-            UserError: when one is no number, or has the name of another figure of the step.
+            UserError: if a value is not a number, or its name is that of another figure of the step.
         """
         found: dict[str, float] = {}
         for name, value in figures.items():
@@ -133,17 +126,47 @@ class StepResult:
         return found
 
 
+class StepExecutor(Protocol):
+    """Executor of a rank's steps that also measures them."""
+
+    @property
+    def state(self) -> State:
+        """The rank's tensors after the last step."""
+        ...
+
+    def step(self) -> Tensor:
+        """Run a step as `Executor.step` does."""
+        ...
+
+    def read(self) -> tuple[float, float]:
+        """Return the seconds of forward and backward passes since the last call."""
+        ...
+
+
+class Display(Protocol):
+    """Progress display of rank 0."""
+
+    def say(self, text: str) -> None:
+        """Print a text above the display."""
+
+    def begin(self, what: str) -> None:
+        """Show what is under way beside steps."""
+
+    def show_validation(self, losses: Mapping[str, float]) -> None:
+        """Show validation losses that were computed beside the steps."""
+
+
 class Training:
     """One rank's training: its optimizer steps, and the callbacks that observe them.
 
     Args:
-        executor: of the rank's tape or tapes, perhaps traced.
-        run: settings.
-        stop: whether this rank is asked to stop.
-        batches: data.
+        executor: executor of the rank's steps.
+        run: settings of the run.
+        stop: request to stop this rank.
+        batches: training and validation data.
         callbacks: observers, in the order in which they are called.
         display: progress display of rank 0; None on the other ranks.
-        checkpoint: from which the run goes on, if it does.
+        checkpoint: checkpoint from which the run is resumed; None if it begins anew.
 
     Attributes:
         run, batches, callbacks, checkpoint: as above.
@@ -152,12 +175,12 @@ class Training:
 
     def __init__(
         self,
-        executor: Stepping,
+        executor: StepExecutor,
         run: TrainingRun,
         stop: StopRequest,
         batches: Batches,
         callbacks: Sequence[Callback] = (),
-        display: TrainingProgress | None = None,
+        display: Display | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
         self.run, self.batches, self.callbacks, self.checkpoint = run, batches, callbacks, checkpoint
@@ -185,16 +208,16 @@ class Training:
 
     @property
     def warned(self) -> bool:
-        """Whether a rank has had a scheduler's warning."""
+        """Whether a rank has received a scheduler's warning that its time is nearly over."""
         return self._stop.warned
 
     @property
     def stopping(self) -> bool:
-        """Whether this rank was asked to end."""
+        """Whether this rank was asked to stop."""
         return self._stop.asked
 
     def stop(self) -> None:
-        """Ask all ranks to end after the next step or the one after it; the run is saved, and can be resumed."""
+        """Ask all ranks to stop after the next step or the one after it. The run is saved, and can be resumed."""
         self._stop.asked = True
 
     def say(self, text: str) -> None:
@@ -210,21 +233,21 @@ class Training:
     def show_validation(self, losses: Mapping[str, float]) -> None:
         """Show validation losses on rank 0."""
         if self._display is not None:
-            self._display.validated(losses)
+            self._display.show_validation(losses)
 
     def start_clock(self) -> None:
-        """Begin to count the next step's time, on all ranks together, since rank 0 may have been at work."""
+        """Start the time of the next step now, on all ranks together: rank 0 may have done other work before."""
         dist.barrier()
         self._ended = time.perf_counter()
 
     def __iter__(self) -> Iterator[StepResult]:
-        """Train, giving each step while the next one runs; the same steps on every rank.
+        """Run the steps, and yield the result of each while the next one runs already. All ranks yield the same steps.
 
-        A step after which a callback needs the weights is given before the next one runs, and all ranks wait until
-        the callbacks have seen it. The last step given is the run's last, or the first that diverged, or the one
-        after a rank wished to stop.
+        If a callback needs the weights after a step, the result is yielded before the next step begins. The last
+        result is that of the run's last step, of the first step that diverged, or of the step after a rank asked to
+        stop.
         """
-        pending: tuple[int, Tensor, dist.Work] | None = None  # the last step, whose figures are being summed
+        pending: tuple[int, Tensor, dist.Work] | None = None  # the last step, while its figures are summed
         self.start_clock()
         for step in range(self.state.step, self.run.config.train.steps):
             previous, pending = pending, (step, *self._step())
@@ -233,7 +256,7 @@ class Training:
             if previous is not None:
                 result = self._result(*previous)
                 if result.diverged:
-                    pending[2].wait()  # nothing stays in flight, although nobody asks for more
+                    pending[2].wait()  # so that no communication is in flight when the ranks end
                 yield result
                 if result.diverged:
                     return
@@ -249,32 +272,35 @@ class Training:
             yield self._result(*pending)
 
     def _step(self) -> tuple[Tensor, dist.Work]:
-        """One step, and the sum over the ranks that has it all.
+        """Run a step, and start the sum over the ranks from which `_result` reads its result.
 
-        That is the loss, the wish to stop, and for each rank what is not finite, the gradient's norm if it knows it,
-        its own figures, and the words of its callbacks.
+        Returns:
+            The vector that is being summed, and the handle of its all-reduce. It holds the loss (sum and tokens), the
+            requests to stop (asked, warned), and a matrix (rows, ranks) in which each rank fills its own column: the
+            code of what is not finite, the squared norm of the gradient (NaN if the rank does not know it), the
+            figures of RANK_FIGURES, and the messages of the callbacks.
         """
         loss = self._executor.step()
         state = self.state
         device, rank = state.settings.device, state.rank
-        own = [*self._executor.read(), memory_of(device)]
+        measured = [*self._executor.read(), peak_memory(device)]
         began, self._ended = self._ended, time.perf_counter()
-        words = [callback.word() for callback in self.callbacks]
-        flags = torch.zeros(2 + len(SPREAD) + len(words), self.run.config.plan.ranks, dtype=loss.dtype)
-        found = [_flag(loss, state), state.squared_norm, max(self._ended - began, TICK), *own, *words]
-        flags[:, rank] = torch.tensor(found)
-        wishes = torch.tensor([self._stop.asked, self._stop.warned], dtype=loss.dtype)
-        sums = torch.cat([loss, *(sent_to(device, each) for each in (wishes, flags.flatten()))])
+        messages = [callback.message() for callback in self.callbacks]
+        rows = torch.zeros(2 + len(RANK_FIGURES) + len(messages), self.run.config.plan.ranks, dtype=loss.dtype)
+        column = [_non_finite_code(loss, state), state.squared_norm, max(self._ended - began, TICK)]
+        rows[:, rank] = torch.tensor([*column, *measured, *messages])
+        requests = torch.tensor([self._stop.asked, self._stop.warned], dtype=loss.dtype)
+        sums = torch.cat([loss, *(sent_to(device, each) for each in (requests, rows.flatten()))])
         return sums, cast(dist.Work, dist.all_reduce(sums, async_op=True))
 
     def _result(self, step: int, sums: Tensor, work: dist.Work) -> StepResult:
-        """Wait for the sum over the ranks, and make the result of the step of it."""
+        """Wait for the sum over the ranks, and return the result of the step that it holds."""
         work.wait()
         run, sums = self.run, sums.cpu()
         total, tokens, stopping, warned = (float(figure) for figure in sums[:4])
-        diverged, norms, *rows = sums[4:].view(-1, run.config.plan.ranks)
+        codes, norms, *rows = sums[4:].view(-1, run.config.plan.ranks)
         known = norms[~norms.isnan()]
-        spread = spreads(torch.stack(rows[: len(SPREAD)]))
+        spread = mean_min_max(torch.stack(rows[: len(RANK_FIGURES)]))
         job, loss = run.job, total / max(1.0, tokens)
         sequences = run.config.train.ramp.microbatches(step) * job.micro_batch_size
         metrics = {
@@ -286,20 +312,20 @@ class Training:
             **spread,
             **speeds(job.model, sequences, spread["dt"], job.ranks, run.peak),
         }
-        flags = [int(flag) for flag in diverged]
+        faults = [int(code) for code in codes]
         stops = run.config.train.non_finite == "stop"
-        what = _not_finite(flags, step, run) if any(flags) else ""
-        for callback, words in zip(self.callbacks, rows[len(SPREAD) :], strict=True):
-            callback.on_words([float(word) for word in words])
+        what = _describe_non_finite(faults, step, run) if any(faults) else ""
+        for callback, messages in zip(self.callbacks, rows[len(RANK_FIGURES) :], strict=True):
+            callback.on_messages([float(message) for message in messages])
         if stopping:
             grace = WARNED_GRACE if warned else GRACE
-            self._stop.ask(grace)  # also where another rank was asked: the rest has to end in time on each
-        stopped = [rank for rank, flag in enumerate(flags) if flag and stops]
-        return StepResult(metrics, stopping > 0, stopped, what)
+            self._stop.ask(grace)  # also if another rank was asked: every rank has to end in time
+        diverged = [rank for rank, code in enumerate(faults) if code and stops]
+        return StepResult(metrics, stopping > 0, diverged, what)
 
 
-def diverged(run: TrainingRun, what: str) -> UserError:
-    """A sentence of what is not finite, what is saved of the run, and what to try."""
+def divergence_error(run: TrainingRun, what: str) -> UserError:
+    """Return the error that says what is not finite, what is saved of the run, and what to try."""
     clip = run.config.optimizer.clip
     now = "--clip 1" if run.job.checked().clips else "--clip 1 with a plan"
     limit = now if clip is None else f"a --clip of less than {clip:g}"
@@ -309,10 +335,12 @@ def diverged(run: TrainingRun, what: str) -> UserError:
     )
 
 
-def _flag(loss: Tensor, state: State) -> int:
-    """What is not finite on this rank: nothing (0), the loss (1), or the gradient of layer l (l + 2).
+def _non_finite_code(loss: Tensor, state: State) -> int:
+    """Return what is not finite on this rank as a number.
 
-    Where no layer's is, and yet the norm is not, it is that of all layers (the number of layers, and 2).
+    Returns:
+        0 if all is finite, 1 for the loss, l + 2 for the gradient of layer l. If the gradient of every layer is finite
+        but the norm of all of them is not: the number of layers + 2.
     """
     if not loss.isfinite().all():
         return 1
@@ -321,58 +349,54 @@ def _flag(loss: Tensor, state: State) -> int:
     return 2 + (state.model.layers if state.not_finite is None else state.not_finite)
 
 
-def _not_finite(flags: Sequence[int], step: int, run: TrainingRun) -> str:
-    """The worst of what ranks flag, with all ranks that flag it."""
-    found = min(flag for flag in flags if flag)
-    ranks = [rank for rank, flag in enumerate(flags) if flag == found]
-    what = (
-        "loss"
-        if found == 1
-        else f"gradient of layer {found - 2}"
-        if found - 2 < run.job.cut.layers
-        else "gradient's norm"
-    )
+def _describe_non_finite(codes: Sequence[int], step: int, run: TrainingRun) -> str:
+    """Describe the lowest of the codes of `_non_finite_code`, and name all ranks that have it."""
+    lowest = min(code for code in codes if code)
+    ranks = [rank for rank, code in enumerate(codes) if code == lowest]
+    layer = f"gradient of layer {lowest - 2}" if lowest - 2 < run.job.cut.layers else "gradient's norm"
+    what = "loss" if lowest == 1 else layer
     return f"the {what} of step {step + 1} on rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
-# Figures of a step: what each rank saw of it, and the line of metrics.jsonl that follows.
+RANK_FIGURES = ("dt", "dtf", "dtb", "memory")
+"""Figures that each rank measures. metrics.jsonl has their mean, minimum and maximum over the ranks."""
+
+DECODED_TOKENS = 100_000
+"""Tokens that are decoded to estimate the bytes per token of data that do not record them."""
 
 
-SPREAD = ("dt", "dtf", "dtb", "memory")
-"""Figures of which the mean, the least and the most over the ranks are told; docs/training.md defines them."""
-
-READ = 100_000
-"""Tokens that are decoded to see how long they are."""
-
-
-def memory_of(device: torch.device) -> int:
-    """The most bytes so far: that torch has taken on a GPU, or that this process has had in memory."""
+def peak_memory(device: torch.device) -> int:
+    """Return the peak so far in bytes: of the memory that torch allocated on a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def spreads(ranks: Tensor) -> dict[str, float]:
-    """Mean, least and most over the ranks of (figures, ranks) in the order of SPREAD."""
+def mean_min_max(ranks: Tensor) -> dict[str, float]:
+    """Return the mean, minimum and maximum over the ranks of each figure.
+
+    Args:
+        ranks: (figures, ranks), the figures in the order of RANK_FIGURES.
+    """
     return {
         name + suffix: float(figure)
-        for name, row in zip(SPREAD, ranks, strict=True)
+        for name, row in zip(RANK_FIGURES, ranks, strict=True)
         for suffix, figure in (("", row.mean()), ("_min", row.min()), ("_max", row.max()))
     }
 
 
 def speeds(model: Blocks, sequences: int, dt: float, ranks: int, peak: float | None) -> dict[str, Any]:
-    """Sequences and tokens per second, of all ranks and of each, and the model FLOPs utilization.
+    """Return sequences and tokens per second, in total and per rank, and the model FLOPs utilization (MFU).
 
-    A utilization above 1 says that the peak is none, so that it is not known either.
+    The MFU is None if the peak is not known, or if it comes out above 1, since the peak is then wrong.
 
     Args:
-        model: what is trained.
-        sequences: of the global batch.
+        model: the model that is trained.
+        sequences: sequences of the global batch.
         dt: seconds of a step.
-        ranks: how many share them.
-        peak: FLOP/s of all devices together, if that is known.
+        ranks: number of ranks.
+        peak: FLOP/s of all devices together, if known.
     """
     sps = sequences / dt
     tps = sps * model.seq_len
@@ -387,10 +411,11 @@ def speeds(model: Blocks, sequences: int, dt: float, ranks: int, peak: float | N
 
 
 def flops_per_token(model: Blocks) -> float:
-    """6 N + 12 L H Q T: nanoGPT's formula (`estimate_mfu`), after Chowdhery et al. 2022, arXiv 2204.02311, appendix B.
+    """Return the FLOPs of a training step per token, 6 N + 12 L H Q T.
 
-    N is the number of parameters without position embeddings, and of experts those that a token is sent to; L layers
-    have H heads of Q features each, and attend to T tokens.
+    N is the number of parameters without position embeddings; of experts it counts those that a token is sent to. The L
+    layers have H heads of Q features each, and attend to T tokens. Formula: nanoGPT's `estimate_mfu`, after Chowdhery
+    et al. 2022, arXiv 2204.02311, appendix B.
     """
     top_k, experts = getattr(model, "top_k", 1), getattr(model, "experts", 1)
     routed = sum(
@@ -405,9 +430,9 @@ def flops_per_token(model: Blocks) -> float:
 
 
 def bytes_per_token(corpus: Corpus) -> float:
-    """Bytes of text that a predicted token of the training part stands for: a mean over the sources' shares.
+    """Return the bytes of text per predicted token of the training data: the mean over the sources, by their shares.
 
-    They are counted where the text was encoded; of data that do not tell, some tokens are decoded together.
+    Prepared data record the bytes of each part. For data that do not, the first DECODED_TOKENS tokens are decoded.
     """
     stream = corpus.training
     each = [_bytes_per_token(run, corpus.tokenizer) for run in stream.runs]
@@ -416,12 +441,12 @@ def bytes_per_token(corpus: Corpus) -> float:
 
 def _bytes_per_token(run: TokenRun, tokenizer: Tokenizer) -> float:
     if run.sizes is None:
-        tokens = np.asarray(run.tokens[:READ])
+        tokens = np.asarray(run.tokens[:DECODED_TOKENS])
         return max(1, tokenizer.count_bytes(tokens)) / len(tokens)
     predicted = int(run.sizes.sum()) - first_bytes(run, tokenizer)
     return max(1, predicted) / (len(run.tokens) - run.documents)
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """A loss in nats per token, in bits per byte of text."""
+    """Convert a loss from nats per token to bits per byte of text."""
     return loss / math.log(2) / bytes_per_token

@@ -71,8 +71,8 @@ class RunningWorld:
     versions: dict[str, str | None]
 
     @classmethod
-    def gathered(cls, rank: int, device: torch.device, mesh: Mesh) -> RunningWorld:
-        """Ask all ranks, which call this together."""
+    def gather(cls, rank: int, device: torch.device, mesh: Mesh) -> RunningWorld:
+        """Gather the places of all ranks. Every rank calls this."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         coordinates = {axis: mesh.coordinate(rank, axis) for axis in mesh.used}
         cpus, threads = as_ranges(usable_cpus()), torch.get_num_threads()
@@ -128,7 +128,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def unseen(folder: Path, patience: float) -> str:
+def ranks_without_folder(folder: Path, patience: float) -> str:
     """Find the ranks that do not see what rank 0 writes into a folder; all ranks call this together.
 
     Args:
@@ -168,7 +168,7 @@ def _reads(path: Path, text: str) -> bool:
         return False
 
 
-def agree(checked: Checked, data: str, resumed: str = "") -> None:
+def require_agreement(checked: Checked, data: str, resumed: str = "") -> None:
     """Make sure that all processes traced the same tapes, read the same data and resume from the same checkpoint.
 
     Unequal tapes would silently give wrong numbers, since gloo sums whatever it is given.

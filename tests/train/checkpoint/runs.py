@@ -22,7 +22,7 @@ def saving_run(
     precision = replace(run.config.precision, precision=job.precision)
     train = replace(run.config.train, batch_ramp=ramp)
     config = replace(run.config, train=train, precision=precision, saving=SavingConfig(save_every=2))
-    return replace(run, config=config, resume=resume, again=resume is not None)
+    return replace(run, config=config, resume=resume, continues=resume is not None)
 
 
 def trained(rank: int, run: TrainingRun) -> None:

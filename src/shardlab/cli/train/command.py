@@ -290,7 +290,7 @@ class Train:
         peak = peak_flops(config, find_precision(config.precision.precision).compute)
         resume = None if checkpoint is None else checkpoint.folder
         callbacks, tell = ByValue(caller.callbacks), first and not self.json and not caller.in_python
-        run = TrainingRun(config, out, caller.command, peak=peak, resume=resume, again=again, callbacks=callbacks)
+        run = TrainingRun(config, out, caller.command, peak=peak, resume=resume, continues=again, callbacks=callbacks)
         want_looks(config, run.tracing.steps, resumed=checkpoint is not None)
         require_loggers(config.logging)
         corpus, prompt = run.corpus(verify=True), config.logging.prompt

@@ -32,7 +32,7 @@ from shardlab.train.job import Job
 from shardlab.train.launch.ranks import backend_of, run_ranks
 from shardlab.train.verification.cases import TOLERANCE, Case, Errors, Verdict, clip_for
 from shardlab.train.verification.reference import CPU, Reference, train_reference
-from shardlab.train.world import agree
+from shardlab.train.world import require_agreement
 
 SMALL_EPS, LARGE_EPS = 1e-8, 0.1
 """AdamW's usual eps; in lower precision one so large that a weight is moved by its gradient. With the usual one it is
@@ -68,7 +68,7 @@ def verify_rank(
     """
     batches = Batches(_random_corpus(job), job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
     checked = job.checked()
-    agree(checked, "")
+    require_agreement(checked, "")
     eps = SMALL_EPS if job.numbers is FP64 else LARGE_EPS
     limit = clip_for(checked, clip)
     optimizer = OptimizerConfig(job.optimizer, schedule_steps=steps, warmup_steps=1, clip=limit, eps=eps, ema=job.ema)
