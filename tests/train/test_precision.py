@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardlab.check import drifts_of
 from shardlab.common.errors import UserError
 from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.recording import step_with_memory
@@ -188,7 +189,7 @@ def test_a_sum_that_is_part_of_a_backward_pass_is_another_than_one_after_it(rank
 
 def compare(ranks: World, job: Job) -> None:
     """Want replicas to end apart just where the check says so."""
-    groups = [list(map(list, drift.groups)) for drift in job.checked().drifts for _ in drift.layers]
+    groups = [list(map(list, drift.groups)) for drift in drifts_of(job.checked()) for _ in drift.layers]
     found = ranks(job.ranks).call(kept, job)
     apart: list[list[list[int]]] = []
     for key in sorted({key for each in found for key in each}):

@@ -1,8 +1,8 @@
 """Proofs over tapes: the right gradient exactly once, no deadlock, one order of collectives."""
 
 from shardlab.check.checked import BACKENDS, ChannelModel, Checked
-from shardlab.check.replicas import Drift
+from shardlab.check.replicas import Drift, drifts_of
 from shardlab.check.report import check, check_forward
 from shardlab.check.runnable import forward_only
 
-__all__ = ["BACKENDS", "ChannelModel", "Checked", "Drift", "check", "check_forward", "forward_only"]
+__all__ = ["BACKENDS", "ChannelModel", "Checked", "Drift", "check", "check_forward", "drifts_of", "forward_only"]

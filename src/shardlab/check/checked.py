@@ -7,16 +7,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from shardlab.check.in_place import roots_of
 from shardlab.common.errors import Refused
 from shardlab.language import Kind, Op, OpKind, Program, Spec
 from shardlab.language.ops import COMMUNICATION, COPIES
 from shardlab.language.tape import Communication, channel_of
-
-if TYPE_CHECKING:
-    from shardlab.check.replicas import Drift
 
 
 class ChannelModel(Enum):
@@ -66,13 +62,6 @@ class Checked:
     models: dict[ChannelModel, str | None]
     not_runnable: Refused | None = None
     frozen: tuple[int, ...] = ()
-
-    @cached_property
-    def drifts(self) -> list[Drift]:
-        """Replicas of weights that floating point may drive apart, however right the program is; found when asked."""
-        from shardlab.check.replicas import drifts_of
-
-        return drifts_of(self)
 
     @cached_property
     def dependences(self) -> list[Dependences]:

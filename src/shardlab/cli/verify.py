@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 from rich.markup import escape
 
+from shardlab.check import drifts_of
 from shardlab.cli.console import print_fact, print_figures, print_json, stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Ranks, StrategyName
@@ -120,7 +121,7 @@ class Verify:
                 "layers": model.layers,
                 "microbatches": self.microbatches,
                 "clip": clip,
-                "drifts": [drift.as_dict() for drift in proof.drifts],
+                "drifts": [drift.as_dict() for drift in drifts_of(proof)],
             }
             print_json({**facts, **asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok})
         else:

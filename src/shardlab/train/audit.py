@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.check import Checked
+from shardlab.check import Checked, drifts_of
 from shardlab.check.replicas import COMPARED, Replica, Result, replicas_of, results_of
 from shardlab.common.errors import UserError
 from shardlab.execute import Executor, Sampler
@@ -223,8 +223,8 @@ def accusation(camps: Sequence[tuple[int, ...]]) -> str:
 
 def advice(checked: Checked) -> str:
     """Say what to do about a fault: a host is to blame only where the program keeps all replicas equal."""
-    if checked.drifts:
-        return f"It may be rounding, and no host's fault: {str(checked.drifts[0]).removesuffix('.')}"
+    if drifts := drifts_of(checked):
+        return f"It may be rounding, and no host's fault: {str(drifts[0]).removesuffix('.')}"
     return "Leave the host out, and go on from what was saved before the last audit that passed"
 
 

@@ -17,7 +17,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from shardlab.check import ChannelModel, Checked, check
+from shardlab.check import ChannelModel, Checked, check, drifts_of
 from shardlab.cli.console import print_fact, print_figures, print_json, print_path, stdout_console, table_of
 from shardlab.cli.options import (
     NO_PICTURES,
@@ -277,7 +277,7 @@ def as_json(
         "channel_models": {model.value: proof.models[model] is None for model in ChannelModel},
         "deadlocks": {model.value: why for model, why in proof.models.items() if why is not None},
         "backends": proof.backends(),
-        "drifts": [drift.as_dict() for drift in proof.drifts],
+        "drifts": [drift.as_dict() for drift in drifts_of(proof)],
     }
 
 
@@ -331,7 +331,7 @@ def sizes_text(checked: Checked) -> str:
 
 def print_drifts(console: Console, checked: Checked) -> None:
     """Print a warning for each kind of replicas that may drift."""
-    for drift in checked.drifts:
+    for drift in drifts_of(checked):
         print_fact(console, "warning", "equal only up to rounding", "yellow")
         print_fact(console, "", str(drift))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from shardlab.check import Checked
+from shardlab.check import Checked, drifts_of
 from shardlab.cli.console import print_fact, print_figures, print_path, stdout_console
 from shardlab.cli.options import AS_USUAL, BatchRequest
 from shardlab.cli.plan_options import PlanOptions, as_recipe_does, checked, cluster_called, precision_of, recipe_called
@@ -184,7 +184,7 @@ def price(
 
 def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
     """List reasons to doubt the figures: replicas that drift, idle devices, and an impossible MFU."""
-    notes = list(map(str, estimate.traced.drifts)) if isinstance(estimate.traced, Checked) else []
+    notes = list(map(str, drifts_of(estimate.traced))) if isinstance(estimate.traced, Checked) else []
     if idle := workload.cluster.size - workload.mesh.world:
         notes.append(f"{idle:,} of the {workload.cluster.size:,} devices of {cluster} are idle")
     if (mfu := workload.mfu(estimate.step)) > 1:
