@@ -66,7 +66,7 @@ def test_a_field_that_is_fixed_has_its_value_in_every_plan_and_floors_hold(name:
         if (made := answer(asked, Asked(each))) is not None:
             seen += 1
             assert floors.seconds(shape, each) <= made.forecast.seconds, each
-            assert floors.memory.of(shape, each) <= made.forecast.memory.wanted, each
+            assert floors.memory.of(shape, each) <= made.forecast.memory.unlimited, each
     assert seen
 
 

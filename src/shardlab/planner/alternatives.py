@@ -213,7 +213,7 @@ def sentence(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
     size = f"{sign}{bytes_text(abs(more), 1)}" if abs(more) >= least else "as much memory"
     kept = f"leaves less than the {bytes_text(margin, 0)} that the recipe keeps free: "
     reused = "fits only if the allocator gives back what it holds in reserve: "
-    full = "" if memory.safe else reused if memory.wanted > room else kept
+    full = "" if memory.safe else reused if memory.unlimited > room else kept
     return f"{full}{size}, step {step:+.1%}{_why(answer, chosen)}{_better(alternative, chosen)}"
 
 

@@ -85,9 +85,9 @@ class Found:
     def misses(self) -> dict[str, tuple[float, Candidate]]:
         """Tell which plan comes nearest, of each family of which none fits, and its bytes; in a table's order."""
         fitting, nearest = self.families(), dict[str, tuple[float, Candidate]]()
-        for each in sorted(self.outcomes, key=lambda each: (each.forecast.memory.wanted, repr(each.candidate))):
+        for each in sorted(self.outcomes, key=lambda each: (each.forecast.memory.unlimited, repr(each.candidate))):
             if each.family not in fitting:
-                nearest.setdefault(each.family, (each.forecast.memory.wanted, each.candidate))
+                nearest.setdefault(each.family, (each.forecast.memory.unlimited, each.candidate))
         return dict(sorted(nearest.items(), key=lambda miss: by_order(miss[0])))
 
 

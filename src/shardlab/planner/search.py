@@ -279,7 +279,7 @@ class Search:
         if answer is None:
             self.found.refused.append(candidate)
             return
-        kinds, wanted = model_kinds(candidate.plan.mesh), answer.forecast.memory.wanted
+        kinds, wanted = model_kinds(candidate.plan.mesh), answer.forecast.memory.unlimited
         self._queue.note_bytes(kinds, wanted / coming.bytes)
         outcome = PlanOutcome(candidate, answer.forecast, ran_out=candidate in self._ran_out)
         self.found.outcomes.append(outcome)

@@ -57,7 +57,7 @@ def test_a_floor_never_exceeds_the_forecast(recipe: str) -> None:
         if found is None:
             continue
         seen += 1
-        seconds, bytes, bare = found.forecast.seconds, found.forecast.memory.wanted, _bare(shape, candidate.plan)
+        seconds, bytes, bare = found.forecast.seconds, found.forecast.memory.unlimited, _bare(shape, candidate.plan)
         assert floors.seconds(shape, candidate) <= seconds, candidate
         assert passes_of(floors, shape, bare) <= seconds, candidate
         assert floors.steps.of_pipeline(shape, bare) <= seconds, candidate
@@ -145,7 +145,7 @@ def test_floors_count_gathered_weights_and_gradients_on_their_way(schedule: str,
     )
     found = answer(asked, Asked(candidate))
     assert found is not None
-    held = found.forecast.memory.wanted
+    held = found.forecast.memory.unlimited
     assert 0.5 * held <= least_of_way(Floors(asked), shape, candidate)[1] <= held or reshard_after != "step"
     assert 0.8 * held <= Floors(asked).memory.of(shape, candidate) <= held
 

@@ -28,7 +28,7 @@ from shardlab.planner.published.reading import PublishedRun, read_run
 from shardlab.planner.published.records import GIB, Measurement, read_rows
 from shardlab.simulate.predict.estimate import peak_of
 from shardlab.simulate.predict.forecast import enough
-from shardlab.simulate.predict.memory import held_memory
+from shardlab.simulate.predict.memory import device_memory
 from shardlab.simulate.timeline.memory import memory_in_bytes
 from shardlab.simulate.timeline.prices import rank_of
 from tests.planner.published.chronicles import ROWS as CHRONICLES
@@ -151,7 +151,7 @@ def held(run: PublishedRun) -> tuple[float, bool]:
     traced = workload.traced
     memories = memory_in_bytes(traced, workload.kept_sizes)
     peaks = [peak_of(traced, row, memory, rank_of(traced.program, row)) for row, memory in enumerate(memories)]
-    made = held_memory(run.workload, peaks)
+    made = device_memory(run.workload, peaks)
     return measured_as(run.measured.memory, made), made.fits
 
 

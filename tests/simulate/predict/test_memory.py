@@ -11,7 +11,7 @@ from shardlab.language import Mesh, Sizes, UserError, trace
 from shardlab.language.precision import find_precision
 from shardlab.models import GPT
 from shardlab.simulate.hardware import Cluster, Machine, Profile, Rate, find_cluster
-from shardlab.simulate.predict.memory import HeldMemory, held_by, held_memory, room_of_tensors
+from shardlab.simulate.predict.memory import DeviceMemory, device_memory, tensor_budget
 from shardlab.simulate.predict.memory_advice import require_memory
 from shardlab.simulate.predict.recipe import OWN, MemoryUse, Recipe, find_recipe
 from shardlab.simulate.predict.workload import Workload
@@ -36,7 +36,7 @@ def of(name: str, recipe: Recipe) -> Workload:
 
 def standing(name: str, memory: MemoryUse) -> float:
     """Bytes that a framework of such memory holds beyond the tensors of a page."""
-    return held_by(of(name, Recipe(memory=memory))).total - held_by(of(name, Recipe())).total
+    return device_memory(of(name, Recipe(memory=memory))).total - device_memory(of(name, Recipe())).total
 
 
 def test_a_buffer_of_gradients_stands_where_a_page_keeps_whole_gradients() -> None:
@@ -53,7 +53,9 @@ def test_a_page_holds_as_much_as_the_plan_that_is_named_like_it() -> None:
     recipe = find_recipe("fsdp2")
     plan = Plan(Mesh(dp_shard=4), shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=SHARD)
     page = of("fsdp", recipe)
-    assert held_by(page).total == pytest.approx(held_by(replace(page, plan=plan, trace=None)).total, rel=0.1)
+    assert device_memory(page).total == pytest.approx(
+        device_memory(replace(page, plan=plan, trace=None)).total, rel=0.1
+    )
 
 
 def test_what_only_fits_without_the_allocators_reserve_is_refused() -> None:
@@ -62,14 +64,16 @@ def test_what_only_fits_without_the_allocators_reserve_is_refused() -> None:
     tensors = max(peak.bytes for peak in peaks)
     room = tensors + 2.0**30
     tight = replace(step, cluster=replace(step.cluster, device=replace(step.cluster.device, memory=room)))
-    assert not held_memory(tight, peaks).fits
+    assert not device_memory(tight, peaks).fits
     with pytest.raises(UserError, match=r"would hold 1\.\d+ GiB of 1\.\d+ GiB, 1\.0 GiB of it beyond tensors"):
         require_memory(tight, tight.estimate())
     require_memory(replace(tight, recipe=Recipe()), tight.estimate())
 
 
 def test_where_room_lacks_the_allocator_gives_up_what_it_need_not_keep() -> None:
-    all, half = (held_by(of("ddp", Recipe(memory=MemoryUse(reserved=1.5, kept_when_full=kept)))) for kept in (1.0, 0.5))
+    all, half = (
+        device_memory(of("ddp", Recipe(memory=MemoryUse(reserved=1.5, kept_when_full=kept)))) for kept in (1.0, 0.5)
+    )
     assert half.total == all.total == all.needed == 1.5 * all.allocated
     assert half.needed == 1.25 * all.allocated
 
@@ -77,19 +81,19 @@ def test_where_room_lacks_the_allocator_gives_up_what_it_need_not_keep() -> None
 def test_on_cpus_nothing_is_added_to_what_was_counted() -> None:
     step = of("ddp", OWN)
     peaks = step.estimate().peaks
-    cpu = held_memory(replace(step, cluster=Cluster.of_profile(CPU)), peaks)
+    cpu = device_memory(replace(step, cluster=Cluster.of_profile(CPU)), peaks)
     tensors = max(peak.bytes for peak in peaks)
-    assert cpu == HeldMemory(tensors, tensors, tensors, tensors, tensors, cpu.room, safe=True, logged=tensors)
-    assert held_memory(step, peaks).total > tensors
+    assert cpu == DeviceMemory(tensors, tensors, tensors, tensors, tensors, cpu.capacity, safe=True, logged=tensors)
+    assert device_memory(step, peaks).total > tensors
 
 
 NANOTRON = Plan(Mesh(pp=2, tp=2), sequence_parallel=True)
 
 
-def of_plan(memory: MemoryUse, plan: Plan = NANOTRON) -> HeldMemory:
+def of_plan(memory: MemoryUse, plan: Plan = NANOTRON) -> DeviceMemory:
     """A plan's memory, on four devices, by a framework of such memory."""
     numbers, devices = find_precision("bf16"), find_cluster("h100x4")
-    return held_by(Workload(plan, MODEL, devices, 4, 1, numbers, recipe=Recipe(memory=memory)))
+    return device_memory(Workload(plan, MODEL, devices, 4, 1, numbers, recipe=Recipe(memory=memory)))
 
 
 def test_gathers_that_are_held_back_are_reserved_and_given_up_where_room_lacks() -> None:
@@ -123,6 +127,6 @@ def test_the_room_of_tensors_is_what_fills_the_device(name: str, recipe: str) ->
     """With all that is held beyond them, and no more."""
     step = of(name, find_recipe(recipe))
     (*_, peak) = sorted(step.estimate().peaks, key=lambda peak: peak.bytes)
-    full = replace(peak, bytes=int(room_of_tensors(step)))
+    full = replace(peak, bytes=int(tensor_budget(step)))
     assert full.bytes > peak.bytes
-    assert held_memory(step, [full]).needed == pytest.approx(step.cluster.device.memory, rel=1e-9)
+    assert device_memory(step, [full]).needed == pytest.approx(step.cluster.device.memory, rel=1e-9)

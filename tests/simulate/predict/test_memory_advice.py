@@ -13,7 +13,7 @@ from shardlab.language import Mesh, UserError
 from shardlab.language.precision import find_precision
 from shardlab.models import GPT
 from shardlab.simulate.hardware import Cluster, find_cluster
-from shardlab.simulate.predict.memory import held_by
+from shardlab.simulate.predict.memory import device_memory
 from shardlab.simulate.predict.memory_advice import MOST_MICROBATCHES, advice, broken_limit, changes, require_memory
 from shardlab.simulate.predict.recipe import Recipe, find_recipe
 from shardlab.simulate.predict.workload import Workload
@@ -86,7 +86,7 @@ def test_when_nothing_helps_the_least_is_named() -> None:
 def test_what_saves_nothing_is_not_named() -> None:
     sharded = Plan(Mesh(), recompute="full")
     step = replace(workload(sharded, 2**20), cluster=replace(cluster_with(2**20), nodes=1, per_node=1))
-    assert "nothing that was tried saves memory" in advice(step, held_by(step))
+    assert "nothing that was tried saves memory" in advice(step, device_memory(step))
 
 
 def flags_of(step: Workload) -> list[str]:

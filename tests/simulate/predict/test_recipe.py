@@ -15,7 +15,7 @@ from shardlab.models import GPT, Llama
 from shardlab.models.matrices import SavedActivations
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.predict.estimate import Estimate
-from shardlab.simulate.predict.memory import held_memory
+from shardlab.simulate.predict.memory import device_memory
 from shardlab.simulate.predict.recipe import GROUPS, Recipe, find_recipe, modules_of_stages, recipes, stages_by_cost
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
@@ -123,7 +123,7 @@ def test_a_gpu_holds_more_than_the_replay_counts(field: str) -> None:
     model = GPT(layers=4, hidden_size=256, heads=4, seq_len=1024, vocab_size=1024)
     workload = Workload(plan, model, find_cluster("h100x2"), 2, 1, find_precision("bf16"), recipe=PLAIN)
     peaks = workload.estimate().peaks
-    own, more = held_memory(workload, peaks), held_memory(replace(workload, recipe=HELD[field]), peaks)
+    own, more = device_memory(workload, peaks), device_memory(replace(workload, recipe=HELD[field]), peaks)
     assert own.allocated == own.reserved == own.total == max(peak.bytes for peak in peaks)
     assert more.total > own.total
     assert (more.allocated > own.allocated) == (field == "gradient_buffer")

@@ -24,7 +24,7 @@ from shardlab.planner.choose import EQUAL, NOTABLE
 from shardlab.planner.describe import described, picture, short
 from shardlab.planner.explain import decisions
 from shardlab.planner.problem import family
-from shardlab.simulate.predict.memory import left_out
+from shardlab.simulate.predict.memory import uncounted_memory
 from shardlab.simulate.predict.memory_advice import assumed_figures
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str,
             "seconds": found.seconds,
             "complete": found.left is None,
             "floor_of_the_rest": found.left,
-            "left_out": choice.missed,
+            "uncounted_memory": choice.missed,
         },
     }
 
@@ -281,7 +281,7 @@ def figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
         ("step time", seconds_text(best.seconds), str(shares or choice.unknown)),
         ("tokens/s", f"{speed:,.0f}", f"{speed / problem.cluster.size:,.0f} on each device"),
         ("MFU", share_text(workload.mfu(best.seconds)), f"of {problem.cluster.device.name}'s peak"),
-        ("memory", bytes_text(memory.total), "; ".join(filter(None, (remark, left_out(workload))))),
+        ("memory", bytes_text(memory.total), "; ".join(filter(None, (remark, uncounted_memory(workload))))),
     ]
 
 

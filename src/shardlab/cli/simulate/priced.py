@@ -25,7 +25,7 @@ from shardlab.common.user_code import max_ops
 from shardlab.language import AXES, Mesh, Sizes, UserError
 from shardlab.language.precision import Optimizer
 from shardlab.language.rules.kinds import counted
-from shardlab.simulate.predict.memory import left_out
+from shardlab.simulate.predict.memory import uncounted_memory
 from shardlab.simulate.timeline.prices import rank_of, stands_for
 from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import Plan
@@ -34,7 +34,7 @@ from shardlab.strategies.registry import StrategyEntry
 if TYPE_CHECKING:
     from shardlab.simulate.passes import Passed
     from shardlab.simulate.predict.estimate import Estimate, Peak
-    from shardlab.simulate.predict.memory import HeldMemory
+    from shardlab.simulate.predict.memory import DeviceMemory
     from shardlab.simulate.predict.workload import Workload
 
 
@@ -76,7 +76,7 @@ class PricedStep:
     entry: StrategyEntry
     workload: Workload
     estimate: Estimate
-    held: HeldMemory
+    held: DeviceMemory
     names: tuple[str, str]
     checked: bool
     notes: list[str]
@@ -370,7 +370,7 @@ def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
         (
             "memory held",
             bytes_text(held.total),
-            "; ".join(filter(None, (f"of {room_text(device.memory)}: {parts}", left_out(workload)))),
+            "; ".join(filter(None, (f"of {room_text(device.memory)}: {parts}", uncounted_memory(workload)))),
         ),
     ]
 

@@ -19,7 +19,7 @@ from shardlab.planner.bounds.pipelines import Pipelines
 from shardlab.planner.bounds.schedule_order import Moment, Part, RankOrder
 from shardlab.planner.problem import Candidate, PlanShape, blocks_of
 from shardlab.simulate.predict.estimate import Peak
-from shardlab.simulate.predict.memory import held_memory
+from shardlab.simulate.predict.memory import device_memory
 from shardlab.simulate.timeline.memory import Category
 from shardlab.strategies.plan.plan import CUT_AXES, Plan
 from shardlab.strategies.plan.rank_plan import ModelLayers
@@ -107,7 +107,7 @@ class MemoryFloors:
                 Category.GRADIENTS.value: int(weights * numbers.gradient) + 1,  # at most
             }
             peaks.append(Peak(order.rank * each, int(bytes), by_category, OpKind.BACKWARD, 0, 0))
-        return held_memory(self.problem.workload(candidate), peaks).wanted
+        return device_memory(self.problem.workload(candidate), peaks).unlimited
 
     def reserved(self, bytes: Amount) -> Amount:
         """Bytes that a device has for so many of tensors, at least."""

@@ -21,7 +21,7 @@ from shardlab.planner.published.reading import PublishedRun, read_run
 from shardlab.planner.published.records import Incomplete, Measurement, Memory, StateRecord, made, measured_of, section
 from shardlab.simulate.predict.folding import fold
 from shardlab.simulate.predict.forecast import Forecast, forecast
-from shardlab.simulate.predict.memory import HeldMemory
+from shardlab.simulate.predict.memory import DeviceMemory
 from shardlab.simulate.predict.recipe import Recipe
 from shardlab.simulate.timeline.memory import CATEGORIES, Category, memory_in_bytes
 from shardlab.strategies.plan.plan import Plan
@@ -51,7 +51,7 @@ def predict(run: PublishedRun) -> Prediction:
     return Prediction(made.seconds, measured_as(run.measured.memory, made.memory), made.memory.fits)
 
 
-def measured_as(memory: Memory, held: HeldMemory) -> float:
+def measured_as(memory: Memory, held: DeviceMemory) -> float:
     """Bytes of the fullest GPU, as a run measured them."""
     return {"allocated": held.allocated, "reserved": held.logged}.get(memory, held.total)
 

@@ -11,7 +11,7 @@ from shardlab.simulate.predict.compressed.clocks import step_seconds
 from shardlab.simulate.predict.compressed.sample import PricedSample
 from shardlab.simulate.predict.compressed.step import Outlines, RankKind
 from shardlab.simulate.predict.estimate import Peak
-from shardlab.simulate.predict.memory import HeldMemory, held_memory
+from shardlab.simulate.predict.memory import DeviceMemory, device_memory
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.resolve import resolve
@@ -29,7 +29,7 @@ class Forecast:
 
     seconds: float
     peaks: Sequence[Peak]
-    memory: HeldMemory
+    memory: DeviceMemory
 
 
 def forecast(workload: Workload) -> Forecast:
@@ -49,7 +49,7 @@ def forecast(workload: Workload) -> Forecast:
         seconds, peaks = replayed(few + more)
         if few < each:
             seconds = extended(replayed(few)[0], seconds, (each - few) / more)
-        return Forecast(seconds, peaks, held_memory(workload, peaks))
+        return Forecast(seconds, peaks, device_memory(workload, peaks))
 
 
 Replayed = tuple[float, Sequence[Peak]]

@@ -14,7 +14,7 @@ from shardlab.language import Mesh, Sizes, UserError, trace
 from shardlab.models import Blocks
 from shardlab.simulate.hardware.device import Figure
 from shardlab.simulate.predict.estimate import Estimate
-from shardlab.simulate.predict.memory import HeldMemory, held_by, held_memory
+from shardlab.simulate.predict.memory import DeviceMemory, device_memory
 from shardlab.simulate.predict.recipe import modules_of_stages
 from shardlab.simulate.predict.workload import Workload
 from shardlab.simulate.timeline.prices import Traced
@@ -184,7 +184,7 @@ ROOM = 0.98
 """Share of a device's memory that a change may take to be named: only some of its microbatches are traced."""
 
 
-def require_memory(workload: Workload, estimate: Estimate, whole: Blocks | None = None) -> HeldMemory:
+def require_memory(workload: Workload, estimate: Estimate, whole: Blocks | None = None) -> DeviceMemory:
     """See that all that every rank holds fits on its device; say what the fullest holds.
 
     Args:
@@ -193,31 +193,31 @@ def require_memory(workload: Workload, estimate: Estimate, whole: Blocks | None 
     Raises:
         UserError: by how much it does not, what most of it is, and which change would make it fit.
     """
-    peak, held = estimate.peak, held_memory(workload, estimate.peaks)
+    peak, held = estimate.peak, device_memory(workload, estimate.peaks)
     if held.fits:
         return held
     most = max(peak.by_category, key=lambda category: peak.by_category[category])
     beyond = f", {bytes_text(held.needed - peak.bytes, 1)} of it beyond tensors" if held.needed > peak.bytes else ""
-    needed, room = (bytes_text(bytes, 1) for bytes in (held.needed, held.room))
+    needed, room = (bytes_text(bytes, 1) for bytes in (held.needed, held.capacity))
     if needed == room:
-        needed, room = (bytes_text(bytes, 3) for bytes in (held.needed, held.room))
+        needed, room = (bytes_text(bytes, 3) for bytes in (held.needed, held.capacity))
     raise UserError(
         f"rank {peak.rank} would hold {needed} of {room}{beyond}, "
-        f"{bytes_text(held.needed - held.room, 1)} too much ({peak.cause}); most of it is {most}, "
+        f"{bytes_text(held.needed - held.capacity, 1)} too much ({peak.cause}); most of it is {most}, "
         f"{bytes_text(peak.by_category[most], 1)}; {advice(workload, held, whole)}"
     )
 
 
-def advice(workload: Workload, held: HeldMemory, whole: Blocks | None = None) -> str:
+def advice(workload: Workload, held: DeviceMemory, whole: Blocks | None = None) -> str:
     """The first change of those tried that fits, or the one that leaves least; as they are without passes."""
     workload = replace(workload, passes="none", tiles=1)
     least: tuple[float, Change] | None = None
     for change in changes(workload, whole):
         try:
-            bytes = held_by(change.short).needed
+            bytes = device_memory(change.short).needed
         except UserError:
             continue  # the model or the mesh does not allow it
-        if bytes <= ROOM * held.room:
+        if bytes <= ROOM * held.capacity:
             return f"{change.flags} would fit, with {bytes_text(bytes, 1)}"
         if bytes < WORTH_SAYING * held.needed and (least is None or bytes < least[0]):
             least = bytes, change

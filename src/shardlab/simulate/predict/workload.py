@@ -18,7 +18,7 @@ from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.passes import GAIN, Goal, Passed, find_passes, run_named, run_passes
 from shardlab.simulate.predict.estimate import Estimate, estimate
 from shardlab.simulate.predict.folding import fold
-from shardlab.simulate.predict.memory import room_of_tensors
+from shardlab.simulate.predict.memory import tensor_budget
 from shardlab.simulate.predict.prices import ClusterPrices
 from shardlab.simulate.predict.recipe import OWN, Recipe
 from shardlab.simulate.timeline.memory import memory_in_bytes
@@ -130,7 +130,7 @@ class Workload:
         """
         written = replace(self, passes="none", clips=want_norm(names), trace=self.trace or self._whole)
         assert isinstance(written.traced, Checked)
-        goal = Goal(self.prices, room_of_tensors(written), self.kept_sizes, most, least)
+        goal = Goal(self.prices, tensor_budget(written), self.kept_sizes, most, least)
         if lenient:
             return run_passes(written.traced, find_passes(names), goal)
         return run_named(written.traced, names, goal)

@@ -40,9 +40,6 @@ class OpenStep:
         peak: the most of these that was noted.
     """
 
-    def __init__(self) -> None:
-        self._begin()
-
     def _begin(self) -> None:
         self.entries: list[Entry] = []
         self.held = [0] * len(CATEGORIES)
@@ -99,13 +96,12 @@ class Outline(OpenStep):
     """
 
     def __init__(self, index: int, mesh: Mesh, figures: PricedSample, ways: list[Way]) -> None:
-        self.index, self.mesh, self.figures = index, mesh, figures
+        self.index, self.mesh, self.figures, self.ways = index, mesh, figures, ways
         self.layers = range(len(figures.alike) - 1)
         self.collectives = 0
         self.outstanding: dict[OutlineHandle, None] = {}
         self.open = Counter[Group]()
-        self.ways = ways
-        super().__init__()
+        self._begin()
         self.weights, self.opt_states = OutlineStore(), OutlineStore()
         self.grad_weights, self.scalars = OutlineStore(), OutlineStore()
         self._borders = {kind.value: Borders(self, kind) for kind in Kind}
@@ -469,9 +465,7 @@ class Borders:
     """Values between layers. Passes have counted them already; one that is sent is made when it is."""
 
     def __init__(self, rank: Outline, kind: Kind) -> None:
-        self.rank = rank
-        self.kind = kind
-        self.name = kind.value
+        self.rank, self.kind, self.name = rank, kind, kind.value
         self._parts: dict[int, SizedPart] = {}
 
     def __setitem__(self, key: Hashable, value: object) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from shardlab.strategies.plan.program import TracedRunner
 from shardlab.strategies.plan.rank_plan import Keeps, RankPlan, model_layers
 from shardlab.strategies.plan.resolve import resolve
 from shardlab.strategies.schedules import Action, Backward, BackwardInput, BackwardWeight, Forward, Schedule
+from shardlab.strategies.schedules.steps import ShardedStep
 
 
 def passes_of(workload: Workload, done: Collection[type], cuts: Cuts) -> PassTable:
@@ -38,41 +38,23 @@ def passes_of(workload: Workload, done: Collection[type], cuts: Cuts) -> PassTab
         cuts: layers of a block that is computed again at which stages begin (None: measure others).
     """
     sample = _on_one_rank(workload, done, cuts)
-    key = _Key(sample, workload.mesh.world > 1, workload.prices.host_seconds)
-    known = _KNOWN.get(key)
-    if known is None:
-        if len(_KNOWN) == MOST_KNOWN:
-            _KNOWN.clear()
-        known = _KNOWN[key] = _measured(sample, workload.prices, workload.kept_sizes)
-    return known
+    cut = sample.plan, sample.model, sample.cut.layers
+    numbers = sample.precision, sample.optimizer, sample.ema, sample.micro_batch_size, sample.microbatches
+    several, host_seconds = workload.mesh.world > 1, workload.prices.host_seconds
+    key = cut, numbers, id(sample.cluster), id(sample.recipe), several, host_seconds
+    if key not in _MEASURED:
+        if len(_MEASURED) == MOST_MEASURED:
+            _MEASURED.clear()
+        _MEASURED[key] = sample, _measured(sample, workload.prices, workload.kept_sizes)
+    return _MEASURED[key][1]
 
 
-MOST_KNOWN = 256
-"""Samples whose passes are remembered: in a search many plans differ in their pipeline and their data parallelism."""
+MOST_MEASURED = 256
+"""Samples whose passes are kept: in a search many plans differ in their pipeline and their data parallelism alone."""
 
-
-class _Key:
-    """What a sample's passes depend on; a cluster and a recipe are told by identity.
-
-    Args:
-        several: whether other devices of the cluster are at work too.
-        host_seconds: as of the whole plan's prices.
-    """
-
-    def __init__(self, sample: Workload, several: bool, host_seconds: float) -> None:
-        self.sample = sample  # so that its cluster and recipe live as long
-        numbers = sample.precision, sample.optimizer, sample.ema, sample.micro_batch_size, sample.microbatches
-        cut = sample.plan, sample.model, sample.cut.layers
-        self.parts = (cut, numbers, id(sample.cluster), id(sample.recipe), several, host_seconds)
-
-    def __hash__(self) -> int:
-        return hash(self.parts)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.parts == other.parts
-
-
-_KNOWN: dict[_Key, PassTable] = {}
+_MEASURED: dict[Hashable, tuple[Workload, PassTable]] = {}
+"""Passes of each sample, by all that they depend on. A cluster and a recipe count by identity, so the sample is kept
+with them: no other object can get their `id` then."""
 
 
 def _measured(sample: Workload, prices: Prices, kept: Sizes) -> PassTable:
@@ -140,22 +122,13 @@ class _MarkedRunner(TracedRunner):
 
     layers: _MarkedLayers
 
+    async def step(self, step: ShardedStep) -> None:
+        await super().step(step)
+        self.layers.mark(-1)
+
     async def forward(self, stage: int, m: int) -> None:
         self.layers.mark(m, "load")
         await super().forward(stage, m)
-        self.layers.mark(-1)
-
-    async def backward(self, stage: int, m: int) -> None:
-        await super().backward(stage, m)
-        self.layers.mark(-1)
-
-    async def backward_input(self, stage: int, m: int) -> None:
-        await super().backward_input(stage, m)
-        self.layers.mark(-1)
-
-    async def backward_weight(self, stage: int, m: int) -> None:
-        await super().backward_weight(stage, m)
-        self.layers.mark(-1)
 
 
 class _MarkedLayers(LayerRunner):
@@ -303,10 +276,6 @@ def _less(held: Held, other: Held) -> Held:
 # PricedSample that the outlines of one workload's ranks share: sizes, prices and passes, each found out once.
 
 
-NO_SPACE = Space(0)
-"""Of parameters, which have no tokens."""
-
-
 class SizedPart(NamedTuple):
     """A part of a weight, of its gradient or of its optimizer's state, of a layer of the sample.
 
@@ -330,6 +299,7 @@ class PricedSample:
     Attributes:
         alike: for each layer the sample's layer that it is like.
         apart: how far one rank of a pipeline is from the next.
+        merges: whether communication that is awaited at once takes as long as compute does.
         chains: passes of whole stages, by the passes in them.
     """
 
@@ -339,6 +309,7 @@ class PricedSample:
         self.place = workload.repeated.place
         self.apart = workload.mesh.world // workload.mesh.pp
         self.sizes, self.prices = self._sample.sizes, self._sample.prices
+        self.merges = not self.prices.slows
         self.chains: dict[Hashable, Pass] = {}
         self._wire, self._room = Bytes(self.sizes), Bytes(self._sample.kept_sizes)
         self._saves = self._sample.kept_sizes.saves_residual
@@ -346,11 +317,6 @@ class PricedSample:
         self._given_kept: dict[Cuts, frozenset[int]] = {}
         self._parts: dict[Hashable, SizedPart] = {}
         self._seconds: dict[Hashable, float] = {}
-
-    @cached_property
-    def merges(self) -> bool:
-        """Whether communication that is awaited at once takes as long as compute does."""
-        return not self.prices.slows
 
     def passes(self, cuts: Cuts = None) -> PassTable:
         """Passes of blocks that are computed again and are cut so by stages (None: of others)."""
@@ -377,7 +343,7 @@ class PricedSample:
         key = (kind, like, pieces, of)
         known = self._parts.get(key)
         if known is None:
-            spec = Spec(form_of(kind, like, 0, NO_SPACE, Holds((1 << pieces) - 1, of)))
+            spec = Spec(form_of(kind, like, 0, Space(0), Holds((1 << pieces) - 1, of)))
             known = self._parts[key] = self.measured(spec)
         return known
 
