@@ -1,4 +1,4 @@
-"""`shardlab checkpoint`: a run's checkpoints listed, compared with their checksums, and turned into whole weights."""
+"""`shardlab checkpoint`: list the checkpoints of a run, verify their checksums, and convert them into whole weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]
-"""The folder of a run."""
+"""Folder of a run, as a positional argument."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,16 @@ class CheckpointCommand:
 
 
 def _show(run: Path, *, verify: bool, json: bool) -> int:
-    """Print a row for each checkpoint.
+    """Print a row for each checkpoint of a run.
+
+    Args:
+        verify: whether to read all files and verify their checksums.
 
     Returns:
-        1 if one is not as it was written.
+        The exit status: 1 if a checkpoint is damaged.
 
     Raises:
-        UserError: when there is none.
+        UserError: if the run has no checkpoints.
     """
     from shardlab.train.checkpoint import Disk, folder_of, steps_in
     from shardlab.train.history import CHECKPOINTS
@@ -135,7 +138,7 @@ def _show(run: Path, *, verify: bool, json: bool) -> int:
 
 
 def _row(folder: Path, step: int, *, verify: bool) -> dict[str, Any]:
-    """What there is to say of a checkpoint."""
+    """Return the fields of a checkpoint for the table and for --json."""
     from shardlab.train.checkpoint import Checkpoint
 
     row: dict[str, Any] = {"step": step, "folder": str(folder), "plan": "", "ranks": "", "bytes": None}

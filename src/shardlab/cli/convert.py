@@ -1,4 +1,4 @@
-"""`shardlab convert FROM TO`: a run's weights to Hugging Face's form, and back."""
+"""`shardlab convert FROM TO`: convert the weights of a run into Hugging Face's format, and back."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class Convert:
         if tokenizer is not None and tokenizer.begin:
             special["bos_token_id"] = tokenizer.begin[0]
         size = self.shard_mb * 10**6
-        done = converted(source, self.out, form, shard_bytes=size, beside=beside, special=special, follow=_shown)
+        done = converted(
+            source, self.out, form, shard_bytes=size, beside=beside, special=special, follow=_show_progress
+        )
         if self.json:
             print_json(asdict(done))
             return 0
@@ -79,6 +81,6 @@ class Convert:
         return 0
 
 
-def _shown(planned: list[Planned]) -> Iterable[Planned]:
+def _show_progress(planned: list[Planned]) -> Iterable[Planned]:
     console = Console(stderr=True)
     return track(planned, "converting", console=console, transient=True, disable=not console.is_terminal)

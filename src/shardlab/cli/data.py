@@ -1,4 +1,7 @@
-"""`shardlab data`: texts to tokens that can be trained on, and what a folder of them holds."""
+"""`shardlab data`: convert texts into a folder of tokens for training, and describe such a folder.
+
+The commands `prepare` and `shakespeare` share the options of `Preparing`, whose `prepared` does the work of both.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,21 @@ from shardlab.train.data.prepare import Progress, prepare, said_of
 from shardlab.train.data.prepared_folder import Prepared, TokenCount
 
 TokenizerName = Annotated[str, tyro.conf.arg(metavar="TOKENIZER")]
-"""chars, bytes, gpt2, a file or a folder."""
+"""Tokenizer: chars, bytes, gpt2, a file or a folder."""
 
 NewFolder = Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
-"""A folder to be made."""
+"""Path of a folder to create."""
 
 TENTHS = 10
-"""Lines that are printed where no bar can be drawn."""
+"""Number of lines of progress for each pass in a pipe, where no bar can be drawn."""
+
+QUIET = 10_000_000
+"""Bytes of an input below which no progress is printed in a pipe, because it takes only moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparing:
-    """Options of every command that makes tokens."""
+    """Options of the commands that convert texts into tokens."""
 
     train_bpe: OptionalCount = None
     """Train a byte-pair encoding (BPE) on the text, with up to N tokens, instead of --tokenizer."""
@@ -52,7 +58,11 @@ class Preparing:
     def prepared(
         self, inputs: Sequence[DocumentSource], out: Path, tokenizer: str, sources: list[str] | None = None
     ) -> int:
-        """Prepare, and say what there is now."""
+        """Prepare a folder of tokens from some sources, and describe it.
+
+        Args:
+            sources: names of the sources for the manifest (None: those of `inputs`).
+        """
         with progress_of(sum(each.size for each in inputs)) as progress:
             found = prepare(inputs, out, tokenizer, self.train_bpe, self.validation, progress, sources)
         show(found, json=self.json)
@@ -107,10 +117,7 @@ class TinyShakespeare(Preparing):
     """chars, bytes, gpt2, or a Hugging Face tokenizer.json."""
 
     def run(self) -> int:
-        from shardlab.train.data.documents import (
-            URL,  # it loads what speaks with servers
-            shakespeare,  # it loads what speaks with servers
-        )
+        from shardlab.train.data.documents import URL, shakespeare
 
         with shakespeare(self.file) as path:
             return self.prepared([Input(path, "text")], self.out, self.tokenizer, [URL])
@@ -153,7 +160,11 @@ class DataCommand:
 
 
 def show(data: Prepared, *, json: bool, verified: bool = False) -> None:
-    """Print what a folder holds."""
+    """Print the manifest of a prepared folder.
+
+    Args:
+        verified: whether the checksums were verified.
+    """
     manifest = data.manifest
     if json:
         print_json({"folder": str(data.folder), "sha256": data.sha256, **asdict(manifest)})
@@ -177,22 +188,22 @@ def _count(count: TokenCount) -> str:
 
 
 def documents_of(path: Path, function: str) -> Documents:
-    """The documents that a function of a user's file gives.
+    """Return the documents that a function in a user's file yields.
 
     Raises:
-        UserError: there is no such function.
+        UserError: if there is no such function.
     """
-    found: Any = member(module_of(path), path, function, ("function", "functions"), inspect.isfunction)
-    if not callable(found):
+    generator: Any = member(module_of(path), path, function, ("function", "functions"), inspect.isfunction)
+    if not callable(generator):
         raise UserError(
             f"{function} in {path} is not a function; write one that yields documents: texts, bytes or tokens"
         )
 
     def documents() -> Iterator[Document]:
         with running(path):
-            iterator: Iterator[Document] = iter(cast(Any, found)())
+            iterator: Iterator[Document] = iter(cast(Any, generator)())
         while True:
-            with running(path):  # what it prints while it is asked goes to stderr
+            with running(path):  # prints of the user's function go to stderr
                 each = next(iterator, None)
             if each is None:
                 return
@@ -203,7 +214,9 @@ def documents_of(path: Path, function: str) -> Documents:
 
 @contextmanager
 def progress_of(total: int) -> Generator[Progress]:
-    """Show how far a preparation is, on stderr: a live line in a terminal, ten lines for each pass in a pipe.
+    """Show the progress of a preparation on stderr: a live line in a terminal, ten lines for each pass in a pipe.
+
+    The value of the context is the callback `progress(name of the pass, bytes done)`.
 
     Args:
         total: bytes of the input.
@@ -223,7 +236,3 @@ def progress_of(total: int) -> Generator[Progress]:
                 print(f"{doing}: {done:,} of {total:,} bytes", file=sys.stderr, flush=True)
 
         yield progress
-
-
-QUIET = 10_000_000
-"""Bytes of an input that is done before anybody would wonder."""

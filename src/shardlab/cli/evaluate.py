@@ -1,4 +1,4 @@
-"""`shardlab eval FOLDER --data PATH`: how well the weights of a run, or of a Hugging Face folder, know a text."""
+"""`shardlab eval FOLDER --data PATH`: compute the loss of a text with the weights of a run or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -98,18 +98,18 @@ class Eval:
             name=chosen.name,
             passes=chosen.passes,
         )
-        judged = TextJob((job,), self.folder, self.data, model.seq_len, self.batches, self.format, self.field)
-        text = judged.text()
+        text_job = TextJob((job,), self.folder, self.data, model.seq_len, self.batches, self.format, self.field)
+        text = text_job.text()
         if note := said_of(text.lost):
             print(f"shardlab: {self.data}: {note}; bits per byte count the whole text", file=sys.stderr)
-        judged = judged.fitted(text)
-        chosen = settled_here(chosen, judged.jobs[-1])
-        settled = (replace(job, strategy=chosen.for_job(ranks), passes=chosen.passes) for job in judged.jobs)
-        judged = replace(judged, jobs=tuple(settled))
-        for job in judged.jobs:
+        text_job = text_job.fitted(text)
+        chosen = settled_here(chosen, text_job.jobs[-1])
+        settled = (replace(job, strategy=chosen.for_job(ranks), passes=chosen.passes) for job in text_job.jobs)
+        text_job = replace(text_job, jobs=tuple(settled))
+        for job in text_job.jobs:
             checked_to_run(chosen, job, OptimizerConfig())
         with failures_as_exit():
-            loss = run_ranks(ranks, evaluate_rank, judged)
+            loss = run_ranks(ranks, evaluate_rank, text_job)
         if loss is None:  # a rank of an existing world, but not the one that reports
             return 0
         if self.json:

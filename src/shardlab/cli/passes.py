@@ -1,4 +1,7 @@
-"""`shardlab passes`: the table of what rewrites programs."""
+"""`shardlab passes`: list the passes, which rewrite programs.
+
+`print_passed` and `as_json` show the effect of each pass on a program, for `simulate --passes`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,12 @@ class PassesCommand:
 
 
 def print_passed(passed: Sequence[Passed], time_text: Callable[[float], str], console: Console | None = None) -> None:
-    """Print the step's end and the peak of memory before the first pass and after each; nothing without passes."""
+    """Print the end of the step and the peak memory before the first pass and after each pass.
+
+    Args:
+        passed: program as written, and after each pass. If it is empty, nothing is printed.
+        time_text: function that formats a time.
+    """
     if not passed:
         return
     console = console or stdout_console()
@@ -69,7 +77,7 @@ def print_passed(passed: Sequence[Passed], time_text: Callable[[float], str], co
 
 
 def useless_offload(passed: Sequence[Passed]) -> str:
-    """Say that what is offloaded leaves the peak where it was, if so."""
+    """Return a warning if offloading does not lower the peak memory, otherwise an empty text."""
     for before, after in pairwise(passed):
         if after.name == OFFLOAD and after.setting and after.peak >= before.peak:
             return (
@@ -81,9 +89,10 @@ def useless_offload(passed: Sequence[Passed]) -> str:
 
 
 def as_json(passed: Sequence[Passed]) -> dict[str, Any]:
-    """Describe each pass with what was before and after it, in the unit of the prices and in bytes; {} without any.
+    """Return the end of the step and the peak memory before and after each pass, for --json.
 
-    `settled` is what `--passes` takes to make the same program whatever the prices.
+    The field `settled` is the value of --passes that makes the same program with any prices. Without passes, the result
+    is empty.
     """
     return {"passes": [_pass_as_json(*pair) for pair in pairwise(passed)], "settled": settled(passed)} if passed else {}
 

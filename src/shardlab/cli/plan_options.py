@@ -1,4 +1,10 @@
-"""Flags that lay a model over a mesh, and what they make of a strategy's name."""
+"""Options for a plan, a recipe and a cluster, and the strategy that follows from them.
+
+`PlanOptions.entry` combines the name of a strategy, a plan file and flags such as --pp 2 into one strategy. The flags
+are not written out here: `plan_flags` makes one for each axis of the mesh and each field of `Plan`, so that a new field
+needs no option. `checked` traces and checks a strategy. `recipe_called` and `cluster_called` find a recipe and a
+cluster by name.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +46,17 @@ RecipeName = Annotated[
         help_behavior_hint="(default: shardlab)",
     ),
 ]
-"""A recipe by name; None: Shardlab's own."""
+"""Name of a recipe, which describes how a framework runs a step. None stands for Shardlab's own."""
 
 DeviceMemory = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="(default: all of it)")]
-"""Memory of each device that a step may take, such as 72GiB."""
+"""Memory of each device that a step may use, such as 72GiB."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """A plan by flags, which change the plan that the strategy's name or --plan stands for.
+    """Flags of a plan, which change the plan of the named strategy or of --plan.
 
-    If an axis of the mesh is given here, all are: no axis that the plan has may be left out.
+    If one axis of the mesh is given, all axes of the mesh must be given.
     """
 
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
@@ -62,10 +68,10 @@ class PlanOptions:
     activations, such as optimizer=host activations=disk."""
 
     def given(self) -> dict[str, Any]:
-        """The flags that are given, by field.
+        """Return the values of the given flags, by field.
 
         Raises:
-            UserError: when they contradict each other.
+            UserError: if flags contradict each other.
         """
         every: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, each in field_types(Plan).items():
@@ -80,12 +86,12 @@ class PlanOptions:
 
     @property
     def names_mesh(self) -> bool:
-        """Whether axes of the mesh are given."""
+        """Whether an axis of the mesh is given."""
         return any(getattr(self, axis) is not None for axis in AXES)
 
     @property
     def names_plan(self) -> bool:
-        """Whether flags say anything of a plan that cannot be said of any program."""
+        """Whether a flag is given that applies only to plans, as all flags but --passes do."""
         return bool(self.given().keys() - {"passes"})
 
     def entry(
@@ -97,17 +103,17 @@ class PlanOptions:
         passes: str | None = None,
         follows: bool = False,
     ) -> tuple[StrategyEntry, int]:
-        """The strategy that is meant, and on how many ranks.
+        """Return the strategy, with the changes by flags, and its number of ranks.
 
         Args:
-            name: a strategy's, if one is given, or that of `base`.
-            ranks: how many were asked for, or are there; None if nobody says.
-            base: a plan that the flags change, if there is one; --plan takes its place.
-            passes: what rewrites a program of its own, where no flag says.
-            follows: the mesh follows the number of ranks, where it is another.
+            name: name of the strategy or of `base` (None: none is given).
+            ranks: number of ranks that is requested or available (None: unknown).
+            base: plan that the flags change. --plan replaces it.
+            passes: passes of a strategy that is not a plan, if no flag gives them.
+            follows: whether the mesh is adapted if it has another number of ranks.
 
         Raises:
-            UserError: when the flags contradict the strategy, the number of ranks or each other.
+            UserError: if the flags contradict the strategy, the number of ranks or each other.
         """
         given, words = self.given(), self.offload if getattr(self, "passes", None) is None else None
         path: Path | None = given.pop("plan", None)
@@ -123,11 +129,11 @@ class PlanOptions:
             if entry.plan is None or not given:
                 return entry, ranks or entry.ranks
         axes = {axis: given.pop(axis) for axis in AXES if axis in given}
-        plan = base or _base(name, path, None if axes else ranks)
+        plan = base or _base_plan(name, path, None if axes else ranks)
         if words:
             given["passes"] = with_offload(plan.passes, words)
         if axes:
-            _want_all_axes(axes, plan.mesh, name or str(path))
+            _require_all_axes(axes, plan.mesh, name or str(path))
         changed = {name: field_types(Plan)[name].of_words(words) for name, words in given.items()}
         plan = replace(plan, mesh=Mesh(**axes) if axes else plan.mesh, **changed)
         if follows and ranks is not None:
@@ -145,12 +151,14 @@ def checked(
 ) -> Checked:
     """Trace a strategy and check it.
 
+    What the user's program prints goes to stderr.
+
     Args:
-        layers: of the puzzles' model, or the sizes of another one.
-        whole_matrices: whether the optimizer steps the puzzles' matrices whole.
+        layers: number of layers of the puzzles' model, or sizes of another model.
+        whole_matrices: whether the optimizer needs whole matrices of the puzzles' model, as Muon does.
 
     Raises:
-        Refused: if the program is wrong; for a user's file the line at fault stands before the sentence.
+        Refused: if the program is wrong. For a user's file, the message begins with the line at fault.
         UserError: if the sizes do not fit.
     """
     path, _ = file_and_name(entry.name)
@@ -165,35 +173,35 @@ def checked(
 
 
 def cluster_called(name: str, *, other_machine: bool, memory: str | None = None) -> Cluster:
-    """The cluster of that name; "local" or a profile's file is this machine as measured, or another one if asked for.
+    """Return the cluster of a name, such as `h100x16`, of a file, or of the profile of this machine (`local`).
 
-    torch, which knows what this machine is, is imported for that alone.
+    Only a profile needs torch, which identifies this machine.
 
     Args:
-        name: as `find_cluster` takes it.
-        other_machine: take a profile from another machine.
-        memory: so much of each device's alone, as a user writes it (None: all of it).
+        name: argument of `find_cluster`.
+        other_machine: whether a profile of another machine is accepted.
+        memory: memory of each device that may be used, as the user writes it (None: all of it).
 
     Raises:
-        UserError: as of `find_cluster`; when `other_machine` is said of no profile, or a device has less memory.
+        UserError: for an unknown name, --other-machine without a profile, and more memory than a device has.
     """
-    cluster = _named(name, other_machine=other_machine)
+    cluster = _find_cluster(name, other_machine=other_machine)
     if memory is None:
         return cluster
-    room, device = read_bytes(memory, "--memory"), cluster.device
-    if room > device.memory:
+    limit, device = read_bytes(memory, "--memory"), cluster.device
+    if limit > device.memory:
         raise UserError(
             f"--memory {memory} is more than {device.name} has, {device.memory / 2**30:.0f} GiB; give less, or another "
             "cluster"
         )
-    return replace(cluster, device=replace(device, memory=room))
+    return replace(cluster, device=replace(device, memory=limit))
 
 
 def recipe_called(name: str | None) -> Recipe:
-    """The recipe of that name.
+    """Return the recipe of a name or file, or Shardlab's own for None.
 
     Raises:
-        UserError: there is none; the nearest is named.
+        UserError: if there is no such recipe. The message has the nearest name.
     """
     from shardlab.simulate.predict.recipe import OWN, find_recipe
 
@@ -201,11 +209,11 @@ def recipe_called(name: str | None) -> Recipe:
 
 
 Layout = Annotated[PlanOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
-"""The flags, as a command's field; their names stand alone."""
+"""Field type of a command that has these flags, without a prefix in their names."""
 
 
 def _flags() -> Iterator[tuple[str, Any, Any]]:
-    """List each option's name, its type for tyro, and its value if it is not given."""
+    """Yield the name of each flag, its type for tyro, and its default."""
     types = dict.fromkeys(AXES, COUNT) | field_types(Plan)
     helps = field_helps(Mesh) | field_helps(Plan)
     for name, written in types.items():
@@ -217,7 +225,7 @@ def _flags() -> Iterator[tuple[str, Any, Any]]:
 
 
 plan_flags: Callable[..., PlanOptions] = make_dataclass("PlanFlags", _flags(), bases=(PlanOptions,), frozen=True)
-"""The options with a flag for each axis of the mesh, and for each other field of a plan."""
+"""Class of `PlanOptions` with a flag for each axis of the mesh and each other field of a plan."""
 
 NO_FLAGS = plan_flags()
 
@@ -227,13 +235,13 @@ limit_flags: Callable[..., PlanOptions] = make_dataclass(
     bases=(plan_flags,),
     frozen=True,
 )
-"""The flags of a search: none names a whole plan, rewrites its program, or freezes blocks."""
+"""Class of `PlanOptions` for a search, without --plan, --passes, --offload and --freeze."""
 
 NO_LIMITS = limit_flags()
 
 
 def precision_of(recipe: Recipe, cluster: Cluster) -> str:
-    """The precision in which a framework trains on such devices."""
+    """Return the default precision of a framework on the devices of a cluster."""
     if "bfloat16" not in cluster.device.flops:
         return "fp32"
     wide = (recipe.defaults.bf16_gradient_bytes or recipe.defaults.gradient_bytes) == 4
@@ -241,7 +249,7 @@ def precision_of(recipe: Recipe, cluster: Cluster) -> str:
 
 
 def as_recipe_does(entry: StrategyEntry, ranks: int, layout: PlanOptions, recipe: Recipe) -> StrategyEntry:
-    """The plan as the framework would run it, where neither the flags nor a file say."""
+    """Return the strategy with the recipe's defaults for what neither flags nor a plan file give."""
     given = layout.given()
     if entry.plan is None or "plan" in given:
         return entry
@@ -254,8 +262,12 @@ def as_recipe_does(entry: StrategyEntry, ranks: int, layout: PlanOptions, recipe
     return planned_entry(replace(plan, **changed), entry.name) if changed else entry
 
 
-def _want_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:
-    """Refuse flags that would silently undo what a plan is named for."""
+def _require_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:
+    """Refuse flags that leave out an axis of the plan's mesh, which would silently undo it.
+
+    Raises:
+        UserError: with the axes that are left out.
+    """
     has = mesh.used
     if forgotten := [axis for axis in has if axis not in axes]:
         raise UserError(
@@ -264,8 +276,8 @@ def _want_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:
         )
 
 
-def _base(name: str | None, path: Path | None, ranks: int | None) -> Plan:
-    """The plan that the flags change."""
+def _base_plan(name: str | None, path: Path | None, ranks: int | None) -> Plan:
+    """Return the plan that the flags change."""
     if path is not None:
         return read_plan(path)
     if name is None:
@@ -279,7 +291,7 @@ def _base(name: str | None, path: Path | None, ranks: int | None) -> Plan:
     return entry.plan(ranks or entry.ranks)
 
 
-def _named(name: str, *, other_machine: bool) -> Cluster:
+def _find_cluster(name: str, *, other_machine: bool) -> Cluster:
     from shardlab.simulate.hardware import find_cluster
     from shardlab.simulate.hardware.cluster import is_measured
 

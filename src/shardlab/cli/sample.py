@@ -1,4 +1,4 @@
-"""`shardlab sample FOLDER`: text from the weights of a run, or of a Hugging Face folder."""
+"""`shardlab sample FOLDER`: generate text with the weights of a run or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Sample:
         return 0
 
     def _continue(self, writer: Writer, model: Model, tokenizer: Tokenizer) -> None:
-        """The prompt, and what the model makes of it."""
+        """Print the prompt and its continuation by the model."""
         import numpy as np
 
         from shardlab.common.text import printable
@@ -112,7 +112,7 @@ class Sample:
         if note := said_of(tokenizer.lost(prompt, np.array(tokens, np.int64))):
             print(f"shardlab: --prompt: {note}", file=sys.stderr)
         text: list[str] = []
-        for part in as_text(_timed(writer.go_on(tokens, self.tokens), times), tokenizer, tokens):
+        for part in as_text(_record_times(writer.go_on(tokens, self.tokens), times), tokenizer, tokens):
             if not text and not self.json:
                 print(printable(prompt.decode(errors="replace")), end="")
             text.append(part)
@@ -136,15 +136,15 @@ class Sample:
         print(f"{len(times)} tokens{speed}{seen}", file=sys.stderr)
 
     def _chat(self, conversation: Conversation) -> None:
-        """Turns, until the end of the input."""
-        told, given = 0, self.prompt
+        """Answer each line of stdin until its end."""
+        reported, first_line = 0, self.prompt
         while True:
             try:
-                line = given or input("> " if sys.stdin.isatty() else "")
+                line = first_line or input("> " if sys.stdin.isatty() else "")
             except EOFError:
                 print(end="\n" if sys.stdin.isatty() else "")
                 return
-            given = None
+            first_line = None
             if not line.strip():
                 continue
             try:
@@ -156,14 +156,14 @@ class Sample:
                 print(f"shardlab: {error}", file=sys.stderr)
                 continue
             print(flush=True)
-            if conversation.dropped > told:
-                told = conversation.dropped
+            if conversation.dropped > reported:
+                reported = conversation.dropped
                 seen = f"the model sees {conversation.model.seq_len:,} tokens"
-                print(f"{counted(told, 'turn')} dropped from the beginning: {seen}", file=sys.stderr)
+                print(f"{counted(reported, 'turn')} dropped from the beginning: {seen}", file=sys.stderr)
 
 
-def _timed(tokens: Iterator[int], times: list[float]) -> Iterator[int]:
-    """Tokens, and when each came."""
+def _record_times(tokens: Iterator[int], times: list[float]) -> Iterator[int]:
+    """Yield tokens, and append the time of each to `times`."""
     for token in tokens:
         times.append(time.perf_counter())
         yield token

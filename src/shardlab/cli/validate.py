@@ -1,4 +1,4 @@
-"""`shardlab validate RUNS.json`: predict published runs, and say how far off the predictions are."""
+"""`shardlab validate RUNS.json`: predict published runs, and report the errors of the predictions."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from shardlab.planner.published.predict import (
 from shardlab.planner.published.records import GIB, read_rows
 
 WORST = 5
-"""How many of the runs whose predictions are farthest off are named; --json has all."""
+"""Number of runs with the largest errors that are named. --json has all runs."""
 
 FIGURES: dict[Figure, tuple[str, Callable[[float], str]]] = {
     "seconds": ("step time", seconds_text),
     "bytes": ("memory", lambda bytes: f"{bytes / GIB:.1f} GiB"),
 }
-"""Quantities that are compared: the title of each, and a function that writes one of its figures."""
+"""Quantities that are compared: their titles, and functions that format them."""
 
 NOTE = "error: predicted over measured, less 1; mean, median and worst are of its size, bias is the mean with signs"
 
@@ -63,10 +63,10 @@ class Validate:
 
     def run(self) -> int:
         rows = read_rows(self.runs)
-        shown = Console(stderr=True)
-        coming = outcomes_of(rows, None if self.recipe is None else recipe_called(self.recipe))
-        seen = track(coming, "predicting", len(rows), console=shown, transient=True, disable=not shown.is_terminal)
-        outcomes = list(seen)
+        stderr = Console(stderr=True)
+        results = outcomes_of(rows, None if self.recipe is None else recipe_called(self.recipe))
+        quiet = not stderr.is_terminal
+        outcomes = list(track(results, "predicting", len(rows), console=stderr, transient=True, disable=quiet))
         if self.json:
             print_json([as_json(outcome) for outcome in outcomes])
         else:
@@ -75,7 +75,7 @@ class Validate:
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """Describe one run; what is not known is null."""
+    """Return the measurements and the prediction of one run for --json. Unknown values are None."""
     predicted, measured = outcome.prediction, outcome.measured
     return {
         "id": outcome.id,
@@ -92,7 +92,11 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def print_report(outcomes: Sequence[Outcome], console: Console, *, assumed: bool = False) -> None:
-    """Errors by source, the worst runs, whose room was misjudged, what was assumed, and which runs say too little."""
+    """Print the errors by source, the runs with the largest errors, and the runs without a prediction.
+
+    Args:
+        assumed: whether to list the assumptions about details that runs do not state.
+    """
     for figure in FIGURES:
         if found := by_source(outcomes, figure):
             console.print(_table(FIGURES[figure][0], found), "")
@@ -100,7 +104,7 @@ def print_report(outcomes: Sequence[Outcome], console: Console, *, assumed: bool
         if worst := worst_of(outcomes, figure, WORST):
             console.print(_worst_table(figure, worst), "")
     console.print(f"{NOTE}\n", style="dim")
-    _print_room(outcomes, console)
+    _print_memory_verdicts(outcomes, console)
     _print_assumed(outcomes, console, each=assumed)
     left = [outcome for outcome in outcomes if outcome.prediction is None]
     if left:
@@ -109,8 +113,8 @@ def print_report(outcomes: Sequence[Outcome], console: Console, *, assumed: bool
             console.print(f"  {outcome.id}: {outcome.reason}", highlight=False, soft_wrap=True)
 
 
-def _print_room(outcomes: Sequence[Outcome], console: Console) -> None:
-    """Print how many runs out of memory were predicted so, and whose room was misjudged."""
+def _print_memory_verdicts(outcomes: Sequence[Outcome], console: Console) -> None:
+    """Print how many runs out of memory were predicted, and the runs with a wrong prediction of whether they fit."""
     ended = [outcome for outcome in outcomes if outcome.measured.out_of_memory and outcome.prediction is not None]
     wrong = misjudged(outcomes)
     if ended:
@@ -128,7 +132,7 @@ def _print_room(outcomes: Sequence[Outcome], console: Console) -> None:
 
 
 def _print_assumed(outcomes: Sequence[Outcome], console: Console, *, each: bool) -> None:
-    """Print what predictions take for granted, each thing with how many runs leave it open, or with their names."""
+    """Print the number of runs with assumptions or, if `each` is set, the assumptions with their runs."""
     runs = assumed_by(outcomes)
     if not runs:
         return
@@ -142,7 +146,7 @@ def _print_assumed(outcomes: Sequence[Outcome], console: Console, *, each: bool)
 
 
 def print_phrases(runs: Mapping[str, Sequence[str]], console: Console) -> None:
-    """Print each thing that was assumed, with how many runs leave it open and the id of one of them."""
+    """Print each assumption, with the number of its runs and the id of one of them."""
     for phrase, names in runs.items():
         whose = names[0] if len(names) == 1 else f"{len(names)} runs, {names[0]} and others"
         console.print(f"  {phrase} ({whose})", markup=False, highlight=False, soft_wrap=True)

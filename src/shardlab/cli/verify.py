@@ -1,4 +1,4 @@
-"""`shardlab verify STRATEGY`: a strategy on real processes against plain training on one device."""
+"""`shardlab verify STRATEGY`: compare a strategy on real processes with plain training on one device."""
 
 from __future__ import annotations
 

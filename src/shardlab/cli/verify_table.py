@@ -1,4 +1,4 @@
-"""Table of `shardlab verify --all`: the worst error of every strategy and of every pair."""
+"""Tables of `shardlab verify --all`: the largest error of every strategy, sharding and pipeline schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardlab.train.verification.verify import CaseResult
 
 
 def as_json(results: Sequence[CaseResult], seconds: float) -> dict[str, Any]:
-    """Describe all results for other programs."""
+    """Return all results for --json."""
     rows = [
         {
             **{name: value for name, value in vars(result.case).items() if name != "strategy"},
@@ -32,7 +32,7 @@ def as_json(results: Sequence[CaseResult], seconds: float) -> dict[str, Any]:
 
 
 def print_tables(results: Sequence[CaseResult], seconds: float, console: Console) -> None:
-    """The strategies alone; then every way to shard, and every pipeline, with the pair that is farthest off."""
+    """Print a table of strategies, of sharding options and of pipelines, with the case of the largest error in each."""
     alone = [result for result in results if result.case.column == ALONE]
     pairs = [result for result in results if result.case.column != ALONE]
     for title, shown in (("strategy", alone), ("sharding", pairs), ("pipeline", pairs)):
@@ -49,7 +49,7 @@ def print_tables(results: Sequence[CaseResult], seconds: float, console: Console
 
 
 def _table(results: Sequence[CaseResult], title: str) -> Table:
-    """Tabulate for each strategy, sharding or pipeline how many cases there are, and the worst of them."""
+    """Return a table with the number of cases and the largest error of each strategy, sharding option or pipeline."""
     table = table_of(title, "cases", "largest error", gap=3)
     table.columns[0].style = "cyan"
     table.add_column("" if title == "strategy" else "where", style="dim", no_wrap=True)
