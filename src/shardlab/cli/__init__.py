@@ -1,4 +1,10 @@
-"""The `shardlab` command: a frozen dataclass for each subcommand, its fields the options, its `run` the work."""
+"""Command line of Shardlab: parse a command, run it, and report errors as one sentence.
+
+Each subcommand is a frozen dataclass in a module of its name (`COMMANDS`). Its fields are the options, from which tyro
+makes the parser and the help, and its `run` does the work. To find a command, open the module or folder of its name.
+Shared by several commands: `options.py`, `model_options.py` and `plan_options.py` (options), `console.py` (output, help
+and error messages). Modules that need torch are imported inside `run`, so that other commands start without it.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +48,14 @@ from shardlab.train.launch.interrupt import unbroken
 
 
 class Command(Protocol):
-    """A subcommand."""
+    """Subcommand with its parsed options."""
 
     def run(self) -> int:
-        """Do it; the exit status.
+        """Run the command, and return its exit status.
 
         Raises:
-            UserError: for a request that cannot be met, which exits with 2.
-            Refused: for a program that is wrong, which exits with 1.
+            UserError: for a request that cannot be met. The exit status is 2.
+            Refused: for a wrong program. The exit status is 1.
         """
         ...
 
@@ -79,14 +85,18 @@ COMMANDS: dict[str, type[Command]] = {
     "bench": Bench,
     "compare": Compare,
 }
-"""A module that torch is imported for imports it inside `run`, so that the other commands need no torch."""
+"""All subcommands, in the order of the help."""
 
 
-atexit.register(gc.freeze)  # or the interpreter's last collection would walk all of torch, for most of a second
+atexit.register(gc.freeze)  # otherwise, the last garbage collection visits all of torch, for most of a second
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; without `argv`, the process's own."""
+    """Run a command line, and return the exit status.
+
+    Args:
+        argv: words of the command line (None: those of this process).
+    """
     if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
         print(f"shardlab {_version()}")
         return 0
@@ -124,17 +134,17 @@ def _run(argv: Sequence[str] | None) -> int:
             return 2
         if not isinstance(error, OSError) or error.errno not in (errno.EPIPE, errno.EIO):
             raise
-        # the reader of a pipe has seen enough, or the terminal was closed
+        # The reader of a pipe ended, or the terminal was closed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def command_of(words: list[str]) -> Command:
-    """Return the command that a command line makes.
+    """Parse a command line into a command.
 
     Raises:
-        UserError: when there is no such command or option, or a value does not fit.
-        SystemExit: when the line asks for help, which is printed.
+        UserError: if there is no such command or option, or a value does not fit.
+        SystemExit: if the line asks for help, which is printed.
     """
     with mistakes_as_sentences():
         command, left = cast(tuple[Command, list[str]], _parsed(words))
@@ -145,7 +155,7 @@ def command_of(words: list[str]) -> Command:
 
 
 def _parsed(words: list[str]) -> Any:
-    """The command that a command line makes, and the words of the line that are no option of it."""
+    """Parse a command line with tyro. The result is the command, and the words that are not options of it."""
     if not words:
         raise UserError(f"no command is given; {nearest('', COMMANDS)}")
     if not words[0].startswith("-") and words[0] not in COMMANDS:
@@ -165,11 +175,11 @@ def _parsed(words: list[str]) -> Any:
 
 
 def _unrecognized(word: str, command: object) -> UserError:
-    """A sentence about a word of the command line that is no option of the command."""
+    """Return the error for a word of the command line that is not an option of the command."""
     if not word.startswith("-"):
         return UserError(f"unexpected argument {word!r}; options begin with --, and --help lists them")
-    if told := getattr(command, "elsewhere", {}).get(word.partition("=")[0]):
-        return UserError(told)
+    if sentence := getattr(command, "elsewhere", {}).get(word.partition("=")[0]):
+        return UserError(sentence)
     flags = sorted(f"--{name.replace('_', '-')}" for name in option_names(command))
     return UserError(f"there is no option {word}; {meant_by(word, flags)}")
 

@@ -1,4 +1,8 @@
-"""`shardlab collectives show NAME`: what a collective does to every rank's tensor, on real processes."""
+"""`shardlab collectives show NAME`: show what a collective does to the tensor of every rank, on real processes.
+
+`Collectives.run` runs the collective and, if it equals two others in a row (`SAME`), those as well. `print_shown`
+prints a row for each rank, with lines from the ranks that give to the ranks that receive (`diagram`).
+"""
 
 from __future__ import annotations
 
@@ -33,17 +37,17 @@ NAMES = {
     "barrier": "no rank continues before all ranks have arrived",
     "send": "the root's tensor, on the rank after it, which receives (send and recv)",
 }
-"""Every collective, and a message between two ranks, with what each rank then has."""
+"""All collectives, and a message between two ranks, with the result on each rank."""
 
 REDUCING = {"reduce", "all_reduce"}
-"""Collectives that take --reduction."""
+"""Collectives to which --reduction applies."""
 
 SAME = {
     "all_reduce": ("reduce_scatter", "all_gather"),
     "broadcast": ("scatter", "all_gather"),
     "reduce": ("reduce_scatter", "gather"),
 }
-"""By collective, two others that in a row do the same, if it sums."""
+"""For each collective, two others that in a row give the same result, if the reduction is a sum."""
 
 LABELS = {
     "broadcast": "copy",
@@ -55,7 +59,7 @@ LABELS = {
     "barrier": "wait",
     "send": "send",
 }
-"""Labels of what happens between those who give and those who receive; a reduction's is its own name."""
+"""Label of each collective in the middle of its diagram. That of a reduction is the operation."""
 
 BOXES = {
     "": " ",
@@ -73,10 +77,10 @@ BOXES = {
     "RUD": "├",
     "UD": "│",
 }
-"""The sign of a place from which lines go left, right, up and down."""
+"""Sign of a junction from which lines go left (L), right (R), up (U) and down (D)."""
 
 ASCII = str.maketrans("─│▶┐┘┤┬┴┼┌└├", "-|>+++++++++")
-"""ASCII characters in place of lines and arrows, for a terminal or a pipe without Unicode."""
+"""Translation of lines and arrows into ASCII, for a terminal or a pipe without Unicode."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class Collectives:
 
     def run(self) -> int:
         names = self._names()
-        self._want_ranks()
+        self._require_ranks()
         if self.reduction != "sum" and not REDUCING.intersection(names):
             raise UserError(
                 f"--reduction {self.reduction}: {names[0]} has no reduction; give it to reduce, all_reduce or all"
@@ -140,7 +144,7 @@ class Collectives:
             raise unknown("collective", self.name, [*NAMES, "all"])
         return [name]
 
-    def _want_ranks(self) -> None:
+    def _require_ranks(self) -> None:
         if not 2 <= self.ranks <= 99:
             raise UserError(f"--ranks {self.ranks}: collectives are shown on 2 to 99 ranks; give --ranks 4")
         if not 0 <= self.root < self.ranks:
@@ -166,7 +170,6 @@ class Collectives:
         }
 
     def _print(self, names: list[str], found: dict[tuple[str, ...], Shown]) -> None:
-
         console = stdout_console()
         if names != ["barrier"]:
             unit = 10 if self.ranks <= 10 else 100
@@ -179,13 +182,19 @@ class Collectives:
 
 
 def same_as(found: dict[tuple[str, ...], Shown], name: str) -> bool | None:
-    """Whether two others in a row gave on every rank what a collective gave; None if that was not run."""
+    """Return whether two others in a row gave the result of a collective on every rank; None if they were not run."""
     double = found.get(SAME.get(name, ()))
     return None if double is None else double.after == found[name,].after
 
 
 def print_shown(console: Console, shown: Shown, says: str, root: int, by: str) -> None:
-    """A collective: its name, what it does, and a row for each rank."""
+    """Print a collective: its name, what it does, and a row for each rank.
+
+    Args:
+        says: description of the result.
+        root: rank that sends or receives for all others.
+        by: operation of a reduction.
+    """
     (name,) = shown.steps
     ranks = range(len(shown.before))
     rooted = name in ("broadcast", "scatter", "send")
@@ -194,9 +203,9 @@ def print_shown(console: Console, shown: Shown, says: str, root: int, by: str) -
     lines = diagram(len(ranks), gives, takes, LABELS.get(name, by))
     is_barrier = name == "barrier"
     table = _table(*(("came at", "", "went on at") if is_barrier else ("before", "", "after")))
-    room = _room(console, len(lines[0]), 2)
+    width = _column_width(console, len(lines[0]), 2)
     for rank in ranks:
-        cells = [short(each[rank], room, times=is_barrier) for each in (shown.before, shown.after)]
+        cells = [short(each[rank], width, times=is_barrier) for each in (shown.before, shown.after)]
         table.add_row(str(rank), cells[0], Text(_plain(console, lines[rank]), "cyan"), cells[1])
     console.print(f"[bold]{name}[/]  {says}")
     console.print(table)
@@ -204,32 +213,37 @@ def print_shown(console: Console, shown: Shown, says: str, root: int, by: str) -
 
 
 def print_same(console: Console, name: str, double: Shown, *, same: bool) -> None:
-    """Two collectives in a row, which do what one does."""
+    """Print the tensors before and after two collectives in a row, and whether they equal those of one collective."""
     one, other = double.steps
     table = _table("before", one, other)
-    room = _room(console, 0, 3)
+    width = _column_width(console, 0, 3)
     for rank in range(len(double.before)):
-        table.add_row(str(rank), *(short(each[rank], max(room, len(one))) for each in double.tensors))
+        table.add_row(str(rank), *(short(each[rank], max(width, len(one))) for each in double.tensors))
     console.print(f"[bold]{name} = {one} + {other}[/]")
     console.print(table)
     verdict = "[green]the same on every rank: yes[/]" if same else "[red]the same on every rank: no[/]"
     console.print(f"{verdict}\n")
 
 
-def short(numbers: Numbers, room: int, *, times: bool = False) -> str:
-    """A tensor's numbers; the middle ones give way where there is too little room, and `-` says that there is none."""
+def short(numbers: Numbers, width: int, *, times: bool = False) -> str:
+    """Return the numbers of a tensor as text, with `..` for middle ones that do not fit, and `-` for no tensor.
+
+    Args:
+        numbers: elements of the tensor, or times if `times` is set.
+        width: width of the column in characters.
+    """
     if numbers is None:
         return "-"
     words = [f"{n:.0f} ms" if times else f"{n:02.0f}" if n == int(n) else f"{n:.4g}" for n in numbers]
     text, kept = " ".join(words), len(words) - 1
-    while len(text) > room and kept > 1:
+    while len(text) > width and kept > 1:
         kept -= 1
         text = " ".join([*words[:kept], "..", words[-1]])
     return text
 
 
 def diagram(ranks: int, gives: Collection[int], takes: Collection[int], label: str) -> list[str]:
-    """Lines from those who give, through what happens, to those who receive; a line of text for each rank.
+    """Draw lines from the ranks that give, through the label, to the ranks that receive, as one text for each rank.
 
     >>> diagram(3, [0, 1, 2], [0, 1, 2], "sum")
     ['──┐       ┌─▶', '──┼─ sum ─┼─▶', '──┘       └─▶']
@@ -254,8 +268,8 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _room(console: Console, taken: int, columns: int) -> int:
-    """Characters for the numbers of one column."""
+def _column_width(console: Console, taken: int, columns: int) -> int:
+    """Return the width in characters of one column of numbers."""
     return max(8, (console.width - len("rank") - taken - 2 * (columns + 2)) // columns)
 
 
@@ -264,7 +278,7 @@ def _plain(console: Console, line: str) -> str:
 
 
 def _joint(rank: int, middle: int, ends: Collection[int], *, left: bool, right: bool) -> str:
-    """The sign where a rank's line meets the upright one, which reaches from the middle to all ends."""
+    """Return the sign where a rank's line meets the vertical line, which reaches from the middle to all ends."""
     top, bottom = min(middle, *ends), max(middle, *ends)
     up, down = top < rank <= bottom, top <= rank < bottom
     return BOXES["L" * left + "R" * right + "U" * up + "D" * down]

@@ -1,4 +1,9 @@
-"""`shardlab compare RUN ...`: a traced run beside the prediction of its tapes, or several runs beside each other."""
+"""`shardlab compare RUN ...`: compare a traced run with its prediction, or several runs with each other.
+
+One run: `read_trace` reads the trace, `shardlab.simulate` predicts the same tapes, and `print_comparison` shows the
+step, the ranks and their kinds of op. Several runs: `run_figures` and `common_steps` collect the figures of the runs,
+which need no trace, and `print_runs` shows them.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +39,12 @@ if TYPE_CHECKING:
     from shardlab.train.history import PastRun
     from shardlab.train.job import Job
 
+
 SHOWN_RANKS = 8
-"""Ranks that are shown at most; --json has all."""
+"""Largest number of ranks that are shown. --json has all."""
 
 SHOWN_STEPS = 6
-"""Steps at which losses of several runs are shown; --json has all."""
+"""Number of steps for which the losses of several runs are shown. --json has all."""
 
 NOTE = (
     "exposed communication: a rank waits for communication; idle: a rank waits for other ranks; the "
@@ -46,7 +52,7 @@ NOTE = (
 )
 
 NEGLIGIBLE = 1e-3
-"""A kind of op that takes less than this share of its rank's time, on both sides, is left out."""
+"""Share of a rank's time below which a kind of op is left out, if it is so in the prediction and the measurement."""
 
 _SIDES = ("predicted", "measured")
 
@@ -87,7 +93,7 @@ class Compare:
         return self._beside_prediction(self.folders[0]) if len(self.folders) == 1 else self._beside_each_other()
 
     def _beside_each_other(self) -> int:
-        """Several runs."""
+        """Compare several runs."""
         from shardlab.train.history import past_run, records_of
 
         alone = {"--cluster": self.cluster, "--recipe": self.recipe, "--trace": self.pictures.trace}
@@ -105,7 +111,7 @@ class Compare:
 
             with writing("--svg", self.pictures.svg):
                 draw_runs(records, self.pictures.svg)
-        compared = [of_run(run, steps) for run, steps in zip(runs, records.values(), strict=True)]
+        compared = [run_figures(run, steps) for run, steps in zip(runs, records.values(), strict=True)]
         rows = common_steps(list(records.values()))
         if self.json:
             print_json({"runs": compared, "steps": rows})
@@ -114,7 +120,7 @@ class Compare:
         return 0
 
     def _beside_prediction(self, folder: Path) -> int:
-        """One run."""
+        """Compare one run with its prediction."""
         trace = read_trace(folder)
 
         from shardlab.train.job import job_of
@@ -141,7 +147,7 @@ class Compare:
         return 0
 
     def _workload(self, job: Job) -> Workload | None:
-        """What is predicted; None if this machine has not been measured and no cluster is named."""
+        """Return the workload to predict, or None if no cluster is given and this machine was not measured."""
         if self.cluster is None and not default_path().exists():
             return None
         name = self.cluster or "local"
@@ -159,8 +165,8 @@ class Compare:
             save_comparison(timelines, self.pictures.svg, f"{job.title}: one optimizer step", self.pictures.color_by)
 
 
-def of_run(run: PastRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures by which a run is compared with others: at its end, and medians of its steps after the first ones."""
+def run_figures(run: PastRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the figures of a run for a comparison: those at its end, and medians of its steps after the warm-up."""
     from shardlab.train.run import WARM_UP
 
     later = records[min(WARM_UP, len(records) - 1) :]
@@ -181,7 +187,7 @@ def of_run(run: PastRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def common_steps(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Loss, validation loss and gradient norm of every run at each step that all have on record."""
+    """Return the loss, validation loss and gradient norm of every run at each step that all runs recorded."""
     by_step = [{record["step"]: record for record in records} for records in runs]
     common = sorted(set(by_step[0]).intersection(*by_step[1:]))
     names = ("loss", VALIDATION, "grad_norm")
@@ -193,10 +199,10 @@ def common_steps(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, 
 def as_json(
     job: dict[str, Any], checked: Checked, comparison: Comparison, measured: Measured, limit: str = ""
 ) -> dict[str, Any]:
-    """Describe all figures for other programs; times in seconds, memory in bytes.
+    """Return all figures for --json, with times in seconds and memory in bytes.
 
     Args:
-        limit: of the recipe's framework, which does not run the plan ("": it does).
+        limit: limit of the recipe's framework that the plan exceeds ("": none).
     """
     return {
         "job": job,
@@ -231,8 +237,8 @@ def print_comparison(
     """Print the step, the ranks and their ops.
 
     Args:
-        written: files that were made.
-        limit: of the recipe's framework, which does not run the plan ("": it does).
+        written: files that were written.
+        limit: limit of the recipe's framework that the plan exceeds ("": none).
     """
     console = console or stdout_console()
     console.print(Text.assemble((title, "bold cyan")), soft_wrap=True)
@@ -260,12 +266,12 @@ def print_comparison(
 def print_runs(
     console: Console, runs: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], written: Sequence[Path]
 ) -> None:
-    """Print a row for each of several runs, and their losses at some of the steps that all have on record.
+    """Print a row for each of several runs, and their losses at some of the steps that all runs recorded.
 
     Args:
-        runs: figures of each, as `shardlab.cli.compare.of_run` gives them.
-        steps: as `shardlab.cli.compare.common_steps` gives them.
-        written: files that were made.
+        runs: figures of each run, from `run_figures`.
+        steps: losses of all runs, from `common_steps`.
+        written: files that were written.
     """
     table = table_of("", "run", "strategy", "steps", "loss", "validation", "tokens/s", "ms/step", "MiB", words=3)
     for number, run in enumerate(runs, 1):
@@ -306,10 +312,10 @@ def _print_how_to_predict(console: Console, ranks: int) -> None:
 
 
 class _Pairs:
-    """A table of pairs; without a prediction it has what was measured alone.
+    """Table of predicted and measured values, or only of measured values.
 
     Args:
-        left: headings of the first columns, which are words.
+        left: headings of the first columns, which contain words.
         predicted: whether there is a prediction.
     """
 
@@ -319,7 +325,13 @@ class _Pairs:
         self.table = table_of(*left, *figures, words=len(left))
 
     def add(self, *words: str, pair: Pair, times: float = 1e3, unit: str = "ms") -> None:
-        """A row: words, and a pair of seconds, or of what becomes `unit` by `times`."""
+        """Add a row.
+
+        Args:
+            words: cells of the first columns.
+            pair: predicted and measured value, in seconds unless `unit` is given.
+            times: factor from the values to `unit`.
+        """
 
         def cell(figure: float | None) -> str:
             return "-" if figure is None else f"{figure * times:,.2f} {unit}"

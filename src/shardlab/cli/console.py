@@ -1,4 +1,12 @@
-"""Output of the commands, to the terminal or a pipe: JSON, tables, and facts with their labels."""
+"""Output of the commands: JSON, tables, facts with labels, help, and error messages.
+
+1. `stdout_console`, `print_json`, `table_of` and the other `print_...` functions write results.
+2. `print_help` prints the help of a command. tyro names a group of options after the field of a nested dataclass. So
+   for its help, a command is described to tyro a second time, with the same options nested by group (`help_view`): the
+   most used options first, the rest in groups. Command lines are never parsed with this description.
+3. `mistakes_as_sentences` turns tyro's box about a wrong command line into one sentence, and `meant_by` suggests the
+   option of Shardlab for an option of another framework (`PEERS`).
+"""
 
 from __future__ import annotations
 
@@ -29,22 +37,22 @@ from shardlab.common.fields import field_helps, field_types
 from shardlab.train.config import SECTIONS
 
 INDENT = 16
-"""Characters of a fact's label."""
+"""Width of a fact's label in characters."""
 
 MOST = 100_000
-"""Columns into which any table goes."""
+"""Width in characters into which every table fits."""
 
 FOLDED = 12
-"""Columns that a table's folded cells have at least."""
+"""Least width of folded cells in characters."""
 
 NARROWEST = 30
-"""Columns that a fact's text has at least, however narrow the terminal is."""
+"""Least width of a fact's text in characters, however narrow the terminal is."""
 
 NAMED, EXPLAINED = 5, 9
-"""In a box that lists options, their names are indented so far at least, and their explanations."""
+"""Least indentation of the names of options in tyro's box, and of their explanations."""
 
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
-"""Start or end of a color on a terminal."""
+"""Escape sequence of a color on a terminal."""
 
 PEERS = {
     "--learning-rate": "lr max-lr",
@@ -99,11 +107,11 @@ PEERS = {
     "--cpus-per-rank": "cpus-per-task",
     "--name": "job-name",
 }  # fmt: skip
-"""What is meant by options of nanoGPT, Hugging Face's trainer, torchtitan, Megatron-LM and schedulers: an option, or a
-sentence with options, and names that peers have for it. Where a command has not all these options, the next counts."""
+"""Names that nanoGPT, Hugging Face's trainer, torchtitan, Megatron-LM and schedulers have for an option, by the option
+or by a sentence with options. If a command lacks one of these options, the next entry with the name counts."""
 
 ONE_LIST = 12
-"""Largest number of options that are shown as one list."""
+"""Largest number of options that the help shows as one list."""
 
 MOST_USED = {
     "simulate": "ranks model cluster global_batch pp tp dp_shard schedule passes svg",
@@ -114,7 +122,7 @@ MOST_USED = {
     "plan": "model cluster sequence global_batch tokens_per_step precision recompute memory explain out",
     "collectives": "ranks kinds min max factor overlap plot profile verbose json",
 }
-"""Options of each long command that are shown first: ten at most."""
+"""Options of each long command that the help shows first, ten at most."""
 
 GROUPS = {
     "model": "model layers sequence seq_len",
@@ -127,28 +135,34 @@ GROUPS = {
     "logging": "",
     "output": "out print_config path each_pass force top explain save verbose json",
 }
-"""Groups in the order of the help, and the options in each that no table below covers."""
+"""Groups in the order of the help, with their options. `CLASS_GROUPS` and the sections of a training add more."""
 
 CLASS_GROUPS: dict[type[Any], str] = {ModelOptions: "model", PlanOptions: "plan", Pictures: "output"}
 """Group of all options of a class."""
 
 SECTION_GROUPS = {"train": "run", "precision": "run", "saving": "output"}
-"""Groups of the sections of a training's configuration, if they have other names than the sections."""
+"""Groups of those sections of a training's configuration that are not groups of their own."""
 
 
 def stdout_console() -> Console:
-    """The console of a command's output."""
+    """Return the console for the results of a command."""
     file = sys.stdout if sys.stdout.isatty() else cast(IO[str], Trimmed(sys.stdout))
     return Console(file=file, highlight=False)
 
 
 def print_json(data: object) -> None:
-    """Print what --json asks for."""
+    """Print data for --json."""
     print(json.dumps(data, indent=2))
 
 
 def table_of(*headings: str, words: int = 1, gap: int = 2) -> Table:
-    """A table without lines, whose first columns are words and whose others are numbers."""
+    """Return a table without lines.
+
+    Args:
+        headings: headings of the columns.
+        words: number of columns with words, which come first and are aligned left. The others are aligned right.
+        gap: blanks between columns.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number < words else "right", no_wrap=True)
@@ -158,7 +172,7 @@ def table_of(*headings: str, words: int = 1, gap: int = 2) -> Table:
 def print_fact(
     console: Console, label: str, text: str, style: str = "", figure: str = "", *, indent: int = INDENT
 ) -> None:
-    """A label, perhaps a figure, and a text that goes on below itself where the terminal ends."""
+    """Print a label, perhaps a figure, and a text, which is wrapped below itself at the width of the terminal."""
     head = Text.assemble((label.ljust(indent), "dim"), (figure, "bold"), "  " if figure else "")
     style = style or ("dim" if figure else "")
     for line in Text(text, style).wrap(console, max(NARROWEST, console.width - len(head))) or [Text()]:
@@ -167,23 +181,22 @@ def print_fact(
 
 
 def print_figures(console: Console, figures: Sequence[tuple[str, str, str]]) -> None:
-    """Facts whose figures stand below each other: the label, the figure and the text of each."""
+    """Print facts with aligned figures: the label, the figure and the text of each."""
     width = max(len(figure) for _, figure, _ in figures)
     for label, figure, text in figures:
         print_fact(console, label, text, figure=figure.rjust(width))
 
 
 def print_path(console: Console, label: str, path: Path) -> None:
-    """Name a file that was written, in one line however long it is."""
+    """Print the path of a file that was written, in one line however long it is."""
     console.print(Text.assemble((label.ljust(INDENT), "dim"), (str(path), "bold")), soft_wrap=True)
 
 
 def print_whole(console: Console, table: Table, folded: int) -> None:
-    """Print a table of which no cell is cut, however narrow the terminal is.
+    """Print a table without cutting a cell, however narrow the terminal is.
 
     Args:
-        folded: number of the column of words whose cells go on below themselves in a terminal that is too narrow. A
-            pipe has whole lines.
+        folded: index of the column of words that is folded if the terminal is too narrow. In a pipe, none is folded.
     """
     width, column = whole_width(table), table.columns[folded]
     if console.is_terminal and width > console.width:
@@ -197,12 +210,12 @@ def print_whole(console: Console, table: Table, folded: int) -> None:
 
 
 def whole_width(table: Table) -> int:
-    """Columns that a table takes if none of its cells is cut."""
+    """Return the width in characters of a table of which no cell is cut."""
     return Console(width=MOST, file=StringIO()).measure(table).maximum
 
 
 class Trimmed:
-    """A text file into which lines go without the blanks at their ends: of a table's last column, in a pipe."""
+    """Text file that drops blanks at the ends of lines, which a table's last column would leave in a pipe."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -215,11 +228,12 @@ class Trimmed:
 
 
 def print_help(words: list[str], commands: Mapping[str, type[Any]], description: str) -> None:
-    """Print the help that a command line with -h or --help asks for; return if one of its other words is wrong.
+    """Print the help for a command line with -h or --help. If another word of the line is wrong, return.
 
     Args:
-        commands: every command, by name.
-        description: of the program.
+        words: words of the command line.
+        commands: all commands, by name.
+        description: description of the program.
 
     Raises:
         SystemExit: after the help was printed.
@@ -247,10 +261,11 @@ def print_help(words: list[str], commands: Mapping[str, type[Any]], description:
 
 
 def help_view(name: str, kind: type[Any]) -> type[Any]:
-    """Return a dataclass with the options of a command, nested by group, for its help alone.
+    """Return a dataclass with the options of a command nested by group, for its help.
 
     Args:
-        name: name of the command, or of the last of its words.
+        name: name of the command, without the command that contains it.
+        kind: class of the command.
     """
     if "what" in (hints := get_type_hints(kind, include_extras=True)):  # a command of several commands
         union, *about = get_args(hints["what"])
@@ -277,10 +292,10 @@ def help_view(name: str, kind: type[Any]) -> type[Any]:
 
 @contextlib.contextmanager
 def mistakes_as_sentences() -> Generator[None, None, None]:
-    """Make a sentence of the box in which tyro says what is wrong with a command line.
+    """Turn the box that tyro prints about a wrong command line, in this context, into a sentence.
 
     Raises:
-        UserError: with that sentence.
+        UserError: with this sentence.
     """
     written = io.StringIO()
     try:
@@ -294,7 +309,7 @@ def mistakes_as_sentences() -> Generator[None, None, None]:
 
 
 def sentence_of(box: str) -> str:
-    r"""What a box says between its title and its first rule, without explanations of options.
+    r"""Return the text of a box between its title and its first rule, without the explanations of options.
 
     >>> sentence_of("Required options\n ---\n  Missing from shardlab convert:\n      TO\n          A folder.\n  ---")
     'missing from shardlab convert: TO; --help tells more'
@@ -320,14 +335,14 @@ def sentence_of(box: str) -> str:
 
 
 def meant_by(word: str, flags: Collection[str]) -> str:
-    """The second half of a sentence about an option that a command does not have.
+    """Return the second half of a sentence about an option that a command does not have.
 
     >>> meant_by("--lr", ["--layers", "--learning-rate"])
     'did you mean --learning-rate?'
 
     Args:
-        word: the option as it was given, with a value after = or without.
-        flags: the command's options.
+        word: option as it was given, with or without a value after =.
+        flags: options of the command.
     """
     given = word.partition("=")[0].lower().replace("_", "-")
     for meaning, peers in PEERS.items():
@@ -338,9 +353,9 @@ def meant_by(word: str, flags: Collection[str]) -> str:
 
 
 def unreadable_python(error: BaseException) -> str | None:
-    """Find a file of Python's own for want of which an error was raised: this user may not read it.
+    """Return the path of a file of this Python that this user may not read, if it may be the reason of an error.
 
-    It may be in the home folder of the user who installed it, who has kept that from others.
+    That happens if Python is installed in the home folder of another user, which is closed to others.
     """
     packages = Path(sysconfig.get_path("purelib"))
     paths = [Path(sysconfig.get_path("stdlib")), Path(sys.executable), packages]
@@ -353,7 +368,7 @@ def unreadable_python(error: BaseException) -> str | None:
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a command, as tyro reads it from a field.
+    """Option of a command, as tyro reads it from a field.
 
     Attributes:
         name: name of the field.
@@ -375,7 +390,7 @@ class Option:
 
 @dataclass(frozen=True)
 class _Wide:
-    """A table in so many columns, however many the console has."""
+    """Table in a given width, whatever the width of the console."""
 
     table: Table
     width: int

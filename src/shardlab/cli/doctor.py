@@ -1,4 +1,7 @@
-"""`shardlab doctor`: what is there to train with, what is wrong with it, and the remedy."""
+"""`shardlab doctor` examines the machine and names remedies for its problems. `shardlab test` trains on it briefly.
+
+The checks of both are in `shardlab.measure.doctor`.
+"""
 
 from __future__ import annotations
 

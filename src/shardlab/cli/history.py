@@ -1,4 +1,4 @@
-"""`shardlab history` and `shardlab show RUN`: runs of the past, how they ended, and how to go on."""
+"""`shardlab history` lists past runs: how they ended, and how to resume them. `shardlab show RUN` shows one of them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 
 COLUMNS = ("run", "ended", "steps", "loss", "validation", "strategy", "model", "began", "ranks")
-"""Columns of the list; a terminal that is too narrow lacks the last ones, but has the first `KEPT` in any case."""
+"""Columns of the list, most important first. In a narrow terminal, the last ones are left out."""
 
 KEPT = 5
+"""Number of columns that are never left out."""
 
 WORDS = ("run", "began", "model", "strategy", "ended")
 ORDER = (*WORDS, "ranks", "steps", "loss", "validation")
@@ -62,10 +63,10 @@ class History:
         while console.is_terminal and len(columns) > KEPT and whole_width(_table(runs, columns)) > console.width:
             columns.pop()
         print_whole(console, _table(runs, columns), folded=0)
-        again = [run for run in runs if run.resume]
-        if again:
+        resumable = [run for run in runs if run.resume]
+        if resumable:
             console.print()
-        for run in again:
+        for run in resumable:
             print_fact(console, "go on", f"after step {run.checkpoints[-1]}: {run.resume}")
         return 0
 
@@ -97,7 +98,7 @@ class Show:
 
 
 def _table(runs: Sequence[PastRun], columns: Sequence[str]) -> Table:
-    """A row for each run; the columns stand in the order in which they are read."""
+    """Return a table with a row for each run, and the given columns in reading order."""
     shown = [name for name in ORDER if name in columns]
     words = sum(name in WORDS for name in shown)
     table = table_of(*shown, words=words)
@@ -108,7 +109,7 @@ def _table(runs: Sequence[PastRun], columns: Sequence[str]) -> Table:
 
 
 def _cells(run: PastRun) -> dict[str, str | Text]:
-    """What the table has of a run, by column."""
+    """Return the cells of a run's row, by column."""
     record, model = run.record, run.record.get("model", {})
     size = "x".join(str(model[name]) for name in ("layers", "hidden_size") if name in model)
     losses = {"loss": run.last.get("loss"), "validation": run.validation_loss}
@@ -145,7 +146,7 @@ def _print(console: Console, run: PastRun, config: dict[str, Any], files: dict[s
 
 
 def _last_figures(run: PastRun) -> list[str]:
-    """The last losses, step time, speed and memory of a run, as far as they are known."""
+    """List the last losses, step time, speed and memory of a run, as far as they are known."""
     figures = (
         (run.last.get("loss"), "loss {:.3f}"),
         (run.validation_loss, "validation loss {:.3f}"),

@@ -1,4 +1,9 @@
-"""`shardlab launch -- COMMAND`: any command as ranks, on processes of this machine or of a launcher."""
+"""`shardlab launch -- COMMAND` runs any command as ranks; `shardlab submit -- train ...` submits a job to a scheduler.
+
+Under a launcher, `Launch` becomes the command with the environment that torch.distributed expects. Without one, it
+starts the ranks as processes of this machine. `Submit` writes a job script for SLURM or PBS, which runs a command of
+Shardlab under the scheduler's launcher.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ from shardlab.train.launch.environment import LaunchEnvironment, find_launch_env
 from shardlab.train.launch.job_script import SHARDLAB, SUBMIT, Scheduler, SubmittedJob, kept, submit
 
 COMMANDS = ("train", "launch", "verify", "bench", "eval", "doctor", "test")
-"""Commands that join a launcher's world."""
+"""Commands that can be submitted, because they join a launcher's world."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,10 @@ class Launch:
                 f"--max-restarts is for ranks that this command starts, but {launcher} started these; leave it out"
             )
         if place.local_rank == 0:
-            self._tell_joined(place)
+            self._report_launcher(place)
         return become(place, command, bound=self.bind)
 
-    def _tell_joined(self, place: LaunchEnvironment) -> None:
+    def _report_launcher(self, place: LaunchEnvironment) -> None:
         where = f"{socket.gethostname()} has {place.local_world or 'some'} of {counted(place.world, 'rank')}"
         bound = ", each on CPUs of its own" if self.bind else ""
         print(f"shardlab: {where}, started by {launcher_of(os.environ)}{bound}", file=sys.stderr, flush=True)
@@ -180,10 +185,10 @@ class Submit:
         return 0
 
     def _job(self) -> SubmittedJob:
-        """The job that the flags ask for.
+        """Return the job that the options describe.
 
         Raises:
-            UserError: when its run's folder is there, and nobody has said that its run is to go on.
+            UserError: if the folder of its run exists and the command does not resume it.
         """
         words, run = [*SHARDLAB, *self.command], None
         if self.queue is not None and self.partition is not None:
@@ -221,6 +226,6 @@ class Submit:
 
 
 def _given(command: Sequence[str]) -> dict[str, str]:
-    """The flags of a command, each with the word that follows it."""
+    """Return the flags of a command, each with the word after it."""
     words = [word for flag in command for word in (flag.split("=", 1) if flag.startswith("--") else [flag])]
     return {flag: word for flag, word in pairwise([*words, ""]) if flag.startswith("--")}

@@ -1,4 +1,9 @@
-"""`shardlab strategies`: the table of what is built in."""
+"""`shardlab strategies`, `shardlab recipes` and `shardlab schedule`: list what is built in.
+
+`Strategies` lists the strategies with their traffic, which is counted on tapes. `Recipes` lists the recipes, which
+describe how a framework runs a step, and the source of each figure. `ScheduleCommand` writes a pipeline schedule as the
+CSV file that PyTorch's pipelining reads.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +36,10 @@ from shardlab.strategies.schedules.steps import Steps
 LAYERS = 8
 
 MICROBATCHES = 8
-"""The size of the step whose communication is shown; every strategy fits on its usual number of ranks."""
+"""Sizes of the step whose traffic is shown. With them, every strategy fits on its default number of ranks."""
 
 WIDE = 132
-"""Characters from which on a row of the table is a line or two; in less, each strategy gets three."""
+"""Width of a terminal from which a strategy takes one or two lines. In a narrower one, it takes three or more."""
 
 NOTES = (
     f"sends   the rank that sends most, in a step of {LAYERS} layers and {MICROBATCHES} microbatches, on 4 ranks "
@@ -121,7 +126,7 @@ class ScheduleCommand:
     """Print only JSON."""
 
     def run(self) -> int:
-        check_new_file("--csv", self.csv, "schedule.csv", force=True)  # its folder, before any work
+        check_new_file("--csv", self.csv, "schedule.csv", force=True)  # refuses a missing folder before any work
         steps = self.steps()
         text = csv_of_steps(steps, form=self.form)
         check_new_file("--csv", self.csv, "schedule.csv", force=self.force, content=text.encode())
@@ -149,10 +154,10 @@ class ScheduleCommand:
         return 0
 
     def steps(self) -> Steps:
-        """The schedule made out for the sizes that were asked for.
+        """Return the steps of the schedule for the given sizes.
 
         Raises:
-            UserError: if there is no such schedule, or it does not have these sizes.
+            UserError: if there is no such schedule, or it does not exist for these sizes.
         """
         order = find_schedule(self.schedule)
         ranks, microbatches = (len(order.of_ranks), order.microbatches) if isinstance(order, Steps) else (4, 4)
@@ -165,9 +170,9 @@ class Sent:
     """Traffic of the rank that sends most in a step.
 
     Attributes:
-        traffic: its bytes, collectives and messages.
-        weights: in units of all weights.
-        activations: in units of one microbatch's activation.
+        traffic: bytes, collectives and messages of the rank.
+        weights: amount of weights and gradients, in units of the model's weights.
+        activations: amount of activations, in units of one microbatch's activation between two layers.
     """
 
     traffic: Traffic
@@ -185,7 +190,7 @@ class Sent:
 
 
 def sent_by(entry: StrategyEntry) -> Sent:
-    """Counted on the tapes; elements have 4 bytes."""
+    """Count the traffic of a strategy on its tapes, with elements of 4 bytes."""
     checked = check(trace(entry.program, entry.grid(entry.ranks), entry.puzzle(entry.ranks, LAYERS), MICROBATCHES))
     sizes = checked.program.sizes
     most = max(traffic(checked), key=lambda each: each.bytes)
@@ -193,7 +198,7 @@ def sent_by(entry: StrategyEntry) -> Sent:
 
 
 def strategy_as_json(entry: StrategyEntry) -> dict[str, Any]:
-    """A row for other programs."""
+    """Return a strategy's row for --json."""
     sent = sent_by(entry)
     return {
         "name": entry.name,
@@ -214,7 +219,7 @@ def strategy_as_json(entry: StrategyEntry) -> dict[str, Any]:
 
 
 def print_strategies(console: Console) -> None:
-    """One row for each strategy, as wide as the terminal allows."""
+    """Print a row for each strategy, in columns if the terminal is wide enough."""
     wide = console.width >= WIDE
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=wide)
     table.add_column("name", style="cyan", no_wrap=True)
@@ -241,14 +246,14 @@ def print_strategies(console: Console) -> None:
 
 
 def recipe_as_json(recipe: Recipe) -> dict[str, Any]:
-    """Describe a recipe for other programs: every field of every group, and the figures that have a source."""
+    """Return a recipe for --json: all fields by group, and the figures with their sources."""
     groups = {group: asdict(getattr(recipe, group)) for group in GROUPS}
     figures = {name: asdict(figure) for name, figure in recipe.figures.items()}
     return {"name": recipe.name, "source": recipe.source, **groups, "figures": figures}
 
 
 def print_recipes(console: Console) -> None:
-    """A row for each recipe: where it is described, and how many of its figures are fitted and assumed."""
+    """Print a row for each recipe: the number of its figures, how many are fitted or assumed, and its source."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("name", style="cyan", no_wrap=True)
     for title in ("figures", "fitted", "assumed"):
@@ -263,13 +268,13 @@ def print_recipes(console: Console) -> None:
 
 
 def print_recipe(recipe: Recipe, console: Console) -> None:
-    """All figures, by group."""
+    """Print all figures of a recipe by group, with their sources."""
     print_fact(console, recipe.name, recipe.source)
     for group in GROUPS:
-        told = {name: figure for name, figure in recipe.figures.items() if name.split(".")[0] == group}
-        if told:
+        figures = {name: figure for name, figure in recipe.figures.items() if name.split(".")[0] == group}
+        if figures:
             console.print(f"\n[bold]{group}[/]")
-        for name, figure in told.items():
+        for name, figure in figures.items():
             label, value = Text(name.split(".")[1], "cyan"), as_text(figure.value)
             console.print(Padding(Text.assemble(label, f" = {value}"), (0, 0, 0, 2)))
             if provenance := _provenance(figure, recipe):
@@ -277,7 +282,7 @@ def print_recipe(recipe: Recipe, console: Console) -> None:
 
 
 def as_text(value: Any) -> str:
-    """A figure's value for a reader."""
+    """Return the value of a figure as text."""
     if isinstance(value, SavedActivations):
         value = asdict(value)
     if isinstance(value, Mapping):
@@ -290,7 +295,7 @@ def as_text(value: Any) -> str:
 
 
 def _provenance(figure: Figure, recipe: Recipe) -> str:
-    """Where a figure is from, if the recipe's own source does not say."""
+    """Return the source of a figure if it is not the recipe's own, what it was fitted to, and its runs."""
     parts = [
         f"{'assumed' if figure.assumed else 'source'}: {figure.source}" if figure.source != recipe.source else "",
         f"fitted to: {figure.fitted_to}" if figure.fitted_to else "",

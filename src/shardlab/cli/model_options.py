@@ -1,4 +1,8 @@
-"""Flags that choose a model, and change it."""
+"""Options for the model, and for the settings of a training.
+
+`ModelOptions` names a model and changes its fields. `SettingOptions` has a flag for each field of the sections of
+`shardlab.train.config`. Its flags are made of these fields, so that a new setting needs no option.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +32,19 @@ def _factor(word: str) -> float:
 
 
 Factor = Annotated[float | None, one_word("{FLOAT|none}", _factor, float), tyro.conf.arg(help_behavior_hint="")]
-"""A number or the word none, which is infinity here; or not given."""
+"""Number, infinity for the word none, or None if the option is left out."""
 
 OptionalNumber = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE", help_behavior_hint="")]
 
 OFF = ("no_bias", "untied")
-"""Flags that turn a switch off."""
+"""Flags that turn a switch off, which are not fields of a model."""
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A model by name, and what flags change of it."""
+    """Name of a model, and flags that change its fields."""
 
     model: Name = None
     """gpt, llama, mlp, moe, mixtral, llama3-8b, ... or a file."""
@@ -97,10 +101,10 @@ class ModelOptions:
     """Give the head a matrix of its own, even if the published model uses the token embedding."""
 
     def given(self) -> dict[str, Any]:
-        """The flags that are given, as fields of a model.
+        """Return the values of the given flags, by field of a model.
 
         Raises:
-            UserError: when they contradict each other.
+            UserError: if flags contradict each other.
         """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given |= {"bias": switched(self, "bias"), "tied": switched(self, "tied", "untied")}
@@ -110,15 +114,15 @@ class ModelOptions:
         return given
 
     def make(self, layers: int, otherwise: str = "gpt", **small: Any) -> Blocks:
-        """The model that the options describe.
+        """Return the model that the options describe.
 
         Args:
-            layers: of an architecture for which nobody says.
-            otherwise: the model, if none is named.
-            small: other sizes of an architecture for which nobody says, as far as it has them.
+            layers: default number of layers of an architecture without its own sizes.
+            otherwise: default model.
+            small: further default sizes of such an architecture, as far as it has these fields.
 
         Raises:
-            UserError: when there is no such model, or it has not what a flag says.
+            UserError: if there is no such model, or it does not have a field that a flag gives.
         """
         from shardlab.models.named import find_model, unsized, with_fields
 
@@ -130,10 +134,13 @@ class ModelOptions:
         return with_fields(model, given, name)
 
     def changed(self, model: Blocks, source: str) -> Blocks:
-        """Another model with what the options change of it; one that they name is taken in its place.
+        """Return a model with the changes by the options. A model that they name replaces it.
+
+        Args:
+            source: name of the model in error messages.
 
         Raises:
-            UserError: when the model has not what a flag says.
+            UserError: if the model does not have a field that a flag gives.
         """
         from shardlab.models.named import find_model, with_fields
 
@@ -145,41 +152,41 @@ class ModelOptions:
 DEFAULT_MODEL = ModelOptions()
 
 ModelFlags = Annotated[ModelOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
-"""The flags, as a command's field; their names stand alone."""
+"""Field type of a command that has these flags, without a prefix in their names."""
 
 
 @dataclass(frozen=True)
 class SettingOptions:
-    """Settings that flags give; a field is None, or False, where its flag is not given."""
+    """Settings of a training by flags. A field is None or False if its flag is not given."""
 
     def given(self) -> dict[str, dict[str, Any]]:
-        """The fields that flags give, by section.
+        """Return the values of the given flags, by section and field.
 
         Raises:
-            UserError: when they contradict each other.
+            UserError: if flags contradict each other.
         """
-        found: dict[str, dict[str, Any]] = {}
+        given: dict[str, dict[str, Any]] = {}
         for section, kind in SECTIONS.items():
             types = field_types(kind)
             words = {
                 name: switched(self, name) if each.words is bool else getattr(self, name)
                 for name, each in types.items()
             }
-            found[section] = {name: types[name].of_words(value) for name, value in words.items() if value is not None}
-        return found
+            given[section] = {name: types[name].of_words(value) for name, value in words.items() if value is not None}
+        return given
 
 
 Settings = Annotated[SettingOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
-"""The flags, as a command's field; their names stand alone."""
+"""Field type of a command that has these flags, without a prefix in their names."""
 
 
 def _flags() -> Iterator[tuple[str, Any, Any]]:
-    """List each option's name, its type for tyro, and its value if it is not given."""
-    usual = preset("default").sections
+    """Yield the name of each flag, its type for tyro, and its default."""
+    defaults = preset("default").sections
     for section, kind in SECTIONS.items():
         helps = field_helps(kind)
         for name, written in field_types(kind).items():
-            default = usual[section].get(name)
+            default = defaults[section].get(name)
             shown = " ".join(map(str, cast(tuple[Any, ...], default))) if isinstance(default, tuple) else default
             hint = "" if shown is None else f"(default: {shown})"
             about = tyro.conf.arg(metavar=written.metavar, help=helps[name], help_behavior_hint=hint)
@@ -192,6 +199,6 @@ def _flags() -> Iterator[tuple[str, Any, Any]]:
 setting_flags: Callable[..., SettingOptions] = make_dataclass(
     "SettingFlags", _flags(), bases=(SettingOptions,), frozen=True
 )
-"""The options with a flag for each field."""
+"""Class of `SettingOptions` with a flag for each field of the sections."""
 
 NO_SETTINGS = setting_flags()

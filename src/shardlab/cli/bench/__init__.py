@@ -1,1 +1,5 @@
-"""The commands `shardlab bench`."""
+"""`shardlab bench`: measure this machine, and compare Shardlab's strategies with PyTorch's.
+
+Read `command.py` first, which measures the profile. `strategies.py` times strategies side by side, and `passes.py` the
+gain of each pass. `report.py` prints the results of both.
+"""

@@ -1,4 +1,8 @@
-"""`shardlab bench`: how fast this machine communicates and computes; kept as its profile, for the simulator."""
+"""`shardlab bench`: measure how fast this machine communicates and computes, and save the fit as its profile.
+
+The profile is the cluster `local` of the simulator. `BenchCollectives` and `BenchCompute` share the options of
+`Measuring`, whose `measure` starts the ranks, fits the points and prints them. `BenchStrategies` is in `strategies.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +29,10 @@ if TYPE_CHECKING:
     from shardlab.measure.fits import Point
 
 PLOTS = (".svg", ".png", ".pdf")
-"""Formats of a plot; each can say who drew it."""
+"""Formats of a plot. Files of each carry the mark by which Shardlab recognizes them."""
 
 ProfileFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: in the user's cache)")]
-"""Where the profile is kept."""
+"""Path of the profile, or None for the default."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True)
 class Measuring:
-    """The options of both benches."""
+    """Options of the benches that measure the profile."""
 
     seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 0.2
     """Time for which each collective is measured at each size."""
@@ -79,12 +83,17 @@ class Measuring:
         show: Callable[[list[Point], bool], None],
         draw: Callable[[list[Point], Path], None],
     ) -> int:
-        """Run a bench on its ranks, and tell what was measured; the exit status.
+        """Run a bench on ranks, save and print the points, and return the exit status.
+
+        If a rank fails or the user interrupts, the points so far are kept.
 
         Args:
-            function: `function(rank, device, bench, file)` writes points into the file and says whether this process
-                is the one that tells.
-            show, draw: print the points, with or without each of them, and draw them into a file.
+            ranks: number of ranks.
+            function: `function(rank, device, bench, file)` writes points into the file, and returns whether this
+                process reports them.
+            bench: sizes to measure.
+            show: function that prints the points; its second argument is --verbose.
+            draw: function that draws the points into a file.
         """
         from shardlab.measure.fits import read_points
         from shardlab.measure.profile import profile_to_update
@@ -110,13 +119,13 @@ class Measuring:
                 failure, status = "interrupted", INTERRUPTED
             points = read_points(file)
         if tells and points:
-            self._tell(points, failure, show, draw)
+            self._report(points, failure, show, draw)
         if failure:
             kept = "; the above was measured before" if points and not self.json else ""
             print(f"shardlab: {failure}{kept}", file=sys.stderr)
         return status
 
-    def _tell(
+    def _report(
         self,
         points: list[Point],
         failure: str,
@@ -141,10 +150,10 @@ class Measuring:
 
 
 def check_seconds(seconds: float) -> float:
-    """Refuse what is no time.
+    """Return a number of seconds if it is positive and finite.
 
     Raises:
-        UserError: saying so.
+        UserError: if it is not.
     """
     if not 0 < seconds < float("inf"):
         raise UserError(f"--seconds is {seconds}; give a positive number of seconds")
@@ -152,7 +161,7 @@ def check_seconds(seconds: float) -> float:
 
 
 def default_ranks() -> int:
-    """Ranks if nobody says: one for each GPU, or each core if there is none; or as many as a launcher started."""
+    """Return the default number of ranks: the launcher's, or one for each GPU, or one for each core without GPUs."""
     from shardlab.measure.profile import this_machine
     from shardlab.train.launch.ranks import ranks_here
 

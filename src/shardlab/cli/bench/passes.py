@@ -1,4 +1,8 @@
-"""`shardlab bench strategies --each-pass`: what each pass gains on each strategy, predicted and measured."""
+"""`shardlab bench strategies --each-pass`: the predicted and the measured gain of each pass on each strategy.
+
+`passes_row` chooses the passes of a strategy by this machine's prices, and times the program after each of them.
+`print_passes` prints the gains.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +30,12 @@ TOGETHER = "together"
 
 
 def passes_row(pair: StrategyPair, size: Size, ranks: int, turns: int) -> PassesRow:
-    """Choose a pair's passes, and time its program as it is written and after each of them."""
+    """Choose the passes of a pair, and time its program as written and after each of them."""
     row = PassesRow(pair, size, why_not=pair.why_not(size, ranks))
     if row.why_not:
         return row
     try:
-        its = load(pair.name), pair.job(size, ranks), pair.passes
-        passed, cluster = passed_here(*its, least=GAIN, lenient=True)
+        passed, cluster = passed_here(load(pair.name), pair.job(size, ranks), pair.passes, least=GAIN, lenient=True)
         row = replace(row, passed=passed, device=cluster.device.name)
         variants = [settled(row.helped[: count + 1]) for count in range(len(row.helped))]
         if len(variants) == 1:
@@ -47,7 +50,7 @@ def passes_row(pair: StrategyPair, size: Size, ranks: int, turns: int) -> Passes
 
 
 def settled_pair(pair: StrategyPair, size: Size, ranks: int) -> StrategyPair:
-    """A pair whose passes have the settings that help by this machine's prices; others are left out."""
+    """Return a pair with the passes, and their settings, that help by this machine's prices."""
     if pair.passes == "none":
         return pair
     found, _ = passed_here(load(pair.name), pair.job(size, ranks), pair.passes, lenient=True)
@@ -55,7 +58,7 @@ def settled_pair(pair: StrategyPair, size: Size, ranks: int) -> StrategyPair:
 
 
 def print_passes(console: Console, rows: Sequence[PassesRow], ranks: int) -> None:
-    """All rows, size by size."""
+    """Print a table of gains for each size of the model."""
     for title, of_size in groupby(rows, lambda row: row.size.title(ranks)):
         mine = list(of_size)
         console.print(f"[bold]{title}[/]\n")
@@ -81,15 +84,15 @@ def print_passes(console: Console, rows: Sequence[PassesRow], ranks: int) -> Non
 
 @dataclass(frozen=True)
 class PassesRow:
-    """Our program of a pair with one size.
+    """Passes of one of our strategies with one size of the model.
 
     Attributes:
-        pair, size: which.
-        passed: the program as it is written, and as each pass leaves it.
-        device: whose prices have chosen and predicted.
-        timed: what was measured of those that a pass has changed; None if nothing was.
-        why_not: in that case the reason.
-        failed: whether something went wrong.
+        pair, size: pair of strategies, of which ours is timed, and size of the model.
+        passed: program as written, and after each pass.
+        device: device whose prices chose the passes and predicted their gains.
+        timed: measurements of the program as written and after each useful pass (None: nothing was measured).
+        why_not: reason if nothing was measured.
+        failed: whether the measurement failed.
     """
 
     pair: StrategyPair
@@ -102,21 +105,21 @@ class PassesRow:
 
     @property
     def helped(self) -> list[Passed]:
-        """The program as it is written, and as each pass leaves it that makes it better."""
+        """Program as written, and after each pass that improved it."""
         return [each for each in self.passed if each.setting or not each.name]
 
     @property
     def predicted(self) -> list[float]:
-        """By what share of the step before it each of these passes makes it shorter."""
+        """Predicted gain of each useful pass, as a share of the step before it."""
         return [1 - after.end / before.end for before, after in pairwise(self.helped)]
 
     @property
     def together(self) -> float:
-        """By what share all of them do."""
+        """Predicted gain of all passes together, as a share of the step as written."""
         return 1 - self.helped[-1].end / self.helped[0].end
 
     def as_dict(self) -> dict[str, Any]:
-        """All that is known of it; gains are shares of the step before the pass."""
+        """Return the row for --json. Gains are shares of the step before the pass."""
         measured = self.timed.gains if self.timed else [None] * len(self.predicted)
         return {
             "strategy": self.pair.name,
@@ -138,7 +141,7 @@ class PassesRow:
 
 
 def _left(row: PassesRow) -> str:
-    """Passes that have changed nothing: of one that was named the reason as well."""
+    """Return the passes that changed nothing, with the reason for those that were named."""
     named = {each.name for each in named_passes(row.pair.passes) if each.by_name}
     left = [f"{each.name} ({each.why_not})" if each.name in named else each.name for each in row.passed if each.why_not]
     return f"nothing to do, or to gain: {', '.join(left)}" if left else ""

@@ -1,4 +1,8 @@
-"""`shardlab bench strategies`: our executor and PyTorch's own parts side by side."""
+"""`shardlab bench strategies`: time Shardlab's strategies and PyTorch's own implementations side by side.
+
+A row is a pair of strategies with one size of the model. With --each-pass, it is one strategy before and after each
+pass (`passes.py`). The measurement is in `shardlab.measure.side_by_side`.
+"""
 
 from __future__ import annotations
 
@@ -84,10 +88,10 @@ class BenchStrategies:
         return 1 if any(row.failed for row in rows) else 0
 
     def _check(self) -> None:
-        """Refuse what cannot be run, before anything is.
+        """Refuse options that cannot be run, before anything is timed.
 
         Raises:
-            UserError: saying so.
+            UserError: with the reason.
         """
         if self.ranks < 2:
             raise UserError("one rank has no other rank to communicate with; give --ranks 2 or 4")
