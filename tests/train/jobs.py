@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.cli import main
-from shardlab.cli.train.before_ranks import failures_as_exit, lines_of
+from shardlab.cli.train.before_ranks import failures_as_exit, line_lookup
 from shardlab.execute import Executor, Settings
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.language import Holds, UserError
@@ -168,7 +168,7 @@ if __name__ == "__main__":
     job = Job(f"{program}:my_ddp", 2, 2, find_model("mlp"), 1)
     fault, first = sys.argv[1], os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     with failures_as_exit():
-        watching = Watching(3.0, job.checked(), lines_of(load(job.strategy), job))
+        watching = Watching(3.0, job.checked(), line_lookup(load(job.strategy), job))
         run_ranks(2, faulty.train, job, fault, 1 if first else -1, 5, watching=watching)
     os.write(2, b"all steps taken\n")  # at once, since two ranks say so
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.check import Checked, check_forward, forward_only
-from shardlab.cli.train.before_ranks import lines_of
+from shardlab.cli.train.before_ranks import line_lookup
 from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.recording import step_with_memory
 from shardlab.execute.state import State
@@ -156,7 +156,7 @@ def test_an_op_of_a_bucket_or_in_an_arena_is_still_of_the_line_that_wrote_it(pas
 
 
 def lines_by_op(job: Job) -> Iterator[tuple[Op, str]]:
-    line_of = lines_of(job.entry, job)
+    line_of = line_lookup(job.entry, job)
     for at, op in enumerate(job.checked().program.tapes[1]):
         yield op, line_of(1, at)
 

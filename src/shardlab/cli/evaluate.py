@@ -69,7 +69,7 @@ class Eval:
         if self.data is None:
             raise UserError("there is no text to predict; give --data PATH")
         from shardlab.cli.train.before_ranks import checked_to_run, failures_as_exit
-        from shardlab.cli.train.choose_passes import settled_here
+        from shardlab.cli.train.choose_passes import settle_passes
         from shardlab.train.data.prepare import said_of
         from shardlab.train.evaluate import TextJob, evaluate_rank
         from shardlab.train.huggingface import open_source
@@ -103,7 +103,7 @@ class Eval:
         if note := said_of(text.lost):
             print(f"shardlab: {self.data}: {note}; bits per byte count the whole text", file=sys.stderr)
         text_job = text_job.fitted(text)
-        chosen = settled_here(chosen, text_job.jobs[-1])
+        chosen = settle_passes(chosen, text_job.jobs[-1])
         settled = (replace(job, strategy=chosen.for_job(ranks), passes=chosen.passes) for job in text_job.jobs)
         text_job = replace(text_job, jobs=tuple(settled))
         for job in text_job.jobs:

@@ -81,7 +81,7 @@ class Verify:
         require_port(os.environ)
 
         from shardlab.cli.train.before_ranks import checked_to_run, failures_as_exit
-        from shardlab.cli.train.choose_passes import settled_here
+        from shardlab.cli.train.choose_passes import settle_passes
         from shardlab.execute import OptimizerConfig
         from shardlab.execute.requirements import want_compilable
         from shardlab.train.job import Job
@@ -104,7 +104,7 @@ class Verify:
             ema=self.ema,
             passes=chosen.passes,
         )
-        chosen = settled_here(chosen, job)
+        chosen = settle_passes(chosen, job)
         job = replace(job, strategy=chosen.for_job(ranks), passes=chosen.passes)
         proof = checked_to_run(chosen, job, OptimizerConfig(optimizer=self.optimizer, clip=self.clip, ema=self.ema))
         if self.compile:

@@ -16,7 +16,7 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.cli.plan_options import NO_FLAGS
-from shardlab.cli.train.auto_plan import PlannedRun, PlannedRuns, fastest, planned_here
+from shardlab.cli.train.auto_plan import PlannedRun, PlannedRuns, measure_fastest, plan_for_this_machine
 from shardlab.common.errors import UserError
 from shardlab.measure.profile import this_machine
 from shardlab.measure.progress import Race
@@ -76,7 +76,7 @@ def test_a_launchers_ranks_take_the_plan_that_the_first_of_them_has_chosen(
     monkeypatch.setattr(Meeting, "rank", 1)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    planned = planned_here(NO_FLAGS, [preset("default")], 2, measure=True, tell=False)
+    planned = plan_for_this_machine(NO_FLAGS, [preset("default")], 2, measure=True, tell=False)
     assert told[-1] == "", "only the first chooses"
     assert planned.runs[0].config.plan.as_dict()["mesh"] == first["plan"]["mesh"] == {"tp": 2}
 
@@ -85,11 +85,11 @@ def planned(measure: bool = True, steps: int = 200) -> PlannedRuns:
     """The default model on two ranks of a machine whose steps take minutes."""
     profile_of(this_machine()).write()
     sources = [preset("default"), ConfigSource("flags", {"train": {"steps": steps}})]
-    return planned_here(NO_FLAGS, sources, 2, measure=measure, tell=False)
+    return plan_for_this_machine(NO_FLAGS, sources, 2, measure=measure, tell=False)
 
 
 def winner(runs: PlannedRuns, prove: Callable[[StrategyEntry, TrainingRun], object] = print) -> PlannedRun:
-    return fastest(runs, TrainingRun(runs.runs[0].config, Path()), prove, JOINING, tell=True)
+    return measure_fastest(runs, TrainingRun(runs.runs[0].config, Path()), prove, JOINING, tell=True)
 
 
 def test_only_where_a_run_is_long_do_plans_take_turns() -> None:
@@ -147,7 +147,7 @@ def test_a_run_whose_plans_took_turns_is_trained_and_goes_on_with_its_plan_and_m
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Here it may take turns for ten times as long as it is trained, but does so for two rounds."""
-    monkeypatch.setattr("shardlab.cli.train.auto_plan.SHARE", 10)
+    monkeypatch.setattr("shardlab.cli.train.auto_plan.MEASURING_SHARE", 10)
     monkeypatch.setattr("shardlab.cli.train.auto_plan.Race", partial(Race, rounds=2))
     profile_of(this_machine()).write()
     model = "--layers 4 --hidden-size 16 --heads 2 --seq-len 8 --microbatches 16 --micro-batch-size 1"

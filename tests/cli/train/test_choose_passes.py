@@ -11,7 +11,7 @@ import pytest
 
 from shardlab.cli.train import choose_passes
 from shardlab.cli.train.before_ranks import checked_to_run
-from shardlab.cli.train.choose_passes import settled_here, settled_run
+from shardlab.cli.train.choose_passes import settle_passes, settle_run
 from shardlab.common.errors import UserError
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.language import Mesh, Refused
@@ -43,7 +43,7 @@ def settled_on(
     job = Job(entry.for_job(ranks), ranks, 4, model, 2, passes=entry.passes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose_passes, "cluster_here", dict.fromkeys((1, 2), cluster).get)
-        return settled_here(entry, job, counts=counts, lenient=lenient).passes_on(ranks, "unsaid")
+        return settle_passes(entry, job, counts=counts, lenient=lenient).passes_on(ranks, "unsaid")
 
 
 def test_what_is_fastest_on_the_machine_gets_a_setting() -> None:
@@ -131,7 +131,7 @@ def test_what_was_chosen_stands_in_the_configuration_of_a_run() -> None:
     config = TrainingConfig(plan=StrategyConfig("ddp", 2, "ddp"), model=NARROW)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose_passes, "cluster_here", dict[int, Cluster]().get)
-        entry, run = settled_run(entry, TrainingRun(config, out=None), sources)  # pyright: ignore[reportArgumentType]
+        entry, run = settle_run(entry, TrainingRun(config, out=None), sources)  # pyright: ignore[reportArgumentType]
     assert run.config.plan.as_dict()["passes"] == entry.passes == run.job.passes == "bucket=1"
     assert sources[-1] == ConfigSource("chosen", {"plan": {"passes": "bucket=1"}})
     with pytest.raises(UserError):
@@ -153,7 +153,7 @@ def test_passes_of_a_runs_own_file_may_have_nothing_to_do_on_other_ranks(
     entry = load("zero-3").rewritten(1, "prefetch=2,defer=1")
     sources = [ConfigSource("default", {"plan": {"strategy": "ddp"}}), ConfigSource(name, {"plan": plan})]
     config = TrainingConfig(plan=StrategyConfig(entry.for_job(1), 1, "zero-3"), model=MODEL)
-    _, run = settled_run(entry, TrainingRun(config, out=None), sources)  # pyright: ignore[reportArgumentType]
+    _, run = settle_run(entry, TrainingRun(config, out=None), sources)  # pyright: ignore[reportArgumentType]
     assert run.config.plan.as_dict()["passes"] == left
 
 

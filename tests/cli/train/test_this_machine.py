@@ -20,8 +20,8 @@ OFFLOADED = ["verify", "fsdp", "--ranks", "2", "--layers", "2", "--offload"]
 def test_a_place_without_room_is_told_with_bytes(
     place: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = this_machine.free_room(place)[1]
-    monkeypatch.setattr(this_machine, "free_room", lambda asked: (0 if asked == place else None, where))  # pyright: ignore
+    where = this_machine.free_bytes(place)[1]
+    monkeypatch.setattr(this_machine, "free_bytes", lambda asked: (0 if asked == place else None, where))  # pyright: ignore
     assert main([*OFFLOADED, f"optimizer={place}"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("shardlab: 2 ranks need ")
@@ -30,6 +30,6 @@ def test_a_place_without_room_is_told_with_bytes(
 
 def test_every_place_says_what_is_free() -> None:
     for place in ("host", "disk"):
-        free, where = this_machine.free_room(place)
+        free, where = this_machine.free_bytes(place)
         assert free is None or free > 2**20
         assert where

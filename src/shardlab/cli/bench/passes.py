@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardlab.cli.console import print_fact, table_of
-from shardlab.cli.train.choose_passes import passed_here
+from shardlab.cli.train.choose_passes import run_passes_here
 from shardlab.language import Refused, UserError
 from shardlab.language.pass_names import named_passes
 from shardlab.measure.side_by_side.results import Size, Spread, StrategyPair
@@ -35,7 +35,7 @@ def passes_row(pair: StrategyPair, size: Size, ranks: int, turns: int) -> Passes
     if row.why_not:
         return row
     try:
-        passed, cluster = passed_here(load(pair.name), pair.job(size, ranks), pair.passes, least=GAIN, lenient=True)
+        passed, cluster = run_passes_here(load(pair.name), pair.job(size, ranks), pair.passes, least=GAIN, lenient=True)
         row = replace(row, passed=passed, device=cluster.device.name)
         variants = [settled(row.helped[: count + 1]) for count in range(len(row.helped))]
         if len(variants) == 1:
@@ -49,11 +49,11 @@ def passes_row(pair: StrategyPair, size: Size, ranks: int, turns: int) -> Passes
     return replace(row, timed=timed)
 
 
-def settled_pair(pair: StrategyPair, size: Size, ranks: int) -> StrategyPair:
+def settle_pair(pair: StrategyPair, size: Size, ranks: int) -> StrategyPair:
     """Return a pair with the passes, and their settings, that help by this machine's prices."""
     if pair.passes == "none":
         return pair
-    found, _ = passed_here(load(pair.name), pair.job(size, ranks), pair.passes, lenient=True)
+    found, _ = run_passes_here(load(pair.name), pair.job(size, ranks), pair.passes, lenient=True)
     return replace(pair, passes=settled(found))
 
 

@@ -1,4 +1,8 @@
-"""Output of the benches: one screen, and with --verbose tables of every point and every rate before it."""
+"""Output of the benches: one screen, and with --verbose, tables of every point and every rate before it.
+
+`print_collectives` and `print_compute` print the measurements of the profile and the quality of its fit. `print_rows`
+prints the ratios of `shardlab bench strategies`, and the parts of each step.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,11 @@ MILLI = 1e-3
 
 
 def print_collectives(points: Sequence[Point], verbose: bool = False, console: Console | None = None) -> None:
-    """A row for each collective: its time at both ends, its bandwidth, and latency and bandwidth of the fitted line."""
+    """Print a row for each collective: its times at the smallest and largest size, its bandwidth, and its fitted line.
+
+    Args:
+        verbose: whether to print every size first.
+    """
     console = console or stdout_console()
     measured = [point for point in points if isinstance(point, CollectivePoint)]
     beside = [point for point in points if isinstance(point, OverlapPoint)]
@@ -72,7 +80,11 @@ def print_collectives(points: Sequence[Point], verbose: bool = False, console: C
 
 
 def print_compute(points: Sequence[Point], verbose: bool = False, console: Console | None = None) -> None:
-    """Layers at the largest size, as a share of the peak; the peaks; how well the fitted kernels tell the timings."""
+    """Print the layers at the largest size as shares of the peak, the peaks, and the errors of the fitted kernels.
+
+    Args:
+        verbose: whether to print every layer and every rate first.
+    """
     console = console or stdout_console()
     peaks = {(point.dtype, point.processes): point for point in points if isinstance(point, PeakPoint)}
     groups = crowds(points)
@@ -101,7 +113,7 @@ def print_compute(points: Sequence[Point], verbose: bool = False, console: Conso
 
 
 def print_rows(console: Console, rows: Sequence[PairRow], ranks: int) -> None:
-    """All rows, size by size; what was not compared is said below."""
+    """Print the tables of each size, and below them the pairs that were not compared."""
     for title, of_size in groupby(rows, lambda row: row.size.title(ranks)):
         mine = list(of_size)
         console.print(f"[bold]{title}[/]\n")
@@ -124,7 +136,7 @@ def print_rows(console: Console, rows: Sequence[PairRow], ranks: int) -> None:
 
 
 def print_sizes(console: Console, measured: Sequence[CollectivePoint]) -> None:
-    """Print every collective at every size, called again and again."""
+    """Print every collective at every size, when it is called repeatedly."""
     table = table_of("collective", "ranks", "size", "time us", "alg GB/s", "bus GB/s", "wrong", gap=1)
     for point, before in zip(measured, [None, *measured], strict=False):
         if before is not None and (before.kind, before.ranks) != (point.kind, point.ranks):
@@ -142,7 +154,7 @@ def print_sizes(console: Console, measured: Sequence[CollectivePoint]) -> None:
 
 
 def print_overlap(console: Console, points: Sequence[OverlapPoint]) -> None:
-    """Print what every collective adds to a step that computes, and how much of it compute hides."""
+    """Print how much time every collective adds to a step that computes, and how much of it compute hides."""
     if not points:
         return
     table = table_of("in a step", "ranks", "size", "compute us", "it adds us", "beside us", "hidden", gap=1)
@@ -158,7 +170,7 @@ def print_overlap(console: Console, points: Sequence[OverlapPoint]) -> None:
 
 
 def hidden_text(share: float) -> str:
-    """The share of what could be hidden that was; timings that scatter give less than none, or more than all."""
+    """Return a hidden share as text. Noise of the timings gives shares below 0 or above 1, which are clipped."""
     return "none" if share < 0 else f"{min(share, 1.0):.0%}"
 
 
@@ -195,7 +207,7 @@ def print_layers(console: Console, layers: Sequence[LayerPoint], peaks: dict[tup
 
 
 def print_rates(console: Console, layers: Sequence[LayerPoint]) -> None:
-    """Print what each kind of kernel was found to reach, and how far that is from each layer's timings."""
+    """Print the fitted rates of each kind of kernel, and the errors of the fit for each layer."""
     rates = fit_kernels(layers)
     table = table_of(f"fit, {layers[0].processes} at once", "dtype", "launch us", "GFLOP/s", "GB/s", words=2, gap=1)
     for (family, dtype), rate in sorted(rates.items()):
@@ -215,7 +227,7 @@ def _errors(errors: FitErrors) -> tuple[str, str, str]:
 
 
 def _times(points: Sequence[CollectivePoint], count: int) -> list[str]:
-    """Microseconds at the smallest and the largest size, and the bus bandwidth there."""
+    """Return the microseconds at the smallest and the largest size, and the bus bandwidth at the largest."""
     first, last = points[0], points[-1]
     if not last.bytes:  # a barrier has no size
         return [f"{first.seconds / MICRO:,.0f}", *["-"] * count]
@@ -231,7 +243,7 @@ def _line(fitted: FittedLine | None) -> tuple[str, str, str]:
 
 
 def _print_doubts(console: Console, fits: dict[tuple[str, int], FittedLine]) -> None:
-    """Each reason to doubt a line, with the collectives that it is about."""
+    """Print each reason to doubt fitted lines, with their collectives."""
     several = len({ranks for _, ranks in fits}) > 1
     for reason in dict.fromkeys(fitted.doubt for fitted in fits.values() if fitted.doubt):
         keys = [key for key, fitted in fits.items() if fitted.doubt == reason]
@@ -262,7 +274,7 @@ def _print_ratios(console: Console, rows: Sequence[PairRow]) -> None:
 
 
 def _print_passes(console: Console, rows: Sequence[PairRow]) -> None:
-    """Name the passes that have rewritten our programs."""
+    """Print the passes that rewrote our programs."""
     rewritten = [row.pair for row in rows if row.compared and row.pair.passes != "none"]
     for pair in rewritten:
         print_fact(console, pair.name, f"after {pair.passes}")

@@ -137,7 +137,7 @@ class BenchStrategies:
             progress.stop()
 
     def _row(self, pair: StrategyPair, size: Size) -> PairRow:
-        from shardlab.cli.bench.passes import settled_pair
+        from shardlab.cli.bench.passes import settle_pair
         from shardlab.measure.side_by_side.results import PairRow
         from shardlab.measure.side_by_side.sides import compare_rank
         from shardlab.train.launch.processes import RankFailed
@@ -146,7 +146,7 @@ class BenchStrategies:
         if why_not := pair.why_not(size, self.ranks):
             return PairRow(pair, size, None, why_not)
         try:
-            pair = settled_pair(pair, size, self.ranks)
+            pair = settle_pair(pair, size, self.ranks)
             compared = run_ranks(self.ranks, compare_rank, pair, size, self.turns, joining=Joining(dynamo=True))
         except (RankFailed, Refused, UserError) as error:
             return PairRow(pair, size, None, str(error), failed=True)

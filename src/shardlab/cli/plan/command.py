@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardlab.planner.results import Found
     from shardlab.planner.search import Told
 
+
 ELSEWHERE = {
     "--plan": "--plan gives a complete plan, but this command searches for one; leave it out, or give it to simulate",
     **{

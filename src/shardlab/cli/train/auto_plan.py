@@ -1,4 +1,9 @@
-"""`shardlab train --plan auto`: the plan for the machine at hand."""
+"""`shardlab train --plan auto`: choose the plan for this machine.
+
+`plan_for_this_machine` searches with `shardlab.planner` for the plan with the fastest prediction. If the run is long
+enough, it also returns the plans that may be as fast, and `measure_fastest` times their steps in turns on the ranks of
+the run and chooses the fastest. A resumed run keeps its plan (`plan_of_resumed_run`).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab.cli.plan_options import PlanOptions, cluster_called
-from shardlab.cli.train.choose_passes import settled_here
-from shardlab.cli.train.this_machine import cluster_here, of_first_rank
+from shardlab.cli.train.choose_passes import settle_passes
+from shardlab.cli.train.this_machine import choose_on_first_rank, cluster_here
 from shardlab.common.errors import Refused
 from shardlab.common.fields import field_types
 from shardlab.common.text import seconds_text
@@ -36,42 +41,42 @@ if TYPE_CHECKING:
     from shardlab.train.launch.ranks import Joining
     from shardlab.train.run import TrainingRun
 
+
 AUTO = Path("auto")
-"""In the place of a plan's file."""
+"""Value of --plan that stands for the choice of a plan."""
 
-SHARE = 0.1
-"""Share of the time that a run is predicted to take in which plans may take turns before it."""
+MEASURING_SHARE = 0.1
+"""Largest share of a run's predicted time that may be spent on measuring plans before it."""
 
-ENOUGH = 30.0
-"""Seconds after which turns end, unless their least steps take longer."""
+MEASURING_SECONDS = 30.0
+"""Largest time for measuring plans, in seconds, unless the least number of steps takes longer."""
 
-START = 10.0
-"""Seconds until their passes are chosen and their ranks have begun, about."""
+SETUP_SECONDS = 10.0
+"""Approximate time until the passes of the plans are chosen and the ranks have started, in seconds."""
 
 Prove = Callable[[StrategyEntry, "TrainingRun"], object]
-"""Sees that a run can be run under a strategy, or raises a UserError or Refused."""
+"""Function that checks that a run can use a strategy, and otherwise raises `UserError` or `Refused`."""
 
 
-def planned_here(
+def plan_for_this_machine(
     layout: PlanOptions, sources: list[ConfigSource], ranks: int | None, *, measure: bool, tell: bool
 ) -> PlannedRuns:
-    """Plan for the machine at hand, with the batch that the sources say; flags of a plan stay as they are given.
+    """Search the plan for this machine, with the batch of the settings. Flags of a plan restrict the search.
 
-    Passes rewrite the plan that is chosen. Ranks that a launcher has started meet, and take what the first of them
-    chooses: each host would plan by its own profile.
+    The ranks of a launcher all take the choice of the first one, because each host would plan by its own profile.
 
     Args:
-        sources: settings.
-        ranks: how many there are to be (None: as many as the machine has devices or cores).
-        measure: whether plans may take turns; none do where layers are compiled or steps captured, which takes long.
-        tell: whether to say what was chosen.
+        layout: flags of a plan.
+        sources: settings of the run.
+        ranks: number of ranks (None: one for each device or core of the machine).
+        measure: whether plans may be measured. With compiled layers or captured steps, which take long, none are.
+        tell: whether to print the choice.
 
     Returns:
-        The run with the plan that is predicted fastest, and then, where the run is long enough, with those that may be
-        as fast.
+        The run with the plan that is predicted fastest, then with those that may be as fast if the run is long enough.
 
     Raises:
-        UserError: when the machine was not measured, no plan fits, or a launcher's ranks do not meet.
+        UserError: if the machine was not measured, no plan fits, or the ranks of a launcher do not find each other.
     """
     ranks = ranks or _cluster(None).size
     passes = layout.given().get("passes")
@@ -81,26 +86,27 @@ def planned_here(
             "--plan auto chooses the microbatches of one batch size, but a batch ramp has several; give a plan"
         )
     measure = measure and not (config.train.compile or config.train.cuda_graph)
-    choose = partial(_choice, layout, config, ranks, measure=measure, tell=tell)
-    told = json.loads(of_first_rank(choose, config.train.timeout))
-    found: list[PlannedRun] = []
-    for words in told["plans"]:
-        entry = planned_entry(replace(Plan.from_dict(words["plan"]), passes=passes), "auto")
-        its = [*sources, ConfigSource("the planner", {"train": words["train"]})]
-        found.append(PlannedRun(entry, resolved(its, entry, ranks), its[-1], words["words"]))
-    return PlannedRuns(found, told["seconds"])
+    choose = partial(_choose_plans, layout, config, ranks, measure=measure, tell=tell)
+    choice = json.loads(choose_on_first_rank(choose, config.train.timeout))
+    runs: list[PlannedRun] = []
+    for row in choice["plans"]:
+        entry = planned_entry(replace(Plan.from_dict(row["plan"]), passes=passes), "auto")
+        cut = ConfigSource("the planner", {"train": row["train"]})
+        runs.append(PlannedRun(entry, resolved([*sources, cut], entry, ranks), cut, row["words"]))
+    return PlannedRuns(runs, choice["seconds"])
 
 
-def planned_before(layout: PlanOptions, sources: Sequence[ConfigSource], ranks: int | None) -> PlannedRuns | None:
-    """Find the plan of a run that goes on.
+def plan_of_resumed_run(layout: PlanOptions, sources: Sequence[ConfigSource], ranks: int | None) -> PlannedRuns | None:
+    """Return the plan of a resumed run, if it still fits the settings.
 
     Args:
-        sources: its settings, and then flags.
-        ranks: how many were asked for, or are there; None if nobody says.
+        layout: flags of a plan.
+        sources: settings of the run, and then flags.
+        ranks: number of ranks that is requested or available (None: unknown).
 
     Returns:
-        The run with its plan and its microbatches; None where it ran a program of its own, on another number of ranks,
-        another batch, or not as flags of a plan say now.
+        The run with its plan and its microbatches. None if it had no plan, another number of ranks or another batch, or
+        if the flags of a plan have changed.
     """
     from shardlab.planner.problem import Limits
 
@@ -108,7 +114,7 @@ def planned_before(layout: PlanOptions, sources: Sequence[ConfigSource], ranks: 
     _, _, plan, _ = plan_below(before)
     train, wanted = merged(before, "train"), merged(sources, "train")
     cut = {name: train[name] for name in ("microbatches", "micro_batch_size")}
-    if plan is None or ranks not in (None, plan.mesh.world) or not Limits(_fixed(layout)).allow(plan):
+    if plan is None or ranks not in (None, plan.mesh.world) or not Limits(_fixed_fields(layout)).allow(plan):
         return None
     if math.prod(cut.values()) != math.prod(wanted[name] for name in cut):
         return None
@@ -120,13 +126,13 @@ def planned_before(layout: PlanOptions, sources: Sequence[ConfigSource], ranks: 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run with one of its plans.
+    """Run with one of its plans.
 
     Attributes:
-        entry: the plan.
-        config: all that the run depends on.
-        cut: how the batch is cut into microbatches for it.
-        name: the plan in a few words.
+        entry: plan as a strategy.
+        config: configuration of the run with this plan.
+        cut: settings that divide the batch into microbatches for this plan.
+        name: short description of the plan.
     """
 
     entry: StrategyEntry
@@ -137,32 +143,34 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class PlannedRuns:
-    """A run with each of the plans that may be its fastest.
+    """Run with each of the plans that may be the fastest.
 
     Attributes:
-        runs: the one with the plan that is predicted fastest comes first.
-        seconds: for which they may take turns, about.
+        runs: runs with these plans. The plan that is predicted fastest comes first.
+        seconds: approximate time for measuring them.
     """
 
     runs: Sequence[PlannedRun]
     seconds: float = 0.0
 
 
-def fastest(planned: PlannedRuns, run: TrainingRun, prove: Prove, joining: Joining, *, tell: bool) -> PlannedRun:
-    """Find the plan whose steps are shortest, where all that the run can take have turns on its ranks, each after the
-    passes that help it.
+def measure_fastest(
+    planned: PlannedRuns, run: TrainingRun, prove: Prove, joining: Joining, *, tell: bool
+) -> PlannedRun:
+    """Time the steps of some plans in turns on the ranks of a run, and return the run with the fastest plan.
 
-    Where ranks that are started here fail, for want of memory or by one of the plans, the one that is predicted fastest
-    is taken.
+    Each plan is first rewritten by the passes that help it. If ranks that this process starts fail, such as for lack of
+    memory, the plan that is predicted fastest is returned.
 
     Args:
-        run: what is trained, whatever its plan.
-        prove: a plan that it refuses has no turn.
-        joining: how the ranks meet.
-        tell: whether to say what is run, and what it took.
+        planned: plans to measure.
+        run: run, with any of the plans.
+        prove: check of a plan. A plan that it refuses is not measured.
+        joining: rendezvous of the ranks.
+        tell: whether to print the plans and their times.
 
     Raises:
-        UserError: when a launcher's ranks do not meet.
+        UserError: if the ranks of a launcher do not find each other.
     """
     from shardlab.train.launch.processes import RankFailed
     from shardlab.train.launch.ranks import Named, run_ranks
@@ -170,44 +178,41 @@ def fastest(planned: PlannedRuns, run: TrainingRun, prove: Prove, joining: Joini
     jobs: list[Job] = []
     running: list[PlannedRun] = []
     for each in planned.runs:
-        entry = settled_here(each.entry, replace(run, config=each.config).job, timeout=run.config.train.timeout)
+        entry = settle_passes(each.entry, replace(run, config=each.config).job, timeout=run.config.train.timeout)
         plan = replace(each.config.plan, strategy=entry.for_job(each.config.plan.ranks), passes=entry.passes)
-        its = replace(run, config=replace(each.config, plan=plan))
+        candidate = replace(run, config=replace(each.config, plan=plan))
         with suppress(UserError, Refused):
-            prove(entry, its)
+            prove(entry, candidate)
             running.append(each)
-            jobs.append(its.job)
+            jobs.append(candidate.job)
     if len(jobs) < 2:
         return (*running, *planned.runs)[0]
     if tell:
-        words = (
-            f"{counted(len(jobs), 'plan')} that may be the fastest are measured in turns, for about "
-            f"{planned.seconds:.0f} s"
-        )
-        print(f"shardlab: {words}", file=sys.stderr)
+        words = f"{counted(len(jobs), 'plan')} that may be the fastest are measured in turns"
+        print(f"shardlab: {words}, for about {planned.seconds:.0f} s", file=sys.stderr)
     data, init = tuple(sources_of(run.config.data.data)), run.config.train.init
     race = Race(seconds=planned.seconds, optimizer=run.config.optimizer, data=data, init=init)
     race_rank = Named[list[float]]("shardlab.measure.side_by_side.sides", "race_rank")
     try:
-        took = run_ranks(jobs[0].ranks, race_rank, jobs, race, joining=joining)
+        times = run_ranks(jobs[0].ranks, race_rank, jobs, race, joining=joining)
     except (RankFailed, UserError) as error:
         if find_launch_environment(os.environ) is not None:  # the others wait for this rank
             raise
         why = "; ".join(dict.fromkeys((str(error).splitlines()[0], str(error).splitlines()[-1])))
         print(f"shardlab: plans were not measured ({why}); --plan auto chooses {running[0].name}", file=sys.stderr)
         return running[0]
-    at = min(range(len(jobs)), key=lambda place: took[place])
+    fastest, _ = min(zip(running, times, strict=True), key=lambda pair: pair[1])
     if tell:
-        times = "; ".join(f"{each.name}: {seconds_text(its)}" for each, its in zip(running, took, strict=True))
-        print(f"shardlab: measured a step: {times}; --plan auto chooses {running[at].name}", file=sys.stderr)
-    return running[at]
+        texts = "; ".join(f"{each.name}: {seconds_text(time)}" for each, time in zip(running, times, strict=True))
+        print(f"shardlab: measured a step: {texts}; --plan auto chooses {fastest.name}", file=sys.stderr)
+    return fastest
 
 
-def _fixed(layout: PlanOptions) -> dict[str, Any]:
-    """Fields of a plan and sizes of axes that flags give.
+def _fixed_fields(layout: PlanOptions) -> dict[str, Any]:
+    """Return the fields of a plan and the sizes of axes that flags give.
 
     Raises:
-        UserError: when blocks are to be frozen, for which no plan is searched.
+        UserError: for --freeze, for which no plan is searched.
     """
     if "freeze" in layout.given():
         raise UserError("--plan auto plans a training of all blocks; leave out --freeze, or give a plan by flags")
@@ -216,9 +221,13 @@ def _fixed(layout: PlanOptions) -> dict[str, Any]:
     return {name: value if name in AXES else types[name].of_words(value) for name, value in given.items()}
 
 
-def _choice(layout: PlanOptions, config: TrainingConfig, ranks: int, *, measure: bool, tell: bool) -> str:
-    """The plan that is predicted fastest on this machine, then those that are to take turns with it, each with how the
-    batch is cut, and for how many seconds: as JSON."""
+def _choose_plans(layout: PlanOptions, config: TrainingConfig, ranks: int, *, measure: bool, tell: bool) -> str:
+    """Search the plans to run or to measure.
+
+    Returns:
+        JSON object. `plans`: the plan that is predicted fastest, then those to measure beside it, each with the
+        division of its batch. `seconds`: time for measuring.
+    """
     from shardlab.planner.choose import choose, contenders, least_seconds
     from shardlab.planner.describe import described, short
     from shardlab.planner.problem import Candidate, Limits, Problem, family
@@ -234,33 +243,33 @@ def _choice(layout: PlanOptions, config: TrainingConfig, ranks: int, *, measure:
         config.train.microbatches * config.train.micro_batch_size,
         (find_precision(config.precision.precision),),
         optimizer=config.optimizer.optimizer,
-        limits=Limits(_fixed(layout)),
+        limits=Limits(_fixed_fields(layout)),
     )
     with workers(problem, 1) as ask:
         choice = choose(problem, ask, measured=() if measure else None)
-    seconds = SHARE * config.train.steps * choice.best.seconds - START
-    found = contenders(choice, seconds) if measure else [choice.best]
+    seconds = MEASURING_SHARE * config.train.steps * choice.best.seconds - SETUP_SECONDS
+    outcomes = contenders(choice, seconds) if measure else [choice.best]
     if tell:
         words = "; ".join(described(problem, choice.best.candidate))
-        chose = "chose" if len(found) == 1 else "predicts to be the fastest"
+        chose = "chose" if len(outcomes) == 1 else "predicts to be the fastest"
         step = seconds_text(choice.best.seconds)
         print(f"shardlab: --plan auto {chose} {words}; predicted {step} a step", file=sys.stderr)
 
-    def words_of(candidate: Candidate) -> dict[str, Any]:
+    def as_dict(candidate: Candidate) -> dict[str, Any]:
         size = candidate.micro_batch_size
         cut = {"microbatches": problem.sequences // size, "micro_batch_size": size}
         name = f"{family(candidate.plan)}, {short(candidate)}"
         return {"words": name, "plan": candidate.plan.as_dict(), "train": cut}
 
-    plans = [words_of(each.candidate) for each in found]
-    return json.dumps({"plans": plans, "seconds": min(seconds, max(ENOUGH, least_seconds(found)))})
+    plans = [as_dict(each.candidate) for each in outcomes]
+    return json.dumps({"plans": plans, "seconds": min(seconds, max(MEASURING_SECONDS, least_seconds(outcomes)))})
 
 
 def _cluster(ranks: int | None) -> Cluster:
-    """This machine, as it was measured or as the tables know its GPUs.
+    """Return this machine as a cluster, from its profile or from the table of GPUs.
 
     Raises:
-        UserError: when neither is so.
+        UserError: if neither has it.
     """
     from shardlab.execute.requirements import gpu_count
 

@@ -1,4 +1,8 @@
-"""Messages about ranks that fail or are interrupted."""
+"""Checks before the ranks of a training start, and messages if they fail or are interrupted.
+
+`checked_to_run` traces a strategy, rewrites it by its passes and checks it for a job. `failures_as_exit` surrounds the
+run of the ranks: it prints the error of a failed rank, notes the end of the run in its folder, and exits.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from shardlab.check import Checked
 from shardlab.check.replicas import compared_ranks, replicas_of, results_of
 from shardlab.check.report import Retrace
 from shardlab.cli.plan_options import checked
-from shardlab.cli.train.this_machine import require_room
+from shardlab.cli.train.this_machine import require_free_memory
 from shardlab.common.user_code import file_and_name
 from shardlab.execute.optimizers.settings import OptimizerConfig, want_scalable
 from shardlab.language import Op, OpKind, Refused, UserError, World
@@ -30,11 +34,12 @@ from shardlab.train.launch.ranks import backend_of, device_type
 
 
 def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> Checked:
-    """Check a strategy for a job, before any rank is started. The job keeps the program that its ranks run.
+    """Check a strategy for a job, before a rank is started. The job keeps the rewritten program for its ranks.
 
     Raises:
-        Refused: when the program is wrong, or does not run on the backend that its ranks would use.
-        UserError: when it is to clip, or float16 wants to know of overflows, but it computes no norm.
+        Refused: if the program is wrong, or does not run on the backend of the ranks.
+        UserError: if the gradient norm is needed (for clipping, or for overflows of float16) but not computed, or if
+            this host has too little free memory.
     """
     entry.require_ops(job.ranks, job.model.layers, job.microbatches)
     proof = passed(checked(entry, job.ranks, job.sizes, job.microbatches), entry.passes_on(job.ranks))
@@ -49,17 +54,17 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> C
         raise UserError(f"--clip {clip} limits {lacking}; {instead}, or --clip none")
     launched = find_launch_environment(os.environ)
     if launched is None:
-        require_room(proof, range(job.ranks))
+        require_free_memory(proof, range(job.ranks))
     if (why_not := proof.why_not(backend_of(device_type(job.ranks)))) is not None:
         raise why_not
     return proof
 
 
 def require_audit(proof: Checked, name: str) -> None:
-    """Refuse an audit where there is nothing to compare.
+    """Refuse --audit-every for a program without redundant results.
 
     Raises:
-        UserError: if no two ranks keep or compute the same.
+        UserError: if no two ranks keep or compute the same result.
     """
     if not compared_ranks(replicas_of(proof), results_of(proof)):
         raise UserError(
@@ -68,11 +73,11 @@ def require_audit(proof: Checked, name: str) -> None:
         )
 
 
-def lines_of(entry: StrategyEntry, job: Job) -> LineOf:
-    """Find the line of a user's file that wrote an op of a rank; a built-in strategy has none of the user's.
+def line_lookup(entry: StrategyEntry, job: Job) -> LineOf:
+    """Return a function that finds the line of a user's file that wrote an op of a rank.
 
-    Passes may have put the op elsewhere than where it was written, into a bucket, or its result into an arena; what
-    they have made themselves has no line.
+    The function also finds an op that passes moved, or put into a bucket or an arena. It returns "" for ops that passes
+    added, and for built-in strategies.
     """
     path, _ = file_and_name(entry.name)
     if path is None:
@@ -81,32 +86,33 @@ def lines_of(entry: StrategyEntry, job: Job) -> LineOf:
     @cache
     def traced() -> tuple[Retrace, list[dict[Op, int]], list[list[Op]]]:
         retrace = Retrace(entry.program, str(path), World(entry.grid(job.ranks), job.sizes, job.microbatches))
-        numbers = [{_by_itself(op): number for number, op in enumerate(ops)} for ops in retrace.written]
+        numbers = [{_without_pass_fields(op): number for number, op in enumerate(ops)} for ops in retrace.written]
         return retrace, numbers, job.checked().program.tapes
 
     def line(rank: int, at: int) -> str:
         retrace, numbers, tapes = traced()
-        number = numbers[rank].get(_by_itself(tapes[rank][at]))
+        number = numbers[rank].get(_without_pass_fields(tapes[rank][at]))
         return "" if number is None else f" ({path}:{retrace.line(rank, number)})"
 
     return line
 
 
-def _by_itself(op: Op) -> Op:
-    """An op without what passes put into it."""
+def _without_pass_fields(op: Op) -> Op:
+    """Return an op without the fields that passes set."""
     return op._replace(batch=-1, offset=-1)
 
 
 def refuse_restart(count: int, out: Path | None, save_every: int | str | None) -> None:
-    """Refuse a run that a launcher has started again after a failure, and that would lose what it had done.
+    """Refuse a run that a launcher restarted after a failure, if it would begin again and lose its progress.
 
     Args:
-        count: how often it was.
-        out: the folder of the run that failed, if it was named.
-        save_every: how often it saves, if it does; such a run had not come so far, and begins again in its folder.
+        count: number of restarts.
+        out: folder of the failed run, if --out was given.
+        save_every: value of --save-every. A run with it had failed before its first checkpoint, so that nothing is
+            lost, and begins again in its folder.
 
     Raises:
-        UserError: if it cannot.
+        UserError: if --out or --save-every is missing.
     """
     if out is None or save_every is None:
         kept = "its results are in the last folder of runs" if out is None else saved_in(out)
@@ -118,11 +124,13 @@ def refuse_restart(count: int, out: Path | None, save_every: int | str | None) -
 
 @contextmanager
 def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generator[None, None, None]:
-    """Print a failed rank's traceback, last, and exit with 1; after a signal that asked for the end, exit with 130.
+    """Turn failures of ranks in this context into messages and exit statuses.
+
+    If a rank fails, its traceback is printed last, and the exit status is 1. After an interrupt, it is 130.
 
     Args:
-        out: the folder of a run that saves; the message says what is there.
-        exits: whether to exit; otherwise `RankFailed` or `KeyboardInterrupt` is raised on, for a caller in Python.
+        out: folder of a run that saves. The message says what is saved there.
+        exits: whether to exit. Otherwise, `RankFailed` or `KeyboardInterrupt` is raised, for a caller in Python.
     """
     before = out and record_in(out)
 
@@ -161,13 +169,13 @@ def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generato
         note("interrupted", str(interrupt))
         if out is not None and find_launch_environment(os.environ) is None:  # a launcher's other ranks may still write
             sweep(out)
-        tell_interrupted(out, str(interrupt))
+        report_interrupted(out, str(interrupt))
         if not exits:
             raise
         raise SystemExit(INTERRUPTED) from None
 
 
-def tell_interrupted(out: Path | None, why: str = "") -> None:
-    """Say that a run was interrupted, and what it has saved."""
+def report_interrupted(out: Path | None, why: str = "") -> None:
+    """Print that a run was interrupted, and what it has saved."""
     words = ["interrupted", why and f": {why}", "" if out is None else f"; {saved_in(out)}"]
     print(f"shardlab: {''.join(words)}", file=sys.stderr)

@@ -1,4 +1,9 @@
-"""Passes with their settings, by what communication costs here: before ranks are started, for all of them."""
+"""Choice of the passes of a training, and of their settings, by this machine's prices.
+
+The first rank chooses before the ranks start, so that all ranks and a resumed run rewrite the program alike.
+`run_passes_here` runs passes and keeps those that help; `settle_passes` fixes their settings for a job, and
+`settle_run` for a run. "Settled" passes have their settings written out, as in `prefetch=2,bucket=4`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardlab.cli.passes import useless_offload
 from shardlab.cli.plan_options import checked
-from shardlab.cli.train.this_machine import cluster_here, of_first_rank, workload_of
+from shardlab.cli.train.this_machine import choose_on_first_rank, cluster_here, workload_of
 from shardlab.common.errors import Refused, UserError
 from shardlab.language.pass_names import UNSAID, named_passes
 from shardlab.simulate.passes import GAIN, settled
@@ -26,16 +31,17 @@ if TYPE_CHECKING:
     from shardlab.train.job import Job
     from shardlab.train.run import TrainingRun
 
+
 MOST_TRIED = 400_000
-"""Ops of rewritten programs that are checked and replayed at most, some 25 microseconds each; what is named with its
-setting is made in any case."""
+"""Largest number of ops of rewritten programs that are checked and simulated, at about 25 microseconds each. A pass
+that is named with its setting is always run."""
 
 SURE_GAIN = 0.02
-"""The share of a step that a pass must gain by the machine's prices to be run where nobody has named any. Of those that
-gain less, some were measured to lose as much or more (docs/passes.md)."""
+"""Share of a step that a pass must gain by the machine's prices to be run without being named. Some passes with a
+smaller prediction were measured to lose as much or more (docs/passes.md)."""
 
 
-def settled_here(
+def settle_passes(
     entry: StrategyEntry,
     job: Job,
     *,
@@ -43,45 +49,44 @@ def settled_here(
     lenient: bool = False,
     timeout: float | None = None,
 ) -> StrategyEntry:
-    """The strategy with the setting of each of its passes, so that all ranks and a repeated run rewrite it alike.
+    """Return a strategy with the settings of its passes fixed.
 
-    Where nobody says which, all passes are run that help. What helps follows from the profile that `shardlab bench` has
-    saved, or from that of cores that nobody has measured. Ranks that a launcher has started meet, and take what the
-    first of them finds. A wrong program, or sizes that do not fit it, are left to the check of what is run, which every
-    rank makes.
+    If no passes are named, all passes that help are run. Their gains follow from the profile of `shardlab bench`, or
+    from assumed prices without a profile. The ranks of a launcher take the choice of the first one. A wrong program is
+    not reported here: every rank checks the program later and reports it.
 
     Args:
-        job: what is run, with the strategy's passes or without.
-        counts: other numbers of microbatches that steps have as well, which take the same passes.
-        lenient: leave passes out that are named and have nothing to do, as where an earlier start has settled them.
-        timeout: seconds in which a launcher's ranks meet (None: those of `JOINING`).
+        job: job of the strategy, with or without its passes.
+        counts: other numbers of microbatches that steps of the run have. They take the same passes.
+        lenient: whether named passes that have nothing to do are left out, as for passes of an earlier run.
+        timeout: seconds that ranks wait for each other (None: those of `JOINING`).
 
     Raises:
-        UserError: when a launcher's ranks do not meet.
+        UserError: if the ranks of a launcher do not find each other.
     """
-    choose = partial(_choice, entry, job, [each for each in counts if each != job.microbatches], lenient)
-    return entry.rewritten(job.ranks, of_first_rank(choose, timeout))
+    choose = partial(_choose_passes, entry, job, [each for each in counts if each != job.microbatches], lenient)
+    return entry.rewritten(job.ranks, choose_on_first_rank(choose, timeout))
 
 
-def unsettled_run(entry: StrategyEntry, config: TrainingConfig) -> TrainingConfig:
-    """The configuration with the passes from which a run chooses, also where nobody says which."""
+def config_with_allowed_passes(entry: StrategyEntry, config: TrainingConfig) -> TrainingConfig:
+    """Return the configuration with the passes from which a run chooses, which are all passes if none are named."""
     plan = config.plan
     entry = entry.rewritten(plan.ranks, entry.passes_on(plan.ranks, UNSAID))
     return replace(config, plan=replace(plan, strategy=entry.for_job(plan.ranks), passes=entry.passes))
 
 
-def settled_run(
+def settle_run(
     entry: StrategyEntry, run: TrainingRun, sources: list[ConfigSource]
 ) -> tuple[StrategyEntry, TrainingRun]:
-    """The strategy and the run with the settings of their passes; what was chosen is added to the sources.
+    """Return the strategy and the run with settled passes, and add the choice to the sources.
 
-    Passes that a run's own configuration brings along may have been settled for other ranks: those with nothing to do
-    here are left out. Those that a flag or a plan's page names must have something to do.
+    Passes from the run's own configuration may have been settled for another number of ranks, so those with nothing to
+    do are left out. Passes that a flag or a plan file names must have something to do.
     """
     plan = run.config.plan
     named_now = origin(sources, "plan", "passes") == "flags" or "plan" in merged(sources, "plan")
     train = run.config.train
-    entry = settled_here(entry, run.job, counts=train.ramp.counts, lenient=not named_now, timeout=train.timeout)
+    entry = settle_passes(entry, run.job, counts=train.ramp.counts, lenient=not named_now, timeout=train.timeout)
     passes = entry.passes_on(plan.ranks)
     if passes != (merged(sources, "plan").get("passes") or "none"):
         sources.append(ConfigSource("chosen", {"plan": {"passes": passes}}))
@@ -89,20 +94,24 @@ def settled_run(
     return entry, replace(run, config=replace(run.config, plan=plan))
 
 
-def passed_here(
+def run_passes_here(
     entry: StrategyEntry, job: Job, names: str, *, least: float | None = None, lenient: bool = False
 ) -> tuple[list[Passed], Cluster]:
-    """A job's program as it is written, and as each pass leaves it, by the prices of the machine that is also given.
+    """Run passes on the program of a job, and keep those that help by this machine's prices.
 
-    On GPUs without a price only passes that are named themselves are run: what helps cores need not help them.
+    On GPUs without prices, only passes that are named are run, because those that help CPUs may not help GPUs.
 
     Args:
-        least: the share of a step that a pass must gain (None: what is sure, or any where some are named).
-        lenient: leave passes out that are named and have nothing to do.
+        names: passes, as --passes takes them.
+        least: share of a step that a pass must gain (None: `SURE_GAIN`, or any gain if passes are named).
+        lenient: whether named passes that have nothing to do are left out.
+
+    Returns:
+        The program as written and after each pass, and the machine whose prices were used.
 
     Raises:
-        Refused: when the program is wrong.
-        UserError: when sizes do not fit it, or a pass that is named has nothing to do.
+        Refused: if the program is wrong.
+        UserError: if the sizes do not fit the program, or a named pass has nothing to do.
     """
     from shardlab.train.launch.ranks import device_type
 
@@ -110,7 +119,7 @@ def passed_here(
         least = GAIN if any(each.by_name for each in named_passes(names)) else SURE_GAIN
     entry.require_ops(job.ranks, job.model.layers, job.microbatches)
     written = checked(entry, job.ranks, job.sizes, job.microbatches)
-    timed = replace(job, precision=_timed(job.precision))
+    timed = replace(job, precision=_priced_precision(job.precision))
 
     def trace(*_: object) -> Checked:
         return written
@@ -127,43 +136,44 @@ def passed_here(
     return on(assumed, names if device_type(job.ranks) == "cpu" else _only_named(names)), assumed
 
 
-def _choice(entry: StrategyEntry, job: Job, others: Sequence[int], lenient: bool) -> str:
-    """The passes with their settings; where other numbers of microbatches take them too, those that all of these can.
+def _choose_passes(entry: StrategyEntry, job: Job, others: Sequence[int], lenient: bool) -> str:
+    """Return the settled passes that a job can take with all its numbers of microbatches.
 
-    Which layers `fuse-steps` carries may depend on the number, and all must find the weights that one has left.
+    `fuse-steps` is left out if there are several numbers and it is not named. The layers that it carries from step to
+    step may depend on the number, but each step must find the weights that the previous one left.
     """
     names = entry.passes_on(job.ranks, UNSAID)
     asked = named_passes(names)
     if not asked or (all(each.setting for each in asked) and not lenient):
         return names
     try:
-        found, _ = passed_here(entry, job, names, lenient=lenient)
+        found, _ = run_passes_here(entry, job, names, lenient=lenient)
         kept = {each.name for each in asked if each.by_name and not lenient}
         if others:
             found = [each for each in found if each.name != "fuse-steps" or each.name in kept]
         for count in others:
-            there, _ = passed_here(entry, replace(job, microbatches=count), settled(found), lenient=True)
+            there, _ = run_passes_here(entry, replace(job, microbatches=count), settled(found), lenient=True)
             idle = {each.name for each in there if not each.applies} - kept
             found = [each for each in found if each.name not in idle]
     except (UserError, Refused):
-        return names  # every rank runs into the reason, where this one alone would leave the others waiting
+        return names  # every rank reports the error later; raised here, it would leave the others waiting
     if useless := useless_offload(found):
         print(f"shardlab: {useless}", file=sys.stderr)
     return settled(found)
 
 
 def _only_named(names: str) -> str:
-    """Without those that `all` stands for."""
+    """Return the passes without the word `all`."""
     return ",".join(each for each in names.split(",") if each.strip() != "all") or "none"
 
 
-def _timed(precision: str) -> str:
-    """The numbers in which kernels are timed: of float64, which only `verify` takes, those that it stands for."""
+def _priced_precision(precision: str) -> str:
+    """Return the precision whose prices are used. For float64, which only `verify` uses, it is float32."""
     return "fp32" if precision == "fp64" else precision
 
 
 def _clusters(ranks: int) -> Iterator[Cluster]:
-    """This machine as measured, if it was, and as it is taken to be: with a place for each rank."""
+    """Yield this machine as it was measured, if it was, and as it is assumed to be, with a device for each rank."""
     from shardlab.measure.profile import memory_here
     from shardlab.simulate.hardware.cluster import unmeasured
 

@@ -20,8 +20,8 @@ from shardlab.cli.console import print_fact, print_figures, print_json, print_wh
 from shardlab.cli.model_options import DEFAULT_MODEL, NO_SETTINGS, ModelFlags, Settings
 from shardlab.cli.options import Flag, MaxOps, MaxSeconds, Name, OptionalCount, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
-from shardlab.cli.train.auto_plan import AUTO, PlannedRuns, fastest, planned_before, planned_here
-from shardlab.cli.train.choose_passes import settled_run, unsettled_run
+from shardlab.cli.train.auto_plan import AUTO, PlannedRuns, measure_fastest, plan_for_this_machine, plan_of_resumed_run
+from shardlab.cli.train.choose_passes import config_with_allowed_passes, settle_run
 from shardlab.cli.train.this_machine import peak_flops, predicted_seconds
 from shardlab.language import AXES, UserError
 from shardlab.language.precision import find_precision
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from shardlab.train.launch.interrupt import Heartbeat
     from shardlab.train.run import Summary, TrainingRun
     from shardlab.train.steps import Callback
+
 
 BY_NAME = {"model": "the model", "plan": "the plan"}
 """What gives a field of these sections that no source has; other fields follow by a rule."""
@@ -152,7 +153,7 @@ class Train:
                     print(f"shardlab: {ended}", file=sys.stderr)
                 return 0
         if self.print_config and first:
-            self._print_config(unsettled_run(chosen, config), sources)
+            self._print_config(config_with_allowed_passes(chosen, config), sources)
         sources_of(config.data.data)  # what is wrong with them is said before torch is imported
         with Heartbeat("start", until=lambda: not first) as heartbeat:
             return self._run(caller, heartbeat, first, chosen, config, planned, sources, resumed, restart)
@@ -228,10 +229,10 @@ class Train:
         """
         name, ranks, base, passes = self.strategy, self.ranks, None, None
         if self.layout.plan == AUTO:
-            planned = planned_before(self.layout, sources, ranks or launched) if goes_on else None
+            planned = plan_of_resumed_run(self.layout, sources, ranks or launched) if goes_on else None
             if planned is None:
                 measure = not goes_on and not self.print_config
-                planned = planned_here(self.layout, sources, ranks or launched, measure=measure, tell=tell)
+                planned = plan_for_this_machine(self.layout, sources, ranks or launched, measure=measure, tell=tell)
             first = planned.runs[0]
             sources.append(first.cut)
             return first.entry, first.config, planned
@@ -267,7 +268,7 @@ class Train:
         resumed: Resumed | None,
         restart: int,
     ) -> int:
-        from shardlab.cli.train.before_ranks import failures_as_exit, lines_of, refuse_restart, tell_interrupted
+        from shardlab.cli.train.before_ranks import failures_as_exit, line_lookup, refuse_restart, report_interrupted
         from shardlab.train.faults import Watching
         from shardlab.train.history import WARNED, free_folder, note_end, record_in, require_writable, saved_in
         from shardlab.train.launch.ranks import Joining, Named, limit_of, run_ranks, start_limit
@@ -291,7 +292,7 @@ class Train:
         resume = None if checkpoint is None else checkpoint.folder
         callbacks, tell = ByValue(caller.callbacks), first and not self.json and not caller.in_python
         run = TrainingRun(config, out, caller.command, peak=peak, resume=resume, continues=again, callbacks=callbacks)
-        want_looks(config, run.tracing.steps, resumed=checkpoint is not None)
+        require_recorded_steps(config, run.tracing.steps, resumed=checkpoint is not None)
         require_loggers(config.logging)
         corpus, prompt = run.corpus(verify=True), config.logging.prompt
         if resumed is not None and not self.settings.given()["data"]:
@@ -302,10 +303,10 @@ class Train:
         joining = Joining(self.bind, limit_of(timeout), start_limit(timeout), config.train.compile)
         if planned is not None and len(planned.runs) > 1:
             heartbeat.doing = "plans in turns"
-            fast = fastest(planned, run, self._proved, joining, tell=tell)
+            fast = measure_fastest(planned, run, self._proved, joining, tell=tell)
             sources[-1], chosen, run = fast.cut, fast.entry, replace(run, config=fast.config)
         heartbeat.doing = "choice of passes"
-        chosen, run = settled_run(chosen, run, sources)
+        chosen, run = settle_run(chosen, run, sources)
         config = run.config
         heartbeat.doing = "check of the program"
         proof = self._proved(chosen, run)
@@ -321,7 +322,7 @@ class Train:
         heartbeat.until = lambda: not first or (out.exists() and not again)  # then rank 0 says what it does
         before = record_in(out)
         with failures_as_exit(out, exits=not caller.in_python):
-            watching = Watching(config.train.timeout, proof, lines_of(chosen, run.job), partial(saved_in, out))
+            watching = Watching(config.train.timeout, proof, line_lookup(chosen, run.job), partial(saved_in, out))
             train_rank = Named[Summary | None]("shardlab.train.loop", "train_rank")
             summary = run_ranks(config.plan.ranks, train_rank, run, joining=joining, watching=watching)
         if summary is None:  # a rank of an existing world, but not the one that reports
@@ -341,7 +342,7 @@ class Train:
         else:
             print_summary(summary, config)
         if summary.interrupted:
-            tell_interrupted(out)
+            report_interrupted(out)
             return 0 if summary.saved == summary.steps else INTERRUPTED
         return 1 if summary.unwritten else 0
 
@@ -407,7 +408,7 @@ class Caller:
     summaries: list[Summary] = field(default_factory=list[Any])
 
 
-def want_looks(config: TrainingConfig, traced: int, *, resumed: bool) -> None:
+def require_recorded_steps(config: TrainingConfig, traced: int, *, resumed: bool) -> None:
     """Refuse a run without those steps.
 
     Args:

@@ -1,4 +1,7 @@
-"""Training from a script or a notebook: a function call instead of a command line."""
+"""Training from a script or a notebook: a function call instead of a command line.
+
+`train` writes its arguments as words of a command line and parses them, so that both accept the same settings.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +22,31 @@ if TYPE_CHECKING:
 
 
 OF_THE_COMMAND = ("json", "print_config")
-"""Options that only print."""
+"""Options that only print, which a function call does not have."""
 
 
 def train(
     strategy: str | Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = (), **settings: Any
 ) -> Summary | None:
-    """Train as `shardlab train` does, with settings by the names of its options; see `shardlab.train`."""
-    given = {**settings, "strategy": _named(strategy) if callable(strategy) else strategy}
+    """Train as `shardlab train` does, with the options as keyword arguments. `shardlab.train` documents it."""
+    given = {**settings, "strategy": _strategy_name(strategy) if callable(strategy) else strategy}
     if unfit := [name for name in OF_THE_COMMAND if given.get(name)]:
         raise UserError(f"{unfit[0]} is an option of the command shardlab train only; leave it out")
     _require_callbacks(callbacks)
     words = [word for name, value in given.items() for word in _words(name, value)]
-    said = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+    call = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
     command = cast(Train, command_of(["train", *words]))
-    caller = Caller(f"shardlab.train({said})", callbacks, in_python=True)
+    caller = Caller(f"shardlab.train({call})", callbacks, in_python=True)
     with bounded(command.max_ops, command.max_seconds_per_op):
         command.called(caller)
     return caller.summaries[0] if caller.summaries else None
 
 
 def _require_callbacks(callbacks: Sequence[object]) -> None:
-    """Refuse what is no callback.
+    """Refuse objects that are not callbacks.
 
     Raises:
-        UserError: if so.
+        UserError: with the first of them.
     """
     if not callbacks:
         return
@@ -56,11 +59,11 @@ def _require_callbacks(callbacks: Sequence[object]) -> None:
         )
 
 
-def _named(strategy: Callable[..., Any]) -> str:
-    """Return the name by which ranks find a function: that of a built-in strategy, or its place in a file.
+def _strategy_name(strategy: Callable[..., Any]) -> str:
+    """Return the name by which ranks find a function: that of a built-in strategy, or `FILE:FUNCTION`.
 
     Raises:
-        UserError: when it is in no file.
+        UserError: if the function is not in a file.
     """
     for name, entry in STRATEGIES.items():
         if entry.program is strategy:
@@ -78,7 +81,7 @@ def _named(strategy: Callable[..., Any]) -> str:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """Return an option and its value as words of a command line; nothing for None."""
+    """Return an option and its value as words of a command line. None gives no words."""
     flag = f"--{name.replace('_', '-')}"
     if value is None:
         return []

@@ -1,4 +1,9 @@
-"""What one rank decides for all, before they compute."""
+"""The machine of a training: choices for all hosts, free memory, peak speed, and the predicted step time.
+
+`choose_on_first_rank` makes all ranks use the choice of the first one. `require_free_memory` refuses offloading for
+which a host has no memory. `cluster_here` describes this machine as a cluster, from which `peak_flops` and
+`predicted_seconds` follow.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +30,17 @@ if TYPE_CHECKING:
     from shardlab.train.job import Job
 
 
-def of_first_rank(choose: Callable[[], str], timeout: float | None = None) -> str:
-    """What the first of the ranks that a launcher has started chooses; without a launcher, what this process does.
+def choose_on_first_rank(choose: Callable[[], str], timeout: float | None = None) -> str:
+    """Return the choice of the first rank on all ranks of a launcher, or of this process without a launcher.
 
-    All ranks call it. Hosts that were measured each by itself would choose differently.
+    All ranks call this. Without it, hosts with different profiles would choose differently.
 
     Args:
-        timeout: seconds that the others wait for it, and it for them (None: those of `JOINING`).
+        choose: function that makes the choice. It is called on the first rank only.
+        timeout: seconds that ranks wait for each other (None: those of `JOINING`).
 
     Raises:
-        UserError: on every rank, what the first one raises; or when they do not meet.
+        UserError: on every rank, the error of the first one; or if the ranks do not find each other.
     """
     world = find_launch_environment(os.environ)
     if world is None or world.world == 1:
@@ -43,45 +49,45 @@ def of_first_rank(choose: Callable[[], str], timeout: float | None = None) -> st
     from shardlab.train.launch.ranks import JOINING, start_limit
 
     together = Together(world, JOINING.start if timeout is None else start_limit(timeout))
-    found = together.all(choose if together.rank == 0 else str)
-    return together.exchange(found)[0]
+    choice = together.all(choose if together.rank == 0 else str)
+    return together.exchange(choice)[0]
 
 
-def require_room(proof: Checked, ranks: Sequence[int]) -> None:
-    """Refuse a program that keeps more in a place than is free there.
+def require_free_memory(proof: Checked, ranks: Sequence[int]) -> None:
+    """Refuse a program that offloads more to the host or the disk than is free there.
 
     Args:
-        proof: the program.
-        ranks: those of this host.
+        proof: checked program.
+        ranks: ranks on this host.
 
     Raises:
-        UserError: with the bytes that it takes and that there are.
+        UserError: with the bytes that are needed and that are free.
     """
     named = {op.place for tape in proof.program.tapes for op in tape}
     for place in (place for place in PLACES if place in named):
-        taken = sum(peak_elsewhere_in_bytes(proof, place)[rank] for rank in ranks)
-        free, where = free_room(place)
-        if taken and free is not None and taken > free:
+        needed = sum(peak_elsewhere_in_bytes(proof, place)[rank] for rank in ranks)
+        free, where = free_bytes(place)
+        if needed and free is not None and needed > free:
             remedy = "set TMPDIR to another folder, or offload less" if place == DISK else "offload less"
             raise UserError(
-                f"{len(ranks)} ranks need {bytes_text(taken)} on the {place}, but {where} has only "
+                f"{len(ranks)} ranks need {bytes_text(needed)} on the {place}, but {where} has only "
                 f"{bytes_text(free)} free; {remedy}"
             )
 
 
-def free_room(place: str) -> tuple[int | None, str]:
-    """Bytes that are free in a place, None where the system does not say, and what has them."""
+def free_bytes(place: str) -> tuple[int | None, str]:
+    """Return the free bytes of the host or the disk (None: unknown), and a name of the place."""
     if place == DISK:
         folder = tempfile.gettempdir()
         return shutil.disk_usage(folder).free, folder
-    told = Path("/proc/meminfo")
-    lines = told.read_text().splitlines() if told.exists() else []  # Linux alone has it
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.exists() else []  # only Linux has this file
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
     return free, "this host's memory"
 
 
 def cluster_here(ranks: int) -> Cluster | None:
-    """The cluster that a run's ranks make: of a GPU that the tables know, or this machine as measured; else None."""
+    """Return this machine as a cluster: from its profile, or else from the table of GPUs; None if neither has it."""
     from shardlab.execute.requirements import gpu_count
     from shardlab.measure.profile import this_machine
     from shardlab.simulate.hardware import Cluster, Profile, find_cluster
@@ -100,7 +106,7 @@ def cluster_here(ranks: int) -> Cluster | None:
 
 
 def device_called(name: str) -> str:
-    """The device of the tables that a GPU's own name means, the most specific one; nothing if there is none.
+    """Return the most specific device of the tables whose name is part of a GPU's own name, or "".
 
     >>> device_called("NVIDIA H100 80GB HBM3"), device_called("NVIDIA A100-SXM4-40GB"), device_called("NVIDIA GB200")
     ('h100', 'a100-40gb', 'gb200')
@@ -113,9 +119,13 @@ def device_called(name: str) -> str:
 
 
 def peak_flops(config: TrainingConfig, compute: str) -> float | None:
-    """FLOP/s of all devices of a run together, in the dtype that it computes in; ranks may share a CPU's cores.
+    """Return the peak FLOP/s of all devices of a run, or None if it is unknown.
 
-    Of this machine the fastest product that `shardlab bench compute` has measured counts; of GPUs the data sheet.
+    The peak of a CPU is the fastest product that `shardlab bench compute` measured, with the cores that each rank has.
+    The peak of a GPU is that of its data sheet.
+
+    Args:
+        compute: dtype of compute.
     """
     from shardlab.train.launch.environment import CpuShare, find_launch_environment, threads_of
 
@@ -132,10 +142,10 @@ def peak_flops(config: TrainingConfig, compute: str) -> float | None:
 
 
 def workload_of(job: Job, cluster: Cluster, recipe: str | None = None) -> Workload:
-    """A job's step on a cluster, as a recipe runs it: the very program that ranks run.
+    """Return the workload of a job on a cluster. Its program is exactly the one that the ranks run.
 
     Args:
-        recipe: by name (None: Shardlab's own).
+        recipe: name of the recipe (None: Shardlab's own).
     """
     from shardlab.simulate.predict.workload import Workload
 
@@ -155,13 +165,13 @@ def workload_of(job: Job, cluster: Cluster, recipe: str | None = None) -> Worklo
         recipe_called(recipe),
         optimizer=job.optimizer,
         ema=job.ema is not None,
-        passes="none",  # those of the job have been run
+        passes="none",  # the program of the job is already rewritten
         tiles=entry.tiles_on(job.ranks),
     )
 
 
 def predicted_seconds(job: Job) -> float | str:
-    """Seconds that a step should take here, or why that cannot be said."""
+    """Return the predicted seconds of a step on this machine, or the reason why there is no prediction."""
     cluster = cluster_here(job.ranks)
     if cluster is None:
         return "this machine is not measured yet (see shardlab bench)"
