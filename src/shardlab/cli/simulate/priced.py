@@ -361,11 +361,7 @@ def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
         ("compute", f"{estimate.compute_share:.1%}", "of the step, the mean over ranks"),
         ("exposed", f"{estimate.exposed_share:.1%}", "compute waits for communication: " + _exposed_text(result)),
         ("bubble", f"{estimate.bubble_share:.1%}", "a rank waits for others, or has ended"),
-        (
-            "peak memory",
-            bytes_text(peak.bytes),
-            f"of tensors, on rank {peak.rank}: {peak.cause}",
-        ),
+        ("peak memory", bytes_text(peak.bytes), f"of tensors, on rank {peak.rank}: {peak.cause}"),
         ("", "", _parts_text(peak.bytes, peak.by_category)),
         (
             "memory held",

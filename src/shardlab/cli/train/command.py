@@ -1,4 +1,15 @@
-"""`shardlab train`: train a small language model under a strategy, on processes of this machine or of a launcher."""
+"""`shardlab train`: train a language model under a strategy, on processes of this machine or of a launcher.
+
+`Train.train` is the course of a run:
+
+1. The settings: the sources (presets, config file, flags, or a resumed run) are merged into one configuration.
+2. The checks: everything that can be refused is refused before a rank starts.
+3. The choices: --plan auto measures plans, and passes are chosen by this machine's prices.
+4. The ranks: `shardlab.train.loop.train_rank` runs on each of them, and returns a summary.
+5. The report of the run, in its folder and on the terminal.
+
+Every rank of a launcher runs all of this; only the first one prints.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +67,7 @@ if TYPE_CHECKING:
 
 
 BY_NAME = {"model": "the model", "plan": "the plan"}
-"""What gives a field of these sections that no source has; other fields follow by a rule."""
+"""Origin of the fields of these sections that no source gives. Other such fields follow by a rule."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +120,14 @@ class Train:
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
-        return self.called(Caller(shlex.join(["shardlab", *sys.argv[1:]])))
+        return self.train(Caller(shlex.join(["shardlab", *sys.argv[1:]])))
 
-    def called(self, caller: Caller) -> int:
-        """Train for a caller; the exit status of a command.
+    def train(self, caller: Caller) -> int:
+        """Train for a caller, and return the exit status.
 
         Raises:
-            RankFailed: if the caller is in Python, when a rank fails.
-            KeyboardInterrupt: if the caller is in Python, when the training was interrupted and has no result.
+            RankFailed: if a rank fails, for a caller in Python.
+            KeyboardInterrupt: if the training was interrupted and has no result, for a caller in Python.
         """
         from shardlab.train.launch.environment import find_launch_environment, may_restart, require_port
 
@@ -127,42 +138,46 @@ class Train:
             return self._start(caller, world, 0)
         from shardlab.train.launch.commands import restarts_in  # which needs torch
 
-        restart = restarts_in(world, self._limit)
+        restart = restarts_in(world, self._start_limit)
         return (replace(self, resume="auto") if restart and self.out is not None else self)._start(
             caller, world, restart
         )
 
     def _start(self, caller: Caller, world: LaunchEnvironment | None, restart: int) -> int:
-        """Train in a launcher's world, if there is one, which has been started again so many times."""
+        """Find the settings, and train.
+
+        Args:
+            world: environment of a launcher, if there is one.
+            restart: number of times that the launcher restarted the ranks.
+        """
         from shardlab.train.launch.interrupt import Heartbeat
 
         first, launched = world is None or world.rank == 0, world and world.world
         resumed = self._resumed(world)
-        sources = self._sources() if resumed is None else self._sources_again(resumed, launched)
+        sources = self._sources() if resumed is None else self._sources_of_resumed_run(resumed, launched)
         goes_on, tell = resumed is not None, first and not self.json and not caller.in_python
-        chosen, config, planned = self._resolved(sources, launched, goes_on=goes_on, tell=tell)
+        chosen, config, planned = self._resolve(sources, launched, goes_on=goes_on, tell=tell)
         if resumed is not None:
             config = resumed.config(config)
             if resumed.has_ended(config.train.steps):
-                taken, wanted = resumed.taken, config.train.steps
-                all_of_them = f"all of its {taken} steps" if taken == wanted else f"{counted(taken, 'step')} already"
-                ended = f"{resumed.out} has taken {all_of_them}"
+                done, wanted = resumed.taken, config.train.steps
+                steps = f"all of its {done} steps" if done == wanted else f"{counted(done, 'step')} already"
                 if self.resume != "auto":
-                    raise UserError(f"{ended}; give more --steps")
+                    raise UserError(f"{resumed.out} has taken {steps}; give more --steps")
                 if first:
-                    print(f"shardlab: {ended}", file=sys.stderr)
+                    print(f"shardlab: {resumed.out} has taken {steps}", file=sys.stderr)
                 return 0
         if self.print_config and first:
             self._print_config(config_with_allowed_passes(chosen, config), sources)
-        sources_of(config.data.data)  # what is wrong with them is said before torch is imported
+        sources_of(config.data.data)  # reports wrong data before torch is imported
         with Heartbeat("start", until=lambda: not first) as heartbeat:
             return self._run(caller, heartbeat, first, chosen, config, planned, sources, resumed, restart)
 
     def _resumed(self, world: LaunchEnvironment | None) -> Resumed | None:
-        """The run that is to go on, if one is; the ranks of a launcher's world look at it together.
+        """Return the run to resume, if there is one. The ranks of a launcher find it together.
 
         Raises:
-            UserError: when it cannot, or options contradict each other.
+            UserError: if it cannot be resumed, or options contradict each other.
         """
         if self.resume is None:
             if self.from_step is not None:
@@ -174,34 +189,34 @@ class Train:
         if self.resume == "auto":
             if self.out is None:
                 raise UserError("--resume auto resumes the run in --out, or starts it; give --out FOLDER")
-            return Resumed.find(self.out, self.from_step, auto=True, together=Together(world, self._limit))
+            return Resumed.find(self.out, self.from_step, auto=True, together=Together(world, self._start_limit))
         others = {"--preset": self.preset, "--config": self.config, "--depth": self.depth, "--out": self.out}
         others["--init"] = self.settings.given()["train"].get("init")
         if given := [name for name, value in others.items() if value is not None]:
             raise UserError(
                 f"--resume and {given[0]} exclude each other, because a resumed run keeps its own; give one of them"
             )
-        return Resumed.find(Path(self.resume), self.from_step, together=Together(world, self._limit))
+        return Resumed.find(Path(self.resume), self.from_step, together=Together(world, self._start_limit))
 
     @property
-    def _limit(self) -> timedelta:
-        """Time in which the ranks of a launcher's world meet before the run's settings are known."""
+    def _start_limit(self) -> timedelta:
+        """Time limit for the rendezvous of a launcher's ranks, before the settings of the run are known."""
         from shardlab.train.launch.ranks import JOINING, start_limit
 
         sources = self._sources() if self.resume is None else [preset("default"), self._flags()]
         timeout = merged(sources, "train")["timeout"]
-        usable = isinstance(timeout, float) and timeout > 0  # or else it is refused later
+        usable = isinstance(timeout, float) and timeout > 0  # otherwise, it is refused later
         return start_limit(timeout) if usable else JOINING.start
 
-    def _sources_again(self, resumed: Resumed, launched: int | None) -> list[ConfigSource]:
-        """Where the settings of a run that is resumed come from: its checkpoint, and flags."""
+    def _sources_of_resumed_run(self, resumed: Resumed, launched: int | None) -> list[ConfigSource]:
+        """Return the sources of the settings of a resumed run: its checkpoint, and flags."""
         flags = self._flags()
         train = {name: value for name, value in flags.sections["train"].items() if name != "init"}
         saved = resumed.source(launched, flags.sections["optimizer"])
         return [preset("default"), saved, ConfigSource("flags", {**flags.sections, "train": train})]
 
     def _flags(self) -> ConfigSource:
-        """The settings that flags give."""
+        """Return the settings that flags give."""
         plan = self.layout.given()
         if any(axis in plan for axis in AXES):
             plan["mesh"] = True
@@ -210,7 +225,7 @@ class Train:
         return ConfigSource("flags", {"plan": plan, "model": self.model.given(), **self.settings.given()})
 
     def _sources(self) -> list[ConfigSource]:
-        """Where settings come from; later ones prevail."""
+        """Return the sources of the settings. A later one overrides an earlier one."""
         names = ["default", *([] if self.preset in (None, "default") else [self.preset])]
         files = [] if self.config is None else [config_file(self.config)]
         flags = self._flags()
@@ -219,13 +234,18 @@ class Train:
             sources.append(data)
         return sources if self.depth is None else [*sources, of_depth(self.depth, sources, flags.sections)]
 
-    def _resolved(
+    def _resolve(
         self, sources: list[ConfigSource], launched: int | None, *, goes_on: bool, tell: bool
     ) -> tuple[StrategyEntry, TrainingConfig, PlannedRuns | None]:
-        """The strategy and the configuration that sources make together; `launched` ranks are there, if any.
+        """Merge the sources into a strategy and a configuration.
 
-        Where it is planned for the machine, the plans that may take turns come as well. A run that goes on keeps the
-        plan that was chosen for it, if that is still what flags ask for.
+        With --plan auto, the plans to measure are returned as well. A resumed run keeps its plan, if it still fits the
+        flags.
+
+        Args:
+            launched: number of ranks that a launcher started (None: no launcher).
+            goes_on: whether the run is resumed.
+            tell: whether to print the choice of a plan.
         """
         name, ranks, base, passes = self.strategy, self.ranks, None, None
         if self.layout.plan == AUTO:
@@ -240,7 +260,7 @@ class Train:
             below = [source for source in sources if source.name != "flags"]
             name, of_file, base, passes = plan_below(below)
             if self.layout.names_mesh:
-                name = base = passes = None  # such flags are a plan of their own
+                name = base = passes = None  # flags for the mesh describe a new plan
             elif self.layout.names_plan and origin(below, "plan", "strategy") == "default":
                 name = None
             ranks = ranks or (None if self.layout.names_mesh else of_file)
@@ -248,8 +268,8 @@ class Train:
         chosen, ranks = self.layout.entry(name, ranks or launched, base, passes=passes, follows=follows)
         return chosen, resolved(sources, chosen, ranks), None
 
-    def _tell_model(self, config: TrainingConfig, sources: list[ConfigSource]) -> None:
-        """Say which model is trained where a file has a plan of it, and nobody has said which."""
+    def _report_model(self, config: TrainingConfig, sources: list[ConfigSource]) -> None:
+        """Print which model is trained if the plan is from a file and no source names a model."""
         path, unsaid = self.layout.plan, origin(sources, "model", "model") == "default" and config.train.init is None
         if path not in (None, AUTO) and unsaid:
             name, layers = merged(sources, "model")["model"], counted(config.model.layers, "layer")
@@ -268,6 +288,17 @@ class Train:
         resumed: Resumed | None,
         restart: int,
     ) -> int:
+        """Check the run, make its choices, run its ranks, and report the result.
+
+        Args:
+            heartbeat: signs of life on stderr while this takes long.
+            first: whether this process is the first rank of a launcher, or there is no launcher.
+            chosen, config: strategy and configuration.
+            planned: plans to measure, with --plan auto.
+            sources: sources of the settings, to which choices are added.
+            resumed: run to resume.
+            restart: number of times that the launcher restarted the ranks.
+        """
         from shardlab.cli.train.before_ranks import failures_as_exit, line_lookup, refuse_restart, report_interrupted
         from shardlab.train.faults import Watching
         from shardlab.train.history import WARNED, free_folder, note_end, record_in, require_writable, saved_in
@@ -279,9 +310,9 @@ class Train:
             refuse_restart(restart, self.out, config.saving.save_every)
         out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
         out, checkpoint = (out, None) if resumed is None else (resumed.out, resumed.checkpoint)
-        there = os.path.exists(out)  # also where it may not be looked at
-        again = self.resume is not None and there
-        if there and not again:
+        exists = os.path.exists(out)  # True as well for a folder that this user may not read
+        again = self.resume is not None and exists
+        if exists and not again:
             raise UserError(
                 f"--out {out} exists; name a new folder, so that nothing is overwritten, or resume its run with "
                 f"--resume {out}"
@@ -303,23 +334,23 @@ class Train:
         joining = Joining(self.bind, limit_of(timeout), start_limit(timeout), config.train.compile)
         if planned is not None and len(planned.runs) > 1:
             heartbeat.doing = "plans in turns"
-            fast = measure_fastest(planned, run, self._proved, joining, tell=tell)
+            fast = measure_fastest(planned, run, self._check_run, joining, tell=tell)
             sources[-1], chosen, run = fast.cut, fast.entry, replace(run, config=fast.config)
         heartbeat.doing = "choice of passes"
         chosen, run = settle_run(chosen, run, sources)
         config = run.config
         heartbeat.doing = "check of the program"
-        proof = self._proved(chosen, run)
+        proof = self._check_run(chosen, run)
         if self.print_config:
-            return 0  # now that all has been refused that is
+            return 0  # only now, after all checks
         if tell:
             print_config(stdout_console(), config, sources if resumed is None else sources[1:], all=False)
-            self._tell_model(config, sources)
+            self._report_model(config, sources)
             print(*corpus.notes, sep="\n", end="\n" if corpus.notes else "", flush=True)
         if first and resumed is not None and (change := resumed.schedule_change(config)):
             print(f"shardlab: {change}", file=sys.stderr)
         heartbeat.doing = "start of the ranks"
-        heartbeat.until = lambda: not first or (out.exists() and not again)  # then rank 0 says what it does
+        heartbeat.until = lambda: not first or (out.exists() and not again)  # from then on, rank 0 reports
         before = record_in(out)
         with failures_as_exit(out, exits=not caller.in_python):
             watching = Watching(config.train.timeout, proof, line_lookup(chosen, run.job), partial(saved_in, out))
@@ -346,13 +377,13 @@ class Train:
             return 0 if summary.saved == summary.steps else INTERRUPTED
         return 1 if summary.unwritten else 0
 
-    def _proved(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:
-        """The program of the last steps, which can do what the run asks of it."""
+    def _check_run(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:
+        """Check the programs of a run and what its options need of them; return the program of the last steps."""
         from shardlab.cli.train.before_ranks import require_audit
         from shardlab.execute.requirements import want_compilable, want_step_graph
         from shardlab.train.launch.ranks import device_type
 
-        proof, config = self._checked(chosen, run), run.config
+        proof, config = self._check_programs(chosen, run), run.config
         if config.train.compile:
             want_compilable(proof, device_type(config.plan.ranks), traced=config.logging.trace)
         if config.train.cuda_graph:
@@ -367,8 +398,8 @@ class Train:
             require_audit(proof, chosen.name)
         return proof
 
-    def _checked(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:
-        """The program of the last steps; those of other numbers of microbatches are checked as well."""
+    def _check_programs(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:
+        """Check the programs of all numbers of microbatches of a run, and return that of the last steps."""
         from shardlab.cli.train.before_ranks import checked_to_run
 
         others = [count for count in run.config.train.ramp.counts if count != run.job.microbatches]
@@ -393,13 +424,13 @@ class Train:
 
 @dataclass(frozen=True)
 class Caller:
-    """Command line or Python program that asks for a training.
+    """Command line or Python program that starts a training.
 
     Attributes:
-        command: text of the call, for the run's record.
-        callbacks: observers of the training beside its own.
+        command: text of the call, for the record of the run.
+        callbacks: callbacks of the caller, in addition to the training's own.
         in_python: whether failures are raised and the summary is returned, rather than printed.
-        summaries: takes the summary.
+        summaries: list to which the summary is appended.
     """
 
     command: str
@@ -409,14 +440,14 @@ class Caller:
 
 
 def require_recorded_steps(config: TrainingConfig, traced: int, *, resumed: bool) -> None:
-    """Refuse a run without those steps.
+    """Refuse a run that does not have the steps to trace or to profile, or has them with several batch sizes.
 
     Args:
-        traced: steps that a trace is of.
-        resumed: whether the run goes on.
+        traced: number of steps in a trace.
+        resumed: whether the run is resumed.
 
     Raises:
-        UserError: saying what is wrong.
+        UserError: with the reason.
     """
     steps = config.train.steps
     if config.logging.trace and steps < traced:
@@ -428,10 +459,10 @@ def require_recorded_steps(config: TrainingConfig, traced: int, *, resumed: bool
         )
     if end > steps:
         raise UserError(f"--profile-steps {first_step}:{end} needs {end} steps, but --steps is {steps}; give more")
-    ramp, looked = config.train.ramp, {"--profile-steps": (first_step, end)} if end else {}
+    ramp, recorded = config.train.ramp, {"--profile-steps": (first_step, end)} if end else {}
     if config.logging.trace:
-        looked["--trace"] = 0, traced
-    for flag, (begin, stop) in looked.items():
+        recorded["--trace"] = 0, traced
+    for flag, (begin, stop) in recorded.items():
         if ramp.stage(begin) != ramp.stage(stop - 1):
             raise UserError(
                 f"{flag} covers steps {begin} to {stop - 1}, but the batch ramp {config.train.batch_ramp} changes "
@@ -442,7 +473,7 @@ def require_recorded_steps(config: TrainingConfig, traced: int, *, resumed: bool
 
 
 def print_summary(summary: Summary, config: TrainingConfig) -> None:
-    """Print what a run came to, which files it has left, and a sample of its model."""
+    """Print the results of a run, its files, and a sample of its model."""
     model = config.model
     console = stdout_console()
     loss = f"loss {summary.validation_before:.3f} before, {summary.validation_after:.3f} after"
@@ -464,8 +495,10 @@ def print_summary(summary: Summary, config: TrainingConfig) -> None:
 
 
 def print_config(console: Console, config: TrainingConfig, sources: Sequence[ConfigSource], *, all: bool) -> None:
-    """Print a row for each field, with the source that it comes from; without `all`, but for those of the first source
-    and those that follow from others.
+    """Print a row for each field of a configuration, with its value and its source.
+
+    Args:
+        all: whether to print all fields. Otherwise, fields from the first source and derived fields are left out.
     """
     table = table_of("section", "field", "value", "from", words=4)
     for section, fields in config.as_dict().items():
@@ -474,15 +507,15 @@ def print_config(console: Console, config: TrainingConfig, sources: Sequence[Con
             source = origin(sources, section, name)
             if value is None or (not all and source in (None, sources[0].name)) or (name, value) == ("name", UNNAMED):
                 continue
-            found = source or ("rule" if name == "passes" else BY_NAME.get(section, "rule"))
-            table.add_row(shown, name, Text(as_words(value), "bold"), Text(found, "dim"))
+            origin_text = source or ("rule" if name == "passes" else BY_NAME.get(section, "rule"))
+            table.add_row(shown, name, Text(as_words(value), "bold"), Text(origin_text, "dim"))
             shown = ""
     if table.row_count:
         print_whole(console, table, folded=2)
 
 
 def as_words(value: Any) -> str:
-    """A value as it is read in a table."""
+    """Return a value as text for a table."""
     if isinstance(value, dict):
         sizes = cast(dict[str, Any], value)
         return " ".join(f"{axis} {size}" for axis, size in sizes.items()) or "one rank"
@@ -492,7 +525,7 @@ def as_words(value: Any) -> str:
 
 
 def print_counts(console: Console, counts: ParameterCounts) -> None:
-    """Print a model's parameter counts."""
+    """Print the parameter counts of a model."""
     rows = [
         ("parameters", f"{counts.parameters:,}", "all"),
         ("decayed", f"{counts.decayed:,}", f"in {counts.decayed_tensors} tensors"),

@@ -38,7 +38,7 @@ def train(
     command = cast(Train, command_of(["train", *words]))
     caller = Caller(f"shardlab.train({call})", callbacks, in_python=True)
     with bounded(command.max_ops, command.max_seconds_per_op):
-        command.called(caller)
+        command.train(caller)
     return caller.summaries[0] if caller.summaries else None
 
 
