@@ -1,10 +1,10 @@
-"""How well prediction and measurement agree on this machine: steps of many strategies, simulated and run.
+"""Measure how well predictions agree with measured steps on this machine, for many strategies.
 
     python benchmarks/agreement.py
 
-First `shardlab bench` measures the machine's collectives and the layers of models of other sizes than the ones that are
-run here; that profile is all that the prediction knows. Then every case is traced on real processes, and its median
-step and its memory are laid beside the prediction. Nothing else may run meanwhile. docs/agreement.md has a result.
+First, `shardlab bench` measures the machine's collectives, and the layers of models of other sizes than those that are
+run here. The prediction knows only this profile. Then every case is traced on real processes, and its median step and
+its memory are compared with the prediction. Nothing else may run on the machine. docs/agreement.md has a result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint costs: how long the steps stand still, and how fast it is written, beside the disk's own speed.
+"""Measure the cost of a checkpoint: how long the steps stop, and the speed of writing beside the disk's own speed.
 
 python benchmarks/checkpoint.py [--hidden-size 512] [--ranks 2] [--folder DISK]
 """

@@ -1,12 +1,12 @@
-"""What the clock of forward and backward passes (dtf, dtb) costs: steps with it and without it take turns.
+"""Measure the cost of the clock of forward and backward passes (dtf, dtb), by alternating steps with and without it.
 
     python benchmarks/clock_overhead.py
 
-Both kinds of step are of one executor in one process, so that nothing else differs. The small model computes for some
-milliseconds between two readings; the tiny one hardly computes, so that what surrounds its ops is most of its step.
-On a CPU, times are those that the process has computed for, so that others on the machine count little.
-`ratio` is the median, over turns, of a step's time with the clock by that of the step without it beside it, and
-`middle half` what half of the turns lie between.
+Both kinds of step run with one executor in one process, so that nothing else differs. The small model computes for some
+milliseconds between two readings of the clock. The tiny model hardly computes, so that the overhead of its ops is most
+of its step. On a CPU, times are the CPU time of the process, so that other processes matter little. `ratio` is the
+median over turns of the time of a step with the clock over that of the adjacent step without it, and `middle half` is
+the range of the middle half of these ratios.
 """
 
 # pyright: reportUnknownMemberType=false

@@ -1,18 +1,18 @@
-"""Refit the fitted constants of devices, links and recipes, and say how far off runs are that a fit has not seen.
+"""Refit the fitted constants of devices, links and recipes, and print the errors on runs that a fit has not seen.
 
     python benchmarks/fit_devices.py [RUNS.json] [--every N]
 
-Constants are those whose files say `fitted_to` (`hardware/devices.toml`, `links.toml`, `constants.toml` and
-`predict/recipes`). One step of Gauss and Newton from today's values makes squared errors small: of seconds and of
-bytes, in one system. Each constant has a prior, 30 % wide, where errors are taken for 5 %: a device's figure is as
-another device's, a recipe's as that of a recipe that says nothing. So what only one source tells is not told without
-it. Errors are then those of real predictions with the constants of each fit:
-
-A prediction takes most of a second, and there are dozens of constants: --every 4 takes every fourth run of a source.
+Constants are those that are marked `fitted_to` in `hardware/devices.toml`, `links.toml`, `constants.toml` and
+`predict/recipes`. One Gauss-Newton step from today's values minimizes the squared errors of seconds and bytes together,
+with errors of 5 %. Each constant has a prior with a width of 30 %: the figure of another device, or of a recipe without
+figures. So a constant that only one source informs does not follow that source alone. The errors are those of real
+predictions with the constants of each fit:
 
 now       with the constants in the files
 refitted  with those of a fit to all sources
 left out  with those of a fit to all sources but the row's own
+
+A prediction takes most of a second, and there are dozens of constants: --every 4 takes every fourth run of a source.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from shardlab.simulate.predict.workload import Workload
 
 RUNS = Path(__file__).parent / "published_runs.json"
 STEP, NOISE, WIDTH, LEAST = 0.02, 0.05, 0.30, -0.9
-"""Relative change of a constant for its derivative; relative errors that are usual; width of a prior; least change."""
+"""Relative change of a constant for its derivative, relative error of a run, width of a prior, and least change."""
 
 OTHER = {"a100-40gb": "h100", "h100": "a100-40gb", "h100-96gb": "h100", "b200": "h100"}
-"""The device whose figures another one's are expected to be like."""
+"""For each device, another one whose figures are the prior of its own."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""How long it takes to price a candidate plan: the time and the memory of its step, on one core.
+"""Measure how long it takes to predict the time and memory of a candidate plan, on one core.
 
     python benchmarks/forecast.py
 
-    python benchmarks/forecast.py --whole    # replay every op as well, and compare
+    python benchmarks/forecast.py --whole    # simulate every op as well, and compare
 
-Candidates are all meshes of a cluster whose axes are powers of two, with ZeRO 1 and 3, for a few sizes of a microbatch.
-The first of a list also pays for what those after it share; each list begins anew.
+Candidates are all meshes of a cluster whose axes are powers of two, with ZeRO 1 and 3, for a few micro-batch sizes. The
+first candidate of a list includes work that the others share. Each list starts without it.
 """
 
 from __future__ import annotations

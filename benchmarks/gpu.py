@@ -1,15 +1,15 @@
-"""What a GPU makes of a training step, beside a plain loop on the same GPU; `make gpu` runs the GPU's tests and this.
+"""Compare training steps of Shardlab on a GPU with a plain loop. `make gpu` runs the GPU's tests and this.
 
     python benchmarks/gpu.py
 
     python benchmarks/gpu.py --cpu
 
 The model is GPT-2 small on sequences of 1,024 tokens, without dropout and biases. Four loops train it from the same
-weights on the same batches: a plain one in the manner of nanoGPT (autocast to bfloat16, fused AdamW, clipping) and
-Shardlab's plan on one rank in `--precision bf16`, each with and without torch.compile; on a GPU a fifth and a sixth
-are Shardlab's steps as CUDA graphs. Their losses must agree in every
-step before a time counts. With several GPUs data parallelism and ZeRO-3 on all of them follow. In the end a step is
-recorded and compared with its prediction (`shardlab compare`). With `--cpu` a tiny model shows that all of it runs.
+weights on the same batches: a plain loop like nanoGPT's (autocast to bfloat16, fused AdamW, clipping), and Shardlab's
+plan on one rank with `--precision bf16`, each with and without torch.compile. On a GPU, two more loops run Shardlab's
+steps as CUDA graphs. Times count only if the losses agree in every step. With several GPUs, data parallelism and ZeRO-3
+on all of them follow. In the end, a step is traced and compared with its prediction (`shardlab compare`). With `--cpu`,
+a tiny model shows that everything runs.
 """
 
 # pyright: reportUnknownMemberType=false

@@ -1,10 +1,10 @@
-"""Two hosts on one machine train together over a network that is slow, loses packets, drops everything, comes back.
+"""Train on two simulated hosts over a network that is slow, loses packets, fails, and recovers.
 
-As root, with Debian's iproute2 and nftables: `python benchmarks/hosts.py`. Each host is a network namespace with a name
-and an address of its own; both are joined by one cable, whose speed `tc` sets, and whose packets `nft` drops. On each
-runs an agent of torchrun with two ranks. When nothing arrives any more, the hosts have to say so and name each other's
-ranks; the one that torchrun's store is on goes on with its own ranks, and with all of them when the other is back. In
-the end the losses have to be those of one device.
+As root, with Debian's iproute2 and nftables: `python benchmarks/hosts.py`. Each host is a network namespace with its
+own name and address. One cable joins them, whose speed `tc` limits and whose packets `nft` drops. On each host runs an
+agent of torchrun with two ranks. When the network fails, each host must report the ranks of the other one. The host
+with torchrun's store continues with its own ranks, and with all ranks when the other host returns. In the end, the
+losses must be those of one device.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Collectives through shared memory, and by messages from member to member, beside gloo's own: what the executor runs,
-and why.
+"""Compare collectives through shared memory and by point-to-point messages with gloo's.
 
     python benchmarks/messages.py
 
-The ways take turns on the same tensors. Times and ratios are medians over the turns of rank 0: of a way's time by
-gloo's. Between hosts there is no shared memory, and sums that are large go gloo's way.
+The executor's choice between them follows from these times. The implementations take turns on the same tensors. Times
+and ratios to gloo's time are medians over the turns of rank 0. Between hosts, there is no shared memory, and large sums
+use gloo's algorithm.
 """
 
 # pyright: reportUnknownMemberType=false

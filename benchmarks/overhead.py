@@ -1,14 +1,14 @@
-"""What the executor costs by itself: microseconds an op, on a model that hardly computes, and where they go.
+"""Measure the overhead of the executor in microseconds an op, on a model that hardly computes.
 
     python benchmarks/overhead.py
 
     python benchmarks/overhead.py --against ../another-checkout
 
-Ops are those of rank 0's tape, WAIT and FREE included. Times are those for which rank 0's thread had a core, so that
-waiting for another rank does not count; each is the least of all steps. Steps of the executor and of plain PyTorch,
-with the same passes and the same fused AdamW and nothing between ranks, take turns; `overhead` is the difference over
-the ops: what is left is the executor's own. For each strategy follow the parts of a step beside plain PyTorch's, the
-kinds of op, and the functions that a profile finds to take most by themselves; of these steps the clocks are a part.
+Ops are those of rank 0's tape, including WAIT and FREE. Times are CPU times of rank 0's thread, so that waiting for
+other ranks does not count. Each is the minimum over all steps. Steps of the executor alternate with steps of plain
+PyTorch, which has the same passes and the same fused AdamW but no communication. `overhead` is the difference over the
+number of ops. For each strategy follow the parts of a step beside those of plain PyTorch, the kinds of op, and the
+functions with the largest own time in a profile. The clocks are part of these steps.
 """
 
 # pyright: reportUnknownMemberType=false

@@ -1,11 +1,11 @@
-"""What overlapping the reductions of gradients saves: real steps with one in flight, and with a block's.
+"""Measure the gain of overlapping the reductions of gradients: one at a time, against those of a whole block.
 
     python benchmarks/overlap.py
 
-The model is in half-blocks, since its head is tied to its embedding. Two programs follow one plan on the same processes
-and take turns, step by step: in the first a reduction waits for the one before it, in the second those of a block are
-in flight, as plans have it. Times are medians over the steps of rank 0; `ratio` is the median, over turns, of the
-second's time by the first's, and `middle half` what half of the turns lie between.
+The model is divided into half-blocks, because its head is tied to its embedding. Two programs follow one plan on the
+same processes and alternate step by step. In the first, a reduction waits for the previous one. In the second, all
+reductions of a block are in flight, as in plans. Times are medians over the steps of rank 0. `ratio` is the median over
+turns of the second program's time over the first one's, and `middle half` is the range of the middle half of them.
 """
 
 # pyright: reportUnknownMemberType=false

@@ -1,15 +1,15 @@
-"""Whether the planner chooses well on this machine: every plan of small spaces run, and the chosen one among them.
+"""Measure how well the planner chooses on this machine: run every plan of small spaces, including the chosen one.
 
     python benchmarks/plan_agreement.py
 
-First `shardlab bench` measures the machine's collectives and layers; that profile is all that the planner knows. Then
-each model and batch is planned, and every plan of its space is trained on two processes, the same for all cases: in
-rounds, in which each plan takes a step to warm up and one that counts, so that what else the machine does slows all of
-them alike. A plan's time is the median over the rounds; after the first ones those go on that may still be the fastest,
-until the case's seconds are over. The loss is how much longer the chosen plan's step takes than the shortest one: that
-of the plan which is predicted fastest, and that of the one which `shardlab train --plan auto` takes after it and those
-that may be faster have taken turns. Each case is told as it ends, and after Ctrl-C those that have. Nothing else may
-run meanwhile; all of it takes about six minutes.
+First, `shardlab bench` measures the machine's collectives and layers. The planner knows only this profile. Then each
+model and batch is planned, and every plan of its space is trained on two processes, which are the same for all cases.
+In each round, each plan takes a step to warm up and a step that counts, so that other work on the machine slows all
+plans alike. A plan's time is the median over the rounds. After the first rounds, only plans that may still be the
+fastest continue, until the time of the case is over. The loss of a choice is how much longer its step takes than that
+of the fastest plan. It is reported for the plan that is predicted fastest, and for the plan that
+`shardlab train --plan auto` chooses after it measured the plans that may be faster. Each case is printed when it ends,
+also before Ctrl-C. Nothing else may run on the machine. Everything takes about six minutes.
 """
 
 # pyright: reportUnknownMemberType=false

@@ -1,9 +1,10 @@
-"""Errors of predicted steps by recipe and device, as the planner prints them.
+"""Print the errors of predicted steps by recipe and device, as the planner reports them.
 
     python benchmarks/planner_errors.py [RUNS.json] [--every N]
 
-prints src/shardlab/planner/errors.toml, but for its rows of runs that are not in this repository. Each error is that of
-a run whose own source had no part in the constants that it is predicted with, as in fit_devices.py's column "left out".
+The output is src/shardlab/planner/errors.toml, without its rows for runs that are not in this repository. The error of
+a run is computed with constants that were fitted without the run's source, as in the column "left out" of
+fit_devices.py.
 """
 
 from __future__ import annotations

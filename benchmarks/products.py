@@ -1,11 +1,10 @@
-"""Products of a layer's matrices by oneDNN, beside torch's own kernels, which are MKL's on x86.
+"""Compare the matrix products of a layer by oneDNN with torch's own kernels, which are MKL's on x86.
 
     python benchmarks/products.py
 
-Both take turns on the same tensors, in one thread, as when a run chooses between them. Ratios are oneDNN's time by
-torch's, medians over the turns: of a linear map with a bias, and of the gradient of its input. Where a ratio is less
-than 0.97, a run takes oneDNN. The gradient of the weight is torch's either way. `--json` prints them, with seconds,
-for other programs.
+Both take turns on the same tensors in one thread, as when a run chooses between them. Ratios are medians over the turns
+of oneDNN's time over torch's, for a linear map with a bias and for the gradient of its input. If a ratio is less than
+0.97, a run uses oneDNN. The gradient of the weight always uses torch. `--json` prints the ratios with the seconds.
 """
 
 # pyright: reportUnknownMemberType=false

@@ -1,4 +1,4 @@
-"""Seconds from the kill of a rank to the first new step, where the same command is given again at once, and torchrun's.
+"""Measure the seconds from the kill of a rank to the first new step, for a repeated command and for torchrun.
 
 python benchmarks/restart.py [--ranks 2] [--times 3]
 """

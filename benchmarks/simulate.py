@@ -1,9 +1,9 @@
-"""How fast a step of many ranks is simulated: traced with alike ranks folded, then clocks and memory replayed.
+"""Measure how fast a step of many ranks is simulated: traced with identical ranks folded, then clocks and memory.
 
     python benchmarks/simulate.py
 
-Ops are the entries of the tapes that are traced, WAIT and FREE included. Everything runs in one process on one core;
-`seconds` is the process's own time from the plan to the figures of the step, `ops_per_s` that of clocks and memory.
+Ops are the entries of the traced tapes, including WAIT and FREE. Everything runs in one process on one core. `seconds`
+is the CPU time from the plan to the figures of the step, and `ops_per_s` is the speed of the clocks and the memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A scheduler of one node, started here from Debian's packages, runs a job that Shardlab submits.
+"""Run a job that Shardlab submits, on a scheduler of one node that this script starts from Debian's packages.
 
-As root: `apt-get install slurmctld slurmd slurm-client munge`, then `python benchmarks/slurm.py [COMMAND ...]`. Without
-a command of Shardlab's it is `test`. With `--warned` it is a training that SLURM tells, after its first steps, that its
-time is nearly over: it has to save, be requeued, which takes SLURM two minutes, and run to its end. Everything but
-munge's socket is in a folder for temporary files, and ends with this script.
+As root: `apt-get install slurmctld slurmd slurm-client munge`, then `python benchmarks/slurm.py [COMMAND ...]`. The
+default command of Shardlab is `test`. With `--warned`, it is a training that SLURM warns after its first steps that its
+time is nearly over. It must save, be requeued, which takes SLURM two minutes, and run to its end. All files except
+munge's socket are in a temporary folder, which is deleted with the end of this script.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How fast programs are traced and checked, and how soon a deadlock is reported.
+"""Measure how fast programs are traced and checked, and how soon a deadlock is reported.
 
     python benchmarks/trace.py
 
     python benchmarks/trace.py --against ../another-checkout
 
-Entries are those of the tapes, WAIT and FREE included, as in `ops` of `shardlab simulate --json`. Times are CPU seconds
-on one core, the least of several repetitions.
+Entries are those of the tapes, including WAIT and FREE, as in `ops` of `shardlab simulate --json`. Times are CPU
+seconds on one core, and each is the minimum of several repetitions.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Whether a model whose state is larger than its ranks may keep in memory trains within that limit, as without one.
+"""Train a model whose state exceeds the memory limit of its ranks, and compare its losses with those without a limit.
 
 python benchmarks/within_limit.py [--ranks 2] [--layers 50] [--hidden-size 384] [--room 176] [--steps 4]
 
-A rank may take so many MiB more than it has taken before it trains (setrlimit(RLIMIT_DATA), Linux: private memory that
-can be written, not files). It trains without a limit; within it, with weights and optimizer states on the disk; again
-so, resumed from the checkpoint after half of the steps; and within it with all in memory, which is to be refused.
+A rank may use `--room` MiB more than it uses before it trains (setrlimit(RLIMIT_DATA) of Linux: private writable memory
+without files). It trains four times: without a limit; within it, with weights and optimizer state on the disk; the
+same, resumed from the checkpoint after half of the steps; and within it with everything in memory, which must be
+refused.
 """
 
 from __future__ import annotations
