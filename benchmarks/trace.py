@@ -28,7 +28,7 @@ from shardlab.check import check
 from shardlab.language import Deadlock, Mesh, Rank, Strategy, trace
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan.plan import Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 
 CASES = {  # mesh, layers, microbatches
     "gpipe": (Mesh(pp=64), 64, 256),
@@ -93,7 +93,7 @@ def named_cases() -> dict[str, Case]:
     cases: dict[str, Case] = {name: (STRATEGIES[name].program, *rest) for name, rest in CASES.items()}
     for plan, layers, microbatches in PLANS:
         axes = " ".join(f"{axis}{size}" for axis, size in plan.mesh.sizes().items() if size > 1)
-        cases[f"{plan.schedule} {axes}"] = (planned(plan), plan.mesh, layers, microbatches)
+        cases[f"{plan.schedule} {axes}"] = (program_from_plan(plan), plan.mesh, layers, microbatches)
     return cases
 
 

@@ -32,7 +32,7 @@ from shardlab.language.rules.layer_graph import Held, Layer, Node, Port
 from shardlab.language.rules.spec import Space
 from shardlab.simulate.timeline import Costs, bubble, simulate
 from shardlab.strategies import STRATEGIES
-from shardlab.strategies.plan.layer_passes import dealt
+from shardlab.strategies.plan.layer_passes import slices_of_rank
 from shardlab.strategies.schedules import SCHEDULES
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -227,8 +227,8 @@ def context(path: Path) -> None:
     slices = 2 * RANKS
     ways = {
         "consecutive slices": [(2 * rank, 2 * rank + 1) for rank in range(RANKS)],
-        "an early and a late slice": [dealt(rank, RANKS) for rank in range(RANKS)],
-        "two stripes": [dealt(rank, RANKS, stripes=2) for rank in range(RANKS)],
+        "an early and a late slice": [slices_of_rank(rank, RANKS) for rank in range(RANKS)],
+        "two stripes": [slices_of_rank(rank, RANKS, stripes=2) for rank in range(RANKS)],
     }
     with style():
         page = Page(9.6, 3.4)

@@ -12,7 +12,7 @@ from shardlab.language import Mesh, Program, Refused, Strategy, trace
 from shardlab.models import GPT, Blocks, Mixtral, MoE
 from shardlab.simulate.passes import PASSES
 from shardlab.simulate.passes.reorder import CannotApply
-from shardlab.strategies.registry import StrategyEntry, planned_entry
+from shardlab.strategies.registry import StrategyEntry, entry_from_plan
 from shardlab.train.job import Job
 from tests.attack.models import MODELS, ROWS
 from tests.attack.script import Script
@@ -133,7 +133,7 @@ class SubjectJob(Job):
     @cached_property
     def _entry(self) -> StrategyEntry:
         if not isinstance(self.strategy, str):
-            return planned_entry(self.strategy, "plan")
+            return entry_from_plan(self.strategy, "plan")
         program = self.script.strategy if self.script is not None else self.program
         assert program is not None
         return StrategyEntry("program", program, "", "", lambda _: self.mesh, self.mesh.world)

@@ -8,7 +8,7 @@ from typing import Any, cast
 from shardlab.language import Handle, Mesh, Rank, Value
 from shardlab.language.rules.kinds import ROW_KINDS
 from shardlab.strategies.plan.plan import Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 
 
 def forward(rank: Rank, microbatches: range, weights: dict[int, Value] | None = None) -> Value:
@@ -194,12 +194,12 @@ class ByHand:
 
 async def sequence_parallel(rank: Rank) -> None:
     """Sequence parallelism whose gathers and scatters are written out."""
-    await planned(SEQUENCE_PARALLEL)(cast(Rank, ByHand(rank)))
+    await program_from_plan(SEQUENCE_PARALLEL)(cast(Rank, ByHand(rank)))
 
 
 async def context_parallel(rank: Rank) -> None:
     """Context parallelism of which keys and values are put together by hand."""
-    await planned(CONTEXT_PARALLEL)(cast(Rank, ByHand(rank)))
+    await program_from_plan(CONTEXT_PARALLEL)(cast(Rank, ByHand(rank)))
 
 
 SEQUENCE_PARALLEL = Plan(Mesh(tp=2), sequence_parallel=True)

@@ -14,7 +14,7 @@ from shardlab.language import Mesh, OpKind, Program, Sizes, Strategy, trace
 from shardlab.language.ops import COLLECTIVES
 from shardlab.models import GPT, MLP, Blocks, MoE
 from shardlab.strategies import Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from shardlab.train.job import Job
 from shardlab.train.verification.verify import verify_rank
 from tests.check import group_programs as right
@@ -86,7 +86,7 @@ def test_unequal_parts_are_not_dealt_to_ranks() -> None:
     ],
 )
 def test_an_exchange_of_unequal_pieces_runs_nowhere(end: str, cells: int, remedy: str) -> None:
-    checked = check(trace(planned(Plan(Mesh(cp=2), context="ulysses")), Mesh(cp=2), 1, 2))
+    checked = check(trace(program_from_plan(Plan(Mesh(cp=2), context="ulysses")), Mesh(cp=2), 1, 2))
     tapes = checked.program.tapes
     exchange = next(op for op in tapes[0] if op.kind is OpKind.ALL_TO_ALL)
     (number,), specs = getattr(exchange, end), checked.specs[0]

@@ -18,7 +18,7 @@ from shardlab.simulate.passes.run import passed
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.column_parallel import column_parallel
 from shardlab.strategies.plan.plan import Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from tests.check import drifting
 from tests.check.drifting import added, computed, data_parallel, turned
 from tests.check.programs import built_in, fits, layers_for
@@ -54,7 +54,7 @@ def test_no_plan_drifts(name: str) -> None:
 def test_no_plan_drifts_whose_reductions_run_in_buckets() -> None:
     """Ranks of `tp` have other slices of layers in their buckets, and replicas of norms beside them."""
     plan = Plan(Mesh(dp_replicate=4, tp=2))
-    proof = passed(check(trace(planned(plan), plan.mesh, Sizes.half_blocks(1), 4)), "bucket")
+    proof = passed(check(trace(program_from_plan(plan), plan.mesh, Sizes.half_blocks(1), 4)), "bucket")
     assert any(op.batch >= 0 for op in proof.program.tapes[0])
     assert drifts_of(proof) == []
 
@@ -352,8 +352,8 @@ TWO = Mesh(tp=2)
 HEADS = Plan(Mesh(cp=2, tp=2), sequence_parallel=True)
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "columns": lambda: traced(column_parallel, TWO, Sizes.columns(3)),
-    "heads": lambda: traced(planned(HEADS), HEADS.mesh, Sizes.context_blocks(1)),
-    "recomputed": lambda: traced(planned(Plan(TWO, recompute="full")), TWO, Sizes.half_blocks(2)),
+    "heads": lambda: traced(program_from_plan(HEADS), HEADS.mesh, Sizes.context_blocks(1)),
+    "recomputed": lambda: traced(program_from_plan(Plan(TWO, recompute="full")), TWO, Sizes.half_blocks(2)),
 }
 Change = Callable[[Op], Op]
 

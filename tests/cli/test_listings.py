@@ -16,7 +16,7 @@ from shardlab.cli.listings import print_strategies, sent_by
 from shardlab.simulate.predict.recipe import recipes
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.schedules import SCHEDULES
-from shardlab.strategies.schedules.pytorch_csv import Form
+from shardlab.strategies.schedules.pytorch_csv import CsvFormat
 from tests.planner.published.test_reading import ROWS
 from tests.strategies.csv_files import csv_of
 
@@ -171,7 +171,7 @@ def test_a_report_names_the_assumed_figures_that_it_rests_on(capsys: Captured) -
 # `shardlab schedule`: schedules go out as CSV, and come back with --schedule.
 
 
-FORMS: list[Form] = ["compute_only", "compute_comms"]
+FORMS: list[CsvFormat] = ["compute_only", "compute_comms"]
 
 
 def printed(capsys: Captured, *words: str) -> str:
@@ -183,7 +183,7 @@ def printed(capsys: Captured, *words: str) -> str:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_csv_alone_is_printed(name: str, form: Form, capsys: Captured) -> None:
+def test_the_csv_alone_is_printed(name: str, form: CsvFormat, capsys: Captured) -> None:
     stages = SCHEDULES[name].stages_per_rank or 2
     expected = csv_of(SCHEDULES[name], 2, 5, stages, form=form)
     assert printed(capsys, "schedule", name, "--pp", "2", "--microbatches", "5", "--form", form) == expected
@@ -192,7 +192,7 @@ def test_the_csv_alone_is_printed(name: str, form: Form, capsys: Captured) -> No
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "dualpipe-v"])
 def test_what_was_exported_is_checked_timed_and_exported_again_as_it_was(
-    name: str, form: Form, tmp_path: Path, capsys: Captured
+    name: str, form: CsvFormat, tmp_path: Path, capsys: Captured
 ) -> None:
     file = tmp_path / "schedule.csv"
     said = printed(capsys, "schedule", name, "--pp", "2", "--form", form, "--csv", str(file))

@@ -24,7 +24,7 @@ from shardlab.language import Mesh, OpKind, Sizes, trace
 from shardlab.language.ops import ColorBy
 from shardlab.simulate.timeline import Timeline, simulate
 from shardlab.strategies.plan.plan import Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from tests.draw.test_timeline import boxes, fills, texts, timeline_of
 
 SPLIT = ["zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
@@ -115,7 +115,7 @@ def test_by_layer_forwards_have_the_layers_colour_and_gradients_a_stripe_of_it()
 def test_a_finer_cut_leaves_the_models_layers_their_number_and_colour(mesh: Mesh) -> None:
     plan = Plan(mesh)
     sizes = Sizes.context_blocks(3) if mesh.cp > 1 else Sizes.of_puzzle(3, mesh)
-    timeline = simulate(check(trace(planned(plan), mesh, sizes, 2)))
+    timeline = simulate(check(trace(program_from_plan(plan), mesh, sizes, 2)))
     assert sizes.layers > model_layer_count(sizes) == 3
     found = [model_layer(sizes, layer) for layer in range(sizes.layers)]
     assert found == sorted(found)

@@ -18,7 +18,7 @@ from shardlab.simulate.predict.estimate import estimate
 from shardlab.simulate.predict.folding import fold
 from shardlab.simulate.timeline import Timeline, simulate
 from shardlab.strategies.plan.plan import Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from tests.draw.test_timeline import texts, timeline_of
 from tests.simulate.timeline.fakes import FakePrices
 
@@ -71,7 +71,7 @@ def test_few_ranks_keep_rows_of_their_own() -> None:
 
 def test_a_row_names_the_coordinates_that_its_ranks_share() -> None:
     sizes = Sizes.of_puzzle(4, TP.mesh)
-    timeline = simulate(check(trace(planned(TP), TP.mesh, sizes, 2)))
+    timeline = simulate(check(trace(program_from_plan(TP), TP.mesh, sizes, 2)))
     names = [row_name(timeline.program, row) for row in rows_of(timeline)]
     assert names == ["ranks 0-7 (pp 0)", "ranks 8-15 (pp 1)", "ranks 16-23 (pp 2)", "ranks 24-31 (pp 3)"]
     assert row_name(timeline.program, Row(9, [9], ())) == "rank 9 (pp 1, tp 1)"

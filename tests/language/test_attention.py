@@ -9,7 +9,7 @@ import pytest
 from shardlab.language import Holds, Kind, Mesh, Rank, Sizes, Spec, Strategy, Value, trace
 from shardlab.language.rules.kinds import mask_of
 from shardlab.language.rules.spec import Space, form_of
-from shardlab.strategies.plan.layer_passes import dealt
+from shardlab.strategies.plan.layer_passes import slices_of_rank
 from tests.language.tapes import refusal
 from tests.support.refusing import Told, tells, told
 
@@ -18,7 +18,7 @@ from tests.support.refusing import Told, tells, told
 
 def start(rank: Rank) -> tuple[Value, Value]:
     """Up to the first queries, keys and values, which are kept as well."""
-    rank.activations[0] = rank.load_batch([0], dealt(rank.index, 2))
+    rank.activations[0] = rank.load_batch([0], slices_of_rank(rank.index, 2))
     for l in range(4):
         rank.weights[l] = rank.load_weight(l)
     rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
@@ -155,7 +155,7 @@ def test_gradients_that_lack_something_are_refused(strategy: Strategy, said: Tol
 def test_other_tokens_are_refused() -> None:
     async def strategy(rank: Rank) -> None:
         queries, _ = start(rank)
-        whole = rank.load_batch([1], dealt(rank.index, 2))
+        whole = rank.load_batch([1], slices_of_rank(rank.index, 2))
         rank.activations["other"] = rank.forward(0, whole, rank.weights[0])
         x, _ = rank.forward(1, (rank.activations["other"],), rank.weights[1])
         rank.attend(2, queries, rank.forward(2, (x,), rank.weights[2])[1])
@@ -165,7 +165,7 @@ def test_other_tokens_are_refused() -> None:
 
 def test_what_is_loaded_is_told_by_its_slices() -> None:
     async def strategy(rank: Rank) -> None:
-        rank.load_batch([1], dealt(rank.index, 2))
+        rank.load_batch([1], slices_of_rank(rank.index, 2))
 
     ops = [tape[0] for tape in trace(strategy, Mesh(cp=2), 1, 2).tapes]
     assert [op.holds for op in ops] == [Holds(0b1001_0000, 8), Holds(0b0110_0000, 8)]

@@ -30,7 +30,7 @@ from shardlab.language.rules.kinds import WHOLE
 from shardlab.language.rules.layer_graph import Node, layers_of
 from shardlab.language.rules.spec import Space, Term, form_of
 from shardlab.strategies.plan.plan import Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from tests.language.rules.toys import matrices
 from tests.language.tapes import refusal as refusal_imported
 from tests.support.mutating import changed, places, renamed, with_tape
@@ -140,7 +140,7 @@ def test_a_slice_takes_its_share_of_room_and_a_term_takes_all() -> None:
 TIED_SIZES = Sizes.half_blocks(1, tied=True)
 LAST = TIED_SIZES.layers - 1
 TWO = Plan(Mesh(pp=2))
-PROGRAM = trace(planned(TWO), TWO.mesh, TIED_SIZES, 2)
+PROGRAM = trace(program_from_plan(TWO), TWO.mesh, TIED_SIZES, 2)
 Verbs = Callable[[Rank], object]
 
 
@@ -222,7 +222,7 @@ def test_a_tape_that_loads_a_weight_for_the_head_is_refused() -> None:
 
 def test_the_two_gradients_meet_once_in_a_group_of_the_first_and_the_last_stage() -> None:
     plan = Plan(Mesh(pp=2, dp_shard=2, tp=2))
-    program = trace(planned(plan), plan.mesh, TIED_SIZES, 4)
+    program = trace(program_from_plan(plan), plan.mesh, TIED_SIZES, 4)
     communications = [
         op.group for _, _, op in places(program, OpKind.ALL_REDUCE) if op.group and "ranks" in op.group.axis
     ]
@@ -235,7 +235,7 @@ def test_every_plan_checks_and_runs_on_both_backends(mesh: Mesh, schedule: str) 
     axes = ("dp_shard",)
     plan = Plan(mesh, schedule, shard_parameters=axes, shard_gradients=axes, shard_optimizer=axes)
     sizes = Sizes.half_blocks(4, tied=True)
-    assert check(trace(planned(plan), mesh, sizes, 4 * mesh.dp_shard)).backends() == ["gloo", "nccl"]
+    assert check(trace(program_from_plan(plan), mesh, sizes, 4 * mesh.dp_shard)).backends() == ["gloo", "nccl"]
 
 
 def test_the_weight_is_counted_once_in_the_norm() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardlab.strategies.schedules import Schedule
-from shardlab.strategies.schedules.pytorch_csv import Form, csv_of_steps, import_csv
-from shardlab.strategies.schedules.steps import Recv, Send, ShardedStep, steps_of
+from shardlab.strategies.schedules.pytorch_csv import CsvFormat, export_csv, import_csv
+from shardlab.strategies.schedules.steps import Recv, Send, ShardedStep, resolve_schedule
 
 
-def csv_of(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank: int = 1, *, form: Form) -> str:
-    return csv_of_steps(steps_of(schedule, ranks, microbatches, stages_per_rank), form=form)
+def csv_of(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank: int = 1, *, form: CsvFormat) -> str:
+    return export_csv(resolve_schedule(schedule, ranks, microbatches, stages_per_rank), form=form)
 
 
 def read_csv(source: str | Path) -> list[list[ShardedStep]]:

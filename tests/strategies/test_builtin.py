@@ -20,7 +20,7 @@ from shardlab.models.cutting import cut_for
 from shardlab.simulate.timeline import Timeline, simulate
 from shardlab.strategies import STRATEGIES, find
 from shardlab.strategies.plan.plan import Plan, Recompute
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.registry import DECLARED
 from shardlab.strategies.schedules import SCHEDULES
 from tests.support.thorough import examples
@@ -245,7 +245,7 @@ SHARDS = [(), ("dp_shard",), ("dp_shard", "dp_replicate")]
 
 
 def checked_plan(plan: Plan, blocks: int, microbatches: int) -> Checked:
-    return check(trace(planned(plan), plan.mesh, blocks, microbatches))
+    return check(trace(program_from_plan(plan), plan.mesh, blocks, microbatches))
 
 
 @st.composite
@@ -308,7 +308,7 @@ def test_a_rank_keeps_its_experts_alone() -> None:
 
 
 def test_mixtures_run_as_they_are_where_nothing_is_parallel() -> None:
-    program = trace(planned(Plan()), Mesh(), Sizes.mixture(2), 2)
+    program = trace(program_from_plan(Plan()), Mesh(), Sizes.mixture(2), 2)
     assert not any(op.kind is OpKind.ALL_TO_ALL for op in program.tapes[0])
     check(program)
 
@@ -316,9 +316,9 @@ def test_mixtures_run_as_they_are_where_nothing_is_parallel() -> None:
 def test_what_expert_parallelism_cannot_cut_is_refused() -> None:
     shared = Plan(Mesh(cp=2, ep=2), shard_optimizer=("cp",))
     with pytest.raises(UserError, match="the plan shards over cp, but the 2 ranks of cp share a mixture's experts"):
-        trace(planned(shared), shared.mesh, Sizes.expert_blocks(2), 2)
+        trace(program_from_plan(shared), shared.mesh, Sizes.expert_blocks(2), 2)
     with pytest.raises(UserError, match="ep 2, which cuts mixtures of experts, but this model has none"):
-        trace(planned(Plan(Mesh(ep=2))), Mesh(ep=2), Sizes.puzzle(4), 2)
+        trace(program_from_plan(Plan(Mesh(ep=2))), Mesh(ep=2), Sizes.puzzle(4), 2)
     with pytest.raises(UserError, match="3 microbatches do not divide among 2 data-parallel ranks"):
         checked_plan(Plan(Mesh(ep=2)), 2, 3)
     with pytest.raises(UserError, match="shard_parameters is ep"):
@@ -338,7 +338,7 @@ SAVED = Sizes(weights=(1,) * 4, opt_states=(1,) * 4, activations=(10,) * 5, save
 
 def traced_with(recompute: Recompute | tuple[int, ...], sizes: Sizes = SAVED, mesh: Mesh | None = None) -> Program:
     plan = Plan(mesh or Mesh(), recompute=recompute)
-    return trace(planned(plan), plan.mesh, sizes, 1)
+    return trace(program_from_plan(plan), plan.mesh, sizes, 1)
 
 
 def run(recompute: Recompute | tuple[int, ...], sizes: Sizes = SAVED) -> Timeline:
@@ -399,7 +399,7 @@ def test_a_block_of_half_blocks_is_computed_again_with_its_communication() -> No
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_of_a_block_that_is_computed_again_only_its_input_is_kept(sequence_parallel: bool) -> None:
     plan = Plan(TP, recompute="full", sequence_parallel=sequence_parallel)
-    program = trace(planned(plan), TP, HALVES, 1)
+    program = trace(program_from_plan(plan), TP, HALVES, 1)
     tape, specs = program.tapes[0], check(program).specs[0]
     live: set[int] = set()
     for op in tape:
@@ -420,7 +420,7 @@ def test_blocks_are_computed_again_on_any_pipeline(schedule: str) -> None:
     mesh = Mesh(pp=2, tp=2)
     for recompute in ("full", (1,)):
         plan = Plan(mesh, schedule, recompute=recompute, shard_optimizer=("dp_shard",))
-        check(trace(planned(plan), mesh, Sizes.half_blocks(3), 4))
+        check(trace(program_from_plan(plan), mesh, Sizes.half_blocks(3), 4))
 
 
 def test_full_recomputation_takes_one_more_forward_pass_of_every_block() -> None:
@@ -459,7 +459,7 @@ def test_every_combination_of_axes_passes_the_check(sizes: tuple[int, int, int, 
         context="ulysses" if ep > 1 else "ring",
     )
     cut = cut_for(MODEL, plan.mesh, planned=True, ulysses=plan.ulysses)
-    checked = check(trace(planned(plan), plan.mesh, cut.sizes(1, 4), plan.data_ranks))
+    checked = check(trace(program_from_plan(plan), plan.mesh, cut.sizes(1, 4), plan.data_ranks))
     assert checked.frozen == ()
 
 

@@ -14,7 +14,7 @@ from shardlab.check import Checked, check
 from shardlab.language import Kind, OpKind, UserError, trace
 from shardlab.simulate.timeline import live_memory, traffic
 from shardlab.strategies import STRATEGIES, StrategyEntry
-from shardlab.strategies.registry import planned_entry
+from shardlab.strategies.registry import entry_from_plan
 from shardlab.strategies.schedules import SCHEDULES
 from tests.strategies.action_clock import PassTimes, cost, peak_live
 
@@ -57,7 +57,7 @@ def entry_of(strategy: str, ranks: int) -> StrategyEntry:
     changes: dict[str, Any] = {}
     for flag, value in zip(flags[::2], flags[1::2], strict=True):
         changes[flag.removeprefix("--").replace("-", "_")] = int(value) if value.isdecimal() else value
-    return planned_entry(replace(preset(ranks), **changes), strategy)
+    return entry_from_plan(replace(preset(ranks), **changes), strategy)
 
 
 def tried(strategy: str, holds: str) -> Iterator[tuple[Checked, dict[str, Any]]]:
@@ -75,7 +75,7 @@ def tried(strategy: str, holds: str) -> Iterator[tuple[Checked, dict[str, Any]]]
         symbols = {
             "n": mesh.world, "p": mesh.pp, "r": mesh.dp_replicate, "s": mesh.dp_shard, "d": data_ranks,
             "c": mesh.cp, "t": mesh.tp, "e": mesh.ep, "L": layers, "m": microbatches, "k": microbatches / data_ranks,
-            "v": plan.stages_of_a_rank(layers) if plan else 1, "u": plan.ulysses if plan else 1,
+            "v": plan.stages_on_rank(layers) if plan else 1, "u": plan.ulysses if plan else 1,
             "W": sum(sizes.weights), "A": sizes.activations[0],
             "D": sum(w for w, layer in zip(sizes.weights, sizes.signatures, strict=True) if "expert" not in layer.cut),
             "min": min, "all": True,

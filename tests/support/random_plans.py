@@ -17,7 +17,7 @@ from shardlab.models import MoE
 from shardlab.models.cutting import cut
 from shardlab.strategies.plan.plan import CUT_AXES, DATA_AXES, Context, Recompute
 from shardlab.strategies.plan.plan import Plan as Plan_imported
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.plan.rank_plan import model_layers
 from shardlab.strategies.schedules import SCHEDULES
 from tests.support.pieces import WIDTH
@@ -64,7 +64,7 @@ class Planned:
     @property
     def program(self) -> Program:
         sizes = replace(self.plan.counted(MODELS[self.model](self.layers)), whole_matrices=self.muon)
-        return trace(planned(self.plan), self.plan.mesh, sizes, self.microbatches)
+        return trace(program_from_plan(self.plan), self.plan.mesh, sizes, self.microbatches)
 
 
 def random_mesh(random: Random, model: str, ranks: int) -> Mesh:

@@ -25,7 +25,7 @@ from shardlab.language import Holds, Kind, Mesh, OpKind, trace
 from shardlab.language.precision import Optimizer
 from shardlab.models import GPT, MLP, Blocks, Llama, MoE
 from shardlab.strategies.plan.plan import Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from shardlab.train.batches import Batches
 from shardlab.train.config import LoggingConfig
 from shardlab.train.data.corpus import Corpus
@@ -298,7 +298,7 @@ def test_frozen_blocks_alone_have_no_gradient_and_no_state(name: str, blocks: se
     plan = CASES[name].strategy
     assert isinstance(plan, Plan)
     job = job_of_of_freeze(replace(plan, freeze=tuple(blocks), recompute="none"))
-    checked = check(trace(planned(job.strategy), job.entry.grid(job.ranks), job.sizes, job.microbatches))  # pyright: ignore
+    checked = check(trace(program_from_plan(job.strategy), job.entry.grid(job.ranks), job.sizes, job.microbatches))  # pyright: ignore
     of_blocks = {
         layer for layer, run in enumerate(job.cut.runs) if any(block in blocks for block, _ in run.parameters())
     }

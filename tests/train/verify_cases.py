@@ -10,7 +10,7 @@ from pathlib import Path
 from shardlab.language import Mesh
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, MoE
 from shardlab.strategies import Plan
-from shardlab.strategies.schedules.pytorch_csv import Form
+from shardlab.strategies.schedules.pytorch_csv import CsvFormat
 from shardlab.train.job import Job
 from shardlab.train.verification.cases import ALONE, CASES, FSDP, NO_PIPELINE, PIPELINES, SHARD, SHARDINGS, Case
 
@@ -45,7 +45,7 @@ class Verified:
     ranks: int = 0
     steps: int = 2
     uneven: bool = False
-    exported: Form | None = None
+    exported: CsvFormat | None = None
     clip: float | None = None
 
     @property

@@ -17,7 +17,7 @@ from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.language import Mesh, UserError
 from shardlab.language.rules.kinds import counted
 from shardlab.strategies.plan.plan import Plan
-from shardlab.strategies.registry import planned_entry
+from shardlab.strategies.registry import entry_from_plan
 from shardlab.train.launch.environment import require_port
 
 
@@ -86,7 +86,7 @@ class Eval:
             model = replace(model, seq_len=self.seq_len)
         ranks = self.ranks or ranks_here(0) or None
         if self.strategy is None and self.layout == NO_FLAGS and ranks in (None, 1):
-            chosen, ranks = planned_entry(Plan(Mesh()), "one device"), 1
+            chosen, ranks = entry_from_plan(Plan(Mesh()), "one device"), 1
         else:
             chosen, ranks = self.layout.entry(self.strategy, ranks)
         job = Job(

@@ -30,7 +30,7 @@ from shardlab.simulate.timeline import Traffic, traffic
 from shardlab.strategies import STRATEGIES, StrategyEntry
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.schedules.find import find_schedule
-from shardlab.strategies.schedules.pytorch_csv import Form, csv_of_steps
+from shardlab.strategies.schedules.pytorch_csv import CsvFormat, export_csv
 from shardlab.strategies.schedules.steps import Steps
 
 LAYERS = 8
@@ -113,7 +113,7 @@ class ScheduleCommand:
     max_seconds_per_op: MaxSeconds = None
     """Refuse a schedule that needs more CPU time until its next pass, because it may loop forever."""
 
-    form: Form = "compute_comms"
+    form: CsvFormat = "compute_comms"
     """Write only the passes, or also the messages and the actions of sharded stages."""
 
     csv: NewFile = None
@@ -128,7 +128,7 @@ class ScheduleCommand:
     def run(self) -> int:
         check_new_file("--csv", self.csv, "schedule.csv", force=True)  # refuses a missing folder before any work
         steps = self.steps()
-        text = csv_of_steps(steps, form=self.form)
+        text = export_csv(steps, form=self.form)
         check_new_file("--csv", self.csv, "schedule.csv", force=self.force, content=text.encode())
         if self.csv is not None:
             with writing("--csv", self.csv):

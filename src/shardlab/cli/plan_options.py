@@ -29,7 +29,7 @@ from shardlab.language.rules.kinds import counted
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import UNNAMED, Plan, read_plan
-from shardlab.strategies.registry import StrategyEntry, planned_entry
+from shardlab.strategies.registry import StrategyEntry, entry_from_plan
 
 if TYPE_CHECKING:
     from shardlab.simulate.hardware import Cluster
@@ -143,7 +143,7 @@ class PlanOptions:
                 f"the plan's mesh {plan.mesh} does not fit on {counted(ranks, 'rank')}; leave out --ranks or change "
                 "the mesh"
             )
-        return planned_entry(plan, name or (str(path) if path else UNNAMED)), plan.mesh.world
+        return entry_from_plan(plan, name or (str(path) if path else UNNAMED)), plan.mesh.world
 
 
 def checked(
@@ -259,7 +259,7 @@ def as_recipe_does(entry: StrategyEntry, ranks: int, layout: PlanOptions, recipe
         changed["reduce_at"] = recipe.defaults.reduction(sharded=sharded or recipe.defaults.zero_stage > 0)
     if recipe.defaults.zero_stage and plan.mesh.dp_shard > 1 and not sharded:
         changed["shard_optimizer"] = ("dp_shard",)
-    return planned_entry(replace(plan, **changed), entry.name) if changed else entry
+    return entry_from_plan(replace(plan, **changed), entry.name) if changed else entry
 
 
 def _require_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:

@@ -1,6 +1,12 @@
-"""Built-in strategies: the short files are to be read, in the order of `shardlab strategies`; the rest are plans.
+"""Strategies: the training step of one rank, as a program.
 
-A strategy is declared by its own module, with `built_in` or `preset`; every module of this folder is imported.
+Nine short programs come first; each adds one idea. Read them in this order: `single`, `grad_accum`, `ddp`, `wsdp`,
+`fsdp`, `column_parallel`, `tensor_parallel`, `expert_parallel`, `pipeline`. All other strategies are plans, that is,
+settings of one general program: the presets below show which settings make ZeRO, HSDP, every pipeline schedule, context
+parallelism and 3D parallelism. That program is in `plan`, and the pipeline schedules are in `schedules`. `registry` has
+the table that `shardlab strategies` lists, and `load` finds a strategy by what a user types.
+
+This module imports every module of the folder, because a program declares itself with `built_in`.
 """
 
 from __future__ import annotations
@@ -16,46 +22,43 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import DECLARED, Preset, StrategyEntry, preset
 from shardlab.strategies.schedules import SCHEDULES
 
-# Plans by name, for any number of ranks.
-
-
 ZERO = "Rajbhandari et al. 2020, arXiv 1910.02054"
 SHARD = ("dp_shard",)
-BOTH = ("dp_shard", "dp_replicate")
+ALL_DATA = ("dp_shard", "dp_replicate")
 
 
 @preset("the batch and optimizer state", "W + G + O/n", f"{ZERO}, stage 1")
 def zero_1(ranks: int) -> Plan:
-    """The optimizer's state is cut."""
+    """Shard the optimizer state."""
     return Plan(Mesh(dp_shard=ranks), shard_optimizer=SHARD)
 
 
 @preset("the batch, gradients and optimizer state", "W + (G + O)/n", f"{ZERO}, stage 2")
 def zero_2(ranks: int) -> Plan:
-    """Gradients and the optimizer's state are cut."""
+    """Shard the gradients and the optimizer state."""
     return Plan(Mesh(dp_shard=ranks), shard_gradients=SHARD, shard_optimizer=SHARD)
 
 
 @preset("as fsdp, with microbatches", "(W + G + O)/n", f"{ZERO}, stage 3")
 def zero_3(ranks: int) -> Plan:
-    """Everything is cut."""
+    """Shard weights, gradients and optimizer state."""
     return _fully_sharded(Mesh(dp_shard=ranks))
 
 
 @preset("the batch; all else within each of two replicas", "(W + G + O)/s", "Zhao et al. 2023, arXiv 2304.11277")
 def hsdp(ranks: int) -> Plan:
-    """Everything is cut within two halves of the ranks; the halves are replicas, reduced once a step."""
+    """Shard everything within each half of the ranks. The halves are replicas; they reduce gradients once a step."""
     return _fully_sharded(_two_replicas(ranks))
 
 
 @preset("as hsdp; optimizer state over all ranks", "(W + G)/s + O/n", "Levanter, issue 325")
 def partially_sharded(ranks: int) -> Plan:
-    """Cut as `hsdp` does, with the optimizer's state over all ranks."""
-    return Plan(_two_replicas(ranks), shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=BOTH)
+    """Shard weights and gradients as `hsdp` does, and the optimizer state over all ranks."""
+    return Plan(_two_replicas(ranks), shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=ALL_DATA)
 
 
-def pipelined(schedule: str) -> Preset:
-    """Make a plan of one pipeline of all ranks."""
+def pipeline_preset(schedule: str) -> Preset:
+    """Return a preset in which all ranks form one pipeline with this schedule."""
     return lambda ranks: Plan(Mesh(pp=ranks), schedule)
 
 
@@ -65,12 +68,12 @@ for schedule in SCHEDULES.values():
         "(W + G + O)/p",
         schedule.source,
         name=schedule.name,
-    )(pipelined(schedule.name))
+    )(pipeline_preset(schedule.name))
 
 
 @preset("the layers, and all that fsdp splits", "W/p + (W + G + O)/n", "LLM Training Puzzles, puzzle 7")
 def pipeline_fsdp(ranks: int) -> Plan:
-    """A GPipe pipeline on a grid as square as can be, its stages fully sharded."""
+    """Run a GPipe pipeline of fully sharded stages. The mesh is as square as the number of ranks allows."""
     return _fully_sharded(_square(ranks), "gpipe")
 
 
@@ -78,13 +81,13 @@ def pipeline_fsdp(ranks: int) -> Plan:
     "the layers, in loops, and all that fsdp splits", "W/(p*v) + (W + G + O)/n", "Lamy-Poirier 2022, arXiv 2211.05953"
 )
 def breadth_first_fsdp(ranks: int) -> Plan:
-    """A breadth-first pipeline on such a grid, its stages fully sharded: weights are gathered once a visit."""
+    """Run a breadth-first pipeline of fully sharded stages. A stage gathers its weights once for all microbatches."""
     return _fully_sharded(_square(ranks), "breadth-first")
 
 
 @preset("the sequences", "W + G + O", "Liu et al. 2023, arXiv 2310.01889")
 def context_parallel(ranks: int) -> Plan:
-    """Sequences are cut; keys and values go round in a ring."""
+    """Split every sequence over the ranks. Keys and values travel around a ring."""
     return Plan(Mesh(cp=ranks))
 
 
@@ -96,7 +99,7 @@ def context_parallel(ranks: int) -> Plan:
     name="3d",
 )
 def three_dimensional(ranks: int) -> Plan:
-    """Pipeline and tensor parallelism over two ranks each, data parallelism over the rest."""
+    """Combine a pipeline of two stages, tensor parallelism over two ranks, and data parallelism over the rest."""
     if ranks % 4:
         raise UserError(f"{ranks} ranks do not divide by pp 2 x tp 2; give a multiple of 4, or a mesh by --pp and --tp")
     return Plan(Mesh(pp=2, dp_shard=ranks // 4, tp=2))
@@ -110,7 +113,7 @@ def three_dimensional(ranks: int) -> Plan:
     name="4d",
 )
 def four_dimensional(ranks: int) -> Plan:
-    """Three-dimensional parallelism with sequences cut over the tensor-parallel ranks."""
+    """Add sequence parallelism to `3d`: activations between the matrices are split over the tensor-parallel ranks."""
     return replace(three_dimensional(ranks), sequence_parallel=True)
 
 
@@ -134,16 +137,16 @@ def _two_replicas(ranks: int) -> Mesh:
 
 
 def _square(ranks: int) -> Mesh:
-    """Choose as many pipeline stages as the largest divisor not above the root of the ranks."""
+    """Return the mesh whose number of stages is the largest divisor of the ranks up to their square root."""
     stages = max(n for n in range(1, math.isqrt(max(ranks, 1)) + 1) if ranks % n == 0)
     return Mesh(pp=stages, dp_shard=ranks // stages)
 
 
 def find(name: str) -> StrategyEntry:
-    """The built-in strategy of this name; `_` is as good as `-`.
+    """Return the built-in strategy with this name; `_` and `-` are the same.
 
     Raises:
-        UserError: if there is none; the nearest name is suggested.
+        UserError: if there is none. The message suggests the nearest name.
     """
     if (spelled := name.replace("_", "-")) in STRATEGIES:
         return STRATEGIES[spelled]

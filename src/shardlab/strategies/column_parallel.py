@@ -1,5 +1,8 @@
-"""Tensor parallelism in its simplest form: every matrix is cut by columns (Stanford CS336, spring 2025, lecture 8:
-github.com/stanford-cs336/spring2025-lectures lecture_08.py, whose backward pass is "homework exercise")."""
+"""Tensor parallelism in its simplest form: ranks split the columns of every matrix.
+
+Source: Stanford CS336, spring 2025, lecture 8 (github.com/stanford-cs336/spring2025-lectures, lecture_08.py), which
+leaves the backward pass as an exercise.
+"""
 
 from shardlab.language import Rank, Value
 from shardlab.strategies.registry import built_in, tensor_parallel_mesh
@@ -15,10 +18,11 @@ from shardlab.strategies.registry import built_in, tensor_parallel_mesh
     order=6,
 )
 async def column_parallel(rank: Rank) -> None:
-    """Column parallelism: each rank makes some features of every layer's output, gathered for the next layer.
+    """All-gather the features of each layer's output in the forward pass; all-reduce the gradient of its input.
 
-    Backward, each rank's columns tell a term of the gradient of the layer's input: the terms are summed, and of the sum
-    each rank of the layer below reads its own features.
+    A rank computes the features that its columns give, and the next layer reads all features. In the backward pass each
+    rank's columns give one term of the gradient of the layer's input. The terms are summed; in the layer below, each
+    rank reads its own features of the sum.
     """
     for l in rank.layers:
         cut = (rank.index, rank.world) if rank.signatures[l].sliced else (0, 1)
@@ -31,20 +35,20 @@ async def column_parallel(rank: Rank) -> None:
             features = rank.forward(l, rank.activations[l], rank.weights[l])
             rank.activations[l + 1] = await rank.all_gather(features, axis="tp")
         else:
-            given = rank.activations[l], *residual
-            rank.activations[l + 1], *residual = rank.forward(l, given, rank.weights[l])
+            inputs = rank.activations[l], *residual
+            rank.activations[l + 1], *residual = rank.forward(l, inputs, rank.weights[l])
 
     gradient, residual = rank.loss(rank.activations.pop(len(rank.layers))), []
     for l in reversed(rank.layers):
-        x, given = rank.activations.pop(l), (gradient, *residual)
+        x = rank.activations.pop(l)
         if rank.signatures[l].sliced:
             rank.grad_weights[l], terms = rank.backward(l, x, gradient, rank.weights[l])
             gradient = await rank.all_reduce(terms, axis="tp") if l else terms
         else:
-            rank.grad_weights[l], gradient, *residual = rank.backward(l, x, given, rank.weights[l])
+            rank.grad_weights[l], gradient, *residual = rank.backward(l, x, (gradient, *residual), rank.weights[l])
     for l in rank.layers:
         direction = None
-        if rank.wants_direction(l) and rank.signatures[l].sliced:  # of whole matrices, for Muon
+        if rank.wants_direction(l) and rank.signatures[l].sliced:  # Muon orthogonalizes whole matrices
             direction = await rank.all_gather(rank.direction(l, rank.grad_weights[l], rank.opt_states[l]), axis="tp")
         rank.weights[l], rank.opt_states[l] = rank.update(
             l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], direction=direction

@@ -1,4 +1,4 @@
-"""Distributed data parallel: every rank holds the whole model and its share of the batch (Li et al. 2020)."""
+"""Distributed data parallel: each rank holds the whole model and a share of the batch (Li et al. 2020)."""
 
 from shardlab.language import Handle, Rank, Value
 from shardlab.strategies.registry import built_in
@@ -6,7 +6,7 @@ from shardlab.strategies.registry import built_in
 
 @built_in("the batch", keeps="W + G + O", source="Li et al. 2020, arXiv 2006.15704", order=3)
 async def ddp(rank: Rank) -> None:
-    """A layer's gradient is reduced while the backward pass works on the layer below it."""
+    """All-reduce each layer's gradient while the backward pass computes the layer below."""
     last = len(rank.layers)
     for l in rank.weighted_layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)

@@ -1,5 +1,7 @@
-"""Expert parallel: every rank holds 1/world of every layer's experts and all of the rest (GShard, Lepikhin et al. 2020,
-section 3.2)."""
+"""Expert parallelism: each rank stores 1/n of the experts and a copy of all other layers.
+
+Source: GShard, Lepikhin et al. 2020, arXiv 2006.16668, section 3.2.
+"""
 
 from shardlab.language import Rank, Value
 from shardlab.strategies.registry import built_in, expert_parallel_mesh
@@ -13,10 +15,10 @@ from shardlab.strategies.registry import built_in, expert_parallel_mesh
     order=8,
 )
 async def expert_parallel(rank: Rank) -> None:
-    """Data parallel but for the experts: their tokens travel to them and back, in both directions.
+    """Send tokens to their experts and back by all-to-all, in both passes. All other layers are data parallel.
 
-    The other layers are replicated, and their gradients summed over the ranks. Experts see the tokens of all ranks, so
-    their gradients are complete where they are.
+    The gradients of replicated layers are all-reduced. An expert receives the tokens of all ranks, so its gradient
+    needs no reduction.
     """
     last = len(rank.layers)
     for l in rank.weighted_layers:
@@ -31,8 +33,8 @@ async def expert_parallel(rank: Rank) -> None:
             results = rank.forward(l, rank.activations[l], rank.weights[l])
             rank.activations[l + 1] = await rank.all_to_all(results)
         else:
-            given = rank.activations[l], *residual
-            rank.activations[l + 1], *residual = rank.forward(l, given, rank.weights[rank.weight_of(l)])
+            inputs = rank.activations[l], *residual
+            rank.activations[l + 1], *residual = rank.forward(l, inputs, rank.weights[rank.weight_of(l)])
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
 
     residual = []
@@ -43,8 +45,8 @@ async def expert_parallel(rank: Rank) -> None:
             rank.grad_weights[l], gradient = rank.backward(l, x, gradient, rank.weights[l])
             rank.grad_activations[l] = await rank.all_to_all(gradient)
         else:
-            made = rank.backward(l, x, (gradient, *residual), rank.weights[rank.weight_of(l)])
-            grad_weight, rank.grad_activations[l], *residual = made
+            gradients = rank.backward(l, x, (gradient, *residual), rank.weights[rank.weight_of(l)])
+            grad_weight, rank.grad_activations[l], *residual = gradients
             rank.accumulate(await rank.all_reduce(grad_weight))
 
     for l in rank.weighted_layers:

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: every rank holds 1/world of every layer (ZeRO stage 3, Rajbhandari et al. 2020)."""
+"""Fully sharded data parallel: each rank stores 1/n of every layer (ZeRO stage 3, Rajbhandari et al. 2020)."""
 
 from shardlab.language import Rank
 from shardlab.strategies.registry import built_in
@@ -11,7 +11,7 @@ from shardlab.strategies.registry import built_in
     order=5,
 )
 async def fsdp(rank: Rank) -> None:
-    """Gather each layer just before it is used, free it right after, and keep only one's slice of the gradient."""
+    """All-gather each layer just before its use and free it afterwards. Reduce-scatter its gradient to slices."""
     last = len(rank.layers)
     for l in rank.weighted_layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, shard=rank.index, of=rank.world)
@@ -30,12 +30,12 @@ async def fsdp(rank: Rank) -> None:
         rank.accumulate(await rank.reduce_scatter(grad_weight))
 
     norm = None
-    if rank.wants_norm():  # of the whole gradient, to clip it
+    if rank.wants_norm():  # clipping needs the norm of the whole gradient
         squares = [rank.norm(l, rank.grad_weights[l]) for l in rank.weighted_layers]
         rank.scalars["norm"] = norm = await rank.all_reduce(sum(squares[1:], squares[0]))
     for l in rank.weighted_layers:
         direction = None
-        if rank.wants_direction(l):  # of whole matrices, for Muon
+        if rank.wants_direction(l):  # Muon orthogonalizes whole matrices
             direction = await rank.all_gather(rank.direction(l, rank.grad_weights[l], rank.opt_states[l], norm))
         rank.weights[l], rank.opt_states[l] = rank.update(
             l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], norm, direction

@@ -1,4 +1,4 @@
-"""Gradient accumulation: one microbatch at a time, so that only one microbatch's activations are ever held."""
+"""Gradient accumulation: microbatches run one by one, so memory holds the activations of only one of them."""
 
 from shardlab.language import Rank
 from shardlab.strategies.registry import built_in, one_device_mesh
@@ -13,7 +13,7 @@ from shardlab.strategies.registry import built_in, one_device_mesh
     order=2,
 )
 async def grad_accum(rank: Rank) -> None:
-    """Forward and backward per microbatch; the gradients add up, and one update ends the step."""
+    """Run forward and backward for each microbatch, sum the gradients, and update once at the end."""
     last = len(rank.layers)
     for l in rank.weighted_layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)

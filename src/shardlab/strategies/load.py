@@ -1,4 +1,4 @@
-"""Look-up of a strategy by what a user calls it: a built-in name, a function in a file, or a plan."""
+"""Loading of a strategy by name: a built-in name, a function in a Python file, or a plan."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from shardlab.common.user_code import file_and_name, member, module_of
 from shardlab.language import UserError
 from shardlab.strategies import find
 from shardlab.strategies.plan.plan import UNNAMED, Plan
-from shardlab.strategies.registry import StrategyEntry, data_parallel_mesh, planned_entry
+from shardlab.strategies.registry import StrategyEntry, data_parallel_mesh, entry_from_plan
 
 
 def load(name: str | Plan, passes: str | None = None) -> StrategyEntry:
-    """The strategy called `name`: a built-in name or `path/to/file.py:function`; or the one that follows a plan.
+    """Return the strategy with this name, or the strategy that follows this plan.
 
-    A file whose strategy needs another grid than one axis of data-parallel ranks says so with a second function,
-    `<strategy>_mesh(ranks) -> Mesh`.
+    By default a strategy of a file runs on one axis of data-parallel ranks. If it needs another mesh, the file defines
+    a second function `<strategy>_mesh(ranks) -> Mesh`.
 
     Args:
-        passes: what rewrites its program, by name (None: what the plan says, or else nothing).
+        name: a built-in name, `path/to/file.py:function`, or a plan.
+        passes: names of the passes that rewrite the program (None: those of the plan, if any).
 
     Raises:
-        UserError: when there is no such name, pass, file or function, the file cannot be run, or the function is not
+        UserError: if the name, pass, file or function does not exist, the file cannot be run, or the function is not
             async.
     """
     if isinstance(name, Plan):
-        return replace(planned_entry(name, UNNAMED), passes=passes)
+        return replace(entry_from_plan(name, UNNAMED), passes=passes)
     path, function = file_and_name(name)
     return replace(find(name) if path is None else _from_file(name, path, function), passes=passes)
 

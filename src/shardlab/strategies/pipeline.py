@@ -1,4 +1,7 @@
-"""Pipeline parallelism without microbatches: each rank owns consecutive layers, and the whole batch passes through."""
+"""Pipeline parallelism without microbatches: each rank stores consecutive layers, and the whole batch passes through.
+
+Plans with the schedules of `strategies/schedules` split the batch, so that ranks work at the same time.
+"""
 
 from shardlab.language import Rank
 from shardlab.strategies.registry import built_in, pipeline_mesh
@@ -6,7 +9,7 @@ from shardlab.strategies.registry import built_in, pipeline_mesh
 
 @built_in("the layers", keeps="(W + G + O)/p", source="LLM Training Puzzles, puzzle 5", mesh=pipeline_mesh, order=9)
 async def pipeline(rank: Rank) -> None:
-    """Activations go up the ranks, their gradients come down again; one rank works at a time."""
+    """Send activations up the ranks and their gradients down. Only one rank works at a time."""
     stage = rank.stage_layers()
     first, after = stage[0], stage[-1] + 1
     is_first, is_last = rank.index == 0, rank.index == rank.world - 1

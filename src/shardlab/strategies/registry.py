@@ -1,4 +1,8 @@
-"""Entries of the table of strategies, the grids that they use, and the declarations of those that are built in."""
+"""Table of strategies: what is known of each, and the two ways to declare one.
+
+`StrategyEntry` is a row of the table. `built_in` declares a program, and `preset` declares a plan for any number of
+ranks. The functions at the top give the default mesh of each kind of program.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +15,27 @@ from shardlab.language import Mesh, Rank, Sizes, Strategy, UserError
 from shardlab.language.pass_names import named_passes, tiles_of, want_half_blocks
 from shardlab.language.rules.kinds import counted
 from shardlab.strategies.plan.plan import Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 
 Preset = Callable[[int], Plan]
-"""A number of ranks to a plan for that many."""
+"""Function from a number of ranks to the plan for them."""
 
 
 def data_parallel_mesh(ranks: int) -> Mesh:
-    """Put all ranks on the axis that shards data."""
+    """Return a mesh with all ranks on the axis `dp_shard`."""
     return Mesh(dp_shard=ranks)
 
 
 def pipeline_mesh(ranks: int) -> Mesh:
-    """Put all ranks on the pipeline axis."""
+    """Return a mesh with all ranks on the axis `pp`."""
     return Mesh(pp=ranks)
 
 
 def tensor_parallel_mesh(ranks: int) -> Mesh:
-    """Put all ranks on the axis that cuts layers.
+    """Return a mesh with all ranks on the axis `tp`.
 
     Raises:
-        UserError: for one rank, which has nothing to cut.
+        UserError: if there is only one rank.
     """
     if ranks < 2:
         raise UserError(f"tensor parallelism cuts layers over 2 or more ranks, but {ranks} was asked for")
@@ -39,10 +43,10 @@ def tensor_parallel_mesh(ranks: int) -> Mesh:
 
 
 def expert_parallel_mesh(ranks: int) -> Mesh:
-    """Put all ranks on the axis that shards experts.
+    """Return a mesh with all ranks on the axis `ep`.
 
     Raises:
-        UserError: for one rank, where there is nothing to exchange.
+        UserError: if there is only one rank.
     """
     if ranks == 1:
         raise UserError("experts are exchanged between ranks, but 1 rank was asked for; give 2 or more")
@@ -50,10 +54,10 @@ def expert_parallel_mesh(ranks: int) -> Mesh:
 
 
 def one_device_mesh(ranks: int) -> Mesh:
-    """Make a mesh of one rank.
+    """Return a mesh of one rank.
 
     Raises:
-        UserError: for any other number.
+        UserError: if there are several ranks.
     """
     if ranks != 1:
         raise UserError(f"this strategy runs on one device, but {ranks} ranks were asked for; give 1")
@@ -62,23 +66,23 @@ def one_device_mesh(ranks: int) -> Mesh:
 
 @dataclass(frozen=True)
 class StrategyEntry:
-    """A strategy and what is known of it.
+    """Row of the table of strategies.
 
     Attributes:
-        name: what the command line calls it.
-        program: the strategy.
-        splits: what is split over the ranks.
-        source: where it was described.
-        mesh: the grid that it uses for a number of ranks.
-        ranks: how many ranks it gets if nobody says.
-        columns: whether it is for models whose every layer is cut by columns.
-        plan: the plan that it is for a number of ranks (None: a program of its own).
-        memory: what a rank keeps of the weights W, the gradients G and the optimizer's state O, where there are n
-            ranks, p of them along the pipeline with v stages each, s along dp_shard and t along tp; of a mixture, what
-            it keeps of the dense layers D and of the experts E. Activations come on top, and for a while a layer or two
-            that are whole.
-        order: where listings have it: programs to read from 1 on, then others, at 50, and from 100 on plans.
-        passes: what rewrites the program, by name (None: what the plan says, or else nothing); see `Plan.passes`.
+        name: name on the command line.
+        program: the program of one rank.
+        splits: what the ranks split, in words.
+        source: the paper or course that describes it.
+        mesh: function from a number of ranks to the mesh.
+        ranks: default number of ranks.
+        columns: whether the program needs a model whose layers are all split by columns.
+        plan: function from a number of ranks to the plan (None: the strategy is a program without a plan).
+        memory: formula of the model state that one rank stores. W is the weights, G the gradients, O the optimizer
+            state; of a mixture, D is the dense layers and E the experts. There are n ranks: p along the pipeline with
+            v stages each, s along dp_shard, t along tp. The formula leaves out activations and one or two gathered
+            layers.
+        order: position in listings. The nine programs have 1 to 9, a user's programs 50, and plans 100.
+        passes: names of the passes that rewrite the program (None: those of the plan, if any); see `Plan.passes`.
     """
 
     name: str
@@ -96,40 +100,44 @@ class StrategyEntry:
     def __post_init__(self) -> None:
         named_passes("none" if self.passes is None else self.passes)
 
-    def passes_on(self, ranks: int, unsaid: str = "none") -> str:
-        """Passes that rewrite its program: its own, or those of its plan for so many ranks; or `unsaid`."""
+    def passes_on(self, ranks: int, default: str = "none") -> str:
+        """Return the names of the passes: those of this entry, or else of its plan, or else `default`."""
         passes = self.plan(ranks).passes if self.plan and self.passes is None else self.passes
-        return unsaid if passes is None else passes
+        return default if passes is None else passes
 
     def tiles_on(self, ranks: int) -> int:
-        """In how many tiles its passes compute layers that can be cut (1: they leave layers as they are)."""
+        """Return the number of tiles into which the passes split a layer (1: they do not split layers)."""
         return tiles_of(self.passes_on(ranks))
 
     def rewritten(self, ranks: int, passes: str) -> StrategyEntry:
-        """Name the passes that rewrite the program, in place of all others."""
+        """Return this strategy with these passes in place of its own."""
         if self.plan is None:
             return replace(self, passes=passes)
-        return planned_entry(replace(self.plan(ranks), passes=passes), self.name)
+        return entry_from_plan(replace(self.plan(ranks), passes=passes), self.name)
 
     def for_job(self, ranks: int) -> str | Plan:
-        """A description from which every process can make this strategy."""
+        """Return the name or the plan from which another process can load this strategy."""
         return self.name if self.plan is None else self.plan(ranks)
 
     def title(self, ranks: int) -> str:
-        """Title of a picture of it: its name, and of a plan by flags in brackets the pipeline's schedule."""
+        """Return the title of a picture: the name, followed by the schedule if the name does not contain it."""
         plan = self.plan and self.plan(ranks)
         schedule = str(plan.as_dict()["schedule"]) if plan is not None and plan.mesh.pp > 1 else ""
         return self.name if schedule in self.name else f"{self.name} ({schedule})"
 
     def default_layers(self, ranks: int, at_least: int = 4) -> int:
-        """Layers of a model if nobody says: 4, or for a pipeline one for each stage and `at_least` so many."""
+        """Return the default number of layers: 4, or for a pipeline one per stage but not less than `at_least`."""
         plan = self.plan and self.plan(ranks)
         if plan is None or not (plan.mesh.pp > 1 or plan.layers_per_stage):
             return 4
         return plan.natural_layers() if plan.layers_per_stage else max(plan.natural_layers(), at_least)
 
     def puzzle(self, ranks: int, layers: int | None = None) -> Sizes:
-        """The puzzles' model with so many layers (None: `default_layers`), cut as this strategy needs it."""
+        """Return the sizes of the puzzles' model, with its layers split as this strategy needs them.
+
+        Args:
+            layers: number of layers (None: `default_layers`).
+        """
         layers = self.default_layers(ranks) if layers is None else layers
         plan, mesh, tiles = self.plan and self.plan(ranks), self.grid(ranks), self.tiles_on(ranks)
         want_half_blocks(tiles, planned=plan is not None or mesh.tp > 1)
@@ -142,10 +150,10 @@ class StrategyEntry:
         return Sizes.of_puzzle(layers, mesh)
 
     def require_ops(self, ranks: int, layers: int, microbatches: int) -> None:
-        """Refuse sizes with which a step is sure to have more ops than are traced.
+        """Check that a step does not exceed the number of ops that can be traced.
 
         Raises:
-            UserError: with how many there would be at least.
+            UserError: if it does, with a lower bound of the number of ops.
         """
         if self.plan is not None:
             self.plan(ranks).require_ops(layers, microbatches, tiles=self.tiles_on(ranks))
@@ -155,13 +163,13 @@ class StrategyEntry:
         require_ops(microbatches, f"loading and passes of {counted(microbatches, 'microbatch')}")
 
     def grid(self, ranks: int) -> Mesh:
-        """The grid for a number of ranks.
+        """Return the mesh for a number of ranks.
 
         Raises:
-            UserError: when the strategy cannot use that number, or its own mesh function gives something else.
+            UserError: if the strategy cannot use that number, or a user's mesh function does not return such a mesh.
         """
         try:
-            mesh = cast(object, self.mesh(ranks))  # a user's own function may give anything
+            mesh = cast(object, self.mesh(ranks))  # a user's function may return anything
         except UserError:
             raise
         except Exception as error:
@@ -173,7 +181,7 @@ class StrategyEntry:
 
 
 DECLARED: list[StrategyEntry] = []
-"""Every built-in strategy, as its module declares it."""
+"""Built-in strategies in the order of their declaration. `STRATEGIES` has them by name."""
 
 
 def built_in(
@@ -186,10 +194,10 @@ def built_in(
     columns: bool = False,
     order: int = 50,
 ) -> Callable[[Strategy], Strategy]:
-    """Declare a program as a built-in strategy, by the name of its function with `-` in place of `_`.
+    """Declare a program as a built-in strategy. Its name is that of the function, with `-` in place of `_`.
 
     Args:
-        keeps: the `memory` of its `StrategyEntry`; the others are as there.
+        keeps: the field `memory` of `StrategyEntry`. All other arguments are its fields of the same name.
     """
 
     def declare(program: Strategy) -> Strategy:
@@ -201,11 +209,16 @@ def built_in(
 
 
 def preset(splits: str, keeps: str, source: str, *, ranks: int = 4, name: str = "") -> Callable[[Preset], Preset]:
-    """Declare a plan for any number of ranks as a built-in strategy, by `name` or that of its function."""
+    """Declare a function from a number of ranks to a plan as a built-in strategy.
+
+    Args:
+        splits, keeps, source, ranks: as for `built_in`.
+        name: name of the strategy (empty: that of the function).
+    """
 
     def declare(plan: Preset) -> Preset:
         async def strategy(rank: Rank) -> None:
-            await planned(plan(rank.world))(rank)
+            await program_from_plan(plan(rank.world))(rank)
 
         called = name or plan.__name__.replace("_", "-")
         entry = StrategyEntry(called, strategy, splits, source, lambda n: plan(n).mesh, ranks, plan, keeps, order=100)
@@ -215,7 +228,7 @@ def preset(splits: str, keeps: str, source: str, *, ranks: int = 4, name: str = 
     return declare
 
 
-def planned_entry(plan: Plan, name: str) -> StrategyEntry:
-    """Make the entry of one plan."""
-    mesh = plan.mesh
-    return StrategyEntry(name, planned(plan), "as the plan says", "a plan", lambda _: mesh, mesh.world, lambda _: plan)
+def entry_from_plan(plan: Plan, name: str) -> StrategyEntry:
+    """Return the entry of a strategy that follows one plan, on the plan's own mesh."""
+    program, mesh = program_from_plan(plan), plan.mesh
+    return StrategyEntry(name, program, "as the plan says", "a plan", lambda _: mesh, mesh.world, lambda _: plan)

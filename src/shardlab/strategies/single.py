@@ -1,4 +1,4 @@
-"""Training on one device: the whole batch through every layer, back again, then the update."""
+"""One device: forward through every layer, backward in reverse order, then the update. Other programs extend this."""
 
 from shardlab.language import Rank
 from shardlab.strategies.registry import built_in, one_device_mesh
@@ -6,7 +6,7 @@ from shardlab.strategies.registry import built_in, one_device_mesh
 
 @built_in("nothing", keeps="W + G + O", source="LLM Training Puzzles, puzzle 0", mesh=one_device_mesh, ranks=1, order=1)
 async def single(rank: Rank) -> None:
-    """Train on one rank; every other one would compute the same step."""
+    """Train on one rank. Further ranks would only repeat the same step."""
     last = len(rank.layers)
     for l in rank.weighted_layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)

@@ -1,4 +1,7 @@
-"""Tensor parallelism: matrices are cut over the ranks (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053, fig. 3)."""
+"""Tensor parallelism: ranks split every matrix (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053, fig. 3).
+
+A block is two layers here: a norm, which every rank repeats, and a body (attention or MLP), whose matrices are split.
+"""
 
 from shardlab.language import Rank, Value
 from shardlab.strategies.registry import built_in, tensor_parallel_mesh
@@ -13,7 +16,11 @@ from shardlab.strategies.registry import built_in, tensor_parallel_mesh
     order=7,
 )
 async def tensor_parallel(rank: Rank) -> None:
-    """A body makes its slice's terms of a sum: one all-reduce for each body and direction. Norms run on every rank."""
+    """All-reduce the output of each body in the forward pass, and the gradient of its input in the backward pass.
+
+    Each rank computes with its slices of a body's matrices. Its result is one term of the sum that the all-reduce
+    takes.
+    """
     last = rank.layers[-1]
     for l in rank.weighted_layers:
         cut = (rank.index, rank.world) if rank.signatures[l].sliced else (0, 1)
@@ -27,24 +34,24 @@ async def tensor_parallel(rank: Rank) -> None:
             terms = rank.forward(l, rank.activations[l], weight)
             rank.activations[l + 1] = await rank.all_reduce(terms, axis="tp") if l < last else terms
         else:
-            given = rank.activations[l], *residual
-            rank.activations[l + 1], *residual = rank.forward(l, given, weight)
+            inputs = rank.activations[l], *residual
+            rank.activations[l + 1], *residual = rank.forward(l, inputs, weight)
 
     stats = await rank.all_gather(rank.loss_stats(rank.activations[last + 1]), axis="tp")
-    gradient = rank.loss(rank.activations.pop(last + 1), stats)  # of this rank's slice of the vocabulary
+    gradient = rank.loss(rank.activations.pop(last + 1), stats)  # for this rank's slice of the vocabulary
     residual = []
     for l in reversed(rank.layers):
-        x, given, weight = rank.activations.pop(l), (gradient, *residual), rank.weights[rank.weight_of(l)]
+        x, weight = rank.activations.pop(l), rank.weights[rank.weight_of(l)]
         if rank.signatures[l].sliced:
             grad_weight, terms = rank.backward(l, x, gradient, weight)
             rank.accumulate(grad_weight)
             gradient = await rank.all_reduce(terms, axis="tp") if l else terms
         else:
-            grad_weight, gradient, *residual = rank.backward(l, x, given, weight)
+            grad_weight, gradient, *residual = rank.backward(l, x, (gradient, *residual), weight)
             rank.accumulate(grad_weight)
     for l in rank.weighted_layers:
         direction = None
-        if rank.wants_direction(l) and rank.signatures[l].sliced:  # of whole matrices, for Muon
+        if rank.wants_direction(l) and rank.signatures[l].sliced:  # Muon orthogonalizes whole matrices
             direction = await rank.all_gather(rank.direction(l, rank.grad_weights[l], rank.opt_states[l]), axis="tp")
         rank.weights[l], rank.opt_states[l] = rank.update(
             l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], direction=direction

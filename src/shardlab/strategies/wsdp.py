@@ -1,4 +1,4 @@
-"""Weight-sharded data parallel: weights and optimizer state are sharded, gradients stay whole until reduced."""
+"""Weight-sharded data parallel: each rank stores 1/n of the weights and optimizer state, but whole gradients."""
 
 from shardlab.language import Rank
 from shardlab.strategies.registry import built_in
@@ -8,7 +8,7 @@ from shardlab.strategies.registry import built_in
     "the batch, weights and optimizer state", keeps="G + (W + O)/n", source="LLM Training Puzzles, puzzle 3", order=4
 )
 async def wsdp(rank: Rank) -> None:
-    """Gather each layer just before it is used and free it right after; all-reduce gradients, update one's slice."""
+    """All-gather each layer just before its use and free it afterwards. All-reduce the gradients; update the slice."""
     last = len(rank.layers)
     for l in rank.weighted_layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, shard=rank.index, of=rank.world)
@@ -27,7 +27,7 @@ async def wsdp(rank: Rank) -> None:
         rank.accumulate(grad_weight)
     for l in rank.weighted_layers:
         rank.grad_weights[l], direction = await rank.all_reduce(rank.grad_weights.pop(l)), None
-        if rank.wants_direction(l):  # of whole matrices, for Muon
+        if rank.wants_direction(l):  # Muon orthogonalizes whole matrices
             direction = await rank.all_gather(rank.direction(l, rank.grad_weights[l], rank.opt_states[l]))
         rank.weights[l], rank.opt_states[l] = rank.update(
             l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], direction=direction

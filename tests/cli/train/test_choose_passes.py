@@ -19,7 +19,7 @@ from shardlab.models import GPT
 from shardlab.simulate.hardware import Cluster, find_cluster
 from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import Plan
-from shardlab.strategies.registry import StrategyEntry, planned_entry
+from shardlab.strategies.registry import StrategyEntry, entry_from_plan
 from shardlab.train.config import StrategyConfig, TrainingConfig
 from shardlab.train.config_sources import ConfigSource
 from shardlab.train.job import Job
@@ -56,11 +56,11 @@ def test_what_is_fastest_on_the_machine_gets_a_setting() -> None:
 
 def test_where_nobody_says_which_all_passes_run_that_help() -> None:
     """Also where none is named for a plan, and none are where nobody wants any."""
-    for entry in (load("fsdp"), load("zero-3"), planned_entry(Plan(Mesh(dp_shard=2)), "plan")):
+    for entry in (load("fsdp"), load("zero-3"), entry_from_plan(Plan(Mesh(dp_shard=2)), "plan")):
         named = entry.rewritten(2, "all")
         assert settled_on(entry, find_cluster("h100x2")) == settled_on(named, find_cluster("h100x2"))
     assert settled_on(load("fsdp", "none"), find_cluster("h100x2")) == "none"
-    assert settled_on(planned_entry(Plan(Mesh(dp_shard=2), passes="none"), "plan"), None) == "none"
+    assert settled_on(entry_from_plan(Plan(Mesh(dp_shard=2), passes="none"), "plan"), None) == "none"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-1"])

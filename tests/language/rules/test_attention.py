@@ -16,7 +16,7 @@ from shardlab.language.rules.attention import attend, attend_backward, pattern, 
 from shardlab.language.rules.kinds import bits, mask_of
 from shardlab.language.rules.layer_rules import rules_of
 from shardlab.language.rules.spec import KEY, Space, Term, form_of
-from shardlab.strategies.plan.layer_passes import dealt
+from shardlab.strategies.plan.layer_passes import slices_of_rank
 from tests.support.refusing import refuses
 
 LAYER = 2
@@ -98,7 +98,7 @@ def test_queries_refuse_keys_that_they_do_not_see(dealt: tuple[int, list[set[int
 @given(st.integers(1, 6))
 def test_the_balanced_order_gives_every_rank_the_same_work(ranks: int) -> None:
     slices = 2 * ranks
-    shares = [set(dealt(rank, ranks)) for rank in range(ranks)]
+    shares = [set(slices_of_rank(rank, ranks)) for rank in range(ranks)]
     everything = spec(Kind.KEYS_VALUES, set(range(slices)), slices)
     each = [work(spec(Kind.QUERIES, share, slices), everything) for share in shares]
     assert each == pytest.approx([1 / ranks] * ranks)

@@ -9,14 +9,14 @@ from shardlab.planner.bounds.pipelines import UNSPLIT, pass_counts
 from shardlab.planner.bounds.schedule_order import LaidOrder
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.find import find_schedule
-from shardlab.strategies.schedules.steps import Steps, steps_of
+from shardlab.strategies.schedules.steps import Steps, resolve_schedule
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_counts_are_those_of_the_order_that_is_followed(name: str) -> None:
     schedule = find_schedule(name)
     assert not isinstance(schedule, Steps)
-    steps = steps_of(schedule, 4, 8, schedule.stages_per_rank or 2)
+    steps = resolve_schedule(schedule, 4, 8, schedule.stages_per_rank or 2)
     counts, order = pass_counts(steps), LaidOrder(steps)
     every, visits = np.zeros_like(counts.all), np.zeros_like(counts.all)
     np.add.at(every, (order.kind, order.stage), 1)

@@ -7,11 +7,11 @@ import pytest
 
 from shardlab.planner.bounds.schedule_order import LaidOrder
 from shardlab.strategies.schedules.find import find_schedule
-from shardlab.strategies.schedules.steps import steps_of
+from shardlab.strategies.schedules.steps import resolve_schedule
 
 
 def laid(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> LaidOrder:
-    return LaidOrder(steps_of(find_schedule(name), ranks, microbatches, stages_per_rank))
+    return LaidOrder(resolve_schedule(find_schedule(name), ranks, microbatches, stages_per_rank))
 
 
 def timed(order: LaidOrder, *passes: float, message: float = 0.0, blocks: float = 0.0) -> float:

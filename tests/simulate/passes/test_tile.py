@@ -18,7 +18,7 @@ from shardlab.simulate.passes import PASSES, run_named, run_passes
 from shardlab.simulate.passes.tile import TiledTape
 from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from tests.support.passing import is_right, is_right_everywhere
 from tests.support.random_plans import MODELS, Planned, random_plan
 
@@ -30,13 +30,13 @@ SHARDED = Plan(
 def cut(plan: Plan, tiles: int, blocks: int = 2, microbatches: int = 2) -> Checked:
     """A plan's program on half-blocks that are cut into tiles."""
     sizes = replace(Sizes.half_blocks(blocks), tiles=tiles)
-    return check(trace(planned(plan), plan.mesh, sizes, microbatches))
+    return check(trace(program_from_plan(plan), plan.mesh, sizes, microbatches))
 
 
 def in_tiles(subject: Planned, tiles: int) -> Checked:
     sizes = subject.plan.counted(MODELS[subject.model](subject.layers))
     sizes = replace(sizes, whole_matrices=subject.muon, tiles=tiles)
-    return check(trace(planned(subject.plan), subject.plan.mesh, sizes, subject.microbatches))
+    return check(trace(program_from_plan(subject.plan), subject.plan.mesh, sizes, subject.microbatches))
 
 
 @settings(max_examples=10)
@@ -118,7 +118,7 @@ def test_where_nothing_is_gathered_or_nothing_can_be_cut_it_is_said() -> None:
     with pytest.raises(UserError, match=r"no layer that can be cut is gathered for its use, so ranks keep .* whole"):
         run_named(cut(Plan(Mesh(dp_shard=2)), 2), "tile=2")
     sizes = replace(Sizes.context_blocks(1), tiles=2)
-    around = check(trace(planned(replace(SHARDED, recompute="selective")), SHARDED.mesh, sizes, 2))
+    around = check(trace(program_from_plan(replace(SHARDED, recompute="selective")), SHARDED.mesh, sizes, 2))
     with pytest.raises(UserError, match="no tiles are made of experts, of layers around attention between slices"):
         run_named(around, "tile=2")
 

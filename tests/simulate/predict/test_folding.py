@@ -18,9 +18,9 @@ from shardlab.simulate.predict.folding import FREED_SCALAR, Folded, Rotation, cy
 from shardlab.simulate.timeline.prices import rank_of
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan.plan import Plan, Recompute
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.plan.sharding import GradientReducer
-from shardlab.strategies.registry import planned_entry
+from shardlab.strategies.registry import entry_from_plan
 from tests.simulate.timeline.fakes import FakePrices
 from tests.support.refusing import refuses
 from tests.support.thorough import examples
@@ -31,14 +31,14 @@ SHARD, BOTH = ("dp_shard",), ("dp_shard", "dp_replicate")
 
 
 def puzzle_of(plan: Plan, blocks: int) -> Sizes:
-    return planned_entry(plan, "plan").puzzle(plan.mesh.world, blocks)
+    return entry_from_plan(plan, "plan").puzzle(plan.mesh.world, blocks)
 
 
 def both(plan: Plan, blocks: int, each: int, *, tied: bool = False) -> tuple[Folded, Checked]:
     """A plan traced folded and whole, on the puzzles' model with saved activations."""
     sizes = Sizes.half_blocks(blocks, tied=True) if tied else puzzle_of(plan, blocks)
     microbatches = plan.data_ranks * each
-    return fold(plan, sizes, microbatches), check(trace(planned(plan), plan.mesh, sizes, microbatches))
+    return fold(plan, sizes, microbatches), check(trace(program_from_plan(plan), plan.mesh, sizes, microbatches))
 
 
 def compare(folded: Folded, whole: Checked) -> None:
@@ -124,7 +124,7 @@ def test_a_mixture_folded_is_what_it_is_unfolded(plan: Plan) -> None:
     model = MoE(vocab_size=16, hidden_size=8, heads=4, seq_len=8, layers=2, experts=4)
     cut = cut_for(model, plan.mesh, planned=True, attention_apart=plan.attention_apart, ulysses=plan.ulysses)
     sizes, microbatches = cut.sizes(1, 4), 2 * plan.data_ranks
-    compare(fold(plan, sizes, microbatches), check(trace(planned(plan), plan.mesh, sizes, microbatches)))
+    compare(fold(plan, sizes, microbatches), check(trace(program_from_plan(plan), plan.mesh, sizes, microbatches)))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

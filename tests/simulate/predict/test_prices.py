@@ -20,8 +20,8 @@ from shardlab.simulate.predict.recipe import Kernels, Overlap, Recipe
 from shardlab.simulate.timeline import Costs
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan.plan import Plan
-from shardlab.strategies.plan.program import planned
-from shardlab.strategies.registry import planned_entry
+from shardlab.strategies.plan.program import program_from_plan
+from shardlab.strategies.registry import entry_from_plan
 from tests.simulate.timeline.fakes import FakeCluster, FakeModel
 from tests.simulate.timeline.runs import event, events, run
 
@@ -34,8 +34,8 @@ PRODUCT = 2 * (3 * 16) * 4 * 8
 
 
 def traced(plan: Plan, blocks: int, microbatches: int) -> Checked:
-    sizes = planned_entry(plan, "plan").puzzle(plan.mesh.world, blocks)
-    return check(trace(planned(plan), plan.mesh, BF16.sizes(sizes), microbatches))
+    sizes = entry_from_plan(plan, "plan").puzzle(plan.mesh.world, blocks)
+    return check(trace(program_from_plan(plan), plan.mesh, BF16.sizes(sizes), microbatches))
 
 
 def price(checked: Checked, op: Op, rank: int = 0) -> float:
@@ -126,7 +126,7 @@ def test_an_update_moves_the_state_of_its_slice() -> None:
 def test_muon_s_update_makes_those_matrices_orthogonal_that_its_slice_has_parts_of(plan: Plan) -> None:
     model = GPT(layers=2, hidden_size=256, heads=4, vocab_size=256, seq_len=64)
     prices = ClusterPrices(model, 1, find_cluster("h100x8"), BF16.under("muon"))
-    checked = check(trace(planned(plan), plan.mesh, BF16.sizes(model.sizes(1, 2), "muon"), 4))
+    checked = check(trace(program_from_plan(plan), plan.mesh, BF16.sizes(model.sizes(1, 2), "muon"), 4))
     (first, second), sizes = ops(checked, OpKind.UPDATE), checked.program.sizes
     spent = prices.compute_time(second, checked.specs[0], sizes)
     elementwise = prices.compute_time(second, checked.specs[0], replace(sizes, whole_matrices=False))

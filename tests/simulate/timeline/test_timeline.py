@@ -8,7 +8,7 @@ from shardlab.check import check
 from shardlab.language import Mesh, OpKind, Program, trace
 from shardlab.simulate.timeline import Costs, Event, Timeline, Traffic, bubble, traffic
 from shardlab.strategies import STRATEGIES, Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.schedules import SCHEDULES
 from tests.simulate.timeline.runs import run
 from tests.strategies.action_clock import PassTimes, cost
@@ -126,6 +126,6 @@ def test_replicas_reduce_gradients_once_a_step_and_shards_once_a_microbatch() ->
     shard = ("dp_shard",)
     plan = Plan(Mesh(dp_replicate=2, dp_shard=2), shard_gradients=shard, shard_optimizer=shard, reshard_after="step")
     for microbatches in (4, 8, 12):
-        (each, *_) = traffic(check(trace(planned(plan), plan.mesh, 1, microbatches)))
+        (each, *_) = traffic(check(trace(program_from_plan(plan), plan.mesh, 1, microbatches)))
         scattered = microbatches / 4 * WEIGHT / 2
         assert each.weights == scattered + WEIGHT / 2 + WEIGHT / 2  # then halves all-reduced, and gathered back

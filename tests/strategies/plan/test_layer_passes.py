@@ -12,14 +12,14 @@ from shardlab.language import Deadlock, Kind, Mesh, Op, OpKind, Program, Refused
 from shardlab.language.rules.kinds import bits
 from shardlab.simulate.timeline import simulate
 from shardlab.strategies.plan.plan import Context, Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 
 BLOCKS = 2
 
 
 def checked(plan: Plan, microbatches: int = 1) -> Checked:
     sizes = plan.counted(Sizes.context_blocks(BLOCKS * plan.mesh.pp))
-    return check(trace(planned(plan), plan.mesh, sizes, microbatches * plan.data_ranks))
+    return check(trace(program_from_plan(plan), plan.mesh, sizes, microbatches * plan.data_ranks))
 
 
 CUT = ("dp_shard", "cp")
@@ -94,7 +94,7 @@ def test_stripes_that_deal_nothing_are_refused(mesh: Mesh, stripes: int) -> None
 def test_sizes_that_count_other_slices_than_the_plan_deals_are_refused() -> None:
     plan = Plan(Mesh(cp=2), stripes=4)
     with pytest.raises(UserError, match=r"deals 4 slices .* these sizes count 2; give plan.counted\(sizes\)"):
-        trace(planned(plan), plan.mesh, Sizes.context_blocks(2), 1)
+        trace(program_from_plan(plan), plan.mesh, Sizes.context_blocks(2), 1)
 
 
 @pytest.mark.parametrize("degree", [3, 8])
@@ -168,7 +168,7 @@ def test_a_tape_with_a_mistake_is_refused(mistake: Callable[[Program], Program])
 
 def test_a_model_whose_attention_is_no_step_of_its_own_is_refused() -> None:
     with pytest.raises(UserError, match=r"give Sizes.context_blocks or those of models.cut with attention_apart=True"):
-        trace(planned(Plan(Mesh(cp=2))), Mesh(cp=2), Sizes.half_blocks(2), 2)
+        trace(program_from_plan(Plan(Mesh(cp=2))), Mesh(cp=2), Sizes.half_blocks(2), 2)
 
 
 def test_another_way_to_meet_is_refused() -> None:

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from shardlab.check import check
 from shardlab.language import Mesh, OpKind, Program, Sizes, UserError, trace
 from shardlab.strategies import STRATEGIES, Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.schedules import SCHEDULES, Action, Backward, Forward, Schedule
-from shardlab.strategies.schedules.pytorch_csv import Form
+from shardlab.strategies.schedules.pytorch_csv import CsvFormat
 from shardlab.train.verification.cases import SHARDINGS
 from tests.strategies.csv_files import csv_of
 from tests.support.thorough import examples
 
-FORMS: list[Form] = ["compute_only", "compute_comms"]
+FORMS: list[CsvFormat] = ["compute_only", "compute_comms"]
 
 
 def traced(plan: Plan, layers: Sizes | int, microbatches: int) -> Program:
-    return trace(planned(plan), plan.mesh, layers, microbatches)
+    return trace(program_from_plan(plan), plan.mesh, layers, microbatches)
 
 
 @st.composite
@@ -72,7 +72,7 @@ def test_an_axis_that_is_reduced_once_is_reduced_once_however_many_microbatches(
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "zero-2"])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v"])
 def test_an_imported_schedule_is_followed_as_the_one_it_was_made_of(
-    name: str, sharding: str, form: Form, tmp_path: Path
+    name: str, sharding: str, form: CsvFormat, tmp_path: Path
 ) -> None:
     file = tmp_path / "schedule.csv"
     schedule = SCHEDULES[name]
@@ -101,7 +101,7 @@ def test_an_imported_schedule_says_for_which_sizes_it_is(tmp_path: Path) -> None
 
 def test_a_plan_runs_on_its_own_mesh_alone() -> None:
     with pytest.raises(UserError, match="the plan is for the mesh"):
-        trace(planned(Plan(Mesh(pp=2))), Mesh(dp_shard=2), 2, 2)
+        trace(program_from_plan(Plan(Mesh(pp=2))), Mesh(dp_shard=2), 2, 2)
 
 
 def failing(kind: str) -> Schedule:

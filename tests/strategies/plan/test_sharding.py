@@ -12,9 +12,9 @@ import pytest
 from shardlab.check import check, drifts_of
 from shardlab.language import Kind, Mesh, OpKind, Program, Sizes, trace
 from shardlab.strategies.plan.plan import Plan, Reshard
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.plan.resolve import resolve
-from shardlab.strategies.plan.sharding import Use, uses
+from shardlab.strategies.plan.sharding import WeightUse, weight_uses
 from shardlab.strategies.schedules import SCHEDULES, Action, Backward, BackwardInput, BackwardWeight, Forward
 from tests.support.interpreter import judge
 
@@ -25,12 +25,12 @@ def used(
     steps: Sequence[Action],
     reshard_after: Reshard,
     model: Sizes | None = None,
-) -> list[Use]:
+) -> list[WeightUse]:
     """The uses of one rank, whose stage 0 has layers 0 and 1, and stage 1 layer 2; or, of another model, all layers."""
     plan = Plan(schedule="interleaved-1f1b", stages_per_rank=2, layers_per_stage=(2, 1), reshard_after=reshard_after)
     if model is not None:
         plan = Plan(reshard_after=reshard_after)
-    return uses(resolve(plan, model or Sizes.puzzle(3), 1, 0), steps)
+    return weight_uses(resolve(plan, model or Sizes.puzzle(3), 1, 0), steps)
 
 
 def kept(
@@ -63,7 +63,7 @@ def test_the_last_layer_of_a_forward_pass_stays_for_the_backward_pass_that_follo
 
 def test_the_weights_half_of_a_backward_pass_uses_no_weight() -> None:
     steps = [Forward(1, 0), BackwardInput(1, 0), BackwardWeight(1, 0)]
-    assert used(steps, "step") == [Use(2, True, 0), Use(2, False, 0)]
+    assert used(steps, "step") == [WeightUse(2, True, 0), WeightUse(2, False, 0)]
 
 
 def test_a_tied_head_uses_the_embeddings_weight() -> None:
@@ -74,7 +74,7 @@ def test_a_tied_head_uses_the_embeddings_weight() -> None:
 def fsdp(reshard_after: Reshard, schedule: str = "gpipe") -> Program:
     mesh = Mesh(pp=2, dp_shard=2)
     plan = Plan(mesh, schedule, None, (), SHARD, SHARD, SHARD, reshard_after=reshard_after)
-    return trace(planned(plan), mesh, 4, 6)
+    return trace(program_from_plan(plan), mesh, 4, 6)
 
 
 def gathers(program: Program) -> set[int]:
@@ -105,7 +105,7 @@ REDUCES = (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER)
 
 def reductions(plan: Plan, model: Sizes | int = 1) -> dict[tuple[str, str], int]:
     """(op, axis) to how often rank 0 reduces the gradient of its last layer, in a step of a right program."""
-    program = trace(planned(plan), plan.mesh, model, EACH * plan.data_ranks)
+    program = trace(program_from_plan(plan), plan.mesh, model, EACH * plan.data_ranks)
     assert judge(program).right
     specs = check(program).specs[0]
     counts: dict[tuple[str, str], int] = {}
@@ -151,7 +151,7 @@ def test_what_is_reduced_once_a_step_is_so_beside_the_backward_passes_or_after_t
 ) -> None:
     """Each layer that a rank keeps, once over each axis; beside them if other passes come after its own."""
     plan = Plan(Mesh(pp=2, dp_replicate=2), schedule, shard_optimizer=REPLICATE, reduce_at=reduce_at)
-    program = trace(planned(plan), plan.mesh, 8, 4 * 2)
+    program = trace(program_from_plan(plan), plan.mesh, 8, 4 * 2)
     checked = check(program)
     assert judge(program).right
     early = 0
@@ -177,7 +177,7 @@ def test_every_schedule_reduces_over_replicas_once(schedule: str) -> None:
     """However it splits the backward pass, and on however many ranks it runs; no microbatch is left out."""
     mesh = Mesh(pp=2, dp_replicate=2)
     count = 4 * 2
-    program = trace(planned(Plan(mesh, schedule)), mesh, 4, count)
+    program = trace(program_from_plan(Plan(mesh, schedule)), mesh, 4, count)
     checked = check(program)
     assert judge(program).right
     for tape, specs in zip(program.tapes, checked.specs, strict=True):
@@ -191,7 +191,7 @@ def test_only_norms_are_reduced_over_tp_and_only_when_each_rank_has_seen_other_t
     mesh = Mesh(tp=2)
     for sequence, expected in ((False, set[int]()), (True, {1, 3, 5, 7, 9})):
         plan = Plan(mesh, sequence_parallel=sequence)
-        program = trace(planned(plan), mesh, Sizes.half_blocks(2), 2)
+        program = trace(program_from_plan(plan), mesh, Sizes.half_blocks(2), 2)
         specs = check(program).specs[0]
         reduced = [op for op in program.tapes[0] if op.kind in REDUCES]
         layers = [op.layer for op in reduced if specs[op.inputs[0]].kind is Kind.GRAD_WEIGHT]
@@ -201,7 +201,7 @@ def test_only_norms_are_reduced_over_tp_and_only_when_each_rank_has_seen_other_t
 
 def most_in_flight(plan: Plan, model: Sizes | int) -> dict[str, int]:
     """By axis, the most elements of whole gradients that rank 0 has in reductions that were issued and not awaited."""
-    program = trace(planned(plan), plan.mesh, model, EACH * plan.data_ranks)
+    program = trace(program_from_plan(plan), plan.mesh, model, EACH * plan.data_ranks)
     assert judge(program).right
     checked = check(program)
     assert all(why is None for why in checked.models.values()), "every channel model"
@@ -251,7 +251,7 @@ def test_a_layer_larger_than_a_block_is_not_waited_for_by_small_ones() -> None:
 @pytest.mark.parametrize("plan", [hsdp(None), hsdp(BOTH), hsdp((), ()), Plan(MESH)])
 def test_over_a_second_axis_reductions_are_in_flight_beside_those_over_the_first(plan: Plan) -> None:
     """Nothing waits at once for what it has started: a backward pass lies between, unless it was the last."""
-    program = trace(planned(plan), plan.mesh, 6, plan.data_ranks)
+    program = trace(program_from_plan(plan), plan.mesh, 6, plan.data_ranks)
     specs = check(program).specs[0]
     issued: dict[int, int] = {}
     passes, waited_at_once = 0, 0
@@ -269,7 +269,7 @@ def test_a_pipelines_rank_is_bounded_by_its_own_largest_block() -> None:
     sizes = Sizes.puzzle(8)
     sizes = replace(sizes, weights=(9 * sizes.weights[0], *sizes.weights[1:]))
     plan = Plan(Mesh(pp=2, dp_shard=2), "gpipe", shard_optimizer=SHARD_of_reducing, shard_gradients=SHARD_of_reducing)
-    program = trace(planned(plan), plan.mesh, sizes, 4)
+    program = trace(program_from_plan(plan), plan.mesh, sizes, 4)
     specs = check(program).specs
     last = program.tapes[-1]
     at_once = 0
@@ -295,7 +295,7 @@ def test_a_pipelines_rank_is_bounded_by_its_own_largest_block() -> None:
 def test_directions_of_whole_matrices_are_gathered_over_the_axes_that_cut_these(
     plan: Plan, model: Sizes, axes: list[str]
 ) -> None:
-    program = trace(planned(plan), plan.mesh, replace(model, whole_matrices=True), 2 * plan.data_ranks)
+    program = trace(program_from_plan(plan), plan.mesh, replace(model, whole_matrices=True), 2 * plan.data_ranks)
     assert judge(program).right
     proof = check(program)
     assert drifts_of(proof) == []
@@ -309,7 +309,7 @@ def test_directions_of_whole_matrices_are_gathered_over_the_axes_that_cut_these(
 
 def test_the_next_layer_s_direction_is_gathered_while_one_is_updated() -> None:
     plan = Plan(Mesh(dp_shard=2), shard_optimizer=SHARD_of_reducing)
-    tape = trace(planned(plan), plan.mesh, replace(Sizes.puzzle(4), whole_matrices=True), 2).tapes[0]
+    tape = trace(program_from_plan(plan), plan.mesh, replace(Sizes.puzzle(4), whole_matrices=True), 2).tapes[0]
     order = [(op.kind, op.layer) for op in tape if op.kind in (OpKind.DIRECTION, OpKind.UPDATE)]
     way, step = OpKind.DIRECTION, OpKind.UPDATE
     steps = [(way, 0), (way, 1), (step, 0), (way, 2), (step, 1), (way, 3), (step, 2), (step, 3)]

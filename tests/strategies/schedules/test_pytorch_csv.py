@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardlab.language import UserError
 from shardlab.strategies.schedules import SCHEDULES, Action, Backward, BackwardInput, BackwardWeight, Forward, Schedule
-from shardlab.strategies.schedules.pytorch_csv import Form, cells, import_csv, write_csv
+from shardlab.strategies.schedules.pytorch_csv import CsvFormat, import_csv, parse_cells, write_csv
 from shardlab.strategies.schedules.steps import (
     Recv,
     ReduceGrad,
@@ -23,8 +23,8 @@ from shardlab.strategies.schedules.steps import (
     Step,
     Steps,
     Unshard,
-    with_messages,
-    with_sharding,
+    insert_messages,
+    insert_sharding_steps,
 )
 from tests.strategies.csv_files import csv_of, read_csv
 
@@ -198,25 +198,25 @@ WORDS: list[tuple[str, ShardedStep]] = [
 
 @pytest.mark.parametrize(("word", "step"), WORDS)
 def test_a_word_means_a_step_and_the_step_is_written_as_that_word(word: str, step: ShardedStep) -> None:
-    [[cell]] = cells(word)
+    [[cell]] = parse_cells(word)
     assert cell.step(ranks_of_stages=range(10, 30)) == step
     assert write_csv([[step]]) == f"{word}\n"
 
 
 def test_a_word_knows_its_row_and_column_with_the_idle_slots_counted() -> None:
-    places = [(cell.row, cell.column, cell.word) for row in cells(",0F0,,0B0\n1F0,,1B0,,\n") for cell in row]
+    places = [(cell.row, cell.column, cell.word) for row in parse_cells(",0F0,,0B0\n1F0,,1B0,,\n") for cell in row]
     assert places == [(1, 2, "0F0"), (1, 4, "0B0"), (2, 1, "1F0"), (2, 3, "1B0")]
 
 
 def test_an_overlapped_pair_is_two_steps_at_one_place() -> None:
-    [[forward, backward]] = cells("(0F1;3B0)OVERLAP_F_B")
+    [[forward, backward]] = parse_cells("(0F1;3B0)OVERLAP_F_B")
     assert (forward.word, backward.word) == ("0F1", "3B0")
     assert (forward.column, backward.column) == (1, 1)
 
 
 @pytest.mark.parametrize("text", ["0F0,0B0", "0F0,0B0\r\n\r\n", "\ufeff0F0,0B0\n", '"0F0", 0B0 \n', "00F0,0B00"])
 def test_what_editors_and_spreadsheets_do_to_a_file_is_no_matter(text: str) -> None:
-    assert [cell.word for cell in cells(text)[0]] == ["0F0", "0B0"]
+    assert [cell.word for cell in parse_cells(text)[0]] == ["0F0", "0B0"]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_what_editors_and_spreadsheets_do_to_a_file_is_no_matter(text: str) -> N
 )
 def test_a_word_that_is_no_action_is_refused_with_what_was_meant(word: str, remedy: str) -> None:
     with pytest.raises(UserError, match=f"^row 2 \\(rank 1\\), column 3: .* is no action; .*{remedy}"):
-        cells(f"0F0\n1F0,,{word}\n")
+        parse_cells(f"0F0\n1F0,,{word}\n")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_word_that_is_no_action_is_refused_with_what_was_meant(word: str, reme
 )
 def test_a_rank_without_a_stage_and_a_file_without_ranks_are_refused(text: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        cells(text)
+        parse_cells(text)
 
 
 @pytest.mark.parametrize(
@@ -278,11 +278,11 @@ def test_a_rank_without_a_stage_and_a_file_without_ranks_are_refused(text: str, 
     ],
 )
 def test_what_torch_2_5_wrote_is_read_as_it_was_meant(old: str, today: str) -> None:
-    assert [cell.word for cell in cells(old)[0]] == today.split(",")
+    assert [cell.word for cell in parse_cells(old)[0]] == today.split(",")
 
 
 def test_a_word_of_torch_2_5_is_named_as_it_stands_in_the_file() -> None:
-    whole, half = cells("0BW0,0B1")[0]
+    whole, half = parse_cells("0BW0,0B1")[0]
     assert str(whole.refuse("no")) == "row 1 (rank 0), column 1, 0BW0 (today 0B0): no"
     assert str(half.refuse("no")) == "row 1 (rank 0), column 2, 0B1 (today 0I1): no"
 
@@ -290,7 +290,7 @@ def test_a_word_of_torch_2_5_is_named_as_it_stands_in_the_file() -> None:
 # Schedules go to PyTorch's CSV and come back the same, and what torch writes is understood.
 
 
-FORMS: list[Form] = ["compute_only", "compute_comms"]
+FORMS: list[CsvFormat] = ["compute_only", "compute_comms"]
 
 
 @st.composite
@@ -315,8 +315,8 @@ def random_schedules(draw: st.DrawFn) -> list[list[ShardedStep]]:
             waiting.append(BackwardWeight(s, m))
     steps: list[list[ShardedStep]] = [list(row) for row in todo]
     if draw(st.booleans()):
-        messages = with_messages(todo, len(places), places.__getitem__)
-        steps = [with_sharding(row, draw(st.integers(1, 4))) for row in messages]
+        messages = insert_messages(todo, len(places), places.__getitem__)
+        steps = [insert_sharding_steps(row, draw(st.integers(1, 4))) for row in messages]
     return steps
 
 
@@ -330,7 +330,9 @@ def built_in(draw: st.DrawFn) -> tuple[Schedule, int, int, int]:
 
 
 @given(built_in(), st.sampled_from(FORMS))
-def test_a_built_in_schedule_comes_back_as_it_was_written(sized: tuple[Schedule, int, int, int], form: Form) -> None:
+def test_a_built_in_schedule_comes_back_as_it_was_written(
+    sized: tuple[Schedule, int, int, int], form: CsvFormat
+) -> None:
     schedule, ranks, microbatches, stages_per_rank = sized
     text = csv_of(schedule, ranks, microbatches, stages_per_rank, form=form)
     steps = read_csv(text)
@@ -345,7 +347,7 @@ def test_messages_follow_from_the_actions_as_they_are_exported(sized: tuple[Sche
     schedule, ranks, *sizes = sized
     actions = import_csv(csv_of(schedule, ranks, *sizes, form="compute_only"))
     everything = import_csv(csv_of(schedule, ranks, *sizes, form="compute_comms"))
-    assert [with_sharding(without_sharding(row)) for row in actions.of_ranks] == [
+    assert [insert_sharding_steps(without_sharding(row)) for row in actions.of_ranks] == [
         list(row) for row in everything.of_ranks
     ]
 
@@ -470,7 +472,7 @@ def test_an_imported_schedule_knows_its_sizes_and_places() -> None:
 
 def test_weights_are_whole_from_before_their_stage_is_visited_until_others_are_wanted() -> None:
     actions = [Forward(0, 0), Forward(2, 0), Forward(4, 0), Backward(4, 0), Backward(2, 0), Backward(0, 0)]
-    assert write_csv([with_sharding(actions, whole=2)]) == (
+    assert write_csv([insert_sharding_steps(actions, whole=2)]) == (
         "0UNSHARD,2UNSHARD,0F0,0RESHARD,4UNSHARD,2F0,4F0,4B0,"
         "4REDUCE_GRAD,4RESHARD,0UNSHARD,2B0,2REDUCE_GRAD,2RESHARD,0B0,0REDUCE_GRAD,0RESHARD\n"
     )

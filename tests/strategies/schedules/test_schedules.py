@@ -20,7 +20,7 @@ from shardlab.strategies.schedules import (
     loop,
     vee,
 )
-from shardlab.strategies.schedules.steps import Recv, Send, Step, with_messages
+from shardlab.strategies.schedules.steps import Recv, Send, Step, insert_messages
 from tests.strategies.action_clock import actions_of, most_held
 
 Case = tuple[Schedule, int, int, int]
@@ -36,7 +36,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def steps_of(case: Case) -> list[list[Step]]:
     schedule, ranks, _, stages_per_rank = case
-    return with_messages(actions_of(*case), ranks * stages_per_rank, lambda stage: schedule.placement(stage, ranks))
+    return insert_messages(actions_of(*case), ranks * stages_per_rank, lambda stage: schedule.placement(stage, ranks))
 
 
 @given(cases())
@@ -156,4 +156,4 @@ def test_dualpipe_v_computes_backward_in_halves_only_at_its_ends() -> None:
 def test_a_schedule_that_waits_for_itself_is_one_sentence() -> None:
     todo = [[Backward(rank, 0), Forward(rank, 0)] for rank in range(2)]
     with pytest.raises(UserError, match=r"mine cannot go on: rank 0 at Backward.*, rank 1 at .*done only later"):
-        with_messages(todo, 2, lambda stage: stage, "mine")
+        insert_messages(todo, 2, lambda stage: stage, "mine")

@@ -21,7 +21,7 @@ from shardlab.models import GPT, MLP, Llama, Mixtral, MoE
 from shardlab.strategies import STRATEGIES, Plan
 from shardlab.strategies.plan.plan import DATA_AXES, Context, Recompute, ReduceAt, Reshard
 from shardlab.strategies.schedules import SCHEDULES
-from shardlab.strategies.schedules.pytorch_csv import Form
+from shardlab.strategies.schedules.pytorch_csv import CsvFormat
 from shardlab.train.batches import Batches
 from shardlab.train.job import Job
 from shardlab.train.verification import verify
@@ -66,7 +66,7 @@ def test_the_numbers_are_those_of_one_device(ranks: World, tmp_path: Path, case:
     assert verdict.ok, verdict
 
 
-def through_a_file(case: Verified, form: Form, file: Path) -> Verified:
+def through_a_file(case: Verified, form: CsvFormat, file: Path) -> Verified:
     """Have a case take its plan's schedule from a file, to which it was written."""
     plan = case.strategy
     assert isinstance(plan, Plan)

@@ -47,7 +47,7 @@ from shardlab.simulate.timeline.critical_path import critical_path, path_parts
 from shardlab.simulate.timeline.memory import peak_elsewhere
 from shardlab.simulate.timeline.run import Clocks, Counter
 from shardlab.simulate.timeline.timeline import rank_times
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.registry import StrategyEntry
 
 
@@ -346,7 +346,7 @@ def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Costs, names
     plan = entry.plan(program.ranks) if entry.plan else None
     if plan is None or plan.recompute in ("none", ()):
         return None
-    kept = trace(planned(replace(plan, recompute="none")), plan.mesh, program.sizes, program.microbatches)
+    kept = trace(program_from_plan(replace(plan, recompute="none")), plan.mesh, program.sizes, program.microbatches)
     return simulate(run_passes(check(kept), find_passes(names), Goal(costs))[-1].checked, costs)
 
 

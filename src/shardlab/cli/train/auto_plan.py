@@ -30,7 +30,7 @@ from shardlab.language.rules.kinds import counted
 from shardlab.measure.progress import Race
 from shardlab.simulate.hardware import Cluster
 from shardlab.strategies.plan.plan import Plan
-from shardlab.strategies.registry import StrategyEntry, planned_entry
+from shardlab.strategies.registry import StrategyEntry, entry_from_plan
 from shardlab.train.config import TrainingConfig
 from shardlab.train.config_sources import ConfigSource, merged, plan_below, resolved
 from shardlab.train.data import sources_of
@@ -80,7 +80,7 @@ def plan_for_this_machine(
     """
     ranks = ranks or _cluster(None).size
     passes = layout.given().get("passes")
-    config = resolved(sources, planned_entry(Plan(Mesh(dp_shard=ranks), passes=passes), "auto"), ranks)
+    config = resolved(sources, entry_from_plan(Plan(Mesh(dp_shard=ranks), passes=passes), "auto"), ranks)
     if config.train.batch_ramp is not None:
         raise UserError(
             "--plan auto chooses the microbatches of one batch size, but a batch ramp has several; give a plan"
@@ -90,7 +90,7 @@ def plan_for_this_machine(
     choice = json.loads(choose_on_first_rank(choose, config.train.timeout))
     runs: list[PlannedRun] = []
     for row in choice["plans"]:
-        entry = planned_entry(replace(Plan.from_dict(row["plan"]), passes=passes), "auto")
+        entry = entry_from_plan(replace(Plan.from_dict(row["plan"]), passes=passes), "auto")
         cut = ConfigSource("the planner", {"train": row["train"]})
         runs.append(PlannedRun(entry, resolved([*sources, cut], entry, ranks), cut, row["words"]))
     return PlannedRuns(runs, choice["seconds"])
@@ -118,7 +118,7 @@ def plan_of_resumed_run(layout: PlanOptions, sources: Sequence[ConfigSource], ra
         return None
     if math.prod(cut.values()) != math.prod(wanted[name] for name in cut):
         return None
-    entry = planned_entry(replace(plan, passes=layout.given().get("passes", plan.passes)), "auto")
+    entry = entry_from_plan(replace(plan, passes=layout.given().get("passes", plan.passes)), "auto")
     source = ConfigSource("the run before", {"train": cut})
     config = resolved([*sources, source], entry, plan.mesh.world)
     return PlannedRuns([PlannedRun(entry, config, source, "the plan that it had")])

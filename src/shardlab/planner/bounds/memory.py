@@ -23,7 +23,7 @@ from shardlab.simulate.predict.memory import device_memory
 from shardlab.simulate.timeline.memory import Category
 from shardlab.strategies.plan.plan import CUT_AXES, Plan
 from shardlab.strategies.plan.rank_plan import ModelLayers
-from shardlab.strategies.plan.sharding import uses_of, visited
+from shardlab.strategies.plan.sharding import mark_kept_weights, weight_visits
 from shardlab.strategies.schedules.steps import Steps
 
 SURE = 1 - 1e-9
@@ -264,7 +264,7 @@ def pass_holds(floors: LayerFloors, model: ModelLayers, stage: range) -> list[La
 def _gathered(model: ModelLayers, order: Sequence[int], elements: dict[int, float]) -> dict[int, tuple[float, float]]:
     """Elements of each layer's weight, and of those that are gathered while it computes: its block's and the next's."""
     found: dict[int, tuple[float, float]] = {}
-    uses = uses_of(list(visited(model, order, ())), "layer")
+    uses = mark_kept_weights(list(weight_visits(model, order, ())), "layer")
     for place, layer in enumerate(order):
         window: dict[int, float] = {}
         for use in uses[place:]:

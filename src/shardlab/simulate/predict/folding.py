@@ -38,9 +38,9 @@ from shardlab.language.rules.spec import KEY, Form, Joined, Space, form_of, of_l
 from shardlab.language.tape import Channel, Communication, channel_of, communications_of
 from shardlab.language.values import TracedRank, Value
 from shardlab.language.world import gc_paused
-from shardlab.strategies.plan.layer_passes import dealt
+from shardlab.strategies.plan.layer_passes import slices_of_rank
 from shardlab.strategies.plan.plan import BATCH_AXES, Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.plan.rank_plan import model_layers
 
 SCALAR = Kind.SCALAR
@@ -68,7 +68,7 @@ def fold(plan: Plan, sizes: Sizes, microbatches: int, strategy: Strategy | None 
     """Trace one rank of each pipeline stage.
 
     Args:
-        strategy: what follows the plan (None: `planned`).
+        strategy: what follows the plan (None: `program_from_plan`).
 
     Raises:
         Refused: if an op breaks a rule.
@@ -76,7 +76,7 @@ def fold(plan: Plan, sizes: Sizes, microbatches: int, strategy: Strategy | None 
     """
     with gc_paused():
         world = FoldedWorld(plan, sizes, microbatches)
-        program = world.run(strategy or planned(plan))
+        program = world.run(strategy or program_from_plan(plan))
         specs = [rank.specs() for rank in world.ranks if isinstance(rank, FoldedRank)]
         world.release()
         return Folded(program, specs, *communications_of(program, partial(_channel, program.mesh, world.stride)))
@@ -375,7 +375,7 @@ class Rotation:
     def _dealt(self) -> list[tuple[int, ...]]:
         """Slices of every sequence that each context-parallel rank has."""
         cp, tp = self.mesh.cp, self.mesh.tp
-        return [dealt(place, cp, tp, self.plan.stripes) for place in range(cp)]
+        return [slices_of_rank(place, cp, tp, self.plan.stripes) for place in range(cp)]
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:

@@ -207,7 +207,7 @@ def _message_buffer_bytes(inputs: MemoryInputs, *, last: bool) -> float:
     sliced, stages = False, 1
     if isinstance(plan, Plan):
         sliced = plan.sequence_parallel
-        stages = plan.stages_of_a_rank(model_layers(inputs.sizes).pipeline_units)
+        stages = plan.stages_on_rank(model_layers(inputs.sizes).pipeline_units)
     tokens = inputs.micro_batch_size * model.seq_len / mesh.cp
     residual = tokens * model.hidden_size / (mesh.tp if sliced else 1)
     logits = tokens * model.vocab_size / mesh.tp

@@ -25,7 +25,7 @@ from shardlab.simulate.timeline.memory import memory_in_bytes
 from shardlab.simulate.timeline.prices import Traced
 from shardlab.simulate.timeline.timeline import Timeline
 from shardlab.strategies.plan.plan import Plan
-from shardlab.strategies.plan.program import planned
+from shardlab.strategies.plan.program import program_from_plan
 
 Trace = Callable[[Mesh, Sizes, int], Checked]
 """Mesh, sizes and microbatches to a checked program."""
@@ -142,7 +142,7 @@ class Workload:
             self.plan.require_ops(self.model.layers, microbatches)
         except UserError as error:
             raise UserError(f"passes want the program of every rank: {error}") from None
-        return check(trace(planned(self.plan), mesh, sizes, microbatches))
+        return check(trace(program_from_plan(self.plan), mesh, sizes, microbatches))
 
     @cached_property
     def sizes(self) -> Sizes:

@@ -1,4 +1,9 @@
-"""A plan: how a model is laid over the mesh, in a dozen words. `planned` is the one program that follows any plan."""
+"""Plan: the settings that say how a model is split over a mesh.
+
+`Plan` is a frozen dataclass whose fields are also the flags of the command line and the keys of TOML and JSON files.
+Fields that contradict each other are refused when the plan is made; what depends on a model is checked later, by
+`resolve`. `program_from_plan` in `program.py` is the program that follows any plan.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +22,35 @@ from shardlab.language.pass_names import PASSES_FIELD, named_passes
 from shardlab.language.rules.kinds import counted
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
-from shardlab.strategies.schedules.steps import Steps, steps_of
+from shardlab.strategies.schedules.steps import Steps, resolve_schedule
 
 DATA_AXES = ("dp_shard", "dp_replicate")
-"""The axes over which parameters may be cut."""
+"""Data-parallel axes over which parameters may be sharded."""
 
 BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
-"""The axes over which microbatches are dealt, outermost first."""
+"""Axes over which microbatches are distributed, outermost first."""
 
 CUT_AXES = (*DATA_AXES, "cp")
-"""The axes whose ranks see different tokens, and so may share the work of keeping weights."""
+"""Axes whose ranks see different tokens. Weights, gradients and optimizer state may be sharded over them."""
 
 UNNAMED = "plan"
-"""Name of a plan that flags or a file without one describe."""
+"""Name of a plan that was not given one."""
 
 Context = Literal["ring", "all_gather", "ulysses"]
+
 Reshard = Literal["layer", "stage", "step"]
+
 ReduceAt = Literal["layer", "step"]
+
 Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A choice of what is split over which axis, and when it is put together.
+    """Choice of what is split over which mesh axis, and when it is gathered and reduced.
 
-    The three mappings make the rows of one table. Over an axis of n data-parallel ranks:
+    The fields `shard_parameters`, `shard_gradients` and `shard_optimizer` give the stages of ZeRO. The share that each
+    of n data-parallel ranks stores:
 
     ====================  ===============  ==============  ===============
     name                  parameters       gradients       optimizer state
@@ -56,15 +65,15 @@ class Plan:
     `dp_replicate`; the partially sharded form of Levanter (issue 325) maps parameters to `dp_shard` and the optimizer's
     state to both axes.
 
-    Gradients are reduced while backward passes go on. Over each axis, those of one block at a time are in flight, the
-    rank's largest, however finely blocks are cut; so this takes no more memory in half-blocks than in whole ones.
+    Gradients are reduced while backward passes continue. The gradients in flight over an axis are at most as large as
+    the rank's largest block, whether layers are whole blocks or half-blocks.
 
-    What each field does is written beside it, and is the help of its flag; `shardlab.common.fields` makes
-    flags, TOML and JSON of the same description.
+    Selective recomputation is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 5): the attention scores and
+    their softmax are computed again from queries, keys and values. A block that is recomputed in full keeps only its
+    input. The embedding and the head of a model in half-blocks are never recomputed; of a mixture of experts, only the
+    experts are.
 
-    Selective recomputation is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 5): scores, and what is made
-    of them, from queries, keys and values. Blocks that are recomputed keep their input alone; in half-blocks the
-    embedding and the head keep what they need, in a mixture the dense layers.
+    The string after each field is the help of its flag: `shardlab.common.fields` makes flags, TOML and JSON of it.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -159,16 +168,16 @@ class Plan:
             )
 
     def on(self, ranks: int) -> Plan:
-        """This plan on another number of ranks: its data-parallel axes follow, and all others stay.
+        """Return this plan for another number of ranks, with its data-parallel axes resized.
 
-        Where it has replicas, their number follows if it can, so that a rank keeps as much as before; else all
-        data-parallel ranks share what is sharded.
+        If the plan has replicas and `dp_shard` divides the data-parallel ranks, the number of replicas changes, so that
+        each rank stores as much as before. Otherwise all data-parallel ranks form one shard group.
 
         >>> str(Plan(Mesh(pp=2, dp_shard=4)).on(4).mesh), str(Plan(Mesh(dp_replicate=2, dp_shard=2)).on(6).mesh)
         ('pp 2 x dp_shard 2', 'dp_replicate 3 x dp_shard 2')
 
         Raises:
-            UserError: when the other axes do not divide the ranks.
+            UserError: if the other axes do not divide the ranks.
         """
         mesh = self.mesh
         others = mesh.world // (mesh.dp_replicate * mesh.dp_shard)
@@ -186,60 +195,60 @@ class Plan:
         )
 
     def counted(self, sizes: Sizes) -> Sizes:
-        """Sizes of a model whose sequences are counted in the slices that this plan deals."""
+        """Return sizes whose sequences are counted in the slices that this plan distributes over cp."""
         return sizes if self.stripes is None else replace(sizes, slices_per_rank=self.stripes)
 
     @property
     def title(self) -> str:
-        """Name of a plan that has no other: its mesh, and the schedule of a pipeline."""
+        """Title of a plan without a name: its mesh, and the schedule of a pipeline."""
         schedule = f" ({self.as_dict()['schedule']})" if self.mesh.pp > 1 else ""
         return f"{self.mesh}{schedule}" if self.mesh.world > 1 else "one device"
 
     @property
     def attention_apart(self) -> bool:
-        """Whether attention must be a step of its own, between two layers of half-blocks."""
+        """Whether the plan needs attention as a separate step between two layers of half-blocks."""
         return self.mesh.cp > 1 or self.recompute == "selective"
 
     @property
     def ulysses(self) -> int:
-        """Number of neighbouring ranks of `cp` that exchange slices of sequences for heads (1: none do)."""
+        """Number of neighbouring cp ranks that exchange slices of sequences for heads (1: no exchange)."""
         return self.ulysses_degree or (self.mesh.cp if self.context == "ulysses" else 1)
 
     @property
     def axes_of_every_microbatch(self) -> tuple[str, ...]:
-        """Axes over which each microbatch's gradient is reduced at once: as named, or those that cut it."""
+        """Axes over which the gradient of each microbatch is reduced: `reduce_every_microbatch` or its default."""
         return self.shard_gradients if self.reduce_every_microbatch is None else self.reduce_every_microbatch
 
     @property
     def zero_stage(self) -> int:
-        """The stage of ZeRO, by what data-parallel ranks share: 0 nothing, 3 everything."""
+        """Stage of ZeRO, from 0 (nothing is sharded) to 3 (weights are sharded too)."""
         shared = self.shard_optimizer, self.shard_gradients
         return 3 if self.shard_parameters else sum(map(bool, shared))
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks among which the batch is dealt."""
+        """Number of ranks over which the batch is distributed."""
         sizes = self.mesh.sizes()
         return math.prod(sizes[axis] for axis in BATCH_AXES)
 
     @property
     def order(self) -> Schedule | Steps:
-        """The schedule itself, or one that was imported for one size.
+        """The schedule, or the steps that a CSV file gives for one size of pipeline.
 
         Raises:
-            UserError: if there is none of this name.
+            UserError: if no schedule has this name.
         """
         return self.schedule if isinstance(self.schedule, Schedule) else find_schedule(self.schedule)
 
     def steps(self, units: int, microbatches: int) -> Steps:
-        """Steps of each pipeline rank on its share of the microbatches.
+        """Return the steps of each pipeline rank on its share of the microbatches.
 
         Args:
-            units: the most stages into which the model may be cut: its layers, or fewer.
-            microbatches: of the global batch.
+            units: number of parts between which a pipeline may split the model, at most its layers.
+            microbatches: number of microbatches of the global batch.
 
         Raises:
-            UserError: when they do not divide among the data-parallel ranks, or do not fit the schedule.
+            UserError: if the data-parallel ranks do not divide the microbatches, or these do not fit the schedule.
         """
         each, rest = divmod(microbatches, self.data_ranks)
         if rest:
@@ -250,7 +259,7 @@ class Plan:
             )
         order, ranks = self.order, self.mesh.pp
         if isinstance(order, Schedule):
-            return steps_of(order, ranks, each, self.stages_of_a_rank(units))
+            return resolve_schedule(order, ranks, each, self.stages_on_rank(units))
         if (len(order.of_ranks), order.microbatches) != (ranks, each):
             raise UserError(
                 f"{self.schedule} is for {len(order.of_ranks)} pipeline ranks and {order.microbatches} microbatches on "
@@ -260,25 +269,25 @@ class Plan:
         return order
 
     def bounds(self, units: int, named: str = "") -> list[int]:
-        """Units at which stages begin, and the end of the last one: stage s has units bounds[s] up to bounds[s + 1].
+        """Return the boundaries of the pipeline stages: stage s has the units from bounds[s] up to bounds[s + 1].
 
         Args:
-            units: into which the model may be cut.
-            named: what a refusal calls them.
+            units: number of parts between which a pipeline may split the model.
+            named: words for the units in an error message.
 
         Raises:
-            UserError: when there are fewer units than stages, or the layers named are not those of the model.
+            UserError: if there are fewer units than stages, or `layers_per_stage` does not add up to the units.
         """
         order = self.order
-        stages = order.stages if isinstance(order, Steps) else self.mesh.pp * self.stages_of_a_rank(units)
-        given = self.layers_per_stage
-        if given:
-            if len(given) != stages or sum(given) != units or min(given) < 1:
+        stages = order.stages if isinstance(order, Steps) else self.mesh.pp * self.stages_on_rank(units)
+        counts = self.layers_per_stage
+        if counts:
+            if len(counts) != stages or sum(counts) != units or min(counts) < 1:
                 raise UserError(
-                    f"layers_per_stage is {as_text(given)}, but {units} layers are to be cut into "
+                    f"layers_per_stage is {as_text(counts)}, but {units} layers are to be cut into "
                     f"{counted(stages, 'stage')}; give {counted(stages, 'number')} of 1 or more that add up to {units}"
                 )
-            return [sum(given[:stage]) for stage in range(stages + 1)]
+            return [sum(counts[:stage]) for stage in range(stages + 1)]
         if units < stages:
             raise UserError(
                 f"{named or counted(units, 'layer')} do{'es' * (units == 1)} not reach {stages} pipeline stages; give "
@@ -287,42 +296,44 @@ class Plan:
         return [stage * units // stages for stage in range(stages + 1)]
 
     def require_ops(self, layers: int, microbatches: int, *, tiles: int = 1, folded: bool = False) -> None:
-        """Refuse sizes with which a step is sure to have more ops than are traced.
+        """Check that a step does not exceed the number of ops that can be traced.
 
         Args:
-            layers, microbatches: the model's, and the global batch's.
-            tiles: into how many each layer is cut.
+            layers, microbatches: numbers of the model's layers and of the global batch's microbatches.
+            tiles: number of tiles of each layer.
             folded: whether only one rank of each pipeline stage is traced.
 
         Raises:
-            UserError: with how many there would be at least.
+            UserError: if it does, with a lower bound of the number of ops.
         """
-        mesh, alike = self.mesh, self.mesh.world // self.mesh.pp
-        passes = 2 * layers * tiles * -(-microbatches // self.data_ranks) * (1 if folded else alike)
+        mesh, replicas = self.mesh, 1 if folded else self.mesh.world // self.mesh.pp
+        passes = 2 * layers * tiles * -(-microbatches // self.data_ranks) * replicas
         sizes = f"{counted(layers, 'layer')} and {counted(microbatches, 'microbatch')} on {counted(mesh.world, 'rank')}"
         sizes += f" in {counted(tiles, 'tile')}" if tiles > 1 else ""
-        least = passes + 2 * layers * (1 if folded else alike) + mesh.pp
+        least = passes + 2 * layers * replicas + mesh.pp
         require_ops(least, sizes, MAX_FOLDED if folded else MAX_OPS)
 
     def natural_layers(self) -> int:
-        """Layers of a model that gives each stage one, or as many as the plan says.
+        """Return the number of layers of a model with one layer per stage, or with `layers_per_stage`.
 
         Raises:
-            UserError: if there is no such schedule, or it must have another number of stages than was asked for.
+            UserError: if there is no such schedule, or it needs another number of stages than `stages_per_rank`.
         """
         order = self.order
         if self.layers_per_stage:
             return sum(self.layers_per_stage)
         stages = self.mesh.pp * (self.stages_per_rank or 1)
         require_ops(2 * stages, f"the passes of {counted(stages, 'pipeline stage')}")
-        on_a_rank = self.stages_of_a_rank(2 * self.mesh.pp)
+        on_a_rank = self.stages_on_rank(2 * self.mesh.pp)
         return order.stages if isinstance(order, Steps) else self.mesh.pp * on_a_rank
 
-    def stages_of_a_rank(self, units: int) -> int:
-        """Stages on each pipeline rank: as asked, as the schedule must have, or else 2 if the model's units reach.
+    def stages_on_rank(self, units: int) -> int:
+        """Return the number of stages on each pipeline rank.
+
+        It is the number that the schedule needs, or else `stages_per_rank`, or else 2 if the model has enough units.
 
         Raises:
-            UserError: when the schedule must have another number than was asked for.
+            UserError: if the schedule needs another number than `stages_per_rank`.
         """
         order = self.order
         if isinstance(order, Steps):
@@ -342,7 +353,7 @@ class Plan:
         return must or self.stages_per_rank or max(1, min(2 if self.mesh.pp > 1 else 1, units // self.mesh.pp))
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as words, numbers and lists, as they would stand in a file; what is nothing is left out."""
+        """Return the fields as strings, numbers and lists, as in a file. Empty fields are left out."""
         words: dict[str, Any] = {"mesh": self.mesh.used}
         for each in fields(self)[1:]:
             value = getattr(self, each.name)
@@ -352,10 +363,10 @@ class Plan:
 
     @classmethod
     def from_dict(cls, words: Mapping[str, Any]) -> Plan:
-        """The plan that `as_dict` has written, or somebody else.
+        """Return the plan with the fields of a dictionary, as `as_dict` returns it.
 
         Raises:
-            UserError: for a field or an axis that there is not, or a value that does not fit.
+            UserError: for an unknown field or axis, or a wrong value.
         """
         _require_known("field", words, [each.name for each in fields(cls)])
         mesh = words.get("mesh", {})
@@ -367,6 +378,19 @@ class Plan:
             if type(size) is not int:
                 raise UserError(f"{axis} is {size!r}; give a whole number")
         return cls(Mesh(**sizes), **{name: _as_read(value) for name, value in words.items() if name != "mesh"})
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan from a TOML file with the fields of `Plan` and a table `mesh` of axis sizes.
+
+    Raises:
+        UserError: for a file that cannot be read, an unknown field, or a wrong value.
+    """
+    fields_of_file = read_file(path, "TOML")
+    try:
+        return Plan.from_dict(fields_of_file)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _as_written(value: Any) -> Any:
@@ -384,19 +408,3 @@ def _require_known(what: str, words: Iterable[str], known: Iterable[str]) -> Non
     for name in words:
         if name not in known:
             raise UserError(f"a plan has no {what} {name!r}; {nearest(name, known)}")
-
-
-# A plan written down in a TOML file.
-
-
-def read_plan(path: Path) -> Plan:
-    """The plan in a file: the fields of `Plan`, and a table `mesh` of its axes' sizes.
-
-    Raises:
-        UserError: for a file that cannot be read, a field that a plan does not have, or a value that does not fit.
-    """
-    written = read_file(path, "TOML")
-    try:
-        return Plan.from_dict(written)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None

@@ -1,4 +1,13 @@
-"""A plan made out for one rank: which layers, slices and groups are its own, and what meets where."""
+"""Plan of one rank: its layers, slices of weights, steps and collectives.
+
+`RankPlan` is the result of `resolve`, with a `LayerPlan` for each layer and a `WeightPlan` for each weight.
+`ModelLayers` answers the questions of a plan about a model: where a pipeline may split it, which blocks can be
+recomputed, and which axes can slice a layer.
+
+The protocols at the end are the interface between the program of a plan and its rank. Two classes implement `PlanRank`:
+`shardlab.language.Rank`, which is traced, and the rank of compressed steps, which records seconds and bytes. A verb
+that one of them lacks is a type error.
+"""
 
 from __future__ import annotations
 
@@ -16,48 +25,87 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.schedules.steps import ReduceGrad, ShardedStep, Unshard
 
 Keeps = Literal["all", "input", "nothing"]
-"""Leavings of a forward pass for the backward pass: input and what the layer keeps, or less, to be computed again."""
+"""Values that a forward pass keeps for the backward pass: everything, only its input, or nothing."""
 
 
-Verb = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice"]
-
-
-class Completion(NamedTuple):
-    """The collective that makes a layer's result, or what it reads, complete.
+@dataclass(frozen=True)
+class RankPlan:
+    """Plan with all details of one rank, as `resolve` returns it.
 
     Attributes:
-        verb: the rank's method; to slice, nobody meets.
-        axis: the mesh axis whose ranks meet.
+        plan, model: the plan and the layers of the model.
+        steps: steps of the rank in the schedule, in order.
+        microbatches: this rank's microbatches of the global batch.
+        sequence_slices: this rank's slices of every sequence (None: whole sequences).
+        pipeline: the ranks of this pipeline, in order.
+        stages: the layers of every stage of the pipeline.
+        own_stages: numbers of this rank's stages.
+        layers: plans of this rank's layers.
+        weights: plans of the weights that this rank stores, by the layer that owns the weight.
+        weightless: this rank's layers without parameters.
+        frozen: layers of the model whose weights are not trained.
+        training: ranks of this pipeline that train weights.
+        gather_axes: axes over which weights are gathered before use, in order.
+        scatter_axes: axes over which gradients are reduce-scattered; over other axes they are all-reduced.
+        update_axes: axes over which weights are gathered after the update, in order.
+        reduction_buffer: number of elements of gradients whose reductions may be in flight over one axis.
     """
 
-    verb: Verb
-    axis: str
+    plan: Plan
+    model: ModelLayers
+    steps: tuple[ShardedStep, ...]
+    microbatches: range
+    sequence_slices: tuple[int, ...] | None
+    pipeline: tuple[int, ...]
+    stages: tuple[range, ...]
+    own_stages: tuple[int, ...]
+    layers: Mapping[int, LayerPlan]
+    weights: Mapping[int, WeightPlan]
+    weightless: tuple[int, ...]
+    frozen: frozenset[int]
+    training: tuple[int, ...]
+    gather_axes: tuple[str, ...]
+    scatter_axes: tuple[str, ...]
+    update_axes: tuple[str, ...]
+    reduction_buffer: int
 
+    @property
+    def explicit_gathers(self) -> bool:
+        """Whether the schedule says when weights are gathered and freed."""
+        return Unshard in map(type, self.steps)
 
-class Completions(NamedTuple):
-    """Collectives by which a layer meets other ranks.
+    @property
+    def explicit_reductions(self) -> bool:
+        """Whether the schedule says when gradients are reduced."""
+        return ReduceGrad in map(type, self.steps)
 
-    Attributes:
-        input, output: how its first input and its first output are completed in the forward pass, in order.
-        grad_output, grad_input: how the gradients of these are completed in the backward pass, before and after it.
-    """
+    @property
+    def trained(self) -> Mapping[int, WeightPlan]:
+        """Plans of the weights that this rank stores and trains, by the layer that owns the weight."""
+        return {l: weight for l, weight in self.weights.items() if l not in self.frozen}
 
-    input: tuple[Completion, ...] = ()
-    output: tuple[Completion, ...] = ()
-    grad_output: tuple[Completion, ...] = ()
-    grad_input: tuple[Completion, ...] = ()
+    def weight_of(self, layer: int) -> int:
+        """Return the layer that owns the weight which a layer uses."""
+        return self.model.layers[layer].weight
+
+    def backward_order(self, stage: int) -> Iterator[int]:
+        """Yield the layers of a stage in the order of its backward pass, including recomputed layers."""
+        for layer in reversed(self.stages[stage]):
+            yield from self.layers[layer].recompute
+            yield layer
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A layer as one rank runs it.
+    """Plan of one layer on one rank.
 
     Attributes:
-        completions: where it meets other ranks.
-        part: (which, of how many) parts of the experts it dispatches tokens to (None: it dispatches none, or to all).
-        keeps: what its forward pass leaves to the backward pass.
-        recompute: the layers whose forward pass is done again before this layer's backward pass, in order: with itself,
-            if its backward pass does not do that by itself.
+        completions: collectives before and after the layer.
+        part: (index, count) of the part of the experts that a router dispatches tokens to (None: to all experts, or
+            the layer is no router).
+        keeps: values that its forward pass keeps for the backward pass.
+        recompute: layers whose forward pass runs again before this layer's backward pass, in order. The layer itself is
+            included unless its backward pass recomputes by itself.
     """
 
     completions: Completions
@@ -68,19 +116,19 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """Slices that one rank keeps of a weight, and the axes over which its gradient is reduced.
+    """Slices of a weight on one rank, and the axes over which its gradient is reduced.
 
     Attributes:
-        users: how many of this rank's layers compute with it.
-        cut_axes: the axes over which the layer's parameters are sliced, before they are sharded.
-        parameters, optimizer: (which, of how many) slices of the weight and of the optimizer's state the rank keeps.
-        elements: of the gradient before it is sharded.
-        reduce_every_microbatch: axes over which each microbatch's gradient is reduced; those that scatter it first.
+        users: number of this rank's layers that use the weight.
+        cut_axes: axes of tensor, context or expert parallelism that slice the parameters, before they are sharded.
+        parameters, optimizer: (index, count) of the rank's slices of the weight and of the optimizer state.
+        elements: number of elements of the gradient before it is sharded.
+        reduce_every_microbatch: axes over which each microbatch's gradient is reduced. Axes that scatter come first.
         reduce_once: axes over which the sum over microbatches is reduced.
-        direction_axes: axes over which the optimizer's directions are gathered, in order (none: of matrices that are
-            whole on each rank, or of elements).
-        shared_by: ranks of this pipeline that keep replicas of it, and sum their gradients once a step (empty: none).
-        counted: whether this rank counts its squares in the gradient's norm, as one of these ranks does.
+        direction_axes: axes over which the direction of the update is gathered, in order (empty: the optimizer works on
+            elements, or the rank has whole matrices).
+        shared_by: ranks of this pipeline that have replicas of the weight and sum their gradients once a step.
+        counted: whether this rank adds the weight to the gradient norm. One of the ranks in `shared_by` does.
     """
 
     users: int
@@ -95,88 +143,47 @@ class WeightPlan:
     counted: bool
 
 
-@dataclass(frozen=True)
-class RankPlan:
-    """A plan on a mesh and a model, made out for one rank (see `resolve`). Its parts read this and keep no copies.
+Verb = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice"]
+
+
+class Completion(NamedTuple):
+    """Collective that completes an input or output of a layer.
 
     Attributes:
-        plan, model: what was made out, and for which layers.
-        steps: what the schedule has the rank do, in order.
-        microbatches: those of the global batch that are this rank's.
-        sequence_slices: slices of every sequence that are this rank's (None: whole sequences).
-        pipeline: the ranks of its pipeline, by their place.
-        stages: the layers of every stage of the pipeline.
-        own_stages: numbers of the stages that are this rank's.
-        layers: every layer of its stages.
-        weights: every weight that it keeps, by the layer that has it.
-        bare: its layers that have no parameters.
-        frozen: layers of the model whose weights are not trained.
-        training: ranks of its pipeline that train weights.
-        gather_axes: axes over which weights are gathered before their use, in order.
-        scatter_axes: axes along which gradients are scattered; over others they are all-reduced.
-        update_axes: axes over which weights are gathered after the update, in order.
-        room: elements of gradients whose reductions may be in flight at a time, over each axis.
+        verb: method of the rank; `slice` does not communicate.
+        axis: mesh axis of the group.
     """
 
-    plan: Plan
-    model: ModelLayers
-    steps: tuple[ShardedStep, ...]
-    microbatches: range
-    sequence_slices: tuple[int, ...] | None
-    pipeline: tuple[int, ...]
-    stages: tuple[range, ...]
-    own_stages: tuple[int, ...]
-    layers: Mapping[int, LayerPlan]
-    weights: Mapping[int, WeightPlan]
-    bare: tuple[int, ...]
-    frozen: frozenset[int]
-    training: tuple[int, ...]
-    gather_axes: tuple[str, ...]
-    scatter_axes: tuple[str, ...]
-    update_axes: tuple[str, ...]
-    room: int
-
-    @property
-    def explicit_gathers(self) -> bool:
-        """Whether the steps say when a stage's weights are gathered and freed."""
-        return Unshard in map(type, self.steps)
-
-    @property
-    def explicit_reductions(self) -> bool:
-        """Whether the steps say when a stage's gradients are reduced."""
-        return ReduceGrad in map(type, self.steps)
-
-    @property
-    def trained(self) -> Mapping[int, WeightPlan]:
-        """Every weight that this rank keeps and trains, by the layer that has it."""
-        return {l: weight for l, weight in self.weights.items() if l not in self.frozen}
-
-    def weight_of(self, layer: int) -> int:
-        """The layer whose weight a layer computes with."""
-        return self.model.layers[layer].weight
-
-    def backward_order(self, stage: int) -> Iterator[int]:
-        """The layers of a stage in the order of its backward pass, with those that are computed forward again."""
-        for layer in reversed(self.stages[stage]):
-            yield from self.layers[layer].recompute
-            yield layer
+    verb: Verb
+    axis: str
 
 
-# Questions that a plan asks of a model: where it may be cut, and how each layer is. They are asked here alone.
+class Completions(NamedTuple):
+    """Collectives before and after a layer, in order.
+
+    Attributes:
+        input, output: collectives on the first input and the first output in the forward pass.
+        grad_output, grad_input: collectives on the gradients of these, before and after the backward pass.
+    """
+
+    input: tuple[Completion, ...] = ()
+    output: tuple[Completion, ...] = ()
+    grad_output: tuple[Completion, ...] = ()
+    grad_input: tuple[Completion, ...] = ()
 
 
 def model_layers(sizes: Sizes) -> ModelLayers:
-    """The layers of a model of these sizes; the same object for all models of one shape."""
+    """Return the layers of a model. Models of the same shape share one object."""
     return _model_layers(sizes.signatures, sizes.blocks)
 
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """A model's layers, as a plan needs to know them.
+    """Layers of a model, and the questions that a plan asks about them.
 
     Attributes:
-        layers: each layer's signature: what it takes and makes, and whose weight it computes with.
-        blocks: where blocks begin and the last one ends, if not every layer is one (empty: each layer is a block).
+        layers: signature of each layer: its inputs, outputs, and the layer that owns its weight.
+        blocks: first layer of each block, and the end of the last block (empty: each layer is a block).
     """
 
     layers: tuple[Layer, ...]
@@ -184,16 +191,16 @@ class ModelLayers:
 
     @cached_property
     def users(self) -> dict[int, tuple[int, ...]]:
-        """Layers that compute with each weight, by the layer that has it."""
+        """Layers that use each weight, by the layer that owns it."""
         users: dict[int, tuple[int, ...]] = {}
         for number, layer in enumerate(self.layers):
             users[layer.weight] = (*users.get(layer.weight, ()), number)
         return users
 
     def cut_axes(self, layer: int) -> tuple[str, ...]:
-        """The mesh axes over which a layer's parameters may be sliced, outermost first; every other rank has all.
+        """Return the mesh axes that may slice a layer's parameters, outermost first.
 
-        Ranks that cut sequences share their experts: what all of them would compute alike, each does for some.
+        The ranks of `cp` split the experts too. Otherwise all of them would repeat the same work.
         """
         return self._cut_axes[layer]
 
@@ -204,25 +211,25 @@ class ModelLayers:
 
     @cached_property
     def feeding_attention(self) -> frozenset[int]:
-        """The layers that make queries, keys and values: attention lies between each of them and the next layer."""
+        """Layers that output queries, keys and values. Attention runs between each of them and the next layer."""
         return frozenset(l for l, layer in enumerate(self.layers) if layer.projects)
 
     @cached_property
     def pipeline_cuts(self) -> list[int]:
-        """Layers before which a pipeline may cut, both ends included: all, or those that take a residual."""
+        """Layers before which a pipeline may split the model (of half-blocks, those with a residual), and the end."""
         if not any(layer.carries for layer in self.layers):
             return list(range(len(self.layers) + 1))
-        taking = [l for l, layer in enumerate(self.layers) if any(port.kind is Kind.RESIDUAL for port in layer.inputs)]
-        return [0, *taking, len(self.layers)]
+        readers = [l for l, layer in enumerate(self.layers) if any(port.kind is Kind.RESIDUAL for port in layer.inputs)]
+        return [0, *readers, len(self.layers)]
 
     @property
     def pipeline_units(self) -> int:
-        """The most stages that a pipeline may have."""
+        """Largest number of stages of a pipeline."""
         return len(self.pipeline_cuts) - 1
 
     @property
     def units_text(self) -> str:
-        """Words for these units in a message."""
+        """Description of the pipeline units for error messages."""
         if self.blocks and self.pipeline_units < len(self.layers):
             halves, blocks = self.pipeline_units - 1, len(self.blocks) - 1
             return f"{counted(halves, 'half-block')} of {counted(blocks, 'block')}, and the head,"
@@ -230,10 +237,10 @@ class ModelLayers:
 
     @cached_property
     def recomputable(self) -> list[range]:
-        """The layers of each block that can be computed again, in order.
+        """Layers of each block that can be recomputed, in order.
 
-        In half-blocks, a block reaches from its first norm up to the next block's; the embedding before the blocks and
-        the head after them keep what they need. In a mixture, these are each block's experts.
+        In half-blocks, a block reaches from its first norm up to the next block's first norm. The embedding and the
+        head are not recomputed. In a mixture of experts, only the experts of each block are.
         """
         if self.blocks:
             return [range(start, stop) for start, stop in pairwise(self.blocks)]
@@ -241,7 +248,7 @@ class ModelLayers:
         return [range(layer, layer + 1) for layer in experts or range(len(self.layers))]
 
     def gathered_with(self, layer: int) -> int:
-        """A number that layers share whose weights are gathered together: those of one block, as FSDP wraps it."""
+        """Return the number of the group of layers whose weights are gathered together: a block, as FSDP wraps it."""
         return self._gathered_with[layer]
 
     @cached_property
@@ -250,15 +257,15 @@ class ModelLayers:
         return [bisect_right(self.blocks, layer) for layer in layers] if self.blocks else list(layers)
 
     def reduced_with(self, layer: int) -> int:
-        """A number that layers share whose gradients count together as one block's.
+        """Return the number of the block whose gradients are reduced together with those of a layer.
 
-        The embedding counts as part of the first block and the head as part of the last, as where blocks are whole.
+        The embedding is part of the first block and the head part of the last, as in models of whole blocks.
         """
         return bisect_right((self.blocks or self.pipeline_cuts)[1:-1], layer)
 
     @cached_property
     def _attention_inside(self) -> bool:
-        """Whether attention lies within a layer, or layers are whole blocks."""
+        """Whether attention is part of a layer rather than a separate step."""
         sliced = [layer for layer in self.layers if layer.sliced]
         return not sliced or any(layer.mixes_tokens for layer in sliced)
 
@@ -266,10 +273,10 @@ class ModelLayers:
         return any(axis in axes for axes in self._cut_axes)
 
     def require(self, plan: Plan) -> None:
-        """Refuse a plan whose mesh or recomputation asks for finer layers than these.
+        """Check that the layers are fine enough for a plan's mesh and recomputation.
 
         Raises:
-            UserError: with the layers that are wanted.
+            UserError: if they are not. The message names the layers that the plan needs.
         """
         mesh = plan.mesh
         if mesh.tp > 1 and not self._is_cut_along("tp"):
@@ -299,14 +306,8 @@ class ModelLayers:
 _model_layers = lru_cache(maxsize=64)(ModelLayers)
 
 
-# What the code that follows plans wants of a rank: of one that is traced, and of one that notes seconds and bytes.
-#
-# A rank that lacks a verb is an error of types where it is given to a `PlanRunner`, so that no verb that a plan may
-# call can be forgotten on either.
-
-
 class Addend(Protocol):
-    """A value that can be added to others like it."""
+    """Value with an addition."""
 
     def __add__(self, other: Self, /) -> Self: ...
 
@@ -315,7 +316,7 @@ V = TypeVar("V", bound=Addend)
 
 
 class PlanStore(Protocol[V]):
-    """Values of a kind that steps keep."""
+    """Store of the values of one kind."""
 
     def __getitem__(self, key: Any, /) -> V: ...
     def __setitem__(self, key: Any, value: V, /) -> None: ...
@@ -324,8 +325,8 @@ class PlanStore(Protocol[V]):
     def pop(self, key: Any, /) -> V: ...
 
 
-class BorderStore(Protocol[V]):
-    """Values of a kind between layers, which stages hand on; keys are (layer, microbatch)."""
+class BoundaryStore(Protocol[V]):
+    """Store of values that pipeline stages exchange. Keys are (layer, microbatch)."""
 
     @property
     def name(self) -> str: ...
@@ -335,7 +336,7 @@ class BorderStore(Protocol[V]):
 
 
 class PlanRank(Protocol[V]):
-    """One rank of a plan, with values of some class: its stores, and the verbs of `shardlab.language.Rank`."""
+    """Stores and verbs of a rank that follows a plan, as in `shardlab.language.Rank`."""
 
     @property
     def layers(self) -> range: ...
@@ -348,10 +349,10 @@ class PlanRank(Protocol[V]):
     @property
     def scalars(self) -> PlanStore[V]: ...
     @property
-    def activations(self) -> BorderStore[V]: ...
+    def activations(self) -> BoundaryStore[V]: ...
     @property
-    def grad_activations(self) -> BorderStore[V]: ...
-    def store(self, kind: Kind, /) -> BorderStore[V]: ...
+    def grad_activations(self) -> BoundaryStore[V]: ...
+    def store(self, kind: Kind, /) -> BoundaryStore[V]: ...
     def group(self, axis: str, /) -> Group: ...
     def load_weight(self, layer: int, shard: int = ..., of: int = ..., /) -> V: ...
     def load_opt_state(self, layer: int, shard: int = ..., of: int = ..., /) -> V: ...
@@ -368,9 +369,9 @@ class PlanRank(Protocol[V]):
 
 
 class LayerPasses(Protocol[V]):
-    """Passes through one layer on one microbatch, as of `shardlab.strategies.plan.layer_passes.LayerRunner`."""
+    """Passes through one layer on one microbatch, as in `shardlab.strategies.plan.layer_passes.LayerRunner`."""
 
-    async def forward(self, layer: int, m: int, weight: V, keeps: Keeps, /, *, hands_on: bool = ...) -> None: ...
+    async def forward(self, layer: int, m: int, weight: V, keeps: Keeps, /, *, stores_outputs: bool = ...) -> None: ...
     async def loss(self, m: int, /) -> None: ...
     async def backward(self, layer: int, m: int, weight: V, /) -> V: ...
     async def backward_input(self, layer: int, m: int, weight: V, /) -> None: ...

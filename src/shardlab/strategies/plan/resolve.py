@@ -1,4 +1,8 @@
-"""Making a plan out for one rank of a mesh, from the sizes of a model: done once, before the rank does anything."""
+"""Resolution of a plan for one rank and one model.
+
+`resolve` is called once, before the rank runs. It computes everything that a rank looks up while it follows the plan:
+its steps, stages, slices of weights, and the axes of each collective (see `RankPlan`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from shardlab.language import Sizes, UserError
-from shardlab.strategies.plan.layer_passes import dealt
+from shardlab.strategies.plan.layer_passes import slices_of_rank
 from shardlab.strategies.plan.plan import BATCH_AXES, CUT_AXES, Plan
 from shardlab.strategies.plan.rank_plan import (
     Completion,
@@ -23,24 +27,24 @@ from shardlab.strategies.plan.rank_plan import (
 
 
 def resolve(plan: Plan, sizes: Sizes, microbatches: int, rank: int) -> RankPlan:
-    """A plan made out for one rank.
+    """Return a plan with all details of one rank.
 
     Args:
-        sizes: of the model's values.
-        microbatches: of the global batch.
-        rank: its number on the plan's mesh.
+        sizes: sizes of the model's values.
+        microbatches: number of microbatches of the global batch.
+        rank: number of the rank on the plan's mesh.
 
     Raises:
-        UserError: when the model's layers, or the microbatches, do not fit the plan.
+        UserError: if the model's layers or the microbatches do not fit the plan.
     """
     return _Resolver(plan, sizes, rank).rank_plan(microbatches)
 
 
 def named_blocks(numbers: Iterable[int], model: ModelLayers) -> list[range]:
-    """The layers of the blocks with these numbers, of those that can be computed again.
+    """Return the layers of the blocks with these numbers, counted over the blocks that can be recomputed.
 
     Raises:
-        UserError: when the model has no such block.
+        UserError: if the model has no such block.
     """
     blocks = model.recomputable
     unknown = [number for number in numbers if not 0 <= number < len(blocks)]
@@ -52,15 +56,15 @@ def named_blocks(numbers: Iterable[int], model: ModelLayers) -> list[range]:
 
 
 def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> dict[int, range]:
-    """The runs of layers that are computed again, each by its last layer; a block on two stages is two runs.
+    """Return the runs of layers that are recomputed, by their last layer. A block on two stages is two runs.
 
-    Of each run only the input is kept (of half-blocks the residual and the branch at the run's first norm, a slice of
-    the sequence if the plan cuts them so). Before its backward pass a run is computed forward again, with all
-    communication but that of its last layer's output, which nobody needs (Chen et al. 2016, arXiv 1604.06174, section
-    4; Korthikanti et al. 2022, arXiv 2205.05198, section 5, where it is called full recomputation).
+    The forward pass keeps only the input of each run. For half-blocks, that is the residual and the branch at the run's
+    first norm; with sequence parallelism, a slice of the sequence. Before its backward pass, the run is computed
+    forward again, with all communication except that of its last layer's output, which nothing reads (Chen et al. 2016,
+    arXiv 1604.06174, section 4; Korthikanti et al. 2022, arXiv 2205.05198, section 5, "full recomputation").
 
     Raises:
-        UserError: when the plan names a block that the model does not have.
+        UserError: if the plan names a block that the model does not have.
     """
     named = plan.recompute if isinstance(plan.recompute, tuple) else ()
     chosen = model.recomputable if plan.recompute == "full" else named_blocks(named, model)
@@ -69,12 +73,12 @@ def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> 
 
 
 class _Resolver:
-    """A plan, a model and a rank, and what follows from them.
+    """Computation of the fields of a `RankPlan`.
 
     Attributes:
-        size: how many ranks each axis has.
-        place: where this rank stands along each axis.
-        token_axes: axes with ranks that see other tokens, those first that cut the optimizer's state.
+        size: number of ranks of each axis.
+        place: coordinate of this rank along each axis.
+        token_axes: axes of several ranks that see different tokens. Those that shard the optimizer state come first.
     """
 
     def __init__(self, plan: Plan, sizes: Sizes, rank: int) -> None:
@@ -97,13 +101,13 @@ class _Resolver:
         own = [layer for stage in own_stages for layer in stages[stage]]
         pipeline = plan.mesh.group(self.rank, "pp").ranks
         ranks = [pipeline[at] for at, stage in zip(steps.ranks_of_stages, stages, strict=True) for _ in stage]
-        bare = tuple(layer for layer in own if not self.sizes.weights[model.layers[layer].weight])
-        weights = self.weights([layer for layer in own if layer not in bare], ranks)
+        weightless = tuple(layer for layer in own if not self.sizes.weights[model.layers[layer].weight])
+        weights = self.weights([layer for layer in own if layer not in weightless], ranks)
         frozen = self.frozen()
         trained = [l for l, each in enumerate(model.layers) if self.sizes.weights[each.weight] and l not in frozen]
         blocks = Counter[int]()
         for layer in own:
-            if layer not in bare and layer not in frozen:
+            if layer not in weightless and layer not in frozen:
                 blocks[model.reduced_with(layer)] += weights[model.layers[layer].weight].elements
         return RankPlan(
             plan=plan,
@@ -116,7 +120,7 @@ class _Resolver:
             own_stages=own_stages,
             layers=self.layers(own, [stages[stage] for stage in own_stages]),
             weights=weights,
-            bare=bare,
+            weightless=weightless,
             frozen=frozen,
             training=tuple(sorted({ranks[layer] for layer in trained})),
             gather_axes=self.among_several(plan.shard_parameters[::-1]),
@@ -124,15 +128,15 @@ class _Resolver:
             update_axes=self.among_several(
                 axis for axis in reversed(plan.shard_optimizer) if axis not in plan.shard_parameters
             ),
-            room=max(blocks.values(), default=0),
+            reduction_buffer=max(blocks.values(), default=0),
         )
 
     def frozen(self) -> frozenset[int]:
-        """Return the layers whose weights the plan freezes; with another layer's weight, a layer is as that one.
+        """Return the layers whose weights the plan freezes, including layers that share a frozen weight.
 
         Raises:
-            UserError: when there is no block of a number, none is left to train, or a layer has parameters of a frozen
-                block and of one that is not.
+            UserError: if a block does not exist, no block is left to train, or a layer has parameters of a frozen block
+                and of another block.
         """
         freeze, weight_blocks = set(self.plan.freeze), self.sizes.weight_blocks
         blocks = weight_blocks or tuple((layer,) for layer in range(len(self.model.layers)))
@@ -158,7 +162,7 @@ class _Resolver:
         )
 
     def sequence_slices(self) -> tuple[int, ...] | None:
-        """The slices of every sequence that are this rank's, if ranks share them."""
+        """Return this rank's slices of every sequence (None: sequences are not split)."""
         plan, cp = self.plan, self.size["cp"]
         wanted = plan.counted(self.sizes).slices_per_rank
         if self.sizes.slices_per_rank != wanted:
@@ -166,25 +170,25 @@ class _Resolver:
                 f"the plan deals {wanted} slices of every sequence to a rank of cp, but these sizes count "
                 f"{self.sizes.slices_per_rank}; give plan.counted(sizes)"
             )
-        return dealt(self.place["cp"], cp, plan.mesh.tp, plan.stripes) if cp > 1 else None
+        return slices_of_rank(self.place["cp"], cp, plan.mesh.tp, plan.stripes) if cp > 1 else None
 
     def among_several(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Pick those of some axes that have several ranks, each once."""
+        """Return the axes that have several ranks, without duplicates."""
         return tuple(axis for axis in dict.fromkeys(axes) if self.size[axis] > 1)
 
     def if_several(self, verb: Verb, axis: str) -> tuple[Completion, ...]:
-        """A completion over an axis, if it has several ranks."""
+        """Return a collective over an axis, or nothing if the axis has one rank."""
         return (Completion(verb, axis),) if self.size[axis] > 1 else ()
 
     def slice(self, axes: Sequence[str]) -> tuple[int, int]:
-        """(which, of how many): this rank's when something is cut along the first axis, each piece along the next."""
-        index, of = 0, 1
+        """Return (index, count) of this rank's slice of a tensor that is split along several axes, outermost first."""
+        index, count = 0, 1
         for axis in axes:
-            index, of = index * self.size[axis] + self.place[axis], of * self.size[axis]
-        return index, of
+            index, count = index * self.size[axis] + self.place[axis], count * self.size[axis]
+        return index, count
 
     def layers(self, own: Sequence[int], stages: Sequence[range]) -> dict[int, LayerPlan]:
-        """Plans of the rank's layers."""
+        """Return the plans of the rank's layers."""
         runs = recomputed_runs(self.plan, self.model, stages)
         keeps: dict[int, Keeps] = {l: "input" if l == run[0] else "nothing" for run in runs.values() for l in run}
         recompute = {l: run[:-1] if self.model.layers[l].recomputed else run for l, run in runs.items()}
@@ -200,16 +204,19 @@ class _Resolver:
         }
 
     def completions(self, layer: int) -> Completions:
-        """Collectives by which a layer meets other ranks.
+        """Return the collectives around a layer of a tensor-, context- or expert-parallel rank.
 
-        With tensor parallelism the slices of a layer make terms: of its output in the forward pass, of its input's
-        gradient in the backward pass. These are all-reduced; with sequence parallelism they are reduce-scattered along
-        the sequence, and what the next slices read is all-gathered (Korthikanti et al. 2022, arXiv 2205.05198, fig. 5).
-        Experts' buffers are exchanged before and after them, in either direction (Lepikhin et al. 2020, arXiv
-        2006.16668, section 3.2): between, a rank has its experts' buffers of the microbatches of its `ep` group.
+        With tensor parallelism, each rank computes one term of the layer's output in the forward pass, and one term of
+        the gradient of its input in the backward pass. The terms are all-reduced. With sequence parallelism they are
+        reduce-scattered along the sequence, and the input of the next sliced layer is all-gathered (Korthikanti et al.
+        2022, arXiv 2205.05198, fig. 5).
 
-        Tokens are routed by whole sequences. Ranks that cut these gather them first; of `cp`, each then sends tokens to
-        its own experts alone, so that its sums over experts are terms.
+        With expert parallelism, the buffers of tokens are exchanged by all-to-all before and after the experts, in both
+        passes (Lepikhin et al. 2020, arXiv 2006.16668, section 3.2). In between, a rank has the tokens of its `ep`
+        group for its own experts.
+
+        The router reads whole sequences, so ranks that split sequences gather them first. Each rank of `cp` then sends
+        tokens to its own experts only, so its sums over experts are terms.
         """
         sequence, sliced = self.plan.sequence_parallel, self.model.cut_axes(layer)
         cut, signature = self.among_several(sliced), self.model.layers[layer]
@@ -226,13 +233,13 @@ class _Resolver:
             feeds_router = any(signature.deals for signature in self.model.layers[layer + 1 : layer + 2])
             return Completions(output=(*gathered, *(self.if_several("all_gather", "cp") if feeds_router else ())))
         if "ep" in sliced:
-            dealt = self.if_several("all_to_all", "ep")
-            summed = (*(self.if_several("all_reduce", "tp") if "tp" in cut else ()), *dealt)
-            return Completions(dealt, summed, dealt, summed)
+            exchanged = self.if_several("all_to_all", "ep")
+            summed = (*(self.if_several("all_reduce", "tp") if "tp" in cut else ()), *exchanged)
+            return Completions(exchanged, summed, exchanged, summed)
         reduced = (Completion("reduce_scatter" if sequence else "all_reduce", "tp"),) if "tp" in cut else ()
         if not cut:
             return Completions()
-        # Attention and the loss take slices, and nobody needs the gradient of the tokens.
+        # Attention and the loss read slices, and nothing reads the gradient of the tokens.
         makes_slices = layer in self.model.feeding_attention or layer == len(self.model.layers) - 1
         reads_slices = layer - 1 in self.model.feeding_attention or layer == 0
         return Completions(
@@ -242,23 +249,23 @@ class _Resolver:
         )
 
     def weights(self, own: Sequence[int], ranks: Sequence[int]) -> dict[int, WeightPlan]:
-        """Plans of the weights that the rank's layers compute with.
+        """Return the plans of the weights that the rank's layers use.
 
         Args:
-            own: its layers.
+            own: the rank's layers.
             ranks: for every layer of the model, the rank of this pipeline that runs it.
         """
         plan, model = self.plan, self.model
-        made: dict[int, WeightPlan] = {}
+        weights: dict[int, WeightPlan] = {}
         for layer, users in Counter(model.layers[layer].weight for layer in own).items():
             sliced = model.cut_axes(layer)
-            # Experts' gradients have all tokens of the ranks of `cp` and `ep` in them already.
+            # The gradient of an expert already includes the tokens of all ranks of `cp` and `ep`.
             axes = [axis for axis in (*self.token_axes, *self.among_several(("ep",))) if axis not in sliced]
             once = [axis for axis in axes if axis not in plan.axes_of_every_microbatch]
             if plan.sequence_parallel and not sliced and not model.layers[layer].mixes_tokens:
-                once.append("tp")  # each of the tensor-parallel ranks has seen other tokens
+                once.append("tp")  # each tensor-parallel rank has seen different tokens
             keepers = tuple(dict.fromkeys(ranks[user] for user in model.users[layer]))
-            made[layer] = WeightPlan(
+            weights[layer] = WeightPlan(
                 users=users,
                 cut_axes=sliced,
                 parameters=self.slice((*sliced, *plan.shard_parameters)),
@@ -270,16 +277,19 @@ class _Resolver:
                 shared_by=keepers if len(keepers) > 1 else (),
                 counted=layer in own,
             )
-        return made
+        return weights
 
     def direction_axes(self, layer: int, sliced: Sequence[str]) -> tuple[str, ...]:
-        """The axes that cut matrices which the optimizer steps whole; each expert has its own."""
+        """Return the axes over which a matrix is split that the optimizer updates as a whole (Muon)."""
         if layer not in self.sizes.directed:
             return ()
         return self.among_several((*reversed(self.plan.shard_optimizer), *(axis for axis in sliced if axis == "tp")))
 
     def scatter_axes(self) -> tuple[str, ...]:
-        """The axes along which gradients are scattered: one kept whole along an axis is not cut along the next."""
+        """Return the axes over which gradients are reduce-scattered.
+
+        A gradient that stays whole along one axis is not sharded along later axes.
+        """
         plan, axes = self.plan, self.token_axes
         each = plan.axes_of_every_microbatch
         whole = (place for place, axis in enumerate(axes) if axis in each and axis not in plan.shard_gradients)

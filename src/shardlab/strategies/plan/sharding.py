@@ -1,4 +1,11 @@
-"""Gathering and freeing of a plan's sharded weights, decided from the order in which a rank will use them."""
+"""Data-parallel sharding of a plan: weights are gathered and prefetched, gradients are reduced, weights are updated.
+
+`ParameterGatherer` knows the order in which the rank will use its weights (`weight_uses`), so it can start the next
+all-gather while the current layer computes, and free a weight after its last use. `GradientReducer` sums gradients over
+microbatches and data-parallel ranks while backward passes continue, and then clips and updates.
+
+Programs that are not plans get prefetching from the pass `prefetch` (`shardlab.simulate.passes`) instead.
+"""
 
 from __future__ import annotations
 
@@ -12,124 +19,58 @@ from shardlab.strategies.schedules import Backward, BackwardInput, Forward
 from shardlab.strategies.schedules.steps import ShardedStep
 
 
-class Visit(NamedTuple):
-    """A computation with a weight, among others of its stage in a row.
-
-    Attributes:
-        layer: whose weight.
-        block: a number that weights share which are gathered together.
-        row: which row it is in.
-    """
-
-    layer: int
-    block: int
-    row: int
-
-
-class Use(NamedTuple):
-    """A computation that wants a layer's complete weight.
-
-    Attributes:
-        layer: which one.
-        kept: whether it stays for the next use.
-        run: which uses in a row of layers of one block this is among.
-    """
-
-    layer: int
-    kept: bool
-    run: int
-
-
-def uses(rank_plan: RankPlan, steps: Iterable[ShardedStep]) -> list[Use]:
-    """The uses of weights in some steps of a rank, in order."""
-    visits: list[Visit] = []
-    row, last_stage = -1, None
-    for step in steps:
-        if not isinstance(step, Forward | Backward | BackwardInput):
-            continue
-        row += step.stage != last_stage
-        last_stage = step.stage
-        forward = isinstance(step, Forward)
-        order = rank_plan.stages[step.stage] if forward else rank_plan.backward_order(step.stage)
-        visits += visited(rank_plan.model, order, rank_plan.bare, row)
-    return uses_of(visits, rank_plan.plan.reshard_after)
-
-
-def visited(model: ModelLayers, order: Iterable[int], bare: Collection[int], row: int = 0) -> Iterator[Visit]:
-    """The weights that layers compute with; those that are `bare` have none."""
-    for layer in order:
-        if layer not in bare:
-            weight = model.layers[layer].weight
-            yield Visit(weight, model.gathered_with(weight), row)
-
-
-def uses_of(visits: Sequence[Visit], reshard_after: Reshard) -> list[Use]:
-    """Find how long each weight stays that is gathered for a visit."""
-    run: list[int] = []
-    for place, visit in enumerate(visits):
-        run.append(run[-1] + (visit[1:] != visits[place - 1][1:]) if run else 0)
-    kept: list[bool] = []
-    next_use: dict[int, int] = {}  # layer -> place
-    for place in reversed(range(len(visits))):
-        layer, _, row = visits[place]
-        after = next_use.get(layer)
-        next_use[layer] = place
-        near = after is not None and {"layer": run[after] == run[place], "stage": visits[after].row == row}
-        kept.append(bool(near and near.get(reshard_after, True)))
-    return [Use(visit.layer, keep, number) for visit, keep, number in zip(visits, reversed(kept), run, strict=True)]
-
-
-GatheringState = frozenset[tuple[int, int]]
-"""Weights that are on their way: of which layers, by which handles."""
-
-
 class ParameterGatherer(Generic[V]):
-    """Weights of one rank while it follows its steps.
+    """Whole weights of one rank: gathered before use, prefetched, and freed.
 
-    If the steps say when a stage's weights are gathered and freed, so it is; otherwise the plan decides, and the next
-    layer is gathered while the present one computes; of half-blocks, the next block while the present one does.
+    If the schedule has steps that gather and free the weights of a stage, these decide. Otherwise `reshard_after` of
+    the plan decides, and the next layer is prefetched while the current one computes. In half-blocks, the next block
+    is.
     """
 
     def __init__(self, rank: PlanRank[V], rank_plan: RankPlan) -> None:
         self._rank = rank
         self._plan = rank_plan
         self._explicit = rank_plan.explicit_gathers
-        self._uses: Sequence[Use] = uses(rank_plan, rank_plan.steps) if rank_plan.gather_axes else ()
-        gathered = set(rank_plan.layers).difference(rank_plan.bare) if rank_plan.gather_axes else ()
-        self._whole = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in gathered}  # to their weights
+        self._uses: Sequence[WeightUse] = weight_uses(rank_plan, rank_plan.steps) if rank_plan.gather_axes else ()
+        gathered = set(rank_plan.layers).difference(rank_plan.weightless) if rank_plan.gather_axes else ()
+        self._whole = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in gathered}  # to the owner
         self._at = 0
-        self._coming: dict[int, Awaitable[V]] = {}
+        self._in_flight: dict[int, Awaitable[V]] = {}
 
-    def state(self, told: Callable[[Awaitable[V]], int]) -> GatheringState:
-        """All that decides how it goes on, but for the uses that are left; handles as they are told."""
-        return frozenset([(layer, told(handle)) for layer, handle in self._coming.items()])
+    def state(self, number_of: Callable[[Awaitable[V]], int]) -> GatheringState:
+        """Return the state between two steps, except for the remaining uses.
+
+        Args:
+            number_of: function that replaces a handle with a number.
+        """
+        return frozenset([(layer, number_of(handle)) for layer, handle in self._in_flight.items()])
 
     def restore(self, state: GatheringState, handle: Callable[[int], Awaitable[V]]) -> None:
-        """Go on from a state."""
-        self._coming = {layer: handle(told) for layer, told in state}
+        """Continue from a state; `handle` is the inverse of `number_of`."""
+        self._in_flight = {layer: handle(number) for layer, number in state}
 
-    def follow(self, uses: Sequence[Use]) -> None:
-        """Have these uses come next."""
+    def set_uses(self, uses: Sequence[WeightUse]) -> None:
+        """Replace the remaining uses of weights."""
         self._uses, self._at = uses, 0
 
     def unshard(self, layers: Iterable[int]) -> None:
-        """Start to gather."""
+        """Start to gather the weights of layers, as the schedule says."""
         if self._plan.gather_axes:
             for layer in map(self._plan.weight_of, layers):
-                known = layer in self._coming or layer in self._plan.bare or (layer, "full") in self._rank.weights
-                if not known:
-                    self._coming[layer] = self._gather(layer)
+                skip = layer in self._in_flight or layer in self._plan.weightless
+                if not skip and (layer, "full") not in self._rank.weights:
+                    self._in_flight[layer] = self._gather(layer)
 
     async def reshard(self, layers: Iterable[int]) -> None:
-        """Free what was gathered."""
+        """Free the gathered weights of layers, as the schedule says."""
         for layer in map(self._plan.weight_of, layers):
-            if layer in self._coming:
-                await self._coming.pop(layer)
+            if layer in self._in_flight:
+                await self._in_flight.pop(layer)
             if (layer, "full") in self._rank.weights:
                 del self._rank.weights[layer, "full"]
 
-    async def next(self, layer: int) -> V:
-        """The complete weight for the next use, with which this layer computes."""
+    async def fetch_weight(self, layer: int) -> V:
+        """Return the whole weight for the next use, which is by this layer, and prefetch the weights after it."""
         rank, axes = self._rank, self._plan.gather_axes
         whole = self._whole.get(layer)
         if whole is not None:
@@ -140,7 +81,7 @@ class ParameterGatherer(Generic[V]):
         if (layer, "full") in rank.weights:
             full = rank.weights[layer, "full"] if kept else rank.weights.pop((layer, "full"))
         else:
-            full = await (self._coming.pop(layer, None) or self._gather(layer))
+            full = await (self._in_flight.pop(layer, None) or self._gather(layer))
             for axis in axes[1:]:
                 full = await rank.all_gather(full, axis=axis)
             if kept:
@@ -148,8 +89,8 @@ class ParameterGatherer(Generic[V]):
         at = self._at
         while not self._explicit and at < len(self._uses) and self._uses[at].run <= run + 1:
             ahead = self._uses[at].layer
-            if ahead != layer and ahead not in self._coming and (ahead, "full") not in rank.weights:
-                self._coming[ahead] = self._gather(ahead)
+            if ahead != layer and ahead not in self._in_flight and (ahead, "full") not in rank.weights:
+                self._in_flight[ahead] = self._gather(ahead)
             at += 1
         return full
 
@@ -157,43 +98,16 @@ class ParameterGatherer(Generic[V]):
         return self._rank.all_gather(self._rank.weights[layer], axis=self._plan.gather_axes[0])
 
 
-# Sums of a plan's gradients over microbatches and data-parallel ranks, and the updates that follow.
-
-
-class PendingReduction(NamedTuple, Generic[V]):
-    """A gradient's reduction in flight over one axis.
-
-    Attributes:
-        layer: whose gradient it is.
-        handle: what is awaited.
-        axes: those over which the result is reduced next.
-    """
-
-    layer: int
-    handle: Awaitable[V]
-    axes: tuple[str, ...]
-
-
-class ReducingState(NamedTuple):
-    """How far the reductions of a rank's gradients are, as of `GradientReducer`; handles as they are told."""
-
-    in_flight: tuple[tuple[str, tuple[tuple[int, int, tuple[str, ...]], ...]], ...]
-    uses: frozenset[tuple[int, int]]
-    coming: frozenset[tuple[int, int]]
-    complete: frozenset[int]
-    late: tuple[int, ...]
-
-
 class GradientReducer(Generic[V]):
-    """Gradients of one rank: reduced as the plan says, while the rank goes on; then clipped and applied.
+    """Gradients of one rank: accumulated and reduced during backward passes, then clipped and applied.
 
-    Memory bounds how many reductions are in flight: over each axis, those of gradients as large together as the rank's
-    largest block, however finely a plan cuts blocks into layers. Before another one starts, the oldest are awaited
-    until there is room for it. What arrives is at once reduced over the next axis.
+    The reductions in flight over one axis hold at most as many elements as the rank's largest block
+    (`RankPlan.reduction_buffer`). If another reduction would exceed this, the oldest ones are awaited first. A result
+    is immediately reduced over its next axis.
 
-    A weight that several pipeline stages compute with is kept by each of their ranks, replicas that stay equal: their
-    gradients meet once a step, and one of these ranks counts their squares. Where one rank has several of the stages,
-    it sums their gradients before it reduces them.
+    If several pipeline stages use one weight, each of their ranks stores a replica. The replicas stay equal, because
+    these ranks sum their gradients once a step. One of them adds the weight to the gradient norm. If one rank has
+    several of the stages, it sums their gradients before it reduces them.
     """
 
     def __init__(self, rank: PlanRank[V], rank_plan: RankPlan) -> None:
@@ -201,58 +115,62 @@ class GradientReducer(Generic[V]):
         self._plan = rank_plan
         self._trained = rank_plan.trained
         weights = self._trained.values()
-        self._uses = {l: weight.users for l, weight in self._trained.items()}  # whose gradients are yet to come
-        # Over each axis, oldest first; an axis comes after those whose results are reduced over it.
+        self._uses = {l: weight.users for l, weight in self._trained.items()}  # uses whose gradients are missing
+        # Oldest first. An axis comes after the axes whose results are reduced over it.
         reduced_over = (*(w.reduce_every_microbatch for w in weights), *(w.reduce_once for w in weights))
         axes = dict.fromkeys(axis for axes in reduced_over for axis in axes)
         self._in_flight = {axis: deque[PendingReduction[V]]() for axis in axes}
         self._elements = dict.fromkeys(axes, 0)  # of the gradients in flight
-        untrained = {*rank_plan.bare, *rank_plan.frozen}
+        untrained = {*rank_plan.weightless, *rank_plan.frozen}
         owners = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in untrained}
         self._reduced = {l: (owner, rank_plan.weights[owner].reduce_every_microbatch) for l, owner in owners.items()}
-        self._coming = Counter[int]()  # of each layer, gradients that are being reduced
-        self._complete: set[int] = set()  # layers whose last gradient is among those
-        self._late: list[int] = []  # layers whose gradients are reduced when the step's backward passes are over
+        self._reducing = Counter[int]()  # number of each layer's gradients that are being reduced
+        self._complete: set[int] = set()  # layers whose last gradient is being reduced
+        self._deferred: list[int] = []  # layers whose gradients are reduced after all backward passes
 
-    def state(self, told: Callable[[Awaitable[V]], int]) -> ReducingState:
-        """All that decides how it goes on; handles as they are told."""
+    def state(self, number_of: Callable[[Awaitable[V]], int]) -> ReducingState:
+        """Return the state between two steps.
+
+        Args:
+            number_of: function that replaces a handle with a number.
+        """
         in_flight = [
-            (axis, tuple([(layer, told(handle), axes) for layer, handle, axes in pending]))
+            (axis, tuple([(layer, number_of(handle), axes) for layer, handle, axes in pending]))
             for axis, pending in self._in_flight.items()
         ]
-        uses, coming = frozenset(self._uses.items()), frozenset((+self._coming).items())
-        return ReducingState(tuple(in_flight), uses, coming, frozenset(self._complete), tuple(self._late))
+        uses, reducing = frozenset(self._uses.items()), frozenset((+self._reducing).items())
+        return ReducingState(tuple(in_flight), uses, reducing, frozenset(self._complete), tuple(self._deferred))
 
     def restore(self, state: ReducingState, handle: Callable[[int], Awaitable[V]]) -> None:
-        """Go on from a state."""
+        """Continue from a state; `handle` is the inverse of `number_of`."""
         self._in_flight = {
-            axis: deque([PendingReduction(layer, handle(told), axes) for layer, told, axes in pending])
+            axis: deque([PendingReduction(layer, handle(number), axes) for layer, number, axes in pending])
             for axis, pending in state.in_flight
         }
         weights = self._plan.weights
         self._elements = {
             axis: sum([weights[layer].elements for layer, _, _ in pending]) for axis, pending in state.in_flight
         }
-        self._uses, self._coming = dict(state.uses), Counter(dict(state.coming))
-        self._complete, self._late = set(state.complete), list(state.late)
+        self._uses, self._reducing = dict(state.uses), Counter(dict(state.reducing))
+        self._complete, self._deferred = set(state.complete), list(state.deferred)
 
     def load(self) -> None:
-        """Load this rank's slices of the weights and of the optimizer's state."""
+        """Load this rank's slices of the weights and of the optimizer state."""
         rank = self._rank
         for l, weight in self._plan.weights.items():
             rank.weights[l] = rank.load_weight(l, *weight.parameters)
             if l in self._trained:
                 rank.opt_states[l] = rank.load_opt_state(l, *weight.optimizer)
-        for l in self._plan.bare:
+        for l in self._plan.weightless:
             rank.weights[l] = rank.load_weight(l)
 
     async def add(self, layer: int, gradient: V, *, last: bool) -> None:
-        """Add a microbatch's gradient of a layer; after the `last` one the sum is finished."""
+        """Add the gradient of a layer and microbatch. After the `last` microbatch, finish the sum."""
         if layer not in self._reduced:
             return
         weight, axes = self._reduced[layer]
         if axes:
-            self._coming[weight] += 1
+            self._reducing[weight] += 1
             await self._reduce(weight, gradient, axes)
         else:
             self._rank.accumulate(gradient)
@@ -261,31 +179,31 @@ class GradientReducer(Generic[V]):
 
     async def finish(self, layer: int) -> None:
         """Reduce the sum of all microbatches over the axes that are reduced once a step."""
-        if layer in self._plan.bare:
+        if layer in self._plan.weightless:
             return
         layer = self._plan.weight_of(layer)
         self._uses[layer] -= 1
         if self._uses[layer]:
             return
         if self._plan.plan.reduce_at == "step":
-            self._late.append(layer)
-        elif self._coming[layer]:
+            self._deferred.append(layer)
+        elif self._reducing[layer]:
             self._complete.add(layer)
         else:
             await self._reduce_once(layer)
 
     async def update(self) -> None:
-        """Clip by the norm of the whole model's gradient, and take the optimizer's step."""
+        """Finish all reductions, clip by the norm of the whole gradient, and update the weights."""
         rank, weights = self._rank, self._trained
         await self._land_all()
-        for l in self._late:
+        for l in self._deferred:
             await self._reduce_once(l)
         await self._land_all()
         for l, weight in weights.items():
             if weight.shared_by:
                 rank.grad_weights[l] = await rank.all_reduce(rank.grad_weights.pop(l), among=weight.shared_by)
         counted = [l for l, weight in weights.items() if weight.counted]
-        for axis in ("cp", "ep", "tp"):  # experts, which all three may cut, first: their squares are on more ranks
+        for axis in ("cp", "ep", "tp"):  # experts first: up to three axes split them
             cut = any(axis in weights[l].cut_axes for l in counted)
             await self._norm([l for l in counted if weights[l].cut_axes[:1] == (axis,)], (axis,) if cut else ())
         training = self._plan.training
@@ -302,7 +220,7 @@ class GradientReducer(Generic[V]):
             await self._gather(axis)
 
     async def _norm(self, layers: Sequence[int], axes: Sequence[str]) -> None:
-        """Add some layers' squares to the norm, and then those of the ranks along some axes, which have others."""
+        """Add the squares of some layers to the norm, and sum it over the axes that split them."""
         rank = self._rank
         for l in layers:
             squares = rank.norm(l, rank.grad_weights[l])
@@ -312,14 +230,14 @@ class GradientReducer(Generic[V]):
                 rank.scalars["norm"] = await rank.all_reduce(rank.scalars["norm"], axis=axis)
 
     async def _directions(self) -> AsyncIterator[tuple[int, V | None]]:
-        """Every weight, with the direction of its update where that takes one; the next one is gathered meanwhile."""
+        """Yield every weight with the direction of its update, if it needs one. The next direction is prefetched."""
         rank, weights = self._rank, self._trained
         left = [l for l, weight in weights.items() if weight.direction_axes]
         coming: dict[int, Awaitable[V]] = {}
         for l, weight in weights.items():
             for ahead in left[: 2 - len(coming)]:
-                made = rank.direction(ahead, rank.grad_weights[ahead], rank.opt_states[ahead], rank.scalars["norm"])
-                coming[left.pop(0)] = rank.all_gather(made, axis=weights[ahead].direction_axes[0])
+                part = rank.direction(ahead, rank.grad_weights[ahead], rank.opt_states[ahead], rank.scalars["norm"])
+                coming[left.pop(0)] = rank.all_gather(part, axis=weights[ahead].direction_axes[0])
             direction = await coming.pop(l) if l in coming else None
             for axis in weight.direction_axes[1:]:
                 assert direction is not None
@@ -327,7 +245,7 @@ class GradientReducer(Generic[V]):
             yield l, direction
 
     async def _gather(self, axis: str) -> None:
-        """Put updated slices together again; two on their way bound the memory."""
+        """All-gather the updated weights over an axis, at most two at a time to bound the memory."""
         rank = self._rank
         arriving: dict[int, Awaitable[V]] = {}
         for l in self._trained:
@@ -343,16 +261,16 @@ class GradientReducer(Generic[V]):
             await self._reduce(layer, self._rank.grad_weights.pop(layer), axes)
 
     async def _reduce(self, layer: int, gradient: V, axes: tuple[str, ...]) -> None:
-        """Start to reduce a gradient over the first of some axes, as soon as there is room for it."""
+        """Start to reduce a gradient over the first of some axes, as soon as the reduction buffer has space."""
         axis, in_flight, size = axes[0], self._in_flight[axes[0]], self._plan.weights[layer].elements
-        while in_flight and size + self._elements[axis] > self._plan.room:
+        while in_flight and size + self._elements[axis] > self._plan.reduction_buffer:
             await self._land(axis)
         start = self._rank.reduce_scatter if axis in self._plan.scatter_axes else self._rank.all_reduce
         in_flight.append(PendingReduction(layer, start(gradient, axis=axis), axes[1:]))
         self._elements[axis] += size
 
     async def _land(self, axis: str) -> None:
-        """Wait for the oldest reduction over an axis; reduce what it gives over the next one, or add it up."""
+        """Wait for the oldest reduction over an axis. Reduce its result over the next axis, or accumulate it."""
         layer, handle, axes = self._in_flight[axis].popleft()
         self._elements[axis] -= self._plan.weights[layer].elements
         gradient = await handle
@@ -360,8 +278,8 @@ class GradientReducer(Generic[V]):
             await self._reduce(layer, gradient, axes)
             return
         self._rank.accumulate(gradient)
-        self._coming[layer] -= 1
-        if layer in self._complete and not self._coming[layer]:
+        self._reducing[layer] -= 1
+        if layer in self._complete and not self._reducing[layer]:
             self._complete.remove(layer)
             await self._reduce_once(layer)
 
@@ -369,3 +287,107 @@ class GradientReducer(Generic[V]):
         for axis, in_flight in self._in_flight.items():
             while in_flight:
                 await self._land(axis)
+
+
+def weight_uses(rank_plan: RankPlan, steps: Iterable[ShardedStep]) -> list[WeightUse]:
+    """Return the uses of weights in some steps of a rank, in order."""
+    visits: list[WeightVisit] = []
+    row, last_stage = -1, None
+    for step in steps:
+        if not isinstance(step, Forward | Backward | BackwardInput):
+            continue
+        row += step.stage != last_stage
+        last_stage = step.stage
+        forward = isinstance(step, Forward)
+        order = rank_plan.stages[step.stage] if forward else rank_plan.backward_order(step.stage)
+        visits += weight_visits(rank_plan.model, order, rank_plan.weightless, row)
+    return mark_kept_weights(visits, rank_plan.plan.reshard_after)
+
+
+def weight_visits(
+    model: ModelLayers, order: Iterable[int], skip: Collection[int], row: int = 0
+) -> Iterator[WeightVisit]:
+    """Yield the weights that layers use.
+
+    Args:
+        skip: layers without parameters.
+        row: number of the row of steps of one stage.
+    """
+    for layer in order:
+        if layer not in skip:
+            weight = model.layers[layer].weight
+            yield WeightVisit(weight, model.gathered_with(weight), row)
+
+
+def mark_kept_weights(visits: Sequence[WeightVisit], reshard_after: Reshard) -> list[WeightUse]:
+    """Return the uses of weights, each with whether the whole weight is kept for the next use."""
+    run: list[int] = []
+    for place, visit in enumerate(visits):
+        run.append(run[-1] + (visit[1:] != visits[place - 1][1:]) if run else 0)
+    kept: list[bool] = []
+    next_use: dict[int, int] = {}  # layer -> place
+    for place in reversed(range(len(visits))):
+        layer, _, row = visits[place]
+        after = next_use.get(layer)
+        next_use[layer] = place
+        near = after is not None and {"layer": run[after] == run[place], "stage": visits[after].row == row}
+        kept.append(bool(near and near.get(reshard_after, True)))
+    return [
+        WeightUse(visit.layer, keep, number) for visit, keep, number in zip(visits, reversed(kept), run, strict=True)
+    ]
+
+
+class WeightVisit(NamedTuple):
+    """Use of a weight, with what decides how long the weight is kept.
+
+    Attributes:
+        layer: owner of the weight.
+        block: number of the group of weights that are gathered together.
+        row: number of the row of steps on one stage, without a step of another stage in between.
+    """
+
+    layer: int
+    block: int
+    row: int
+
+
+class WeightUse(NamedTuple):
+    """Use of a whole weight.
+
+    Attributes:
+        layer: owner of the weight.
+        kept: whether the whole weight is kept for its next use.
+        run: number of the run of consecutive uses of one block. The next run is prefetched during this one.
+    """
+
+    layer: int
+    kept: bool
+    run: int
+
+
+GatheringState = frozenset[tuple[int, int]]
+"""Weights whose all-gathers are in flight, as (layer, number of the handle)."""
+
+
+class PendingReduction(NamedTuple, Generic[V]):
+    """Reduction of a gradient over one axis, in flight.
+
+    Attributes:
+        layer: owner of the weight.
+        handle: handle of the collective.
+        axes: axes over which the result is reduced next.
+    """
+
+    layer: int
+    handle: Awaitable[V]
+    axes: tuple[str, ...]
+
+
+class ReducingState(NamedTuple):
+    """State of a `GradientReducer` between two steps. Handles are replaced with numbers."""
+
+    in_flight: tuple[tuple[str, tuple[tuple[int, int, tuple[str, ...]], ...]], ...]
+    uses: frozenset[tuple[int, int]]
+    reducing: frozenset[tuple[int, int]]
+    complete: frozenset[int]
+    deferred: tuple[int, ...]

@@ -1,4 +1,10 @@
-"""Pipeline schedules: each a short generator of actions, as in the figure of its paper."""
+"""Pipeline schedules: the order in which each rank runs the passes of its stages.
+
+`published` has eight schedules of papers as short generators; read its `gpipe` and `one_f_one_b` first. `actions`
+defines what they yield. `steps` turns a schedule into the steps of every rank: it checks that all passes are there and
+places the messages between stages. `pytorch_csv` reads and writes the schedule files of PyTorch, and `find` looks a
+schedule up by name.
+"""
 
 from shardlab.strategies.schedules.actions import (
     Action,
@@ -34,6 +40,6 @@ SCHEDULES = {
         Schedule("dualpipe-v", dualpipe_v, "DeepSeek 2025, github.com/deepseek-ai/DualPipe", vee, stages_per_rank=2),
     )
 }
-"""Every built-in schedule by name."""
+"""Built-in schedules by name."""
 
 __all__ = ["SCHEDULES", "Action", "Backward", "BackwardInput", "BackwardWeight", "Forward", "Schedule", "loop", "vee"]

@@ -1,4 +1,4 @@
-"""Parts of a pipeline schedule: what one rank does, in which order, and where the stages are."""
+"""Vocabulary of pipeline schedules: the passes of a stage, the placement of stages on ranks, and `Schedule` itself."""
 
 from __future__ import annotations
 
@@ -8,57 +8,57 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a stage on one microbatch."""
+    """Pass of a stage on one microbatch."""
 
     stage: int
     microbatch: int
 
 
 class Forward(Work):
-    """A stage's forward pass on a microbatch."""
+    """Forward pass of a stage on a microbatch."""
 
 
 class Backward(Work):
-    """A stage's backward pass on a microbatch."""
+    """Backward pass of a stage on a microbatch."""
 
 
 class BackwardInput(Work):
-    """The half of a backward pass that the stage before waits for: the gradient of the stage's input."""
+    """First half of a backward pass: the gradient of the stage's input, for which the previous stage waits."""
 
 
 class BackwardWeight(Work):
-    """The other half, which nobody waits for but the optimizer: the gradients of the stage's weights."""
+    """Second half of a backward pass: the gradients of the stage's weights, for which only the optimizer waits."""
 
 
 Action = Forward | Backward | BackwardInput | BackwardWeight
 
 Actions = Callable[[int, int, int, int], Iterator[Action]]
-"""(rank, ranks, microbatches, stages per rank) to what the rank does, in order."""
+"""Function from (rank, ranks, microbatches, stages per rank) to the actions of the rank, in order."""
 
 Placement = Callable[[int, int], int]
-"""(stage, ranks) to the rank that the stage is on."""
+"""Function from (stage, ranks) to the rank of the stage."""
 
 
 def loop(stage: int, ranks: int) -> int:
-    """Stage after stage around the ranks: 0, 1, ..., p - 1, 0, 1, ..."""
+    """Place stages on ranks 0, 1, ..., p - 1, 0, 1, ..."""
     return stage % ranks
 
 
 def vee(stage: int, ranks: int) -> int:
-    """Down the ranks and up again: 0, 1, ..., p - 1, p - 1, ..., 1, 0; the first rank also has the last stage."""
+    """Place stages on ranks 0, 1, ..., p - 1, p - 1, ..., 1, 0. The first rank also has the last stage."""
     return min(stage, 2 * ranks - 1 - stage)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule: a row of the table.
+    """Pipeline schedule for any number of ranks and microbatches.
 
     Attributes:
-        name: what the command line calls it.
-        actions: the generator.
-        source: where it was described.
-        placement: which rank a stage is on.
-        stages_per_rank: how many stages each rank must have (None: any number).
+        name: name on the command line.
+        actions: generator of the actions of one rank.
+        source: the paper or file that describes it.
+        placement: function that places stages on ranks.
+        stages_per_rank: number of stages that each rank must have (None: any number).
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Look-up of a schedule by what a user calls it: a built-in name, a generator in a file, or PyTorch's CSV."""
+"""Look-up of a schedule by name: a built-in name, a generator in a Python file, or a CSV file of PyTorch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardlab.strategies.schedules.steps import Steps
 
 @cache
 def find_schedule(name: str) -> Schedule | Steps:
-    """The schedule called `name`: a built-in one, `path/to/file.py:function` or `path/to/file.csv`.
+    """Return the schedule with a built-in name, `path/to/file.py:function` or `path/to/file.csv`.
 
-    In a Python file the name is that of a generator `(rank, ranks, microbatches, stages_per_rank)` with one stage a
-    rank, or of a `Schedule`, which can say more.
+    The function in a Python file is a generator `(rank, ranks, microbatches, stages_per_rank)`, for one stage on each
+    rank. The name may also be that of a `Schedule`, which can have another placement and number of stages.
 
     Raises:
-        UserError: when there is no such schedule, or the file has something else.
+        UserError: if there is no such schedule, or the file has something else.
     """
     if name in SCHEDULES:
         return SCHEDULES[name]
@@ -35,9 +35,9 @@ def find_schedule(name: str) -> Schedule | Steps:
     path, function = file_and_name(name)
     if path is None:
         raise unknown("schedule", name, SCHEDULES, ", path/to/file.py:function and file.csv")
-    found = member(module_of(path), path, function, ("function", "generators"), inspect.isgeneratorfunction)
-    if isinstance(found, Schedule):
-        return found
-    if not inspect.isgeneratorfunction(found):
+    schedule = member(module_of(path), path, function, ("function", "generators"), inspect.isgeneratorfunction)
+    if isinstance(schedule, Schedule):
+        return schedule
+    if not inspect.isgeneratorfunction(schedule):
         raise UserError(f"{function} in {path} is not a schedule; write it as a generator of actions, or as a Schedule")
-    return Schedule(name, found, str(path))
+    return Schedule(name, schedule, str(path))

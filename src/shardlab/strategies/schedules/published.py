@@ -1,4 +1,8 @@
-"""GPipe (Huang et al. 2019, arXiv 1811.06965, fig. 2c)."""
+"""Pipeline schedules of papers, each a generator of the actions of one rank, as in the figure of its paper.
+
+In order: GPipe and 1F1B with one stage on each rank, two schedules with several stages on each rank, two zero-bubble
+schedules that split the backward pass, and two schedules whose stages form a V.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,19 @@ from shardlab.strategies.schedules.actions import Action, Backward, BackwardInpu
 
 
 def gpipe(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """Yield all forward passes, then all backward passes: every microbatch is held at once."""
+    """GPipe: all forward passes, then all backward passes. A rank keeps the activations of all microbatches.
+
+    Source: Huang et al. 2019, arXiv 1811.06965, fig. 2c.
+    """
     yield from (Forward(rank, i) for i in range(microbatches))
     yield from (Backward(rank, i) for i in range(microbatches))
 
 
-# 1F1B (Narayanan et al. 2019, PipeDream-Flush; fig. 4 of arXiv 2104.04473).
-
-
 def one_f_one_b(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """1F1B: after a warm-up, one forward then one backward; at most ranks - rank microbatches are ever held."""
+    """1F1B: after a warm-up, forward and backward passes alternate. A rank keeps at most ranks - rank microbatches.
+
+    Source: PipeDream-Flush, Narayanan et al. 2021, arXiv 2104.04473, fig. 4.
+    """
     warmup = min(ranks - rank - 1, microbatches)
     yield from (Forward(rank, i) for i in range(warmup))
     for i in range(microbatches - warmup):
@@ -28,30 +35,31 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int, stages_per_rank: int) 
     yield from (Backward(rank, i) for i in range(microbatches - warmup, microbatches))
 
 
-# Breadth-first: looped stages, each taking all microbatches at once (Lamy-Poirier 2022, arXiv 2211.05953, fig. 4).
-
-
 def breadth_first(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """Let all microbatches pass a stage before the next one begins, so sharded weights are gathered once a stage."""
+    """Breadth-first: all microbatches pass a stage before the rank's next stage begins.
+
+    Sharded weights are therefore gathered once for each stage and direction.
+
+    Source: Lamy-Poirier 2022, arXiv 2211.05953, fig. 4.
+    """
     stages = range(rank, ranks * stages_per_rank, ranks)
     yield from (Forward(stage, i) for stage in stages for i in range(microbatches))
     yield from (Backward(stage, i) for stage in reversed(stages) for i in range(microbatches))
 
 
-# Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2 and fig. 4).
-
-
 def interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """1F1B over several small stages a rank: a group of microbatches passes one stage, then the same group the next.
+    """Interleaved 1F1B: each rank has several small stages. A group of microbatches passes one stage, then the next.
 
-    Groups have at least as many microbatches as there are ranks, and differ by one at most, so that any number of
-    microbatches will do (Megatron-LM wants a multiple of the ranks).
+    A group has at least as many microbatches as there are ranks, and groups differ by at most one. Therefore any number
+    of microbatches works (Megatron-LM needs a multiple of the ranks).
+
+    Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2 and fig. 4.
     """
     groups = _groups(microbatches, ranks)
     loops = range(stages_per_rank)
     forward = [Forward(loop * ranks + rank, i) for group in groups for loop in loops for i in group]
     backward = [Backward(loop * ranks + rank, i) for group in groups for loop in reversed(loops) for i in group]
-    ahead = 2 if stages_per_rank > 1 else 1  # with one stage a rank it is 1F1B
+    ahead = 2 if stages_per_rank > 1 else 1  # with one stage on each rank, this is 1F1B
     warmup = min((ranks - rank - 1) * ahead + (stages_per_rank - 1) * len(groups[0]), len(forward))
     yield from forward[:warmup]
     for i in range(len(forward) - warmup):
@@ -61,29 +69,33 @@ def interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) 
 
 
 def _groups(microbatches: int, ranks: int) -> list[range]:
-    """Consecutive microbatches in groups of at least `ranks`, the larger groups first."""
+    """Return consecutive groups of at least `ranks` microbatches, larger groups first."""
     count = max(1, microbatches // ranks)
     size, larger = divmod(microbatches, count)
     starts = [i * size + min(i, larger) for i in range(count + 1)]
     return [range(a, b) for a, b in pairwise(starts)]
 
 
-# ZB-H1 and ZB-H2: 1F1B with the backward pass in two halves (Qi et al. 2023, arXiv 2401.10241, fig. 3).
-
-
 def zb_h1(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """ZB-H1: on every rank what 1F1B holds on the first, and a third of its bubble where all three passes take as
-    long."""
+    """ZB-H1: every rank needs the memory that 1F1B needs on the first rank, and has a third of the bubble of 1F1B.
+
+    The third holds if forward pass and both halves of the backward pass take the same time.
+
+    Source: Qi et al. 2023, arXiv 2401.10241, fig. 3, top.
+    """
     return _late_weights(rank, microbatches, warmup=ranks - rank - 1, late=rank)
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """Twice the warm-up and nearly twice the memory; no bubble where all three passes take as long."""
+    """ZB-H2: twice the warm-up and nearly twice the memory of ZB-H1, but no bubble if all three passes take as long.
+
+    Source: Qi et al. 2023, arXiv 2401.10241, fig. 3, bottom.
+    """
     return _late_weights(rank, microbatches, warmup=2 * (ranks - rank - 1), late=2 * rank)
 
 
 def _late_weights(rank: int, microbatches: int, warmup: int, late: int) -> Iterator[Action]:
-    """1F1B, but so many weight halves wait for the end, where they fill what would be a bubble."""
+    """Yield 1F1B with split backward passes, where the last `late` weight halves fill the bubble at the end."""
     warmup, late = min(warmup, microbatches), min(late, microbatches)
     yield from (Forward(rank, i) for i in range(warmup))
     for i in range(microbatches):
@@ -95,14 +107,13 @@ def _late_weights(rank: int, microbatches: int, warmup: int, late: int) -> Itera
     yield from (BackwardWeight(rank, i) for i in range(microbatches - late, microbatches))
 
 
-# ZB-V: zero bubble with the memory of 1F1B (Qi et al. 2023, arXiv 2401.10241, section 6 and fig. 8).
-
-
 def zb_v(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """Two stages a rank, on the way down a V and up again, so that the first rank begins to go backward itself.
+    """ZB-V: stages form a V, with two on each rank, so the first rank also has the last stage. Memory is that of 1F1B.
 
-    The figure is for at least 2 ranks - 1 microbatches. Of fewer, the first ones are taken from it: as microbatches
-    never wait for each other, what is left of a good order is a good order.
+    The figure needs at least 2 * ranks - 1 microbatches. For fewer, the actions of missing microbatches are left out.
+    The order stays valid, because microbatches do not depend on each other.
+
+    Source: Qi et al. 2023, arXiv 2401.10241, section 6 and fig. 8.
     """
     down, up = rank, 2 * ranks - 1 - rank
     f_down, i_down, w_down = (passes(kind, down) for kind in (Forward, BackwardInput, BackwardWeight))
@@ -122,24 +133,22 @@ def zb_v(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iter
     return (action for action in figure if action.microbatch < microbatches)
 
 
-# DualPipe-V: DeepSeek's DualPipe (2024, arXiv 2412.19437, fig. 5) cut in half, github.com/deepseek-ai/DualPipe.
-
-
 def dualpipe_v(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """DualPipeV: stages in a V as in ZB-V, but a forward always meets a backward, so one hides the other's
-    communication.
+    """DualPipe-V: stages form a V as in ZB-V. Forward and backward passes alternate, so one hides the other's messages.
 
-    Backward passes are in halves only where somebody waits: before the first whole ones and after the last. The source
-    wants 2 * ranks microbatches or more, one for each stage; of fewer, the order is what is left of that for 2 * ranks.
+    Backward passes are split only at the start and at the end, where another rank waits for the input half. The source
+    needs at least 2 * ranks microbatches. For fewer, actions of missing microbatches are left out.
+
+    Source: github.com/deepseek-ai/DualPipe, half of the DualPipe of DeepSeek-V3 (2024, arXiv 2412.19437, fig. 5).
     """
-    for action in _in_order(rank, ranks, max(microbatches, 2 * ranks)):
+    for action in _dualpipe_v_order(rank, ranks, max(microbatches, 2 * ranks)):
         if action.microbatch < microbatches:
             yield action
 
 
-def _in_order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+def _dualpipe_v_order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     down, up = rank, 2 * ranks - 1 - rank
-    next_down, next_up = count(), count()  # whole backward passes and first halves take turns
+    next_down, next_up = count(), count()  # whole backward passes and input halves share one sequence of microbatches
     f_down, f_up = passes(Forward, down), passes(Forward, up)
     b_down, b_up = passes(Backward, down, next_down), passes(Backward, up, next_up)
     i_down, i_up = passes(BackwardInput, down, next_down), passes(BackwardInput, up, next_up)
@@ -163,20 +172,21 @@ def _in_order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         yield action
 
 
-# Phases of a schedule on a V: each is some passes taken in turn, as its figure is read.
-
-
 Pass = Iterator[Action]
-"""One kind of pass of one stage: its next microbatch each time."""
+"""Passes of one kind of one stage, a microbatch at a time."""
 
 
 def passes(kind: Callable[[int, int], Action], stage: int, microbatches: Iterator[int] | None = None) -> Pass:
-    """A stage's passes of one kind, from microbatch 0 on; kinds that share `microbatches` take turns at them."""
+    """Return the passes of one kind of a stage, from microbatch 0. Two kinds may share the iterator `microbatches`."""
     return map(kind, repeat(stage), microbatches or count())
 
 
 def in_phases(*phases: tuple[int, list[Pass]]) -> Iterator[Action]:
-    """Take the passes of each phase in turn, as many times as it says."""
+    """Yield the phases of a schedule.
+
+    Args:
+        phases: for each phase, how often it is repeated, and the passes of which it takes one each in turn.
+    """
     for times, turn in phases:
         for _ in range(times):
             yield from map(next, turn)

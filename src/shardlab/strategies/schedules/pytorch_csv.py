@@ -1,4 +1,16 @@
-"""Check that the words of a pipeline CSV are one whole schedule; if not, name the row and column at fault."""
+"""Pipeline schedules from and to the CSV files of PyTorch.
+
+Each row of a file is a rank. Each cell is empty (an idle slot) or an action `<stage><kind><microbatch>`:
+
+    0F0,0F1,,0B0,0B1        compute actions only ("compute_only")
+    1RECV_F0,1F0,1B0,...    also messages, gathers and reductions ("compute_comms")
+
+Source: `_Action`, `_load_csv` and `_dump_csv` of torch.distributed.pipelining.schedules (torch 2.13). Torch 2.5 wrote
+BW for a whole backward pass, and B and W for its halves; such files are read as well.
+
+`import_csv` parses a file (`parse_cells`) and checks that every rank can follow it to its end (`check_rows`). An error
+names the first cell at fault. `export_csv` writes a file.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +35,159 @@ from shardlab.strategies.schedules.steps import (
     Step,
     Steps,
     Unshard,
-    with_messages,
-    with_sharding,
+    insert_messages,
+    insert_sharding_steps,
 )
+
+CsvFormat = Literal["compute_only", "compute_comms"]
+"""Contents of a file, in PyTorch's words: only actions, or also messages and the steps of sharded stages."""
+
+
+def import_csv(source: str | Path) -> Steps:
+    """Return the steps of all ranks in a pipeline CSV.
+
+    If the file has no messages, they are inserted.
+
+    Args:
+        source: text, or the path of a file, in one of the two formats of PyTorch.
+
+    Raises:
+        UserError: for a file that cannot be read or is no complete schedule, with row, column and reason.
+    """
+    if isinstance(source, Path):
+        try:
+            source = source.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{source} cannot be read as a pipeline CSV: {why_unreadable(error)}") from error
+    rows = parse_cells(source)
+    ranks_of_stages = check_rows(rows)
+    steps: Sequence[Sequence[ShardedStep]] = [[cell.step(ranks_of_stages) for cell in row] for row in rows]
+    if not has_messages(rows):
+        todo = [[step for step in row if isinstance(step, Action)] for row in steps]
+        sent = insert_messages(todo, len(ranks_of_stages), ranks_of_stages.__getitem__)
+        steps = [_insert_messages(row, messages) for row, messages in zip(steps, sent, strict=True)]
+    microbatches = len({cell.microbatch for row in rows for cell in row if cell.kind in ACTIONS})
+    return Steps(tuple(tuple(row) for row in steps), microbatches, ranks_of_stages)
+
+
+def export_csv(steps: Steps, *, form: CsvFormat) -> str:
+    """Return steps as a CSV text that PyTorch's pipelining loads with the same `format`.
+
+    Args:
+        steps: steps of all ranks. Gathers and reductions are inserted if there are none.
+        form: "compute_only", or "compute_comms" with messages and the steps of sharded stages.
+    """
+    if form == "compute_only":
+        return write_csv([[step for step in row if isinstance(step, Action)] for row in steps.of_ranks])
+    return write_csv([_sharded(row) for row in steps.of_ranks])
+
+
+ACTIONS = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
+
+SHARDING = {"UNSHARD": Unshard, "RESHARD": Reshard, "REDUCE_GRAD": ReduceGrad}
+
+MESSAGES = {"SEND_F": (Send, True), "RECV_F": (Recv, True), "SEND_B": (Send, False), "RECV_B": (Recv, False)}
+
+KINDS = (*ACTIONS, *SHARDING, *MESSAGES)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Cell of the file, with its position.
+
+    Attributes:
+        row: row, counted from 1 as in an editor. The rank is one less.
+        column: column, counted from 1.
+        kind: one of `KINDS`.
+        stage: stage of the action; for a message, the stage at this end.
+        microbatch: microbatch (None: a step of a sharded stage).
+        written: text of the file, if it is in the format of torch 2.5.
+    """
+
+    row: int
+    column: int
+    kind: str
+    stage: int
+    microbatch: int | None
+    written: str = ""
+
+    @property
+    def rank(self) -> int:
+        return self.row - 1
+
+    @property
+    def word(self) -> str:
+        """Text of the cell, which is unique in a file."""
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+    def step(self, ranks_of_stages: Sequence[int]) -> ShardedStep:
+        """Return the step of the cell. All stages that it names must have a rank."""
+        if self.microbatch is None:
+            return SHARDING[self.kind](self.stage)
+        if self.kind in ACTIONS:
+            return ACTIONS[self.kind](self.stage, self.microbatch)
+        kind, forward = MESSAGES[self.kind]
+        return kind(self.stage, self.microbatch, forward, ranks_of_stages[self.other_stage])
+
+    @property
+    def other_stage(self) -> int:
+        """Stage at the other end of a message: the next one for SEND_F and RECV_B, otherwise the previous one."""
+        return self.stage + (1 if self.kind in ("SEND_F", "RECV_B") else -1)
+
+    @property
+    def other_end(self) -> str:
+        """Text of the cell at the other end of a message."""
+        turned = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B": "RECV_B", "RECV_B": "SEND_B"}
+        return f"{self.other_stage}{turned[self.kind]}{self.microbatch}"
+
+    def refuse(self, reason: str) -> UserError:
+        """Return an error with the position of the cell and what is wrong with it."""
+        word = f"{self.written} (today {self.word})" if self.written else self.word
+        return UserError(f"row {self.row} (rank {self.rank}), column {self.column}, {word}: {reason}")
+
+
+Rows = Sequence[Sequence[Cell]]
+"""Cells of each rank in order, without idle slots."""
+
+
+def parse_cells(text: str) -> list[list[Cell]]:
+    """Return the cells of each rank, without idle slots and without empty lines at the end.
+
+    An overlapped pair `(0F1;3B0)OVERLAP_F_B` becomes two cells in the same column, in the order in which torch computes
+    them. The information that a runtime may run them at the same time is lost.
+
+    Raises:
+        UserError: for a cell that is no action, and for a rank without actions.
+    """
+    try:
+        lines = list(csv.reader(text.removeprefix("\ufeff").rstrip().splitlines()))
+    except csv.Error as error:
+        raise UserError(f"this is no pipeline CSV ({error}); give one row per rank, as 0F0,0F1,0B0,0B1") from error
+    if not lines:
+        raise UserError("the pipeline CSV is empty; give one row per rank, as 0F0,0F1,0B0,0B1")
+    rows = [
+        [cell for column, word in enumerate(line, 1) for cell in _cells(word.strip(), row, column)]
+        for row, line in enumerate(lines, 1)
+    ]
+    for row, line in enumerate(rows, 1):
+        if not line:
+            raise UserError(f"row {row} (rank {row - 1}), column 1: the rank does nothing; give it a stage's actions")
+    return _as_today(rows)
+
+
+def write_csv(steps: Sequence[Sequence[ShardedStep]]) -> str:
+    """Return the steps of each rank as a row of cells. Parsing the text gives the same steps."""
+    return "".join(",".join(_word(step) for step in row) + "\n" for row in steps)
 
 
 def check_rows(rows: Rows) -> tuple[int, ...]:
-    """Refuse what is not a schedule that every rank can follow to its end.
+    """Check that every rank can follow the schedule to its end.
 
     Returns:
-        The rank of every stage.
+        The rank of each stage.
 
     Raises:
-        UserError: naming the first cell at fault and the reason.
+        UserError: with the first cell at fault and the reason.
     """
     ranks = _ranks_of_stages(rows)
     table = Table(rows, ranks)
@@ -48,8 +200,173 @@ def check_rows(rows: Rows) -> tuple[int, ...]:
     return ranks
 
 
+class Table:
+    """Cells of all ranks by their text, and checks of their order.
+
+    Args:
+        rows: cells of each rank.
+        ranks: rank of each stage.
+    """
+
+    def __init__(self, rows: Rows, ranks: Sequence[int]) -> None:
+        self.rows = rows
+        self.ranks = ranks
+        self.messages = has_messages(rows)
+        self.cells: dict[str, Cell] = {}
+        for cell in (cell for row in rows for cell in row if cell.microbatch is not None):
+            # a whole backward pass is the work of its two halves
+            kinds = (cell.kind, *{"B": "IW", "I": "B", "W": "B"}.get(cell.kind, ""))
+            words = [f"{cell.stage}{kind}{cell.microbatch}" for kind in kinds]
+            for known in (self.cells[word] for word in words if word in self.cells):
+                raise cell.refuse(
+                    f"this work is done twice, first as {known.word} in column {known.column}; remove one"
+                )
+            self.cells[cell.word] = cell
+
+    def check_each_row(self) -> None:
+        """Check that every step comes after the steps of its rank that it needs. Forward steps are checked first."""
+        places = {word: place for place, word in enumerate(self.cells)}
+        for cell in sorted(self.cells.values(), key=lambda cell: cell.kind not in ("F", "SEND_F", "RECV_F")):
+            for needs in self._needs(cell):
+                found = [self.cells[word] for word in needs if word in self.cells]
+                if not found:
+                    raise cell.refuse(f"it needs {' or '.join(needs)}, which row {cell.row} does not have")
+                if all(places[other.word] > places[cell.word] for other in found):
+                    raise cell.refuse(f"it needs {found[0].word}, which comes only in column {found[0].column}")
+
+    def _needs(self, cell: Cell) -> Iterator[tuple[str, ...]]:
+        """Yield groups of cells. One of each group must come before the step in its own row."""
+        s, m = cell.stage, cell.microbatch
+        if cell.kind in ("B", "I", "SEND_F"):
+            yield (f"{s}F{m}",)
+        if cell.kind == "W":
+            yield (f"{s}I{m}",)
+        if cell.kind == "SEND_B":
+            yield (f"{s}B{m}", f"{s}I{m}")
+        for stage, made in self._input(cell):
+            if self.ranks[stage] == cell.rank:
+                yield made
+            elif self.messages:
+                yield (f"{s}RECV_{'F' if cell.kind == 'F' else 'B'}{m}",)
+
+    def _input(self, cell: Cell) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """Yield the stage whose output an action reads, with the cells that compute that output."""
+        s, m = cell.stage, cell.microbatch
+        if cell.kind == "F" and s > 0:
+            yield s - 1, (f"{s - 1}F{m}",)
+        if cell.kind in ("B", "I") and s + 1 < len(self.ranks):
+            yield s + 1, (f"{s + 1}B{m}", f"{s + 1}I{m}")
+
+    def check_complete(self) -> None:
+        """Check that every stage has a forward and a backward pass for every microbatch."""
+        actions = [cell for cell in self.cells.values() if cell.kind in ACTIONS]
+        last = max(actions, key=lambda cell: cell.microbatch or 0)
+        for stage, rank in enumerate(self.ranks):
+            for m in range((last.microbatch or 0) + 1):
+                forward = self.cells.get(f"{stage}F{m}")
+                if forward is None:
+                    end = self.rows[rank][-1]
+                    raise UserError(
+                        f"row {end.row} (rank {rank}), column {end.column + 1}: the row ends without {stage}F{m}, "
+                        f"although there is a microbatch {last.microbatch} ({last.word} in row {last.row}, "
+                        f"column {last.column}); every stage takes every microbatch from 0"
+                    )
+                half = self.cells.get(f"{stage}I{m}")
+                if half is None and f"{stage}B{m}" not in self.cells:
+                    raise forward.refuse(f"its backward pass {stage}B{m}, or {stage}I{m} and {stage}W{m}, is missing")
+                if half is not None and f"{stage}W{m}" not in self.cells:
+                    raise half.refuse(f"the other half of the backward pass, {stage}W{m}, is missing")
+
+    def check_progress(self) -> None:
+        """Check that ranks which run their rows in parallel, and wait for each other, reach their ends."""
+        at = [0] * len(self.rows)
+        done: set[str] = set()
+        moved = True
+        while moved:
+            moved = False
+            for rank, row in enumerate(self.rows):
+                while at[rank] < len(row) and self._ready(row[at[rank]], done):
+                    done.add(row[at[rank]].word)
+                    at[rank] += 1
+                    moved = True
+        stuck = [row[i] for row, i in zip(self.rows, at, strict=True) if i < len(row)]
+        if stuck:
+            others = ", ".join(f"{cell.word} (row {cell.row}, column {cell.column})" for cell in stuck[1:])
+            raise stuck[0].refuse(f"the schedule cannot go on: this and {others} wait for each other")
+
+    def _ready(self, cell: Cell, done: set[str]) -> bool:
+        """Return whether the input of an action has been computed, and sent if it comes from another rank."""
+        for stage, made in self._input(cell):
+            if self.messages and self.ranks[stage] != cell.rank:
+                made = (f"{stage}SEND_{'F' if cell.kind == 'F' else 'B'}{cell.microbatch}",)
+            if not done.intersection(made):
+                return False
+        return True
+
+
+def check_neighbours(rows: Rows, ranks_of_stages: Sequence[int]) -> None:
+    """Check that every message goes to a stage that exists and is on another rank.
+
+    Raises:
+        UserError: with the cell and the reason.
+    """
+    for cell in _messages(rows):
+        if not 0 <= cell.other_stage < len(ranks_of_stages):
+            where = "above" if cell.other_stage > 0 else "below"
+            raise cell.refuse(f"there is no stage {where} stage {cell.stage} to exchange this with; remove it")
+        if ranks_of_stages[cell.other_stage] == cell.rank:
+            raise cell.refuse(f"stages {cell.stage} and {cell.other_stage} are both on rank {cell.rank}; remove it")
+
+
+def check_messages(rows: Rows, ranks_of_stages: Sequence[int]) -> None:
+    """Check that sends and receives match, and have the same order at both ends.
+
+    All messages between two ranks, sends and receives together, must have one order at both ends. Otherwise a queue
+    such as NCCL's can hang. Torch 2.13 with its option `defer_pp_recv` writes crossed sends, which are refused.
+
+    Raises:
+        UserError: with the cell and the reason.
+    """
+    words = {cell.word for cell in _messages(rows)}
+    between: dict[tuple[int, int], list[Cell]] = {}
+    for cell in _messages(rows):
+        peer = ranks_of_stages[cell.other_stage]
+        if cell.other_end not in words:
+            raise cell.refuse(f"its other end {cell.other_end} is missing in row {peer + 1} (rank {peer})")
+        between.setdefault((cell.rank, peer), []).append(cell)
+    for (rank, peer), here in between.items():
+        for mine, theirs in zip(here, between[peer, rank], strict=True):
+            if mine.other_end != theirs.word:
+                raise mine.refuse(
+                    f"the messages of ranks {rank} and {peer} are in another order in row {theirs.row}, where "
+                    f"{theirs.word} (column {theirs.column}) stands in place of {mine.other_end}; "
+                    "write them in one order in both rows, or a queue such as NCCL's hangs"
+                )
+
+
+def check_sharding(rows: Rows) -> None:
+    """Check that weights are gathered before use, and that complete gradients are reduced once.
+
+    A file without UNSHARD, or without REDUCE_GRAD, leaves this to the runtime.
+
+    Raises:
+        UserError: with the cell and the reason.
+    """
+    kinds = {cell.kind for row in rows for cell in row}
+    for row in rows:
+        if kinds & {"UNSHARD", "RESHARD"}:
+            _check_weights(row)
+        if "REDUCE_GRAD" in kinds:
+            _check_gradients(row)
+
+
+def has_messages(rows: Rows) -> bool:
+    """Return whether a file has messages. If not, they follow from its actions."""
+    return any(_messages(rows))
+
+
 def _ranks_of_stages(rows: Rows) -> tuple[int, ...]:
-    """A stage is on the rank that does most of its actions, and all of them must be there."""
+    """Return the rank of each stage: the one with most of its actions. All other actions must be there too."""
     counts: dict[int, Counter[int]] = {}
     for cell in (cell for row in rows for cell in row if cell.kind in ACTIONS):
         counts.setdefault(cell.stage, Counter())[cell.rank] += 1
@@ -70,225 +387,30 @@ def _ranks_of_stages(rows: Rows) -> tuple[int, ...]:
     return tuple(ranks[stage] for stage in range(len(ranks)))
 
 
-class Table:
-    """The words of all ranks by name, and what each must come after."""
-
-    def __init__(self, rows: Rows, ranks: Sequence[int]) -> None:
-        self.rows = rows
-        self.ranks = ranks
-        self.messages = has_messages(rows)
-        self.cells: dict[str, Cell] = {}
-        for cell in (cell for row in rows for cell in row if cell.microbatch is not None):
-            # a whole backward pass is the work of its two halves
-            kinds = (cell.kind, *{"B": "IW", "I": "B", "W": "B"}.get(cell.kind, ""))
-            words = [f"{cell.stage}{kind}{cell.microbatch}" for kind in kinds]
-            for known in (self.cells[word] for word in words if word in self.cells):
-                raise cell.refuse(
-                    f"this work is done twice, first as {known.word} in column {known.column}; remove one"
-                )
-            self.cells[cell.word] = cell
-
-    def check_each_row(self) -> None:
-        """Every step comes after what it needs on its own rank; what is missing forward is missed backward as well."""
-        places = {word: place for place, word in enumerate(self.cells)}
-        for cell in sorted(self.cells.values(), key=lambda cell: cell.kind not in ("F", "SEND_F", "RECV_F")):
-            for needs in self._needs(cell):
-                found = [self.cells[word] for word in needs if word in self.cells]
-                if not found:
-                    raise cell.refuse(f"it needs {' or '.join(needs)}, which row {cell.row} does not have")
-                if all(places[other.word] > places[cell.word] for other in found):
-                    raise cell.refuse(f"it needs {found[0].word}, which comes only in column {found[0].column}")
-
-    def _needs(self, cell: Cell) -> Iterator[tuple[str, ...]]:
-        """What must come before a step in its own row; of each tuple one."""
-        s, m = cell.stage, cell.microbatch
-        if cell.kind in ("B", "I", "SEND_F"):
-            yield (f"{s}F{m}",)
-        if cell.kind == "W":
-            yield (f"{s}I{m}",)
-        if cell.kind == "SEND_B":
-            yield (f"{s}B{m}", f"{s}I{m}")
-        for stage, made in self._input(cell):
-            if self.ranks[stage] == cell.rank:
-                yield made
-            elif self.messages:
-                yield (f"{s}RECV_{'F' if cell.kind == 'F' else 'B'}{m}",)
-
-    def _input(self, cell: Cell) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """The stage that makes what an action reads, if any, and the words for making it."""
-        s, m = cell.stage, cell.microbatch
-        if cell.kind == "F" and s > 0:
-            yield s - 1, (f"{s - 1}F{m}",)
-        if cell.kind in ("B", "I") and s + 1 < len(self.ranks):
-            yield s + 1, (f"{s + 1}B{m}", f"{s + 1}I{m}")
-
-    def check_complete(self) -> None:
-        """Every stage passes every microbatch forward and backward."""
-        actions = [cell for cell in self.cells.values() if cell.kind in ACTIONS]
-        last = max(actions, key=lambda cell: cell.microbatch or 0)
-        for stage, rank in enumerate(self.ranks):
-            for m in range((last.microbatch or 0) + 1):
-                forward = self.cells.get(f"{stage}F{m}")
-                if forward is None:
-                    end = self.rows[rank][-1]
-                    raise UserError(
-                        f"row {end.row} (rank {rank}), column {end.column + 1}: the row ends without {stage}F{m}, "
-                        f"although there is a microbatch {last.microbatch} ({last.word} in row {last.row}, "
-                        f"column {last.column}); every stage takes every microbatch from 0"
-                    )
-                half = self.cells.get(f"{stage}I{m}")
-                if half is None and f"{stage}B{m}" not in self.cells:
-                    raise forward.refuse(f"its backward pass {stage}B{m}, or {stage}I{m} and {stage}W{m}, is missing")
-                if half is not None and f"{stage}W{m}" not in self.cells:
-                    raise half.refuse(f"the other half of the backward pass, {stage}W{m}, is missing")
-
-    def check_progress(self) -> None:
-        """Ranks that do their rows in parallel, each waiting for what others make, come to their ends."""
-        at = [0] * len(self.rows)
-        done: set[str] = set()
-        moved = True
-        while moved:
-            moved = False
-            for rank, row in enumerate(self.rows):
-                while at[rank] < len(row) and self._ready(row[at[rank]], done):
-                    done.add(row[at[rank]].word)
-                    at[rank] += 1
-                    moved = True
-        stuck = [row[i] for row, i in zip(self.rows, at, strict=True) if i < len(row)]
-        if stuck:
-            others = ", ".join(f"{cell.word} (row {cell.row}, column {cell.column})" for cell in stuck[1:])
-            raise stuck[0].refuse(f"the schedule cannot go on: this and {others} wait for each other")
-
-    def _ready(self, cell: Cell, done: set[str]) -> bool:
-        """Whether what an action reads has been made, and sent if it comes from another rank."""
-        for stage, made in self._input(cell):
-            if self.messages and self.ranks[stage] != cell.rank:
-                made = (f"{stage}SEND_{'F' if cell.kind == 'F' else 'B'}{cell.microbatch}",)
-            if not done.intersection(made):
-                return False
-        return True
-
-
-# The words of PyTorch's pipelining CSV, and the steps that they mean.
-#
-# Each row is a rank; each cell is empty (an idle time slot) or a word `<stage><kind><microbatch>`:
-#
-# 0F0,0F1,,0B0,0B1 a file of compute actions only ("compute_only") 1RECV_F0,1F0,1B0,... a file that also says when to
-# send, receive, gather and reduce ("compute_comms")
-#
-# Source: `_Action`, `_load_csv` and `_dump_csv` of torch.distributed.pipelining.schedules (torch 2.13). Torch 2.5
-# wrote BW for a whole backward pass, and B and W for its halves; such files are read as well.
-
-
-ACTIONS = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
-SHARDING = {"UNSHARD": Unshard, "RESHARD": Reshard, "REDUCE_GRAD": ReduceGrad}
-MESSAGES = {"SEND_F": (Send, True), "RECV_F": (Recv, True), "SEND_B": (Send, False), "RECV_B": (Recv, False)}
-KINDS = (*ACTIONS, *SHARDING, *MESSAGES)
-
 _NAMES: dict[type, str] = {step: kind for kind, step in (*ACTIONS.items(), *SHARDING.items())}
-OLD_BACKWARD = "BW"
-"""A whole backward pass in a file of torch 2.5, in which B is the input half."""
 
-MEANT = {"Bw": "W", "Bx": "I", "Bi": "I", OLD_BACKWARD: "B", "BI": "I", "DGRAD": "I", "WGRAD": "W", "FORWARD": "F"} | {
+OLD_BACKWARD = "BW"
+"""Kind of a whole backward pass in files of torch 2.5, in which B is the input half."""
+
+SYNONYMS = {"Bw": "W", "Bx": "I", "Bi": "I", OLD_BACKWARD: "B", "BI": "I", "DGRAD": "I", "WGRAD": "W"} | {
+    "FORWARD": "F",
     "BACKWARD": "B",
     "FULL_BACKWARD": "B",
     "BACKWARD_INPUT": "I",
     "BACKWARD_WEIGHT": "W",
     "WEIGHT": "W",
 }
-"""Kinds as others spell them, such as torch's own enumeration."""
+"""Other spellings of kinds, such as those of torch's enumeration, for suggestions in error messages."""
 
 _WORD = re.compile(rf"([0-9]{{1,9}})({'|'.join((*KINDS, OLD_BACKWARD))})([0-9]{{0,9}})")
+
 _LOOKS_LIKE = re.compile(r"([0-9]{1,9})\W*([A-Z]\w*?)\W*([0-9]{0,9})", re.IGNORECASE)
+
 _OVERLAP = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A word and its place in the file.
-
-    Attributes:
-        row: counted from 1, as an editor shows it; the rank is one less.
-        column: counted from 1.
-        kind: one of `KINDS`.
-        stage: the stage that acts; of a message the one at this end.
-        microbatch: None for sharding.
-        written: the word as the file has it, if that is another.
-    """
-
-    row: int
-    column: int
-    kind: str
-    stage: int
-    microbatch: int | None
-    written: str = ""
-
-    @property
-    def rank(self) -> int:
-        return self.row - 1
-
-    @property
-    def word(self) -> str:
-        """Write the step as a cell has it; within a file a word names the step."""
-        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
-
-    def step(self, ranks_of_stages: Sequence[int]) -> ShardedStep:
-        """Make the step that the word means; every stage that it speaks of must have a rank."""
-        if self.microbatch is None:
-            return SHARDING[self.kind](self.stage)
-        if self.kind in ACTIONS:
-            return ACTIONS[self.kind](self.stage, self.microbatch)
-        kind, forward = MESSAGES[self.kind]
-        return kind(self.stage, self.microbatch, forward, ranks_of_stages[self.other_stage])
-
-    @property
-    def other_stage(self) -> int:
-        """The stage at the other end of a message: a sender of outputs and a receiver of gradients have it above."""
-        return self.stage + (1 if self.kind in ("SEND_F", "RECV_B") else -1)
-
-    @property
-    def other_end(self) -> str:
-        """The word for a message at its other end."""
-        turned = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B": "RECV_B", "RECV_B": "SEND_B"}
-        return f"{self.other_stage}{turned[self.kind]}{self.microbatch}"
-
-    def refuse(self, reason: str) -> UserError:
-        """The error that says what is wrong with the word, and where."""
-        word = f"{self.written} (today {self.word})" if self.written else self.word
-        return UserError(f"row {self.row} (rank {self.rank}), column {self.column}, {word}: {reason}")
-
-
-Rows = Sequence[Sequence[Cell]]
-"""Every rank's words in order, idle slots left out."""
-
-
-def cells(text: str) -> list[list[Cell]]:
-    """Every rank's words; idle slots are left out, and empty lines at the end of the file.
-
-    An overlapped `(0F1;3B0)OVERLAP_F_B` becomes two cells at one place, in the order in which torch computes them too.
-    What is lost is that a runtime may run them at the same time.
-
-    Raises:
-        UserError: for a word that is none, and for a rank without any.
-    """
-    try:
-        lines = list(csv.reader(text.removeprefix("\ufeff").rstrip().splitlines()))
-    except csv.Error as error:
-        raise UserError(f"this is no pipeline CSV ({error}); give one row per rank, as 0F0,0F1,0B0,0B1") from error
-    if not lines:
-        raise UserError("the pipeline CSV is empty; give one row per rank, as 0F0,0F1,0B0,0B1")
-    rows = [
-        [cell for column, word in enumerate(line, 1) for cell in _cells(word.strip(), row, column)]
-        for row, line in enumerate(lines, 1)
-    ]
-    for row, line in enumerate(rows, 1):
-        if not line:
-            raise UserError(f"row {row} (rank {row - 1}), column 1: the rank does nothing; give it a stage's actions")
-    return _as_today(rows)
-
-
 def _as_today(rows: Rows) -> list[list[Cell]]:
-    """Make today's kinds of those of torch 2.5: a file of it has a BW, or no I and a B beside the W of its half."""
+    """Convert kinds of torch 2.5. A file of it has a BW, or has no I and has B and W of the same microbatch."""
     words = {cell.word for row in rows for cell in row}
     kinds = {cell.kind for row in rows for cell in row}
 
@@ -302,7 +424,7 @@ def _as_today(rows: Rows) -> list[list[Cell]]:
 
 
 def _cells(word: str, row: int, column: int) -> Iterator[Cell]:
-    """The actions that a word stands for: none, one, or the two of an overlapped pair."""
+    """Yield the actions of a cell's text: none, one, or the two of an overlapped pair."""
     if not word:
         return
     overlapped = _OVERLAP.fullmatch(word)
@@ -315,22 +437,17 @@ def _cells(word: str, row: int, column: int) -> Iterator[Cell]:
 
 
 def _remedy(word: str) -> str:
-    """What was probably meant, or else how an action is written."""
+    """Return a suggestion: a similar action, or the format of actions."""
     found = _LOOKS_LIKE.fullmatch(word)
     if found and found[2].upper() in ("SEND_F_RECV_B", "SEND_B_RECV_F"):
         return "write each of the two messages in a cell of its own"
-    near = (MEANT.get(found[2]) or MEANT.get(found[2].upper()) or closest(found[2], KINDS)) if found else None
+    near = (SYNONYMS.get(found[2]) or SYNONYMS.get(found[2].upper()) or closest(found[2], KINDS)) if found else None
     if found and near and (near in SHARDING or found[3]):
         return f"did you mean {found[1]}{near}{'' if near in SHARDING else found[3]}?"
     return (
         "write <stage><kind><microbatch> with F, B, I, W, SEND_F, RECV_F, SEND_B or RECV_B, as 2F0 or 3SEND_F1, "
         "<stage> with UNSHARD, RESHARD or REDUCE_GRAD, as 0UNSHARD, or (0F1;3B0)OVERLAP_F_B"
     )
-
-
-def write_csv(steps: Sequence[Sequence[ShardedStep]]) -> str:
-    """Every rank's steps as a row of words; reading them again gives the same steps."""
-    return "".join(",".join(_word(step) for step in row) + "\n" for row in steps)
 
 
 def _word(step: ShardedStep) -> str:
@@ -342,149 +459,36 @@ def _word(step: ShardedStep) -> str:
     return f"{step.stage}{_NAMES[type(step)]}{step.microbatch}"
 
 
-# Check that the sends and receives of a pipeline CSV fit together.
-#
-# Two ranks' messages must stand in one order at both ends, sends and receives together, so that a queue such as
-# NCCL's cannot hang. What torch 2.13 writes with its option `defer_pp_recv` crosses sends, and is refused.
-
-
-def has_messages(rows: Rows) -> bool:
-    """Whether a file says when to send and receive; else that follows from its actions."""
-    return any(_messages(rows))
-
-
-def check_neighbours(rows: Rows, ranks_of_stages: Sequence[int]) -> None:
-    """Every message goes to a stage that exists and is on another rank.
-
-    Raises:
-        UserError: naming the cell and the reason.
-    """
-    for cell in _messages(rows):
-        if not 0 <= cell.other_stage < len(ranks_of_stages):
-            where = "above" if cell.other_stage > 0 else "below"
-            raise cell.refuse(f"there is no stage {where} stage {cell.stage} to exchange this with; remove it")
-        if ranks_of_stages[cell.other_stage] == cell.rank:
-            raise cell.refuse(f"stages {cell.stage} and {cell.other_stage} are both on rank {cell.rank}; remove it")
-
-
-def check_messages(rows: Rows, ranks_of_stages: Sequence[int]) -> None:
-    """Refuse a send without its receive, a receive without its send, and another order at either end.
-
-    Raises:
-        UserError: naming the cell and the reason.
-    """
-    words = {cell.word for cell in _messages(rows)}
-    between: dict[tuple[int, int], list[Cell]] = {}
-    for cell in _messages(rows):
-        peer = ranks_of_stages[cell.other_stage]
-        if cell.other_end not in words:
-            raise cell.refuse(f"its other end {cell.other_end} is missing in row {peer + 1} (rank {peer})")
-        between.setdefault((cell.rank, peer), []).append(cell)
-    for (rank, peer), here in between.items():
-        for mine, theirs in zip(here, between[peer, rank], strict=True):
-            if mine.other_end != theirs.word:
-                raise mine.refuse(
-                    f"the messages of ranks {rank} and {peer} are in another order in row {theirs.row}, where "
-                    f"{theirs.word} (column {theirs.column}) stands in place of {mine.other_end}; "
-                    "write them in one order in both rows, or a queue such as NCCL's hangs"
-                )
-
-
 def _messages(rows: Rows) -> Iterator[Cell]:
     return (cell for row in rows for cell in row if cell.kind in MESSAGES)
 
 
-# Pipeline schedules from and to PyTorch's CSV.
+def _insert_messages(row: Sequence[ShardedStep], sent: Sequence[Step]) -> list[ShardedStep]:
+    """Insert messages between a rank's actions and steps of sharded stages.
 
-
-Form = Literal["compute_only", "compute_comms"]
-"""Steps that a file has: the actions alone, or also messages and the steps of sharded stages, in torch's words."""
-
-
-def import_csv(source: str | Path) -> Steps:
-    """The schedule in a pipeline CSV, ready to be followed.
-
-    A file without messages gets them here; one with messages is taken as it stands.
-
-    Args:
-        source: a text, or the path of a file, in one of torch's two forms.
-
-    Raises:
-        UserError: for a file that cannot be read or that is no schedule, with row, column and reason.
+    The output of an action is sent before any other step, because another rank waits for it.
     """
-    if isinstance(source, Path):
-        try:
-            source = source.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{source} cannot be read as a pipeline CSV: {why_unreadable(error)}") from error
-    rows = cells(source)
-    ranks_of_stages = check_rows(rows)
-    steps: Sequence[Sequence[ShardedStep]] = [[cell.step(ranks_of_stages) for cell in row] for row in rows]
-    if not has_messages(rows):
-        todo = [[step for step in row if isinstance(step, Action)] for row in steps]
-        sent = with_messages(todo, len(ranks_of_stages), ranks_of_stages.__getitem__)
-        steps = [_woven(row, messages) for row, messages in zip(steps, sent, strict=True)]
-    microbatches = len({cell.microbatch for row in rows for cell in row if cell.kind in ACTIONS})
-    return Steps(tuple(tuple(row) for row in steps), microbatches, ranks_of_stages)
-
-
-def _woven(row: Sequence[ShardedStep], sent: Sequence[Step]) -> list[ShardedStep]:
-    """A rank's actions with their messages, and the steps of sharded stages between the actions as before.
-
-    What an action makes is sent before anything else is done, since another rank waits for it.
-    """
-    woven: list[ShardedStep] = []
+    merged: list[ShardedStep] = []
     at = 0
     for step in row:
         if not isinstance(step, Action):
-            woven.append(step)
+            merged.append(step)
             continue
         after = sent.index(step, at) + 1
         while after < len(sent) and isinstance(sent[after], Send):
             after += 1
-        woven += sent[at:after]
+        merged += sent[at:after]
         at = after
-    return [*woven, *sent[at:]]
-
-
-def csv_of_steps(steps: Steps, *, form: Form) -> str:
-    """Steps as a CSV that torch's pipelining loads with the same `format`.
-
-    Args:
-        steps: every rank's; sharding is added only if they have none.
-        form: "compute_only", or "compute_comms" with messages and the steps of sharded stages.
-    """
-    if form == "compute_only":
-        return write_csv([[step for step in row if isinstance(step, Action)] for row in steps.of_ranks])
-    return write_csv([_sharded(row) for row in steps.of_ranks])
+    return [*merged, *sent[at:]]
 
 
 def _sharded(row: Sequence[ShardedStep]) -> Sequence[ShardedStep]:
     plain = [step for step in row if isinstance(step, Step)]
-    return with_sharding(plain) if len(plain) == len(row) else row
-
-
-# Check that a pipeline CSV gathers weights before they are used and reduces gradients when they are whole.
-#
-# A file that never says UNSHARD, or never REDUCE_GRAD, leaves that to whoever runs it.
-
-
-def check_sharding(rows: Rows) -> None:
-    """Refuse weights used while sharded and gradients reduced too early, twice or never.
-
-    Raises:
-        UserError: naming the cell and the reason.
-    """
-    kinds = {cell.kind for row in rows for cell in row}
-    for row in rows:
-        if kinds & {"UNSHARD", "RESHARD"}:
-            _check_weights(row)
-        if "REDUCE_GRAD" in kinds:
-            _check_gradients(row)
+    return insert_sharding_steps(plain) if len(plain) == len(row) else row
 
 
 def _check_weights(row: Sequence[Cell]) -> None:
-    """A stage's weights are whole from UNSHARD to RESHARD, and sharded when the step begins and ends."""
+    """Check that a stage's weights are whole from UNSHARD to RESHARD, and sharded when the step begins and ends."""
     whole: dict[int, Cell] = {}
     for cell in row:
         since = whole.get(cell.stage)
@@ -502,7 +506,7 @@ def _check_weights(row: Sequence[Cell]) -> None:
 
 
 def _check_gradients(row: Sequence[Cell]) -> None:
-    """A stage's gradients are reduced once, after the last backward pass that adds to them."""
+    """Check that a stage's gradients are reduced once, after the last backward pass that adds to them."""
     last = {cell.stage: cell for cell in row if cell.kind in ("B", "W")}
     reduced: dict[int, Cell] = {}
     for cell in (cell for cell in row if cell.kind == "REDUCE_GRAD"):

@@ -1,4 +1,9 @@
-"""The messages between the actions of a schedule, placed so that the pipeline cannot hang on any kind of channel."""
+"""Steps of a pipeline: the passes of a schedule, with messages and, for sharded stages, gathers and reductions.
+
+`resolve_schedule` runs a schedule's generator for every rank, checks that each stage does each pass once, and inserts
+the messages (`insert_messages`) so that the pipeline cannot deadlock on any kind of channel. `insert_sharding_steps`
+adds gathers and reductions to the steps of one rank.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +22,52 @@ from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Schedule
 
 
-@dataclass(slots=True)  # most steps of a pipeline are messages, and a frozen one takes five times as long to make
-class Message:
-    """An activation or gradient for a neighbouring stage.
+@dataclass(frozen=True)
+class Steps:
+    """Steps of all ranks of a pipeline, for one number of ranks and microbatches.
 
     Attributes:
-        stage: the one at this end of the message.
-        microbatch: whose activation or gradient it is.
-        forward: whether it is the stage's output, on its way up, or the gradient of its input, on its way down.
-        peer: the rank at the other end.
+        of_ranks: steps of each rank, in order.
+        microbatches: number of microbatches.
+        ranks_of_stages: rank of each stage.
+    """
+
+    of_ranks: tuple[tuple[ShardedStep, ...], ...]
+    microbatches: int
+    ranks_of_stages: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.ranks_of_stages)
+
+
+@cache
+def resolve_schedule(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank: int) -> Steps:
+    """Return the steps of a schedule for these numbers of ranks, microbatches and stages.
+
+    Raises:
+        UserError: if the schedule cannot be followed with these numbers.
+    """
+    stages = counted(ranks * stages_per_rank, "stage")
+    require_ops(
+        2 * ranks * stages_per_rank * microbatches,
+        f"the passes of {counted(microbatches, 'microbatch')} through {stages} of the schedule {schedule.name}",
+    )
+    placed = tuple(schedule.placement(stage, ranks) for stage in range(ranks * stages_per_rank))
+    todo = [_actions(schedule, rank, placed, (ranks, microbatches, stages_per_rank)) for rank in range(ranks)]
+    sent = insert_messages(todo, len(placed), placed.__getitem__, f"the schedule {schedule.name}")
+    return Steps(tuple(tuple(steps) for steps in sent), microbatches, placed)
+
+
+@dataclass(slots=True)  # most steps of a pipeline are messages, and a frozen one takes five times as long to make
+class Message:
+    """Activation or gradient for a neighbouring stage.
+
+    Attributes:
+        stage: stage at this end of the message.
+        microbatch: microbatch of the value.
+        forward: whether the value is an activation for the next stage, or a gradient for the previous stage.
+        peer: rank at the other end.
     """
 
     stage: int
@@ -35,44 +77,65 @@ class Message:
 
 
 class Send(Message):
-    """Hand on what this stage has made."""
+    """Send of a value that this stage has computed."""
 
     __slots__ = ()
 
 
 class Recv(Message):
-    """Expect what this stage reads."""
+    """Receive of a value that this stage reads."""
 
     __slots__ = ()
 
 
 Step = Action | Send | Recv
 
-Pass = tuple[bool, int, int]
-"""(whether it is a forward pass or the gradients' way down, stage, microbatch)."""
+
+@dataclass(frozen=True)
+class Unshard:
+    """Gather of a stage's whole weights."""
+
+    stage: int
 
 
-def with_messages(
+@dataclass(frozen=True)
+class Reshard:
+    """Release of a stage's whole weights; the shard stays."""
+
+    stage: int
+
+
+@dataclass(frozen=True)
+class ReduceGrad:
+    """Reduction of a stage's gradients, summed over microbatches, over the data-parallel ranks."""
+
+    stage: int
+
+
+ShardedStep = Step | Unshard | Reshard | ReduceGrad
+
+
+def insert_messages(
     todo: Sequence[Sequence[Action]], stages: int, rank_of: Callable[[int], int], name: str = "the schedule"
 ) -> list[list[Step]]:
-    """Place the messages among every rank's actions.
+    """Insert the messages between the actions of all ranks, so that no deadlock is possible.
 
-    The actions of all ranks are put into one order, each after what it needs; right after an action that feeds another
-    rank stand its send and the receive. So all ranks' messages follow one order, and whoever waits for a message waits
-    for something earlier in it: neither rendezvous nor queues can close a circle.
+    The actions of all ranks are put into one global order, each after the actions that it needs. If an action feeds
+    another rank, its send and the receive follow it immediately. So all messages follow one global order, and a rank
+    only ever waits for something earlier in this order. Neither rendezvous nor queues can form a cycle.
 
     Args:
-        todo: each rank's actions.
-        stages: how many there are in all.
-        rank_of: where a stage is.
-        name: what a refusal calls the schedule.
+        todo: actions of each rank.
+        stages: total number of stages.
+        rank_of: function from a stage to its rank.
+        name: name of the schedule in error messages.
 
     Raises:
-        UserError: for a schedule in which an action waits for a later one.
+        UserError: if an action waits for a later one.
     """
     at = [0] * len(todo)
     steps: list[list[Step]] = [[] for _ in todo]
-    done: set[Pass] = set()
+    done: set[PassKey] = set()
     while any(place < len(actions) for place, actions in zip(at, todo, strict=True)):
         moved = False
         for rank, actions in enumerate(todo):
@@ -102,8 +165,40 @@ def with_messages(
     return steps
 
 
-def _needs(action: Action, stages: int) -> Sequence[Pass]:
-    """What must have been done before an action."""
+def insert_sharding_steps(steps: Sequence[Step], whole: int = 3) -> list[ShardedStep]:
+    """Insert the gathers and reductions of sharded stages into a rank's steps.
+
+    The rank keeps the whole weights of its current stage and of the next ones, which are gathered while it computes.
+    PyTorch's pipelining also keeps 3: one for a forward pass, one for a backward pass, one in flight. The gradients of
+    a stage are reduced once, after its last backward pass and the sends that follow it.
+
+    Args:
+        steps: actions and messages of one rank.
+        whole: number of stages whose whole weights the rank may keep, 1 or more.
+    """
+    ends = {step.stage: i for i, step in enumerate(steps) if isinstance(step, Backward | BackwardWeight)}
+    gathered: list[int] = []
+    result: list[ShardedStep] = []
+    reduce: list[ShardedStep] = []
+    for i, (step, wanted) in enumerate(zip(steps, _next_stages(steps, whole), strict=True)):
+        if not isinstance(step, Send):
+            result += reduce
+            reduce = []
+            result += [Reshard(stage) for stage in gathered if stage not in wanted]
+            result += [Unshard(stage) for stage in wanted if stage not in gathered]
+            gathered = wanted
+        result.append(step)
+        if ends.get(step.stage) == i:
+            reduce.append(ReduceGrad(step.stage))
+    return [*result, *reduce, *(Reshard(stage) for stage in gathered)]
+
+
+PassKey = tuple[bool, int, int]
+"""(is_forward, stage, microbatch) of a pass; a backward pass counts as done after its input half."""
+
+
+def _needs(action: Action, stages: int) -> Sequence[PassKey]:
+    """Return the passes that an action needs."""
     stage, microbatch = action.stage, action.microbatch
     if isinstance(action, Forward):
         return ((True, stage - 1, microbatch),) if stage else ()
@@ -113,131 +208,36 @@ def _needs(action: Action, stages: int) -> Sequence[Pass]:
     return (own, (False, stage + 1, microbatch)) if stage + 1 < stages else (own,)
 
 
-# Gathers and reductions of a pipeline whose stages' weights are sharded, placed among a rank's actions.
-
-
-@dataclass(frozen=True)
-class Unshard:
-    """Gather a stage's whole weights."""
-
-    stage: int
-
-
-@dataclass(frozen=True)
-class Reshard:
-    """Let go of a stage's whole weights and keep the shard."""
-
-    stage: int
-
-
-@dataclass(frozen=True)
-class ReduceGrad:
-    """Reduce the sum over microbatches of a stage's gradients over the data-parallel ranks."""
-
-    stage: int
-
-
-ShardedStep = Step | Unshard | Reshard | ReduceGrad
-
-
-def with_sharding(steps: Sequence[Step], whole: int = 3) -> list[ShardedStep]:
-    """Place the steps of sharded stages among a rank's steps.
-
-    A rank holds the whole weights of the next `whole` stages it computes on: that of now, and the others come while it
-    computes (torch's pipelining does so too, with 3: one for a forward, one for a backward, one on its way). A stage's
-    gradients are reduced once, when its last backward pass is done and what other ranks wait for has been sent.
-
-    Args:
-        steps: one rank's actions and messages.
-        whole: how many stages' whole weights the rank may hold, 1 or more.
-    """
-    ends = {step.stage: i for i, step in enumerate(steps) if isinstance(step, Backward | BackwardWeight)}
-    held: list[int] = []
-    result: list[ShardedStep] = []
-    reduce: list[ShardedStep] = []
-    for i, (step, wanted) in enumerate(zip(steps, _next_stages(steps, whole), strict=True)):
-        if not isinstance(step, Send):
-            result += reduce
-            reduce = []
-            result += [Reshard(stage) for stage in held if stage not in wanted]
-            result += [Unshard(stage) for stage in wanted if stage not in held]
-            held = wanted
-        result.append(step)
-        if ends.get(step.stage) == i:
-            reduce.append(ReduceGrad(step.stage))
-    return [*result, *reduce, *(Reshard(stage) for stage in held)]
-
-
 def _next_stages(steps: Sequence[Step], count: int) -> list[list[int]]:
-    """List for each step the first `count` stages that it and those after it compute on."""
+    """Return, for each step, the next `count` different stages that compute, starting at this step."""
     stages: list[int] = []
-    found: list[list[int]] = []
+    stages_of_steps: list[list[int]] = []
     for step in reversed(steps):
         if not isinstance(step, Message):
             stages = [step.stage, *(stage for stage in stages if stage != step.stage)][:count]
-        found.append(stages)
-    return found[::-1]
-
-
-# A schedule for one size of pipeline, with its messages: ready to be followed.
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Steps of each rank of a pipeline.
-
-    Attributes:
-        of_ranks: each rank's steps, in order.
-        microbatches: how many there are in a step.
-        ranks_of_stages: for every stage the rank it is on.
-    """
-
-    of_ranks: tuple[tuple[ShardedStep, ...], ...]
-    microbatches: int
-    ranks_of_stages: tuple[int, ...]
-
-    @property
-    def stages(self) -> int:
-        return len(self.ranks_of_stages)
-
-
-@cache
-def steps_of(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank: int) -> Steps:
-    """A schedule made out for a pipeline.
-
-    Raises:
-        UserError: when the schedule cannot be followed, or not with these numbers.
-    """
-    stages = counted(ranks * stages_per_rank, "stage")
-    require_ops(
-        2 * ranks * stages_per_rank * microbatches,
-        f"the passes of {counted(microbatches, 'microbatch')} through {stages} of the schedule {schedule.name}",
-    )
-    placed = tuple(schedule.placement(stage, ranks) for stage in range(ranks * stages_per_rank))
-    todo = [_actions(schedule, rank, placed, (ranks, microbatches, stages_per_rank)) for rank in range(ranks)]
-    sent = with_messages(todo, len(placed), placed.__getitem__, f"the schedule {schedule.name}")
-    return Steps(tuple(tuple(steps) for steps in sent), microbatches, placed)
+        stages_of_steps.append(stages)
+    return stages_of_steps[::-1]
 
 
 def _actions(
     schedule: Schedule, rank: int, ranks_of_stages: Sequence[int], sizes: tuple[int, int, int]
 ) -> list[Action]:
-    """What a rank does; a user's generator may give anything, or fail."""
+    """Return the actions of a rank. A user's generator may yield anything, fail, or never end."""
     name, microbatches = f"the schedule {schedule.name}", sizes[1]
     actions: list[Action] = []
     most = 3 * sum(place == rank for place in ranks_of_stages) * microbatches  # F, I and W
-    given: list[object] = []
+    results: list[object] = []
 
     def take() -> Iterator[Action]:
-        coming = iter(schedule.actions(rank, *sizes))
-        given.extend(islice(coming, most + 1))
-        return coming
+        generator = iter(schedule.actions(rank, *sizes))
+        results.extend(islice(generator, most + 1))
+        return generator
 
     try:
-        if schedule in SCHEDULES.values():  # which end
-            coming = take()
+        if schedule in SCHEDULES.values():  # these are known to end
+            generator = take()
         else:
-            coming = run_stepwise(take, given.__len__, lambda: f"action {len(given)} of rank {rank}")
+            generator = run_stepwise(take, results.__len__, lambda: f"action {len(results)} of rank {rank}")
     except UserError:
         raise
     except Stalled as stalled:
@@ -246,13 +246,14 @@ def _actions(
         inside = traceback.extract_tb(error.__traceback__)[1:]  # without the call above
         place = f"line {inside[-1].lineno}" if inside else "called with (rank, ranks, microbatches, stages_per_rank)"
         raise UserError(f"{name}, rank {rank}, {place}: {type(error).__name__}: {error}") from error
-    if len(given) > most:
-        line = f", line {coming.gi_frame.f_lineno}," if isinstance(coming, GeneratorType) and coming.gi_frame else ""
+    if len(results) > most:
+        frame = generator.gi_frame if isinstance(generator, GeneratorType) else None
+        line = f", line {frame.f_lineno}," if frame else ""
         raise UserError(
             f"{name}, rank {rank}{line} goes on after {most:,} actions, which is as many as "
             f"{counted(microbatches, 'microbatch')} can have there; let it end"
         )
-    for action in given:
+    for action in results:
         if not isinstance(action, Action):
             raise UserError(f"{name} gave rank {rank} {action!r}; yield Forward, Backward, BackwardInput, ...")
         if not 0 <= action.microbatch < microbatches:

@@ -25,7 +25,7 @@ from shardlab.simulate.predict.compressed.sample import (
 )
 from shardlab.strategies.plan.program import PlanRunner
 from shardlab.strategies.plan.rank_plan import Keeps, RankPlan
-from shardlab.strategies.plan.sharding import GradientReducer, ParameterGatherer, uses
+from shardlab.strategies.plan.sharding import GradientReducer, ParameterGatherer, weight_uses
 from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
 from shardlab.strategies.schedules.steps import Message, Recv, Send, ShardedStep
 
@@ -50,12 +50,12 @@ class _Layers:
         """A layer's pass, by its name and what else tells it apart."""
         return self.figures.passes(self.cuts[layer]).by_key[name, self.figures.alike[layer], *rest]
 
-    def forward_of(self, layer: int, keeps: Keeps, hands_on: bool) -> Pass:
+    def forward_of(self, layer: int, keeps: Keeps, stores_outputs: bool) -> Pass:
         """A layer's forward pass, with its residual stream where it is on this rank."""
-        key = layer, keeps, hands_on
+        key = layer, keeps, stores_outputs
         done = self.forwards.get(key)
         if done is None:
-            done = self.of("forward", layer, keeps, hands_on)
+            done = self.of("forward", layer, keeps, stores_outputs)
             cuts, like, given_kept = self.key(layer)
             more = given_kept - (like in self.figures.measured_given_kept(cuts))
             if more and keeps == self.plan.layers[layer].keeps:  # else it is computed again, as in the sample
@@ -64,8 +64,10 @@ class _Layers:
             self.forwards[key] = done
         return done
 
-    async def forward(self, layer: int, m: int, weight: OutlineValue, keeps: Keeps, *, hands_on: bool = True) -> None:
-        self.rank.passed(self.forward_of(layer, keeps, hands_on), layer, weight)
+    async def forward(
+        self, layer: int, m: int, weight: OutlineValue, keeps: Keeps, *, stores_outputs: bool = True
+    ) -> None:
+        self.rank.passed(self.forward_of(layer, keeps, stores_outputs), layer, weight)
 
     async def loss(self, m: int) -> None:
         last = len(self.rank.layers)
@@ -141,9 +143,8 @@ class OutlineRunner(PlanRunner[OutlineValue]):
                 *(StagePass(place, True) for place in token.later),
             ]
             stages = self.plan.own_stages
-            self.weights.follow(
-                uses(self.plan, [step, *((Forward if p.forward else Backward)(stages[p.stage], 0) for p in ahead)])
-            )
+            steps = [(Forward if p.forward else Backward)(stages[p.stage], 0) for p in ahead]
+            self.weights.set_uses(weight_uses(self.plan, [step, *steps]))
         return step
 
     async def end(self, token: Token) -> None:
@@ -173,7 +174,7 @@ class OutlineRunner(PlanRunner[OutlineValue]):
             for _, value in self.values(border, sends=True):
                 self.outline.sent(value, border.further)
 
-    async def arrive(self, layer: int, m: int, *, forward: bool) -> None:
+    async def receive(self, layer: int, m: int, *, forward: bool) -> None:
         if self.token.takes is not None:
             border, turn = self.token.takes
             for layer, value in self.values(border, sends=False):
@@ -183,7 +184,7 @@ class OutlineRunner(PlanRunner[OutlineValue]):
         """What passes a border between stages, each with the layer that it enters or whose gradient it is."""
         layers = self.plan.stages[self.plan.own_stages[border.stage]]
         layer = layers.stop if border.forward is sends else layers.start
-        return [(layer, cast(Borders, store).coming(layer)) for store in self.borders[layer, border.forward]]
+        return [(layer, cast(Borders, store).coming(layer)) for store in self.boundaries[layer, border.forward]]
 
     async def forward(self, stage: int, m: int) -> None:
         chain = None if self.plan.gather_axes else self.chain("forward", stage)
@@ -193,7 +194,7 @@ class OutlineRunner(PlanRunner[OutlineValue]):
         layers = self.plan.stages[stage]
         if stage == 0:
             self.outline.load_batch([m], None)
-        await self.arrive(layers[0], m, forward=True)
+        await self.receive(layers[0], m, forward=True)
         self.outline.passed(chain, layers[0])
 
     async def backward(self, stage: int, m: int) -> None:
@@ -229,8 +230,8 @@ class OutlineRunner(PlanRunner[OutlineValue]):
         """A stage's passes, if all that is done with the gradients is that they are added to older ones."""
         if self.plan.gather_axes or self.left[stage] == 1:
             return None
-        bare = self.plan.bare
-        if not all(self.passes.adds(l) for l in self.plan.stages[stage] if l not in bare):
+        weightless = self.plan.weightless
+        if not all(self.passes.adds(l) for l in self.plan.stages[stage] if l not in weightless):
             return None
         chain = self.chain(name, stage)
         return None if self.outline.busy(chain) else chain
@@ -259,7 +260,7 @@ class OutlineRunner(PlanRunner[OutlineValue]):
                 for again in self.plan.layers[l].recompute:
                     yield forward_of(again, "all", again != l), again - first
             yield of(name, l), l - first
-            if name != "backward_input" and l not in self.plan.bare and not figures.prices.adds_in_backward:
+            if name != "backward_input" and l not in self.plan.weightless and not figures.prices.adds_in_backward:
                 seconds = figures.compute(OpKind.ADD, self.passes.gradient(l).part)
                 yield Pass(seconds, (), seconds, NOTHING, NO_CRESTS), l - first
 
@@ -529,7 +530,7 @@ def kind_of(figures: PricedSample, plan: RankPlan) -> Hashable:
             len(layer.recompute),
             block_cuts(plan, l),
             l in given_kept,
-            l in plan.bare,
+            l in plan.weightless,
             places.get(plan.weight_of(l), -1),
             model.gathered_with(plan.weight_of(l)) - model.gathered_with(stage.start),
         )
@@ -558,4 +559,4 @@ def kind_of(figures: PricedSample, plan: RankPlan) -> Hashable:
     ]
     adjacent = [after == before + 1 for before, after in zip(plan.own_stages, plan.own_stages[1:], strict=False)]
     axes = plan.gather_axes, plan.scatter_axes, plan.update_axes
-    return tuple(layers), tuple(weights), tuple(around), tuple(adjacent), axes, plan.room
+    return tuple(layers), tuple(weights), tuple(around), tuple(adjacent), axes, plan.reduction_buffer

@@ -152,10 +152,10 @@ class _MarkedLayers(LayerRunner):
             made = kinds[kind] if kinds else kind
             self.borders[made, layer] = self._rank.store(made)[layer, m].spec
 
-    async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps, *, hands_on: bool = True) -> None:
-        self.mark(m, "forward", layer, keeps, hands_on)
+    async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps, *, stores_outputs: bool = True) -> None:
+        self.mark(m, "forward", layer, keeps, stores_outputs)
         self.meet(layer, m)
-        await super().forward(layer, m, weight, keeps, hands_on=hands_on)
+        await super().forward(layer, m, weight, keeps, stores_outputs=stores_outputs)
 
     async def loss(self, m: int) -> None:
         self.mark(m, "loss", len(self._rank.layers))
