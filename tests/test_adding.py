@@ -18,7 +18,7 @@ from shardlab.language import Mesh
 from shardlab.models import find_model
 from shardlab.simulate.hardware import find_cluster
 from shardlab.strategies.plan.plan import Plan
-from shardlab.train.job import Job, described, job_of
+from shardlab.train.job import Job, job_as_dict, job_from_dict
 from tests.models.tensors import alone, test_compute
 from tests.support.processes import PATIENCE
 from tests.support.warm import WarmStarts
@@ -134,13 +134,13 @@ def test_a_model_is_simulated_verified_and_trained(saved: Path, capfd: pytest.Ca
 
 def test_the_job_of_a_models_file_is_the_same_again(saved: Path) -> None:
     job = Job("ddp", 2, 4, find_model("my_model.py:AttentionOnly"), 2)
-    words = json.loads(json.dumps(described(job)))
-    again = job_of(words)
+    words = json.loads(json.dumps(job_as_dict(job)))
+    again = job_from_dict(words)
     assert vars(again.model) == vars(job.model)
     assert again.sizes == job.sizes
     (saved / "my_model.py").unlink()
     with pytest.raises(ValueError, match=r"in my_model\.py, which is not here; give the command in the run's folder"):
-        job_of(words)
+        job_from_dict(words)
 
 
 def test_a_toml_file_changes_a_model_of_a_file(saved: Path) -> None:

@@ -17,7 +17,7 @@ from shardlab.models import GPT
 from shardlab.simulate.hardware import AlphaBeta, Machine, Profile, Rate
 from shardlab.simulate.timeline.measured import write_rank, write_trace
 from shardlab.strategies.plan.plan import Plan
-from shardlab.train.job import Job, described, job_of
+from shardlab.train.job import Job, job_as_dict, job_from_dict
 from tests.draw.viewer import named, require_readable
 from tests.simulate.timeline.test_measured import records
 
@@ -46,9 +46,9 @@ def written(folder: Path, *, whole: bool = True) -> Checked:
     checked = JOB.checked()
     found: dict[int, RankRecord] = records(checked, 3.0, 3.0)
     if whole:
-        write_trace(folder, described(JOB), checked, found)
+        write_trace(folder, job_as_dict(JOB), checked, found)
     else:
-        write_rank(folder, described(JOB), checked.program.fingerprint(), found[1])
+        write_rank(folder, job_as_dict(JOB), checked.program.fingerprint(), found[1])
     return checked
 
 
@@ -123,7 +123,7 @@ def test_a_plan_that_the_recipe_s_framework_does_not_run_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = replace(JOB, strategy=Plan(Mesh(dp_shard=2), shard_optimizer=("dp_shard",), shard_gradients=("dp_shard",)))
-    write_trace(tmp_path, described(job), checked := job.checked(), records(checked, 3.0, 3.0))
+    write_trace(tmp_path, job_as_dict(job), checked := job.checked(), records(checked, 3.0, 3.0))
     assert main(["compare", str(tmp_path), "--cluster", "h100x2", "--recipe", "nanotron"]) == 0
     sentence = "nanotron has no ZeRO stage above 1, and this plan is ZeRO-2; let data-parallel ranks share"
     assert f"note: {sentence}" in capsys.readouterr().out
@@ -260,10 +260,10 @@ PLAN = Plan(
 @pytest.mark.parametrize("strategy", ["fsdp", PLAN, Plan(Mesh(tp=2), sequence_parallel=True)])
 def test_a_job_is_the_same_after_it_was_written_down(strategy: str | Plan) -> None:
     job = Job(strategy, 4, 8, GPT(layers=4, hidden_size=16, heads=2, kv_heads=1), 2, seed=3, name="mine")
-    assert job_of(json.loads(json.dumps(described(job)))) == job
+    assert job_from_dict(json.loads(json.dumps(job_as_dict(job)))) == job
 
 
 def test_a_model_of_another_version_is_refused() -> None:
-    words = {**described(JOB), "model": {"kind": "Perceptron"}}
+    words = {**job_as_dict(JOB), "model": {"kind": "Perceptron"}}
     with pytest.raises(Exception, match="none that this version of Shardlab knows"):
-        job_of(words)
+        job_from_dict(words)

@@ -193,7 +193,7 @@ def train_by_ticks(rank: int, run: TrainingRun) -> Summary | None:
 def train_plainly(rank: int, run: TrainingRun) -> Summary | None:
     """What every rank does, without pictures, and without the sample at the end; rank 0 gives the summary."""
     with ticking() as patch:
-        patch.setattr("shardlab.train.callbacks.continued", Mock(return_value=""))
+        patch.setattr("shardlab.train.callbacks.continue_prompt", Mock(return_value=""))
         patch.setattr("shardlab.train.output.save_timeline", Mock())
         patch.setattr("shardlab.train.output.OutputFolder.write_plot", Mock())
         return train_rank(rank, torch.device("cpu"), run)

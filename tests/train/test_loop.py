@@ -42,7 +42,7 @@ from shardlab.train.job import Job
 from shardlab.train.loop import fit
 from shardlab.train.output import OutputFolder
 from shardlab.train.run import Summary
-from shardlab.train.sample import opening
+from shardlab.train.sample import choose_prompt
 from shardlab.train.steps import Callback, StepResult, Training
 from shardlab.train.verification import verify
 from shardlab.train.verification.cases import Verdict
@@ -85,7 +85,7 @@ def test_training_lowers_the_validation_loss_and_leaves_a_whole_folder(ranks: Wo
     summary = run(ranks, "fsdp", 2, tmp_path / "run", train=train_by_ticks)
     assert summary.validation_after < summary.validation_before - 0.3
     assert (summary.steps, summary.interrupted) == (12, False)
-    assert summary.prompt.encode() == opening(Corpus.open((), MODEL.seq_len))
+    assert summary.prompt.encode() == choose_prompt(Corpus.open((), MODEL.seq_len))
     assert summary.sample.startswith(summary.prompt)
     files = {file.name for file in (tmp_path / "run").iterdir()}
     wanted = "metrics.jsonl loss.svg strategy.svg weights.safetensors run.json config.toml checkpoints"
@@ -174,9 +174,9 @@ def test_nobody_looks_at_a_run_that_is_to_end_before_it_is_saved(
     run = replace(run, config=replace(run.config, logging=LoggingConfig(validate_every=2, sample_every=2)))
     evaluation, training, sampled = Mock(), Mock(), Mock()
     evaluation.losses.return_value = {"validation_loss": 2.0}
-    monkeypatch.setattr("shardlab.train.callbacks.continued", sampled)
+    monkeypatch.setattr("shardlab.train.callbacks.continue_prompt", sampled)
     monkeypatch.setattr("shardlab.train.callbacks.ParallelWriter", Mock())
-    monkeypatch.setattr("shardlab.train.callbacks.opening", Mock(return_value=b"to be"))
+    monkeypatch.setattr("shardlab.train.callbacks.choose_prompt", Mock(return_value=b"to be"))
     validation = Validation(run, evaluation)
     step = StepResult({"step": 1}, stopping, diverged)
     assert validation.on_metrics(training, step) == ({"validation_loss": 2.0} if looked_at else {})

@@ -38,7 +38,7 @@ from shardlab.train.batches import Batches
 from shardlab.train.checkpoint import Snapshot
 from shardlab.train.checkpoint.contents import held
 from shardlab.train.data import Corpus
-from shardlab.train.job import Job, described, job_of
+from shardlab.train.job import Job, job_as_dict, job_from_dict
 from shardlab.train.launch.ranks import is_out_of_memory, out_of_memory, run_ranks, set_heap
 from shardlab.train.verification.cases import ALONE, CASES, Case, Verdict
 from shardlab.train.verification.verify import verify_rank
@@ -163,10 +163,10 @@ def lines_by_op(job: Job) -> Iterator[tuple[Op, str]]:
 
 def test_a_job_is_described_with_its_passes() -> None:
     job = Job("fsdp", 2, 4, MODEL, 2, passes="prefetch=1")
-    words = described(job)
-    assert job_of(words) == job
+    words = job_as_dict(job)
+    assert job_from_dict(words) == job
     of_an_older_version = {name: value for name, value in words.items() if name != "passes"}
-    assert job_of(of_an_older_version) == replace(job, passes=None)
+    assert job_from_dict(of_an_older_version) == replace(job, passes=None)
 
 
 def test_a_pass_that_cannot_apply_is_refused_before_anything_is_trained() -> None:

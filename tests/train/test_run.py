@@ -17,7 +17,7 @@ from shardlab.models import GPT
 from shardlab.train.data import Documents, Input
 from shardlab.train.data.prepare import prepare
 from shardlab.train.data.tokenizers import HuggingFace
-from shardlab.train.job import Job, job_of
+from shardlab.train.job import Job, job_from_dict
 from shardlab.train.run import TrainingRun
 from shardlab.train.world import RankPlace, RunningWorld
 from tests.support import tokenizer_files
@@ -33,7 +33,7 @@ def test_a_record_has_all_that_it_takes_to_repeat_the_run(tmp_path: Path) -> Non
     optimizer = OptimizerConfig(learning_rate=0.5, schedule_steps=9, warmup_steps=1)
     run = run_of(JOB, optimizer, tmp_path / "run", data=(str(tmp_path / "text"),))
     record = json.loads(json.dumps(run.record(run.corpus(), JOB.checked(), WORLD)))
-    assert job_of(record) == JOB
+    assert job_from_dict(record) == JOB
     assert (record["command"], record["seed"], record["strategy"]) == ("shardlab train", 7, "ddp")
     settings: dict[str, Any] = record["optimizer_settings"]
     settings["betas"] = tuple(settings["betas"])

@@ -18,7 +18,7 @@ from shardlab.train.data import Corpus
 from shardlab.train.data.chat import chat_template
 from shardlab.train.data.stream import SequenceStream, TokenRun
 from shardlab.train.data.tokenizers import ByteTokenizer, HuggingFace
-from shardlab.train.sample import PROMPT_BYTES, Conversation, continued, in_writing, opening, until
+from shardlab.train.sample import PROMPT_BYTES, Conversation, choose_prompt, continue_prompt, in_writing, until
 from tests.support.tokenizer_files import byte_fallback
 
 
@@ -48,7 +48,7 @@ def test_a_text_is_written_on_as_many_threads_as_the_largest_matrix_can_use(
 
 def prompt_of(validation: bytes) -> bytes:
     training, held_out = (SequenceStream((TokenRun(np.frombuffer(text, np.uint8)),)) for text in (b"a", validation))
-    return opening(Corpus(training, held_out, ByteTokenizer(), ()))
+    return choose_prompt(Corpus(training, held_out, ByteTokenizer(), ()))
 
 
 def test_a_prompt_is_a_whole_line_of_the_validation_text() -> None:
@@ -72,7 +72,7 @@ def test_a_prompt_of_the_validation_text_has_no_special_tokens() -> None:
     tokenizer = HuggingFace(byte_fallback(["is"], bos=True).to_str().encode())
     (tokens,) = tokenizer.encode([b"is it a line"])
     run = TokenRun(np.array([*tokenizer.begin, *tokens, tokenizer.end, *tokenizer.begin, 5], np.uint16))
-    assert opening(Corpus(SequenceStream((run,)), SequenceStream((run,)), tokenizer, ())) == b"is it a line\x02"
+    assert choose_prompt(Corpus(SequenceStream((run,)), SequenceStream((run,)), tokenizer, ())) == b"is it a line\x02"
 
 
 def test_a_sample_goes_on_after_what_begins_every_text_and_keeps_its_spaces() -> None:
@@ -84,7 +84,7 @@ def test_a_sample_goes_on_after_what_begins_every_text_and_keeps_its_spaces() ->
         read.extend(given)
         return tokens[1:].tolist()
 
-    assert continued(go_on, b"is", tokenizer) == "is it is"
+    assert continue_prompt(go_on, b"is", tokenizer) == "is it is"
     assert read == [1, tokens[0]]
 
 

@@ -30,7 +30,7 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.train.batches import Batches
 from shardlab.train.config import BatchRamp
 from shardlab.train.data import Corpus
-from shardlab.train.job import Job, Tracing, job_of
+from shardlab.train.job import Job, Tracing, job_from_dict
 from shardlab.train.launch.processes import RankFailed
 from shardlab.train.launch.ranks import run_ranks
 from shardlab.train.loop import train_rank
@@ -69,7 +69,7 @@ def traced(ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
             job = Job(strategy, 2, 4, MODEL, 2)
             ranks(2).call(train, run_of(job, OptimizerConfig(schedule_steps=6, warmup_steps=2), out, tracing=TRACING))
             trace = read_trace(out)
-            checked = job_of(trace.job).checked()
+            checked = job_from_dict(trace.job).checked()
             runs[strategy] = checked, trace.measured(checked), out
         return runs[strategy]
 
@@ -293,7 +293,7 @@ def test_a_run_that_is_not_traced_does_without_what_measures_memory() -> None:
 CPU = torch.device("cpu")
 MODEL_of_ramped = GPT(layers=2, hidden_size=16, heads=2, seq_len=8, dropout=0.1)
 WORDS, STEPS = "0:2,2:6,3:4", 5
-RAMP = BatchRamp.of(WORDS)
+RAMP = BatchRamp.parse(WORDS)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, schedule_steps=STEPS, warmup_steps=1)
 PLANS = {
     "fsdp": SHARDINGS["fsdp"],

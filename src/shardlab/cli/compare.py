@@ -123,9 +123,9 @@ class Compare:
         """Compare one run with its prediction."""
         trace = read_trace(folder)
 
-        from shardlab.train.job import job_of
+        from shardlab.train.job import job_from_dict
 
-        job = job_of(trace.job)
+        job = job_from_dict(trace.job)
         checked = job.checked()
         measured = trace.measured(checked)
         workload = self._workload(job)

@@ -16,7 +16,7 @@ import tyro
 from shardlab.cli.options import Flag, Layers, OptionalCount, one_word, switch_flags, switched
 from shardlab.common.fields import COUNT, field_helps, field_types
 from shardlab.train.config import SECTIONS
-from shardlab.train.config_sources import preset
+from shardlab.train.config_sources import preset_source
 
 if TYPE_CHECKING:
     from shardlab.models import Blocks
@@ -89,7 +89,7 @@ class ModelOptions:
     """Probability of dropout."""
 
     bias: Flag = False
-    """Keep the biases of linear maps and norms, even if the preset or config file leaves them out."""
+    """Keep the biases of linear maps and norms, even if the preset_source or config file leaves them out."""
 
     no_bias: Flag = False
     """Leave out the biases of linear maps and norms."""
@@ -182,7 +182,7 @@ Settings = Annotated[SettingOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(na
 
 def _flags() -> Iterator[tuple[str, Any, Any]]:
     """Yield the name of each flag, its type for tyro, and its default."""
-    defaults = preset("default").sections
+    defaults = preset_source("default").sections
     for section, kind in SECTIONS.items():
         helps = field_helps(kind)
         for name, written in field_types(kind).items():

@@ -1,8 +1,13 @@
 """Training, evaluation and sampling of a program on real ranks.
 
-`loop.py` is the training of one rank, from set-up to summary; `steps.py` has its steps and the callbacks that observe
-them, `callbacks.py` those of every training. `launch.py` starts the ranks. The package itself is callable:
-`shardlab.train(...)` trains from a script or a notebook.
+Read `loop.py` first: the training of one rank, from set-up to summary. Then `steps.py`, its optimizer steps and the
+interface of callbacks, and `callbacks.py`, the callbacks of every training. `run.py` and `config.py` have the settings
+of a run, `config_sources.py` the presets, files and flags from which they come. `checkpoints.py` saves and resumes
+runs, `evaluate.py` and `sample.py` use trained weights, and `faults.py` reports ranks that die or hang. The
+subpackages: `launch` starts the ranks, `data` reads text, `checkpoint` and `huggingface` read and write weights, and
+`verification` compares strategies with one device.
+
+The package itself is callable: `shardlab.train(...)` trains from a script or a notebook.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ __all__ = ["Callback", "StepResult", "Training"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `steps.py` when it is asked for, since it needs torch."""
+    """Import a name of `steps.py` on first use, since that module imports torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from shardlab.train import steps

@@ -1,4 +1,9 @@
-"""Callbacks of every training: validation, samples, weights, and the records and display of rank 0."""
+"""Callbacks of every training: validation, samples, weights, and the records and display of rank 0.
+
+`loop.train_rank` puts them into order. `Validation`, `Sampling` and `Weights` work on all ranks together. `Records`
+collects their results on rank 0: it writes the output folder, and drives `TrainingProgress`, the display in the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -28,34 +33,34 @@ from shardlab.train.launch import interrupt
 from shardlab.train.launch.interrupt import Heartbeat, say
 from shardlab.train.output import OutputFolder
 from shardlab.train.run import WARM_UP, Summary, TrainingRun
-from shardlab.train.sample import ParallelWriter, continued, opening
+from shardlab.train.sample import ParallelWriter, choose_prompt, continue_prompt
 from shardlab.train.steps import Callback, StepResult, Training
 from shardlab.train.tracing import TracedExecutor
 from shardlab.train.weights import save_weights
 
 
 class ProductKernels(Callback):
-    """Choice of kernels for the products of the first step, which are the same on all ranks from the second one on."""
+    """Choice of the kernels that compute matrix products; from the second step on all ranks use the same ones."""
 
     def __init__(self) -> None:
         self._chosen = False
 
     def on_step_end(self, training: Training) -> None:
-        """Choose after the first step, before it is saved. A run that is resumed has chosen already."""
+        """Choose after the first step, before it is saved. A resumed run has chosen already."""
         if not self._chosen and choose_products(training.state.settings.device):
             training.start_clock()
         self._chosen = True
 
 
 class Validation(Callback):
-    """Validation loss before the first step, after every so many, and in the end.
+    """Validation loss before the first step, after every `validate_every` steps, and after the last step.
 
     Args:
-        run: settings; they say how often.
-        evaluation: computes it, on all ranks together.
+        run: settings of the run.
+        evaluation: evaluation that computes the loss, on all ranks together.
 
     Attributes:
-        losses: the last ones, by the names that records have for them, in nats per token.
+        losses: last losses by their names in metrics.jsonl, in nats per token.
     """
 
     def __init__(self, run: TrainingRun, evaluation: Evaluation) -> None:
@@ -63,7 +68,7 @@ class Validation(Callback):
         self.losses: dict[str, float] = {VALIDATION: math.nan}
 
     def on_begin(self, training: Training) -> None:
-        """Validate the first weights, unless the run is resumed: its checkpoint has that loss."""
+        """Validate the first weights. A resumed run has that loss in its checkpoint."""
         if training.checkpoint is not None:
             training.validation_before = training.checkpoint.validation_before
         else:
@@ -72,33 +77,33 @@ class Validation(Callback):
             training.show_validation({VALIDATION: training.validation_before})
 
     def needs_weights(self, step: int) -> bool:
-        """Return whether it is time; the run's last weights are validated in any case."""
+        """Return whether a validation is due after a step. The run's last weights are validated in any case."""
         return self._run.is_due(self._run.config.logging.validate_every, step)
 
     def on_metrics(self, training: Training, step: StepResult) -> dict[str, float]:
-        """Validate, if it is time, unless the run has to end within seconds."""
+        """Validate if that is due, unless the run has to stop within seconds."""
         if step.diverged or step.stopping or not self.needs_weights(step.metrics["step"]):
             return {}
         self.losses = self._evaluation.losses()
         return self.losses
 
     def on_end(self, training: Training) -> None:
-        """Validate the last weights; the loss is not a number where weights are not."""
+        """Validate the last weights. The loss is NaN if a weight is."""
         training.begin("validation after training")
         self.losses = self._evaluation.losses()
         training.show_validation(self.losses)
 
 
 class Sampling(Callback):
-    """Text with which the model goes on from a prompt, after every so many steps and in the end.
+    """Continuation of a prompt by the model, after every `sample_every` steps and after the last step.
 
     Args:
-        run: settings; they say how often, and from which prompt.
-        validation: knows whether the last weights are finite.
+        run: settings of the run.
+        validation: validation callback; its last loss tells whether the weights are finite.
 
     Attributes:
-        prompt: the user's, or a line of the validation text, once the training has begun.
-        text: the last text, after the prompt.
+        prompt: the user's prompt, or a line of the validation text; empty before the training begins.
+        text: the prompt and its last continuation.
     """
 
     def __init__(self, run: TrainingRun, validation: Validation) -> None:
@@ -108,39 +113,39 @@ class Sampling(Callback):
 
     def on_begin(self, training: Training) -> None:
         """Choose the prompt."""
-        given = self._run.config.logging.prompt
-        self.prompt = opening(training.corpus) if given is None else given.encode(errors="surrogateescape")
+        prompt = self._run.config.logging.prompt
+        self.prompt = choose_prompt(training.corpus) if prompt is None else prompt.encode(errors="surrogateescape")
 
     def needs_weights(self, step: int) -> bool:
-        """Return whether it is time; the run's last weights are sampled from in any case."""
+        """Return whether a sample is due after a step. The run's last weights are sampled in any case."""
         return self._run.is_due(self._run.config.logging.sample_every, step)
 
     def on_metrics(self, training: Training, step: StepResult) -> None:
-        """Sample, if it is time, unless the run has to end within seconds."""
+        """Sample if that is due, unless the run has to stop within seconds."""
         if not step.diverged and not step.stopping and self.needs_weights(step.metrics["step"]):
-            training.say(self._sampled(training))
+            training.say(self._sample(training))
 
     def on_end(self, training: Training) -> None:
         """Sample from the last weights, if they are finite."""
         if math.isfinite(self._validation.losses[VALIDATION]):
             training.begin("sample")
-            self.text = self._sampled(training)
+            self.text = self._sample(training)
 
-    def _sampled(self, training: Training) -> str:
+    def _sample(self, training: Training) -> str:
         choice = Choice(seed=self._run.config.train.seed)
         writer = ParallelWriter(training.state, self._run.job.model, choice, lambda: training.stopping)
-        return continued(writer.go_on, self.prompt, training.corpus.tokenizer)
+        return continue_prompt(writer.go_on, self.prompt, training.corpus.tokenizer)
 
 
 class Weights(Callback):
     """Files of the last weights, and of the trace if steps are traced.
 
     Args:
-        run: settings.
-        tracer: records steps, if they are traced.
+        run: settings of the run.
+        tracer: executor that records steps; None if the run is not traced.
 
     Attributes:
-        unwritten: names of files that could not be written.
+        unwritten: names of the files that could not be written.
     """
 
     def __init__(self, run: TrainingRun, tracer: TracedExecutor | None) -> None:
@@ -148,7 +153,7 @@ class Weights(Callback):
         self.unwritten: list[str] = []
 
     def on_end(self, training: Training) -> None:
-        """Write them, before anything that takes longer: a run that is interrupted has little time."""
+        """Write the files, before validation and samples: a run that is interrupted has little time."""
         training.begin("writing the weights")
         self.unwritten = save_weights(training.state, self._run.out)
         if self._tracer is not None:
@@ -156,12 +161,12 @@ class Weights(Callback):
 
 
 class Records(Callback):
-    """Records of each step, which rank 0 keeps: the run's folder, loggers and the display.
+    """Records of each step on rank 0: in the output folder, in loggers, and on the display.
 
     Args:
-        run: settings.
-        folder, display: of the run, on rank 0; without them nothing is recorded.
-        validation, weights: know the last losses, and what could not be written.
+        run: settings of the run.
+        folder, display: output folder and progress display of rank 0; None on the other ranks.
+        validation, weights: callbacks that have the last losses, and the names of files that could not be written.
 
     Attributes:
         times: seconds of each step.
@@ -180,7 +185,7 @@ class Records(Callback):
         self.times: list[float] = []
 
     def on_begin(self, training: Training) -> None:
-        """Say what begins, and where it goes on."""
+        """Print what is trained, and the step from which a run is resumed."""
         if self._display is None:
             return
         run, state = self._run, training.state
@@ -193,7 +198,7 @@ class Records(Callback):
         self._display.begin("first step")
 
     def on_metrics(self, training: Training, step: StepResult) -> None:
-        """Record the figures of a step, those of other callbacks too, and show them."""
+        """Record and show the figures of a step, including those of other callbacks."""
         self.times.append(step.metrics["dt"])
         if self._folder is None or self._display is None:
             return
@@ -219,16 +224,17 @@ class Records(Callback):
         """Return the results of the training on rank 0, and None on the others.
 
         Args:
-            sampling: has the last sample.
-            saved: step of the last checkpoint.
+            training: the training that has ended.
+            sampling: callback that has the last sample.
+            saved: step of the last checkpoint, if there is one.
         """
         if self._folder is None:
             return None
         run, losses, times = self._run, self._validation.losses, self.times
         done = training.state.step
         began = done - len(times)
-        times = times or [self._folder.last_dt]  # all steps had been taken
-        since, microbatches = run.config.train.ramp.stage(done - 1)  # speeds are those of one batch, the last
+        times = times or [self._folder.last_dt]  # a resumed run may have no step left
+        since, microbatches = run.config.train.ramp.stage(done - 1)  # speeds are those of the last batch size
         warm_up = min(max(WARM_UP, since - began), len(times) - 1)
         dt = median(times[warm_up:])
         return Summary(
@@ -252,7 +258,7 @@ class Records(Callback):
 
 
 def warn_of_threads(before: int, device: torch.device) -> None:
-    """Say that a run which is resumed differs in last bits where its ranks compute on another number of threads."""
+    """Print a warning if the ranks of a resumed run compute on another number of threads than before."""
     now = torch.get_num_threads()
     if device.type == "cpu" and now != before:
         say(
@@ -261,24 +267,22 @@ def warn_of_threads(before: int, device: torch.device) -> None:
         )
 
 
-# Progress of a training run: lines that stay, and in a terminal a live line and a bar below them.
-
-
 LINES = 10
-"""How many lines a fast run leaves whose every step is logged; a slow one leaves more."""
+"""Lines that a fast run prints if every step is logged. A slow run prints more."""
 
 RECENT = 50
-"""Steps by which the time left is told."""
+"""Number of last steps whose mean duration gives the time left."""
 
 
 def figures(
-    metrics: Mapping[str, Any], left: float | None = None, own: Mapping[str, float] | None = None
+    metrics: Mapping[str, Any], left: float | None = None, user_figures: Mapping[str, float] | None = None
 ) -> Iterator[str]:
-    """A step's figures as a person reads them, those first that are wanted first; docs/training.md defines them.
+    """Yield the figures of a step as text, the most important first. docs/training.md defines them.
 
     Args:
-        left: seconds until the last step ends, if that is known.
-        own: further figures, of the user's callbacks.
+        metrics: line of metrics.jsonl.
+        left: seconds until the last step ends, if known.
+        user_figures: figures that the user's callbacks have returned.
     """
     yield f"loss {math.nan if metrics['loss'] is None else metrics['loss']:.3f}"
     for name in (VALIDATION, VALIDATION_EMA):
@@ -290,7 +294,7 @@ def figures(
     yield f"tps {metrics['tps']:,.0f}"
     if left is not None:
         yield f"left {clock(left)}"
-    for name, figure in (own or {}).items():
+    for name, figure in (user_figures or {}).items():
         yield f"{name.replace('_', ' ')} {figure:.4g}"
     yield f"dt {metrics['dt']:.3f}"
     if metrics["mfu"] is not None:
@@ -301,7 +305,7 @@ def figures(
 
 
 def clock(seconds: float) -> str:
-    """Spell a time as clocks do.
+    """Format a duration in seconds as a clock does.
 
     >>> clock(7.2), clock(3725)
     ('0:07', '1:02:05')
@@ -311,10 +315,10 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def fitted(pieces: Iterator[str], width: int | None) -> str:
-    """Put as many pieces into a line as fit into so many columns (None: all), in their order; the first in any case.
+def fit_into(pieces: Iterator[str], width: int | None) -> str:
+    """Join as many pieces into a line as fit into `width` columns. The first piece is always there.
 
-    >>> fitted(iter(["step 1", "loss 2.000", "norm 3"]), 17), fitted(iter(["step 1"]), 3)
+    >>> fit_into(iter(["step 1", "loss 2.000", "norm 3"]), 17), fit_into(iter(["step 1"]), 3)
     ('step 1 loss 2.000', 'step 1')
     """
     line = next(pieces, "")
@@ -326,17 +330,17 @@ def fitted(pieces: Iterator[str], width: int | None) -> str:
 
 
 class TrainingProgress:
-    """Shows a step's number, loss, times and speeds, on stderr. Use it as a context.
+    """Display of a run's progress on stderr, as a context manager.
 
-    A line stays of each step that is logged or validated; where every step is logged, of a tenth of the run's, and of
-    more if they are slow. A terminal has the newest step live below, and a bar.
+    It prints a line for each step that is logged or validated. If every step is logged, it prints LINES lines in all,
+    and more if steps are slow. In a terminal, a live line with the newest step and a bar stand below them.
 
     Args:
-        steps: of the run.
-        log_every: how many steps apart those are that are logged.
-        silence: seconds after which a pipe gets a line in any case, by default `heartbeat.SILENCE`. A step ends with
-            one after half as many.
-        console: where it is shown (None: on stderr).
+        steps: number of steps of the run.
+        log_every: number of steps from one logged step to the next.
+        silence: seconds after which a pipe gets a line in any case (None: `interrupt.SILENCE`). A step prints a line
+            if the last one is half as old.
+        console: console to print to (None: stderr).
     """
 
     def __init__(
@@ -350,7 +354,7 @@ class TrainingProgress:
         self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT)
         self._done = 0
         self._doing = "starting"
-        self._own: Mapping[str, float] = {}
+        self._user_figures: Mapping[str, float] = {}
         self._metrics: Mapping[str, Any] | None = None
         self._console = console or Console(file=sys.stderr)
         live = self._console.is_interactive
@@ -370,7 +374,7 @@ class TrainingProgress:
             self._lines.__exit__()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The newest step in one line, or what is under way; and a bar."""
+        """Yield one line with the newest step or the current activity, and a bar."""
         width, doing = options.max_width, self._doing
         metrics = None if doing else self._metrics
         line = self._line({}, doing) if metrics is None else self._line(metrics, width=width)
@@ -383,13 +387,13 @@ class TrainingProgress:
         yield bar
 
     def begin(self, what: str) -> None:
-        """Something is under way that `show` does not end, or the first step is."""
+        """Show an activity until the next step has ended."""
         self._doing = what
         if self._lines is not None:
             self._lines.doing = what
 
     def say(self, text: str) -> None:
-        """Print a text, of any number of lines, above what is live."""
+        """Print a text of any number of lines above the live display."""
         if self._lines is not None:
             self._lines.say(text)
         else:
@@ -399,14 +403,15 @@ class TrainingProgress:
         """Print validation losses that were computed beside the steps."""
         self.say(self._line({}, *(f"{name.replace('_', ' ')} {loss:.3f}" for name, loss in losses.items())))
 
-    def show(self, metrics: dict[str, Any], own: Mapping[str, float] | None = None) -> None:
-        """A step has ended, and the next one is under way.
+    def show(self, metrics: dict[str, Any], user_figures: Mapping[str, float] | None = None) -> None:
+        """Show a step that has ended; the next one is under way.
 
         Args:
-            own: those of its figures that the user's callbacks have returned.
+            metrics: line of metrics.jsonl.
+            user_figures: those of the metrics that the user's callbacks have returned.
         """
         now = time.monotonic()
-        self._own = own or {}
+        self._user_figures = user_figures or {}
         self._metrics, self._done, self._doing = metrics, metrics["step"] + 1, ""
         self._ends.append((self._done, now))
         late = (self._thinned or self._live is None) and now - self._printed >= self._silence / 2
@@ -417,13 +422,13 @@ class TrainingProgress:
             self._lines.doing = f"step {self._done + 1:>5}/{self._steps}"
 
     def _line(self, metrics: Mapping[str, Any], *words: str, width: int | None = None) -> str:
-        """A step's number, and its figures, or some words."""
-        pieces = figures(metrics, self._left(metrics), self._own) if metrics else iter(words)
+        """Return a line with the number of the step, followed by its figures or by some words."""
+        pieces = figures(metrics, self._left(metrics), self._user_figures) if metrics else iter(words)
         head = f"step {self._done:>5}/{self._steps} "
-        return fitted(iter([head, *pieces]), width)
+        return fit_into(iter([head, *pieces]), width)
 
     def _left(self, metrics: Mapping[str, Any]) -> float:
-        """Seconds that the steps to come take, by the pace of the recent ones, with what came between them."""
+        """Return the seconds until the last step, by the pace of the recent steps and of the work between them."""
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
         pace = (ended - began) / (last - first) if last > first else metrics["dt"]
         return pace * (self._steps - self._done)

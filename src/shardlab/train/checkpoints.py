@@ -49,11 +49,11 @@ from shardlab.train.checkpoint import (
 )
 from shardlab.train.checkpoint.contents import written_pieces
 from shardlab.train.checkpoint.write import PART, part_of, remove_shard
-from shardlab.train.config import TrainingConfig, by_rule
-from shardlab.train.config_sources import ConfigSource, config_file, merged, model_of, preset
+from shardlab.train.config import TrainingConfig, with_default_schedule
+from shardlab.train.config_sources import ConfigSource, file_source, merge_fields, model_of, preset_source
 from shardlab.train.history import CHECKPOINTS, METRICS, RECORD, WEIGHTS, has_finished, last_figures, require_free
 from shardlab.train.huggingface.sources import recorded_model, want_same
-from shardlab.train.job import described
+from shardlab.train.job import job_as_dict
 from shardlab.train.launch.commands import Together
 from shardlab.train.launch.interrupt import say
 from shardlab.train.run import TrainingRun
@@ -271,7 +271,7 @@ class Saver(Callback):
         """What is the same in all of a run's checkpoints."""
         return {
             "plan": self._run.job.title,
-            "model": described(self._run.job)["model"],
+            "model": job_as_dict(self._run.job)["model"],
             "layers": written_pieces(self._state.model, self._state.shapes),
             "versions": versions(),
             "folder": str(Path.cwd()),
@@ -406,7 +406,7 @@ class Resumed:
         saved = self._saved
         plan = saved.sections["plan"]
         train = {name: value for name, value in saved.sections["train"].items() if name != "init"}
-        optimizer = by_rule(merged([preset("default"), saved], "optimizer"), train["steps"])
+        optimizer = with_default_schedule(merge_fields([preset_source("default"), saved], "optimizer"), train["steps"])
         if SCHEDULE & set(given or ()) and "decay_steps" not in saved.sections["optimizer"]:
             optimizer.pop("decay_steps", None)
         if launched is not None and "strategy" in plan:
@@ -422,7 +422,7 @@ class Resumed:
         Raises:
             UserError: when it would not be the same run: another model, optimizer, seed, batch or sequence.
         """
-        saved = merged([preset("default"), self._saved], "train")
+        saved = merge_fields([preset_source("default"), self._saved], "train")
         model = model_of([self.source(None)], 0)
         want_same(model, wanted.model, self.checkpoint.folder)
         step = self.checkpoint.step
@@ -473,8 +473,10 @@ class Resumed:
 
     def schedule_change(self, config: TrainingConfig) -> str:
         """A sentence on the learning rate from here on, if the run has other steps or another schedule than before."""
-        saved = merged([preset("default"), self._saved], "train")["steps"]
-        before = OptimizerConfig(**by_rule(merged([preset("default"), self._saved], "optimizer"), saved))
+        saved = merge_fields([preset_source("default"), self._saved], "train")["steps"]
+        before = OptimizerConfig(
+            **with_default_schedule(merge_fields([preset_source("default"), self._saved], "optimizer"), saved)
+        )
         now, step = config.optimizer, self.checkpoint.step
         same = all(getattr(before, name) == getattr(now, name) for name in RATE)
         if config.train.steps == saved and same:
@@ -503,7 +505,7 @@ class Resumed:
     @cached_property
     def _saved(self) -> ConfigSource:
         """Its configuration file, with paths that are found from here."""
-        saved = config_file(self.checkpoint.folder / CONFIG)
+        saved = file_source(self.checkpoint.folder / CONFIG)
         folder, sections = self.checkpoint.state.get("folder"), {**saved.sections}
         sections["data"] = {
             name: tuple(anchored(each, folder) for each in value) if name == "data" else value

@@ -1,4 +1,9 @@
-"""Configuration of a training run: one tree, from which the run can be repeated."""
+"""Configuration of a training run: one tree, from which the run can be repeated.
+
+`TrainingConfig` is the tree. Its sections are dataclasses whose fields are also command-line options and keys of a TOML
+file; the docstring of a field is its text in `--help`. `config_sources.py` merges presets, files and flags into a tree.
+`BatchRamp`, at the end, is a batch that grows during the run.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +38,14 @@ from shardlab.models.named import name_of
 from shardlab.strategies.plan.plan import Plan
 
 PrecisionName = Literal["fp32", "bf16", "bf16-fp32-grads", "fp16", "fp64"]
-"""As in `shardlab.language.precision`."""
+"""Names of the precisions in `shardlab.language.precision`."""
 
 NonFinite = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is trained on."""
+    """Training data."""
 
     data: Annotated[tuple[str, ...], TEXTS] = ()
     """Prepared folders, or text, .jsonl or .parquet files. Default: the source of Python's standard library."""
@@ -51,7 +56,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """How much is trained."""
+    """Steps and batches of a run, and how they are computed."""
 
     steps: Annotated[int, COUNT] = 200
     """Number of optimizer steps."""
@@ -101,13 +106,13 @@ class LoopConfig:
 
     @property
     def ramp(self) -> BatchRamp:
-        """How many microbatches each step has."""
-        return BatchRamp.of(self.batch_ramp or f"0:{self.microbatches}")
+        """Number of microbatches of each step."""
+        return BatchRamp.parse(self.batch_ramp or f"0:{self.microbatches}")
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """The numbers that are computed with."""
+    """Data types of a run."""
 
     precision: Annotated[PrecisionName, choice(PrecisionName)] = "fp32"
     """Data type of weights and computations."""
@@ -118,7 +123,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What a run shows and records beside its metrics."""
+    """Logging, validation, samples and profiles of a run."""
 
     prompt: Annotated[str | None, text("TEXT", "some text, or leave it out for a line of the validation text")] = None
     """Text that the trained model continues. Default: a line of the validation text."""
@@ -159,7 +164,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class SavingConfig:
-    """When a run is saved so that it can be resumed."""
+    """Checkpoints of a run."""
 
     save_every: Annotated[int | str | None, EVERY] = None
     """Save a checkpoint every N steps, or at intervals of time such as 30s, 10m or 2h. Every run also saves one after
@@ -174,13 +179,13 @@ class SavingConfig:
 
 @dataclass(frozen=True)
 class StrategyConfig:
-    """How the model is laid over ranks.
+    """Strategy of a run, and its number of ranks.
 
     Attributes:
         strategy: a built-in name, path/to/file.py:function, or a plan.
-        ranks: how many processes.
-        name: what to call the strategy.
-        passes: what rewrites its program, by name (None: what the plan says, or else nothing).
+        ranks: number of processes.
+        name: name of the strategy, for titles.
+        passes: names of the passes that rewrite the program (None: those of the plan, or none).
     """
 
     strategy: str | Plan
@@ -189,7 +194,7 @@ class StrategyConfig:
     passes: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """What stands in a file: the strategy's name and its passes, or all fields of the plan."""
+        """Return the section as it stands in a file: the strategy's name and its passes, or all fields of the plan."""
         if isinstance(self.strategy, str):
             passes = {} if self.passes is None else {"passes": self.passes}
             return {"strategy": self.strategy, "ranks": self.ranks, **passes}
@@ -206,16 +211,17 @@ SECTIONS: dict[str, type[Any]] = {
     "logging": LoggingConfig,
     "saving": SavingConfig,
 }
-"""Sections of the tree whose fields are flags of the same names; `model` and `plan` come on top."""
+"""Sections of the tree whose fields are flags of the same names. The sections `model` and `plan` are not among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """All that a training run depends on, apart from the machine and the versions.
+    """Everything that a training run depends on, apart from the machine and the versions.
 
     Attributes:
-        model: what is trained.
-        plan: how it is laid over ranks.
+        model: model that is trained.
+        plan: strategy that distributes it over ranks.
+        data, optimizer, train, precision, logging, saving: the other sections of a configuration file.
     """
 
     model: Blocks
@@ -228,35 +234,46 @@ class TrainingConfig:
     saving: SavingConfig = field(default_factory=SavingConfig)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """The tree as words, numbers and lists, section by section, as it would stand in a file; None stays."""
+        """Return the tree as strings, numbers and lists, section by section, as in a file. A value may be None."""
         model = {each.name: getattr(self.model, each.name) for each in fields(self.model)}
         sections = {"model": {"model": name_of(type(self.model)), **model}, "plan": self.plan.as_dict()}
         for name in SECTIONS:
             section = getattr(self, name)
             sections[name] = {each.name: getattr(section, each.name) for each in fields(section)}
-        return {name: {key: as_words(value) for key, value in section.items()} for name, section in sections.items()}
+        return {
+            name: {key: as_toml_value(value) for key, value in section.items()} for name, section in sections.items()
+        }
 
     def as_toml(self) -> str:
-        """The tree as a file; what follows by rule from other fields is a comment there, so that it still follows."""
+        """Return the tree as the text of a TOML file.
+
+        A learning-rate schedule that follows from the number of steps is a comment in the file, so that it still
+        follows if the steps are changed there.
+        """
         sections = self.as_dict()
         for name, default in ((each.name, each.default) for each in fields(self.model)):
             if default is not None and sections["model"][name] is None:
-                sections["model"][name] = math.inf  # TOML has no word for none
+                sections["model"][name] = math.inf  # TOML has no null
         optimizer, steps = vars(self.optimizer), self.train.steps
-        followed = ("schedule_steps", "warmup_steps", "decay_steps")
-        chosen = {name: value for name, value in optimizer.items() if name not in followed}
-        for name in followed:
-            if optimizer[name] != by_rule(chosen, steps).get(name):
+        derived = ("schedule_steps", "warmup_steps", "decay_steps")
+        chosen = {name: value for name, value in optimizer.items() if name not in derived}
+        for name in derived:
+            if optimizer[name] != with_default_schedule(chosen, steps).get(name):
                 chosen[name] = optimizer[name]
-        sections["optimizer"] = {name: as_words(value) for name, value in chosen.items()}
-        notes = [f"# {name} = {optimizer[name]} follows from steps" for name in followed if name not in chosen]
+        sections["optimizer"] = {name: as_toml_value(value) for name, value in chosen.items()}
+        notes = [f"# {name} = {optimizer[name]} follows from steps" for name in derived if name not in chosen]
         return "\n".join(["# shardlab train --config FILE repeats the run", *notes, "", as_toml(sections)])
 
 
-def by_rule(optimizer: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Fill in what follows from a run's steps, where nobody says: how the learning rate goes up and down.
+def with_default_schedule(optimizer: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Return the settings of an optimizer, with the lengths of the learning-rate schedule filled in.
 
-    The schedule is as long as the run, and its warm-up a twentieth of that.
+    By default the schedule is as long as the run, and its warm-up is a twentieth of that. A value in `optimizer`
+    takes precedence.
+
+    Args:
+        optimizer: fields of `OptimizerConfig` that are set.
+        steps: steps of the run.
     """
     length = optimizer.get("schedule_steps", steps)
     filled = {"schedule_steps": length, "warmup_steps": -(-length // 20), **optimizer}
@@ -265,76 +282,73 @@ def by_rule(optimizer: Mapping[str, Any], steps: int) -> dict[str, Any]:
     return {"decay_steps": OptimizerConfig(**filled).decay, **filled}
 
 
-def as_words(value: Any) -> Any:
-    """A field's value as it stands in a file."""
+def as_toml_value(value: Any) -> Any:
+    """Return the value of a field as it stands in a file."""
     if isinstance(value, Path):
         return str(value)
     return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value
 
 
-# How many microbatches a step has, where a run's batch grows.
-
-
 @dataclass(frozen=True)
 class BatchRamp:
-    """Numbers of microbatches, each from a step on.
+    """Number of microbatches of each step, in stages of constant size.
 
-    >>> ramp = BatchRamp.of("0:4,200:8")
+    >>> ramp = BatchRamp.parse("0:4,200:8")
     >>> ramp.microbatches(199), ramp.microbatches(200), ramp.before(202), ramp.steps(816)
     (4, 8, 816, 202)
 
     Attributes:
-        stages: the first step and the microbatches of each number, by ascending steps from 0 on.
+        stages: (first step, microbatches of a step) of each stage, in ascending order; the first begins at step 0.
     """
 
     stages: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, words: str) -> BatchRamp:
-        """What `STEP:MICROBATCHES,...` stands for."""
-        pairs = (word.split(":") for word in words.split(","))
+    def parse(cls, text: str) -> BatchRamp:
+        """Parse `STEP:MICROBATCHES,...`, such as `0:4,200:8`."""
+        pairs = (stage.split(":") for stage in text.split(","))
         return cls(tuple((int(step), int(microbatches)) for step, microbatches in pairs))
 
     @property
     def counts(self) -> list[int]:
-        """Every number of microbatches that a step may have, once."""
+        """Numbers of microbatches that a step may have, each once."""
         return list(dict.fromkeys(microbatches for _, microbatches in self.stages))
 
     def stage(self, step: int) -> tuple[int, int]:
-        """The first of the steps that have as many microbatches as a step has, and how many these are."""
+        """Return the stage of a step: its first step, and the microbatches of each of its steps."""
         return self.stages[bisect_right(self.stages, step, key=lambda stage: stage[0]) - 1]
 
     def microbatches(self, step: int) -> int:
-        """Of a step."""
+        """Return the number of microbatches of a step."""
         return self.stage(step)[1]
 
     def before(self, step: int) -> int:
-        """Of all steps before one."""
+        """Return the number of microbatches of all steps before a step."""
         ends = [*(first for first, _ in self.stages[1:]), step]
         each = zip(self.stages, ends, strict=True)
         return sum(max(0, min(step, end) - first) * microbatches for (first, microbatches), end in each)
 
     def steps(self, microbatches: int) -> int:
-        """The fewest steps that have so many together."""
+        """Return the smallest number of steps that have at least so many microbatches together."""
         reached = [first for first, _ in self.stages if self.before(first) < microbatches] or [0]
         return reached[-1] - (self.before(reached[-1]) - microbatches) // self.microbatches(reached[-1])
 
 
-def _wanted(value: object) -> str:
-    """What to give instead of words that are no ramp."""
-    wanted = "ascending steps from 0 on, each with its number of microbatches, such as 0:4,200:8"
-    pairs = [word.split(":") for word in value.split(",")] if isinstance(value, str) else []
+def _ramp_mistake(value: object) -> str:
+    """Return what a batch ramp must look like if a value is none; empty if it is one."""
+    expected = "ascending steps from 0 on, each with its number of microbatches, such as 0:4,200:8"
+    pairs = [stage.split(":") for stage in value.split(",")] if isinstance(value, str) else []
     if not pairs or any(len(pair) != 2 or not all(map(str.isdecimal, pair)) for pair in pairs):
-        return wanted
+        return expected
     steps = [int(step) for step, _ in pairs]
     ascending = steps[0] == 0 and all(first < then for first, then in pairwise(steps))
-    return "" if ascending and all(int(microbatches) for _, microbatches in pairs) else wanted
+    return "" if ascending and all(int(microbatches) for _, microbatches in pairs) else expected
 
 
 RAMP = FieldType(
     str,
     "STEP:N,...|none",
-    lambda value: "" if value is None else _wanted(value),
+    lambda value: "" if value is None else _ramp_mistake(value),
     lambda words: None if words.lower() == "none" else words,
 )
-"""Words that `BatchRamp.of` reads; or none, which is None."""
+"""Text that `BatchRamp.parse` reads. The word none stands for None."""

@@ -1,4 +1,10 @@
-"""Where a configuration comes from: presets, files and flags, of which later ones prevail."""
+"""Sources of a configuration: presets, files and flags. A later source overrides an earlier one.
+
+A command makes a list of `ConfigSource` (the default preset, a chosen preset, a file, its flags). `merge_fields`
+combines one section, and `resolve_config` all of them to a `TrainingConfig`. Two sources are computed from others:
+`vocabulary_source` reads the vocabulary of prepared data, and `depth_source` derives sizes, batch, steps and learning
+rate from `--depth`.
+"""
 
 from __future__ import annotations
 
@@ -17,52 +23,52 @@ from shardlab.models.named import find_model, sources, unsized, with_written
 from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import UNNAMED, Plan
 from shardlab.strategies.registry import StrategyEntry
-from shardlab.train.config import RAMP, SECTIONS, BatchRamp, StrategyConfig, TrainingConfig, by_rule
+from shardlab.train.config import RAMP, SECTIONS, BatchRamp, StrategyConfig, TrainingConfig, with_default_schedule
 from shardlab.train.data import sources_of
 from shardlab.train.data.prepared_folder import Prepared
 
 Sections = Mapping[str, Mapping[str, Any]]
 
 NAMING = {"model": {"model"}, "plan": {"strategy", "mesh", "plan"}}
-"""Fields that name a whole model or plan: a source that has one takes nothing of its section from earlier sources."""
+"""Fields that name a whole model or plan. If a source has one, earlier sources of the section are dropped."""
 
 
 class ConfigSource(NamedTuple):
-    """Some fields of the tree, by section, and what to call the place that they stand in."""
+    """Some fields of a configuration, by section, and the name of the source for messages."""
 
     name: str
     sections: Sections
 
 
-def preset(name: str) -> ConfigSource:
-    """A preset.
+def preset_source(name: str) -> ConfigSource:
+    """Return a built-in preset.
 
     Raises:
-        UserError: there is none of this name; the nearest is suggested.
+        UserError: if there is none of this name; the nearest name is suggested.
     """
-    written = dict(find(packaged("train/presets.toml"), name, "preset"))
-    written.pop("source")
-    return ConfigSource(name, _checked(written))
+    tables = dict(find(packaged("train/presets.toml"), name, "preset"))
+    tables.pop("source")
+    return ConfigSource(name, _parse_sections(tables))
 
 
-def config_file(path: Path) -> ConfigSource:
-    """A configuration in a TOML file.
+def file_source(path: Path) -> ConfigSource:
+    """Read a configuration from a TOML file.
 
     Raises:
-        UserError: for a file that cannot be read, a section or field that there is not, or a value that does not fit.
+        UserError: if the file cannot be read, or has an unknown section or field, or a value of the wrong kind.
     """
     try:
-        return ConfigSource(str(path), _checked(read_file(path, "TOML")))
+        return ConfigSource(str(path), _parse_sections(read_file(path, "TOML")))
     except UserError as error:
         text = str(error)
         raise UserError(text if text.startswith(str(path)) else f"{path}: {text}") from None
 
 
-def _checked(written: Mapping[str, Any]) -> Sections:
-    """What a file says, as values of the fields."""
+def _parse_sections(tables: Mapping[str, Any]) -> Sections:
+    """Convert the tables of a file to values of the fields, and refuse what a configuration does not have."""
     known = ("model", "plan", *SECTIONS)
-    found: dict[str, dict[str, Any]] = {}
-    for section, table in written.items():
+    sections: dict[str, dict[str, Any]] = {}
+    for section, table in tables.items():
         if section not in known:
             raise UserError(f"a configuration has no section {section}; {nearest(section, known)}")
         if not isinstance(table, dict):
@@ -73,27 +79,27 @@ def _checked(written: Mapping[str, Any]) -> Sections:
         elif section == "plan":
             plan_fields = ["strategy", "ranks", "name", *(each.name for each in fields(Plan))]
             for name in values:
-                _want_known(section, name, plan_fields)
-        found[section] = values
-    return found
+                _require_known(section, name, plan_fields)
+        sections[section] = values
+    return sections
 
 
 def _value(section: str, name: str, value: Any) -> Any:
     types = field_types(SECTIONS[section])
-    _want_known(section, name, types)
-    read = of_file(types[name], value)
-    if wanted := types[name].wanted(read):
-        raise UserError(f"{name} is {as_text(read)}; give {wanted}")
-    return read
+    _require_known(section, name, types)
+    parsed = of_file(types[name], value)
+    if wanted := types[name].wanted(parsed):
+        raise UserError(f"{name} is {as_text(parsed)}; give {wanted}")
+    return parsed
 
 
-def _want_known(section: str, name: str, known: Sequence[str] | Mapping[str, Any]) -> None:
+def _require_known(section: str, name: str, known: Sequence[str] | Mapping[str, Any]) -> None:
     if name not in known:
         raise UserError(f"[{section}] has no {name}; {nearest(name, known)}")
 
 
-def prevailing(sources: Sequence[ConfigSource], section: str) -> Sequence[ConfigSource]:
-    """The sources of a section: those from the last one on that names a whole model or plan."""
+def effective_sources(sources: Sequence[ConfigSource], section: str) -> Sequence[ConfigSource]:
+    """Return the sources of a section: the last one that names a whole model or plan, and those after it."""
     naming = NAMING.get(section, set())
     for number in reversed(range(len(sources))):
         if naming & set(sources[number].sections.get(section, {})):
@@ -101,37 +107,44 @@ def prevailing(sources: Sequence[ConfigSource], section: str) -> Sequence[Config
     return sources
 
 
-def merged(sources: Sequence[ConfigSource], section: str) -> dict[str, Any]:
-    """A section's fields, each from the last source that has it."""
+def merge_fields(sources: Sequence[ConfigSource], section: str) -> dict[str, Any]:
+    """Return the fields of a section, each from the last source that has it."""
     fields: dict[str, Any] = {}
-    for source in prevailing(sources, section):
+    for source in effective_sources(sources, section):
         fields |= _fields(source, section)
     return fields
 
 
-def origin(sources: Sequence[ConfigSource], section: str, name: str) -> str | None:
-    """Name the source that a field comes from; None: from none of them."""
-    found = [source.name for source in prevailing(sources, section) if name in _fields(source, section)]
-    return found[-1] if found else None
+def origin_of(sources: Sequence[ConfigSource], section: str, name: str) -> str | None:
+    """Return the name of the source that a field comes from; None if no source has the field."""
+    names = [source.name for source in effective_sources(sources, section) if name in _fields(source, section)]
+    return names[-1] if names else None
 
 
 def _fields(source: ConfigSource, section: str) -> Mapping[str, Any]:
-    """What a source says of a section: a batch ramp says how many microbatches as well, and such a number, no ramp."""
-    given = source.sections.get(section, {})
-    if (ramp := given.get("batch_ramp")) and not RAMP.wanted(ramp):
-        return {"microbatches": BatchRamp.of(ramp).stages[-1][1], **given}
-    return {"batch_ramp": None, **given} if "microbatches" in given else given
+    """Return the fields of a source in a section.
+
+    A batch ramp also sets the microbatches, and a number of microbatches removes the ramp of earlier sources.
+    """
+    written = source.sections.get(section, {})
+    if (ramp := written.get("batch_ramp")) and not RAMP.wanted(ramp):
+        return {"microbatches": BatchRamp.parse(ramp).stages[-1][1], **written}
+    return {"batch_ramp": None, **written} if "microbatches" in written else written
 
 
 def model_of(sources: Sequence[ConfigSource], layers: int) -> Blocks:
-    """The model that sources describe; with so many layers, if nobody says.
+    """Return the model that the sources describe.
+
+    Args:
+        sources: sources of the configuration.
+        layers: number of layers if no source sets it.
 
     Raises:
-        UserError: when there is no such model, or it has not what a source says.
+        UserError: if there is no such model, or it lacks a field that a source sets.
     """
-    written, init = merged(sources, "model"), merged(sources, "train").get("init")
+    written, init = merge_fields(sources, "model"), merge_fields(sources, "train").get("init")
     name = written.pop("model")
-    if init is not None and origin(sources, "model", "model") == "default":
+    if init is not None and origin_of(sources, "model", "model") == "default":
         model = with_written(_model_in(init), written, str(init))
     else:
         model = find_model(name)
@@ -143,38 +156,44 @@ def model_of(sources: Sequence[ConfigSource], layers: int) -> Blocks:
     return model
 
 
-def of_data(sources: Sequence[ConfigSource]) -> ConfigSource | None:
-    """The vocabulary of prepared data, for a model whose vocabulary nobody has chosen.
+def vocabulary_source(sources: Sequence[ConfigSource]) -> ConfigSource | None:
+    """Return a source with the vocabulary size of prepared data; None if the model's vocabulary is chosen already.
 
-    It is taken as it is: where tensor parallelism cuts it unevenly, the last slice is filled up. (nanoGPT fills up
+    The size is not padded here. If tensor parallelism splits it unevenly, the last slice is padded. (nanoGPT pads
     GPT-2's 50,257 tokens to 50,304, a multiple of 64, for speed: `vocab_size: int = 50304` in its model.py.)
 
     Raises:
-        UserError: when the data cannot be read.
+        UserError: if the data cannot be read.
     """
-    written, init = merged(sources, "model"), merged(sources, "train").get("init")
-    of_init = init is not None and origin(sources, "model", "model") == "default"
+    written, init = merge_fields(sources, "model"), merge_fields(sources, "train").get("init")
+    of_init = init is not None and origin_of(sources, "model", "model") == "default"
     if of_init or "vocab_size" in written or "vocab_size" not in unsized(name := written["model"], find_model(name)):
         return None
-    folders = [source.path for source in sources_of(merged(sources, "data").get("data", ())) if source.path.is_dir()]
+    folders = [
+        source.path for source in sources_of(merge_fields(sources, "data").get("data", ())) if source.path.is_dir()
+    ]
     sizes = [Prepared.open(folder).manifest.vocab_size for folder in folders]
     return ConfigSource("the data", {"model": {"vocab_size": max(sizes)}}) if sizes else None
 
 
 def _model_in(folder: Path) -> Blocks:
-    """The model whose weights are in a folder."""
-    from shardlab.train.huggingface import open_source  # which needs torch
+    """Return the model whose weights are in a folder."""
+    from shardlab.train.huggingface import open_source  # imports torch
 
     return open_source(folder).model
 
 
-def plan_below(sources: Sequence[ConfigSource]) -> tuple[str | None, int | None, Plan | None, str | None]:
-    """What sources say of the plan: the strategy's name, how many ranks, the plan if there is one, or else the passes.
+def plan_settings(sources: Sequence[ConfigSource]) -> tuple[str | None, int | None, Plan | None, str | None]:
+    """Return what the sources set of the section `plan`.
+
+    Returns:
+        The strategy's name, the number of ranks, the plan, and the passes of a strategy without a plan. Each is None
+        if no source sets it.
 
     Raises:
-        UserError: when they say fields of a plan of a strategy that is a program of its own.
+        UserError: if the sources set fields of a plan for a strategy that is a program of its own.
     """
-    written = merged(sources, "plan")
+    written = merge_fields(sources, "plan")
     strategy, ranks, name = (written.pop(key, None) for key in ("strategy", "ranks", "name"))
     if not written:
         return strategy, ranks, None, None
@@ -189,14 +208,19 @@ def plan_below(sources: Sequence[ConfigSource]) -> tuple[str | None, int | None,
     return name or strategy or UNNAMED, ranks, Plan.from_dict(written), None
 
 
-def resolved(sources: Sequence[ConfigSource], entry: StrategyEntry, ranks: int) -> TrainingConfig:
-    """The configuration that sources make together; the plan is chosen already.
+def resolve_config(sources: Sequence[ConfigSource], entry: StrategyEntry, ranks: int) -> TrainingConfig:
+    """Return the configuration that the sources make together.
+
+    Args:
+        sources: sources of the configuration; their plan is ignored.
+        entry: strategy, which the caller has chosen.
+        ranks: number of ranks.
 
     Raises:
-        UserError: when values do not go together.
+        UserError: if values contradict each other.
     """
-    sections = {name: merged(sources, name) for name in SECTIONS}
-    sections["optimizer"] = by_rule(sections["optimizer"], sections["train"]["steps"])
+    sections = {name: merge_fields(sources, name) for name in SECTIONS}
+    sections["optimizer"] = with_default_schedule(sections["optimizer"], sections["train"]["steps"])
     return TrainingConfig(
         model=model_of(sources, entry.default_layers(ranks)),
         plan=StrategyConfig(entry.for_job(ranks), ranks, entry.name, entry.passes),
@@ -204,78 +228,82 @@ def resolved(sources: Sequence[ConfigSource], entry: StrategyEntry, ranks: int) 
     )
 
 
-# One dial, the depth of a model, from which sizes, batch, steps and learning rate follow by rule.
+WIDTH_PER_LAYER = 64
+"""Width / depth of a model (nanochat's aspect ratio, scripts/base_train.py)."""
 
-
-WIDTH_OF_A_LAYER = 64
-"""Width / depth (nanochat's aspect ratio, scripts/base_train.py)."""
-
-HEAD = 128
+HEAD_WIDTH = 128
 """Features of a head to come close to (nanochat's head dimension)."""
 
-TOKENS_OF_A_PARAMETER = 20
-"""Tokens for each parameter (Chinchilla, Hoffmann et al. 2022, arXiv 2203.15556, section 3.4 and table 3)."""
+TOKENS_PER_PARAMETER = 20
+"""Tokens of a run for each parameter (Chinchilla, Hoffmann et al. 2022, arXiv 2203.15556, section 3.4 and table 3)."""
 
 BATCH, BATCH_TOKENS, BATCH_EXPONENT = 2**19, 1.32e9, 0.383
-"""The best batch grows with the tokens of a run, B = 2**19 (D / 1.32e9) ** 0.383 (exponent: Bergsma et al. 2025, "Power
-Lines", arXiv 2505.13738; point: measured for nanochat's depth 12, 12 tokens for each of 110 million parameters)."""
+"""The best batch B in tokens grows with the tokens D of a run: B = 2**19 (D / 1.32e9) ** 0.383. The exponent is that of
+Bergsma et al. 2025, "Power Lines", arXiv 2505.13738. The point is nanochat's measurement at depth 12, which has 12
+tokens for each of 110 million parameters."""
 
 RATE, RATE_WIDTH = 6e-4, 768
-"""AdamW's learning rate falls with the root of the width, 6e-4 sqrt(768 / width): 6e-4 is GPT-3 Small's (Brown et al.
-2020, arXiv 2005.14165, table 2.1) and nanoGPT's for GPT-2; the root is nanochat's rule for its AdamW parameters."""
+"""AdamW's learning rate falls with the root of the width: 6e-4 sqrt(768 / width). GPT-3 Small (Brown et al. 2020, arXiv
+2005.14165, table 2.1) and nanoGPT's GPT-2 use 6e-4. The root is nanochat's rule for its AdamW parameters."""
 
 
-def of_depth(depth: int, given: Sequence[ConfigSource], flags: Sections) -> ConfigSource:
-    """What the dial sets, but for what flags set themselves.
+def depth_source(depth: int, earlier: Sequence[ConfigSource], flags: Sections) -> ConfigSource:
+    """Return the settings that follow from the depth of a model, without those that flags set.
 
-    - width: 64 x depth; heads: as many as make a head's width come nearest to 128 (nanochat);
-    - tokens of the run: 20 x parameters, position embeddings not counted (Chinchilla);
-    - batch: by the power law of Power Lines, rounded to a power of 2 as nanochat does; its microbatches are those of
-      the sources, and their size follows (our own choice);
-    - steps: tokens / batch, upwards; the learning rate's schedule is as long, and its warm-up a twentieth (our own);
-    - learning rate: 6e-4 at a width of 768, falling with the width's root.
+    - width: 64 x depth; heads: the number whose width comes nearest to 128 (nanochat).
+    - tokens of the run: 20 x parameters without position embeddings (Chinchilla).
+    - batch: by the power law of Power Lines, rounded to a power of 2 as in nanochat. The number of microbatches is that
+      of the sources, and their size follows (our own choice).
+    - steps: tokens / batch, rounded up. The learning-rate schedule is as long, and its warm-up a twentieth of it (our
+      own choice).
+    - learning rate: 6e-4 at a width of 768, falling with the root of the width.
+
+    Args:
+        depth: number of layers.
+        earlier: sources before this one.
+        flags: settings of the command line.
 
     Raises:
-        UserError: when a flag sets the layers as well, or the model is a published one, which has its own sizes.
+        UserError: if a flag sets the layers as well, or the model is a published one, which has its own sizes.
     """
     if "layers" in flags.get("model", {}):
         raise UserError("--depth and --layers both say how many layers the model has; give one of them")
-    name = merged(given, "model")["model"]
+    name = merge_fields(earlier, "model")["model"]
     if name.lower() in sources():
         raise UserError(f"--depth sets sizes, but {name} has its own; leave out --depth, or give a --model such as gpt")
-    width = WIDTH_OF_A_LAYER * depth
+    width = WIDTH_PER_LAYER * depth
     sizes = {"layers": depth, "hidden_size": width}
     if any(each.name == "heads" for each in fields(find_model(name))):
-        sizes["heads"] = heads_of(flags.get("model", {}).get("hidden_size", width))
-    found: dict[str, dict[str, Any]] = {"model": _unset(sizes, flags.get("model", {}))}
+        sizes["heads"] = heads_for_width(flags.get("model", {}).get("hidden_size", width))
+    sections: dict[str, dict[str, Any]] = {"model": _without(sizes, flags.get("model", {}))}
     title = f"--depth {depth}"
-    model = model_of([*given, ConfigSource(title, found)], depth)
+    model = model_of([*earlier, ConfigSource(title, sections)], depth)
 
-    tokens = TOKENS_OF_A_PARAMETER * count_parameters(model).without_positions
-    train, set_train = merged(given, "train"), flags.get("train", {})
+    tokens = TOKENS_PER_PARAMETER * count_parameters(model).without_positions
+    train, set_train = merge_fields(earlier, "train"), flags.get("train", {})
     batch = 2 ** round(math.log2(BATCH * (tokens / BATCH_TOKENS) ** BATCH_EXPONENT))
     train["micro_batch_size"] = set_train.get(
         "micro_batch_size", max(1, round(batch / (train["microbatches"] * model.seq_len)))
     )
     microbatches = math.ceil(tokens / (train["micro_batch_size"] * model.seq_len))
-    ramp = BatchRamp.of(train.get("batch_ramp") or f"0:{train['microbatches']}")
+    ramp = BatchRamp.parse(train.get("batch_ramp") or f"0:{train['microbatches']}")
     steps = set_train.get("steps", ramp.steps(microbatches))
     rate = float(f"{RATE * math.sqrt(RATE_WIDTH / model.hidden_size):.3g}")
     optimizer = {"learning_rate": rate, "schedule_steps": steps, "warmup_steps": -(-steps // 20)}
-    found["train"] = _unset({"steps": steps, "micro_batch_size": train["micro_batch_size"]}, set_train)
-    found["optimizer"] = _unset(optimizer, flags.get("optimizer", {}))
-    return ConfigSource(title, found)
+    sections["train"] = _without({"steps": steps, "micro_batch_size": train["micro_batch_size"]}, set_train)
+    sections["optimizer"] = _without(optimizer, flags.get("optimizer", {}))
+    return ConfigSource(title, sections)
 
 
-def heads_of(width: int) -> int:
-    """How many heads of an even width come nearest to 128 features each.
+def heads_for_width(width: int) -> int:
+    """Return the number of heads whose width is even and comes nearest to 128 features.
 
     >>> [heads_of(64 * depth) for depth in (1, 2, 3, 5, 12)]
     [1, 1, 2, 2, 6]
     """
     even = [heads for heads in range(1, width + 1) if width % (2 * heads) == 0] or [1]
-    return min(even, key=lambda heads: abs(width / heads - HEAD))
+    return min(even, key=lambda heads: abs(width / heads - HEAD_WIDTH))
 
 
-def _unset(values: dict[str, Any], given: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in given}
+def _without(values: dict[str, Any], names: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}

@@ -134,7 +134,7 @@ class Job:
 # A job in words and numbers, for a file, and the job again.
 
 
-def described(job: Job) -> dict[str, Any]:
+def job_as_dict(job: Job) -> dict[str, Any]:
     """Describe a job in words and numbers, from which `job_of` makes it again."""
     return {field.name: getattr(job, field.name) for field in fields(job)} | {
         "strategy": job.strategy if isinstance(job.strategy, str) else job.strategy.as_dict(),
@@ -142,14 +142,14 @@ def described(job: Job) -> dict[str, Any]:
     }
 
 
-def model_in(words: Mapping[str, Any]) -> Blocks:
+def model_from_dict(words: Mapping[str, Any]) -> Blocks:
     """The model that was described, as that of a job."""
     changes = dict(words)
     kind = changes.pop("kind")
     return with_fields(find_model(kind), changes, kind)
 
 
-def job_of(words: Mapping[str, Any]) -> Job:
+def job_from_dict(words: Mapping[str, Any]) -> Job:
     """The job that was described.
 
     Raises:
@@ -164,7 +164,7 @@ def job_of(words: Mapping[str, Any]) -> Job:
         strategy = words["strategy"]
         found: dict[str, Any] = {
             "strategy": strategy if isinstance(strategy, str) else Plan.from_dict(strategy),
-            "model": model_in(words["model"]),
+            "model": model_from_dict(words["model"]),
         }
         return Job(**({field.name: words[field.name] for field in fields(Job)} | found))
     except (KeyError, AttributeError, TypeError, UserError) as error:

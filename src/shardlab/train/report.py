@@ -192,11 +192,9 @@ class Logger(Protocol):
 
     def log(self, metrics: Mapping[str, float | None]) -> None:
         """A step's figures; None is one that is not known, or not finite."""
-        ...
 
     def close(self) -> None:
         """The run has ended."""
-        ...
 
 
 class TensorBoard:

@@ -23,7 +23,7 @@ from shardlab.train.data import Corpus, sources_of
 from shardlab.train.data.prepared_folder import described as described_tokenizer
 from shardlab.train.data.prepared_folder import kept_tokenizer, want_tokenizer
 from shardlab.train.data.tokenizers import Tokenizer
-from shardlab.train.job import Job, Tracing, described
+from shardlab.train.job import Job, Tracing, job_as_dict
 
 if TYPE_CHECKING:
     from shardlab.train.world import RunningWorld
@@ -156,7 +156,7 @@ class TrainingRun:
             "command": self.command,
             "folder": str(Path.cwd()),
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
-            **described(self.job),
+            **job_as_dict(self.job),
             "program": checked.program.fingerprint(),
             "batch_ramp": self.config.train.batch_ramp,
             "optimizer_settings": asdict(self.config.optimizer),

@@ -1,4 +1,8 @@
-"""Text that a trained model goes on with."""
+"""Text that a model writes: samples during a training, and the answers of a conversation.
+
+`continue_prompt` gives the sample of a training, which `ParallelWriter` draws with all ranks. `Conversation` holds the
+turns of `shardlab chat`. The functions between them turn tokens into text and choose the number of threads.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -33,49 +37,59 @@ from shardlab.train.data.tokenizers import Tokenizer, decoded_parts
 from shardlab.train.launch.environment import asked_threads
 
 SAMPLE_TOKENS = 128
-"""Tokens that a model writes after the prompt of a sample."""
+"""Number of tokens that a sample has after its prompt."""
 
 PROMPT_BYTES = 32
-"""Bytes of a prompt that is taken from the validation text."""
+"""Most bytes of a prompt that is taken from the validation text."""
 
 PER_THREAD = 2**18
-"""Elements of a model's largest matrix for each thread that writes with it: a token's products with fewer end before
-threads have met."""
+"""Elements of a model's largest matrix for each thread. A product with fewer elements ends before the threads have
+synchronized."""
 
 _SEARCHED = 1000
+"""Tokens at the beginning of the validation text in which `choose_prompt` looks for a line."""
 
 
-def opening(corpus: Corpus) -> bytes:
-    """The first PROMPT_BYTES of a line of the validation text, the longest near its beginning, in whole characters."""
+def choose_prompt(corpus: Corpus) -> bytes:
+    """Return the first PROMPT_BYTES of the longest line near the beginning of the validation text.
+
+    The prompt ends with a whole character.
+    """
     tokenizer, tokens = corpus.tokenizer, np.asarray(corpus.validation.runs[0].tokens[:_SEARCHED])
     text = tokenizer.decode(tokens[~np.isin(tokens, [*tokenizer.begin, tokenizer.end or -1])])
     lines = text.splitlines()
-    line = max(lines[1:-1] or lines, key=lambda line: len(line.strip()))  # the first and the last may be cut
+    line = max(lines[1:-1] or lines, key=lambda line: len(line.strip()))  # the first and the last may be incomplete
     whole = (prompt[:PROMPT_BYTES].decode(errors="ignore").encode() for prompt in (line.strip(), text))
     return next(filter(None, whole), text[:PROMPT_BYTES])
 
 
-def continued(go_on: Callable[[Sequence[int], int], Iterable[int]], prompt: bytes, tokenizer: Tokenizer) -> str:
-    """A prompt of at least a token, and SAMPLE_TOKENS with which a model goes on."""
+def continue_prompt(go_on: Callable[[Sequence[int], int], Iterable[int]], prompt: bytes, tokenizer: Tokenizer) -> str:
+    """Return a prompt and its continuation by SAMPLE_TOKENS tokens.
+
+    Args:
+        go_on: function of a writer that yields a number of tokens after those given.
+        prompt: text of at least one token.
+        tokenizer: tokenizer of the model.
+    """
     tokens = tokens_of(prompt, tokenizer)
     drawn = go_on(tokens, SAMPLE_TOKENS)
     return printable(prompt.decode(errors="replace")) + "".join(as_text(drawn, tokenizer, tokens))
 
 
 def tokens_of(text: bytes, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a prompt, after those that begin every text."""
+    """Return the tokens of a prompt, after the tokens that begin every text."""
     (found,) = tokenizer.encode([text])
     return [*tokenizer.begin, *found.tolist()]
 
 
 def for_text(model: Model) -> Model:
-    """A model as it reads one text: without dropout, and no expert drops a token, as nothing bounds a single one."""
+    """Return a model that reads a single text: without dropout, and without a limit on the tokens of an expert."""
     model = replace(model, dropout=0.0)
     return replace(model, capacity_factor=None) if isinstance(model, MoE) else model
 
 
 def writing_threads(model: Model, most: int) -> int:
-    """Threads on which a model writes a text fastest, a token at a time: of a small model, one."""
+    """Return the number of threads, at most `most`, on which a model generates single tokens fastest."""
     every = (each for layer in range(model.layers) for each in model.layout(layer).parameters)
     largest = max(math.prod(each.shape[-2:]) for each in every if each.name != POSITIONS)
     return max(1, min(most, largest // PER_THREAD))
@@ -83,7 +97,7 @@ def writing_threads(model: Model, most: int) -> int:
 
 @contextmanager
 def in_writing(model: Model, most: int) -> Generator[None, None, None]:
-    """Compute on as many threads as write fastest with a model, at most `most`; OMP_NUM_THREADS prevails."""
+    """Compute on `writing_threads` threads inside of the context, unless OMP_NUM_THREADS is set."""
     before = torch.get_num_threads()
     if asked_threads(os.environ) is None:
         torch.set_num_threads(writing_threads(model, most))
@@ -94,17 +108,19 @@ def in_writing(model: Model, most: int) -> Generator[None, None, None]:
 
 
 def whole_weights(model: Blocks, initial: Initial, device: torch.device) -> list[Tensor]:
-    """Every block's flat weights, as they are read from a folder, in float32."""
+    """Return the flat weights of every block in float32, as `initial` reads them from a folder."""
     lengths = [model.layout(layer).numel for layer in range(model.layers)]
     read = (initial(layer, length, [(0, length)], torch.float32) for layer, length in enumerate(lengths))
     return [flat.to(device) for flat in read]
 
 
 def as_text(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] = ()) -> Iterator[str]:
-    """Text that can be shown, as tokens come: characters once they are whole.
+    """Yield the text of tokens as they arrive, made printable. A character appears once its last byte has arrived.
 
     Args:
-        before: tokens that these go on from; their text is left out.
+        tokens: tokens of the text.
+        tokenizer: tokenizer of the model.
+        before: tokens before them, whose text is left out.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for part in decoded_parts(tokens, tokenizer, before):
@@ -114,25 +130,22 @@ def as_text(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] =
         yield printable(text)
 
 
-# Text from a model in training, written by all ranks: each has some of its blocks, whole.
-
-
 HURRY = 2.0
-"""Seconds after which a text ends where it is, if a rank was asked to end."""
+"""Seconds after which a sample is cut short if a rank was asked to stop."""
 
 
 class ParallelWriter(Writer):
-    """One rank's part of writing a text with the weights of a training, whatever its strategy.
+    """One rank's part of generating a text with the weights of a training, under any strategy.
 
-    The blocks are dealt to the ranks and put together there, in their order. So the activations of each new token go
-    from rank to rank, and no rank takes more than its share of the whole weights, and one layer. All ranks know the
-    last one's scores, and draw the same token from them. Every rank makes one, and calls `go_on`.
+    Each rank gathers the whole weights of a contiguous part of the blocks. The activations of each new token pass from
+    rank to rank, as in a pipeline. The last rank shares its scores, so that all ranks draw the same token. A rank needs
+    memory for its share of the weights and for one layer. Every rank makes a writer, and calls `go_on`.
 
     Args:
-        state: the training's, whose weights are taken as they are now.
-        whole: the model in whole blocks; dropout is left out, and no expert drops a token.
+        state: state of the training, whose weights are copied now.
+        whole: the model in whole blocks. Dropout is left out, and experts drop no token.
         choice: how tokens are drawn.
-        asked: whether this rank is asked to end.
+        asked: function that returns whether this rank is asked to stop.
     """
 
     def __init__(self, state: State, whole: Blocks, choice: Choice, asked: Callable[[], bool]) -> None:
@@ -140,87 +153,88 @@ class ParallelWriter(Writer):
         parts = [range(rank * whole.layers // ranks, (rank + 1) * whole.layers // ranks) for rank in range(ranks)]
         mine = parts[state.rank]
         super().__init__(for_text(whole), _whole_blocks(state, whole, parts), choice, blocks=mine)
-        having = [rank for rank, part in enumerate(parts) if part and mine]
-        self._before = next((rank for rank in having if parts[rank].stop == mine.start), None)
-        self._after = next((rank for rank in having if parts[rank].start == mine.stop), None)
-        self._writes = bool(mine) and self._after is None
+        active = [rank for rank, part in enumerate(parts) if part and mine]
+        self._previous = next((rank for rank in active if parts[rank].stop == mine.start), None)
+        self._next = next((rank for rank in active if parts[rank].start == mine.stop), None)
+        self._is_last = bool(mine) and self._next is None
         self._asked, self._began, self._width = asked, time.monotonic(), whole.hidden_size
-        self._words = torch.zeros(whole.vocab_size + 1, dtype=state.exact, device=state.settings.device)
+        self._scores = torch.zeros(whole.vocab_size + 1, dtype=state.exact, device=state.settings.device)
 
     def compute(self, x: Tensor, share: Share) -> Tensor:
-        """The scores of what follows the last token, (1, 1, vocabulary), on every rank."""
-        if self._before is not None:
-            x = self._words.new_empty(*x.shape, self._width)
-            dist.recv(x, self._before)
+        """Return the scores of the next token, (1, 1, vocabulary), on every rank."""
+        if self._previous is not None:
+            x = self._scores.new_empty(*x.shape, self._width)
+            dist.recv(x, self._previous)
         x = super().compute(x, share)
-        if self._after is not None:
-            dist.send(x, self._after)
-        self._words.zero_()
-        if self._writes:
-            self._words[:-1] = x[0, -1]
-        self._words[-1] = float(self._asked() and time.monotonic() - self._began > HURRY)
-        dist.all_reduce(self._words)
-        return self._words[None, None, :-1]
+        if self._next is not None:
+            dist.send(x, self._next)
+        self._scores.zero_()
+        if self._is_last:
+            self._scores[:-1] = x[0, -1]
+        self._scores[-1] = float(self._asked() and time.monotonic() - self._began > HURRY)  # a request to stop
+        dist.all_reduce(self._scores)
+        return self._scores[None, None, :-1]
 
     def go_on(self, tokens: Sequence[int], count: int) -> Iterator[int]:
-        """Read some tokens, then write `count`, or fewer if a rank is asked to end.
+        """Read some tokens, then yield `count` new ones, or fewer if a rank is asked to stop.
 
         Raises:
-            UserError: as `Writer` does, on every rank.
+            UserError: as in `Writer.go_on`, on every rank.
         """
         with in_writing(self._model, torch.get_num_threads()):
             for token in super().go_on(tokens, count):
-                if self._words[-1] > 0:
+                if self._scores[-1] > 0:
                     return
                 yield token
 
 
 def _whole_blocks(state: State, whole: Blocks, parts: Sequence[range]) -> list[Tensor]:
-    """Flat weights of the blocks that this rank computes, or borrows from; of others nothing. Every rank calls this."""
+    """Gather the flat weights of the blocks of each rank. Every rank calls this.
+
+    Returns:
+        The weights of each block that this rank computes or borrows parameters from; an empty tensor for the others.
+    """
     model = state.model
-    wanted = [
+    needed = [
         {(block, each.name) for block in part for each in whole.layout(block).parameters}
         | {(0, name) for block in part for name in whole.borrowed(block)}
         for part in parts
     ]
-    mine = {block for block, _ in wanted[state.rank]}
+    mine = {block for block, _ in needed[state.rank]}
     lengths = [whole.layout(block).numel if block in mine else 0 for block in range(whole.layers)]
     flats = [torch.zeros(length, dtype=state.exact, device=state.settings.device) for length in lengths]
     views = {block: named_views(whole.layout(block), flats[block]) for block in mine}
-    rooms = {(block, name): views[block][name] for block, name in wanted[state.rank]}
+    buffers = {(block, name): views[block][name] for block, name in needed[state.rank]}
     for layer in range(model.layers):
         names = {(block, each.name) for block, each in model.run(layer).parameters()}
-        for rank, theirs in enumerate(wanted):
+        for rank, theirs in enumerate(needed):
             if names & theirs:
-                _give(state, layer, rank, rooms)
+                _gather_layer(state, layer, rank, buffers)
     return flats
 
 
-def _give(state: State, layer: int, rank: int, rooms: Mapping[tuple[int, str], Tensor]) -> None:
-    """Put a layer together on a rank, which keeps the parameters that it has room for, by block and name."""
+def _gather_layer(state: State, layer: int, rank: int, buffers: Mapping[tuple[int, str], Tensor]) -> None:
+    """Gather a layer on a rank, which copies the parameters into those of its buffers (by block and name)."""
     flat = gather_layer(state, state.kept, layer, rank)
     if flat is not None:
         for block, parameter, tensor in whole_parameters(state.model, layer, flat):
-            if (block, parameter.name) in rooms:
-                rooms[block, parameter.name].copy_(tensor)
-
-
-# A conversation with a model.
+            if (block, parameter.name) in buffers:
+                buffers[block, parameter.name].copy_(tensor)
 
 
 @dataclass
 class Conversation:
-    """Turns of a user and a model, of which the model sees as many as it has positions for.
+    """Turns of a user and a model. The model sees the last turns, as many as it has positions for.
 
     Attributes:
-        model, flats: that answers (see `Writer`).
-        tokenizer: of its tokens.
-        template: how turns are written down.
-        choice: how tokens are drawn; each answer has a seed of its own.
-        most: tokens of an answer.
-        cached: see `Writer`.
-        messages: what was said, but for what the model no longer sees.
-        dropped: how many turns it no longer sees.
+        model, flats: the model that answers, and its weights (see `Writer`).
+        tokenizer: tokenizer of the model.
+        template: template that turns are written in.
+        choice: how tokens are drawn. Each answer has a seed of its own.
+        most: most tokens of an answer.
+        cached: whether to cache keys and values (see `Writer`).
+        messages: turns that the model still sees.
+        dropped: number of turns that the model no longer sees.
     """
 
     model: Model
@@ -235,10 +249,10 @@ class Conversation:
     _answers: int = 0
 
     def answer(self, question: str) -> Iterator[str]:
-        """The model's answer to the user's question, in pieces as they come; oldest turns are dropped if need be.
+        """Yield the model's answer to a question piece by piece. The oldest turns are dropped if there are too many.
 
         Raises:
-            UserError: when the question cannot be encoded, or is longer than all that the model sees.
+            UserError: if the question cannot be encoded, or is longer than the model's context.
         """
         messages, tokens = self._fitting([*self.messages, {"role": "user", "content": question}])
         self.dropped += (len(self.messages) + 1 - len(messages)) // 2
@@ -254,11 +268,11 @@ class Conversation:
         self.messages = [*messages, {"role": "assistant", "content": answer.strip()}]
 
     def _fitting(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
-        """The last turns that leave room for an answer, and their tokens."""
-        room = min(self.most, self.model.seq_len // 4)
+        """Return the last turns that leave enough positions for an answer, and their tokens."""
+        reserved = min(self.most, self.model.seq_len // 4)
         while True:
             tokens = [*self.template.begin, *self.tokenizer.encode_spelled(self.template.render(messages))]
-            if len(tokens) + room <= self.model.seq_len:
+            if len(tokens) + reserved <= self.model.seq_len:
                 return messages, tokens
             if len(messages) == 1:
                 break
@@ -272,15 +286,15 @@ class Conversation:
 
 
 def until(parts: Iterator[str], stop: str) -> Iterator[str]:
-    """A text as it comes, up to where `stop` begins in it."""
-    held = ""
+    """Yield a text as it arrives, up to the first occurrence of `stop`."""
+    pending = ""  # may be the beginning of `stop`
     for part in parts:
-        held += part
-        before, found, _ = held.partition(stop) if stop else (held, "", "")
+        pending += part
+        before, found, _ = pending.partition(stop) if stop else (pending, "", "")
         if found:
             yield before
             return
-        kept = next((n for n in range(min(len(stop), len(held)), 0, -1) if held.endswith(stop[:n])), 0)
-        yield held[: len(held) - kept]
-        held = held[len(held) - kept :]
-    yield held
+        kept = next((n for n in range(min(len(stop), len(pending)), 0, -1) if pending.endswith(stop[:n])), 0)
+        yield pending[: len(pending) - kept]
+        pending = pending[len(pending) - kept :]
+    yield pending

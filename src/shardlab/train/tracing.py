@@ -30,7 +30,7 @@ from shardlab.simulate.timeline.measured import rank_file, write_rank, write_tra
 from shardlab.train.batches import Batches
 from shardlab.train.data import Corpus
 from shardlab.train.history import written
-from shardlab.train.job import Job, Tracing, described
+from shardlab.train.job import Job, Tracing, job_as_dict
 from shardlab.train.launch.ranks import backend_of
 from shardlab.train.run import TrainingRun
 
@@ -43,7 +43,7 @@ class TracedExecutor:
 
     def __init__(self, executor: Executor, job: Job, folder: Path, tracing: Tracing) -> None:
         self._executor = executor
-        self._job = described(job)
+        self._job = job_as_dict(job)
         self._folder = folder
         self._tracing = tracing
         self._recorder = OpTimer(executor)

@@ -22,7 +22,7 @@ from shardlab.measure.profile import this_machine
 from shardlab.measure.progress import Race
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry
-from shardlab.train.config_sources import ConfigSource, preset
+from shardlab.train.config_sources import ConfigSource, preset_source
 from shardlab.train.job import Job
 from shardlab.train.launch.processes import RankFailed
 from shardlab.train.launch.ranks import JOINING, Joining
@@ -76,7 +76,7 @@ def test_a_launchers_ranks_take_the_plan_that_the_first_of_them_has_chosen(
     monkeypatch.setattr(Meeting, "rank", 1)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    planned = plan_for_this_machine(NO_FLAGS, [preset("default")], 2, measure=True, tell=False)
+    planned = plan_for_this_machine(NO_FLAGS, [preset_source("default")], 2, measure=True, tell=False)
     assert told[-1] == "", "only the first chooses"
     assert planned.runs[0].config.plan.as_dict()["mesh"] == first["plan"]["mesh"] == {"tp": 2}
 
@@ -84,7 +84,7 @@ def test_a_launchers_ranks_take_the_plan_that_the_first_of_them_has_chosen(
 def planned(measure: bool = True, steps: int = 200) -> PlannedRuns:
     """The default model on two ranks of a machine whose steps take minutes."""
     profile_of(this_machine()).write()
-    sources = [preset("default"), ConfigSource("flags", {"train": {"steps": steps}})]
+    sources = [preset_source("default"), ConfigSource("flags", {"train": {"steps": steps}})]
     return plan_for_this_machine(NO_FLAGS, sources, 2, measure=measure, tell=False)
 
 

@@ -210,10 +210,10 @@ def _read_run(folder: Path, record: dict[str, Any], problem: Problem, model: str
     from shardlab.planner.error_model import MeasuredStep
     from shardlab.planner.problem import Candidate
     from shardlab.train.history import METRICS
-    from shardlab.train.job import job_of
+    from shardlab.train.job import job_from_dict
     from shardlab.train.run import WARM_UP
 
-    job = job_of(record)
+    job = job_from_dict(record)
     if not isinstance(job.strategy, Plan):
         raise UserError(f"{folder} ran {job.strategy}, which is a program and not a plan; leave it out")
     _require_same_model(str(folder), job.model, problem.model, model)

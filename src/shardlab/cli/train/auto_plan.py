@@ -32,7 +32,7 @@ from shardlab.simulate.hardware import Cluster
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry, entry_from_plan
 from shardlab.train.config import TrainingConfig
-from shardlab.train.config_sources import ConfigSource, merged, plan_below, resolved
+from shardlab.train.config_sources import ConfigSource, merge_fields, plan_settings, resolve_config
 from shardlab.train.data import sources_of
 from shardlab.train.job import Job
 from shardlab.train.launch.environment import find_launch_environment
@@ -80,7 +80,7 @@ def plan_for_this_machine(
     """
     ranks = ranks or _cluster(None).size
     passes = layout.given().get("passes")
-    config = resolved(sources, entry_from_plan(Plan(Mesh(dp_shard=ranks), passes=passes), "auto"), ranks)
+    config = resolve_config(sources, entry_from_plan(Plan(Mesh(dp_shard=ranks), passes=passes), "auto"), ranks)
     if config.train.batch_ramp is not None:
         raise UserError(
             "--plan auto chooses the microbatches of one batch size, but a batch ramp has several; give a plan"
@@ -92,7 +92,7 @@ def plan_for_this_machine(
     for row in choice["plans"]:
         entry = entry_from_plan(replace(Plan.from_dict(row["plan"]), passes=passes), "auto")
         cut = ConfigSource("the planner", {"train": row["train"]})
-        runs.append(PlannedRun(entry, resolved([*sources, cut], entry, ranks), cut, row["words"]))
+        runs.append(PlannedRun(entry, resolve_config([*sources, cut], entry, ranks), cut, row["words"]))
     return PlannedRuns(runs, choice["seconds"])
 
 
@@ -111,8 +111,8 @@ def plan_of_resumed_run(layout: PlanOptions, sources: Sequence[ConfigSource], ra
     from shardlab.planner.problem import Limits
 
     before = [source for source in sources if source.name != "flags"]
-    _, _, plan, _ = plan_below(before)
-    train, wanted = merged(before, "train"), merged(sources, "train")
+    _, _, plan, _ = plan_settings(before)
+    train, wanted = merge_fields(before, "train"), merge_fields(sources, "train")
     cut = {name: train[name] for name in ("microbatches", "micro_batch_size")}
     if plan is None or ranks not in (None, plan.mesh.world) or not Limits(_fixed_fields(layout)).allow(plan):
         return None
@@ -120,7 +120,7 @@ def plan_of_resumed_run(layout: PlanOptions, sources: Sequence[ConfigSource], ra
         return None
     entry = entry_from_plan(replace(plan, passes=layout.given().get("passes", plan.passes)), "auto")
     source = ConfigSource("the run before", {"train": cut})
-    config = resolved([*sources, source], entry, plan.mesh.world)
+    config = resolve_config([*sources, source], entry, plan.mesh.world)
     return PlannedRuns([PlannedRun(entry, config, source, "the plan that it had")])
 
 

@@ -21,7 +21,7 @@ from shardlab.common.errors import Refused, UserError
 from shardlab.language.pass_names import UNSAID, named_passes
 from shardlab.simulate.passes import GAIN, settled
 from shardlab.strategies.registry import StrategyEntry
-from shardlab.train.config_sources import ConfigSource, merged, origin
+from shardlab.train.config_sources import ConfigSource, merge_fields, origin_of
 
 if TYPE_CHECKING:
     from shardlab.check import Checked
@@ -84,11 +84,11 @@ def settle_run(
     do are left out. Passes that a flag or a plan file names must have something to do.
     """
     plan = run.config.plan
-    named_now = origin(sources, "plan", "passes") == "flags" or "plan" in merged(sources, "plan")
+    named_now = origin_of(sources, "plan", "passes") == "flags" or "plan" in merge_fields(sources, "plan")
     train = run.config.train
     entry = settle_passes(entry, run.job, counts=train.ramp.counts, lenient=not named_now, timeout=train.timeout)
     passes = entry.passes_on(plan.ranks)
-    if passes != (merged(sources, "plan").get("passes") or "none"):
+    if passes != (merge_fields(sources, "plan").get("passes") or "none"):
         sources.append(ConfigSource("chosen", {"plan": {"passes": passes}}))
     plan = replace(plan, strategy=entry.for_job(plan.ranks), passes=entry.passes)
     return entry, replace(run, config=replace(run.config, plan=plan))

@@ -45,14 +45,14 @@ from shardlab.strategies.registry import StrategyEntry
 from shardlab.train.config import TrainingConfig
 from shardlab.train.config_sources import (
     ConfigSource,
-    config_file,
-    merged,
-    of_data,
-    of_depth,
-    origin,
-    plan_below,
-    preset,
-    resolved,
+    depth_source,
+    file_source,
+    merge_fields,
+    origin_of,
+    plan_settings,
+    preset_source,
+    resolve_config,
+    vocabulary_source,
 )
 from shardlab.train.data import sources_of
 from shardlab.train.history import AVERAGED, WEIGHTS
@@ -203,8 +203,8 @@ class Train:
         """Time limit for the rendezvous of a launcher's ranks, before the settings of the run are known."""
         from shardlab.train.launch.ranks import JOINING, start_limit
 
-        sources = self._sources() if self.resume is None else [preset("default"), self._flags()]
-        timeout = merged(sources, "train")["timeout"]
+        sources = self._sources() if self.resume is None else [preset_source("default"), self._flags()]
+        timeout = merge_fields(sources, "train")["timeout"]
         usable = isinstance(timeout, float) and timeout > 0  # otherwise, it is refused later
         return start_limit(timeout) if usable else JOINING.start
 
@@ -213,7 +213,7 @@ class Train:
         flags = self._flags()
         train = {name: value for name, value in flags.sections["train"].items() if name != "init"}
         saved = resumed.source(launched, flags.sections["optimizer"])
-        return [preset("default"), saved, ConfigSource("flags", {**flags.sections, "train": train})]
+        return [preset_source("default"), saved, ConfigSource("flags", {**flags.sections, "train": train})]
 
     def _flags(self) -> ConfigSource:
         """Return the settings that flags give."""
@@ -227,12 +227,12 @@ class Train:
     def _sources(self) -> list[ConfigSource]:
         """Return the sources of the settings. A later one overrides an earlier one."""
         names = ["default", *([] if self.preset in (None, "default") else [self.preset])]
-        files = [] if self.config is None else [config_file(self.config)]
+        files = [] if self.config is None else [file_source(self.config)]
         flags = self._flags()
-        sources = [*map(preset, names), *files, flags]
-        if (data := of_data(sources)) is not None:
+        sources = [*map(preset_source, names), *files, flags]
+        if (data := vocabulary_source(sources)) is not None:
             sources.append(data)
-        return sources if self.depth is None else [*sources, of_depth(self.depth, sources, flags.sections)]
+        return sources if self.depth is None else [*sources, depth_source(self.depth, sources, flags.sections)]
 
     def _resolve(
         self, sources: list[ConfigSource], launched: int | None, *, goes_on: bool, tell: bool
@@ -258,21 +258,21 @@ class Train:
             return first.entry, first.config, planned
         if name is None and self.layout.plan is None:
             below = [source for source in sources if source.name != "flags"]
-            name, of_file, base, passes = plan_below(below)
+            name, of_file, base, passes = plan_settings(below)
             if self.layout.names_mesh:
                 name = base = passes = None  # flags for the mesh describe a new plan
-            elif self.layout.names_plan and origin(below, "plan", "strategy") == "default":
+            elif self.layout.names_plan and origin_of(below, "plan", "strategy") == "default":
                 name = None
             ranks = ranks or (None if self.layout.names_mesh else of_file)
         follows = self.resume is not None and (self.ranks is None or not self.layout.names_mesh)
         chosen, ranks = self.layout.entry(name, ranks or launched, base, passes=passes, follows=follows)
-        return chosen, resolved(sources, chosen, ranks), None
+        return chosen, resolve_config(sources, chosen, ranks), None
 
     def _report_model(self, config: TrainingConfig, sources: list[ConfigSource]) -> None:
         """Print which model is trained if the plan is from a file and no source names a model."""
-        path, unsaid = self.layout.plan, origin(sources, "model", "model") == "default" and config.train.init is None
+        path, unsaid = self.layout.plan, origin_of(sources, "model", "model") == "default" and config.train.init is None
         if path not in (None, AUTO) and unsaid:
-            name, layers = merged(sources, "model")["model"], counted(config.model.layers, "layer")
+            name, layers = merge_fields(sources, "model")["model"], counted(config.model.layers, "layer")
             size = f"{config.model.parameter_count:,} parameters in {layers}"
             print(f"{path} does not name a model, so {name} is trained, with {size}; --model chooses another")
 
@@ -504,7 +504,7 @@ def print_config(console: Console, config: TrainingConfig, sources: Sequence[Con
     for section, fields in config.as_dict().items():
         shown = section
         for name, value in fields.items():
-            source = origin(sources, section, name)
+            source = origin_of(sources, section, name)
             if value is None or (not all and source in (None, sources[0].name)) or (name, value) == ("name", UNNAMED):
                 continue
             origin_text = source or ("rule" if name == "passes" else BY_NAME.get(section, "rule"))
