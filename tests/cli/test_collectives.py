@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from shardlab.cli import main
-from shardlab.cli.collectives import NAMES, SAME, diagram, print_same, print_shown, same_as, short
+from shardlab.cli.collectives import NAMES, PAIRS, diagram, is_same, print_same, print_shown, short
 from shardlab.execute.transport.trial import ACTS, BARRIER, Numbers, Shown
 
 Captured = pytest.CaptureFixture[str]
@@ -20,7 +20,7 @@ REDUCED = Shown(("all_reduce",), [WHOLE, [[10.0, 12.0], [10.0, 12.0]]])
 
 def test_every_collective_that_is_run_is_described() -> None:
     assert set(NAMES) == {*ACTS, BARRIER}
-    assert {step for steps in SAME.values() for step in steps} <= set(ACTS)
+    assert {step for steps in PAIRS.values() for step in steps} <= set(ACTS)
 
 
 @pytest.mark.xdist_group("ranks")
@@ -49,7 +49,7 @@ def test_all_of_them_as_json(capsys: Captured) -> None:
     assert main(["collectives", "show", "all", "--ranks", "2", "--root", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["name"] for each in found["collectives"]] == list(NAMES)
-    assert {each["name"]: each["same"] for each in found["same"]} == dict.fromkeys(SAME, True)
+    assert {each["name"]: each["same"] for each in found["same"]} == dict.fromkeys(PAIRS, True)
     broadcast = found["collectives"][0]
     assert (broadcast["before"], broadcast["after"]) == ([None, [10, 11]], [[10, 11], [10, 11]])
 
@@ -130,9 +130,9 @@ def test_a_pipe_without_unicode_gets_plain_signs() -> None:
 
 
 def test_what_differs_is_said_and_fails() -> None:
-    wrong = Shown(SAME["all_reduce"], [WHOLE, WHOLE, WHOLE])
-    assert same_as({("all_reduce",): REDUCED, SAME["all_reduce"]: wrong}, "all_reduce") is False
-    assert same_as({("all_reduce",): REDUCED}, "all_reduce") is None
+    wrong = Shown(PAIRS["all_reduce"], [WHOLE, WHOLE, WHOLE])
+    assert is_same({("all_reduce",): REDUCED, PAIRS["all_reduce"]: wrong}, "all_reduce") is False
+    assert is_same({("all_reduce",): REDUCED}, "all_reduce") is None
     console = Console(file=io.StringIO(), width=80, record=True)
     print_same(console, "all_reduce", wrong, same=False)
     assert "the same on every rank: no" in console.export_text()

@@ -77,9 +77,9 @@ class ConvertCheckpoint:
     def run(self) -> int:
         from shardlab.train.checkpoints import find_checkpoint
 
-        found = find_checkpoint(self.run_folder, self.step)
-        assert found is not None
-        return Convert(found.folder, self.out, to=self.to, shard_mb=self.shard_mb, json=self.json).run()
+        checkpoint = find_checkpoint(self.run_folder, self.step)
+        assert checkpoint is not None
+        return Convert(checkpoint.folder, self.out, to=self.to, shard_mb=self.shard_mb, json=self.json).run()
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,14 @@ def _row(folder: Path, step: int, *, verify: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"step": step, "folder": str(folder), "plan": "", "ranks": "", "bytes": None}
     row |= {"written": datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "seconds"), "wrong": None}
     try:
-        found = Checkpoint.open(folder)
-        row |= _facts(found)
+        checkpoint = Checkpoint.open(folder)
+        row |= _facts(checkpoint)
         if verify:
-            found.verify()
+            checkpoint.verify()
     except UserError as error:
         row["wrong"] = str(error)
     return row
 
 
-def _facts(found: Checkpoint) -> dict[str, Any]:
-    return {"plan": found.state["plan"], "ranks": found.ranks, "bytes": found.size, "kinds": sorted(found.kinds)}
+def _facts(saved: Checkpoint) -> dict[str, Any]:
+    return {"plan": saved.state["plan"], "ranks": saved.ranks, "bytes": saved.size, "kinds": sorted(saved.kinds)}

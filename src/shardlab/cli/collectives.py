@@ -1,6 +1,6 @@
 """`shardlab collectives show NAME`: show what a collective does to the tensor of every rank, on real processes.
 
-`Collectives.run` runs the collective and, if it equals two others in a row (`SAME`), those as well. `print_shown`
+`Collectives.run` runs the collective and, if it equals two others in a row (`PAIRS`), those as well. `print_shown`
 prints a row for each rank, with lines from the ranks that give to the ranks that receive (`diagram`).
 """
 
@@ -25,6 +25,7 @@ from shardlab.train.launch.environment import require_port
 if TYPE_CHECKING:
     from shardlab.execute.transport.trial import Numbers, Shown
 
+
 NAMES = {
     "broadcast": "the root's tensor, on every rank",
     "scatter": "slice i of the root's tensor, on rank i",
@@ -42,7 +43,7 @@ NAMES = {
 REDUCING = {"reduce", "all_reduce"}
 """Collectives to which --reduction applies."""
 
-SAME = {
+PAIRS = {
     "all_reduce": ("reduce_scatter", "all_gather"),
     "broadcast": ("scatter", "all_gather"),
     "reduce": ("reduce_scatter", "gather"),
@@ -122,7 +123,7 @@ class Collectives:
         from shardlab.execute.transport.trial import show_rank
         from shardlab.train.launch.ranks import run_ranks
 
-        doubles = [SAME[name] for name in names if name in SAME and self.reduction == "sum"]
+        doubles = [PAIRS[name] for name in names if name in PAIRS and self.reduction == "sum"]
         cases = [*((name,) for name in names), *doubles]
         with failures_as_exit():
             shown = run_ranks(self.ranks, show_rank, cases, self.root, Reduction(self.reduction))
@@ -133,7 +134,7 @@ class Collectives:
             print_json(self._as_json(names, found))
         else:
             self._print(names, found)
-        return 0 if all(same_as(found, name) is not False for name in names) else 1
+        return 0 if all(is_same(found, name) is not False for name in names) else 1
 
     def _names(self) -> list[str]:
         if self.name == "all":
@@ -163,9 +164,9 @@ class Collectives:
                 for name in names
             ],
             "same": [
-                {"name": name, "steps": SAME[name], "tensors": found[SAME[name]].tensors, "same": same_as(found, name)}
+                {"name": name, "steps": PAIRS[name], "tensors": found[PAIRS[name]].tensors, "same": same}
                 for name in names
-                if same_as(found, name) is not None
+                if (same := is_same(found, name)) is not None
             ],
         }
 
@@ -177,13 +178,13 @@ class Collectives:
         for name in names:
             by = self.reduction if name in REDUCING else "sum"
             print_shown(console, found[name,], self._says(name), self.root, by)
-            if (same := same_as(found, name)) is not None:
-                print_same(console, name, found[SAME[name]], same=same)
+            if (same := is_same(found, name)) is not None:
+                print_same(console, name, found[PAIRS[name]], same=same)
 
 
-def same_as(found: dict[tuple[str, ...], Shown], name: str) -> bool | None:
+def is_same(found: dict[tuple[str, ...], Shown], name: str) -> bool | None:
     """Return whether two others in a row gave the result of a collective on every rank; None if they were not run."""
-    double = found.get(SAME.get(name, ()))
+    double = found.get(PAIRS.get(name, ()))
     return None if double is None else double.after == found[name,].after
 
 

@@ -39,10 +39,10 @@ from shardlab.train.config import SECTIONS
 INDENT = 16
 """Width of a fact's label in characters."""
 
-MOST = 100_000
+MOST_WIDTH = 100_000
 """Width in characters into which every table fits."""
 
-FOLDED = 12
+NARROWEST_FOLDED = 12
 """Least width of folded cells in characters."""
 
 NARROWEST = 30
@@ -203,7 +203,7 @@ def print_whole(console: Console, table: Table, folded: int) -> None:
         cells = max(
             Text.from_markup(cell).cell_len if isinstance(cell, str) else len(str(cell)) for cell in column.cells
         )
-        column.width = min(cells, max(FOLDED, cells - (width - console.width)))
+        column.width = min(cells, max(NARROWEST_FOLDED, cells - (width - console.width)))
         column.no_wrap, column.overflow = False, "fold"
         width -= cells - column.width
     console.print(_Wide(table, max(width, console.width)), soft_wrap=width > console.width)
@@ -211,7 +211,7 @@ def print_whole(console: Console, table: Table, folded: int) -> None:
 
 def whole_width(table: Table) -> int:
     """Return the width in characters of a table of which no cell is cut."""
-    return Console(width=MOST, file=StringIO()).measure(table).maximum
+    return Console(width=MOST_WIDTH, file=StringIO()).measure(table).maximum
 
 
 class Trimmed:

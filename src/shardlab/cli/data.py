@@ -34,7 +34,7 @@ TokenizerName = Annotated[str, tyro.conf.arg(metavar="TOKENIZER")]
 NewFolder = Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
 """Path of a folder to create."""
 
-TENTHS = 10
+PROGRESS_LINES = 10
 """Number of lines of progress for each pass in a pipe, where no bar can be drawn."""
 
 QUIET = 10_000_000
@@ -64,8 +64,8 @@ class Preparing:
             sources: names of the sources for the manifest (None: those of `inputs`).
         """
         with progress_of(sum(each.size for each in inputs)) as progress:
-            found = prepare(inputs, out, tokenizer, self.train_bpe, self.validation, progress, sources)
-        show(found, json=self.json)
+            data = prepare(inputs, out, tokenizer, self.train_bpe, self.validation, progress, sources)
+        show(data, json=self.json)
         return 0
 
 
@@ -137,10 +137,10 @@ class ShowData:
     """Print only the manifest, as JSON."""
 
     def run(self) -> int:
-        found = Prepared.open(self.folder)
+        data = Prepared.open(self.folder)
         if self.verify:
-            found.verify()
-        show(found, json=self.json, verified=self.verify)
+            data.verify()
+        show(data, json=self.json, verified=self.verify)
         return 0
 
 
@@ -230,7 +230,7 @@ def progress_of(total: int) -> Generator[Progress]:
         def progress(doing: str, done: int) -> None:
             nonlocal printed
             bar.update(task, description=doing, completed=done)
-            tenth = TENTHS * done // max(1, total)
+            tenth = PROGRESS_LINES * done // max(1, total)
             if not console.is_terminal and (doing, tenth) != printed and tenth and total > QUIET:
                 printed = doing, tenth
                 print(f"{doing}: {done:,} of {total:,} bytes", file=sys.stderr, flush=True)

@@ -55,12 +55,16 @@ class Doctor:
         except ImportError as error:
             from shardlab.measure.doctor.checks import Finding
 
-            return self._tell([Finding("torch", f"cannot be imported: {error}", "pip install torch", "error")], None)
-        findings, world = self._examined()
-        return 0 if findings is None else self._tell(findings, world)
+            return self._report([Finding("torch", f"cannot be imported: {error}", "pip install torch", "error")], None)
+        findings, world = self._examine()
+        return 0 if findings is None else self._report(findings, world)
 
-    def _examined(self) -> tuple[list[Finding] | None, WorldFacts | None]:
-        """What was found, and the world if its ranks met; None in a process that leaves the telling to rank 0."""
+    def _examine(self) -> tuple[list[Finding] | None, WorldFacts | None]:
+        """Examine the hosts and the links.
+
+        Returns:
+            The findings, and the world if its ranks found each other; None and None if rank 0 reports for this process.
+        """
         from shardlab.execute.requirements import gpu_count
         from shardlab.measure.doctor.checks import Finding, examined, host_facts
         from shardlab.measure.doctor.network import all_findings, world_facts
@@ -77,14 +81,14 @@ class Doctor:
             limit = start_limit(self.timeout)
             joining = Joining(timeout=limit, start=limit)
             world = run_ranks(ranks, world_facts, *here, joining=joining)
-        except Exception as error:  # whatever torch says of a network
+        except Exception as error:  # torch raises many types for network errors
             first = place.rank if place is not None and launched else 0
             what = (str(error).strip() or type(error).__name__).splitlines()[-1]
             network = Finding("network", f"rank {first} did not connect to the others: {what}", remedy, "error")
             return [*examined(host_facts(first, (place and place.local_world) or 1, write=True)), network], None
         return (None, None) if world is None else (list(all_findings(world)), world)
 
-    def _tell(self, findings: Sequence[Finding], world: WorldFacts | None) -> int:
+    def _report(self, findings: Sequence[Finding], world: WorldFacts | None) -> int:
         errors = [finding for finding in findings if finding.state == "error"]
         warnings = [finding for finding in findings if finding.state == "warning"]
         if self.json:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from shardlab.cli.console import print_fact, print_json, print_whole, stdout_console, table_of, whole_width
 from shardlab.cli.options import Flag
-from shardlab.cli.train.command import as_words
+from shardlab.cli.train.command import value_text
 from shardlab.common.files import read_file
 from shardlab.language import UserError
 
@@ -27,11 +27,11 @@ RUNS = Path("runs")
 COLUMNS = ("run", "ended", "steps", "loss", "validation", "strategy", "model", "began", "ranks")
 """Columns of the list, most important first. In a narrow terminal, the last ones are left out."""
 
-KEPT = 5
+FEWEST = 5
 """Number of columns that are never left out."""
 
-WORDS = ("run", "began", "model", "strategy", "ended")
-ORDER = (*WORDS, "ranks", "steps", "loss", "validation")
+WORD_COLUMNS = ("run", "began", "model", "strategy", "ended")
+ORDER = (*WORD_COLUMNS, "ranks", "steps", "loss", "validation")
 
 STYLES = {"finished": "green", "interrupted": "yellow", "running": "cyan"}
 
@@ -60,7 +60,7 @@ class History:
             console.print("no runs")
             return 0
         columns = list(COLUMNS)
-        while console.is_terminal and len(columns) > KEPT and whole_width(_table(runs, columns)) > console.width:
+        while console.is_terminal and len(columns) > FEWEST and whole_width(_table(runs, columns)) > console.width:
             columns.pop()
         print_whole(console, _table(runs, columns), folded=0)
         resumable = [run for run in runs if run.resume]
@@ -100,7 +100,7 @@ class Show:
 def _table(runs: Sequence[PastRun], columns: Sequence[str]) -> Table:
     """Return a table with a row for each run, and the given columns in reading order."""
     shown = [name for name in ORDER if name in columns]
-    words = sum(name in WORDS for name in shown)
+    words = sum(name in WORD_COLUMNS for name in shown)
     table = table_of(*shown, words=words)
     for run in runs:
         cells = _cells(run)
@@ -129,7 +129,7 @@ def _print(console: Console, run: PastRun, config: dict[str, Any], files: dict[s
     table = table_of("section", "field", "value", words=3)
     for section, fields in config.items():
         for number, (name, value) in enumerate(fields.items()):
-            table.add_row("" if number else section, name, Text(as_words(value), "bold"))
+            table.add_row("" if number else section, name, Text(value_text(value), "bold"))
     print_whole(console, table, folded=2)
     console.print()
     if command := run.record.get("command"):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import tyro
 
-from shardlab.cli.options import Flag, Layers, OptionalCount, one_word, switch_flags, switched
+from shardlab.cli.options import Flag, Layers, OptionalCount, one_word_option, switch_flags, switch_value
 from shardlab.common.fields import COUNT, field_helps, field_types
 from shardlab.train.config import SECTIONS
 from shardlab.train.config_sources import preset_source
@@ -31,14 +31,14 @@ def _factor(word: str) -> float:
         raise ValueError(f"{word!r} is not a number; give one, or none.") from None
 
 
-Factor = Annotated[float | None, one_word("{FLOAT|none}", _factor, float), tyro.conf.arg(help_behavior_hint="")]
+Factor = Annotated[float | None, one_word_option("{FLOAT|none}", _factor, float), tyro.conf.arg(help_behavior_hint="")]
 """Number, infinity for the word none, or None if the option is left out."""
 
 OptionalNumber = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE", help_behavior_hint="")]
 
-OFF = ("no_bias", "untied")
+OFF_FLAGS = ("no_bias", "untied")
 """Flags that turn a switch off, which are not fields of a model."""
 
 
@@ -107,8 +107,8 @@ class ModelOptions:
             UserError: if flags contradict each other.
         """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        given |= {"bias": switched(self, "bias"), "tied": switched(self, "tied", "untied")}
-        given = {field: value for field, value in given.items() if value is not None and field not in OFF}
+        given |= {"bias": switch_value(self, "bias"), "tied": switch_value(self, "tied", "untied")}
+        given = {field: value for field, value in given.items() if value is not None and field not in OFF_FLAGS}
         if given.get("capacity_factor") == math.inf:
             given["capacity_factor"] = None
         return given
@@ -169,7 +169,7 @@ class SettingOptions:
         for section, kind in SECTIONS.items():
             types = field_types(kind)
             words = {
-                name: switched(self, name) if each.words is bool else getattr(self, name)
+                name: switch_value(self, name) if each.words is bool else getattr(self, name)
                 for name, each in types.items()
             }
             given[section] = {name: types[name].of_words(value) for name, value in words.items() if value is not None}

@@ -30,6 +30,7 @@ from shardlab.simulate.timeline.run import Counter
 if TYPE_CHECKING:
     from shardlab.draw.trace_events import Shown
 
+
 MaxSeconds = Annotated[float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint=f"(default: {MAX_SECONDS:g})")]
 """Largest CPU time until the next op of a user's program, in seconds. `shardlab.cli.main` enforces it as well."""
 
@@ -51,7 +52,7 @@ StrategyName = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar
 CostsText = Annotated[str | None, tyro.conf.arg(metavar="NAME=TIME,...", help_behavior_hint="")]
 """Text of the option `--costs`, which `costs_of` parses."""
 
-NAMES = [field.name for field in fields(Costs) if field.name != "link_latency"]
+COST_NAMES = [field.name for field in fields(Costs) if field.name != "link_latency"]
 
 OWN_MARKS = (
     b"<dc:title>shardlab</dc:title>",  # SVG
@@ -62,7 +63,7 @@ OWN_MARKS = (
 )
 """Marks by which Shardlab recognizes its own files. One of them is near the beginning or the end of each file."""
 
-NEAR = 4096
+MARK_RANGE = 4096
 """Number of bytes at either end of a file in which a mark is looked for."""
 
 MOST_TOKENS = 16 * 2**20
@@ -72,7 +73,7 @@ MOST_DRAWN = 500_000
 """Largest number of events in a picture, which then takes some seconds to draw."""
 
 
-def one_word(metavar: str, read: Callable[[str], Any], kind: type) -> PrimitiveConstructorSpec[Any]:
+def one_word_option(metavar: str, read: Callable[[str], Any], kind: type) -> PrimitiveConstructorSpec[Any]:
     """Return the tyro constructor of an option that takes one word.
 
     Args:
@@ -96,7 +97,7 @@ def _parse_count(word: str) -> int:
         raise ValueError(f"{word!r} is not a whole number; give 1 or more.") from None
 
 
-_COUNT = one_word("N", _parse_count, int)
+_COUNT = one_word_option("N", _parse_count, int)
 
 Count = Annotated[int, _COUNT]
 """Integer of 1 or more."""
@@ -302,7 +303,7 @@ def switch_flags(name: str, about: str) -> Iterator[tuple[str, Any, bool]]:
     yield f"no_{name}", Annotated[Flag, tyro.conf.arg(help=off)], False
 
 
-def switched(options: object, name: str, opposite: str | None = None) -> bool | None:
+def switch_value(options: object, name: str, opposite: str | None = None) -> bool | None:
     """Return the value that the two flags of a switch give, or None if neither is given.
 
     Args:
@@ -327,7 +328,7 @@ def costs_of(text: str) -> Costs:
     Raises:
         UserError: for a word that is not NAME=TIME, an unknown name, or a name that is given twice.
     """
-    given = dict.fromkeys(NAMES, 0.0)
+    given = dict.fromkeys(COST_NAMES, 0.0)
     seen: set[str] = set()
     for part in text.split(","):
         name, equals, time = (word.strip() for word in part.partition("="))
@@ -336,7 +337,7 @@ def costs_of(text: str) -> Costs:
         if name == "backward":
             raise UserError("--costs: give backward_input and backward_weight; an unsplit backward costs their sum")
         if name not in given:
-            raise UserError(f"--costs: there is no cost {name!r}; give some of {', '.join(NAMES)}")
+            raise UserError(f"--costs: there is no cost {name!r}; give some of {', '.join(COST_NAMES)}")
         if name in seen:
             raise UserError(f"--costs: {name} is given twice; give it once")
         seen.add(name)
@@ -421,7 +422,7 @@ NO_PICTURES = Pictures()
 PictureFlags = Annotated[Pictures, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
 """Field type of a command that has these options, without a prefix in their names."""
 
-AS_USUAL = BatchRequest()
+DEFAULT_BATCH = BatchRequest()
 """Request without options: one microbatch of one sequence for each device."""
 
 
@@ -443,8 +444,8 @@ def _is_replaceable(path: Path, content: bytes | None) -> bool:
             file.seek(0)
             if content is not None:
                 return size in (0, len(content)) and file.read() in (b"", content)
-            ends = file.read(NEAR)
-            file.seek(max(0, size - NEAR))
+            ends = file.read(MARK_RANGE)
+            file.seek(max(0, size - MARK_RANGE))
             ends += file.read()
     except OSError:
         return False

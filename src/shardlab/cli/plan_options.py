@@ -19,7 +19,7 @@ import tyro
 
 from shardlab.check import Checked, check
 from shardlab.check.report import Blame
-from shardlab.cli.options import OptionalCount, switch_flags, switched
+from shardlab.cli.options import OptionalCount, switch_flags, switch_value
 from shardlab.common.fields import COUNT, as_flags, field_helps, field_types
 from shardlab.common.text import read_bytes
 from shardlab.common.user_code import file_and_name
@@ -34,6 +34,7 @@ from shardlab.strategies.registry import StrategyEntry, entry_from_plan
 if TYPE_CHECKING:
     from shardlab.simulate.hardware import Cluster
     from shardlab.simulate.predict.recipe import Recipe
+
 
 _ABSENT: Any = Annotated[None, tyro.conf.Suppress]
 
@@ -76,7 +77,7 @@ class PlanOptions:
         every: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, each in field_types(Plan).items():
             if each.words is bool:
-                every[name] = switched(self, name)
+                every[name] = switch_value(self, name)
                 del every[f"no_{name}"]
         if words := every.pop("offload"):
             if "offload=" in (every["passes"] or ""):

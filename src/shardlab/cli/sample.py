@@ -132,8 +132,8 @@ class Sample:
         seconds = times[-1] - times[0]
         speed = f", {(len(times) - 1) / seconds:,.0f} tokens/s after the first" if seconds else ""
         window = len(tokens) + self.tokens > model.seq_len
-        seen = f"; the model sees the last {model.seq_len:,}" if window else ""
-        print(f"{len(times)} tokens{speed}{seen}", file=sys.stderr)
+        limit = f"; the model sees the last {model.seq_len:,}" if window else ""
+        print(f"{len(times)} tokens{speed}{limit}", file=sys.stderr)
 
     def _chat(self, conversation: Conversation) -> None:
         """Answer each line of stdin until its end."""

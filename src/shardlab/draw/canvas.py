@@ -49,7 +49,7 @@ FAINT = "#6e7781"
 
 IDLE = "#eff1f3"
 
-EM = 0.62
+DIGIT_WIDTH = 0.62
 """Width of a digit over the font's size."""
 
 STYLE: dict[Any, Any] = {
@@ -168,9 +168,9 @@ def fill(
     axes.add_artist(patch)
 
 
-def fitting(text: str, width: float) -> float:
+def fit_size(text: str, width: float) -> float:
     """Return the largest font size at which a text fits into a width, both in points."""
-    return (width - 1.5) / (len(text) * EM)
+    return (width - 1.5) / (len(text) * DIGIT_WIDTH)
 
 
 @cache
@@ -292,12 +292,12 @@ def model_layer(sizes: Sizes, layer: int) -> int:
     Program layers before the first or after the last layer of the model count as part of it.
     """
     if sizes.blocks:
-        found = bisect_right(sizes.blocks, layer) - 1
+        number = bisect_right(sizes.blocks, layer) - 1
     elif experts := _experts(sizes):
-        found = bisect_left(experts, layer)
+        number = bisect_left(experts, layer)
     else:
         return layer
-    return max(0, min(model_layer_count(sizes) - 1, found))
+    return max(0, min(model_layer_count(sizes) - 1, number))
 
 
 def _shorter(path: str) -> str:

@@ -36,7 +36,7 @@ from shardlab.draw.canvas import (
     Page,
     Paint,
     fill,
-    fitting,
+    fit_size,
     ink_on,
 )
 from shardlab.draw.rows import UNFOLDED, Detail, Row, Span, detail_of, ranks_text, row_name, spaced, tracks
@@ -54,7 +54,7 @@ SWATCH = (0.26, 0.15)
 NAMED_LAYERS = 12
 """Largest number of layers with a numbered swatch for each."""
 
-USUAL = sorted(OpKind, key=lambda kind: (kind is not OpKind.FORWARD, kind is not OpKind.LOSS))
+LEGEND_ORDER = sorted(OpKind, key=lambda kind: (kind is not OpKind.FORWARD, kind is not OpKind.LOSS))
 """Ops in the order of the legend: that of their table, but with the loss after the forward pass, which it ends."""
 
 TOP, MIDDLE, BOTTOM = 0.09, 0.66, 0.91
@@ -78,7 +78,7 @@ NAMED_CURVES = 8
 KEY = (10.0, 24.0, 29.0)
 """Distances from the panel in points: begin and end of a line in its key, and begin of the text."""
 
-SEEN = 1.0
+VISIBLE_STEP = 1.0
 """Least distance in points of two steps that can be told apart."""
 
 Curve = tuple[tuple[float, int], ...]
@@ -101,10 +101,10 @@ def legend_items(panels: Sequence[Panel], numbered: bool) -> list[Item]:
     """
     looks = panels[0].looks
     drawn = {event.kind for panel in panels for row in panel.rows for event in row.events if _is_drawn(event)}
-    seen = [kind for kind in USUAL if kind in drawn]
+    seen = [kind for kind in LEGEND_ORDER if kind in drawn]
     other = [kind for kind in seen if kind not in COMMUNICATION and COLORS.get(kind.row.color) == OTHER]
     compute = [kind for kind in seen if kind not in COMMUNICATION and kind not in other]
-    items = [Item(kind.row.legend, _usual(looks, kind)) for kind in compute]
+    items = [Item(kind.row.legend, _typical_swatch(looks, kind)) for kind in compute]
     if other:
         items.append(Item(", ".join(sorted(kind.row.legend for kind in other)), _swatch(Paint(OTHER))))
     for row in [kind.row for kind in seen if kind in COMMUNICATION]:
@@ -189,7 +189,7 @@ class Panel:
             height: height of the box, as a share of its row.
         """
         height *= self.height
-        size = min(9.0, 0.78 * height, fitting(text, width * self.points)) if text else 0.0
+        size = min(9.0, 0.78 * height, fit_size(text, width * self.points)) if text else 0.0
         return size if size >= min(5.2, 0.7 * height) else 0.0
 
 
@@ -333,7 +333,7 @@ def _swatch(look: Paint, letters: str = "") -> Callable[[Page, Box], None]:
     return paint
 
 
-def _usual(looks: Looks, kind: OpKind) -> Callable[[Page, Box], None]:
+def _typical_swatch(looks: Looks, kind: OpKind) -> Callable[[Page, Box], None]:
     """Return the swatch of an op: the look of the first chunk, or of a layer in the middle."""
     if kind is OpKind.LOSS:
         return _loss
@@ -453,11 +453,11 @@ def _when_highest(steps: Curve) -> float:
 
 def _fewer(steps: Curve, apart: float) -> Curve:
     """Return a curve without invisible steps: in each interval of length `apart`, the highest and the last remain."""
-    if len(steps) * apart <= 2 * (steps[-1][0] or 1.0) * SEEN:
+    if len(steps) * apart <= 2 * (steps[-1][0] or 1.0) * VISIBLE_STEP:
         return steps
     kept: list[tuple[float, int]] = []
     for time, live in steps:
-        if len(kept) >= 2 and time - kept[-2][0] < apart * SEEN:
+        if len(kept) >= 2 and time - kept[-2][0] < apart * VISIBLE_STEP:
             if live >= kept[-2][1]:
                 kept[-2:] = [(kept[-2][0], live), (time, live)]
             else:

@@ -42,10 +42,10 @@ the number of its microbatch, and as a pass."""
 SAMPLED = 8
 """Number of rows whose passes are measured to choose the detail."""
 
-CELL = 8.0
+NARROWEST_SHARE = 8.0
 """Least width in points of a box of shares."""
 
-CLOSE = 2.0
+JOINED_DISTANCE = 2.0
 """Distance in points below which communications are drawn as one span, if boxes are passes."""
 
 Shares = tuple[tuple[Paint, float], ...]
@@ -149,9 +149,9 @@ def detail_of(rows: Sequence[Row], looks: Looks, points: float) -> Detail:
     if not ops or (median(ops) * points >= narrowest and boxes <= MOST_BOXES):
         return Detail.OPS
     some = spaced(rows, SAMPLED)
-    found = [span.end - span.start for row in some for _, span in passes(row, looks)]
-    few = len(found) * len(rows) <= MOST_BOXES * len(some)
-    return Detail.PASSES if few and median(found) * points >= NARROWEST_PASS else Detail.SHARES
+    widths = [span.end - span.start for row in some for _, span in passes(row, looks)]
+    few = len(widths) * len(rows) <= MOST_BOXES * len(some)
+    return Detail.PASSES if few and median(widths) * points >= NARROWEST_PASS else Detail.SHARES
 
 
 def tracks(
@@ -167,12 +167,16 @@ def tracks(
         return [_ops(row, looks, letters) for row in rows]
     if detail is Detail.PASSES:
         return [
-            Track([span for _, span in passes(row, looks)], _join_close(row, looks, CLOSE / points), _losses(row))
+            Track(
+                [span for _, span in passes(row, looks)],
+                _join_close(row, looks, JOINED_DISTANCE / points),
+                _losses(row),
+            )
             for row in rows
         ]
     end = max((e.end for row in rows for e in row.events), default=0.0)
     period = _period(spaced(rows, SAMPLED), looks) or end / 100
-    cell = period * max(1, -(-CELL // (period * points)))
+    cell = period * max(1, -(-NARROWEST_SHARE // (period * points)))
     edges = np.arange(0.0, end + cell, cell)
     return [_shares(row, looks, edges) for row in rows]
 
@@ -221,8 +225,8 @@ def _joined_rows(group: list[Row]) -> Row:
 def _shared_coordinates(program: Program, ranks: Sequence[int]) -> list[str]:
     """List the coordinates that some ranks share, if the mesh has several axes."""
     axes = program.mesh.used
-    found = {axis: {program.mesh.coordinate(rank, axis) for rank in ranks} for axis in axes if len(axes) > 1}
-    return [f"{axis} {min(places)}" for axis, places in found.items() if len(places) == 1]
+    coordinates = {axis: {program.mesh.coordinate(rank, axis) for rank in ranks} for axis in axes if len(axes) > 1}
+    return [f"{axis} {min(values)}" for axis, values in coordinates.items() if len(values) == 1]
 
 
 def _name_with_notes(ranks: Sequence[int], about: list[str]) -> str:

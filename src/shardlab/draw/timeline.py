@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 
 from shardlab.common.files import write_whole
 from shardlab.common.text import seconds_text
-from shardlab.draw.canvas import EM, FAINT, Looks, Page, model_layer_count, style
+from shardlab.draw.canvas import DIGIT_WIDTH, FAINT, Looks, Page, model_layer_count, style
 from shardlab.draw.panels import (
     ROW,
     Panel,
@@ -220,7 +220,7 @@ def _page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy, not
     close_up = close_up_of(panel, plot)
     panels = [panel, close_up] if close_up else [panel]
     legend = flow(legend_items(panels, numbered=True), width - 2 * MARGIN)
-    lines = wrap(note, int((width - 2 * MARGIN) * 72 / (NOTE_SIZE * EM)))
+    lines = wrap(note, int((width - 2 * MARGIN) * 72 / (NOTE_SIZE * DIGIT_WIDTH)))
     header = HEADER + len(lines) * NOTE_LINE
     top = header + len(legend) * ROW + 0.08
     bottom = top + height * len(rows)

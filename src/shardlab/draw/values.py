@@ -37,7 +37,7 @@ EMPTY = "#f3f5f7"
 MARGIN, LEFT, TOP, HEIGHT = 0.2, 0.5, 1.02, 1.1
 """Margin of the page, left and top edge of the network, and its height, in inches."""
 
-NAMES = 1.0
+NAMES_WIDTH = 1.0
 """Width to the right of the network for the names of the parts of a layer's box, in inches."""
 
 NUMBERED_ROWS = 16
@@ -101,7 +101,7 @@ class _Network:
         self.pitch = max(0.3, min(1.25, 12 / layers))
         self.column = 0.28 * self.pitch
         width = layers * self.pitch + self.column
-        self.page = Page(max(LEFT + width + NAMES, 5.2), TOP + HEIGHT + 0.42)
+        self.page = Page(max(LEFT + width + NAMES_WIDTH, 5.2), TOP + HEIGHT + 0.42)
 
     def area(self, kind: Kind, layer: int) -> Box:
         """Return the box of one kind of value at one layer, in inches."""

@@ -53,8 +53,8 @@ def settle_pair(pair: StrategyPair, size: Size, ranks: int) -> StrategyPair:
     """Return a pair with the passes, and their settings, that help by this machine's prices."""
     if pair.passes == "none":
         return pair
-    found, _ = run_passes_here(load(pair.name), pair.job(size, ranks), pair.passes, lenient=True)
-    return replace(pair, passes=settled(found))
+    passed, _ = run_passes_here(load(pair.name), pair.job(size, ranks), pair.passes, lenient=True)
+    return replace(pair, passes=settled(passed))
 
 
 def print_passes(console: Console, rows: Sequence[PassesRow], ranks: int) -> None:

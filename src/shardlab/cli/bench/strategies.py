@@ -75,13 +75,13 @@ class BenchStrategies:
         except KeyboardInterrupt:
             interrupted = True
         flags = f"--passes {self.passes}{' --each-pass' * self.each_pass}"
-        found = as_json(rows, self.ranks, self.turns, flags, load)
+        results = as_json(rows, self.ranks, self.turns, flags, load)
         if self.json:
-            print_json(found)
+            print_json(results)
         elif rows:
             self._print(rows)
         if self.out is not None:
-            self._write(self.out, found, [row for row in rows if isinstance(row, PairRow)])
+            self._write(self.out, results, [row for row in rows if isinstance(row, PairRow)])
         if interrupted:
             print(f"shardlab: interrupted after {counted(len(rows), 'pair')}", file=sys.stderr)
             return INTERRUPTED
@@ -155,7 +155,7 @@ class BenchStrategies:
             return PairRow(pair, size, None, differ, failed=True)
         return PairRow(pair, size, compared)
 
-    def _write(self, folder: Path, found: dict[str, object], rows: Sequence[PairRow]) -> None:
+    def _write(self, folder: Path, results: dict[str, object], rows: Sequence[PairRow]) -> None:
         from shardlab.measure.plot import plot_strategies
 
         panels: dict[str, list[tuple[StrategyPair, Compared]]] = defaultdict(list)
@@ -166,7 +166,7 @@ class BenchStrategies:
         files = [folder / name, *((folder / f"strategies.{end}") for end in ("svg", "png") if panels)]
         with writing("--out", folder):
             with whole_file(files[0]) as part:
-                part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+                part.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
             if panels:
                 plot_strategies(panels, files[1:])
         if not self.json:

@@ -263,10 +263,10 @@ class PlanCommand:
 
         problem, candidate = choice.problem, choice.best.candidate
         plan = shlex.quote(str(self.out)) if self.out else None
-        found = {"simulate": f"shardlab simulate {self._problem_words()} {flags_of(problem, candidate, plan)}"}
+        texts = {"simulate": f"shardlab simulate {self._problem_words()} {flags_of(problem, candidate, plan)}"}
         if problem.recipe.name == OWN.name:
-            found["train"] = train_command(problem, candidate, self._model_words(), plan)
-        return found
+            texts["train"] = train_command(problem, candidate, self._model_words(), plan)
+        return texts
 
     def _problem_words(self) -> str:
         """Return the options that give the model, the cluster and the recipe, for another command."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shardlab.planner.problem import Problem
     from shardlab.planner.results import Found
 
+
 STEPS = 13
 """Number of steps of a suggested run: three to warm up, and ten for the median."""
 
@@ -155,7 +156,7 @@ def print_ran_out(found: Found, console: Console) -> None:
         print_fact(console, "does not fit", f"{each.family}, {short(each.candidate)}: it ran out of memory")
 
 
-def how_sure(choice: PlanChoice) -> str:
+def expected_error_text(choice: PlanChoice) -> str:
     """Return the expected error of the chosen plan's time as text."""
     beliefs = choice.beliefs
     if beliefs is None or not beliefs.measured:

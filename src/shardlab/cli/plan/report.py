@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardlab.cli.console import INDENT, print_fact, print_figures, print_path, table_of
-from shardlab.cli.plan.measure import how_sure, measured_as_json, print_measured
+from shardlab.cli.plan.measure import expected_error_text, measured_as_json, print_measured
 from shardlab.common.text import bytes_text, room_text, seconds_text, share_text, unit_of
 from shardlab.language.rules.kinds import counted
 from shardlab.planner.alternatives import TELLING, sentence
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from shardlab.planner.workers import Answer, Change
 
 
-PATH = "what the step waits for, one after the other: of a message and the compute beside it, only what ends last"
+PATH_NOTE = "what the step waits for, one after the other: of a message and the compute beside it, only what ends last"
 """Explanation of the critical path, which has less compute than the step."""
 
-NODE = 10
+NODE_WIDTH = 10
 """Width of a node's name in characters."""
 
-HELPS: dict[Change, str] = {
+CHANGE_TEXTS: dict[Change, str] = {
     "memory": "twice the memory",
     "links": "twice the bandwidth between nodes",
     "batch": "twice the batch",
@@ -50,7 +50,7 @@ HELPS: dict[Change, str] = {
 WIDE = 80
 """Width of a terminal in which each family and its limit fit into one line."""
 
-WORDS = 0.4
+CHOICE_SHARE = 0.4
 """Largest share of a line for the name of an alternative."""
 
 BAR = 40
@@ -93,12 +93,12 @@ def print_choice(
     console.print()
     print_figures(console, figures(choice))
     print_fact(console, "", memory_bar(choice))
-    print_fact(console, "how sure", how_sure(choice))
+    print_fact(console, "how sure", expected_error_text(choice))
     if assumed := assumed_figures(problem.workload(best.candidate)):
         print_fact(console, "assumed", ", ".join(assumed))
     console.print()
     for line in picture(best.candidate.plan.mesh, problem.cluster):
-        print_fact(console, line[:NODE], line[NODE:], indent=NODE)
+        print_fact(console, line[:NODE_WIDTH], line[NODE_WIDTH:], indent=NODE_WIDTH)
     print_families(choice, console)
     print_misses(choice, console)
     if choice.beliefs is not None and choice.beliefs.measured:
@@ -108,7 +108,7 @@ def print_choice(
     console.print()
     print_fact(console, "critical path", path_text(choice.path) if choice.path else choice.unknown)
     if choice.path:
-        print_fact(console, "", PATH, style="dim")
+        print_fact(console, "", PATH_NOTE, style="dim")
     print_reasons(choice, console)
     console.print()
     _print_helps(choice, console)
@@ -254,7 +254,7 @@ def print_reasons(choice: PlanChoice, console: Console) -> None:
     console.print(f"\n{heading}", style="dim")
     table = table_of("", "", words=2)
     table.show_header = False
-    table.columns[0].max_width = int(WORDS * console.width)
+    table.columns[0].max_width = int(CHOICE_SHARE * console.width)
     for column in table.columns:
         column.no_wrap = False
     for each in choice.alternatives:
@@ -318,11 +318,11 @@ def _print_end(choice: PlanChoice, commands: Mapping[str, str], out: Path | None
 
 
 def _print_helps(choice: PlanChoice, console: Console) -> None:
-    kept = [f"{HELPS[change]} {gain:+.1%}" for change, gain in choice.helps.items() if change != "memory"]
+    kept = [f"{CHANGE_TEXTS[change]} {gain:+.1%}" for change, gain in choice.helps.items() if change != "memory"]
     words = [f"{' and '.join(kept)} tokens/s with this very plan"] if kept else []
     gain = choice.helps.get("memory")
     anew = "was not searched to the end" if gain is None else f"less than +{NOTABLE:.0%}" if gain < NOTABLE else ""
-    words.append(f"{HELPS['memory']}, planned anew, {anew or f'{gain:+.1%}'}")
+    words.append(f"{CHANGE_TEXTS['memory']}, planned anew, {anew or f'{gain:+.1%}'}")
     print_fact(console, "would help", "; ".join(words))
 
 

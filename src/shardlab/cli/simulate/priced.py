@@ -17,7 +17,7 @@ from rich.text import Text
 
 from shardlab.check import Checked, drifts_of
 from shardlab.cli.console import print_fact, print_figures, print_path, stdout_console
-from shardlab.cli.options import AS_USUAL, BatchRequest
+from shardlab.cli.options import DEFAULT_BATCH, BatchRequest
 from shardlab.cli.plan_options import PlanOptions, as_recipe_does, checked, cluster_called, precision_of, recipe_called
 from shardlab.cli.simulate.terminal_timeline import print_timeline
 from shardlab.common.text import bytes_text, room_text, seconds_text, share_text, unit_of
@@ -97,7 +97,7 @@ def price(
     layers: int | None = None,
     sequence: int | None = None,
     memory: str | None = None,
-    batch: BatchRequest = AS_USUAL,
+    batch: BatchRequest = DEFAULT_BATCH,
     other_machine: bool = False,
 ) -> PricedStep:
     """Simulate a step of a model on a cluster.

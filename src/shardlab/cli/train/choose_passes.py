@@ -147,19 +147,19 @@ def _choose_passes(entry: StrategyEntry, job: Job, others: Sequence[int], lenien
     if not asked or (all(each.setting for each in asked) and not lenient):
         return names
     try:
-        found, _ = run_passes_here(entry, job, names, lenient=lenient)
+        passed, _ = run_passes_here(entry, job, names, lenient=lenient)
         kept = {each.name for each in asked if each.by_name and not lenient}
         if others:
-            found = [each for each in found if each.name != "fuse-steps" or each.name in kept]
+            passed = [each for each in passed if each.name != "fuse-steps" or each.name in kept]
         for count in others:
-            there, _ = run_passes_here(entry, replace(job, microbatches=count), settled(found), lenient=True)
-            idle = {each.name for each in there if not each.applies} - kept
-            found = [each for each in found if each.name not in idle]
+            other, _ = run_passes_here(entry, replace(job, microbatches=count), settled(passed), lenient=True)
+            idle = {each.name for each in other if not each.applies} - kept
+            passed = [each for each in passed if each.name not in idle]
     except (UserError, Refused):
         return names  # every rank reports the error later; raised here, it would leave the others waiting
-    if useless := useless_offload(found):
+    if useless := useless_offload(passed):
         print(f"shardlab: {useless}", file=sys.stderr)
-    return settled(found)
+    return settled(passed)
 
 
 def _only_named(names: str) -> str:

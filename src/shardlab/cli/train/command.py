@@ -508,13 +508,13 @@ def print_config(console: Console, config: TrainingConfig, sources: Sequence[Con
             if value is None or (not all and source in (None, sources[0].name)) or (name, value) == ("name", UNNAMED):
                 continue
             origin_text = source or ("rule" if name == "passes" else BY_NAME.get(section, "rule"))
-            table.add_row(shown, name, Text(as_words(value), "bold"), Text(origin_text, "dim"))
+            table.add_row(shown, name, Text(value_text(value), "bold"), Text(origin_text, "dim"))
             shown = ""
     if table.row_count:
         print_whole(console, table, folded=2)
 
 
-def as_words(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Return a value as text for a table."""
     if isinstance(value, dict):
         sizes = cast(dict[str, Any], value)
