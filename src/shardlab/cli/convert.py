@@ -56,7 +56,7 @@ class Convert:
         from shardlab.train.data.tokenizers import exported
         from shardlab.train.huggingface import converted, open_source
 
-        source = open_source(self.source, self.model.changed)
+        source = open_source(self.source, self.model.apply)
         form = self.to or ("hf" if source.form == "shardlab" else "shardlab")
         tokenizer = kept_tokenizer(source.folder) if form == "hf" else None
         beside = {} if tokenizer is None else tokenizer.files() | exported(tokenizer)

@@ -196,7 +196,7 @@ class Submit:
         if (seconds := seconds_of(self.time)) is None:
             raise UserError(f"--time is {self.time!r}; give {A_TIME}")
         if self.command[0] == "train":
-            given = _given(self.command)
+            given = _parse_flags(self.command)
             out, resume = given.get("--out"), given.get("--resume")
             goes_on = resume not in (None, "auto")
             run = Path(out or (resume if goes_on and resume else f"runs/{self.name}"))
@@ -225,7 +225,7 @@ class Submit:
         )
 
 
-def _given(command: Sequence[str]) -> dict[str, str]:
+def _parse_flags(command: Sequence[str]) -> dict[str, str]:
     """Return the flags of a command, each with the word after it."""
     words = [word for flag in command for word in (flag.split("=", 1) if flag.startswith("--") else [flag])]
     return {flag: word for flag, word in pairwise([*words, ""]) if flag.startswith("--")}

@@ -133,7 +133,7 @@ class ModelOptions:
         given = {field: value for field, value in ({"layers": layers} | small).items() if field in free} | given
         return with_fields(model, given, name)
 
-    def changed(self, model: Blocks, source: str) -> Blocks:
+    def apply(self, model: Blocks, source: str) -> Blocks:
         """Return a model with the changes by the options. A model that they name replaces it.
 
         Args:

@@ -155,8 +155,8 @@ class Train:
         first, launched = world is None or world.rank == 0, world and world.world
         resumed = self._resumed(world)
         sources = self._sources() if resumed is None else self._sources_of_resumed_run(resumed, launched)
-        goes_on, tell = resumed is not None, first and not self.json and not caller.in_python
-        chosen, config, planned = self._resolve(sources, launched, goes_on=goes_on, tell=tell)
+        is_resumed, tell = resumed is not None, first and not self.json and not caller.in_python
+        chosen, config, planned = self._resolve(sources, launched, is_resumed=is_resumed, tell=tell)
         if resumed is not None:
             config = resumed.config(config)
             if resumed.has_ended(config.train.steps):
@@ -235,7 +235,7 @@ class Train:
         return sources if self.depth is None else [*sources, depth_source(self.depth, sources, flags.sections)]
 
     def _resolve(
-        self, sources: list[ConfigSource], launched: int | None, *, goes_on: bool, tell: bool
+        self, sources: list[ConfigSource], launched: int | None, *, is_resumed: bool, tell: bool
     ) -> tuple[StrategyEntry, TrainingConfig, PlannedRuns | None]:
         """Merge the sources into a strategy and a configuration.
 
@@ -244,14 +244,14 @@ class Train:
 
         Args:
             launched: number of ranks that a launcher started (None: no launcher).
-            goes_on: whether the run is resumed.
+            is_resumed: whether the run continues an earlier one.
             tell: whether to print the choice of a plan.
         """
         name, ranks, base, passes = self.strategy, self.ranks, None, None
         if self.layout.plan == AUTO:
-            planned = plan_of_resumed_run(self.layout, sources, ranks or launched) if goes_on else None
+            planned = plan_of_resumed_run(self.layout, sources, ranks or launched) if is_resumed else None
             if planned is None:
-                measure = not goes_on and not self.print_config
+                measure = not is_resumed and not self.print_config
                 planned = plan_for_this_machine(self.layout, sources, ranks or launched, measure=measure, tell=tell)
             first = planned.runs[0]
             sources.append(first.cut)
