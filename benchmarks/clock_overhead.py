@@ -59,7 +59,7 @@ def ratios(name: str, turns: int, device: torch.device) -> tuple[list[float], fl
     """Each turn's ratio, and the median seconds of a step without the clock."""
     model, sequences = MODELS[name]
     job = Job("single", 1, 4, model, sequences)
-    batches = Batches(Corpus.split(bytes(range(16)) * 4096, model.seq_len), model.seq_len, sequences, 4, 0)
+    batches = Batches(Corpus.from_text(bytes(range(16)) * 4096, model.seq_len), model.seq_len, sequences, 4, 0)
     executor = Executor(job.checked(), 0, job.cut, batches, Settings(device=device))
     plain = list(executor.instructions)
     clock = ComputeClock(executor)

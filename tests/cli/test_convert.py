@@ -14,7 +14,7 @@ import transformers
 
 from shardlab.cli import main
 from shardlab.models import GPT, Mixtral
-from shardlab.train.data.prepared_folder import kept_tokenizer
+from shardlab.train.data.prepared_folder import find_tokenizer
 from shardlab.train.data.tokenizers import Characters, HuggingFace
 from tests.support.tokenizer_files import byte_level
 from tests.train.huggingface.folders import random_run
@@ -50,7 +50,7 @@ def test_a_run_goes_out_and_back(folder: Path, capsys: Captured) -> None:
 
 
 def test_the_tokens_of_a_run_are_those_of_transformers(folder: Path, capsys: Captured) -> None:
-    tokenizer = Characters.of(["to be or not"])
+    tokenizer = Characters.from_texts(["to be or not"])
     random_run(folder / "chars", GPT(layers=1, hidden_size=16, heads=2, seq_len=8, vocab_size=9), tokenizer=tokenizer)
     assert main(["convert", "chars", "hf"]) == 0
     assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in (folder / "hf").iterdir()}
@@ -85,7 +85,7 @@ def test_the_end_that_only_a_model_s_configuration_names_survives_conversions(fo
     (folder / "hf" / "config.json").write_text(json.dumps(config | {"eos_token_id": 1}))
     assert main(["convert", "hf", "back"]) == 0
     for name in ("hf", "back"):
-        found = kept_tokenizer(folder / name)
+        found = find_tokenizer(folder / name)
         assert found is not None
         assert found.end == 1
 

@@ -145,10 +145,10 @@ def test_without_the_library_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, package, None)
     Path("a.parquet").touch()
     from shardlab.common.errors import UserError
-    from shardlab.train.data.documents import library
+    from shardlab.train.data.documents import import_extra
 
     with pytest.raises(UserError, match=rf"a file needs the Python package {package}.*pip install 'shardlab\[data\]'"):
-        library(f"{package}.something", "a file")
+        import_extra(f"{package}.something", "a file")
     if package == "pyarrow":
         assert main(["data", "prepare", "a.parquet", "--out", "out"]) == 2
         assert "a Parquet file needs the Python package pyarrow, which is not installed" in capsys.readouterr().err

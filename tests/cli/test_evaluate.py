@@ -10,8 +10,8 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.models import GPT, Llama
-from shardlab.train.data.evaluation_text import JudgedText
-from shardlab.train.data.prepared_folder import Prepared
+from shardlab.train.data.evaluation_text import EvaluationText
+from shardlab.train.data.prepared_folder import PreparedFolder
 from shardlab.train.data.tokenizers import ByteTokenizer, HuggingFace
 from shardlab.train.evaluate import TextJob
 from tests.support.tokenizer_files import dropping
@@ -69,7 +69,7 @@ def test_documents_are_judged_apart_and_by_the_tokenizer_of_the_weights(folder: 
 
 def test_a_prepared_folder_gives_what_its_text_does(folder: Path, capsys: Captured) -> None:
     assert main(["data", "prepare", "text", "--format", "text", "--tokenizer", "chars", "--out", "data"]) == 0
-    prepared = Prepared.open(folder / "data")
+    prepared = PreparedFolder.open(folder / "data")
     tokenizer = prepared.tokenizer()
     model = GPT(layers=1, hidden_size=16, heads=2, seq_len=16, vocab_size=tokenizer.vocab_size)
     random_run(folder / "chars", model, tokenizer=tokenizer)
@@ -81,7 +81,7 @@ def test_a_prepared_folder_gives_what_its_text_does(folder: Path, capsys: Captur
     assert "data has another tokenizer (chars, " in capsys.readouterr().err
 
 
-def unchanged(job: TextJob, text: JudgedText) -> TextJob:
+def unchanged(job: TextJob, text: EvaluationText) -> TextJob:
     return job
 
 

@@ -96,7 +96,9 @@ def test_a_turn_that_cannot_be_taken_ends_a_pipe_with_a_sentence(
 WORDS = "to be or not to be, that is the question"
 
 
-@pytest.mark.parametrize("tokenizer", [Characters.of([WORDS]), HuggingFace.train([WORDS], 260)], ids=lambda t: t.kind)
+@pytest.mark.parametrize(
+    "tokenizer", [Characters.from_texts([WORDS]), HuggingFace.train([WORDS], 260)], ids=lambda t: t.kind
+)
 def test_the_tokenizer_beside_the_weights_is_taken_also_after_a_conversion(
     folder: Path, capsys: Captured, tokenizer: Tokenizer
 ) -> None:
@@ -165,7 +167,7 @@ def test_a_chat_follows_the_template_of_a_hugging_face_folder(
 
 
 def test_a_prompt_that_the_tokenizer_cannot_encode_is_one_sentence(folder: Path, capsys: Captured) -> None:
-    tokenizer = Characters.of([WORDS])
+    tokenizer = Characters.from_texts([WORDS])
     model = GPT(layers=1, hidden_size=16, heads=2, seq_len=32, vocab_size=tokenizer.vocab_size)
     random_run(folder / "chars", model, tokenizer=tokenizer)
     assert main(["sample", "chars", "--prompt", "x"]) == 2

@@ -28,7 +28,7 @@ HALVES = Plan(Mesh(pp=2, tp=2), schedule="zb-h1", sequence_parallel=True)
 
 
 def executor_of(rank: int, job: Job) -> Executor:
-    corpus = Corpus.split(bytes(range(256)) * 4, job.model.seq_len)
+    corpus = Corpus.from_text(bytes(range(256)) * 4, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
     return Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.numbers))
 

@@ -78,7 +78,7 @@ def step_on_meta(plan: Plan, model: Blocks, optimizer: Optimizer, monkeypatch: p
     monkeypatch.setattr(State, "number", number)
     monkeypatch.setattr(dist, "batch_isend_irecv", one_by_one)  # torch asks the device's backend what it can
     job = Job(plan, plan.mesh.world, 4, model, 2, optimizer=optimizer)
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, 4, 0)
+    batches = Batches(Corpus.from_text(bytes(range(256)) * 8, 8), 8, 2, 4, 0)
     settings = Settings(device=torch.device("meta"), optimizer=OptimizerConfig(optimizer=optimizer))
     made: Tensor = Executor(job.checked(), 0, job.cut, batches, settings, "gloo").step()
     assert made.device.type == "meta"

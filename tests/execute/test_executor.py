@@ -147,7 +147,7 @@ def test_all_reduce_copies_what_is_read_again() -> None:
 def live_tensors_after_a_step(rank: int, strategy: Strategy, ranks: int) -> list[str]:
     """Kinds of the values that still have a tensor once a step has ended."""
     checked = check(trace(strategy, ranks, MODEL.sizes(2, 4), 4))
-    corpus = Corpus.split(bytes(range(256)) * 8, MODEL.seq_len)
+    corpus = Corpus.from_text(bytes(range(256)) * 8, MODEL.seq_len)
     executor = Executor(
         checked,
         rank,
@@ -175,7 +175,7 @@ def elements_in_buffers(rank: int) -> tuple[list[int], list[int]]:
     """Elements of the gather buffers' storages: before each op of a step, and after it; with the expected ones."""
     entry = STRATEGIES["fsdp"]
     checked = check(trace(entry.program, entry.mesh(2), MODEL.sizes(2, 4), 4))
-    corpus = Corpus.split(bytes(range(256)) * 8, MODEL.seq_len)
+    corpus = Corpus.from_text(bytes(range(256)) * 8, MODEL.seq_len)
     executor = Executor(
         checked,
         rank,
@@ -212,7 +212,7 @@ def test_gathered_weights_have_memory_from_their_gather_to_their_free_and_no_lon
 def moved_by_tiny_steps(rank: int) -> float:
     """How far weights go in a rehearsal and a step of almost no length; the copy that is stepped came in bfloat16."""
     checked = check(trace(rounded_on_its_way, 2, MODEL.sizes(2, 4), 4))
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, MODEL.seq_len), MODEL.seq_len, 2, 4, 0)
+    batches = Batches(Corpus.from_text(bytes(range(256)) * 8, MODEL.seq_len), MODEL.seq_len, 2, 4, 0)
     config = OptimizerConfig(learning_rate=1e-9, schedule_steps=2, warmup_steps=1)
     executor = Executor(checked, rank, MODEL, batches, Settings(optimizer=config))
     before = torch.cat([*executor.state.kept.values()])
@@ -272,7 +272,7 @@ async def sends_an_optimizer_state(rank: Rank) -> None:
 def test_what_has_no_tensor_runs_on_no_backend() -> None:
     checked = check(trace(sends_an_optimizer_state, 2, 1, 2))
     assert checked.backends() == []
-    corpus = Corpus.split(bytes(range(256)) * 8, 8)
+    corpus = Corpus.from_text(bytes(range(256)) * 8, 8)
     with pytest.raises(Refused, match=r"rank 0, op \d+ send to rank 1: an optimizer state stays"):
         Executor(checked, 0, GPT(layers=1, hidden_size=16, heads=2, seq_len=8), Batches(corpus, 8, 2, 4, 0), Settings())
 
@@ -281,7 +281,7 @@ def test_a_backend_that_would_hang_is_refused_before_anything_is_started() -> No
     checked = check(trace(one_f_one_b_with_blocking_receives, 2, 2, 4))
     assert checked.models[ChannelModel.RENDEZVOUS] is None
     assert checked.backends() == ["gloo"]
-    corpus = Corpus.split(bytes(range(256)) * 8, MODEL.seq_len)
+    corpus = Corpus.from_text(bytes(range(256)) * 8, MODEL.seq_len)
     with pytest.raises(Refused, match=r"on nccl this program can hang: deadlock: rank \d waits"):
         Executor(checked, 0, MODEL, Batches(corpus, 8, 2, 4, 0), Settings(), backend="nccl")
 
@@ -339,7 +339,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def executor(model: Blocks = SMALL, optimizer: OptimizerConfig = CLIPPED, **settings: Any) -> Executor:
     job = Job(Plan(Mesh()), 1, 2, model, 2)
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, model.seq_len), model.seq_len, 2, 2, 0)
+    batches = Batches(Corpus.from_text(bytes(range(256)) * 8, model.seq_len), model.seq_len, 2, 2, 0)
     return Executor(job.checked(), 0, job.cut, batches, Settings(optimizer=optimizer, **settings))
 
 

@@ -22,7 +22,7 @@ from tests.support.ranks import Ranks
 @pytest.fixture
 def executor() -> Executor:
     job = Job("single", 1, 2, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2)
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, 2, 0)
+    batches = Batches(Corpus.from_text(bytes(range(256)) * 8, 8), 8, 2, 2, 0)
     return Executor(job.checked(), 0, job.cut, batches, Settings())
 
 

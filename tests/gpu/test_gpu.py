@@ -46,7 +46,7 @@ def gpus() -> int:
 
 def executor(steps_of: str = "single", *, compile: bool = False, cuda_graph: bool = False) -> Executor:
     job = Job(steps_of, 1, 2, GPT(layers=2, hidden_size=64, heads=2, seq_len=32), 2)
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, 32), 32, 2, 2, 0)
+    batches = Batches(Corpus.from_text(bytes(range(256)) * 8, 32), 32, 2, 2, 0)
     settings = Settings(device=torch.device("cuda", 0), compile=compile, cuda_graph=cuda_graph)
     return Executor(job.checked(), 0, job.cut, batches, settings)
 

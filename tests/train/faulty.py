@@ -80,7 +80,7 @@ def train(rank: int, device: torch.device, job: Job, fault: str, culprit: int, s
 
     if fault == "deaf":  # neighbours need no network
         Neighbours.part()
-    corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
+    corpus = Corpus.from_text(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.numbers), observer=observe)
     with StopRequest(None):  # as a training does: a launcher asks the others to end as soon as one has

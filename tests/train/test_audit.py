@@ -31,7 +31,7 @@ def job_of(strategy: str | Plan, ranks: int, precision: str = "fp32", dropout: f
 
 
 def executor_of(rank: int, job: Job) -> Executor:
-    corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
+    corpus = Corpus.from_text(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
     return Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.numbers))
 

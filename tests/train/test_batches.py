@@ -25,7 +25,7 @@ from shardlab.train.data.tokenizers import ByteTokenizer
 from tests.support.thorough import examples
 
 TEXT = bytes(i % 251 for i in range(5000))
-BATCHES = Batches(Corpus.split(TEXT, seq_len=16), seq_len=16, micro_batch_size=4, microbatches=2, seed=0)
+BATCHES = Batches(Corpus.from_text(TEXT, seq_len=16), seq_len=16, micro_batch_size=4, microbatches=2, seed=0)
 
 
 def corpus_of(tokens: int, starts: list[int]) -> Corpus:
@@ -42,7 +42,7 @@ from shardlab.train.data.documents import map_text
 from shardlab.train.batches import VALIDATION_SEQUENCES, Batches
 
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-batches = Batches(Corpus.split(map_text(Path("large")), 16), 16, 4, 4, 0)
+batches = Batches(Corpus.from_text(map_text(Path("large")), 16), 16, 4, 4, 0)
 assert batches.microbatch(0, 0)[0].shape == batches.validation(10**6)[0].shape == (4, 16)
 assert batches.corpus.identity
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -171,6 +171,6 @@ def test_of_a_long_text_validation_takes_as_many_sequences(micro_batch_size: int
 
 
 def test_a_short_text_still_gives_each_part_a_sequence() -> None:
-    batches = Batches(Corpus.split(TEXT[:34], seq_len=16), 16, 4, 1, 0)
+    batches = Batches(Corpus.from_text(TEXT[:34], seq_len=16), 16, 4, 1, 0)
     assert batches.microbatch(0, 0)[1].tolist() == [list(TEXT[1:17])] * 4
     assert judged(batches) == [(list(TEXT[17:33]), list(TEXT[18:34]))]

@@ -61,7 +61,7 @@ def saved(
     stop: int = -1,
 ) -> list[str]:
     """Take the steps of a run; the folders of its checkpoints."""
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, 4, 0)
+    batches = Batches(Corpus.from_text(bytes(range(256)) * 8, 8), 8, 2, 4, 0)
 
     class Poisoned(Executor):
         def step(self) -> Tensor:

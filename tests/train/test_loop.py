@@ -33,7 +33,7 @@ from shardlab.train.config import LoggingConfig
 from shardlab.train.data import Corpus
 from shardlab.train.data.documents import Input
 from shardlab.train.data.prepare import prepare
-from shardlab.train.data.prepared_folder import kept_tokenizer
+from shardlab.train.data.prepared_folder import find_tokenizer
 from shardlab.train.data.stream import SequenceStream, TokenRun
 from shardlab.train.data.tokenizers import ByteTokenizer
 from shardlab.train.history import free_folder
@@ -106,14 +106,14 @@ def test_training_lowers_the_validation_loss_and_leaves_a_whole_folder(ranks: Wo
 
 def test_a_run_keeps_the_tokenizer_of_its_data(ranks: World, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 40)
-    prepared = prepare([Input.of(tmp_path / "a.txt", None, "text")], tmp_path / "data", "chars")
+    prepared = prepare([Input.from_path(tmp_path / "a.txt", None, "text")], tmp_path / "data", "chars")
     job = Job("ddp", 1, 2, replace(MODEL, vocab_size=prepared.manifest.vocab_size), 2)
     plan = run_of(
         job, OptimizerConfig(schedule_steps=1, warmup_steps=0), tmp_path / "run", data=(str(tmp_path / "data"),)
     )
     ranks(1).call(train_plainly, plan)
     shutil.rmtree(tmp_path / "data")
-    found = kept_tokenizer(tmp_path / "run")
+    found = find_tokenizer(tmp_path / "run")
     assert found is not None
     assert found.decode(found.encode([b"to be"])[0]) == b"to be"
 
@@ -291,7 +291,7 @@ NOT_FINITE_MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
 def after_a_gradient_that_is_not_finite(rank: int, job: Job, poison: float) -> tuple[bool, bool, bool]:
     """Whether a step with such a gradient on rank 1 alone changed weights and states, and whether the next step did."""
     checked = job.checked()
-    corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
+    corpus = Corpus.from_text(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
     settings = Settings(0, FP64, optimizer=OptimizerConfig(schedule_steps=3, warmup_steps=1, clip=1.0))
     executor = Executor(checked, rank, job.model, batches, settings)
@@ -355,7 +355,7 @@ CASES: list[tuple[str | Plan, int, Blocks]] = [
 
 def lived(rank: int, job: Job) -> dict[int, int]:
     """Bytes at the start of each op of a step in which all that is found out is known."""
-    corpus = Corpus.split(bytes(range(256)) * 64, job.model.seq_len)
+    corpus = Corpus.from_text(bytes(range(256)) * 64, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.numbers))
     executor.step()

@@ -126,7 +126,7 @@ def test_pages_that_cut_matrices_gather_directions_for_muon_alone(ranks: World, 
 
 def kept_and_predicted(rank: int, job: Job) -> tuple[int, int]:
     """Bytes of a rank's optimizer states, and those that the program counts."""
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
+    batches = Batches(Corpus.from_text(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
     optimizer = OptimizerConfig(optimizer=job.optimizer, schedule_steps=1, warmup_steps=1, ema=job.ema)
     state = Executor(job.checked(), rank, job.cut, batches, Settings(0, job.numbers, CPU, optimizer)).state
     for (layer, holds), part in state.opt_states.items():
@@ -192,7 +192,7 @@ def test_ranks_that_step_nothing_are_given_averages_of_what_they_keep(ranks: Wor
 
 def looked_at(rank: int, job: Job, spoiled: int) -> list[bool]:
     """For three steps, of which the gradient of one is not finite: whether the averages are what they should be."""
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
+    batches = Batches(Corpus.from_text(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
     optimizer = OptimizerConfig(schedule_steps=3, warmup_steps=1, ema=0.7)
     settings = Settings(0, job.numbers, CPU, optimizer)
     executor = Executor(job.checked(), rank, job.cut, batches, settings)

@@ -237,7 +237,9 @@ def memory(rank: int, job: Job) -> tuple[int, int]:
     """
     gc.collect()  # what an earlier executor has left is not this one's
     checked = job.checked()
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, OFFLOADED.seq_len), OFFLOADED.seq_len, 2, job.microbatches, 0)
+    batches = Batches(
+        Corpus.from_text(bytes(range(256)) * 8, OFFLOADED.seq_len), OFFLOADED.seq_len, 2, job.microbatches, 0
+    )
     executor = Executor(checked, rank, job.cut, batches, Settings(0, job.numbers, CPU, OptimizerConfig()))
     executor.step()
     live: list[int] = []
@@ -324,7 +326,7 @@ def limit(more: int) -> None:
 
 def losses(rank: int, job: Job) -> list[float]:
     """Those of two steps; all that is kept is then copied, as for a checkpoint, and made again."""
-    corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
+    corpus = Corpus.from_text(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, 1, job.microbatches, 0)
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(0, job.numbers, CPU, OptimizerConfig()))
     found = [float(executor.step()[0]) for _ in range(2)]

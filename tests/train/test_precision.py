@@ -78,7 +78,7 @@ def test_every_precision_of_a_plan_is_as_exact_as_one_device(ranks: World, shard
 def memory(rank: int, job: Job) -> tuple[int, int, dict[str, int]]:
     """Bytes of a rank as its loss begins: those predicted, those that were live, and what they were for."""
     checked = job.checked()
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, MODEL.seq_len), MODEL.seq_len, 2, job.microbatches, 0)
+    batches = Batches(Corpus.from_text(bytes(range(256)) * 8, MODEL.seq_len), MODEL.seq_len, 2, job.microbatches, 0)
     executor = Executor(checked, rank, job.cut, batches, Settings(0, job.numbers, CPU, OptimizerConfig(ema=job.ema)))
     record = MemoryRecord()
     executor.step()
@@ -107,7 +107,7 @@ def test_memory_in_a_precision_is_what_is_predicted(
 def scales(rank: int, poison: float) -> tuple[list[float], bool]:
     """The scales of losses of four steps, of which the second overflows on rank 1 alone, and whether that moved any."""
     job = Job(SHARDINGS["zero-2"], 2, 2, MODEL, 2, "fp16")
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
+    batches = Batches(Corpus.from_text(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(0, job.numbers, CPU, OptimizerConfig(clip=1.0)))
     state = executor.state
     at, op = next((at, op) for at, op in enumerate(state.tape) if op.kind.value == "backward")
@@ -137,7 +137,7 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_on_all_and_halves_their_sca
 
 def test_float16_wants_a_program_that_knows_of_overflows() -> None:
     job = Job("single", 1, 1, MODEL, 2, "fp16")
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
+    batches = Batches(Corpus.from_text(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
     with pytest.raises(UserError, match="fp16 needs a program that gives updates the gradient's norm"):
         Executor(job.checked(), 0, job.cut, batches, Settings(0, job.numbers))
 
@@ -151,7 +151,7 @@ STEPS = 3
 
 def kept(rank: int, job: Job) -> dict[tuple[int, ...], bytes]:
     """The bits of the weights that a rank keeps after some steps, by layer and slices."""
-    corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
+    corpus = Corpus.from_text(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
     settings = Settings(job.seed, job.numbers, optimizer=OptimizerConfig(schedule_steps=STEPS, warmup_steps=1))
     executor = Executor(job.checked(), rank, job.cut, batches, settings)

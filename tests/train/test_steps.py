@@ -51,7 +51,7 @@ def steps_taken(executor: Executor, run: TrainingRun, batches: Batches) -> list[
 def steps_of(rank: int, out: Path, poisoned: int, poison: float) -> list[StepResult]:
     """The steps of a run in which rank 1 alone loses its loss at step `poisoned`."""
     batches = Batches(
-        Corpus.split(bytes(range(256)) * 8, JOB.model.seq_len),
+        Corpus.from_text(bytes(range(256)) * 8, JOB.model.seq_len),
         JOB.model.seq_len,
         JOB.micro_batch_size,
         JOB.microbatches,
@@ -100,7 +100,7 @@ def test_the_last_step_can_diverge_too(ranks: World, tmp_path: Path) -> None:
 def steps_with_a_gradient(rank: int, out: Path, policy: NonFinite, poison: float) -> tuple[list[StepResult], bool]:
     """Steps of a plan in the second of which rank 1 spoils its gradient of layer 1; whether weights are finite then."""
     job = replace(JOB, strategy=SHARDINGS["zero-2"])
-    corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
+    corpus = Corpus.from_text(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
     optimizer = OptimizerConfig(schedule_steps=4, warmup_steps=1)
 

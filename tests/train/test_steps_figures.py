@@ -59,9 +59,9 @@ def test_memory_is_that_of_a_process_with_torch() -> None:
 def test_bytes_of_a_token_are_those_of_the_text_that_was_encoded() -> None:
     """Without the first token of each document, which is not predicted, and with what a tokenizer drops."""
     letters = HuggingFace(tokenizer_files.dropping("abcdefgh ").to_str().encode())
-    corpus = Corpus.of(Documents(["abö"] * 40), letters, seq_len=4)
+    corpus = Corpus.encode(Documents(["abö"] * 40), letters, seq_len=4)
     assert bytes_per_token(corpus) == pytest.approx(3 / 2)
-    assert bytes_per_token(Corpus.split(b"abc" * 100, 8)) == 1
+    assert bytes_per_token(Corpus.from_text(b"abc" * 100, 8)) == 1
 
 
 def test_bytes_of_a_token_are_a_mean_over_the_shares_of_the_sources() -> None:

@@ -197,7 +197,7 @@ def interrupted(rank: int, job: Job, folder: Path, steps: int) -> None:
 
 def tracer_of(rank: int, job: Job, folder: Path) -> TracedExecutor:
     batches = Batches(
-        Corpus.split(bytes(range(256)) * 8, job.model.seq_len),
+        Corpus.from_text(bytes(range(256)) * 8, job.model.seq_len),
         job.model.seq_len,
         job.micro_batch_size,
         job.microbatches,
@@ -309,7 +309,7 @@ def run_with(job: Job, out: Path) -> TrainingRun:
 
 
 def batches_of(job: Job) -> Batches:
-    return Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0, RAMP)
+    return Batches(Corpus.from_text(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0, RAMP)
 
 
 def ramped(rank: int, job: Job) -> tuple[list[list[float]], list[torch.Tensor]]:

@@ -27,7 +27,7 @@ def verdict(rank: int, plan: Plan, microbatches: int, model: Blocks, steps: int 
 def batches_of(model: Blocks, microbatches: int) -> Batches:
     """Some text in two parts."""
     text = bytes(i * i % model.vocab_size for i in range(4096))
-    return Batches(Corpus.split(text, model.seq_len), model.seq_len, 2, microbatches, 0)
+    return Batches(Corpus.from_text(text, model.seq_len), model.seq_len, 2, microbatches, 0)
 
 
 def trained(

@@ -52,14 +52,14 @@ class Convert:
     def run(self) -> int:
         if self.out.exists():
             raise UserError(f"{self.out} exists; name a new folder, so that nothing is overwritten")
-        from shardlab.train.data.prepared_folder import kept_tokenizer
-        from shardlab.train.data.tokenizers import exported
+        from shardlab.train.data.prepared_folder import find_tokenizer
+        from shardlab.train.data.tokenizers import export_tokenizer
         from shardlab.train.huggingface import converted, open_source
 
         source = open_source(self.source, self.model.apply)
         form = self.to or ("hf" if source.form == "shardlab" else "shardlab")
-        tokenizer = kept_tokenizer(source.folder) if form == "hf" else None
-        beside = {} if tokenizer is None else tokenizer.files() | exported(tokenizer)
+        tokenizer = find_tokenizer(source.folder) if form == "hf" else None
+        beside = {} if tokenizer is None else tokenizer.files() | export_tokenizer(tokenizer)
         special: dict[str, int] = {}
         if tokenizer is not None and tokenizer.end is not None:
             special["eos_token_id"] = tokenizer.end

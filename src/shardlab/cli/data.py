@@ -1,6 +1,6 @@
 """`shardlab data`: convert texts into a folder of tokens for training, and describe such a folder.
 
-The commands `prepare` and `shakespeare` share the options of `Preparing`, whose `prepared` does the work of both.
+The commands `prepare` and `tiny_shakespeare` share the options of `Preparing`, whose `prepared` does the work of both.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from shardlab.common.errors import UserError
 from shardlab.common.user_code import file_and_name, member, module_of, running
 from shardlab.language.rules.kinds import counted
 from shardlab.train.data.documents import Document, Documents, DocumentSource, Input
-from shardlab.train.data.prepare import Progress, prepare, said_of
-from shardlab.train.data.prepared_folder import Prepared, TokenCount
+from shardlab.train.data.prepare import Progress, lost_text, prepare
+from shardlab.train.data.prepared_folder import PreparedFolder, TokenCount
 
 TokenizerName = Annotated[str, tyro.conf.arg(metavar="TOKENIZER")]
 """Tokenizer: chars, bytes, gpt2, a file or a folder."""
@@ -99,7 +99,7 @@ class Prepare(Preparing):
     def _source(self, file: str) -> DocumentSource:
         path, function = file_and_name(file)
         if path is None or path.suffix != ".py" or not function or Path(file).exists():
-            return Input.of(Path(file), self.format, self.field)
+            return Input.from_path(Path(file), self.format, self.field)
         return documents_of(path, function)
 
 
@@ -117,10 +117,10 @@ class TinyShakespeare(Preparing):
     """chars, bytes, gpt2, or a Hugging Face tokenizer.json."""
 
     def run(self) -> int:
-        from shardlab.train.data.documents import URL, shakespeare
+        from shardlab.train.data.documents import SHAKESPEARE_URL, tiny_shakespeare
 
-        with shakespeare(self.file) as path:
-            return self.prepared([Input(path, "text")], self.out, self.tokenizer, [URL])
+        with tiny_shakespeare(self.file) as path:
+            return self.prepared([Input(path, "text")], self.out, self.tokenizer, [SHAKESPEARE_URL])
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class ShowData:
     """Print only the manifest, as JSON."""
 
     def run(self) -> int:
-        data = Prepared.open(self.folder)
+        data = PreparedFolder.open(self.folder)
         if self.verify:
             data.verify()
         show(data, json=self.json, verified=self.verify)
@@ -159,7 +159,7 @@ class DataCommand:
         return self.what.run()
 
 
-def show(data: Prepared, *, json: bool, verified: bool = False) -> None:
+def show(data: PreparedFolder, *, json: bool, verified: bool = False) -> None:
     """Print the manifest of a prepared folder.
 
     Args:
@@ -179,7 +179,7 @@ def show(data: Prepared, *, json: bool, verified: bool = False) -> None:
     checked = "all checksums are right" if verified else "checksums in manifest.json"
     print_fact(console, "files", f"{data.bytes:,} bytes, {manifest.dtype} tokens; {checked}")
     if manifest.lost:
-        print(f"shardlab: {said_of(manifest.lost)}", file=sys.stderr)
+        print(f"shardlab: {lost_text(manifest.lost)}", file=sys.stderr)
     print_path(console, "data", data.folder)
 
 

@@ -70,7 +70,7 @@ class Eval:
             raise UserError("there is no text to predict; give --data PATH")
         from shardlab.cli.train.before_ranks import checked_to_run, failures_as_exit
         from shardlab.cli.train.choose_passes import settle_passes
-        from shardlab.train.data.prepare import said_of
+        from shardlab.train.data.prepare import lost_text
         from shardlab.train.evaluate import TextJob, evaluate_rank
         from shardlab.train.huggingface import open_source
         from shardlab.train.job import Job
@@ -100,7 +100,7 @@ class Eval:
         )
         text_job = TextJob((job,), self.folder, self.data, model.seq_len, self.batches, self.format, self.field)
         text = text_job.text()
-        if note := said_of(text.lost):
+        if note := lost_text(text.lost):
             print(f"shardlab: {self.data}: {note}; bits per byte count the whole text", file=sys.stderr)
         text_job = text_job.fitted(text)
         chosen = settle_passes(chosen, text_job.jobs[-1])

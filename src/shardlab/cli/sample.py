@@ -77,7 +77,7 @@ class Sample:
         from shardlab.models.tensors import Choice, Writer
         from shardlab.models.tensors.compute import choices
         from shardlab.train.data.chat import chat_template
-        from shardlab.train.data.prepared_folder import Prepared, want_tokenizer
+        from shardlab.train.data.prepared_folder import PreparedFolder, require_tokenizer
         from shardlab.train.huggingface import initial_from, open_source
         from shardlab.train.launch.environment import CpuShare, threads_of
         from shardlab.train.launch.ranks import pick_device
@@ -87,7 +87,9 @@ class Sample:
         source = open_source(self.folder)
         model, cached = for_text(source.model), not self.no_cache
         tokenizer = (
-            want_tokenizer(self.folder, model.vocab_size) if self.data is None else Prepared.open(self.data).tokenizer()
+            require_tokenizer(self.folder, model.vocab_size)
+            if self.data is None
+            else PreparedFolder.open(self.data).tokenizer()
         )
         flats = whole_weights(source.model, initial_from(self.folder, source.model), pick_device())
         writing = in_writing(source.model, threads_of([CpuShare.of_this_process()]))
@@ -104,12 +106,12 @@ class Sample:
         import numpy as np
 
         from shardlab.common.text import printable
-        from shardlab.train.data.prepare import said_of
+        from shardlab.train.data.prepare import lost_text
         from shardlab.train.sample import as_text, tokens_of
 
         prompt = (self.prompt or "").encode(errors="surrogateescape")
         tokens, times = tokens_of(prompt, tokenizer), list[float]()
-        if note := said_of(tokenizer.lost(prompt, np.array(tokens, np.int64))):
+        if note := lost_text(tokenizer.count_lost(prompt, np.array(tokens, np.int64))):
             print(f"shardlab: --prompt: {note}", file=sys.stderr)
         text: list[str] = []
         for part in as_text(_record_times(writer.go_on(tokens, self.tokens), times), tokenizer, tokens):

@@ -71,12 +71,12 @@ class Batches:
     def counted(self, step: int, microbatches: int) -> int:
         """Targets that count in a step; 1 at least, so that it can be divided by."""
         numbers = self._numbers(self._before(step), microbatches)
-        return max(1, self.corpus.training.counted(numbers, self.seq_len, self.seed))
+        return max(1, self.corpus.training.count_targets(numbers, self.seq_len, self.seed))
 
     @property
     def validation_count(self) -> int:
         """Sequences that the validation loss is a mean over: `VALIDATION_SEQUENCES`, or all that the part has once."""
-        return min(VALIDATION_SEQUENCES, max(1, self.corpus.validation.once(self.seq_len)))
+        return min(VALIDATION_SEQUENCES, max(1, self.corpus.validation.sequences_before_repeat(self.seq_len)))
 
     @property
     def validation_microbatches(self) -> int:

@@ -24,8 +24,8 @@ from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import UNNAMED, Plan
 from shardlab.strategies.registry import StrategyEntry
 from shardlab.train.config import RAMP, SECTIONS, BatchRamp, StrategyConfig, TrainingConfig, with_default_schedule
-from shardlab.train.data import sources_of
-from shardlab.train.data.prepared_folder import Prepared
+from shardlab.train.data import parse_sources
+from shardlab.train.data.prepared_folder import PreparedFolder
 
 Sections = Mapping[str, Mapping[str, Any]]
 
@@ -170,9 +170,9 @@ def vocabulary_source(sources: Sequence[ConfigSource]) -> ConfigSource | None:
     if of_init or "vocab_size" in written or "vocab_size" not in unsized(name := written["model"], find_model(name)):
         return None
     folders = [
-        source.path for source in sources_of(merge_fields(sources, "data").get("data", ())) if source.path.is_dir()
+        source.path for source in parse_sources(merge_fields(sources, "data").get("data", ())) if source.path.is_dir()
     ]
-    sizes = [Prepared.open(folder).manifest.vocab_size for folder in folders]
+    sizes = [PreparedFolder.open(folder).manifest.vocab_size for folder in folders]
     return ConfigSource("the data", {"model": {"vocab_size": max(sizes)}}) if sizes else None
 
 

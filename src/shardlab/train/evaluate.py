@@ -24,8 +24,8 @@ from shardlab.execute.state import State
 from shardlab.execute.transport.collectives import Groups
 from shardlab.models.tensors import Initial
 from shardlab.models.tensors.compute import choices
-from shardlab.train.data.evaluation_text import JudgedText, judged_text
-from shardlab.train.data.prepared_folder import COMPARED, checksum, kept_tokenizer, want_tokenizer
+from shardlab.train.data.evaluation_text import EvaluationText, read_eval_text
+from shardlab.train.data.prepared_folder import MOST_COMPARED, checksum, find_tokenizer, require_tokenizer
 from shardlab.train.data.stream import Numbers
 from shardlab.train.history import VALIDATION, VALIDATION_EMA
 from shardlab.train.huggingface import initial_from
@@ -167,7 +167,7 @@ class TextJob:
         data: a file or a prepared folder.
         seq_len: tokens of a sequence, no fewer than the largest width.
         batches: how many microbatches of it, from the beginning of the text (None: all).
-        format, field: of the file; see `judged_text`.
+        format, field: of the file; see `read_eval_text`.
     """
 
     jobs: tuple[Job, ...]
@@ -178,7 +178,7 @@ class TextJob:
     format: str | None = None
     field: str = "text"
 
-    def text(self) -> JudgedText:
+    def text(self) -> EvaluationText:
         """The text.
 
         Raises:
@@ -186,9 +186,11 @@ class TextJob:
         """
         job = self.jobs[-1]
         model, is_folder = job.model, self.data.is_dir()
-        tokenizer = kept_tokenizer(self.folder) if is_folder else want_tokenizer(self.folder, model.vocab_size)
+        tokenizer = find_tokenizer(self.folder) if is_folder else require_tokenizer(self.folder, model.vocab_size)
         at_most = None if self.batches is None else self.batches * job.micro_batch_size
-        found = judged_text(self.data, tokenizer, self.seq_len, format=self.format, field=self.field, at_most=at_most)
+        found = read_eval_text(
+            self.data, tokenizer, self.seq_len, format=self.format, field=self.field, at_most=at_most
+        )
         if (largest := int(found.run.tokens.max())) >= model.vocab_size:
             raise UserError(
                 f"{self.data} has token {largest}, which is outside the model's vocabulary of {model.vocab_size:,}; "
@@ -196,7 +198,7 @@ class TextJob:
             )
         return found
 
-    def fitted(self, text: JudgedText) -> TextJob:
+    def fitted(self, text: EvaluationText) -> TextJob:
         """The same, with a job for each width that it takes to compute little more than the text has."""
         job = self.jobs[-1]
         if getattr(job.model, "capacity_factor", None) is not None:  # what fills up takes places of experts
@@ -205,7 +207,7 @@ class TextJob:
         widths = widths_of(text.lengths(self._count(text)), self.seq_len, multiple, together)
         return replace(self, jobs=tuple(replace(job, model=replace(job.model, seq_len=width)) for width in widths))
 
-    def batches_of(self, text: JudgedText) -> list[InOrder]:
+    def batches_of(self, text: EvaluationText) -> list[InOrder]:
         """The microbatches of each job, of sequences by their lengths; the last one's rest does not count."""
         lengths = text.lengths(self._count(text))
         order = np.argsort(lengths, kind="stable")
@@ -215,17 +217,17 @@ class TextJob:
             for job, start, stop in zip(self.jobs, [0, *ends[:-1]], ends, strict=True)
         ]
 
-    def bytes(self, text: JudgedText) -> int:
+    def bytes(self, text: EvaluationText) -> int:
         """Bytes of the text that is judged."""
         return text.bytes(self._count(text))
 
-    def _count(self, text: JudgedText) -> int:
+    def _count(self, text: EvaluationText) -> int:
         """How many sequences are judged."""
         most = len(text) if self.batches is None else self.batches * self.jobs[-1].micro_batch_size
         return min(len(text), most)
 
 
-def _in_order(text: JudgedText, job: Job, numbers: Numbers) -> InOrder:
+def _in_order(text: EvaluationText, job: Job, numbers: Numbers) -> InOrder:
     rows = job.micro_batch_size
 
     def cut(number: int) -> tuple[Tensor, Tensor]:
@@ -275,7 +277,7 @@ def evaluate_rank(rank: int, device: torch.device, given: TextJob) -> TextLoss |
     with choices(kept_by_rank_0()):
         for job, batches in zip(given.jobs, given.batches_of(text), strict=True):
             checked = job.checked()
-            require_agreement(checked, str(checksum(text.run.tokens.data.cast("B"), COMPARED)))
+            require_agreement(checked, str(checksum(text.run.tokens.data.cast("B"), MOST_COMPARED)))
             initial = initial_from(given.folder, job.cut)
             loss = Evaluation(job, checked, rank, device, batches, initial=initial, groups=groups).loss()
             total, tokens = total + loss.total, tokens + loss.tokens

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.check import Checked
 from shardlab.train.config import TrainingConfig
-from shardlab.train.data import Corpus, sources_of
-from shardlab.train.data.prepared_folder import described as described_tokenizer
-from shardlab.train.data.prepared_folder import kept_tokenizer, want_tokenizer
+from shardlab.train.data import Corpus, parse_sources
+from shardlab.train.data.prepared_folder import find_tokenizer, require_tokenizer
+from shardlab.train.data.prepared_folder import tokenizer_record as described_tokenizer
 from shardlab.train.data.tokenizers import Tokenizer
 from shardlab.train.job import Job, Tracing, job_as_dict
 
@@ -126,12 +126,12 @@ class TrainingRun:
             UserError: if the data cannot be read, are damaged or too short, or have tokens outside the model's
                 vocabulary.
         """
-        init, sources = self.config.train.init, sources_of(self.config.data.data)
+        init, sources = self.config.train.init, parse_sources(self.config.data.data)
         tokenizer = self._tokenizer(all(source.path.is_dir() for source in sources) and bool(sources))
         corpus = Corpus.open(
             sources, self.job.model.seq_len, tokenizer=tokenizer, of=str(init or self.out), verify=verify
         )
-        corpus.want_vocabulary(self.job.model.vocab_size, None if init is None else str(init))
+        corpus.require_vocabulary(self.job.model.vocab_size, None if init is None else str(init))
         return corpus
 
     def _tokenizer(self, prepared: bool) -> Tokenizer | None:
@@ -144,11 +144,11 @@ class TrainingRun:
             UserError: if weights in Hugging Face's format come without a tokenizer.
         """
         init = self.config.train.init
-        if self.continues and (found := kept_tokenizer(self.out)) is not None:
+        if self.continues and (found := find_tokenizer(self.out)) is not None:
             return found
         if init is None:
             return None
-        return kept_tokenizer(init) if prepared else want_tokenizer(init, self.job.model.vocab_size)
+        return find_tokenizer(init) if prepared else require_tokenizer(init, self.job.model.vocab_size)
 
     def record(self, corpus: Corpus, checked: Checked, world: RunningWorld) -> dict[str, Any]:
         """Return the content of run.json: command, configuration, data, versions and ranks."""

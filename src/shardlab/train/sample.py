@@ -33,7 +33,7 @@ from shardlab.models.model import POSITIONS
 from shardlab.models.tensors import Choice, Initial, Share, Writer, named_views, whole_parameters
 from shardlab.train.data import Corpus
 from shardlab.train.data.chat import ChatTemplate, Message
-from shardlab.train.data.tokenizers import Tokenizer, decoded_parts
+from shardlab.train.data.tokenizers import Tokenizer, decode_incrementally
 from shardlab.train.launch.environment import asked_threads
 
 SAMPLE_TOKENS = 128
@@ -123,7 +123,7 @@ def as_text(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] =
         before: tokens before them, whose text is left out.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for part in decoded_parts(tokens, tokenizer, before):
+    for part in decode_incrementally(tokens, tokenizer, before):
         if text := decoder.decode(part):
             yield printable(text)
     if text := decoder.decode(b"", final=True):

@@ -36,7 +36,7 @@ from shardlab.models import Blocks
 from shardlab.models.model import count_parameters
 from shardlab.models.tensors.attention import sent_to
 from shardlab.train.data import Corpus, Tokenizer
-from shardlab.train.data.evaluation_text import first_bytes
+from shardlab.train.data.evaluation_text import count_first_token_bytes
 from shardlab.train.data.stream import TokenRun
 from shardlab.train.history import saved_in
 from shardlab.train.launch.interrupt import GRACE, WARNED_GRACE, StopRequest
@@ -443,7 +443,7 @@ def _bytes_per_token(run: TokenRun, tokenizer: Tokenizer) -> float:
     if run.sizes is None:
         tokens = np.asarray(run.tokens[:DECODED_TOKENS])
         return max(1, tokenizer.count_bytes(tokens)) / len(tokens)
-    predicted = int(run.sizes.sum()) - first_bytes(run, tokenizer)
+    predicted = int(run.sizes.sum()) - count_first_token_bytes(run, tokenizer)
     return max(1, predicted) / (len(run.tokens) - run.documents)
 
 

@@ -121,7 +121,7 @@ def test_kernels_compute_what_plain_layers_do() -> None:
 def executor(compile: bool, layers: int, recompute: Recompute = "none") -> Executor:
     model = replace(MODELS["gpt"], layers=layers)
     job = Job(Plan(Mesh(), recompute=recompute), 1, 2, model, 2)
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, 2, 0)
+    batches = Batches(Corpus.from_text(bytes(range(256)) * 8, 8), 8, 2, 2, 0)
     return Executor(job.checked(), 0, job.cut, batches, Settings(precision=FP64, compile=compile))
 
 

@@ -32,7 +32,7 @@ def all_of(given: Corpus) -> list[int]:
 def test_documents_of_a_file_are_those_that_prepare_makes(lines: Path, tmp_path: Path) -> None:
     for number, tokenizer in enumerate((ByteTokenizer(), LLAMA)):
         found = Corpus.open([DataSource(lines)], 8, tokenizer=tokenizer)
-        folder = prepare([Input.of(lines, None, "text")], tmp_path / f"out{number}", tokenizer).folder
+        folder = prepare([Input.from_path(lines, None, "text")], tmp_path / f"out{number}", tokenizer).folder
         wanted = Corpus.open([DataSource(folder)], 8)
         for mine, theirs in ((found.training, wanted.training), (found.validation, wanted.validation)):
             assert mine.runs[0].tokens.tolist() == theirs.runs[0].tokens.tolist()
@@ -75,26 +75,26 @@ def test_tokens_of_unknown_meaning_are_refused_with_a_way_to_say_it(tmp_path: Pa
 
 
 def test_a_large_file_is_to_be_prepared_once(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "AT_ONCE", 100)
+    monkeypatch.setattr(corpus, "MOST_BYTES_ENCODED", 100)
     with pytest.raises(UserError, match=r"make them once by shardlab data prepare \S+ --tokenizer hf --out FOLDER"):
         Corpus.open([DataSource(lines)], 8, tokenizer=LLAMA, of="hf")
 
 
 def test_documents_of_an_iterable_are_a_corpus() -> None:
-    found = Corpus.of(Documents(TEXTS, "mine"), LLAMA, seq_len=16, validation=0.25)
+    found = Corpus.encode(Documents(TEXTS, "mine"), LLAMA, seq_len=16, validation=0.25)
     assert found.training.runs[0].documents == 30
     assert found.record()[0]["source"] == "mine"
-    same, other = (Corpus.of(Documents(each), LLAMA, seq_len=16) for each in (TEXTS, TEXTS[1:]))
-    assert same.identity == Corpus.of(Documents(iter(TEXTS)), LLAMA, seq_len=16).identity != other.identity
+    same, other = (Corpus.encode(Documents(each), LLAMA, seq_len=16) for each in (TEXTS, TEXTS[1:]))
+    assert same.identity == Corpus.encode(Documents(iter(TEXTS)), LLAMA, seq_len=16).identity != other.identity
     with pytest.raises(UserError, match="mine has 10 tokens but 34 are needed: 17 in the training part"):
-        Corpus.of(Documents([list(range(10))], "mine"), LLAMA, seq_len=16)
+        Corpus.encode(Documents([list(range(10))], "mine"), LLAMA, seq_len=16)
     with pytest.raises(UserError, match="every document of a part is one token"):
-        Corpus.of(Documents([[5]] * 40, "mine"), LLAMA, seq_len=4)
+        Corpus.encode(Documents([[5]] * 40, "mine"), LLAMA, seq_len=4)
 
 
 def test_what_is_dropped_is_noted() -> None:
     letters = HuggingFace(tokenizer_files.dropping("abcdefgh ").to_str().encode())
-    found = Corpus.of(Documents(["a bad öd"] * 20, "mine"), letters, seq_len=4)
+    found = Corpus.encode(Documents(["a bad öd"] * 20, "mine"), letters, seq_len=4)
     assert found.notes[1].startswith(
         "mine: the tokenizer has no token for 20 characters of the text, which are dropped"
     )

@@ -19,7 +19,15 @@ import pytest
 from shardlab.common.errors import UserError
 from shardlab.train.data import documents
 from shardlab.train.data import documents as tiny
-from shardlab.train.data.documents import DEFAULT_BYTES, Documents, Input, decoded, default_text, map_text, shakespeare
+from shardlab.train.data.documents import (
+    DEFAULT_BYTES,
+    Documents,
+    Input,
+    decode_utf8,
+    default_text,
+    map_text,
+    tiny_shakespeare,
+)
 
 
 def parquet_of(path: Path, columns: dict[str, Sequence[object]]) -> Path:
@@ -31,7 +39,7 @@ def parquet_of(path: Path, columns: dict[str, Sequence[object]]) -> Path:
 def documents_of(path: Path, field: str = "text") -> list[bytes]:
     found: list[bytes] = []
     text = b""
-    for piece in Input.of(path, None, field).pieces():
+    for piece in Input.from_path(path, None, field).pieces():
         text += piece.text
         if piece.ends:
             found.append(text)
@@ -42,7 +50,7 @@ def documents_of(path: Path, field: str = "text") -> list[bytes]:
 
 @pytest.mark.parametrize("text", ["", "a", "line\n" * 9, "no line ends here " * 9, "ä€\U0001f41f" * 20])
 def test_a_text_is_one_document_whatever_its_pieces(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "PIECE", 7)
+    monkeypatch.setattr(documents, "PIECE_BYTES", 7)
     (tmp_path / "a.txt").write_bytes(text.encode())
     assert documents_of(tmp_path / "a.txt") == ([text.encode()] if text else [])
     for piece in Input(tmp_path / "a.txt", "text").pieces():
@@ -127,7 +135,7 @@ def test_another_encoding_is_named(encoding: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"a\.jsonl is {encoding[:6].upper()}; convert it, as by: iconv"):
         documents_of(tmp_path / "a.jsonl")
     with pytest.raises(UserError, match=rf"the text is {encoding[:6].upper()}; convert it"):
-        decoded("zwölf€".encode("utf-16" if encoding.startswith("utf-16") else encoding))
+        decode_utf8("zwölf€".encode("utf-16" if encoding.startswith("utf-16") else encoding))
 
 
 def test_a_text_that_is_not_utf8_is_refused_with_its_row(tmp_path: Path) -> None:
@@ -155,12 +163,12 @@ def test_texts_of_a_parquet_file_may_be_of_any_kind(kind: Any, tmp_path: Path) -
 
 def test_a_file_of_tokens_is_read_as_nanogpt_writes_it(tmp_path: Path) -> None:
     np.arange(5, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    (piece,) = Input.of(tmp_path / "train.bin", None, "text").pieces()
+    (piece,) = Input.from_path(tmp_path / "train.bin", None, "text").pieces()
     assert piece.tokens is not None
     assert piece.tokens.tolist() == [0, 1, 2, 3, 4]
     (tmp_path / "train.bin").write_bytes(b"abc")
     with pytest.raises(UserError, match=r"has 3 bytes, but each token has 2; copy it whole"):
-        list(Input.of(tmp_path / "train.bin", None, "text").pieces())
+        list(Input.from_path(tmp_path / "train.bin", None, "text").pieces())
 
 
 @pytest.mark.parametrize(
@@ -214,10 +222,10 @@ def test_an_iterator_is_gone_through_once_and_a_function_as_often_as_need_be() -
 def test_an_unknown_type_of_file_is_refused_and_can_be_named(tmp_path: Path) -> None:
     (tmp_path / "a.doc").write_text("text")
     with pytest.raises(UserError, match=r"unknown file type '.doc'; known are .txt, .* --format"):
-        Input.of(tmp_path / "a.doc", None, "text")
+        Input.from_path(tmp_path / "a.doc", None, "text")
     with pytest.raises(UserError, match="unknown format 'doc'"):
-        Input.of(tmp_path / "a.doc", "doc", "text")
-    assert Input.of(tmp_path / "a.doc", "text", "text").format == "text"
+        Input.from_path(tmp_path / "a.doc", "doc", "text")
+    assert Input.from_path(tmp_path / "a.doc", "text", "text").format == "text"
 
 
 # Texts as bytes.
@@ -264,21 +272,21 @@ TEXT_of_shakespeare = b"First Citizen:\nBefore we proceed any further, hear me s
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that stands for the one on the net, with its checksum."""
-    monkeypatch.setattr(tiny, "URL", (tmp_path / "input.txt").as_uri())
-    monkeypatch.setattr(tiny, "SHA256", hashlib.sha256(TEXT_of_shakespeare).hexdigest())
+    monkeypatch.setattr(tiny, "SHAKESPEARE_URL", (tmp_path / "input.txt").as_uri())
+    monkeypatch.setattr(tiny, "SHAKESPEARE_SHA256", hashlib.sha256(TEXT_of_shakespeare).hexdigest())
     return tmp_path / "input.txt"
 
 
 def test_it_is_downloaded_and_leaves_nothing_behind(server: Path) -> None:
     server.write_bytes(TEXT_of_shakespeare)
-    with shakespeare(None) as path:
+    with tiny_shakespeare(None) as path:
         assert path.read_bytes() == TEXT_of_shakespeare
     assert not path.exists()
 
 
 def test_a_file_of_the_users_stays(server: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_bytes(TEXT_of_shakespeare)
-    with shakespeare(tmp_path / "mine") as path:
+    with tiny_shakespeare(tmp_path / "mine") as path:
         assert path == tmp_path / "mine"
     assert path.exists()
 
@@ -288,12 +296,12 @@ def test_another_text_is_refused_wherever_it_comes_from(server: Path) -> None:
     for file in (None, server):
         with (
             pytest.raises(UserError, match=r"is not tiny Shakespeare \(62 bytes with the SHA-256 \w{8}\.\.\., not"),
-            shakespeare(file),
+            tiny_shakespeare(file),
         ):
             pass
 
 
 @pytest.mark.usefixtures("server")
 def test_without_the_net_it_says_what_to_do() -> None:
-    with pytest.raises(UserError, match=r"cannot be downloaded \(.*; fetch it by other means"), shakespeare(None):
+    with pytest.raises(UserError, match=r"cannot be downloaded \(.*; fetch it by other means"), tiny_shakespeare(None):
         pass

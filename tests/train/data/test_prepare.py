@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.common.errors import UserError
-from shardlab.train.data import Corpus, DataSource, sources_of
+from shardlab.train.data import Corpus, DataSource, parse_sources
 from shardlab.train.data import prepare as preparing
 from shardlab.train.data.documents import Document, Documents, Input
-from shardlab.train.data.prepare import EncodedText, encoded_text, prepare, said_of
-from shardlab.train.data.prepared_folder import MANIFEST, Manifest, Prepared
+from shardlab.train.data.prepare import EncodedText, encode_in_memory, lost_text, prepare
+from shardlab.train.data.prepared_folder import MANIFEST, Manifest, PreparedFolder
 from shardlab.train.data.tokenizers import ByteTokenizer, HuggingFace, Tokenizer
 from tests.support import tokenizer_files
 
@@ -37,7 +37,7 @@ def lines_of(path: Path, texts: list[str]) -> Input:
     return Input(path, "jsonl")
 
 
-def text_of(prepared: Prepared) -> bytes:
+def text_of(prepared: PreparedFolder) -> bytes:
     return b"".join(prepared.tokenizer().decode(np.asarray(prepared.run(p).tokens)) for p in ("training", "validation"))
 
 
@@ -45,7 +45,7 @@ def test_a_text_comes_back_from_its_folder_alone(text: Input, tmp_path: Path) ->
     for name, bpe in (("chars", None), ("bytes", None), ("bytes", 270)):
         made = prepare([text], tmp_path / f"{name}{bpe}", name, bpe)
         shutil.move(made.folder, tmp_path / "moved")
-        found = Prepared.open(tmp_path / "moved")
+        found = PreparedFolder.open(tmp_path / "moved")
         found.verify()
         assert text_of(found) == TEXT.encode()
         shutil.rmtree(tmp_path / "moved")
@@ -120,8 +120,8 @@ def test_what_is_interrupted_leaves_nothing(
 PREPARING = """
 import sys, time
 from pathlib import Path
-from shardlab.train.data.documents import Document, Documents, Input
-from shardlab.train.data.prepare import EncodedText, encoded_text, prepare, said_of
+from shardlab.train.data.documents import Input
+from shardlab.train.data.prepare import prepare
 
 def wait(doing, done):
     print(doing, flush=True)
@@ -206,13 +206,13 @@ def test_a_torn_file_is_refused_by_its_size_or_its_checksum(text: Input, tmp_pat
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     with pytest.raises(UserError, match=r"training.bin has 1,934 bytes, not 1,935: the data are torn"):
-        Prepared.open(made.folder)
+        PreparedFolder.open(made.folder)
     path.write_bytes(whole[:-1] + b"\1")
     with pytest.raises(UserError, match=r"training.bin has another checksum than its manifest says"):
         Corpus.open([DataSource(made.folder)], 8, verify=True)
     path.unlink()
     with pytest.raises(UserError, match=r"training.bin is missing"):
-        Prepared.open(made.folder)
+        PreparedFolder.open(made.folder)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": "shardlab data 1"}', '{"format": "another"}'])
@@ -241,19 +241,19 @@ def test_documents_of_one_token_each_teach_nothing(tmp_path: Path) -> None:
 
 def test_a_model_must_know_all_tokens(text: Input, tmp_path: Path) -> None:
     corpus = Corpus.open([DataSource(prepare([text], tmp_path / "out", "bytes").folder)], 8)
-    corpus.want_vocabulary(256)
-    corpus.want_vocabulary(ord("u") + 1)  # the largest that occurs
+    corpus.require_vocabulary(256)
+    corpus.require_vocabulary(ord("u") + 1)  # the largest that occurs
     with pytest.raises(UserError, match=r"tokens go up to 117 \(bytes\), .* vocabulary is 65; give --vocab-size 256"):
-        corpus.want_vocabulary(65)
+        corpus.require_vocabulary(65)
     with pytest.raises(UserError, match=r"vocabulary is 65; leave that token out, for hf has no row for it"):
-        corpus.want_vocabulary(65, "hf")
+        corpus.require_vocabulary(65, "hf")
 
 
 def test_sources_must_have_one_tokenizer(text: Input, tmp_path: Path) -> None:
     a, b = (prepare([text], tmp_path / name, name).folder for name in ("chars", "bytes"))
     with pytest.raises(UserError, match=r"bytes has another tokenizer \(bytes, 256 tokens\) than .*chars \(chars, 18"):
-        Corpus.open(sources_of([f"{a}:0.5", f"{b}:0.5"]), 8)
-    mixed = Corpus.open(sources_of([f"{b}:0.5", f"{text.path}:0.5"]), 8)  # a file is its bytes
+        Corpus.open(parse_sources([f"{a}:0.5", f"{b}:0.5"]), 8)
+    mixed = Corpus.open(parse_sources([f"{b}:0.5", f"{text.path}:0.5"]), 8)  # a file is its bytes
     assert [each["share"] for each in mixed.record()] == [0.5, 0.5]
 
 
@@ -273,7 +273,7 @@ def test_a_source_that_cannot_be_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=sentence):
-        sources_of([word])
+        parse_sources([word])
 
 
 def test_a_weight_of_next_to_nothing_is_refused(text: Input) -> None:
@@ -282,7 +282,7 @@ def test_a_weight_of_next_to_nothing_is_refused(text: Input) -> None:
 
 
 def test_a_table_of_paths_and_weights_is_the_same_as_words(text: Input) -> None:
-    assert sources_of({str(text.path): 0.7}) == sources_of([f"{text.path}:0.7"])
+    assert parse_sources({str(text.path): 0.7}) == parse_sources([f"{text.path}:0.7"])
 
 
 def test_bytes_of_each_document_s_text_are_kept(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_folder_without_sizes_is_read_as_before(text: Input, tmp_path: Path) -
         del manifest["files"][name]
     del manifest["largest"], manifest["lost"]
     (made.folder / MANIFEST).write_text(json.dumps(manifest))
-    run = Prepared.open(made.folder).run("training")
+    run = PreparedFolder.open(made.folder).run("training")
     assert run.sizes is None
     assert run.largest == ord("u")
 
@@ -339,7 +339,7 @@ def test_a_folder_s_tokenizer_ends_documents_as_the_folder_says(tmp_path: Path) 
 def test_tokens_of_nanogpt_are_prepared_by_their_tokenizer(tmp_path: Path) -> None:
     tokenizer_files.byte_level().save(str(tmp_path / "tokenizer.json"))
     np.array([1, 2, 256, 3, 4, 5, 256, 6, 7], np.uint16).tofile(tmp_path / "train.bin")
-    given = Input.of(tmp_path / "train.bin", None, "text")
+    given = Input.from_path(tmp_path / "train.bin", None, "text")
     made = prepare([given], tmp_path / "out", str(tmp_path / "tokenizer.json"), validation=0.3)
     assert made.run("training").tokens.tolist() == [1, 2, 256, 3, 4, 5, 256]
     assert made.run("training").starts.tolist() == [3]
@@ -375,20 +375,20 @@ def documents_of(text: EncodedText) -> list[list[int]]:
 
 
 def test_a_document_has_the_tokens_that_begin_and_end_it() -> None:
-    text = encoded_text(Documents(["is it", "", "it"]), LLAMA)
+    text = encode_in_memory(Documents(["is it", "", "it"]), LLAMA)
     first, last = (LLAMA.encode([each])[0].tolist() for each in (b"is it", b"it"))
     assert documents_of(text) == [[1, *first, 2], [1, *last, 2]]
 
 
 def test_tokens_are_taken_as_they_are_and_begin_anew_after_each_end() -> None:
-    text = encoded_text(Documents([[5, 6, 2, 7, 2], np.array([8, 2, 9], np.uint16)]), LLAMA)
+    text = encode_in_memory(Documents([[5, 6, 2, 7, 2], np.array([8, 2, 9], np.uint16)]), LLAMA)
     assert documents_of(text) == [[5, 6, 2], [7, 2], [8, 2], [9]]
 
 
 @pytest.mark.parametrize("tokens", [[3, 257], [-1, 3]])
 def test_a_token_that_the_tokenizer_has_not_is_refused(tokens: list[int]) -> None:
     with pytest.raises(UserError, match=r"token (257|-1) is none of the 257 of the tokenizer \(tokenizer.json\)"):
-        encoded_text(Documents([tokens], "mine"), BYTE_LEVEL)
+        encode_in_memory(Documents([tokens], "mine"), BYTE_LEVEL)
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, BYTE_LEVEL, LLAMA, LETTERS], ids=["bytes", "byte-level", "llama", "few"])
@@ -396,7 +396,7 @@ def test_a_token_that_the_tokenizer_has_not_is_refused(tokens: list[int]) -> Non
 def test_bytes_are_those_of_the_text_wherever_it_is_cut(
     tokenizer: Tokenizer, documents: list[Document], data: st.DataObject
 ) -> None:
-    text = encoded_text(Documents(documents), tokenizer)
+    text = encode_in_memory(Documents(documents), tokenizer)
     cut = data.draw(st.integers(0, len(text.tokens)))
     parts = [text.ends.part(text.tokens, *each, tokenizer) for each in ((0, cut), (cut, len(text.tokens)))]
     sizes = [0 if part.sizes is None else int(part.sizes.sum()) for part in parts]
@@ -411,13 +411,13 @@ def test_bytes_are_those_of_the_text_wherever_it_is_cut(
 
 
 def test_what_is_dropped_counts_as_text_and_is_said() -> None:
-    text = encoded_text(Documents(["a bad öd", "öß"]), LETTERS)
+    text = encode_in_memory(Documents(["a bad öd", "öß"]), LETTERS)
     run = text.ends.part(text.tokens, 0, len(text.tokens), LETTERS)
     assert run.sizes is not None
     assert run.sizes.tolist() == [9, 4]
     assert text.lost == {"ö": 2, "ß": 1}
-    assert said_of(text.lost) == (
+    assert lost_text(text.lost) == (
         "the tokenizer has no token for 3 characters of the text, which are dropped ('ö', 'ß')"
     )
-    assert said_of({"<unk>": 7}).endswith("7 words or characters of the text, which become '<unk>'")
-    assert said_of(Counter()) == ""
+    assert lost_text({"<unk>": 7}).endswith("7 words or characters of the text, which become '<unk>'")
+    assert lost_text(Counter()) == ""

@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from shardlab.common.errors import UserError
-from shardlab.train.data.prepared_folder import PIECES, checksum, described, kept_tokenizer, want_tokenizer
-from shardlab.train.data.tokenizers import ByteTokenizer, Characters, HuggingFace, Tokenizer, same
+from shardlab.train.data.prepared_folder import (
+    HASHED_PIECES,
+    checksum,
+    find_tokenizer,
+    require_tokenizer,
+    tokenizer_record,
+)
+from shardlab.train.data.tokenizers import ByteTokenizer, Characters, HuggingFace, Tokenizer, same_tokens
 
 TEXT = bytes(range(256)) * 40
 
@@ -26,7 +32,7 @@ def test_of_a_large_text_it_can_be_computed_again_from_its_own_words() -> None:
     words = re.fullmatch(r"(\d+) pieces of (\d+) bytes.* \(bytes - (\d+)\) \* i // (\d+)", found.of)
     assert words
     pieces, size, same_size, steps = map(int, words.groups())
-    assert (pieces, size, same_size, steps) == (PIECES, 20, 20, PIECES - 1)
+    assert (pieces, size, same_size, steps) == (HASHED_PIECES, 20, 20, HASHED_PIECES - 1)
     starts = [(found.bytes - size) * i // steps for i in range(pieces)]
     assert (starts[0], starts[-1]) == (0, len(TEXT) - size)
     assert found.sha256 == hashlib.sha256(b"".join(TEXT[start : start + size] for start in starts)).hexdigest()
@@ -41,7 +47,7 @@ def test_texts_that_differ_at_an_end_or_in_length_differ() -> None:
 
 
 TEXT_of_kept = "To be, or not to be, that is the question. " * 9
-TOKENIZERS = [ByteTokenizer(), Characters.of([TEXT_of_kept]), HuggingFace.train([TEXT_of_kept], 270)]
+TOKENIZERS = [ByteTokenizer(), Characters.from_texts([TEXT_of_kept]), HuggingFace.train([TEXT_of_kept], 270)]
 
 
 def written(folder: Path, tokenizer: Tokenizer, *, record: bool = True) -> Path:
@@ -49,15 +55,15 @@ def written(folder: Path, tokenizer: Tokenizer, *, record: bool = True) -> Path:
     for name, content in tokenizer.files().items():
         (folder / name).write_bytes(content)
     if record:
-        (folder / "run.json").write_text(json.dumps({"tokenizer": described(tokenizer)}))
+        (folder / "run.json").write_text(json.dumps({"tokenizer": tokenizer_record(tokenizer)}))
     return folder
 
 
 @pytest.mark.parametrize("record", [True, False], ids=["run", "hf"])
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda each: each.kind)
 def test_what_was_kept_is_the_tokenizer_again(tmp_path: Path, tokenizer: Tokenizer, record: bool) -> None:
-    found = want_tokenizer(written(tmp_path, tokenizer, record=record), tokenizer.vocab_size)
-    assert same(found, tokenizer)
+    found = require_tokenizer(written(tmp_path, tokenizer, record=record), tokenizer.vocab_size)
+    assert same_tokens(found, tokenizer)
     (tokens,) = found.encode([TEXT_of_kept.encode()])
     assert found.decode(tokens) == TEXT_of_kept.encode()
 
@@ -67,16 +73,16 @@ def test_checkpoints_and_files_of_a_run_have_the_run_s_tokenizer(tmp_path: Path,
     run = tmp_path / "run"
     run.mkdir()
     written(run, TOKENIZERS[1])
-    assert same(want_tokenizer(run / place, TOKENIZERS[1].vocab_size), TOKENIZERS[1])
+    assert same_tokens(require_tokenizer(run / place, TOKENIZERS[1].vocab_size), TOKENIZERS[1])
 
 
 def test_a_run_without_a_record_has_bytes_and_another_folder_only_if_its_vocabulary_is_theirs(tmp_path: Path) -> None:
-    assert kept_tokenizer(tmp_path) is None
-    assert want_tokenizer(tmp_path, 256).kind == "bytes"
+    assert find_tokenizer(tmp_path) is None
+    assert require_tokenizer(tmp_path, 256).kind == "bytes"
     with pytest.raises(UserError, match=r"has no tokenizer .*, and a vocabulary of 50,257 tokens is not that of bytes"):
-        want_tokenizer(tmp_path, 50257)
+        require_tokenizer(tmp_path, 50257)
     (tmp_path / "run.json").write_text("{}")
-    assert want_tokenizer(tmp_path, 65).kind == "bytes"
+    assert require_tokenizer(tmp_path, 65).kind == "bytes"
 
 
 def test_a_tokenizer_that_has_changed_or_gone_is_refused(tmp_path: Path) -> None:
@@ -84,24 +90,24 @@ def test_a_tokenizer_that_has_changed_or_gone_is_refused(tmp_path: Path) -> None
     path = tmp_path / "vocabulary.json"
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(UserError, match=r"vocabulary\.json has another checksum than run\.json says"):
-        kept_tokenizer(tmp_path)
+        find_tokenizer(tmp_path)
     path.unlink()
     with pytest.raises(UserError, match=r"vocabulary\.json is missing: .*; copy the run's folder whole"):
-        kept_tokenizer(tmp_path)
+        find_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("tokenizer", ["chars", {"kind": "chars"}, {"kind": "chars", "files": {"a": {"size": 1}}}])
 def test_a_record_that_is_none_is_refused(tmp_path: Path, tokenizer: object) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"tokenizer": tokenizer}))
     with pytest.raises(UserError, match="tokenizer is not what a run records"):
-        kept_tokenizer(tmp_path)
+        find_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{}", '["ab"]', "[1]"])
 def test_a_vocabulary_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "vocabulary.json").write_text(content)
     with pytest.raises(UserError, match=r"vocabulary\.json is no list of characters"):
-        kept_tokenizer(tmp_path)
+        find_tokenizer(tmp_path)
 
 
 def test_special_tokens_are_text_unless_a_template_spells_them() -> None:

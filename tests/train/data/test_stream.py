@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.train.data.stream import SequenceStream, TokenRun, shares_of, shuffled
+from shardlab.train.data.stream import SequenceStream, TokenRun, shares_from_weights, shuffle
 
 SEQ_LEN = 4
 
@@ -56,7 +56,7 @@ def test_epochs_are_counted_for_each_source() -> None:
 
 def test_no_sequence_comes_twice_in_one_pass_of_the_smallest_source() -> None:
     stream = stream_of([10, 40], [1, 1])
-    assert stream.once(SEQ_LEN) == 20
+    assert stream.sequences_before_repeat(SEQ_LEN) == 20
     assert len(set(drawn(stream, 20, None))) == 20
 
 
@@ -72,14 +72,14 @@ def test_no_sequence_comes_twice_in_one_pass_of_the_smallest_source() -> None:
     ],
 )
 def test_weights_become_the_smallest_whole_numbers(weights: tuple[float, ...], shares: tuple[int, ...]) -> None:
-    assert shares_of(weights) == shares
+    assert shares_from_weights(weights) == shares
 
 
 # Shuffles that are computed number by number are permutations, other ones in every epoch and for every seed.
 
 
 def order(size: int, seed: int = 0, epoch: int = 0, purpose: str = "test") -> list[int]:
-    return shuffled(np.arange(size), size, purpose, seed, np.full(size, epoch)).tolist()
+    return shuffle(np.arange(size), size, purpose, seed, np.full(size, epoch)).tolist()
 
 
 @given(size=st.integers(1, 700), seed=st.integers(0, 2**63), epoch=st.integers(0, 2**40))
@@ -96,12 +96,12 @@ def test_other_epochs_seeds_and_purposes_have_other_orders() -> None:
 def test_each_number_is_computed_alone() -> None:
     whole = order(1000, epoch=3)
     some = np.array([7, 999, 0])
-    assert shuffled(some, 1000, "test", 0, np.full(3, 3)).tolist() == [whole[number] for number in some]
+    assert shuffle(some, 1000, "test", 0, np.full(3, 3)).tolist() == [whole[number] for number in some]
 
 
 def test_trillions_of_numbers_need_no_table() -> None:
     numbers = np.arange(10**12, 10**12 + 1000)
-    found = shuffled(numbers, 3 * 10**12 + 7, "test", 0, np.zeros(1000, np.int64))
+    found = shuffle(numbers, 3 * 10**12 + 7, "test", 0, np.zeros(1000, np.int64))
     assert len(set(found.tolist())) == 1000
     assert 0 <= found.min() <= found.max() < 3 * 10**12 + 7
     assert found.std() > 10**11

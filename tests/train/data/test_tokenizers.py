@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from shardlab.common.errors import UserError
 from shardlab.train.data import tokenizers as bpe
-from shardlab.train.data.prepared_folder import kept_tokenizer
+from shardlab.train.data.prepared_folder import find_tokenizer
 from shardlab.train.data.tokenizers import (
     END,
     ByteTokenizer,
@@ -28,10 +28,10 @@ from shardlab.train.data.tokenizers import (
     Gpt2,
     HuggingFace,
     Tokenizer,
-    decoded_parts,
-    exported,
+    decode_incrementally,
+    export_tokenizer,
     read_tokenizer,
-    same,
+    same_tokens,
 )
 from tests.support import tokenizer_files
 
@@ -77,7 +77,7 @@ def test_bytes_are_any_file_at_all() -> None:
 
 
 def test_characters_are_numbered_by_their_code_points() -> None:
-    tokenizer = Characters.of(["cab", "é€\U0001f41f"])
+    tokenizer = Characters.from_texts(["cab", "é€\U0001f41f"])
     assert tokenizer.characters == ["a", "b", "c", "é", "€", "\U0001f41f"]
     assert tokens_of(tokenizer, "bé\U0001f41fa") == [1, 3, 5, 0]
 
@@ -93,7 +93,7 @@ def test_characters_come_back(text: str) -> None:
         encoded = text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair
         return
-    tokenizer = Characters.of([text])
+    tokenizer = Characters.from_texts([text])
     (tokens,) = Characters.read(tokenizer.files()).encode([encoded])
     assert tokenizer.decode(tokens) == encoded
 
@@ -180,7 +180,7 @@ def test_tokens_decoded_as_they_come_are_the_text_of_all_together(kind: str, dat
     tokenizer = KINDS[kind]
     tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size), max_size=40))
     before = data.draw(st.integers(0, len(tokens)))
-    parts = list(decoded_parts(tokens[before:], tokenizer, tokens[:before]))
+    parts = list(decode_incrementally(tokens[before:], tokenizer, tokens[:before]))
     assert len(parts) == len(tokens) - before
     assert tokenizer.decode(np.array(tokens[:before], np.int64)) + b"".join(parts) == tokenizer.decode(np.array(tokens))
 
@@ -197,7 +197,7 @@ def test_a_text_is_decoded_as_the_library_decodes_it(kind: str, text: str) -> No
 def test_a_character_of_several_tokens_is_bytes_of_each() -> None:
     for kind in ("byte-level", "byte fallback"):
         tokens = tokens_of(KINDS[kind], "a漢")
-        parts = list(decoded_parts(tokens, KINDS[kind]))
+        parts = list(decode_incrementally(tokens, KINDS[kind]))
         assert b"".join(parts) == "a漢".encode()
         assert parts[-3:] == [b"\xe6", b"\xbc", b"\xa2"]
 
@@ -205,7 +205,7 @@ def test_a_character_of_several_tokens_is_bytes_of_each() -> None:
 def test_the_first_word_after_a_prompt_keeps_its_space() -> None:
     tokenizer = KINDS["byte fallback"]
     prompt, both = tokens_of(tokenizer, "This"), tokens_of(tokenizer, "This is a test")
-    assert b"".join(decoded_parts(both[len(prompt) :], tokenizer, prompt)) == b" is a test"
+    assert b"".join(decode_incrementally(both[len(prompt) :], tokenizer, prompt)) == b" is a test"
 
 
 GEMMA = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -275,42 +275,42 @@ def test_tokens_that_only_files_beside_it_have_are_added() -> None:
         (of_library(tokenizer_files.words(["a", "bad"])), {"<unk>": 1}),
         (of_library(tokenizer_files.byte_level()), {}),
         (of_library(tokenizer_files.byte_fallback(["a"])), {}),
-        (Characters.of(["aböß Md"]), {}),
+        (Characters.from_texts(["aböß Md"]), {}),
     ],
     ids=["dropped", "unknown words", "byte-level", "byte fallback", "characters"],
 )
 def test_what_has_no_token_is_counted(tokenizer: Tokenizer, lost: dict[str, int]) -> None:
     text = "a bad ößöM".encode()
     (tokens,) = tokenizer.encode([text])
-    assert tokenizer.lost(text, tokens) == lost
+    assert tokenizer.count_lost(text, tokens) == lost
 
 
 def test_tokenizers_are_the_same_if_their_tokens_mean_the_same_text() -> None:
     ours = Gpt2(small_gpt2())
-    assert same(ours, HuggingFace(exported(ours)["tokenizer.json"]))
-    assert same(ByteTokenizer(), HuggingFace(exported(ByteTokenizer())["tokenizer.json"]))
+    assert same_tokens(ours, HuggingFace(export_tokenizer(ours)["tokenizer.json"]))
+    assert same_tokens(ByteTokenizer(), HuggingFace(export_tokenizer(ByteTokenizer())["tokenizer.json"]))
     made = tokenizer_files.byte_level()
     plain, configured = of_library(made), of_library(made, tokenizer_config={"eos_token": "<|endoftext|>"})
     made.add_special_tokens(["[PAD]"])
     padded = of_library(made)
-    assert same(plain, configured)
-    assert same(plain, padded)
-    assert same(padded, plain)
-    assert not same(plain, of_library(tokenizer_files.byte_level(first=True)))
-    assert not same(Characters.of(map(chr, range(128))), ByteTokenizer())
-    assert not same(KINDS["byte-level"], HuggingFace.train([TEXT], 290))
+    assert same_tokens(plain, configured)
+    assert same_tokens(plain, padded)
+    assert same_tokens(padded, plain)
+    assert not same_tokens(plain, of_library(tokenizer_files.byte_level(first=True)))
+    assert not same_tokens(Characters.from_texts(map(chr, range(128))), ByteTokenizer())
+    assert not same_tokens(KINDS["byte-level"], HuggingFace.train([TEXT], 290))
 
 
 # An exported tokenizer gives the same tokens in Hugging Face's libraries.
 
 
 TEXT_of_exported = " Zoë's 3 naïve\tcafés,  it 's \r\n\n “quoted” \x00\x7f . 東京 🙂!\n "
-TOKENIZERS = [ByteTokenizer(), Characters.of([TEXT_of_exported])]
+TOKENIZERS = [ByteTokenizer(), Characters.from_texts([TEXT_of_exported])]
 AutoTokenizer: Any = transformers.AutoTokenizer
 
 
 def written(folder: Path, tokenizer: Tokenizer) -> Path:
-    for name, content in (exported(tokenizer) | tokenizer.files()).items():
+    for name, content in (export_tokenizer(tokenizer) | tokenizer.files()).items():
         (folder / name).write_bytes(content)
     return folder
 
@@ -338,14 +338,14 @@ def test_every_byte_is_the_token_that_it_is_here(tmp_path: Path) -> None:
 
 
 def test_a_character_without_a_token_raises_there_too(tmp_path: Path) -> None:
-    fast: Any = AutoTokenizer.from_pretrained(written(tmp_path, Characters.of(["abc"])))
+    fast: Any = AutoTokenizer.from_pretrained(written(tmp_path, Characters.from_texts(["abc"])))
     with pytest.raises(Exception, match="vocabulary"):
         fast.encode("abd")
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda each: each.kind)
 def test_what_was_exported_is_our_own_tokenizer_again(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    found = kept_tokenizer(written(tmp_path, tokenizer))
+    found = find_tokenizer(written(tmp_path, tokenizer))
     assert type(found) is type(tokenizer)
 
 
@@ -368,4 +368,4 @@ def test_what_a_tokenizer_s_own_files_say_stays() -> None:
     own = {"tokenizer_config.json": b'{"eos_token": "a"}', "generation_config.json": b'{"eos_token_id": [1, 2]}'}
     plain = HuggingFace.train([TEXT_of_exported], 260).files()
     tokenizer = HuggingFace(plain["tokenizer.json"], beside=own | {"config.json": b"{}"})
-    assert exported(tokenizer) == plain | own
+    assert export_tokenizer(tokenizer) == plain | own

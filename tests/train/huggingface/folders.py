@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from shardlab.models import Blocks
 from shardlab.models.named import name_of
-from shardlab.train.data.prepared_folder import described
+from shardlab.train.data.prepared_folder import tokenizer_record
 from shardlab.train.data.tokenizers import Tokenizer
 
 
@@ -32,7 +32,7 @@ def random_run(
     save_file(tensors, folder / "weights.safetensors")
     record: dict[str, object] = {"model": {"kind": name_of(type(model)), **asdict(model)}}
     if tokenizer is not None:
-        record["tokenizer"] = described(tokenizer)
+        record["tokenizer"] = tokenizer_record(tokenizer)
         for name, content in tokenizer.files().items():
             (folder / name).write_bytes(content)
     (folder / "run.json").write_text(json.dumps(record))

@@ -33,7 +33,7 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry, entry_from_plan
 from shardlab.train.config import TrainingConfig
 from shardlab.train.config_sources import ConfigSource, merge_fields, plan_settings, resolve_config
-from shardlab.train.data import sources_of
+from shardlab.train.data import parse_sources
 from shardlab.train.job import Job
 from shardlab.train.launch.environment import find_launch_environment
 
@@ -190,7 +190,7 @@ def measure_fastest(
     if tell:
         words = f"{counted(len(jobs), 'plan')} that may be the fastest are measured in turns"
         print(f"shardlab: {words}, for about {planned.seconds:.0f} s", file=sys.stderr)
-    data, init = tuple(sources_of(run.config.data.data)), run.config.train.init
+    data, init = tuple(parse_sources(run.config.data.data)), run.config.train.init
     race = Race(seconds=planned.seconds, optimizer=run.config.optimizer, data=data, init=init)
     race_rank = Named[list[float]]("shardlab.measure.side_by_side.sides", "race_rank")
     try:

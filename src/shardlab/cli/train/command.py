@@ -54,7 +54,7 @@ from shardlab.train.config_sources import (
     resolve_config,
     vocabulary_source,
 )
-from shardlab.train.data import sources_of
+from shardlab.train.data import parse_sources
 from shardlab.train.history import AVERAGED, WEIGHTS
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Train:
                 return 0
         if self.print_config and first:
             self._print_config(config_with_allowed_passes(chosen, config), sources)
-        sources_of(config.data.data)  # reports wrong data before torch is imported
+        parse_sources(config.data.data)  # reports wrong data before torch is imported
         with Heartbeat("start", until=lambda: not first) as heartbeat:
             return self._run(caller, heartbeat, first, chosen, config, planned, sources, resumed, restart)
 

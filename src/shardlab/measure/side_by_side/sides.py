@@ -48,7 +48,7 @@ from shardlab.measure.side_by_side.results import (
 from shardlab.models.tensors.compute import choices
 from shardlab.train.batches import Batches
 from shardlab.train.data import Corpus
-from shardlab.train.data.prepared_folder import kept_tokenizer
+from shardlab.train.data.prepared_folder import find_tokenizer
 from shardlab.train.job import Job
 from shardlab.train.launch.ranks import backend_of
 
@@ -283,7 +283,7 @@ def _race(world: MeasuringRanks, jobs: Sequence[Job], turns: Race) -> list[float
 
 
 def _executor(job: Job, world: MeasuringRanks, groups: Groups, turns: Race) -> Executor:
-    tokenizer = None if turns.init is None else kept_tokenizer(turns.init)
+    tokenizer = None if turns.init is None else find_tokenizer(turns.init)
     corpus = Corpus.open(turns.data, job.model.seq_len, tokenizer=tokenizer)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
     settings = Settings(job.seed, job.numbers, world.device, turns.optimizer)

@@ -1,11 +1,13 @@
-"""Data to train on: documents to tokens, memory-mapped, and the order in which a run sees them. It needs no torch.
+"""Training data: documents become tokens, tokens lie in memory or in memory-mapped files, and a seed gives their order.
 
-Read documents.py (files and iterables), tokenizers.py, encoded.py (documents to tokens), prepare.py (a folder of
-them), corpus.py (what a run trains on) and stream.py (the order of its sequences).
+Nothing here needs torch. Read documents.py (text, JSONL, Parquet and token files), tokenizers.py (text to tokens and
+back), prepare.py (documents to a folder of tokens), prepared_folder.py (the format of that folder), stream.py (the
+order in which a run sees its sequences) and corpus.py (what a run trains on, from all of these). evaluation_text.py and
+chat.py prepare the inputs of `shardlab eval` and of conversations.
 """
 
-from shardlab.train.data.corpus import Corpus, DataSource, sources_of
+from shardlab.train.data.corpus import Corpus, DataSource, parse_sources
 from shardlab.train.data.documents import Documents, Input
 from shardlab.train.data.tokenizers import ByteTokenizer, Tokenizer
 
-__all__ = ["ByteTokenizer", "Corpus", "DataSource", "Documents", "Input", "Tokenizer", "sources_of"]
+__all__ = ["ByteTokenizer", "Corpus", "DataSource", "Documents", "Input", "Tokenizer", "parse_sources"]

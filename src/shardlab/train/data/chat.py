@@ -1,4 +1,8 @@
-"""Conversations as text that a model goes on with: by the template in its folder, or by a plain one."""
+"""Conversations as text that a model continues, by the chat template in its folder or by a plain one.
+
+`chat_template` finds the template. `ChatTemplate.render` turns messages into a prompt, and `ends` are the tokens at
+which an answer is over.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +16,28 @@ from typing import Any, cast
 
 from shardlab.common.errors import UserError
 from shardlab.common.files import read_file
-from shardlab.train.data.prepared_folder import home
-from shardlab.train.data.tokenizers import Tokenizer, special_tokens, token_text
+from shardlab.train.data.prepared_folder import run_folder
+from shardlab.train.data.tokenizers import Tokenizer, read_special_tokens, token_text
 
 Message = dict[str, str]
-"""What one side says: role (user or assistant) and content."""
+"""Message of a conversation: its role (user or assistant) and its content."""
 
-ABSENT = {"tools": None, "documents": None}
-"""Variables that transformers gives a template although there are no tools and no documents."""
+ABSENT_VARIABLES = {"tools": None, "documents": None}
+"""Variables that transformers passes to a template even if there are no tools and no documents."""
 
-PLAIN = {"user": "User", "assistant": "Assistant"}
-"""Names of the sides in the plain template: `User: ...` and `Assistant: ...` by turns, each on a line of its own."""
+PLAIN_NAMES = {"user": "User", "assistant": "Assistant"}
+"""Names in the plain template, which begins each line with `User:` or `Assistant:`."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How a conversation is written down.
+    """Format of a conversation.
 
     Attributes:
-        render: a conversation as text, up to where the model's answer begins.
-        begin: tokens before that text; a folder's own template spells them out.
+        render: turns messages into text, up to the beginning of the model's answer.
         ends: tokens that end an answer.
         stop: text that ends an answer (empty: none does).
+        begin: tokens before that text. A folder's own template spells them out instead.
     """
 
     render: Callable[[Sequence[Message]], str]
@@ -43,30 +47,31 @@ class ChatTemplate:
 
 
 def chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template in a folder of weights (chat_template.jinja, or chat_template in tokenizer_config.json), or else
-    the plain one.
+    """Find the chat template in a folder of weights, or return the plain one.
+
+    A template is in chat_template.jinja, or in the field chat_template of tokenizer_config.json.
 
     Raises:
-        UserError: for a template that is none.
+        UserError: if the template is invalid.
     """
-    folder = home(folder)
+    folder = run_folder(folder)
     config = _table(folder / "tokenizer_config.json")
-    written = _written(folder / "chat_template.jinja", config)
-    ends = _ends(folder, config, tokenizer)
+    written = _read_template(folder / "chat_template.jinja", config)
+    ends = _find_end_tokens(folder, config, tokenizer)
     if written is None:
-        return ChatTemplate(_plain, ends, f"\n{PLAIN['user']}:", tokenizer.begin)
+        return ChatTemplate(_render_plain, ends, f"\n{PLAIN_NAMES['user']}:", tokenizer.begin)
     files = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
-    special = special_tokens({path.name: path.read_bytes() for path in files if path.is_file()})
-    return ChatTemplate(_rendering(written, special.roles, folder), ends)
+    special = read_special_tokens({path.name: path.read_bytes() for path in files if path.is_file()})
+    return ChatTemplate(_compile_template(written, special.roles, folder), ends)
 
 
-def _plain(messages: Sequence[Message]) -> str:
-    turns = [f"{PLAIN[each['role']]}: {each['content']}\n" for each in messages]
-    return "".join(turns) + f"{PLAIN['assistant']}:"
+def _render_plain(messages: Sequence[Message]) -> str:
+    turns = [f"{PLAIN_NAMES[each['role']]}: {each['content']}\n" for each in messages]
+    return "".join(turns) + f"{PLAIN_NAMES['assistant']}:"
 
 
-def _written(path: Path, config: dict[str, Any]) -> str | None:
-    """The template of a folder; of several the one that is named default."""
+def _read_template(path: Path, config: dict[str, Any]) -> str | None:
+    """Return the template of a folder; of several, the one named default."""
     if path.is_file():
         return path.read_text(encoding="utf-8")
     found: Any = config.get("chat_template")
@@ -76,8 +81,10 @@ def _written(path: Path, config: dict[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _rendering(written: str, special: dict[str, str], folder: Path) -> Callable[[Sequence[Message]], str]:
-    """A template of Jinja, in the sandbox and with the functions that transformers gives it."""
+def _compile_template(written: str, special: dict[str, str], folder: Path) -> Callable[[Sequence[Message]], str]:
+    """Return a function that renders a Jinja template, in the sandbox and with the functions that transformers
+    provides.
+    """
     from jinja2 import TemplateError  # it comes with torch, and takes a while to be imported
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -92,22 +99,22 @@ def _rendering(written: str, special: dict[str, str], folder: Path) -> Callable[
 
     def render(messages: Sequence[Message]) -> str:
         try:
-            template = environment.from_string(_without_marks(written))
-            return template.render(messages=list(messages), **ABSENT, add_generation_prompt=True, **variables)
+            template = environment.from_string(_remove_generation_marks(written))
+            return template.render(messages=list(messages), **ABSENT_VARIABLES, add_generation_prompt=True, **variables)
         except TemplateError as error:
             raise UserError(f"the chat template in {folder} cannot be followed ({error}); mend it") from None
 
     return render
 
 
-def _without_marks(written: str) -> str:
-    """Without the marks around what a model is trained to say, which Jinja itself does not know."""
+def _remove_generation_marks(written: str) -> str:
+    """Remove the marks around what a model is trained to say, which plain Jinja does not know."""
     mark = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
     return mark.sub(lambda m: f"{m[1]}{'endif' if m[2] else 'if true'}{m[3]}", written)
 
 
-def _ends(folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that end what a model says, wherever its folder tells of one."""
+def _find_end_tokens(folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end an answer according to any file of the folder."""
     found: set[int] = set() if tokenizer.end is None else {tokenizer.end}
     for name in ("generation_config.json", "config.json"):
         given: Any = _table(folder / name).get("eos_token_id")
@@ -126,7 +133,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as transformers' filter writes it, without what HTML needs."""
+    """Return JSON as transformers' filter writes it, without escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,11 @@
-"""What a run trains on: texts, documents, prepared folders, or several of them with weights."""
+"""The corpus of a run: a text, documents, a prepared folder, or several of them mixed by weight.
+
+`Corpus.open` takes the sources that a user names (`parse_sources`) and returns a training and a validation stream of
+sequences. A text whose tokens are its bytes stays in its file. Other files are encoded when they are opened, by every
+rank, and so must be small: `shardlab data prepare` encodes large ones once.
+
+Every corpus has an identity, which all ranks compare, and a record, with which the data can be found again.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +22,25 @@ from shardlab.common.errors import UserError
 from shardlab.common.files import want_file
 from shardlab.language.rules.kinds import counted
 from shardlab.train.data.documents import Documents, DocumentSource, Input, Text, default_text, map_text
-from shardlab.train.data.prepare import encoded_text, said_of
-from shardlab.train.data.prepared_folder import COMPARED, PARTS, RECORDED, Prepared, checksum
-from shardlab.train.data.stream import FINEST, SequenceStream, TokenRun, shares_of
-from shardlab.train.data.tokenizers import ByteTokenizer, Tokenizer, same
+from shardlab.train.data.prepare import encode_in_memory, lost_text
+from shardlab.train.data.prepared_folder import MOST_COMPARED, MOST_RECORDED, PARTS, PreparedFolder, checksum
+from shardlab.train.data.stream import FINEST, SequenceStream, TokenRun, shares_from_weights
+from shardlab.train.data.tokenizers import ByteTokenizer, Tokenizer, same_tokens
 
-AT_ONCE = 100_000_000
-"""Bytes of a file that every rank makes tokens of by itself."""
+MOST_BYTES_ENCODED = 100_000_000
+"""Largest file, in bytes, that every rank encodes by itself."""
 
-DEFAULT = "the source of Python's standard library"
+DEFAULT_NAME = "the source of Python's standard library"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a corpus comes from.
+    """Origin of a corpus.
 
     Attributes:
-        name: the text's, or the folder's.
-        identity: equal for equal data: a checksum, which every rank compares with the others'.
-        record: by which anybody can find the data again; computed when it is asked for, by one rank.
+        name: name of the text or path of the folder.
+        identity: string that is equal for equal data; every rank compares it with the others'.
+        record: function that returns the fields with which anybody can find the data again. One rank calls it.
     """
 
     name: str
@@ -43,13 +50,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens in two parts: one is trained on, the other only judged by.
+    """Tokens in two parts: a model is trained on one and evaluated on the other.
 
     Attributes:
         training, validation: the parts.
-        tokenizer: which text the tokens stand for.
+        tokenizer: maps the tokens to text.
         origins: one for each source.
-        notes: sentences on texts that were encoded just now: by what, and what of them has no token.
+        notes: sentences on texts that were encoded when the corpus was opened: the tokenizer, and characters without a
+            token.
     """
 
     training: SequenceStream
@@ -59,14 +67,16 @@ class Corpus:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def split(cls, text: Text, seq_len: int, source: str = "the text") -> Corpus:
-        """A text as bytes: the first nine tenths for training, the rest for validation, `seq_len` tokens at least each.
+    def from_text(cls, text: Text, seq_len: int, source: str = "the text") -> Corpus:
+        """Split a text into bytes: nine tenths for training and the rest for validation.
 
         Args:
-            source: what an error and the record call the text.
+            text: the bytes.
+            seq_len: tokens of a sequence. Each part has at least one sequence and the byte after it.
+            source: name of the text in errors and in the record.
 
         Raises:
-            UserError: when it is too short for that.
+            UserError: if the text is too short.
         """
         needed = seq_len + 1  # a sequence and the byte that comes next
         if len(text) < 2 * needed:
@@ -79,32 +89,33 @@ class Corpus:
         held_out = max(len(text) // 10, needed)
         origin = Origin(
             source,
-            str(checksum(text, COMPARED)),
-            lambda: {"source": source, **asdict(checksum(text, RECORDED))},
+            str(checksum(text, MOST_COMPARED)),
+            lambda: {"source": source, **asdict(checksum(text, MOST_RECORDED))},
         )
         parts = tokens[:-held_out], tokens[-held_out:]
         training, validation = (TokenRun(part, sizes=np.array([len(part)])) for part in parts)
         return cls(SequenceStream((training,)), SequenceStream((validation,)), ByteTokenizer(), (origin,))
 
     @classmethod
-    def of(cls, documents: DocumentSource, tokenizer: Tokenizer, seq_len: int, validation: float = 0.1) -> Corpus:
-        """Documents as tokens, in memory: of a file (`Input`), or of a Python iterable (`Documents`).
+    def encode(cls, documents: DocumentSource, tokenizer: Tokenizer, seq_len: int, validation: float = 0.1) -> Corpus:
+        """Encode documents in memory: those of a file (`Input`) or of a Python iterable (`Documents`).
 
         Args:
-            documents: what is read, once.
-            tokenizer: by which they become tokens.
-            seq_len: tokens of a sequence, of which each part has one at least.
-            validation: the part of the tokens, at the end, that is not trained on; whole documents if one ends near.
+            documents: read once.
+            tokenizer: encodes the documents.
+            seq_len: tokens of a sequence. Each part has at least one sequence.
+            validation: share of the tokens, at the end, that is held out; whole documents if one ends nearby.
 
         Raises:
-            UserError: for what cannot be read or encoded, or is too short.
+            UserError: if the documents cannot be read or encoded, or are too short.
 
         >>> from shardlab.train.data import ByteTokenizer, Documents
-        >>> corpus = Corpus.of(Documents(["a document", "and another one"] * 9), ByteTokenizer(), seq_len=8)
+        >>> documents = Documents(["a document", "and another one"] * 9)
+        >>> corpus = Corpus.encode(documents, ByteTokenizer(), seq_len=8)
         >>> len(corpus.training.runs[0].tokens), corpus.training.runs[0].documents
         (200, 16)
         """
-        text = encoded_text(documents, tokenizer)
+        text = encode_in_memory(documents, tokenizer)
         name, total = documents.name, len(text.tokens)
         if total < 2 * (needed := seq_len + 1):
             raise UserError(
@@ -120,29 +131,31 @@ class Corpus:
         if any(run.documents >= len(run.tokens) for run in (*training.runs, *validating.runs)):
             raise UserError(f"{name}: every document of a part is one token, so none is predicted; join them")
         of_tokens = partial(checksum, text.tokens.data.cast("B"))
-        identity = f"{tokenizer.kind} {of_tokens(COMPARED)}"
+        identity = f"{tokenizer.kind} {of_tokens(MOST_COMPARED)}"
         record = {"source": name, "tokenizer": tokenizer.kind, "lost": dict(text.lost)}
-        origin = Origin(name, identity, lambda: {**record, "tokens": asdict(of_tokens(RECORDED))})
+        origin = Origin(name, identity, lambda: {**record, "tokens": asdict(of_tokens(MOST_RECORDED))})
         documents_in = counted(len(text.ends.documents) - 1, "document")
         notes = [f"{name}: {documents_in}, {total:,} tokens ({_about(tokenizer)})"]
         if text.lost:
-            notes.append(f"{name}: {said_of(text.lost)}")
+            notes.append(f"{name}: {lost_text(text.lost)}")
         return cls(training, validating, tokenizer, (origin,), tuple(notes))
 
     @classmethod
-    def prepared(cls, folder: Path, seq_len: int, *, verify: bool = False) -> Corpus:
-        """A prepared folder, mapped into memory.
+    def from_folder(cls, folder: Path, seq_len: int, *, verify: bool = False) -> Corpus:
+        """Map a prepared folder into memory.
 
         Args:
+            folder: made by `shardlab data prepare`.
+            seq_len: tokens of a sequence.
             verify: compare all checksums, if the folder is small enough for that to take no longer than a second.
 
         Raises:
-            UserError: for a torn folder, or one of which a part has no whole sequence.
+            UserError: if the folder is torn, or a part of it is shorter than a sequence.
         """
-        found = Prepared.open(folder)
-        if verify and found.bytes <= RECORDED:
-            found.verify()
-        for part, count in (("training", found.manifest.training), ("validation", found.manifest.validation)):
+        prepared = PreparedFolder.open(folder)
+        if verify and prepared.bytes <= MOST_RECORDED:
+            prepared.verify()
+        for part, count in (("training", prepared.manifest.training), ("validation", prepared.manifest.validation)):
             if count.tokens <= seq_len:
                 raise UserError(
                     f"{folder} has {count.tokens:,} tokens for {part} but {seq_len + 1:,} are needed (a sequence of "
@@ -150,9 +163,10 @@ class Corpus:
                 )
             if count.documents >= count.tokens:
                 raise UserError(f"{folder}: every document for {part} is one token, so none is predicted; join them")
-        origin = Origin(str(folder), found.sha256, lambda: {"source": str(folder), "manifest_sha256": found.sha256})
-        training, validation = (SequenceStream((found.run(part),)) for part in PARTS)
-        return cls(training, validation, found.tokenizer(), (origin,))
+        name, sha256 = str(folder), prepared.sha256
+        origin = Origin(name, sha256, lambda: {"source": name, "manifest_sha256": sha256})
+        training, validation = (SequenceStream((prepared.run(part),)) for part in PARTS)
+        return cls(training, validation, prepared.tokenizer(), (origin,))
 
     @classmethod
     def open(
@@ -164,29 +178,32 @@ class Corpus:
         of: str = "the model",
         verify: bool = False,
     ) -> Corpus:
-        """The sources by turns, in the ratio of their weights; without any, the default text.
+        """Mix the sources in the ratio of their weights. Without sources, open the default text.
 
         Args:
-            tokenizer: makes tokens of files, and is that of folders (None: bytes, and what folders have).
-            of: whose tokenizer it is.
-            verify: as in `prepared`.
+            sources: texts, files of documents, and prepared folders.
+            seq_len: tokens of a sequence.
+            tokenizer: encodes files, and must be the tokenizer of folders (None: files are bytes, and folders have
+                their own).
+            of: owner of the tokenizer, for errors.
+            verify: as in `from_folder`.
 
         Raises:
-            UserError: for what cannot be read, and for sources whose tokens mean different things.
+            UserError: if a source cannot be read, or the tokens of two sources have different meanings.
         """
         if not sources:
             if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
-                return cls.split(default_text(), seq_len, DEFAULT)
-            return cls.of(Documents([default_text().rpartition(b"\n")[0]], DEFAULT), tokenizer, seq_len)
-        found = [cls._source(source.path, seq_len, tokenizer, of, verify=verify) for source in sources]
+                return cls.from_text(default_text(), seq_len, DEFAULT_NAME)
+            return cls.encode(Documents([default_text().rpartition(b"\n")[0]], DEFAULT_NAME), tokenizer, seq_len)
+        found = [cls._open_source(source.path, seq_len, tokenizer, of, verify=verify) for source in sources]
         first, *others = found
         for other, source in zip(others, sources[1:], strict=True):
-            if not same(first.tokenizer, other.tokenizer):
+            if not same_tokens(first.tokenizer, other.tokenizer):
                 raise UserError(
                     f"{source.path} has another tokenizer ({_about(other.tokenizer)}) than {sources[0].path} "
                     f"({_about(first.tokenizer)}); prepare all with one tokenizer"
                 )
-        shares = shares_of([source.weight for source in sources])
+        shares = shares_from_weights([source.weight for source in sources])
         if 0 in shares:
             path, weight = sources[shares.index(0)].path, sources[shares.index(0)].weight
             raise UserError(f"{path}: a weight of {weight:g} is less than a part in {FINEST}; give more, or leave out")
@@ -199,53 +216,53 @@ class Corpus:
         )
 
     @classmethod
-    def _source(cls, path: Path, seq_len: int, tokenizer: Tokenizer | None, of: str, *, verify: bool) -> Corpus:
-        """One source; a text whose tokens are its bytes stays in its file."""
+    def _open_source(cls, path: Path, seq_len: int, tokenizer: Tokenizer | None, of: str, *, verify: bool) -> Corpus:
+        """Open one source. A text whose tokens are its bytes stays in its file."""
         if path.is_dir():
-            found = cls.prepared(path, seq_len, verify=verify)
-            if tokenizer is not None and not same(found.tokenizer, tokenizer):
+            found = cls.from_folder(path, seq_len, verify=verify)
+            if tokenizer is not None and not same_tokens(found.tokenizer, tokenizer):
                 raise UserError(
-                    f"{path} has another tokenizer ({_about(found.tokenizer)}) than {of} ({_about(tokenizer)}); give "
-                    f"the text itself, or prepare it by --tokenizer {of}"
+                    f"{path} has another tokenizer ({_about(found.tokenizer)}) than {of} "
+                    f"({_about(tokenizer)}); give the text itself, or prepare it by --tokenizer {of}"
                 )
             return found
         given, by = Input.guess(path), tokenizer or ByteTokenizer()
         if given.format == "text" and isinstance(by, ByteTokenizer):
-            return cls.split(map_text(path), seq_len, str(path))
+            return cls.from_text(map_text(path), seq_len, str(path))
         if given.format == "tokens" and tokenizer is None:
             raise UserError(
                 f"{path} has tokens, not a text; say whose they are (nanoGPT's are gpt2's) by shardlab data prepare "
                 f"{path} --tokenizer gpt2 --out FOLDER, and give the folder"
             )
-        if given.size > AT_ONCE:
+        if given.size > MOST_BYTES_ENCODED:
             whose = "" if tokenizer is None else f" --tokenizer {of}"
             raise UserError(
                 f"{path} has {given.size:,} bytes, of which every rank would make tokens; make them once by shardlab "
                 f"data prepare {path}{whose} --out FOLDER, and give the folder"
             )
-        return cls.of(given, by, seq_len)
+        return cls.encode(given, by, seq_len)
 
     @property
     def identity(self) -> str:
-        """Equal for equal data."""
+        """String that is equal for equal data and equal weights."""
         shares = self.training.shares
         return repr([(origin.identity, share) for origin, share in zip(self.origins, shares, strict=True)])
 
     def record(self) -> list[dict[str, Any]]:
-        """Each source, by which it can be found again, with its share of the sequences."""
+        """Return the fields of each source with which it can be found again, and its share of the sequences."""
         total = sum(self.training.shares)
         each = zip(self.origins, self.training.shares, strict=True)
         return [{**origin.record(), "share": share / total} for origin, share in each]
 
-    def want_vocabulary(self, vocab_size: int, of: str | None = None) -> None:
-        """Refuse a model that does not know all tokens that occur.
+    def require_vocabulary(self, vocab_size: int, of: str | None = None) -> None:
+        """Refuse a model whose vocabulary lacks tokens that occur.
 
         Args:
-            vocab_size: the model's.
-            of: the folder that its weights come from, if they do: their vocabulary is as large as it is.
+            vocab_size: size of the model's vocabulary.
+            of: folder from which the model's weights come (None: they are random). Their vocabulary cannot grow.
 
         Raises:
-            UserError: with the largest token, and what to do.
+            UserError: with the largest token, and the remedy.
         """
         if vocab_size >= self.tokenizer.vocab_size:
             return
@@ -263,19 +280,13 @@ class Corpus:
             )
 
 
-def _about(tokenizer: Tokenizer) -> str:
-    return f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens"
-
-
-# Names of data on a command line or in a TOML file: paths, with weights if there are several.
-
-
 @dataclass(frozen=True)
 class DataSource:
-    """A prepared folder or a text, and how often it is drawn from compared with others.
+    """Prepared folder or text, with its weight in a mix.
 
     Raises:
-        UserError: neither is there, a file of the folder is missing or has another size, or the weight cannot be.
+        UserError: if neither exists, a file of the folder is missing or has another size, or the weight is not
+            positive.
     """
 
     path: Path
@@ -285,25 +296,29 @@ class DataSource:
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise UserError(f"{self.path}: a weight of {self.weight:g} cannot be; give a number greater than 0")
         if self.path.is_dir():
-            Prepared.open(self.path)
+            PreparedFolder.open(self.path)
         else:
             want_file(self.path)
 
 
-def sources_of(words: Sequence[str] | Mapping[str, float]) -> tuple[DataSource, ...]:
-    """The sources of `PATH`s or `PATH:WEIGHT`s, or of a table of paths and weights.
+def parse_sources(words: Sequence[str] | Mapping[str, float]) -> tuple[DataSource, ...]:
+    """Parse sources that are given as `PATH` or `PATH:WEIGHT`, or as a table of paths and weights.
 
-    A path that is there is taken as it is, also with a colon in it.
+    A path that exists is taken as it is, even with a colon in it.
 
     Raises:
-        UserError: for what is not there, and a weight that cannot be.
+        UserError: if a path does not exist, or a weight is not a positive number.
     """
     if isinstance(words, Mapping):
         return tuple(DataSource(Path(path), weight) for path, weight in words.items())
-    return tuple(_source(word) for word in words)
+    return tuple(_parse_source(word) for word in words)
 
 
-def _source(word: str) -> DataSource:
+def _about(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens"
+
+
+def _parse_source(word: str) -> DataSource:
     path, colon, weight = word.rpartition(":")
     if not colon or Path(word).exists():
         return DataSource(Path(word))

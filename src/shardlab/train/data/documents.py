@@ -1,4 +1,9 @@
-"""Documents of text, JSONL, Parquet and token files, or of a Python iterable, read piece by piece."""
+"""Documents from text, JSONL, Parquet and token files, or from a Python iterable, read piece by piece.
+
+A `DocumentSource` yields `Piece`s: whole documents, or parts of a long text. `Input` reads a file and `Documents` an
+iterable. What is wrong with an input is said with its place, such as a line or a row. Two texts need no input:
+`default_text`, which every machine has, and `tiny_shakespeare`, which is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ from numpy.typing import NDArray
 from shardlab.common.errors import UserError, nearest
 from shardlab.common.files import want_file
 
-PIECE = 1 << 20
+PIECE_BYTES = 1 << 20
 """Bytes of a long text that are tokenized at once, up to the end of a line."""
 
 Format = Literal["text", "jsonl", "parquet", "tokens"]
@@ -30,32 +35,42 @@ SUFFIXES: dict[str, Format] = {
     ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
     ".bin": "tokens",
 }  # fmt: skip
-"""Files are told apart by their names."""
+"""Formats by the suffix of a file's name."""
 
-CONTAINERS = {
+NOT_TEXT = {
     b"\x1f\x8b": "compressed by gzip", b"\x28\xb5\x2f\xfd": "compressed by zstd", b"BZh": "compressed by bzip2",
     b"\xfd7zXZ": "compressed by xz", b"PK\x03\x04": "a zip archive", b"ARROW1": "an Arrow file",
     b"PAR1": "a Parquet file", b"\x93NUMPY": "an array of NumPy", b"\x80\x04": "a pickle", b"\x80\x02": "a pickle",
 }  # fmt: skip
-"""How files begin that nobody means as text."""
+"""First bytes of files that are not text, with the kind of file."""
 
-MARKS = {
+BYTE_ORDER_MARKS = {
     b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
 }  # fmt: skip
 """Byte order marks of texts that are not UTF-8."""
 
 TOKEN = np.dtype("<u2")
-"""A token in a file of tokens, as nanoGPT writes them."""
+"""Data type of a token in a file of tokens, as nanoGPT writes it."""
+
+
+UTF8_MARK = b"\xef\xbb\xbf"
+"""Mark that some editors on Windows write at the beginning of UTF-8; it is not part of the text."""
+
+DEFAULT_BYTES = 4_000_000
+"""Most bytes of the default text: enough for minutes of training, and read in an instant."""
+
+Text = bytes | mmap.mmap | memoryview
+"""Text as bytes. A user's file is mapped into memory, so that no rank reads more than it trains on."""
 
 
 class Piece(NamedTuple):
-    """A document, or a piece of one.
+    """A document, or a part of one.
 
     Attributes:
         text: in UTF-8, if the file is.
-        begins, ends: whether the document begins and ends with it.
-        done: bytes of the input, all files together, that have been read by now.
-        tokens: in place of a text.
+        begins, ends: whether the document begins and ends with this piece.
+        done: bytes of the input that have been read, over all files.
+        tokens: the tokens, for a document that has tokens instead of a text.
     """
 
     text: bytes
@@ -66,28 +81,28 @@ class Piece(NamedTuple):
 
 
 class DocumentSource(Protocol):
-    """Documents in order, as often as they are asked for."""
+    """Documents in order, which can be read several times."""
 
     @property
     def name(self) -> str:
-        """What an error and a record call it."""
+        """Name of the source in errors and records."""
         ...
 
     @property
     def size(self) -> int:
-        """In bytes; 0: nobody knows."""
+        """Size in bytes; 0 if it is unknown."""
         ...
 
     @property
     def ends(self) -> bool:
-        """Whether the token that ends a document stands after each."""
+        """Whether the token that ends a document follows each document."""
         ...
 
     def pieces(self) -> Iterator[Piece]:
-        """All documents; `done` counts this source's bytes alone.
+        """Yield all documents; `done` counts the bytes of this source alone.
 
         Raises:
-            UserError: for what cannot be read, with its place.
+            UserError: if the source cannot be read; the message has the place.
         """
         ...
 
@@ -100,12 +115,12 @@ Document = str | bytes | Iterable[int]
 class Documents:
     """Documents of a Python iterable: texts, bytes, or arrays of tokens.
 
-    Tokens are taken as they are; after each that ends a document, another begins.
+    Tokens are taken as they are. After each token that ends a document, another document begins.
 
     Attributes:
-        documents: an iterable, or a function that returns one; an iterator can be gone through once, which is not
-            enough for a tokenizer that is made from the text.
-        name: what an error and a record call them.
+        documents: an iterable, or a function that returns one. An iterator can be read only once, which is not enough
+            for a tokenizer that is trained on the text.
+        name: name of the documents in errors and records.
 
     >>> [piece.text for piece in Documents(["one", b"two"]).pieces()]
     [b'one', b'two']
@@ -134,33 +149,22 @@ class Documents:
         for number, each in enumerate(documents, 1):
             where = f"{self.name}, document {number}"
             if isinstance(each, str | bytes):
-                text, tokens = utf8(each, where) if isinstance(each, str) else each, None
+                text, tokens = encode_utf8(each, where) if isinstance(each, str) else each, None
             else:
-                text, tokens = b"", _tokens_in(each, where)
+                text, tokens = b"", _token_array(each, where)
             done += len(text)
             yield Piece(text, True, True, done, tokens)
 
 
-def _tokens_in(document: object, where: str) -> NDArray[np.integer]:
-    """A document's tokens, if it is made of them."""
-    try:
-        found: NDArray[Any] = np.asarray(document)
-    except ValueError:
-        found = np.empty((0, 0))
-    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
-        raise UserError(f"{where} is {_kind(document)}; give a text, bytes, or one row of tokens")
-    return found.astype(np.int64)
-
-
 @dataclass(frozen=True)
 class Input:
-    """A file of documents.
+    """File of documents.
 
     Attributes:
         path: the file.
-        format: what it is; a text is one document, a line of JSONL and a row of Parquet one each; of tokens, each
-            that ends a document does.
-        field: of a line, or column, that has the text.
+        format: "text" (one document), "jsonl" (a document in each line), "parquet" (in each row) or "tokens" (documents
+            end with the tokenizer's end token).
+        field: field of a line, or column, that has the text.
     """
 
     path: Path
@@ -168,11 +172,11 @@ class Input:
     field: str = "text"
 
     @classmethod
-    def of(cls, path: Path, format: str | None, field: str) -> Input:
-        """The file, of a format that its name tells unless it is given.
+    def from_path(cls, path: Path, format: str | None, field: str) -> Input:
+        """Return the file with a given format, or with the format that its name tells.
 
         Raises:
-            UserError: for what is no file, and for an unknown format.
+            UserError: if there is no such file or format.
         """
         want_file(path)
         formats = ", ".join(get_args(Format))
@@ -191,17 +195,17 @@ class Input:
 
     @classmethod
     def guess(cls, path: Path, field: str = "text") -> Input:
-        """The file as what its name tells, or else as a text.
+        """Return the file with the format that its name tells, or as a text if the name tells none.
 
         Raises:
-            UserError: for what is no file, and for one that begins as no text does.
+            UserError: if there is no such file, or it begins as no text does.
         """
         want_file(path)
         found = SUFFIXES.get(path.suffix.lower())
         if found is None:
             with path.open("rb") as file:
                 first = file.read(8)
-            for mark, what in CONTAINERS.items():
+            for mark, what in NOT_TEXT.items():
                 if first.startswith(mark):
                     raise UserError(f"{path} is {what}, not a text; give the text in it, or a file whose name tells")
         return cls(path, found or "text", field)
@@ -229,10 +233,10 @@ class Input:
 
     def _text(self) -> Iterator[Piece]:
         with self.path.open("rb") as file:
-            done, piece, begins = 0, _lines(file), True
+            done, piece, begins = 0, _read_lines(file), True
             while piece:
                 done += len(piece)
-                following = _lines(file)
+                following = _read_lines(file)
                 yield Piece(piece.removeprefix(UTF8_MARK) if begins else piece, begins, not following, done)
                 piece, begins = following, False
 
@@ -241,7 +245,7 @@ class Input:
             raise UserError(f"{self.path} has {self.size:,} bytes, but each token has {TOKEN.itemsize}; copy it whole")
         done = 0
         with self.path.open("rb") as file:
-            while piece := file.read(PIECE):
+            while piece := file.read(PIECE_BYTES):
                 begins, done = done == 0, done + len(piece)
                 yield Piece(b"", begins, done == self.size, done, np.frombuffer(piece, TOKEN))
 
@@ -249,7 +253,7 @@ class Input:
         done = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if number == 1 and (other := _other_encoding(line)):
+                if number == 1 and (other := _detect_encoding(line)):
                     raise UserError(f"{self.path} is {other}; {CONVERT}")
                 done += len(line)
                 if line.strip():
@@ -257,7 +261,7 @@ class Input:
 
     def _document(self, line: bytes, where: str) -> bytes:
         try:
-            record = _parsed(line.rstrip())
+            record = _parse_json(line.rstrip())
         except (ValueError, RecursionError) as error:
             reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
             if isinstance(error, UnicodeDecodeError):
@@ -278,10 +282,10 @@ class Input:
     def _as_text(self, value: object, where: str) -> bytes:
         if not isinstance(value, str | bytes):
             raise UserError(f"{where}: {self.field!r} is {_kind(value)}, but text was expected")
-        return utf8(value, f"{where}: {self.field!r}")
+        return encode_utf8(value, f"{where}: {self.field!r}")
 
     def _parquet(self) -> Iterator[Piece]:
-        parquet, arrow = library("pyarrow.parquet", "a Parquet file"), library("pyarrow", "a Parquet file")
+        parquet, arrow = import_extra("pyarrow.parquet", "a Parquet file"), import_extra("pyarrow", "a Parquet file")
         try:
             with parquet.ParquetFile(self.path) as file:
                 names: list[str] = file.schema_arrow.names
@@ -303,31 +307,121 @@ class Input:
             raise UserError(f"{self.path} cannot be read as Parquet ({reason}); name a whole Parquet file") from None
 
 
-OTHER_FIELD = "--field (of data prepare and eval) names the one with the text"
+def default_text() -> bytes:
+    """Return a text that every machine has: the source of Python's standard library, module after module by name."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for file in sorted(folder.glob("*.py"), key=lambda file: file.name):
+        text += file.read_bytes()
+        if len(text) >= DEFAULT_BYTES:
+            break
+    if not text:
+        raise UserError(f"the source of Python's standard library is not in {folder}; name a text of your own instead")
+    return bytes(text[:DEFAULT_BYTES])
 
-CONVERT = "convert it, as by: iconv -f UTF-16 -t UTF-8"
-"""What to do with a text of another encoding."""
 
-
-def decoded(text: bytes) -> str:
-    """The text as characters.
+def map_text(path: Path) -> Text:
+    """Map a user's text into memory, without a UTF-8 mark at its beginning.
 
     Raises:
-        UserError: it is not UTF-8.
+        UserError: if it is no file, or cannot be read or mapped.
+    """
+    want_file(path)
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if not size:
+                return b""
+            text = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            return memoryview(text)[len(UTF8_MARK) :] if text[: len(UTF8_MARK)] == UTF8_MARK else text
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); name a text file that can") from error
+
+
+SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+
+
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+"""Checksum of the 1,115,394 bytes at that address."""
+
+DOWNLOAD_TIMEOUT = 30
+"""Seconds without data after which a download fails."""
+
+
+@contextmanager
+def tiny_shakespeare(file: Path | None) -> Generator[Path, None, None]:
+    """Yield tiny Shakespeare, a million characters from his plays, as a file.
+
+    Args:
+        file: the user's copy (None: it is downloaded, and removed when the block ends).
+
+    Raises:
+        UserError: if it cannot be downloaded, or is another text.
+    """
+    if file is not None:
+        want_file(file)
+        _require_shakespeare(file.read_bytes(), str(file))
+        yield file
+        return
+    import urllib.request  # which imports much else
+
+    try:
+        with urllib.request.urlopen(SHAKESPEARE_URL, timeout=DOWNLOAD_TIMEOUT) as answer:
+            text = answer.read()
+    except OSError as error:
+        reason = getattr(error, "reason", None) or error
+        raise UserError(
+            f"{SHAKESPEARE_URL} cannot be downloaded ({reason}); fetch it by other means, and name it with --file"
+        ) from None
+    _require_shakespeare(text, SHAKESPEARE_URL)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "input.txt")
+        path.write_bytes(text)
+        yield path
+
+
+def import_extra(name: str, purpose: str) -> Any:
+    """Import a module of the extra `data` when it is first needed.
+
+    Args:
+        name: the module.
+        purpose: what needs it, such as "a Parquet file".
+
+    Raises:
+        UserError: if it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        package = name.partition(".")[0]
+        raise UserError(
+            f"{purpose} needs the Python package {package}, which is not installed; pip install 'shardlab[data]'"
+        ) from None
+
+
+def decode_utf8(text: bytes) -> str:
+    """Decode a text.
+
+    Raises:
+        UserError: if it is not UTF-8.
     """
     try:
         return text.decode()
     except UnicodeDecodeError as error:
-        if other := _other_encoding(text):
+        if other := _detect_encoding(text):
             raise UserError(f"the text is {other}; {CONVERT}") from None
         raise UserError(f"the text is not UTF-8 ({_place(text, error)}); convert it, or take bytes as tokens") from None
 
 
-def utf8(text: str | bytes, where: str) -> bytes:
-    """A text in UTF-8.
+def encode_utf8(text: str | bytes, where: str) -> bytes:
+    """Return a text in UTF-8.
+
+    Args:
+        text: characters, or bytes that are checked.
+        where: place of the text, for the error.
 
     Raises:
-        UserError: there is none; it says where.
+        UserError: if the text cannot be encoded, or the bytes are not UTF-8.
     """
     try:
         if isinstance(text, str):
@@ -341,18 +435,41 @@ def utf8(text: str | bytes, where: str) -> bytes:
     return text
 
 
+OTHER_FIELD = "--field (of data prepare and eval) names the one with the text"
+
+CONVERT = "convert it, as by: iconv -f UTF-16 -t UTF-8"
+"""Remedy for a text in another encoding."""
+
+
+def _token_array(document: object, where: str) -> NDArray[np.integer]:
+    """Return the tokens of a document.
+
+    Raises:
+        UserError: if the document does not consist of tokens.
+    """
+    try:
+        found: NDArray[Any] = np.asarray(document)
+    except ValueError:
+        found = np.empty((0, 0))
+    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+        raise UserError(f"{where} is {_kind(document)}; give a text, bytes, or one row of tokens")
+    return found.astype(np.int64)
+
+
 def _place(text: bytes, error: UnicodeDecodeError) -> str:
     return f"byte 0x{text[error.start]:02x} after {text[: error.start][-20:]!r}"
 
 
-def _other_encoding(text: bytes) -> str | None:
-    """The encoding of a text that is not UTF-8, as its first bytes tell it: a mark, or a letter beside a zero."""
-    found = next((name for mark, name in MARKS.items() if text.startswith(mark)), None)
+def _detect_encoding(text: bytes) -> str | None:
+    """Guess the encoding of a text that is not UTF-8 from its first bytes: a byte order mark, or a zero beside a
+    letter.
+    """
+    found = next((name for mark, name in BYTE_ORDER_MARKS.items() if text.startswith(mark)), None)
     return found or ("UTF-16" if len(text) > 1 and 0 in text[:2] and text[:2] != bytes(2) else None)
 
 
-def _parsed(line: bytes) -> Any:
-    """A line of JSON; numbers of any length are read, since none of them is text."""
+def _parse_json(line: bytes) -> Any:
+    """Parse a line of JSON. Numbers of any length are read, since none of them is text."""
     try:
         return json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -361,12 +478,12 @@ def _parsed(line: bytes) -> Any:
         return json.loads(line, parse_int=lambda _: 0)
 
 
-def _lines(file: BinaryIO) -> bytes:
-    """The next piece of a text, to the end of a line; of a very long line, to the end of a character."""
-    piece = file.read(PIECE)
-    if len(piece) < PIECE:
+def _read_lines(file: BinaryIO) -> bytes:
+    """Read the next piece of a text, up to the end of a line, or in a very long line to the end of a character."""
+    piece = file.read(PIECE_BYTES)
+    if len(piece) < PIECE_BYTES:
         return piece
-    piece += file.readline(PIECE)
+    piece += file.readline(PIECE_BYTES)
     if not piece.endswith(b"\n"):
         over = next((back for back in (1, 2, 3) if piece[-back] >= 0xC0), 0)  # where a character may have been cut
         file.seek(-over, 1)
@@ -382,115 +499,10 @@ def _kind(value: object) -> str:
     return next((name for kind, name in kinds.items() if isinstance(value, kind)), f"a {type(value).__name__}")
 
 
-# Text as bytes: a user's file, or one that every machine has.
-
-
-UTF8_MARK = b"\xef\xbb\xbf"
-"""Editors of Windows write it at the beginning of UTF-8; it is no text."""
-
-DEFAULT_BYTES = 4_000_000
-"""The default text ends here at the latest: enough for minutes of training, and read at once."""
-
-Text = bytes | mmap.mmap | memoryview
-"""Bytes; those of a user's file stay in it, mapped into memory, so that no rank reads more than it trains on."""
-
-
-def default_text() -> bytes:
-    """A text that every machine has: the source of Python's standard library, module after module by name."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    text = bytearray()
-    for file in sorted(folder.glob("*.py"), key=lambda file: file.name):
-        text += file.read_bytes()
-        if len(text) >= DEFAULT_BYTES:
-            break
-    if not text:
-        raise UserError(f"the source of Python's standard library is not in {folder}; name a text of your own instead")
-    return bytes(text[:DEFAULT_BYTES])
-
-
-def map_text(path: Path) -> Text:
-    """Map a user's text into memory, without the mark that some editors write at the beginning of UTF-8.
-
-    Raises:
-        UserError: when it is no file, or cannot be read or mapped.
-    """
-    want_file(path)
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if not size:
-                return b""
-            text = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-            return memoryview(text)[len(UTF8_MARK) :] if text[: len(UTF8_MARK)] == UTF8_MARK else text
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); name a text file that can") from error
-
-
-# Tiny Shakespeare: a million characters from his plays, on which small language models are tried out.
-
-
-URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-"""Checksum of the 1,115,394 bytes at that address."""
-
-PATIENCE = 30
-"""Seconds for which a download may stand still."""
-
-
-@contextmanager
-def shakespeare(file: Path | None) -> Generator[Path, None, None]:
-    """The text as a file: the user's, or one that is downloaded and goes when the block ends.
-
-    Raises:
-        UserError: it cannot be had, or is another text.
-    """
-    if file is not None:
-        want_file(file)
-        _want_text(file.read_bytes(), str(file))
-        yield file
-        return
-    import urllib.request  # which imports much else
-
-    try:
-        with urllib.request.urlopen(URL, timeout=PATIENCE) as answer:
-            text = answer.read()
-    except OSError as error:
-        reason = getattr(error, "reason", None) or error
-        raise UserError(
-            f"{URL} cannot be downloaded ({reason}); fetch it by other means, and name it with --file"
-        ) from None
-    _want_text(text, URL)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "input.txt")
-        path.write_bytes(text)
-        yield path
-
-
-def _want_text(text: bytes, name: str) -> None:
+def _require_shakespeare(text: bytes, name: str) -> None:
     found = hashlib.sha256(text).hexdigest()
-    if found != SHA256:
+    if found != SHAKESPEARE_SHA256:
         raise UserError(
             f"{name} is not tiny Shakespeare ({len(text):,} bytes with the SHA-256 {found[:8]}..., not 1,115,394 with "
-            f"{SHA256[:8]}...); fetch {URL} again"
+            f"{SHAKESPEARE_SHA256[:8]}...); fetch {SHAKESPEARE_URL} again"
         )
-
-
-# Libraries that only some inputs and tokenizers need: the extra `data`.
-
-
-def library(name: str, purpose: str) -> Any:
-    """A module of the extra `data`, imported when it is first needed.
-
-    Args:
-        purpose: what it is needed for, as in "a Parquet file".
-
-    Raises:
-        UserError: it is not installed.
-    """
-    try:
-        return import_module(name)
-    except ModuleNotFoundError:
-        package = name.partition(".")[0]
-        raise UserError(
-            f"{purpose} needs the Python package {package}, which is not installed; pip install 'shardlab[data]'"
-        ) from None

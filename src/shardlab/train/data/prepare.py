@@ -1,4 +1,10 @@
-"""Making a prepared folder: documents to tokens, in two parts, with checksums."""
+"""Documents to tokens, in memory or in a prepared folder.
+
+`prepare` writes the folder: training.bin and validation.bin with the tokens, where documents begin, how long their
+texts are, the tokenizer's files, and a manifest with checksums (see prepared_folder.py). `encode_in_memory` encodes
+small inputs when a run starts. Both read their documents with `encode_documents`, in batches, and record in
+`PieceBoundaries` how many bytes of text the tokens stand for.
+"""
 
 from __future__ import annotations
 
@@ -17,53 +23,26 @@ from numpy.typing import NDArray
 from shardlab.common.errors import UserError, unknown
 from shardlab.common.files import whole_folder
 from shardlab.language.rules.kinds import counted
-from shardlab.train.data.documents import PIECE, DocumentSource, Input, Piece, decoded
-from shardlab.train.data.prepared_folder import MANIFEST, PARTS, FileSum, Manifest, Prepared, TokenCount, kept_tokenizer
+from shardlab.train.data.documents import PIECE_BYTES, DocumentSource, Input, Piece, decode_utf8
+from shardlab.train.data.prepared_folder import PARTS, FileHash, Manifest, PreparedFolder, TokenCount, open_tokenizer
 from shardlab.train.data.stream import TokenRun, Tokens
 from shardlab.train.data.tokenizers import END, ByteTokenizer, Characters, Gpt2, HuggingFace, Tokenizer, read_tokenizer
 
 TRAINING = "training.bin"
 
-KEPT = 100
-"""Characters without a token that a manifest names."""
+MOST_LOST_NAMED = 100
+"""Most characters without a token that a manifest names."""
 
 SMALLEST_BPE = 257
-"""Tokens of a BPE without any pair: all bytes, and the end of a document."""
+"""Vocabulary size of byte pair encoding without any pair: all bytes, and the end of a document."""
 
 
-def tokenizer_of(name: str, train_bpe: int | None, documents: Reading) -> Tokenizer:
-    """The tokenizer of that name, or one trained on the documents.
-
-    Args:
-        name: chars, bytes, gpt2, or a path to a `tokenizer.json` or to a folder that has a tokenizer.
-        train_bpe: the vocabulary's size of one to be trained (None: none is).
-
-    Raises:
-        UserError: for an unknown name, and for a tokenizer that cannot be made.
-    """
-    if train_bpe is not None:
-        if train_bpe < SMALLEST_BPE:
-            raise UserError(f"--train-bpe {train_bpe}: every byte and {END} are tokens; give {SMALLEST_BPE} or more")
-        return HuggingFace.train(documents.texts("training the BPE"), train_bpe)
-    if name == Characters.kind:
-        return Characters.of(documents.texts("vocabulary"))
-    if name == ByteTokenizer.kind:
-        return ByteTokenizer()
-    if name == Gpt2.kind:
-        return Gpt2.find()
-    if name.endswith(".json"):
-        return read_tokenizer(Path(name))
-    if (folder := Path(name)).is_dir():
-        if (found := tokenizer_in(folder)) is None:
-            raise UserError(f"--tokenizer {name} is a folder without a tokenizer; name one with a tokenizer.json")
-        return found
-    names = Characters.kind, ByteTokenizer.kind, Gpt2.kind
-    raise unknown("tokenizer", name, names, ", a path to a tokenizer.json, and a folder that has one")
+MAX_BATCH = 1024
+"""Most documents that are tokenized in one batch."""
 
 
-def tokenizer_in(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a folder: of prepared data, of a run, or of Hugging Face's form."""
-    return Prepared.open(folder).tokenizer() if (folder / MANIFEST).is_file() else kept_tokenizer(folder)
+Progress = Callable[[str, int], None]
+"""Callback with the current activity and the bytes of input that have been read."""
 
 
 def prepare(
@@ -74,18 +53,19 @@ def prepare(
     validation: float = 0.1,
     progress: Progress = lambda doing, done: None,
     sources: Sequence[str] | None = None,
-) -> Prepared:
-    """Turn files, or documents of an iterable, into a folder of tokens, which appears whole or not at all.
+) -> PreparedFolder:
+    """Encode files, or documents of an iterable, into a folder, which appears whole or not at all.
 
     Args:
-        inputs: files (`Input`) and iterables (`Documents`); one document follows the other.
-        out: the folder, not there yet.
-        tokenizer, train_bpe: a tokenizer, or its name; see `tokenizer_of`.
-        validation: the part of the tokens, at the end, that is not trained on.
-        sources: what the manifest calls the inputs (None: their names, of files without their folders).
+        inputs: files (`Input`) and iterables (`Documents`), in this order.
+        out: the new folder.
+        tokenizer, train_bpe: a tokenizer, or its name; see `make_tokenizer`.
+        validation: share of the tokens, at the end, that is held out.
+        progress: called with the activity and the bytes of input that have been read.
+        sources: names of the inputs in the manifest (None: their own names, of files without their folders).
 
     Raises:
-        UserError: for what cannot be read, tokenized or written; nothing is left of it.
+        UserError: if an input cannot be read or tokenized, or the folder cannot be written; nothing is left of it.
     """
     if not 0 < validation < 1:
         raise UserError(f"--validation {validation:g}: a part of the tokens was expected; give 0.1, or less than 1")
@@ -93,16 +73,16 @@ def prepare(
         tokens = next((each for each in inputs if isinstance(each, Input) and each.format == "tokens"), None)
         if tokens is not None:
             raise UserError(f"{tokens.name} has tokens, not a text; --tokenizer says whose, such as gpt2 for nanoGPT's")
-    reading = Reading(inputs, progress)
+    reading = DocumentReader(inputs, progress)
     with whole_folder(out) as folder:
-        chosen = tokenizer if isinstance(tokenizer, Tokenizer) else tokenizer_of(tokenizer, train_bpe, reading)
+        chosen = tokenizer if isinstance(tokenizer, Tokenizer) else make_tokenizer(tokenizer, train_bpe, reading)
         dtype = next(each for each in ("uint8", "uint16", "uint32") if chosen.vocab_size <= 1 << np.iinfo(each).bits)
         ends, largest, lost = _write_tokens(reading, chosen, np.dtype(dtype).newbyteorder("<"), folder / TRAINING)
         counts = _split(folder, np.dtype(dtype).newbyteorder("<"), ends, chosen, validation)
         for name, content in chosen.files().items():
             (folder / name).write_bytes(content)
         progress("checksums", 0)
-        files = {path.name: FileSum.of(path) for path in sorted(folder.iterdir())}
+        files = {path.name: FileHash.of_file(path) for path in sorted(folder.iterdir())}
         names = [each.path.name if isinstance(each, Input) else each.name for each in inputs]
         manifest = Manifest(
             sources=names if sources is None else list(sources),
@@ -114,19 +94,146 @@ def prepare(
             validation=counts[1],
             files=files,
             largest=largest,
-            lost=dict(lost.most_common(KEPT)),
+            lost=dict(lost.most_common(MOST_LOST_NAMED)),
         )
-        (folder / MANIFEST).write_text(manifest.written(), encoding="utf-8")
-    return Prepared.open(out)
+        manifest.write(folder)
+    return PreparedFolder.open(out)
+
+
+def make_tokenizer(name: str, train_bpe: int | None, documents: DocumentReader) -> Tokenizer:
+    """Return the tokenizer with a name, or train one on the documents.
+
+    Args:
+        name: chars, bytes, gpt2, or a path to a `tokenizer.json` or to a folder that has a tokenizer.
+        train_bpe: vocabulary size of the byte pair encoding to train (None: none is trained).
+        documents: the text for training, or for the vocabulary of characters.
+
+    Raises:
+        UserError: if the name is unknown, or the tokenizer cannot be made.
+    """
+    if train_bpe is not None:
+        if train_bpe < SMALLEST_BPE:
+            raise UserError(f"--train-bpe {train_bpe}: every byte and {END} are tokens; give {SMALLEST_BPE} or more")
+        return HuggingFace.train(documents.texts("training the BPE"), train_bpe)
+    if name == Characters.kind:
+        return Characters.from_texts(documents.texts("vocabulary"))
+    if name == ByteTokenizer.kind:
+        return ByteTokenizer()
+    if name == Gpt2.kind:
+        return Gpt2.find()
+    if name.endswith(".json"):
+        return read_tokenizer(Path(name))
+    if (folder := Path(name)).is_dir():
+        if (found := open_tokenizer(folder)) is None:
+            raise UserError(f"--tokenizer {name} is a folder without a tokenizer; name one with a tokenizer.json")
+        return found
+    names = Characters.kind, ByteTokenizer.kind, Gpt2.kind
+    raise unknown("tokenizer", name, names, ", a path to a tokenizer.json, and a folder that has one")
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """Documents as tokens, in memory.
+
+    Attributes:
+        tokens: the tokens of all documents.
+        ends: the boundaries of pieces and documents.
+        lost: characters or words without a token, and how often they occur.
+    """
+
+    tokens: NDArray[np.uint32]
+    ends: PieceBoundaries
+    lost: Counter[str]
+
+
+class EncodedPiece(NamedTuple):
+    """Tokens of a document, or of a piece of one.
+
+    Attributes:
+        tokens: the tokens, with those that begin and end the document.
+        size: bytes of text that they stand for.
+        ends: whether the document ends with them.
+    """
+
+    tokens: NDArray[np.int64]
+    size: int
+    ends: bool
+
+
+def encode_in_memory(
+    source: DocumentSource, tokenizer: Tokenizer, at_most: tuple[int, int] | None = None
+) -> EncodedText:
+    """Encode the documents of one source.
+
+    Args:
+        source: the documents.
+        tokenizer: encodes them.
+        at_most: (sequences, tokens of each) after which reading stops (None: everything is read).
+
+    Raises:
+        UserError: if a document cannot be read or encoded.
+    """
+    parts: list[NDArray[np.uint32]] = []
+    ends, lost = PieceBoundaries(), Counter[str]()
+    for piece in encode_documents(DocumentReader([source]), tokenizer, lost, MAX_BATCH if at_most is None else 1):
+        documents, start = len(ends.documents) - 1, ends.tokens[ends.documents[-1]]
+        parts.append(piece.tokens.astype(np.uint32))
+        ends.add(piece)
+        if at_most is not None and documents + (ends.tokens[-1] - start) // at_most[1] > at_most[0]:
+            break
+    return EncodedText(np.concatenate(parts) if parts else np.empty(0, np.uint32), ends, lost)
+
+
+def lost_text(lost: Mapping[str, int]) -> str:
+    """Describe in a sentence how much of a text has no token; empty if everything has one."""
+    if not lost:
+        return ""
+    total, names = sum(lost.values()), [repr(each) for each, _ in Counter(lost).most_common(5)]
+    if len(lost) == 1 and len(name := next(iter(lost))) > 1:
+        what = f"{total:,} words or characters" if total > 1 else "1 word or character"
+        return f"the tokenizer has no token for {what} of the text, which become{'' if total > 1 else 's'} {name!r}"
+    which = ", ".join([*names, *(["..."] if len(lost) > 5 else [])])
+    how = f"are dropped ({which})" if total > 1 else f"is dropped ({which})"
+    return f"the tokenizer has no token for {counted(total, 'character')} of the text, which {how}"
+
+
+def encode_documents(
+    reading: DocumentReader, tokenizer: Tokenizer, lost: Counter[str], batch: int = MAX_BATCH
+) -> Iterator[EncodedPiece]:
+    """Yield all documents as tokens.
+
+    Args:
+        reading: the documents.
+        tokenizer: encodes them.
+        lost: counter to which characters without a token are added; see `Tokenizer.count_lost`.
+        batch: most documents that are tokenized at once.
+
+    Raises:
+        UserError: if a document cannot be read or encoded; the message names its source.
+    """
+    for pieces in reading.batches(batch):
+        source = pieces[0][0]
+        with name_source_in_errors(source):
+            found = iter(tokenizer.encode([piece.text for _, piece in pieces if piece.tokens is None]))
+            for _, piece in pieces:
+                if piece.tokens is None:
+                    tokens = next(found)
+                    if missing := tokenizer.count_lost(piece.text, tokens):
+                        lost.update(missing)
+                    yield EncodedPiece(
+                        _add_special_tokens(tokens, piece, source, tokenizer), len(piece.text), piece.ends
+                    )
+                else:
+                    yield from _split_token_document(piece.tokens, piece.ends, tokenizer)
 
 
 def _write_tokens(
-    reading: Reading, tokenizer: Tokenizer, dtype: np.dtype[np.void], path: Path
-) -> tuple[Ends, int, Counter[str]]:
-    """Write all tokens into one file; where its pieces end, its largest token, and what has no token."""
-    ends, largest, lost = Ends(), 0, Counter[str]()
+    reading: DocumentReader, tokenizer: Tokenizer, dtype: np.dtype[np.void], path: Path
+) -> tuple[PieceBoundaries, int, Counter[str]]:
+    """Write all tokens into one file; return the boundaries of its pieces, its largest token, and what has no token."""
+    ends, largest, lost = PieceBoundaries(), 0, Counter[str]()
     with path.open("wb") as file:
-        for piece in encoded(reading, tokenizer, lost):
+        for piece in encode_documents(reading, tokenizer, lost):
             ends.add(piece)
             largest = max(largest, int(piece.tokens.max(initial=0)))
             if largest >= tokenizer.vocab_size:
@@ -138,13 +245,13 @@ def _write_tokens(
             "the input is empty; give some text"
             if not ends.bytes[-1]
             else f"the input has {written} token{'' if written == 1 else 's'}, but a token and the next one are needed "
-            "in each part; give a longer text, or a tokenizer that fits it" + (f": {said_of(lost)}" if lost else "")
+            "in each part; give a longer text, or a tokenizer that fits it" + (f": {lost_text(lost)}" if lost else "")
         )
     return ends, largest, lost
 
 
 def _split(
-    folder: Path, dtype: np.dtype[np.void], ends: Ends, tokenizer: Tokenizer, validation: float
+    folder: Path, dtype: np.dtype[np.void], ends: PieceBoundaries, tokenizer: Tokenizer, validation: float
 ) -> list[TokenCount]:
     """Move the last tokens into a file of their own, and write where documents begin and how long their texts are."""
     cut, total = ends.split(validation), ends.tokens[-1]
@@ -159,30 +266,23 @@ def _split(
     del whole
     with (folder / TRAINING).open("r+b") as source, (folder / "validation.bin").open("wb") as target:
         source.seek(cut * dtype.itemsize)
-        while block := source.read(PIECE):
+        while block := source.read(PIECE_BYTES):
             target.write(block)
         os.truncate(source.fileno(), cut * dtype.itemsize)
     return counts
 
 
-Progress = Callable[[str, int], None]
-"""Called with what is done, and how many bytes of the input have been read for it."""
-
-BATCH = 1024
-"""The most documents that are tokenized at once."""
-
-
-class Reading:
-    """The documents of some sources, in order, as often as they are asked for."""
+class DocumentReader:
+    """Reader of the documents of several sources, in order. They can be read several times."""
 
     def __init__(self, sources: Sequence[DocumentSource], progress: Progress = lambda doing, done: None) -> None:
         self._sources, self._progress = sources, progress
 
     def pieces(self, doing: str) -> Iterator[tuple[DocumentSource, Piece]]:
-        """Every piece with its source.
+        """Yield every piece with its source.
 
         Args:
-            doing: what is done with them, for the progress.
+            doing: the current activity, for the progress.
         """
         before = 0
         for each in self._sources:
@@ -192,24 +292,24 @@ class Reading:
             before += each.size
 
     def texts(self, doing: str) -> Iterator[str]:
-        """Every piece's text.
+        """Yield the text of every piece.
 
         Raises:
-            UserError: for tokens, of which no tokenizer can be made.
+            UserError: if a source has tokens, on which no tokenizer can be trained.
         """
         for each, piece in self.pieces(doing):
-            with named(each):
+            with name_source_in_errors(each):
                 if piece.tokens is not None:
                     raise UserError("these are tokens, not a text; say by which tokenizer, such as gpt2 or a folder")
-                text = decoded(piece.text)
+                text = decode_utf8(piece.text)
             yield text
 
     def batches(self, most: int) -> Iterator[list[tuple[DocumentSource, Piece]]]:
-        """Pieces of a source, as many as are tokenized at once, `most` at the most."""
+        """Yield batches of at most `most` pieces, each from one source."""
         batch: list[tuple[DocumentSource, Piece]] = []
         size = 0
         for each, piece in self.pieces("tokens"):
-            if batch and (size >= PIECE or len(batch) == most or each is not batch[0][0]):
+            if batch and (size >= PIECE_BYTES or len(batch) == most or each is not batch[0][0]):
                 yield batch
                 batch, size = [], 0
             batch.append((each, piece))
@@ -219,63 +319,25 @@ class Reading:
 
 
 @contextmanager
-def named(source: DocumentSource) -> Generator[None]:
-    """Name the source in what is wrong with its text."""
+def name_source_in_errors(source: DocumentSource) -> Generator[None]:
+    """Prefix errors of the block with the name of the source."""
     try:
         yield
     except UserError as error:
         raise UserError(f"{source.name}: {error}") from None
 
 
-class EncodedPiece(NamedTuple):
-    """Tokens of a document, or of a piece of one.
-
-    Attributes:
-        tokens: with those that begin and end the document.
-        size: bytes of the text that they stand for.
-        ends: whether the document ends with them.
-    """
-
-    tokens: NDArray[np.int64]
-    size: int
-    ends: bool
-
-
-def encoded(reading: Reading, tokenizer: Tokenizer, lost: Counter[str], batch: int = BATCH) -> Iterator[EncodedPiece]:
-    """All documents as tokens.
-
-    Args:
-        reading: the documents.
-        tokenizer: by which they become tokens.
-        lost: what has no token is added to it; see `Tokenizer.lost`.
-        batch: documents that are tokenized at once.
-
-    Raises:
-        UserError: for what cannot be read or encoded, with its source.
-    """
-    for pieces in reading.batches(batch):
-        source = pieces[0][0]
-        with named(source):
-            found = iter(tokenizer.encode([piece.text for _, piece in pieces if piece.tokens is None]))
-            for _, piece in pieces:
-                if piece.tokens is None:
-                    tokens = next(found)
-                    if missing := tokenizer.lost(piece.text, tokens):
-                        lost.update(missing)
-                    yield EncodedPiece(_marked(tokens, piece, source, tokenizer), len(piece.text), piece.ends)
-                else:
-                    yield from _as_they_are(piece.tokens, piece.ends, tokenizer)
-
-
-def _marked(tokens: NDArray[np.int64], piece: Piece, source: DocumentSource, tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """The tokens of a piece, with those that begin and end its document."""
+def _add_special_tokens(
+    tokens: NDArray[np.int64], piece: Piece, source: DocumentSource, tokenizer: Tokenizer
+) -> NDArray[np.int64]:
+    """Add the tokens that begin and end a document to the tokens of a piece."""
     before = tokenizer.begin if piece.begins and piece.text else ()
     after = () if tokenizer.end is None or not (piece.ends and source.ends and piece.text) else (tokenizer.end,)
     return np.concatenate([before, tokens, after], dtype=np.int64, casting="unsafe") if before or after else tokens
 
 
-def _as_they_are(tokens: NDArray[np.integer], ends: bool, tokenizer: Tokenizer) -> Iterator[EncodedPiece]:
-    """Documents that are tokens already: after each that ends a document another begins."""
+def _split_token_document(tokens: NDArray[np.integer], ends: bool, tokenizer: Tokenizer) -> Iterator[EncodedPiece]:
+    """Split a document of tokens after every token that ends a document."""
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
         wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
         raise UserError(
@@ -291,22 +353,30 @@ def _as_they_are(tokens: NDArray[np.integer], ends: bool, tokenizer: Tokenizer) 
 
 
 @dataclass
-class Ends:
-    """Where pieces end that follow one another, in tokens and in bytes of text, and which of them end a document."""
+class PieceBoundaries:
+    """Boundaries of consecutive pieces, as running totals that begin with 0.
+
+    Attributes:
+        tokens: tokens before each boundary.
+        bytes: bytes of text before each boundary.
+        documents: indices of the boundaries at which a document ends.
+    """
 
     tokens: array[int] = field(default_factory=lambda: array("q", [0]))
     bytes: array[int] = field(default_factory=lambda: array("q", [0]))
     documents: array[int] = field(default_factory=lambda: array("q", [0]))
 
     def add(self, piece: EncodedPiece) -> None:
-        """Note a piece, and with the last one of a document that has any tokens its end."""
+        """Append a piece. Its end is the end of a document if the piece ends one that has any tokens."""
         self.tokens.append(self.tokens[-1] + len(piece.tokens))
         self.bytes.append(self.bytes[-1] + piece.size)
         if piece.ends and self.tokens[-1] > self.tokens[self.documents[-1]]:
             self.documents.append(len(self.tokens) - 1)
 
     def split(self, validation: float) -> int:
-        """Where to cut the tokens in two: the last part is what was asked for, or whole documents if one ends near."""
+        """Return where to cut off the validation part: at the share that was asked for, or at the end of a document
+        nearby.
+        """
         total = self.tokens[-1]
         cut = min(max(1, int(total * (1 - validation))), total - 1)
         ends = np.frombuffer(self.tokens, np.int64)[np.frombuffer(self.documents, np.int64)]
@@ -314,7 +384,7 @@ class Ends:
         return near if 0 < near < total and abs(near - cut) <= (total - cut) / 2 else cut
 
     def part(self, tokens: Tokens, start: int, stop: int, tokenizer: Tokenizer) -> TokenRun:
-        """Some of the tokens, and of their documents."""
+        """Return a range of the tokens, with its documents and the bytes of their texts."""
         places, sizes = np.frombuffer(self.tokens, np.int64), np.frombuffer(self.bytes, np.int64)
         last = np.frombuffer(self.documents, np.int64)
         inner = (places[last] > start) & (places[last] < stop)
@@ -324,57 +394,9 @@ class Ends:
         return TokenRun(tokens[start:stop], starts - start, np.diff(bytes_at))
 
     def _bytes_before(self, place: int, tokens: Tokens, tokenizer: Tokenizer) -> int:
-        """Bytes of the text before a token; within a piece, its tokens are decoded."""
+        """Count the bytes of text before a token. Inside of a piece, its tokens are decoded."""
         piece = int(np.searchsorted(np.frombuffer(self.tokens, np.int64), place))
         if self.tokens[piece] == place:
             return self.bytes[piece]
         before = tokenizer.count_bytes(np.asarray(tokens[self.tokens[piece - 1] : place]))
         return min(self.bytes[piece - 1] + before, self.bytes[piece])
-
-
-@dataclass(frozen=True)
-class EncodedText:
-    """Documents as tokens, in memory.
-
-    Attributes:
-        tokens: of all documents.
-        ends: where they end.
-        lost: what has no token.
-    """
-
-    tokens: NDArray[np.uint32]
-    ends: Ends
-    lost: Counter[str]
-
-
-def encoded_text(source: DocumentSource, tokenizer: Tokenizer, at_most: tuple[int, int] | None = None) -> EncodedText:
-    """Read documents as tokens.
-
-    Args:
-        at_most: so many sequences of so many tokens are enough.
-
-    Raises:
-        UserError: for what cannot be read or encoded.
-    """
-    parts: list[NDArray[np.uint32]] = []
-    ends, lost = Ends(), Counter[str]()
-    for piece in encoded(Reading([source]), tokenizer, lost, BATCH if at_most is None else 1):
-        documents, start = len(ends.documents) - 1, ends.tokens[ends.documents[-1]]
-        parts.append(piece.tokens.astype(np.uint32))
-        ends.add(piece)
-        if at_most is not None and documents + (ends.tokens[-1] - start) // at_most[1] > at_most[0]:
-            break
-    return EncodedText(np.concatenate(parts) if parts else np.empty(0, np.uint32), ends, lost)
-
-
-def said_of(lost: Mapping[str, int]) -> str:
-    """How much of a text has no token, in a sentence; nothing where all has."""
-    if not lost:
-        return ""
-    total, names = sum(lost.values()), [repr(each) for each, _ in Counter(lost).most_common(5)]
-    if len(lost) == 1 and len(name := next(iter(lost))) > 1:
-        what = f"{total:,} words or characters" if total > 1 else "1 word or character"
-        return f"the tokenizer has no token for {what} of the text, which become{'' if total > 1 else 's'} {name!r}"
-    which = ", ".join([*names, *(["..."] if len(lost) > 5 else [])])
-    how = f"are dropped ({which})" if total > 1 else f"is dropped ({which})"
-    return f"the tokenizer has no token for {counted(total, 'character')} of the text, which {how}"

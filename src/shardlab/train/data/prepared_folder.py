@@ -1,4 +1,11 @@
-"""A prepared folder: token files, tokenizer, and a manifest that says what they are."""
+"""The format of a prepared folder: token files, the tokenizer, and a manifest that describes them.
+
+`PreparedFolder` opens a folder and maps its tokens into memory; prepare.py writes one. Its manifest has the size and
+the SHA-256 of every file, so that a torn copy is noticed.
+
+The second half finds the tokenizer of a model, which a run keeps beside its weights: `find_tokenizer` and
+`require_tokenizer`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +29,7 @@ from shardlab.train.data.tokenizers import (
     Gpt2,
     HuggingFace,
     Tokenizer,
-    exported,
+    export_tokenizer,
     read_tokenizer,
 )
 
@@ -30,55 +37,44 @@ MANIFEST = "manifest.json"
 FORMAT = "shardlab data 1"
 
 PARTS = ("training", "validation")
-"""Parts of the data: what is trained on, and what a model is only judged by."""
+"""Parts of the data: a model is trained on the first and evaluated on the second."""
 
 
-@dataclass(frozen=True)
-class TokenCount:
-    """How much a part has.
+RECORD = "run.json"
+"""File in which a run records its tokenizer. A folder in Hugging Face's format has only the tokenizer's files."""
 
-    Attributes:
-        tokens: how many.
-        documents: how many; one that is cut by the split counts in both parts.
-    """
-
-    tokens: int
-    documents: int
+FILES_BY_KIND: dict[str, tuple[str, ...]] = {
+    Characters.kind: (Characters.FILE,),
+    HuggingFace.kind: ("tokenizer.json",),
+    Gpt2.kind: tuple(GPT2_FILES),
+}
+"""Files that tell the kind of a tokenizer if no record does."""
 
 
-@dataclass(frozen=True)
-class FileSum:
-    """A file's size, and its SHA-256 in hexadecimal."""
+HASHED_PIECES = 64
+"""Number of pieces of a large text that are hashed."""
 
-    bytes: int
-    sha256: str
+MOST_RECORDED = 256 * 2**20
+"""Most bytes that one rank hashes for the record of a run, which takes a second or less."""
 
-    @classmethod
-    def of(cls, path: Path) -> FileSum:
-        """Read and hash a file."""
-        with path.open("rb") as file:
-            return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
-
-    @classmethod
-    def of_content(cls, content: bytes) -> FileSum:
-        """Hash what a file is to hold."""
-        return cls(len(content), hashlib.sha256(content).hexdigest())
+MOST_COMPARED = 4 * 2**20
+"""Most bytes that every rank hashes, to compare its text with the others': some milliseconds."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a prepared folder holds.
+    """Description of a prepared folder.
 
     Attributes:
-        sources: names of the files that were read, or where they come from.
-        tokenizer: its kind: chars, bytes, gpt2 or tokenizer.json.
-        vocab_size: how many tokens it knows.
-        end: the token that ends a document (None: no token does).
-        dtype: of a token in its file: uint8, uint16 or uint32, little-endian.
-        training, validation: how much there is.
+        sources: names of the files that were read, or of their origins.
+        tokenizer: kind of the tokenizer: chars, bytes, gpt2 or tokenizer.json.
+        vocab_size: number of tokens that the tokenizer knows.
+        end: token that ends a document (None: no token does).
+        dtype: data type of a token in its file: uint8, uint16 or uint32, little-endian.
+        training, validation: sizes of the parts.
         files: every other file of the folder by name.
-        largest: the largest token that occurs (None: nobody has looked).
-        lost: characters, or words, without a token, and how often they occur; the most frequent ones.
+        largest: largest token that occurs (None: unknown).
+        lost: the most frequent characters or words without a token, and how often they occur.
     """
 
     sources: list[str]
@@ -88,20 +84,21 @@ class Manifest:
     dtype: str
     training: TokenCount
     validation: TokenCount
-    files: dict[str, FileSum]
+    files: dict[str, FileHash]
     largest: int | None = None
     lost: dict[str, int] = field(default_factory=dict[str, int])
 
-    def written(self) -> str:
-        """The manifest as a file."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+    def write(self, folder: Path) -> None:
+        """Write the manifest into its folder."""
+        content = json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        (folder / MANIFEST).write_text(content, encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """A folder's manifest.
+        """Read the manifest of a folder.
 
         Raises:
-            UserError: the folder has none, or none that this version reads.
+            UserError: if there is none, or it has another format.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -112,7 +109,7 @@ class Manifest:
                 raise ValueError("another format")
             for part in PARTS:
                 found[part] = TokenCount(**found[part])
-            found["files"] = {name: FileSum(**each) for name, each in found["files"].items()}
+            found["files"] = {name: FileHash(**each) for name, each in found["files"].items()}
             return cls(**found)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
@@ -121,13 +118,13 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A prepared folder that was opened.
+class PreparedFolder:
+    """Prepared folder that was opened.
 
     Attributes:
-        folder: where it is.
-        manifest: what it holds.
-        sha256: of the manifest, which has those of all files in it.
+        folder: path of the folder.
+        manifest: its description.
+        sha256: checksum of the manifest, and so of all files.
     """
 
     folder: Path
@@ -135,11 +132,11 @@ class Prepared:
     sha256: str
 
     @classmethod
-    def open(cls, folder: Path) -> Prepared:
-        """Open a folder; of its files only the sizes are compared with the manifest.
+    def open(cls, folder: Path) -> PreparedFolder:
+        """Open a folder. Of its files only the sizes are compared with the manifest.
 
         Raises:
-            UserError: it has no manifest, or a file is missing or has another size.
+            UserError: if there is no manifest, or a file is missing or has another size.
         """
         manifest = Manifest.read(folder)
         for name, wanted in manifest.files.items():
@@ -148,7 +145,7 @@ class Prepared:
             if size != wanted.bytes:
                 found = "is missing" if size is None else f"has {size:,} bytes, not {wanted.bytes:,}"
                 raise UserError(f"{path} {found}: the data are torn; prepare them again, or copy them whole")
-        return cls(folder, manifest, FileSum.of(folder / MANIFEST).sha256)
+        return cls(folder, manifest, FileHash.of_file(folder / MANIFEST).sha256)
 
     @property
     def bytes(self) -> int:
@@ -159,17 +156,17 @@ class Prepared:
         """Read every file and compare its checksum.
 
         Raises:
-            UserError: naming the first that differs.
+            UserError: with the first file that differs.
         """
         for name, wanted in self.manifest.files.items():
-            if FileSum.of(self.folder / name) != wanted:
+            if FileHash.of_file(self.folder / name) != wanted:
                 raise UserError(
                     f"{self.folder / name} has another checksum than its manifest says: the data are torn; prepare "
                     "them again, or copy them whole"
                 )
 
     def run(self, part: str) -> TokenRun:
-        """A part's tokens and documents, mapped into memory."""
+        """Map the tokens and documents of a part into memory."""
         tokens = np.memmap(self.folder / f"{part}.bin", np.dtype(self.manifest.dtype).newbyteorder("<"), "r")
         starts, sizes = (self.folder / f"{part}.{name}.bin" for name in ("documents", "sizes"))
         return TokenRun(
@@ -180,14 +177,107 @@ class Prepared:
         )
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the folder has with it."""
+        """Return the tokenizer in the folder."""
         names = [name for name in self.manifest.files if not name.endswith(".bin")]
         files = {name: (self.folder / name).read_bytes() for name in names}
-        return made_again(self.manifest.tokenizer, files, self.manifest.end)
+        return restore(self.manifest.tokenizer, files, self.manifest.end)
 
 
-def made_again(kind: str, files: dict[str, bytes], end: int | None = None) -> Tokenizer:
-    """A tokenizer, from its kind, its files, and the token that ends a document, if a record says which."""
+@dataclass(frozen=True)
+class TokenCount:
+    """Size of a part.
+
+    Attributes:
+        tokens: number of tokens.
+        documents: number of documents. A document that the split cuts counts in both parts.
+    """
+
+    tokens: int
+    documents: int
+
+
+@dataclass(frozen=True)
+class FileHash:
+    """Size of a file, and its SHA-256 in hexadecimal."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of_file(cls, path: Path) -> FileHash:
+        """Read and hash a file."""
+        with path.open("rb") as file:
+            return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+    @classmethod
+    def of_content(cls, content: bytes) -> FileHash:
+        """Hash the content of a file."""
+        return cls(len(content), hashlib.sha256(content).hexdigest())
+
+
+def find_tokenizer(folder: Path) -> Tokenizer | None:
+    """Find the tokenizer in a folder of weights, of a run or in Hugging Face's format; None if there is none.
+
+    The tokenizer of a checkpoint, or of a file of weights, is that of its run.
+
+    Raises:
+        UserError: if its files are missing or have changed.
+    """
+    folder = run_folder(folder)
+    record = _read_table(folder / RECORD)
+    if (recorded := _parse_record(record, folder / RECORD)) is not None:
+        kind, sums, end = recorded
+        contents = {name: _read_verified(folder / name, wanted) for name, wanted in sums.items()}
+        return restore(kind, contents, end)
+    path, of_bytes = folder / "tokenizer.json", export_tokenizer(ByteTokenizer())["tokenizer.json"]
+    if path.is_file() and path.read_bytes() == of_bytes:
+        return ByteTokenizer()
+    for kind, names in FILES_BY_KIND.items():
+        if all((folder / name).is_file() for name in names):
+            if kind == HuggingFace.kind:
+                return read_tokenizer(path, record.get("huggingface"))
+            return restore(kind, {name: (folder / name).read_bytes() for name in names})
+    return None
+
+
+def open_tokenizer(folder: Path) -> Tokenizer | None:
+    """Open the tokenizer in a folder of prepared data, of a run, or in Hugging Face's format; None if there is none."""
+    return PreparedFolder.open(folder).tokenizer() if (folder / MANIFEST).is_file() else find_tokenizer(folder)
+
+
+def require_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer in a folder of weights. If a run has recorded none, its tokens are bytes.
+
+    Args:
+        folder: of a run, of a checkpoint, or in Hugging Face's format.
+        vocab_size: size of the model's vocabulary.
+
+    Raises:
+        UserError: if a folder in Hugging Face's format has no tokenizer, and its vocabulary is not that of bytes.
+    """
+    found = find_tokenizer(folder)
+    if found is None and not (run_folder(folder) / RECORD).is_file() and vocab_size != ByteTokenizer.vocab_size:
+        raise UserError(
+            f"{folder} has no tokenizer (such as a tokenizer.json), and a vocabulary of {vocab_size:,} tokens is not "
+            "that of bytes; copy its tokenizer there, or name the prepared folder of its data with --data"
+        )
+    return found or ByteTokenizer()
+
+
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the record of a run's tokenizer: kind, sizes, and checksums of the files beside the weights."""
+    sums = {name: asdict(FileHash.of_content(content)) for name, content in tokenizer.files().items()}
+    return {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end, "files": sums}
+
+
+def restore(kind: str, files: dict[str, bytes], end: int | None = None) -> Tokenizer:
+    """Create a tokenizer from its kind and its files.
+
+    Args:
+        kind: as in a manifest.
+        files: content of the tokenizer's files by name.
+        end: token that ends a document, if a record names it.
+    """
     makers: dict[str, Callable[[dict[str, bytes]], Tokenizer]] = {
         ByteTokenizer.kind: lambda files: ByteTokenizer(),
         Characters.kind: Characters.read,
@@ -197,27 +287,21 @@ def made_again(kind: str, files: dict[str, bytes], end: int | None = None) -> To
     return makers[kind](files)
 
 
-# Checksums of texts, in a time that does not grow with the text.
-
-
-PIECES = 64
-"""How many pieces of a large text are hashed."""
-
-RECORDED = 256 * 2**20
-"""The most bytes that are hashed for a run's record, by one rank: in a second or less."""
-
-COMPARED = 4 * 2**20
-"""The most bytes that every rank hashes, to compare its text with the others': in some milliseconds."""
+def run_folder(folder: Path) -> Path:
+    """Return the folder with the files beside some weights: the run's, for a checkpoint or a file of weights."""
+    if folder.suffix == ".safetensors":
+        return folder.parent
+    return folder.parents[1] if folder.parent.name == "checkpoints" else folder
 
 
 @dataclass(frozen=True)
 class Checksum:
-    """A SHA-256 of a text.
+    """SHA-256 of a text.
 
     Attributes:
-        bytes: the text's length.
+        bytes: length of the text.
         sha256: the checksum, in hexadecimal.
-        of: what was hashed, in words by which anybody can compute it again.
+        of: description of the bytes that were hashed, with which anybody can compute it again.
     """
 
     bytes: int
@@ -226,112 +310,42 @@ class Checksum:
 
 
 def checksum(text: Text, at_most: int) -> Checksum:
-    """Hash a text, or pieces spread evenly over it where it has more than `at_most` bytes."""
+    """Hash a text; if it has more than `at_most` bytes, hash pieces that are spread evenly over it."""
     size = len(text)
     if size <= at_most:
         return Checksum(size, hashlib.sha256(text).hexdigest(), "the whole text")
-    piece = at_most // PIECES
+    piece = at_most // HASHED_PIECES
     hashed = hashlib.sha256()
-    for number in range(PIECES):
-        start = (size - piece) * number // (PIECES - 1)
+    for number in range(HASHED_PIECES):
+        start = (size - piece) * number // (HASHED_PIECES - 1)
         hashed.update(text[start : start + piece])
     return Checksum(
         size,
         hashed.hexdigest(),
-        f"{PIECES} pieces of {piece} bytes, one after the other: piece i, from 0, starts at byte "
-        f"(bytes - {piece}) * i // {PIECES - 1}",
+        f"{HASHED_PIECES} pieces of {piece} bytes, one after the other: piece i, from 0, starts at byte "
+        f"(bytes - {piece}) * i // {HASHED_PIECES - 1}",
     )
 
 
-# The tokenizer of a model, kept beside its weights.
-
-
-RECORD = "run.json"
-"""Where a run's folder tells of its tokenizer; one of Hugging Face's has only the files."""
-
-FILES: dict[str, tuple[str, ...]] = {
-    Characters.kind: (Characters.FILE,),
-    HuggingFace.kind: ("tokenizer.json",),
-    Gpt2.kind: tuple(GPT2_FILES),
-}
-"""Files by which the kind of a tokenizer is known, where nothing else tells it."""
-
-
-def described(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a run's record says of its tokenizer: kind, sizes, and the checksums of the files that lie beside it."""
-    sums = {name: asdict(FileSum.of_content(content)) for name, content in tokenizer.files().items()}
-    return {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end, "files": sums}
-
-
-def kept_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a folder of weights, a run's or one of Hugging Face's form; None where nothing tells of one.
-
-    A run's checkpoints, and its files of weights, have the run's.
-
-    Raises:
-        UserError: when its files are missing or have changed.
-    """
-    folder = home(folder)
-    record = _record(folder / RECORD)
-    if (recorded := _recorded(record, folder / RECORD)) is not None:
-        kind, sums, end = recorded
-        contents = {name: _content(folder / name, wanted) for name, wanted in sums.items()}
-        return made_again(kind, contents, end)
-    path, of_bytes = folder / "tokenizer.json", exported(ByteTokenizer())["tokenizer.json"]
-    if path.is_file() and path.read_bytes() == of_bytes:
-        return ByteTokenizer()
-    for kind, names in FILES.items():
-        if all((folder / name).is_file() for name in names):
-            if kind == HuggingFace.kind:
-                return read_tokenizer(path, record.get("huggingface"))
-            return made_again(kind, {name: (folder / name).read_bytes() for name in names})
-    return None
-
-
-def want_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer in a folder of weights; where nothing tells of one, a run's tokens are bytes.
-
-    Args:
-        vocab_size: the model's.
-
-    Raises:
-        UserError: when a folder of Hugging Face's form has none, and its vocabulary is not that of bytes.
-    """
-    found = kept_tokenizer(folder)
-    if found is None and not (home(folder) / RECORD).is_file() and vocab_size != ByteTokenizer.vocab_size:
-        raise UserError(
-            f"{folder} has no tokenizer (such as a tokenizer.json), and a vocabulary of {vocab_size:,} tokens is not "
-            "that of bytes; copy its tokenizer there, or name the prepared folder of its data with --data"
-        )
-    return found or ByteTokenizer()
-
-
-def home(folder: Path) -> Path:
-    """Where the files beside weights lie: in the run's folder, if it is a checkpoint or a file in there."""
-    if folder.suffix == ".safetensors":
-        return folder.parent
-    return folder.parents[1] if folder.parent.name == "checkpoints" else folder
-
-
-def _record(path: Path) -> dict[str, Any]:
+def _read_table(path: Path) -> dict[str, Any]:
     found: Any = read_file(path, "JSON") if path.is_file() else {}
     return cast(dict[str, Any], found) if isinstance(found, dict) else {}
 
 
-def _recorded(found: dict[str, Any], path: Path) -> tuple[str, dict[str, FileSum], int | None] | None:
-    """Kind, checksums and end token in a run's record; None where it does not tell."""
+def _parse_record(found: dict[str, Any], path: Path) -> tuple[str, dict[str, FileHash], int | None] | None:
+    """Return kind, checksums and end token of the tokenizer in a run's record; None if there is none."""
     try:
         record: dict[str, Any] | None = found.get("tokenizer")
         if record is None:
             return None
-        return record["kind"], {name: FileSum(**each) for name, each in record["files"].items()}, record.get("end")
+        return record["kind"], {name: FileHash(**each) for name, each in record["files"].items()}, record.get("end")
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path}: tokenizer is not what a run records ({error}); copy the run's folder anew") from None
 
 
-def _content(path: Path, wanted: FileSum) -> bytes:
+def _read_verified(path: Path, wanted: FileHash) -> bytes:
     content = path.read_bytes() if path.is_file() else None
-    if content is None or FileSum.of_content(content) != wanted:
+    if content is None or FileHash.of_content(content) != wanted:
         found = "is missing" if content is None else "has another checksum than run.json says"
         raise UserError(f"{path} {found}: the model was trained with another tokenizer; copy the run's folder whole")
     return content

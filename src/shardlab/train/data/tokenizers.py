@@ -1,4 +1,9 @@
-"""Tokenizers that need no library: bytes and characters; and what every tokenizer is."""
+"""Tokenizers: bytes, characters, GPT-2's, and any `tokenizer.json` of Hugging Face's library.
+
+Read `Tokenizer`, the interface, and `ByteTokenizer` and `Characters`, which need no library. `Gpt2` uses tiktoken, and
+`HuggingFace` uses tokenizers; both libraries are loaded only when they are needed. `export_tokenizer` turns any of them
+into files for Hugging Face's library. The last section finds the tokens that begin and end a text.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +23,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlab.common.errors import UserError
-from shardlab.train.data.documents import decoded, library
+from shardlab.train.data.documents import decode_utf8, import_extra
 
-NOTHING: Mapping[str, int] = {}
-"""What a tokenizer loses that has a token for everything."""
+NO_LOSSES: Mapping[str, int] = {}
+"""Losses of a tokenizer that has a token for everything."""
 
 
 class Tokenizer(ABC):
-    """Text to tokens and back.
+    """Mapping of text to tokens and back.
 
     Attributes:
         kind: its name in a manifest.
-        vocab_size: how many tokens it knows.
+        vocab_size: number of tokens.
         begin: tokens that begin every document and every prompt.
-        end: the token that ends a document; None: it has none.
-        added: tokens that were added to its vocabulary, such as special ones.
+        end: token that ends a document (None: there is none).
+        added: tokens that were added to the vocabulary, such as special tokens.
     """
 
     kind: ClassVar[str]
@@ -43,14 +48,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
-        """The tokens of each text, without those that begin and end a document.
+        """Return the tokens of each text, without those that begin and end a document.
 
         Raises:
-            UserError: for a text that it has no tokens for.
+            UserError: if a text has no tokens.
         """
 
     def encode_spelled(self, text: str) -> list[int]:
-        """The tokens of a text that spells out special tokens, if the tokenizer has any.
+        """Return the tokens of a text in which special tokens may be spelled out.
 
         Raises:
             UserError: as `encode` does.
@@ -59,43 +64,47 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, tokens: NDArray[np.integer]) -> bytes:
-        """The bytes that tokens stand for together; they may begin and end within a character.
+        """Return the bytes that a run of tokens stands for. They may begin and end within a character.
 
-        The text of two runs is not the text of their tokens in one run: many tokenizers drop a space where a text
-        begins. `decoded_parts` decodes tokens as they come.
+        The texts of two runs, joined, can differ from the text of the joined runs: many tokenizers drop a space where a
+        text begins. `decode_incrementally` decodes tokens as they come.
         """
 
-    def lost(self, text: bytes, tokens: NDArray[np.integer]) -> Mapping[str, int]:
-        """How often each character of a text, or word, has no token: it is dropped, or becomes an unknown token.
+    def count_lost(self, text: bytes, tokens: NDArray[np.integer]) -> Mapping[str, int]:
+        """Count the characters or words of a text that have no token: they are dropped, or become an unknown token.
 
         Args:
             text: in UTF-8.
-            tokens: of this text.
+            tokens: the tokens of this text.
         """
-        return NOTHING
+        return NO_LOSSES
 
     @abstractmethod
-    def meanings(self) -> list[bytes]:
-        """What each token stands for, whatever is around it."""
+    def token_texts(self) -> list[bytes]:
+        """Return the text of each token on its own."""
 
     def count_bytes(self, tokens: NDArray[np.integer]) -> int:
-        """Bytes of the text of a document's tokens; those that begin and end it stand for none."""
+        """Count the bytes of text of a document's tokens. Tokens that begin and end it stand for none."""
         marks = [*self.begin, *([] if self.end is None else [self.end])]
         return len(self.decode(tokens[~np.isin(tokens, marks)] if marks else tokens))
 
     def files(self) -> dict[str, bytes]:
-        """What it takes to make it again, and what goes along with it: names and contents of files."""
+        """Return names and contents of the files from which the tokenizer can be restored, and of files that belong to
+        it.
+        """
         return {}
 
 
-def decoded_parts(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] = ()) -> Iterator[bytes]:
-    """What each token adds to the text of those before it, in bytes: joined, they are the text of the whole run.
+def decode_incrementally(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] = ()) -> Iterator[bytes]:
+    """Yield what each token adds to the text of those before it, in bytes. Joined, they are the text of the whole run.
 
-    Each token is decoded in a run that begins with the last one that was more than space, since a run's beginning may
-    be decoded in another way.
+    Each token is decoded in a run that begins with the last token that was more than space, because tokenizers decode
+    the beginning of a run differently.
 
     Args:
-        before: tokens that came earlier, whose text is left out.
+        tokens: the tokens, as they come.
+        tokenizer: decodes them.
+        before: earlier tokens, whose text is left out.
     """
     run = list(before)
     known = tokenizer.decode(np.array(run, np.int64)) if run else b""
@@ -109,17 +118,17 @@ def decoded_parts(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[
         yield part
 
 
-def same(a: Tokenizer, b: Tokenizer) -> bool:
-    """Whether tokens of two tokenizers mean the same text, up to tokens that were added to one of them."""
+def same_tokens(a: Tokenizer, b: Tokenizer) -> bool:
+    """Return whether tokens of two tokenizers mean the same text, except for tokens that were added to one of them."""
     if a.kind == b.kind and a.files() == b.files():
         return True
     few, many = sorted((a, b), key=lambda each: each.vocab_size)
     shared, beyond = few.vocab_size, range(few.vocab_size, many.vocab_size)
-    return many.added.issuperset(beyond) and few.meanings() == many.meanings()[:shared]
+    return many.added.issuperset(beyond) and few.token_texts() == many.token_texts()[:shared]
 
 
 class ByteTokenizer(Tokenizer):
-    """Every byte is a token: any file can be read, and nothing has to be kept."""
+    """Tokenizer in which every byte is a token: it reads any file, and has no files of its own."""
 
     kind = "bytes"
     vocab_size = 256
@@ -130,15 +139,15 @@ class ByteTokenizer(Tokenizer):
     def decode(self, tokens: NDArray[np.integer]) -> bytes:
         return np.minimum(tokens, 255).astype(np.uint8).tobytes()  # a model may have a larger vocabulary
 
-    def meanings(self) -> list[bytes]:
+    def token_texts(self) -> list[bytes]:
         return [bytes([byte]) for byte in range(256)]
 
 
 class Characters(Tokenizer):
-    """Every character is a token; the vocabulary is the text's own, in the order of code points.
+    """Tokenizer in which every character is a token. The vocabulary is that of a text, in the order of code points.
 
     Args:
-        characters: all of them, ascending.
+        characters: the vocabulary, ascending.
     """
 
     kind = "chars"
@@ -150,8 +159,8 @@ class Characters(Tokenizer):
         self._codes = np.array([ord(character) for character in self.characters], np.uint32)
 
     @classmethod
-    def of(cls, texts: Iterable[str]) -> Characters:
-        """The characters that occur."""
+    def from_texts(cls, texts: Iterable[str]) -> Characters:
+        """Create the tokenizer with the characters that occur in some texts."""
         found: set[str] = set()
         for text in texts:
             found.update(text)
@@ -159,10 +168,10 @@ class Characters(Tokenizer):
 
     @classmethod
     def read(cls, files: dict[str, bytes]) -> Characters:
-        """Made again from its file.
+        """Restore the tokenizer from its file.
 
         Raises:
-            UserError: when the file is no list of characters.
+            UserError: if the file is no list of characters.
         """
         found: Any = json.loads(files[cls.FILE])
         characters = cast(list[Any], found if isinstance(found, list) else [None])
@@ -174,7 +183,7 @@ class Characters(Tokenizer):
         return [self._encode(text) for text in texts]
 
     def _encode(self, text: bytes) -> NDArray[np.int64]:
-        codes = np.frombuffer(decoded(text).encode("utf-32-le"), np.uint32)
+        codes = np.frombuffer(decode_utf8(text).encode("utf-32-le"), np.uint32)
         tokens = np.searchsorted(self._codes, codes)
         unknown = codes[self._codes[np.minimum(tokens, self.vocab_size - 1)] != codes]
         if unknown.size:
@@ -187,21 +196,18 @@ class Characters(Tokenizer):
     def decode(self, tokens: NDArray[np.integer]) -> bytes:
         return self._codes[np.minimum(tokens, self.vocab_size - 1)].tobytes().decode("utf-32-le").encode()
 
-    def meanings(self) -> list[bytes]:
+    def token_texts(self) -> list[bytes]:
         return [character.encode() for character in self.characters]
 
     def files(self) -> dict[str, bytes]:
         return {self.FILE: json.dumps(self.characters, ensure_ascii=True).encode()}
 
 
-# Tokenizers of byte pairs: GPT-2's by tiktoken, any of Hugging Face's `tokenizer.json`, and training one.
-
-
-BESIDE = (
+COMPANIONS = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
 )
-"""Files beside a tokenizer.json that go where it goes."""
+"""Files that belong to a tokenizer.json and are copied with it."""
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_FILES = {
@@ -211,7 +217,7 @@ GPT2_FILES = {
 """SHA-256 of GPT-2's files, as in tiktoken_ext/openai_public.py of tiktoken 0.14."""
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-"""Where GPT-2 cuts a text into words; tiktoken's `r50k_pat_str`."""
+"""Pattern of the words into which GPT-2 cuts a text; tiktoken's `r50k_pat_str`."""
 
 
 class Gpt2(Tokenizer):
@@ -224,9 +230,9 @@ class Gpt2(Tokenizer):
     kind = "gpt2"
 
     def __init__(self, files: dict[str, bytes]) -> None:
-        tiktoken = library("tiktoken", "the tokenizer gpt2")
+        tiktoken = import_extra("tiktoken", "the tokenizer gpt2")
         self._files = files
-        ranks = _ranks(files)
+        ranks = _load_ranks(files)
         self.end = len(ranks)
         self.vocab_size = len(ranks) + 1
         self._encoding = tiktoken.Encoding(
@@ -235,10 +241,10 @@ class Gpt2(Tokenizer):
 
     @classmethod
     def find(cls) -> Gpt2:
-        """GPT-2's tokenizer by the files that tiktoken keeps, under tiktoken's names or their own; nothing is fetched.
+        """Find GPT-2's files in the cache of tiktoken, under tiktoken's names or their own. Nothing is downloaded.
 
         Raises:
-            UserError: they are not there, or are other files.
+            UserError: if they are missing, or are other files.
         """
         folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
         cache = Path(folder) if folder else Path(tempfile.gettempdir(), "data-gym-cache")
@@ -257,22 +263,22 @@ class Gpt2(Tokenizer):
         return cls(found)
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
-        found: list[list[int]] = self._encoding.encode_ordinary_batch([decoded(text) for text in texts])
+        found: list[list[int]] = self._encoding.encode_ordinary_batch([decode_utf8(text) for text in texts])
         return [np.array(tokens, np.int64) for tokens in found]
 
     def decode(self, tokens: NDArray[np.integer]) -> bytes:
         return self._encoding.decode_bytes(np.minimum(tokens, self.vocab_size - 1).tolist())
 
-    def meanings(self) -> list[bytes]:
+    def token_texts(self) -> list[bytes]:
         return [*(self._encoding.decode_single_token_bytes(token) for token in range(self.end or 0)), END.encode()]
 
     def files(self) -> dict[str, bytes]:
         return self._files
 
 
-def _ranks(files: dict[str, bytes]) -> dict[bytes, int]:
-    """Byte pairs with their ranks, by tiktoken's own reader."""
-    load = library("tiktoken.load", "the tokenizer gpt2")
+def _load_ranks(files: dict[str, bytes]) -> dict[bytes, int]:
+    """Return byte pairs with their ranks, read by tiktoken itself."""
+    load = import_extra("tiktoken.load", "the tokenizer gpt2")
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
             Path(folder, name).write_bytes(content)
@@ -287,16 +293,17 @@ def _ranks(files: dict[str, bytes]) -> dict[bytes, int]:
 
 
 class HuggingFace(Tokenizer):
-    """A tokenizer of Hugging Face's library `tokenizers`.
+    """Tokenizer of Hugging Face's library `tokenizers`.
 
     Args:
-        content: of its file, a `tokenizer.json`.
-        name: what an error calls it.
-        beside: files that lie beside it, by name; tokenizer_config.json says which tokens begin and end a document.
-        end: the token that ends a document, if something else says which; None: the files say it.
+        content: content of its file, a `tokenizer.json`.
+        name: its name in errors.
+        beside: contents of files beside it, by name; tokenizer_config.json names the tokens that begin and end a
+            document.
+        end: token that ends a document (None: as the files say).
 
     Raises:
-        UserError: for a file that is none.
+        UserError: if the file is no tokenizer.
     """
 
     kind = "tokenizer.json"
@@ -308,7 +315,7 @@ class HuggingFace(Tokenizer):
         beside: Mapping[str, bytes] | None = None,
         end: int | None = None,
     ) -> None:
-        tokenizers = library("tokenizers", "a tokenizer.json")
+        tokenizers = import_extra("tokenizers", "a tokenizer.json")
         self._content, self._name, self._beside = content, name, dict(beside or {})
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
@@ -318,17 +325,17 @@ class HuggingFace(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         parts: dict[str, Any] = json.loads(content)
-        config = special_tokens(self._beside)
+        config = read_special_tokens(self._beside)
         self._add_tokens(config.added)
         added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
         self.added = frozenset(added)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
-        self.begin = begin_of(parts.get("post_processor"), config, vocabulary)
+        self.begin = find_begin_tokens(parts.get("post_processor"), config, vocabulary)
         special = {each.content for each in added.values() if each.special}
-        self.end = end if end is not None else end_of(config, vocabulary, special)
-        self._decoders = _kinds(parts.get("decoder"))
-        self._letters = {letter: byte for byte, letter in enumerate(letters())}
+        self.end = end if end is not None else find_end_token(config, vocabulary, special)
+        self._decoders = _decoder_types(parts.get("decoder"))
+        self._letters = {letter: byte for byte, letter in enumerate(byte_letters())}
         model: dict[str, Any] = parts["model"]
         self._unknown: int | None = model.get("unk_id", vocabulary.get(model.get("unk_token") or ""))
         self._drops = "merges" in model and self._unknown is None and not self._letters.keys() <= vocabulary.keys()
@@ -336,20 +343,22 @@ class HuggingFace(Tokenizer):
         self._known: dict[str, bool] = {}
 
     def _add_tokens(self, added: Mapping[int, str]) -> None:
-        """Add the tokens that only the files beside it have, as transformers does, where their numbers come next."""
-        tokenizers = library("tokenizers", "a tokenizer.json")
+        """Add the tokens that only companion files have, as transformers does, if their numbers come next."""
+        tokenizers = import_extra("tokenizers", "a tokenizer.json")
         for number, token in sorted(added.items()):
             if number == self._tokenizer.get_vocab_size(with_added_tokens=True):
                 self._tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False, special=True)])
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> HuggingFace:
-        """Byte pairs of some texts, of bytes as GPT-2's: any text can be encoded, and comes back as it was.
+        """Train byte pair encoding on some texts. Its pairs are of bytes as GPT-2's, so any text is encoded without
+        loss.
 
         Args:
-            vocab_size: the most tokens: all 256 bytes, the token that ends a document, and merged pairs.
+            texts: the training texts.
+            vocab_size: most tokens: all 256 bytes, the token that ends a document, and merged pairs.
         """
-        tokenizers = library("tokenizers", "--train-bpe")
+        tokenizers = import_extra("tokenizers", "--train-bpe")
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -363,7 +372,7 @@ class HuggingFace(Tokenizer):
         return cls(tokenizer.to_str().encode())
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
-        words = [decoded(text) for text in texts]
+        words = [decode_utf8(text) for text in texts]
         try:
             found: list[Any] = self._tokenizer.encode_batch_fast(words, add_special_tokens=False)
         except Exception as error:  # as above
@@ -382,98 +391,99 @@ class HuggingFace(Tokenizer):
     def decode(self, tokens: NDArray[np.integer]) -> bytes:
         spelled = [spelling for token in tokens.tolist() if (spelling := self._spelled(token))]
         decoder = self._tokenizer.decoder
-        return _bytes_of(" ".join(spelled) if decoder is None else decoder.decode(spelled))
+        return _unescape_bytes(" ".join(spelled) if decoder is None else decoder.decode(spelled))
 
     def token(self, number: int) -> str:
-        """A token as it stands in the file."""
+        """Return a token as it is written in the file."""
         return self._tokenizer.id_to_token(number) or ""
 
     def _spelled(self, token: int) -> str:
-        """A token as its decoder takes it, but that bytes of a character's part go through it one by one.
+        """Return a token as its decoder takes it, except that bytes which are part of a character are escaped.
 
-        The library's own decoders make U+FFFD of them.
+        The library's own decoders turn such bytes into U+FFFD.
         """
         if (found := self._spellings.get(token)) is not None:
             return found
         word = self.token(token)
         if "ByteFallback" in self._decoders and BYTE_TOKEN.fullmatch(word):
-            word = _kept_apart(bytes([int(word[3:5], 16)]))
+            word = _escape_bytes(bytes([int(word[3:5], 16)]))
         elif "ByteLevel" in self._decoders and all(letter in self._letters for letter in word):
             text = bytes(self._letters[letter] for letter in word)
-            word = word if text.isascii() else _kept_apart(text)
+            word = word if text.isascii() else _escape_bytes(text)
         self._spellings[token] = word
         return word
 
-    def lost(self, text: bytes, tokens: NDArray[np.integer]) -> Mapping[str, int]:
+    def count_lost(self, text: bytes, tokens: NDArray[np.integer]) -> Mapping[str, int]:
         if self._unknown is not None:
             count = int((tokens == self._unknown).sum())
-            return {self._spelled(self._unknown): count} if count else NOTHING
+            return {self._spelled(self._unknown): count} if count else NO_LOSSES
         if not self._drops:
-            return NOTHING
-        return {each: count for each, count in Counter(decoded(text)).items() if not self._knows(each)}
+            return NO_LOSSES
+        return {each: count for each, count in Counter(decode_utf8(text)).items() if not self._knows(each)}
 
     def _knows(self, character: str) -> bool:
-        """Whether a character has a token; a tokenizer may take spaces for mere ends of words."""
+        """Return whether a character has a token. Spaces have: some tokenizers take them only as ends of words."""
         if character not in self._known:
             there = character.isspace() or bool(self._tokenizer.encode(character, add_special_tokens=False).ids)
             self._known[character] = there
         return self._known[character]
 
-    def meanings(self) -> list[bytes]:
+    def token_texts(self) -> list[bytes]:
         found: list[bytes] = []
         for token in range(self.vocab_size):
             word = self._spelled(token)
             whole = "ByteLevel" in self._decoders and all(letter in self._letters for letter in word)
-            found.append(bytes(self._letters[letter] for letter in word) if whole else _bytes_of(word))
+            found.append(bytes(self._letters[letter] for letter in word) if whole else _unescape_bytes(word))
         return found
 
     def files(self) -> dict[str, bytes]:
         return {
             "tokenizer.json": self._content,
-            **{name: self._beside[name] for name in BESIDE if name in self._beside},
+            **{name: self._beside[name] for name in COMPANIONS if name in self._beside},
         }
 
 
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-"""A token of a byte, where a character has no token of its own (SentencePiece's byte_fallback)."""
+"""Token of a byte of a character that has no token of its own (SentencePiece's byte_fallback)."""
 
-APART = 0x10F000
-"""Bytes from 128 on are letters of a plane for private use from here on, while a decoder of characters handles them."""
+ESCAPE_BASE = 0x10F000
+"""Code point, in a plane for private use, from which on bytes above 127 are escaped while a decoder handles them."""
 
-_ESCAPES = {APART + byte: 0xDC00 + byte for byte in range(128, 256)}
-
-
-def _kept_apart(text: bytes) -> str:
-    """Bytes as letters that no decoder changes; those below 128 are characters already."""
-    return "".join(chr(byte if byte < 128 else APART + byte) for byte in text)
+_ESCAPES = {ESCAPE_BASE + byte: 0xDC00 + byte for byte in range(128, 256)}
 
 
-def _bytes_of(text: str) -> bytes:
-    """Bytes of a text, some of which are letters that were kept apart."""
+def _escape_bytes(text: bytes) -> str:
+    """Turn bytes into characters that no decoder changes. Those below 128 are characters already."""
+    return "".join(chr(byte if byte < 128 else ESCAPE_BASE + byte) for byte in text)
+
+
+def _unescape_bytes(text: str) -> bytes:
+    """Turn a text with escaped bytes into bytes."""
     return text.translate(_ESCAPES).encode(errors="surrogateescape")
 
 
-def _kinds(part: Any) -> frozenset[str]:
-    """The kinds of a decoder and of those that it consists of."""
+def _decoder_types(part: Any) -> frozenset[str]:
+    """Return the types of a decoder and of its parts."""
     if not isinstance(part, dict):
         return frozenset()
     table = cast(dict[str, Any], part)
-    return frozenset({table.get("type", "")}).union(*map(_kinds, table.get("decoders", ())))
+    return frozenset({table.get("type", "")}).union(*map(_decoder_types, table.get("decoders", ())))
 
 
 def read_tokenizer(path: Path, config: Mapping[str, Any] | None = None) -> HuggingFace:
-    """The tokenizer in a `tokenizer.json`, with the files that lie beside it.
+    """Read a `tokenizer.json` and its companion files.
 
     Args:
-        config: of the model that it belongs to, where config.json is not beside it.
+        path: the file.
+        config: configuration of the model that it belongs to, if config.json is not beside it.
 
     Raises:
-        UserError: for what is none.
+        UserError: if it is no tokenizer.
     """
     try:
         content = path.read_bytes()
         json.loads(content)
-        beside = [path.parent / name for name in (*BESIDE, "config.json")]
+        beside = [path.parent / name for name in (*COMPANIONS, "config.json")]
         files = {each.name: each.read_bytes() for each in beside if each.is_file()}
     except OSError as error:
         raise UserError(f"the tokenizer {path} cannot be read ({error.strerror}); give a tokenizer.json") from None
@@ -484,8 +494,8 @@ def read_tokenizer(path: Path, config: Mapping[str, Any] | None = None) -> Huggi
     return HuggingFace(content, str(path), files)
 
 
-def letters() -> list[str]:
-    """GPT-2's letters for bytes, in their order: a byte's own where it has one that shows, else the next from 256 on.
+def byte_letters() -> list[str]:
+    """Return GPT-2's letter for each byte: the byte's own character if it is visible, else the next one from 256 on.
 
     As `bytes_to_unicode` in github.com/openai/gpt-2, src/encoder.py.
     """
@@ -494,22 +504,20 @@ def letters() -> list[str]:
     return [chr(byte if byte in shown else next(others)) for byte in range(256)]
 
 
-# A tokenizer as files of Hugging Face's, whose library then gives the same tokens and knows which ends a document.
-
-
 CONFIG = "tokenizer_config.json"
 
 
-def exported(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The files of a tokenizer by name, in Hugging Face's form; files of that form that it has come along as they are.
+def export_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the files of a tokenizer for Hugging Face's library, by name. The library then gives the same tokens.
 
-    Where no file of its own says which token ends a text, tokenizer_config.json and generation_config.json do.
+    Files that the tokenizer already has in that format are kept. If none of them names the token that ends a text,
+    tokenizer_config.json and generation_config.json are added.
     """
     match tokenizer:
         case ByteTokenizer():
             # byte pairs without any pair: every byte stays what it is, under the letter that GPT-2 has for it
-            vocabulary = {letter: byte for byte, letter in enumerate(letters())}
-            return _files(_byte_level(words=False), _byte_level(words=False), _pairs(vocabulary, []))
+            vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+            return _files(_byte_level(words=False), _byte_level(words=False), _bpe(vocabulary, []))
         case Characters():
             each = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
             vocabulary = {character: token for token, character in enumerate(tokenizer.characters)}
@@ -520,11 +528,11 @@ def exported(tokenizer: Tokenizer) -> dict[str, bytes]:
             lines = tokenizer.files()["vocab.bpe"].decode().splitlines()[1:]  # the first tells the version
             merges = [line.split(" ") for line in lines if line]
             part = _byte_level(words=True)
-            return _files(part, part, _pairs(vocabulary, merges), {END: vocabulary[END]}) | _ended({}, tokenizer, END)
+            return _files(part, part, _bpe(vocabulary, merges), {END: vocabulary[END]}) | _end_files({}, tokenizer, END)
         case HuggingFace():
             config: dict[str, Any] = json.loads(tokenizer.files().get(CONFIG, b"{}"))
             name = None if tokenizer.end is None else tokenizer.token(tokenizer.end)
-            return tokenizer.files() | _ended(config, tokenizer, name)
+            return tokenizer.files() | _end_files(config, tokenizer, name)
         case _:
             return {}
 
@@ -533,7 +541,7 @@ def _byte_level(*, words: bool) -> dict[str, Any]:
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": words}
 
 
-def _pairs(vocabulary: dict[str, int], merges: list[list[str]]) -> dict[str, Any]:
+def _bpe(vocabulary: dict[str, int], merges: list[list[str]]) -> dict[str, Any]:
     return {"type": "BPE", "vocab": vocabulary, "merges": merges}
 
 
@@ -546,21 +554,21 @@ def _files(
     parts = {"pre_tokenizer": pre_tokenizer, "decoder": decoder, "model": model}
     return {
         "tokenizer.json": _json({"version": "1.0", "added_tokens": added, **absent, **parts}),
-        CONFIG: _json(_CONFIG),
+        CONFIG: _json(DEFAULT_CONFIG),
     }
 
 
-_CONFIG: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+DEFAULT_CONFIG: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
 
 
-def _ended(config: dict[str, Any], tokenizer: Tokenizer, name: str | None) -> dict[str, bytes]:
-    """The files that say which token ends a text, unless a tokenizer's own files say it."""
+def _end_files(config: dict[str, Any], tokenizer: Tokenizer, name: str | None) -> dict[str, bytes]:
+    """Return the files that name the token which ends a text, unless the tokenizer's own files name it."""
     there = tokenizer.files()
     if name is None:
-        return {} if CONFIG in there else {CONFIG: _json(_CONFIG)}
+        return {} if CONFIG in there else {CONFIG: _json(DEFAULT_CONFIG)}
     files: dict[str, bytes] = {}
     if not config.get("eos_token"):
-        files[CONFIG] = _json(_CONFIG | config | {"eos_token": name})
+        files[CONFIG] = _json(DEFAULT_CONFIG | config | {"eos_token": name})
     if "generation_config.json" not in there:
         files["generation_config.json"] = _json({"eos_token_id": tokenizer.end})
     return files
@@ -570,24 +578,21 @@ def _json(content: dict[str, Any]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-# Which tokens begin and end a text: as files beside a tokenizer say, its post-processor, or at last their names.
-
-
 END = "<|endoftext|>"
 
-ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend▁of▁sentence\uff5c>")
-"""Names of the token that ends a document, where no file says it: GPT-2's and ours, Llama 3's and 2's, Gemma's,
+END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend▁of▁sentence\uff5c>")
+"""Usual names of the token that ends a document: GPT-2's and ours, Llama 3's and 2's, Gemma's,
 DeepSeek's. Special tokens come first: Gemma's vocabulary has the HTML tag </s> as well."""
 
 
 class SpecialTokens(NamedTuple):
-    """What files beside a tokenizer say of special tokens.
+    """Special tokens according to the companion files of a tokenizer.
 
     Attributes:
-        roles: the text of each by its role, such as eos_token.
+        roles: text of each token by its role, such as eos_token.
         added: tokens that are listed with their numbers.
-        adds_begin: whether bos_token begins every text (None: the post-processor says it).
-        end: the number of the token that ends a text, as a model's configuration says it.
+        adds_begin: whether bos_token begins every text (None: the post-processor tells).
+        end: number of the token that ends a text, from the model's configuration.
     """
 
     roles: dict[str, str]
@@ -596,11 +601,11 @@ class SpecialTokens(NamedTuple):
     end: int | None
 
 
-def special_tokens(files: Mapping[str, bytes]) -> SpecialTokens:
-    """What files say of special tokens, by their names; others are left alone.
+def read_special_tokens(files: Mapping[str, bytes]) -> SpecialTokens:
+    """Read the special tokens from companion files, given by name. Other files are ignored.
 
     Raises:
-        UserError: when one is no JSON.
+        UserError: if a file is not JSON.
     """
     names = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "config.json")
     added, roles, config, *models = (_table(files, name) for name in (*names, "generation_config.json"))
@@ -608,7 +613,7 @@ def special_tokens(files: Mapping[str, bytes]) -> SpecialTokens:
     listed = cast(dict[str, Any], config.get("added_tokens_decoder") or {})
     numbers = {number: token for token, number in added.items()}
     numbers |= {int(number): token_text(token) for number, token in listed.items()}
-    ids = (each for model in models for each in _listed(model.get("eos_token_id")))
+    ids = (each for model in models for each in _as_list(model.get("eos_token_id")))
     end = next((each for each in ids if isinstance(each, int)), None)
     adds: Any = config.get("add_bos_token")
     return SpecialTokens({role: text for role, text in texts.items() if text}, numbers, adds, end)
@@ -622,24 +627,24 @@ def _table(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return cast(dict[str, Any], found) if isinstance(found, dict) else {}
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return cast(list[Any], value) if isinstance(value, list) else [value]
 
 
 def token_text(token: Any) -> str:
-    """A special token's text, which some files have in a table."""
+    """Return the text of a special token, which some files have in a table."""
     text: Any = cast(dict[str, Any], token).get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
 
-def begin_of(post_processor: Any, config: SpecialTokens, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-    """The tokens that begin a text: what the files beside a tokenizer say prevails over its post-processor."""
+def find_begin_tokens(post_processor: Any, config: SpecialTokens, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the tokens that begin a text. Companion files take precedence over the post-processor."""
     if config.adds_begin is not None:
         first = vocabulary.get(config.roles.get("bos_token", ""))
         return (first,) if config.adds_begin and first is not None else ()
     match post_processor:
         case {"type": "Sequence", "processors": [*parts]}:
-            return tuple(token for each in parts for token in begin_of(each, config, vocabulary))
+            return tuple(token for each in parts for token in find_begin_tokens(each, config, vocabulary))
         case {"type": "TemplateProcessing", "single": [*pieces], "special_tokens": {**special}}:
             named = takewhile(lambda piece: "SpecialToken" in piece, pieces)
             ids: list[list[int]] = [cast(Any, special)[piece["SpecialToken"]["id"]]["ids"] for piece in named]
@@ -650,13 +655,14 @@ def begin_of(post_processor: Any, config: SpecialTokens, vocabulary: Mapping[str
             return ()
 
 
-def end_of(config: SpecialTokens, vocabulary: Mapping[str, int], special: set[str]) -> int | None:
-    """The token that ends a document: files beside a tokenizer say it, by name or number, or else it has a name for
-    it, if need be one of no special token.
+def find_end_token(config: SpecialTokens, vocabulary: Mapping[str, int], special: set[str]) -> int | None:
+    """Return the token that ends a document: the one that companion files name, or else one with a usual name.
+
+    Among the usual names, special tokens come first.
     """
     if (named := vocabulary.get(config.roles.get("eos_token", ""))) is not None:
         return named
     if config.end in vocabulary.values():
         return config.end
-    names = [*(name for name in ENDS if name in special), *ENDS]
+    names = [*(name for name in END_NAMES if name in special), *END_NAMES]
     return next((vocabulary[name] for name in names if name in vocabulary), None)

@@ -135,13 +135,8 @@ def _planned(source: Source, form: Form) -> list[Planned]:
     """The tensors of the new folder."""
     if form == "shardlab":
         return [
-            Planned(
-                f"layers.{block}.{each.name}",
-                each.numel,
-                source.dtype(block, each),
-                partial(_whole, source, block, each),
-            )
-            for block, each in source.parameters()
+            Planned(f"layers.{block}.{p.name}", p.numel, source.dtype(block, p), partial(_whole, source, block, p))
+            for block, p in source.parameters()
         ]
     family, model = family_of(source.model, str(source.folder))
     there = {(block, parameter.name) for block, parameter in source.parameters()}

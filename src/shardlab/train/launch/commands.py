@@ -131,12 +131,7 @@ async def _attempt(command: Sequence[str], count: int, bound: bool, attempt: int
             place = LaunchEnvironment(rank, count, rank, "127.0.0.1", store.port, count)
             variables = {**os.environ, **place.variables(), **_as_torchrun(attempt, restarts)}
             process = await asyncio.create_subprocess_exec(
-                *words,
-                env=variables,
-                stdout=pipe,
-                stderr=pipe,
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
+                *words, env=variables, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, start_new_session=True
             )
             ranks.append(_CommandRank(rank, process))
         return await _watched(ranks)

@@ -189,9 +189,7 @@ def _pbs(job: SubmittedJob) -> str:
             f"    timeout --signal=USR1 $(({limit} - SECONDS)) {started}",
             "    status=$?",
             "    # A job that fails starts again where its newest checkpoint is, but not for ever.",
-            '    if [ "$status" -eq 0 ] || [ "$status" -eq 124 ] || [ "$SECONDS" -ge '
-            + str(limit)
-            + " ]; then break; fi",
+            f'    if [ "$status" -eq 0 ] || [ "$status" -eq 124 ] || [ "$SECONDS" -ge {limit} ]; then break; fi',
             "done",
             *_goes_on_under_pbs(job),
             'exit "$status"',

@@ -197,7 +197,7 @@ def _random_corpus(job: Job) -> Corpus:
     generator = torch.Generator().manual_seed(job.seed)
     length = max(4096, 8 * (job.model.seq_len + 1))
     text = torch.randint(min(256, job.model.vocab_size), (length,), generator=generator, dtype=torch.uint8)
-    return Corpus.split(text.numpy().tobytes(), job.model.seq_len)
+    return Corpus.from_text(text.numpy().tobytes(), job.model.seq_len)
 
 
 # Many strategies verified one after the other, on processes that are started once for each number of ranks.
