@@ -134,9 +134,9 @@ def on_a_rank(rank: int, device: torch.device, name: str, options: Options) -> d
 def plain(name: str, ranks: int, rank: int, device: torch.device) -> Any:
     """A rank's share of the step in plain PyTorch."""
     from shardlab.measure.side_by_side.results import PAIRS, Size
-    from shardlab.measure.side_by_side.sides import floor_of
+    from shardlab.measure.side_by_side.sides import lower_bound_of
 
-    return floor_of(PAIRS[name], Size("tiny", MODEL, SEQUENCES), ranks, rank, device)
+    return lower_bound_of(PAIRS[name], Size("tiny", MODEL, SEQUENCES), ranks, rank, device)
 
 
 def seconds_of_plain(floor: Any, turns: int, whole: float) -> dict[str, float]:

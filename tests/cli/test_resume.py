@@ -30,7 +30,7 @@ from shardlab.train.checkpoint.write import checksum_of
 from shardlab.train.checkpoints import Resumed, find_checkpoint
 from shardlab.train.history import locked, note_end
 from shardlab.train.job import Job
-from shardlab.train.launch.commands import Together
+from shardlab.train.launch.commands import RankExchange
 from shardlab.train.launch.environment import LaunchEnvironment
 from tests.support.processes import free_port, until
 from tests.support.ranks import Ranks
@@ -293,7 +293,7 @@ def looked(rank: int, run: Path, port: int, auto: bool) -> tuple[str, list[str]]
 
     compared = reading._compare  # pyright: ignore[reportPrivateUsage]
     with patch("shardlab.train.checkpoint.read._compare", compare):
-        together = Together(LaunchEnvironment(rank, 2, rank, "127.0.0.1", port))
+        together = RankExchange(LaunchEnvironment(rank, 2, rank, "127.0.0.1", port))
         try:
             found = find_checkpoint(run, auto=auto, together=together)
         except UserError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardlab.measure.collectives import USUAL, CollectiveBench, group_sizes
+from shardlab.measure.collectives import COMPUTE_SECONDS, CollectiveBench, group_sizes
 from shardlab.measure.fits import KINDS, CollectivePoint, OverlapPoint, read_points
 from tests.measure import jobs
 from tests.support.ranks import Ranks
@@ -44,7 +44,7 @@ def test_every_kind_is_measured_at_every_size(ranks: MeasuringRanks, tmp_path: P
     assert all(point.seconds > 0 and point.iterations >= 5 and not point.wrong for point in measured)
     beside = [point for point in points if isinstance(point, OverlapPoint)]
     alone = {(point.kind, point.bytes): point.seconds for point in measured if point.kind != "send_recv"}
-    assert [(point.kind, point.bytes) for point in beside] == [size for size in alone for _ in USUAL]
+    assert [(point.kind, point.bytes) for point in beside] == [size for size in alone for _ in COMPUTE_SECONDS]
     assert all(min(point.compute, point.together) > 0 for point in beside)
     assert all(point.communication >= point.alone == alone[point.kind, point.bytes] for point in beside)
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from shardlab.language import OpKind
 from shardlab.measure.fits import (
-    BESIDE,
     MEASURED,
     NO_LATENCY,
     NO_SLOPE,
     ONE_SIZE,
+    OPS_WITH_OVERHEAD,
     SCATTERED,
     CollectivePoint,
     FitErrors,
@@ -140,7 +140,7 @@ def test_layers_made_of_known_rates_are_predicted_exactly(seed: int, launch: flo
         (family, "float32"): Rate(launch * slow, flops / slow, flops / 10 / slow)
         for family, slow in zip(FAMILIES, slower, strict=True)
     }
-    rates |= {(f"op:{op.value}", "float32"): Rate(launch / 3, 0, 0) for op in MEASURED if op.value in BESIDE}
+    rates |= {(f"op:{op.value}", "float32"): Rate(launch / 3, 0, 0) for op in MEASURED if op.value in OPS_WITH_OVERHEAD}
     points = timed(POINTS, rates)
     assert rate_errors(points, fit_kernels(points)).worst < 1e-6
 

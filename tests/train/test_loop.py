@@ -37,7 +37,7 @@ from shardlab.train.data.prepared_folder import find_tokenizer
 from shardlab.train.data.stream import SequenceStream, TokenRun
 from shardlab.train.data.tokenizers import ByteTokenizer
 from shardlab.train.history import free_folder
-from shardlab.train.huggingface import converted, open_source
+from shardlab.train.huggingface import convert_weights, open_source
 from shardlab.train.job import Job
 from shardlab.train.loop import fit
 from shardlab.train.output import OutputFolder
@@ -190,7 +190,7 @@ def test_a_run_goes_on_from_another_run_or_from_hugging_face(
     ranks: World, tmp_path: Path, strategy: str, count: int
 ) -> None:
     begun = run(ranks, "ddp", 2, tmp_path / "begun", steps=6)
-    converted(open_source(tmp_path / "begun"), tmp_path / "hf", "hf")
+    convert_weights(open_source(tmp_path / "begun"), tmp_path / "hf", "hf")
     for folder in ("begun", "hf"):
         job = Job(strategy, count, 4, MODEL, 2)
         plan = run_of(

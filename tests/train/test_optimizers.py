@@ -29,7 +29,7 @@ from shardlab.strategies.plan.program import program_from_plan
 from shardlab.train.batches import Batches
 from shardlab.train.config import LoggingConfig
 from shardlab.train.data.corpus import Corpus
-from shardlab.train.huggingface import converted, open_source
+from shardlab.train.huggingface import convert_weights, open_source
 from shardlab.train.job import Job
 from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.verification.cases import SHARDINGS
@@ -252,7 +252,7 @@ def test_a_run_tells_the_loss_of_averages_and_leaves_a_file_that_goes_where_its_
     assert {name: tensor.shape for name, tensor in averages.items()} == {n: t.shape for n, t in plain.items()}
 
     still = OptimizerConfig(learning_rate=0.0, schedule_steps=1, warmup_steps=0, weight_decay=0.0)
-    converted(open_source(file), tmp_path / "hf", "hf")
+    convert_weights(open_source(file), tmp_path / "hf", "hf")
     for name, init in (("file", file), ("hf", tmp_path / "hf")):
         again = trained(ranks, run_of(Job("single", 1, 4, AVERAGED, 2), still, tmp_path / f"from {name}", init=init))
         assert again.validation_before == pytest.approx(summary.validation_after_ema, rel=1e-6)

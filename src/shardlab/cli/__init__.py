@@ -44,7 +44,7 @@ from shardlab.common.errors import nearest
 from shardlab.common.user_code import bounded
 from shardlab.language import Refused, UserError
 from shardlab.starting import INTERRUPTED, loaded
-from shardlab.train.launch.interrupt import unbroken
+from shardlab.train.launch.interrupt import ignore_errors
 
 
 class Command(Protocol):
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
         print(f"shardlab {_version()}")
         return 0
-    with contextlib.redirect_stderr(unbroken(sys.stderr)):
+    with contextlib.redirect_stderr(ignore_errors(sys.stderr)):
         return _run(argv)
 
 

@@ -19,7 +19,7 @@ from shardlab.language.rules.kinds import counted
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardlab.train.huggingface.convert import Planned
+    from shardlab.train.huggingface.convert import OutputTensor
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Convert:
             raise UserError(f"{self.out} exists; name a new folder, so that nothing is overwritten")
         from shardlab.train.data.prepared_folder import find_tokenizer
         from shardlab.train.data.tokenizers import export_tokenizer
-        from shardlab.train.huggingface import converted, open_source
+        from shardlab.train.huggingface import convert_weights, open_source
 
         source = open_source(self.source, self.model.apply)
         form = self.to or ("hf" if source.form == "shardlab" else "shardlab")
@@ -66,7 +66,7 @@ class Convert:
         if tokenizer is not None and tokenizer.begin:
             special["bos_token_id"] = tokenizer.begin[0]
         size = self.shard_mb * 10**6
-        done = converted(
+        done = convert_weights(
             source, self.out, form, shard_bytes=size, beside=beside, special=special, follow=_show_progress
         )
         if self.json:
@@ -81,6 +81,6 @@ class Convert:
         return 0
 
 
-def _show_progress(planned: list[Planned]) -> Iterable[Planned]:
+def _show_progress(planned: list[OutputTensor]) -> Iterable[OutputTensor]:
     console = Console(stderr=True)
     return track(planned, "converting", console=console, transient=True, disable=not console.is_terminal)

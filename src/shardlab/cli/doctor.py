@@ -66,10 +66,10 @@ class Doctor:
             The findings, and the world if its ranks found each other; None and None if rank 0 reports for this process.
         """
         from shardlab.execute.requirements import gpu_count
-        from shardlab.measure.doctor.checks import Finding, examined, host_facts
-        from shardlab.measure.doctor.network import all_findings, world_facts
+        from shardlab.measure.doctor.checks import Finding, check_host, host_facts
+        from shardlab.measure.doctor.network import check_world, examine_world
         from shardlab.train.launch.environment import find_launch_environment
-        from shardlab.train.launch.ranks import Joining, ranks_here, run_ranks, start_limit
+        from shardlab.train.launch.ranks import Rendezvous, launched_ranks, run_ranks, start_limit
 
         place, launched, world = None, True, None
         remedy = "check MASTER_ADDR and MASTER_PORT, the firewall, and GLOO_SOCKET_IFNAME"
@@ -77,16 +77,16 @@ class Doctor:
             place = find_launch_environment(os.environ)
             launched = place is not None and place.world > 1
             here = (place.local_rank, place.local_world) if place is not None and launched else (None, None)
-            ranks = ranks_here(self.ranks or gpu_count() or 2)
+            ranks = launched_ranks(self.ranks or gpu_count() or 2)
             limit = start_limit(self.timeout)
-            joining = Joining(timeout=limit, start=limit)
+            joining = Rendezvous(timeout=limit, start=limit)
             world = run_ranks(ranks, world_facts, *here, joining=joining)
         except Exception as error:  # torch raises many types for network errors
             first = place.rank if place is not None and launched else 0
             what = (str(error).strip() or type(error).__name__).splitlines()[-1]
             network = Finding("network", f"rank {first} did not connect to the others: {what}", remedy, "error")
-            return [*examined(host_facts(first, (place and place.local_world) or 1, write=True)), network], None
-        return (None, None) if world is None else (list(all_findings(world)), world)
+            return [*check_host(host_facts(first, (place and place.local_world) or 1, write=True)), network], None
+        return (None, None) if world is None else (list(check_world(world)), world)
 
     def _report(self, findings: Sequence[Finding], world: WorldFacts | None) -> int:
         errors = [finding for finding in findings if finding.state == "error"]
@@ -127,9 +127,9 @@ class SmokeTest:
         from shardlab.cli.train.before_ranks import failures_as_exit
         from shardlab.execute.requirements import gpu_count
         from shardlab.measure.doctor.network import STRATEGIES, smoke_rank
-        from shardlab.train.launch.ranks import ranks_here, run_ranks
+        from shardlab.train.launch.ranks import launched_ranks, run_ranks
 
-        ranks = self.ranks or ranks_here(gpu_count() or 2)
+        ranks = self.ranks or launched_ranks(gpu_count() or 2)
         began = time.monotonic()
         with failures_as_exit():
             result = run_ranks(ranks, smoke_rank, STRATEGIES)

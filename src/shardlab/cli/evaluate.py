@@ -74,7 +74,7 @@ class Eval:
         from shardlab.train.evaluate import TextJob, evaluate_rank
         from shardlab.train.huggingface import open_source
         from shardlab.train.job import Job
-        from shardlab.train.launch.ranks import ranks_here, run_ranks
+        from shardlab.train.launch.ranks import launched_ranks, run_ranks
 
         model = open_source(self.folder).model
         if self.seq_len is not None:
@@ -84,7 +84,7 @@ class Eval:
                     f"{model.seq_len}"
                 )
             model = replace(model, seq_len=self.seq_len)
-        ranks = self.ranks or ranks_here(0) or None
+        ranks = self.ranks or launched_ranks(0) or None
         if self.strategy is None and self.layout == NO_FLAGS and ranks in (None, 1):
             chosen, ranks = entry_from_plan(Plan(Mesh()), "one device"), 1
         else:

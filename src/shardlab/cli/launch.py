@@ -30,7 +30,7 @@ from shardlab.language import UserError
 from shardlab.language.rules.kinds import counted
 from shardlab.starting import INTERRUPTED
 from shardlab.train.launch.environment import LaunchEnvironment, find_launch_environment, launcher_of
-from shardlab.train.launch.job_script import SHARDLAB, SUBMIT, Scheduler, SubmittedJob, kept, submit
+from shardlab.train.launch.job_script import SHARDLAB, SUBMIT, Scheduler, SubmittedJob, keep_script, submit
 
 COMMANDS = ("train", "launch", "verify", "bench", "eval", "doctor", "test")
 """Commands that can be submitted, because they join a launcher's world."""
@@ -87,11 +87,11 @@ class Launch:
 
     def _start(self, command: list[str]) -> int:
         from shardlab.cli.bench.command import default_ranks
-        from shardlab.train.launch.environment import as_ranges, dealt, usable_cpus
+        from shardlab.train.launch.environment import as_ranges, divide_cpus, usable_cpus
 
         cpus = usable_cpus()
         ranks = self.ranks or default_ranks()
-        each = dealt(cpus, ranks) if self.bind else [cpus] * ranks
+        each = divide_cpus(cpus, ranks) if self.bind else [cpus] * ranks
         threads = os.environ.get("OMP_NUM_THREADS")
         table = table_of("rank", "cpus", "threads", words=0)
         for rank, own in enumerate(each):
@@ -180,7 +180,7 @@ class Submit:
         if self.dry_run:
             print(script, end="")
         else:
-            with nullcontext() if job.run is None else kept(script, job.run):
+            with nullcontext() if job.run is None else keep_script(script, job.run):
                 print(submit(script, scheduler))
         return 0
 

@@ -85,10 +85,10 @@ class Verify:
         from shardlab.execute import OptimizerConfig
         from shardlab.execute.requirements import want_compilable
         from shardlab.train.job import Job
-        from shardlab.train.launch.ranks import device_type, ranks_here
+        from shardlab.train.launch.ranks import device_type, launched_ranks
         from shardlab.train.verification.cases import TOLERANCE, clip_for, verify
 
-        chosen, ranks = self.layout.entry(self.strategy, self.ranks or ranks_here(0) or None)
+        chosen, ranks = self.layout.entry(self.strategy, self.ranks or launched_ranks(0) or None)
         ep = chosen.grid(ranks).ep
         layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "mlp" if chosen.columns else "gpt"
         model = self.model.make(layers, kind, hidden_size=32, heads=4, seq_len=16, experts=max(4, 2 * ep))

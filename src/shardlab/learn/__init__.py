@@ -1,1 +1,1 @@
-"""Teaching: the puzzles."""
+"""Teaching material: the LLM Training Puzzles, in puzzles/."""

@@ -1,1 +1,6 @@
-"""Measurement of this machine: seconds of collectives and of the models' layers; fitted, for the simulator."""
+"""Measurement of this machine for the simulator and for comparisons: collectives, layers, whole programs.
+
+Read collectives.py and layers.py (what is timed), fits.py (the measured points and the lines and rates that are fitted
+to them), profile.py (the file that the simulator reads), progress.py and plot.py. side_by_side/ compares a strategy
+with PyTorch's own implementation, and doctor/ examines hosts and links.
+"""

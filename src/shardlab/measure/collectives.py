@@ -41,19 +41,19 @@ from shardlab.measure.progress import Progress
 BATCHES = 5
 
 WARM_UP = 5
-"""Calls before those that are timed."""
+"""Calls before the timed ones."""
 
 
 @dataclass(frozen=True)
 class CollectiveBench:
-    """Collectives to be timed: each kind at every size, among groups of every size.
+    """Plan of a measurement of collectives: each kind at every size, in groups of every size.
 
     Attributes:
-        kinds: names of collectives, of `points.KINDS`.
+        kinds: names of collectives, from `fits.KINDS`.
         sizes: bytes of the whole value, ascending.
-        groups: ranks of the groups that meet; each number divides that of all ranks.
-        seconds: time for each point in all, about.
-        overlap: whether each but messages is timed between and beside computations, too, for most of that time.
+        groups: sizes of the groups of ranks; each divides the number of all ranks.
+        seconds: approximate time of a point in all.
+        overlap: whether each kind except messages is also timed between and beside computations, for most of that time.
     """
 
     kinds: tuple[str, ...]
@@ -64,12 +64,13 @@ class CollectiveBench:
 
     @property
     def each(self) -> float:
-        """Seconds of each way in which a point is timed: called alone, and in three kinds of round, short and long (see
-        `overlap`)."""
-        return self.seconds / (1 + 3 * len(USUAL)) if self.overlap else self.seconds
+        """Seconds for each way in which a point is timed: alone, and in three kinds of rounds, short and long
+        (`measure_overlap`).
+        """
+        return self.seconds / (1 + 3 * len(COMPUTE_SECONDS)) if self.overlap else self.seconds
 
     def plan(self) -> Iterator[tuple[int, str, int]]:
-        """(group, kind, size) of every point: all sizes of a kind together."""
+        """Yield (group, kind, size) of every point, all sizes of a kind together."""
         for group in self.groups:
             for kind in self.kinds:
                 if kind == "send_recv" and group != 2:
@@ -79,7 +80,7 @@ class CollectiveBench:
 
 
 def group_sizes(ranks: int) -> tuple[int, ...]:
-    """The divisors of a number of ranks from 2 on: sizes of groups that a mesh of so many can have.
+    """Return the divisors of a number of ranks from 2 on, which are the sizes of groups in a mesh of so many ranks.
 
     >>> group_sizes(8), group_sizes(6)
     ((2, 4, 8), (2, 3, 6))
@@ -101,11 +102,11 @@ def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench,
         progress.say(f"{kind} of {group} ranks, {size:,} bytes")
         team = teams[group]
         case = make_case(kind, size, team)
-        point = time_case(world, team, kind, case, bench)
+        point = measure_case(world, team, kind, case, bench)
         if rank == 0:
             append(file, point)
-        for usual in USUAL if bench.overlap and kind != "send_recv" else ():
-            in_step = overlap(world, team, kind, case, point.seconds, usual, bench.each)
+        for usual in COMPUTE_SECONDS if bench.overlap and kind != "send_recv" else ():
+            in_step = measure_overlap(world, team, kind, case, point.seconds, usual, bench.each)
             if rank == 0:
                 append(file, in_step)
         progress.step()
@@ -113,10 +114,10 @@ def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench,
     return rank == 0
 
 
-def time_case(
+def measure_case(
     world: MeasuringRanks, team: Team, kind: str, case: CollectiveCase, bench: CollectiveBench
 ) -> CollectivePoint:
-    """Measure one point; every rank gives the same."""
+    """Measure one point. Every rank returns the same."""
     clock = Clock(world.device)
 
     def call() -> None:
@@ -140,14 +141,14 @@ PRODUCT = {"cpu": (16, 512), "cuda": (1024, 1024)}
 its arithmetic as a layer of few tokens moves."""
 
 LENGTHS = (1, 5, 2, 8, 3)
-"""How the computations of rounds go on: as those of layers, they are not all as long."""
+"""Relative durations of consecutive computations: as those of layers, they differ."""
 
-USUAL = (0.5e-3, 5e-3)
+COMPUTE_SECONDS = (0.5e-3, 5e-3)
 """Seconds of the computations between two collectives, of short rounds and of long ones: between the halves of a small
 block under tensor parallelism, and between the blocks of a model."""
 
 
-def overlap(
+def measure_overlap(
     world: MeasuringRanks, team: Team, kind: str, case: CollectiveCase, alone: float, usual: float, seconds: float
 ) -> OverlapPoint:
     """Measure rounds of products of matrices alone, of products and then a collective that is waited for at once, and
@@ -201,22 +202,19 @@ def overlap(
     return OverlapPoint(kind, team.size, case.bytes, alone, computing, max(alone, waiting - computing), together)
 
 
-# Every collective on tensors: how one call starts, and whether its result is right.
-
-
 Wait = Callable[[], Any]
 Start = Callable[[], Wait]
 
 
 @dataclass(frozen=True)
 class Team:
-    """The ranks that meet.
+    """Ranks that communicate.
 
     Attributes:
         group: their process group.
         ranks: their global numbers.
-        index: this process's place among them.
-        device: where tensors are.
+        index: position of this process among them.
+        device: device of the tensors.
     """
 
     group: dist.ProcessGroup
@@ -239,14 +237,14 @@ class Team:
 
 @dataclass(frozen=True)
 class CollectiveCase:
-    """A collective of some size, ready to be called again and again.
+    """Collective of one size, ready to be called repeatedly.
 
     Attributes:
-        bytes: of the whole value.
-        start: one call, which starts at once and gives how to wait for it.
-        result: where this rank's result will be; None if it has none.
-        expected: what the first call must leave there.
-        sent: what is overwritten by every call, and so must not grow.
+        bytes: size of the whole value.
+        start: starts a call, and returns the function that waits for it.
+        result: tensor of this rank's result; None if it has none.
+        expected: value of the result after the first call.
+        sent: tensor that every call overwrites, and that must not grow.
     """
 
     bytes: int
@@ -256,7 +254,7 @@ class CollectiveCase:
     sent: Tensor | None = None
 
     def wrong(self) -> int:
-        """Call once, and count the elements of this rank's result that are wrong."""
+        """Call once, and count the wrong elements of this rank's result."""
         self.start()()
         if self.result is None or self.expected is None:
             return 0
@@ -267,7 +265,7 @@ class CollectiveCase:
 
 
 def make_case(kind: str, size: int, team: Team) -> CollectiveCase:
-    """A collective on float32 numbers of about `size` bytes together: a multiple of the ranks."""
+    """Return a collective on float32 numbers of about `size` bytes in all, a multiple of the ranks."""
     elements = max(1, size // 4 // team.size) * team.size
     return CASES[kind](elements, team)
 
@@ -284,7 +282,7 @@ def _case(
     expected: Tensor | None,
     sent: Tensor | None = None,
 ) -> CollectiveCase:
-    """A collective that is given all but its group."""
+    """Return a case of a collective that lacks only its group."""
     work = partial(call, group=team.group)
     return CollectiveCase(4 * elements, lambda: work().wait, result, expected, sent)
 
@@ -294,14 +292,14 @@ def _all_reduce(elements: int, team: Team) -> CollectiveCase:
     return _case(elements, team, partial(all_reduce, x, dist.ReduceOp.SUM), x, team.sum(elements), sent=x)
 
 
-def _gathered(elements: int, team: Team) -> Tensor:
+def _whole_value(elements: int, team: Team) -> Tensor:
     return torch.cat([team.values(rank, elements // team.size) for rank in range(team.size)])
 
 
 def _all_gather(elements: int, team: Team) -> CollectiveCase:
     piece = team.values(team.index, elements // team.size)
     whole = piece.new_empty(elements)
-    return _case(elements, team, partial(all_gather, whole, piece), whole, _gathered(elements, team))
+    return _case(elements, team, partial(all_gather, whole, piece), whole, _whole_value(elements, team))
 
 
 def _reduce_scatter(elements: int, team: Team) -> CollectiveCase:
@@ -332,7 +330,7 @@ def _reduce(elements: int, team: Team) -> CollectiveCase:
 def _gather(elements: int, team: Team) -> CollectiveCase:
     piece = team.values(team.index, elements // team.size)
     whole = None if team.index else piece.new_empty(elements)
-    expected = None if team.index else _gathered(elements, team)
+    expected = None if team.index else _whole_value(elements, team)
     return _case(elements, team, partial(gather, whole, piece, team.ranks[0]), whole, expected)
 
 
@@ -348,7 +346,7 @@ def _barrier(elements: int, team: Team) -> CollectiveCase:
 
 
 def _send_recv(elements: int, team: Team) -> CollectiveCase:
-    """A message from the first to the second and back; its time is twice that of one message."""
+    """Return a message from the first rank to the second and back; it takes twice the time of one message."""
     assert team.size == 2, "a message has two ends"
     other = team.ranks[1 - team.index]
     x = team.values(0, elements) if team.index == 0 else torch.zeros(elements, device=team.device)
@@ -375,15 +373,12 @@ CASES: dict[str, Callable[[int, Team], CollectiveCase]] = {
 }
 
 
-# World of the measuring ranks: teams of every size, and common decisions.
-
-
 class MeasuringRanks:
-    """This rank among all.
+    """This rank among all, with their teams and their common decisions.
 
     Args:
-        rank: its number.
-        device: its device.
+        rank: number of the rank.
+        device: device of the rank.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -392,7 +387,7 @@ class MeasuringRanks:
         self.device = device
 
     def team(self, size: int) -> Team:
-        """This rank's team when the world splits into teams of neighbours; every rank calls this."""
+        """Return this rank's team when the world is split into teams of neighbours. Every rank calls this."""
         first = self.rank // size * size
         ranks = tuple(range(first, first + size))
         group = dist.group.WORLD if size == self.size else dist.new_group(list(ranks), use_local_synchronization=True)
@@ -421,9 +416,6 @@ class MeasuringRanks:
         x = torch.tensor([number], dtype=torch.float64, device=self.device)
         dist.all_reduce(x, op=how)
         return float(x)
-
-
-# Time as a device spends it: events on a GPU's stream, the wall clock on a CPU.
 
 
 class Clock:

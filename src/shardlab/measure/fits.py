@@ -128,7 +128,7 @@ Rates = dict[tuple[str, str], Rate]
 
 POINTWISE = "pointwise:"
 
-BESIDE = ("forward", "backward", "backward_input", "backward_weight", "load_batch")
+OPS_WITH_OVERHEAD = ("forward", "backward", "backward_input", "backward_weight", "load_batch")
 """The ops that take time beside kernels, to build or walk a graph or to draw tokens; others have but one kernel."""
 
 
@@ -169,12 +169,12 @@ def rate_errors(points: Sequence[LayerPoint], rates: Rates) -> FitErrors:
 def _fit(points: Sequence[LayerPoint], any_pointwise: bool) -> dict[str, Rate]:
     families: dict[str, None] = {}
     for point in points:
-        own = [f"op:{point.op}"] if point.op in BESIDE else []
+        own = [f"op:{point.op}"] if point.op in OPS_WITH_OVERHEAD else []
         families |= dict.fromkeys([*own, *(_family(kernel, any_pointwise) for kernel in point.kernels)])
     place = {family: number for number, family in enumerate(families)}
     matrix: Array = np.zeros((len(points), len(place), 3))
     for row, point in zip(matrix, points, strict=True):
-        if point.op in BESIDE:
+        if point.op in OPS_WITH_OVERHEAD:
             row[place[f"op:{point.op}"], 0] = 1
         for kernel in point.kernels:
             row[place[_family(kernel, any_pointwise)]] += (1, *kernel[1:])
@@ -197,7 +197,7 @@ def _family(kernel: KernelWork, any_pointwise: bool) -> str:
 # finds lines that cannot be.
 
 
-TOLERATED = 1 / 3
+MOST_MISSED = 1 / 3
 """A line that half of its points miss by more than this is doubted."""
 
 ONE_SIZE = "one size alone does not tell latency from bandwidth; give a --max above --min"
@@ -246,7 +246,7 @@ def fit_line(found: Mapping[int, float]) -> FittedLine:
         line = AlphaBeta(max(0.0, median(seconds - beta * size for size, seconds in found.items())), beta)
         errors = line_errors(line, found)
         doubt = NO_SLOPE if len(found) > 1 else ONE_SIZE
-    elif errors.median > TOLERATED:
+    elif errors.median > MOST_MISSED:
         doubt = SCATTERED
     elif largest and line.alpha == 0:
         doubt = NO_LATENCY

@@ -27,24 +27,24 @@ from shardlab.train.data import Corpus
 from shardlab.train.launch.environment import CpuShare, threads_of
 
 PEAK_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
-"""Rows and columns of the matrices whose fastest product is called the peak."""
+"""Sizes of the square matrices whose fastest product is the peak."""
 
 
-Measured = tuple[OpKind, int]
-"""A kind of op, and its layer; of an optimizer's step none."""
+OpKey = tuple[OpKind, int]
+"""Kind of an op, and its layer; -1 for an optimizer's step."""
 
-UPDATES: Measured = (OpKind.UPDATE, -1)
+ALL_UPDATES: OpKey = (OpKind.UPDATE, -1)
 
 
 @dataclass(frozen=True)
 class ComputeBench:
-    """Layers to be timed: models of every shape, in every dtype.
+    """Plan of a measurement of layers: models of every shape, in every data type.
 
     Attributes:
         shapes: widths and microbatches.
-        dtypes: torch's names of them.
-        vocab_size: tokens that the head tells apart.
-        seconds: how long each step is repeated for, about.
+        dtypes: torch's names of the data types.
+        vocab_size: size of the head's vocabulary.
+        seconds: approximate time for which each step is repeated.
     """
 
     shapes: tuple[Shape, ...]
@@ -53,9 +53,9 @@ class ComputeBench:
     seconds: float = 2.0
 
     def plan(self, ranks: int) -> list[tuple[int, str, Shape | None]]:
-        """(processes, dtype, shape) of everything; the peak, which has no shape, first.
+        """Return (processes, dtype, shape) of every measurement. The peak, which has no shape, comes first.
 
-        All is measured with one process, and then again with all at once, which share the memory.
+        Everything is measured with one process, and then with all at once, which share the memory.
         """
         processes = sorted({1, ranks})
         shapes = (None, *self.shapes)
@@ -91,7 +91,7 @@ def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: 
 
 @dataclass(frozen=True)
 class Crowd:
-    """The processes that compute at once: all of the world, or one while the others wait."""
+    """Processes that compute at once: all of the world, or one while the others wait."""
 
     world: MeasuringRanks
     processes: int
@@ -106,7 +106,7 @@ class Crowd:
 
 @dataclass(frozen=True)
 class KnownTokens:
-    """Microbatches of the default text, drawn as those of a run, for a model that may not know all of its tokens."""
+    """Microbatches of the default text, with tokens taken modulo the size of a small vocabulary."""
 
     batches: Batches
     vocab_size: int
@@ -154,7 +154,7 @@ def _layers(crowd: Crowd, bench: ComputeBench, shape: Shape, dtype: str) -> Iter
 
 
 def _addition(crowd: Crowd, shape: Shape, dtype: str) -> LayerPoint:
-    """A gradient as large as a block's, added to another in place: what the ADD of a tape is."""
+    """Measure the addition of a gradient as large as a block's to another in place, which is the ADD of a tape."""
     clock, elements = Clock(crowd.world.device), 12 * shape.width**2
     a, b = torch.zeros(2, elements, dtype=getattr(torch, dtype), device=crowd.world.device)
     crowd.meet()
@@ -172,7 +172,7 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
     batches = KnownTokens(drawn, model.vocab_size)
     settings = Settings(precision=precision_in(subject.dtype), device=device)
     executor = Executor(subject.checked(), 0, model, batches, settings)
-    executor.instructions = [clock.mark, *(_marked(run, clock) for run in executor.instructions)]
+    executor.instructions = [clock.mark, *(_with_mark(run, clock) for run in executor.instructions)]
     tape, shapes = executor.state.tape, executor.state.shapes
 
     def step() -> list[float]:
@@ -187,18 +187,18 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
     step()
     choose_products(device, alone=crowd.processes == 1)
     steps = iterations_for(crowd.mean(sum(step())), budget, at_least=3, at_most=50)
-    calls: dict[Measured, list[list[float]]] = defaultdict(list)
+    calls: dict[OpKey, list[list[float]]] = defaultdict(list)
     for _ in range(steps):
-        found: dict[Measured, list[float]] = defaultdict(list)
+        found: dict[OpKey, list[float]] = defaultdict(list)
         for op, took in zip(tape, step(), strict=True):
-            found[_measured(op)].append(took)
-        found[UPDATES] = [sum(found[UPDATES])]
+            found[_key_of(op)].append(took)
+        found[ALL_UPDATES] = [sum(found[ALL_UPDATES])]
         for key, each in found.items():
             calls[key].append(each)
-    ops: dict[Measured, dict[int, Op]] = defaultdict(dict)
+    ops: dict[OpKey, dict[int, Op]] = defaultdict(dict)
     for op in tape:
         if op.kind in MEASURED:
-            ops[_measured(op)][op.layer] = op
+            ops[_key_of(op)][op.layer] = op
     for key, by_layer in ops.items():
         (op, *_), has_weights = by_layer.values(), key[0] not in (OpKind.LOSS, OpKind.LOAD_BATCH)
         elements = {layer: shapes.flat[layer] if has_weights else 0 for layer in by_layer}
@@ -218,12 +218,14 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
         )
 
 
-def _measured(op: Op) -> Measured:
-    """What an op is timed as: the updates of all layers as one, which the last of them makes for all."""
-    return UPDATES if op.kind is OpKind.UPDATE else (op.kind, op.layer)
+def _key_of(op: Op) -> OpKey:
+    """Return the key under which an op is timed. The updates of all layers count as one, because the last makes them
+    all.
+    """
+    return ALL_UPDATES if op.kind is OpKind.UPDATE else (op.kind, op.layer)
 
 
-def _marked(run: Callable[[], None], clock: Clock) -> Callable[[], None]:
+def _with_mark(run: Callable[[], None], clock: Clock) -> Callable[[], None]:
     def timed() -> None:
         run()
         clock.mark()

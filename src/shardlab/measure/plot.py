@@ -1,4 +1,4 @@
-"""Drawing of measurements: bus bandwidth against size, and what layers reach against their arithmetic."""
+"""Figures of measurements: bandwidth of collectives, speed of layers, and comparisons of strategies."""
 
 # pyright: reportUnknownMemberType=false
 # matplotlib's own annotations leave **kwargs untyped.
@@ -16,14 +16,14 @@ from shardlab.common.files import whole_file
 from shardlab.common.text import size_text
 from shardlab.draw.canvas import style
 from shardlab.measure.fits import CollectivePoint, LayerPoint, PeakPoint, Point, fit_lines
-from shardlab.measure.side_by_side.results import Compared, Parts, StrategyPair
+from shardlab.measure.side_by_side.results import Comparison, Parts, StrategyPair
 
 GIGA = 1e9
 MARKS = ("o", "s", "^", "v", "D", "P", "X", "<", ">", "*")
 
 
 def plot_collectives(points: Sequence[Point], path: Path) -> None:
-    """Time, with what was fitted as a line, above bus bandwidth; one column for each group size."""
+    """Draw time with the fitted lines above bus bandwidth, one column for each group size."""
     measured = [point for point in points if isinstance(point, CollectivePoint) and point.bytes]
     groups = sorted({point.ranks for point in measured})
     lines = fit_lines(measured)
@@ -49,7 +49,7 @@ def plot_collectives(points: Sequence[Point], path: Path) -> None:
 
 
 def plot_compute(points: Sequence[Point], path: Path) -> None:
-    """FLOP/s against FLOPs, by layer; one panel for forward, one for backward."""
+    """Draw FLOP/s against FLOPs by layer, with one panel for forward and one for backward."""
     layers = [point for point in points if isinstance(point, LayerPoint) and point.flops]
     most = max((point.processes for point in layers), default=1)
     with style():
@@ -71,7 +71,10 @@ def plot_compute(points: Sequence[Point], path: Path) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure as SVG, PNG or PDF, by its name, saying whose it is: such a file may be drawn into again."""
+    """Write the figure as SVG, PNG or PDF, by its suffix. Its metadata name Shardlab, so that a later figure may
+    replace
+    it.
+    """
     with whole_file(path) as part:
         figure.savefig(part, format=path.suffix[1:], metadata={"Creator": "shardlab"})
 
@@ -88,15 +91,12 @@ def _ticks(set_ticks: Callable[..., Any], sizes: Sequence[int], text: Callable[[
     set_ticks([], minor=True)
 
 
-# Drawing of a comparison: for each strategy our step above PyTorch's, as shares of PyTorch's median.
-
-
 COLORS = ("#54aeff", "#d4a72c", "#d0d7de")
-"""Colours of compute, overhead and waiting."""
+"""Colors of compute, overhead and waiting."""
 
 
-def plot_strategies(found: Mapping[str, list[tuple[StrategyPair, Compared]]], paths: list[Path]) -> None:
-    """A panel for each size, by its title."""
+def plot_strategies(found: Mapping[str, list[tuple[StrategyPair, Comparison]]], paths: list[Path]) -> None:
+    """Draw a comparison: for each strategy our step above PyTorch's, as shares of its median. One panel per size."""
     with style():
         rows = max(map(len, found.values()))
         figure = Figure(figsize=(4.6 * len(found), 0.7 + 0.55 * rows), layout="constrained")
@@ -107,7 +107,7 @@ def plot_strategies(found: Mapping[str, list[tuple[StrategyPair, Compared]]], pa
             save_figure(figure, path)
 
 
-def _panel(axis: Any, title: str, pairs: list[tuple[StrategyPair, Compared]]) -> None:
+def _panel(axis: Any, title: str, pairs: list[tuple[StrategyPair, Comparison]]) -> None:
     for row, (_, compared) in enumerate(pairs):
         unit = median(compared.theirs.seconds)
         for place, side in ((row - 0.2, compared.ours), (row + 0.2, compared.theirs)):

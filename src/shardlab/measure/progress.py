@@ -1,4 +1,8 @@
-"""Progress of a bench on stderr: one live line in a terminal, a line now and then in a pipe."""
+"""Progress of a measurement on stderr, and the rules of a race between jobs.
+
+`Progress` is one live line in a terminal, and a few lines in a pipe. A `Race` runs jobs that are predicted to be about
+equally fast on the same processes, step by step in turns.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,14 @@ from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.train.data import DataSource
 
 PIPE_LINES = 10
-"""How many lines a bench prints where no line can be drawn over."""
+"""Number of lines that are printed in a pipe."""
 
 
 class Progress:
-    """Counts what has been measured.
+    """Counter of what has been measured.
 
     Args:
-        total: how many points there will be.
+        total: number of points.
         show: whether anything is shown.
     """
 
@@ -60,24 +64,21 @@ class Progress:
         self._bar.stop()
 
 
-# Jobs in turns: what is predicted to be about equally fast is run on the same processes, step by step.
-
-
-FAR = {3: 1.25, 8: 1.1}
-"""After so many rounds, a job whose step takes so many times the shortest one is not run again."""
+DROP_FACTORS = {3: 1.25, 8: 1.1}
+"""Rounds after which a job is dropped if its step takes more than this factor of the shortest one."""
 
 
 @dataclass(frozen=True)
 class Race:
-    """How long jobs take turns.
+    """Rules of a race between jobs that take turns.
 
     Attributes:
-        rounds: how often each runs at most.
-        seconds: after which no other round begins.
-        always: places of jobs that go on however slow they are.
-        optimizer: its settings.
-        data: where the tokens come from (nothing: the default text).
-        init: the folder of weights whose tokenizer makes tokens of texts (None: they are bytes).
+        rounds: most steps of each job.
+        seconds: time after which no other round begins.
+        always: indices of jobs that stay however slow they are.
+        optimizer: settings of the optimizer.
+        data: sources of the tokens (empty: the default text).
+        init: folder of weights whose tokenizer encodes texts (None: they are bytes).
     """
 
     rounds: int = 40
@@ -88,13 +89,13 @@ class Race:
     init: Path | None = None
 
     def going_on(self, running: Sequence[int], times: Sequence[Sequence[float]]) -> list[int]:
-        """Places of the jobs that run in the next round.
+        """Return the indices of the jobs that run in the next round.
 
         Args:
-            running: those that ran in the last one.
+            running: indices of those that ran in the last round.
             times: seconds of each job's steps so far.
         """
-        far = FAR.get(max(map(len, times)))
+        far = DROP_FACTORS.get(max(map(len, times)))
         if far is None:
             return [*running]
         least = min(median(each) for each in times)

@@ -52,9 +52,9 @@ from shardlab.train.checkpoint.write import PART, part_of, remove_shard
 from shardlab.train.config import TrainingConfig, with_default_schedule
 from shardlab.train.config_sources import ConfigSource, file_source, merge_fields, model_of, preset_source
 from shardlab.train.history import CHECKPOINTS, METRICS, RECORD, WEIGHTS, has_finished, last_figures, require_free
-from shardlab.train.huggingface.sources import recorded_model, want_same
+from shardlab.train.huggingface.sources import recorded_model, require_same
 from shardlab.train.job import job_as_dict
-from shardlab.train.launch.commands import Together
+from shardlab.train.launch.commands import RankExchange
 from shardlab.train.launch.interrupt import say
 from shardlab.train.run import TrainingRun
 from shardlab.train.steps import Callback, StepResult, Training
@@ -211,13 +211,7 @@ class Saver(Callback):
     def _complete(self, step: int, documents: dict[str, str]) -> None:
         """On rank 0, beside the steps: all ranks have written."""
         try:
-            commit(
-                self._disk,
-                self._folder(step),
-                self._run.config.plan.ranks,
-                documents,
-                self._run.config.saving.keep,
-            )
+            commit(self._disk, self._folder(step), self._run.config.plan.ranks, documents, self._run.config.saving.keep)
         except Exception as error:  # nobody looks at this thread's: what is not said here is never known
             self._say_lost(step, error)
             self._drop(step)
@@ -290,7 +284,7 @@ RATE = "schedule", "learning_rate", "min_learning_rate_ratio"
 
 
 def find_checkpoint(
-    run: Path, step: int | None = None, *, auto: bool = False, together: Together | None = None
+    run: Path, step: int | None = None, *, auto: bool = False, together: RankExchange | None = None
 ) -> Checkpoint | None:
     """A run's newest checkpoint, or the one after so many steps, with every checksum compared.
 
@@ -305,7 +299,7 @@ def find_checkpoint(
     Raises:
         UserError: when there is none, or it cannot be read; the newest one that can is named.
     """
-    checkpoints, together = run / CHECKPOINTS, together or Together()
+    checkpoints, together = run / CHECKPOINTS, together or RankExchange()
     seen = together.exchange(json.dumps(steps_in(Disk(), checkpoints)))  # hosts may see a folder's names late
     steps: list[int] = json.loads(seen[0])
     if step is not None and step not in steps:
@@ -351,7 +345,7 @@ def _own_model(run: Path) -> Blocks | None:
         raise UserError(f"the model of {run} cannot be made again: {error}") from None
 
 
-def _verified(own: Blocks | None, folder: Path, together: Together) -> Checkpoint:
+def _verified(own: Blocks | None, folder: Path, together: RankExchange) -> Checkpoint:
     """A checkpoint that is whole, and of the run's own model, if that is known.
 
     Raises:
@@ -359,7 +353,7 @@ def _verified(own: Blocks | None, folder: Path, together: Together) -> Checkpoin
     """
     found = Checkpoint.open(folder).verify(together.rank, together.world)
     if own is not None:
-        want_same(recorded_model(dict(found.state), folder / STATE), own, folder)
+        require_same(recorded_model(dict(found.state), folder / STATE), own, folder)
     return found
 
 
@@ -379,7 +373,7 @@ class Resumed:
 
     @classmethod
     def find(
-        cls, out: Path, step: int | None = None, *, auto: bool = False, together: Together | None = None
+        cls, out: Path, step: int | None = None, *, auto: bool = False, together: RankExchange | None = None
     ) -> Resumed | None:
         """The run in a folder, from its newest checkpoint or the one after so many steps; None: it is to begin.
 
@@ -389,7 +383,7 @@ class Resumed:
         Raises:
             UserError: when another process is at work in the folder, or nothing in it can be gone on from.
         """
-        together = together or Together()
+        together = together or RankExchange()
         together.all(partial(require_free, out) if together.rank == 0 else lambda: None)
         found = find_checkpoint(out, step, auto=auto, together=together)
         return None if found is None else cls(out, found, step is not None)
@@ -424,7 +418,7 @@ class Resumed:
         """
         saved = merge_fields([preset_source("default"), self._saved], "train")
         model = model_of([self.source(None)], 0)
-        want_same(model, wanted.model, self.checkpoint.folder)
+        require_same(model, wanted.model, self.checkpoint.folder)
         step = self.checkpoint.step
         fixed = {
             "--optimizer": (self._saved.sections["optimizer"]["optimizer"], wanted.optimizer.optimizer),

@@ -150,9 +150,9 @@ def model_of(sources: Sequence[ConfigSource], layers: int) -> Blocks:
         model = find_model(name)
         model = with_written(model, ({"layers": layers} if "layers" in unsized(name, model) else {}) | written, name)
     if init is not None:
-        from shardlab.train.huggingface.sources import want_same
+        from shardlab.train.huggingface.sources import require_same
 
-        want_same(_model_in(init), model, init)
+        require_same(_model_in(init), model, init)
     return model
 
 

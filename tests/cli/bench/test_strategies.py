@@ -9,7 +9,7 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.measure.side_by_side import results
-from shardlab.measure.side_by_side.results import Compared, Side
+from shardlab.measure.side_by_side.results import Comparison, Side
 from tests.measure.side_by_side.jobs import TINY
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -89,12 +89,12 @@ def test_each_pass_has_its_predicted_gain_beside_the_measured_one(
     assert set(alone["nothing"]) == {"prefetch", "bucket"}
 
 
-def fails(*_: object) -> Compared:
+def fails(*_: object) -> Comparison:
     raise NotImplementedError("torch cannot do this here")
 
 
-def differs(*_: object) -> Compared:
-    return Compared(*SIDES, [1.0, 1.0], [1.0, 1.01])
+def differs(*_: object) -> Comparison:
+    return Comparison(*SIDES, [1.0, 1.0], [1.0, 1.01])
 
 
 def test_what_torch_cannot_run_is_said_with_its_reason(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_what_torch_cannot_run_is_said_with_its_reason(capsys: Captured, monkeyp
     assert "not compared: NotImplementedError: torch cannot do this here" in " ".join(capsys.readouterr().out.split())
 
 
-def is_interrupted(*_: object, **__: object) -> Compared:
+def is_interrupted(*_: object, **__: object) -> Comparison:
     raise KeyboardInterrupt
 
 

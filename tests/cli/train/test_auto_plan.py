@@ -25,7 +25,7 @@ from shardlab.strategies.registry import StrategyEntry
 from shardlab.train.config_sources import ConfigSource, preset_source
 from shardlab.train.job import Job
 from shardlab.train.launch.processes import RankFailed
-from shardlab.train.launch.ranks import JOINING, Joining
+from shardlab.train.launch.ranks import RENDEZVOUS, Rendezvous
 from shardlab.train.run import TrainingRun
 from tests.cli.test_plan_options_cluster import profile_of
 
@@ -68,7 +68,7 @@ def test_a_launchers_ranks_take_the_plan_that_the_first_of_them_has_chosen(
             told.append(word)
             return [word or told[0], ""]
 
-    monkeypatch.setattr("shardlab.train.launch.commands.Together", Meeting)
+    monkeypatch.setattr("shardlab.train.launch.commands.RankExchange", Meeting)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     profile_of(this_machine()).write()
@@ -89,7 +89,7 @@ def planned(measure: bool = True, steps: int = 200) -> PlannedRuns:
 
 
 def winner(runs: PlannedRuns, prove: Callable[[StrategyEntry, TrainingRun], object] = print) -> PlannedRun:
-    return measure_fastest(runs, TrainingRun(runs.runs[0].config, Path()), prove, JOINING, tell=True)
+    return measure_fastest(runs, TrainingRun(runs.runs[0].config, Path()), prove, RENDEZVOUS, tell=True)
 
 
 def test_only_where_a_run_is_long_do_plans_take_turns() -> None:
@@ -105,7 +105,7 @@ def test_of_plans_that_may_be_the_fastest_the_one_is_taken_whose_steps_are_short
     """Each takes turns as it is trained, after its passes; one that cannot be run has none."""
     raced: list[Job] = []
 
-    def run_ranks(ranks: int, function: object, jobs: list[Job], race: Race, joining: Joining) -> list[float]:
+    def run_ranks(ranks: int, function: object, jobs: list[Job], race: Race, joining: Rendezvous) -> list[float]:
         raced[:] = jobs
         return [3.0 - at for at in range(len(jobs))]
 

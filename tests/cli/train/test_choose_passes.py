@@ -119,7 +119,7 @@ def test_a_launchers_ranks_take_what_the_first_of_them_has_chosen(monkeypatch: p
             assert word == "", "only the first chooses"
             return ["bucket=3", word]
 
-    monkeypatch.setattr("shardlab.train.launch.commands.Together", Meeting)
+    monkeypatch.setattr("shardlab.train.launch.commands.RankExchange", Meeting)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     assert settled_on(load("ddp"), None, NARROW) == "bucket=3"

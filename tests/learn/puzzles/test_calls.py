@@ -186,7 +186,7 @@ def test_both_sides_receiving_first_is_reported_with_the_cycle() -> None:
         await model.pass_to(1 - model.rank, "x")
 
     expected = (
-        r"^deadlock: rank 0 waits in receive\(\) for a message from any rank \(\S+test_asyncio\.py:\d+\); "
+        r"^deadlock: rank 0 waits in receive\(\) for a message from any rank \(\S+test_calls\.py:\d+\); "
         r"rank 1 waits in receive\(\) for a message from any rank \(\S+:\d+\)\. Let"
     )
     with pytest.raises(PuzzleDeadlock, match=expected):

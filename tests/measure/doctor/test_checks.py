@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardlab.measure.doctor.checks import HOST_CHECKS, Finding, HostFacts, examined
-from shardlab.measure.doctor.network import WORLD_CHECKS, MeasuredLink, WorldFacts, all_findings
+from shardlab.measure.doctor.checks import HOST_CHECKS, Finding, HostFacts, check_host
+from shardlab.measure.doctor.network import WORLD_CHECKS, MeasuredLink, WorldFacts, check_world
 
 VERSIONS = {"python": "3.11.7", "shardlab": "0.1.0", "torch": "2.13.0+cpu", "numpy": "2.4.6", "safetensors": "0.8.0"}
 
@@ -65,12 +65,12 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 def found(check: str, facts: HostFacts) -> Finding:
-    return next(finding for finding in examined(facts) if finding.check == check)
+    return next(finding for finding in check_host(facts) if finding.check == check)
 
 
 def test_nothing_is_wrong_with_a_good_host() -> None:
     for facts in (GOOD, replace(GOOD, **GPUS), replace(GOOD, open_files=None, locked_memory=None, memory=None)):
-        assert {finding.state for finding in examined(facts)} == {"ok"}
+        assert {finding.state for finding in check_host(facts)} == {"ok"}
 
 
 @pytest.mark.parametrize(("check", "change", "state", "remedy"), BAD)
@@ -78,7 +78,7 @@ def test_a_bad_host_is_found_with_its_remedy(check: str, change: dict[str, Any],
     finding = found(check, replace(GOOD, **change))
     assert finding.state == state
     assert remedy in finding.remedy
-    others = [each for each in examined(replace(GOOD, **change)) if each.check != check]
+    others = [each for each in check_host(replace(GOOD, **change)) if each.check != check]
     assert all(each.state == "ok" for each in others), others
 
 
@@ -106,13 +106,13 @@ BAD_WORLD = [
 
 @pytest.mark.parametrize(("check", "change", "state", "present"), BAD_WORLD)
 def test_a_bad_world_is_found(check: str, change: dict[str, Any], state: str, present: str) -> None:
-    finding = next(each for each in all_findings(replace(WORLD, **change)) if each.check == check)
+    finding = next(each for each in check_world(replace(WORLD, **change)) if each.check == check)
     assert finding.state == state
     assert present in finding.present
     assert finding.remedy
 
 
 def test_each_host_is_judged_once_by_its_first_rank() -> None:
-    findings = list(all_findings(WORLD))
+    findings = list(check_world(WORLD))
     assert [finding.host for finding in findings if finding.check == "disk"] == ["a", "b"]
     assert {finding.state for finding in findings} == {"ok"}

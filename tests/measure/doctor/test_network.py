@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab.measure.doctor.network import MeasuredLink, SmokeResult, Trained, _unequal, smoke_rank
+from shardlab.measure.doctor.network import MeasuredLink, SmokeResult, SmokeRun, _unequal_ranks, smoke_rank
 from shardlab.measure.fits import CollectivePoint
 from shardlab.train.verification.cases import Verdict
 from tests.support.ranks import Ranks
@@ -19,7 +19,7 @@ from tests.support.ranks import Ranks
 pytestmark = pytest.mark.xdist_group("ranks")
 
 GOOD = SmokeResult(
-    [Trained("ddp", Verdict(0.0, 1e-15, 0, 1e-15, 1), [])],
+    [SmokeRun("ddp", Verdict(0.0, 1e-15, 0, 1e-15, 1), [])],
     CollectivePoint("all_reduce", 2, 1024, 0.1, 5, 0),
     [MeasuredLink(0, 1, 1e-4, 1e9, 0)],
 )
@@ -30,7 +30,7 @@ def test_nothing_is_wrong_with_good_ranks() -> None:
 
 
 BAD = [
-    ({"trained": [Trained("ddp", Verdict(0.0, 1e-15, 0, 1e-3, 1), [])]}, "ddp is 1.0e-03 from one device"),
+    ({"trained": [SmokeRun("ddp", Verdict(0.0, 1e-15, 0, 1e-3, 1), [])]}, "ddp is 1.0e-03 from one device"),
     ({"trained": [replace(GOOD.trained[0], unequal=[1])]}, "ddp: rank 1 has other weights"),
     ({"all_reduce": CollectivePoint("all_reduce", 2, 1024, 0.1, 5, 7)}, "an all-reduce gave 7 wrong numbers"),
     ({"links": [MeasuredLink(0, 1, 1e-4, 1e9, 3)]}, "3 numbers arrived wrong between ranks 0 and 1"),
@@ -48,7 +48,7 @@ def _rank_with_a_flipped_weight(rank: int) -> list[int]:
     if dist.get_rank() == 1:
         weights[2] = 1e-30
     kept = {(0, "all"): weights, (1, f"slice {rank}"): torch.ones(2) * rank}
-    return _unequal(cast(Any, SimpleNamespace(kept=kept)))
+    return _unequal_ranks(cast(Any, SimpleNamespace(kept=kept)))
 
 
 def test_a_single_flipped_bit_is_found_and_slices_of_ones_own_are_not_compared(ranks: Callable[[int], Ranks]) -> None:

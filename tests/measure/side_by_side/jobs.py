@@ -10,7 +10,7 @@ import time
 import torch
 from torch import Tensor
 
-from shardlab.measure.side_by_side.results import Compared, Size, StrategyPair
+from shardlab.measure.side_by_side.results import Comparison, Size, StrategyPair
 from shardlab.measure.side_by_side.sides import compare_rank, compare_sides
 from shardlab.models import GPT
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 TINY = Size("tiny", GPT(layers=4, hidden_size=16, heads=4, vocab_size=32, seq_len=8), 8)
 
 
-def compared(rank: int, pair: StrategyPair, size: Size, turns: int) -> Compared:
+def compared(rank: int, pair: StrategyPair, size: Size, turns: int) -> Comparison:
     return compare_rank(rank, CPU, pair, size, turns)
 
 
@@ -36,11 +36,11 @@ class StandIn:
         return torch.tensor([torch.ones(5).sum().item(), 1.0], dtype=torch.float64)
 
 
-def stand_ins(rank: int, turns: int, **sides: tuple[float, float]) -> Compared:
+def stand_ins(rank: int, turns: int, **sides: tuple[float, float]) -> Comparison:
     """Sides that take so many seconds, busy and asleep."""
     return compare_sides({name: lambda each=each: StandIn(*each) for name, each in sides.items()}, turns, CPU)
 
 
-def slow_stand_in(rank: int, turns: int) -> Compared:
+def slow_stand_in(rank: int, turns: int) -> Comparison:
     """Ours computes as long as the floor and sleeps; theirs is busy for longer and does not sleep."""
     return stand_ins(rank, turns, floor=(0.005, 0.0), ours=(0.005, 0.3), theirs=(0.02, 0.0))

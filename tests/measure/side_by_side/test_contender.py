@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardlab.measure.side_by_side.contender import LiveStorages, made_and_measured
+from shardlab.measure.side_by_side.contender import LiveStorages, measure_memory
 
 MIB = 2**20
 
@@ -50,7 +50,7 @@ class Growing:
 
 def test_the_peak_is_of_the_last_step_and_of_what_the_contender_keeps() -> None:
     before = torch.ones(8 * MIB // 4)
-    contender, losses, peak = made_and_measured(Growing, 3, torch.device("cpu"))
+    contender, losses, peak = measure_memory(Growing, 3, torch.device("cpu"))
     assert isinstance(contender, Growing)
     assert len(losses) == contender.steps == 3
     assert 4 * MIB <= peak < 5 * MIB < before.nbytes

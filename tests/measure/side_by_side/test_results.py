@@ -9,9 +9,9 @@ import pytest
 
 from shardlab.language import UserError
 from shardlab.measure.side_by_side.pytorch import stages_of
-from shardlab.measure.side_by_side.results import PAIRS, SIZES, Compared, Side, pairs_named, spread_of
+from shardlab.measure.side_by_side.results import PAIRS, SIZES, Comparison, Side, find_pairs, spread_of
 
-FOUND = Compared(
+FOUND = Comparison(
     ours=Side([1.0, 10.0, 3.0], [0.5, 0.5, 0.5], 90),
     theirs=Side([2.0, 20.0, 6.0], [0.75, 0.75, 0.75], 100),
     floor=Side([0.5, 5.0, 1.5], [0.25, 0.25, 0.25], 50),
@@ -63,11 +63,11 @@ def test_the_small_model_has_4_9_million_parameters_and_2048_tokens_a_step() -> 
 
 def test_an_unknown_pair_is_refused_with_the_nearest() -> None:
     with pytest.raises(UserError, match=r"there is no pair with a strategy 'zero-4'; did you mean zero-"):
-        pairs_named(("zero-4",))
+        find_pairs(("zero-4",))
 
 
 def test_without_names_all_pairs_are_meant() -> None:
-    assert pairs_named(()) == list(PAIRS.values())
+    assert find_pairs(()) == list(PAIRS.values())
 
 
 def test_a_rank_of_several_stages_gets_stages_of_one_length() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardlab.measure.side_by_side.results import PAIRS, pairs_named
+from shardlab.measure.side_by_side.results import PAIRS, find_pairs
 from tests.measure.side_by_side import jobs
 from tests.support.ranks import Ranks
 from tests.support.thorough import sampled
@@ -31,7 +31,7 @@ def test_both_sides_of_a_pair_have_one_loss(ranks: Worlds, name: str) -> None:
 
 
 def test_a_rewritten_program_has_pytorchs_loss_as_well(ranks: Worlds) -> None:
-    (pair,) = pairs_named(("ddp",), "all")
+    (pair,) = find_pairs(("ddp",), "all")
     found = ranks(2).call(jobs.compared, pair, jobs.TINY, 1)[0]
     assert found.loss_error <= 1e-6
 

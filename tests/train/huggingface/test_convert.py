@@ -22,8 +22,8 @@ from torch import Tensor
 
 from shardlab.language import UserError
 from shardlab.models import GPT, Blocks, Llama, Mixtral
-from shardlab.train.huggingface import converted, open_source
-from shardlab.train.huggingface.convert import Planned
+from shardlab.train.huggingface import convert_weights, open_source
+from shardlab.train.huggingface.convert import OutputTensor
 from tests.support.thorough import examples
 from tests.train.huggingface.folders import random_run
 
@@ -74,11 +74,11 @@ def test_a_model_goes_out_and_comes_back_to_the_bit(model: Blocks, dtype: torch.
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run = random_run(folder / "run", model, dtype)
-        converted(open_source(run), folder / "hf", "hf", shard_bytes=shard_bytes)
-        there = converted(open_source(folder / "hf"), folder / "back", "shardlab")
+        convert_weights(open_source(run), folder / "hf", "hf", shard_bytes=shard_bytes)
+        there = convert_weights(open_source(folder / "hf"), folder / "back", "shardlab")
         assert equal(load_file(run / "weights.safetensors"), load_file(folder / "back" / "weights.safetensors"))
         assert there.parameters == model.parameter_count
-        converted(open_source(folder / "back"), folder / "again", "hf", shard_bytes=shard_bytes)
+        convert_weights(open_source(folder / "back"), folder / "again", "hf", shard_bytes=shard_bytes)
         first, again = (sorted((folder / each).iterdir()) for each in ("hf", "again"))
         assert [path.name for path in first] == [path.name for path in again]
         assert all(a.read_bytes() == b.read_bytes() for a, b in zip(first, again, strict=True))
@@ -86,7 +86,7 @@ def test_a_model_goes_out_and_comes_back_to_the_bit(model: Blocks, dtype: torch.
 
 def test_of_many_files_an_index_says_which_tensor_is_where(tmp_path: Path) -> None:
     run = random_run(tmp_path / "run", GPT(layers=2))
-    done = converted(open_source(run), tmp_path / "hf", "hf", shard_bytes=100_000)
+    done = convert_weights(open_source(run), tmp_path / "hf", "hf", shard_bytes=100_000)
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files == [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
@@ -99,12 +99,12 @@ def test_of_many_files_an_index_says_which_tensor_is_where(tmp_path: Path) -> No
 
 def test_tokenizers_and_unknown_fields_come_along(tmp_path: Path) -> None:
     run = random_run(tmp_path / "run", GPT(layers=1))
-    converted(open_source(run), tmp_path / "hf", "hf")
+    convert_weights(open_source(run), tmp_path / "hf", "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"eos_token_id": 7, "summary_type": "cls_index"}))
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
-    converted(open_source(tmp_path / "hf"), tmp_path / "back", "shardlab")
-    converted(open_source(tmp_path / "back"), tmp_path / "again", "hf")
+    convert_weights(open_source(tmp_path / "hf"), tmp_path / "back", "shardlab")
+    convert_weights(open_source(tmp_path / "back"), tmp_path / "again", "hf")
     again = json.loads((tmp_path / "again" / "config.json").read_text())
     assert (again["eos_token_id"], again["summary_type"]) == (7, "cls_index")
     assert (tmp_path / "again" / "tokenizer.json").read_text() == "{}"
@@ -113,12 +113,12 @@ def test_tokenizers_and_unknown_fields_come_along(tmp_path: Path) -> None:
 def test_nothing_stays_of_a_conversion_that_breaks_off(tmp_path: Path) -> None:
     run = random_run(tmp_path / "run", GPT(layers=2))
 
-    def broken(planned: list[Planned]) -> Iterator[Planned]:
+    def broken(planned: list[OutputTensor]) -> Iterator[OutputTensor]:
         yield from planned[:3]
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        converted(open_source(run), tmp_path / "hf", "hf", follow=broken)
+        convert_weights(open_source(run), tmp_path / "hf", "hf", follow=broken)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -128,5 +128,5 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     run = random_run(tmp_path / "run", GPT(layers=2))
     monkeypatch.setattr(shutil, "disk_usage", Mock(return_value=Mock(free=10)))
     with pytest.raises(UserError, match=r"bytes, but the disk of .* has 10 bytes free"):
-        converted(open_source(run), tmp_path / "hf", "hf")
+        convert_weights(open_source(run), tmp_path / "hf", "hf")
     assert not (tmp_path / "hf").exists()

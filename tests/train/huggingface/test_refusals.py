@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from shardlab.language import UserError
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, MoE
 from shardlab.models.tensors.weights import TensorFiles
-from shardlab.train.huggingface import converted, open_source, sources
+from shardlab.train.huggingface import convert_weights, open_source, sources
 from tests.train.huggingface.folders import random_run
 
 SIZES: dict[str, Any] = {"layers": 1, "hidden_size": 16, "heads": 2, "vocab_size": 20, "seq_len": 8}
@@ -29,7 +29,7 @@ MODELS: dict[str, Blocks] = {
 
 def hf_folder(folder: Path, model: Blocks) -> Path:
     """A folder in Hugging Face's form."""
-    converted(open_source(random_run(folder / "run", model)), folder / "hf", "hf")
+    convert_weights(open_source(random_run(folder / "run", model)), folder / "hf", "hf")
     return folder / "hf"
 
 
@@ -103,7 +103,7 @@ def test_every_field_without_a_default_is_wanted(family: str, tmp_path: Path) ->
 def test_a_model_that_transformers_has_not_is_refused(model: Blocks, said: str, tmp_path: Path) -> None:
     source = open_source(random_run(tmp_path / "run", model))
     with pytest.raises(UserError) as told:
-        converted(source, tmp_path / "hf", "hf")
+        convert_weights(source, tmp_path / "hf", "hf")
     assert said in str(told.value)
     assert not (tmp_path / "hf").exists()
 
@@ -163,7 +163,7 @@ def test_names_may_lack_the_prefix_of_the_whole_model(tmp_path: Path) -> None:
     files = TensorFiles([folder / "model.safetensors"])
     bare = {name.removeprefix("transformer."): files.read(name) for name in files.names}
     save_file(bare, folder / "model.safetensors")
-    again = converted(open_source(folder), tmp_path / "again", "hf")
+    again = convert_weights(open_source(folder), tmp_path / "again", "hf")
     assert again.parameters == GPT(**SIZES, tied=True).parameter_count
 
 

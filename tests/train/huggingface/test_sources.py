@@ -14,7 +14,7 @@ from shardlab.language import UserError
 from shardlab.models import GPT, Blocks, Llama, Mixtral, Model, cut
 from shardlab.models.tensors import lengthened, to_layers
 from shardlab.models.tensors.weights import TensorFiles
-from shardlab.train.huggingface import converted, initial_from, open_source
+from shardlab.train.huggingface import convert_weights, initial_from, open_source
 from tests.train.huggingface.folders import random_run
 
 SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "hidden_size": 16, "vocab_size": 41, "seq_len": 8}
@@ -42,7 +42,7 @@ def wholes(folder: Path, model: Blocks) -> list[Tensor]:
 def test_any_range_of_any_slice_is_read(whole: Blocks, how: dict[str, Any], form: str, tmp_path: Path) -> None:
     folder = random_run(tmp_path / "run", whole)
     if form == "hf":
-        converted(open_source(folder), folder := tmp_path / "hf", "hf")
+        convert_weights(open_source(folder), folder := tmp_path / "hf", "hf")
     model, draw = cut(whole, **how), random.Random(0)
     read = initial_from(folder, model)
     for layer, flat in enumerate(to_layers(model, wholes(folder, whole))):
@@ -58,7 +58,7 @@ def test_any_range_of_any_slice_is_read(whole: Blocks, how: dict[str, Any], form
 def test_a_run_and_its_folder_for_transformers_begin_alike(tmp_path: Path) -> None:
     model = Llama(**SIZES, kv_heads=2)
     run = random_run(tmp_path / "run", model)
-    converted(open_source(run), tmp_path / "hf", "hf")
+    convert_weights(open_source(run), tmp_path / "hf", "hf")
     for a, b in zip(wholes(run, model), wholes(tmp_path / "hf", model), strict=True):
         assert torch.equal(a, b)
 
@@ -85,7 +85,7 @@ def test_a_rank_reads_little_more_than_it_holds(
     model = Llama(layers=1, hidden_size=64, heads=8, vocab_size=300, seq_len=8)
     folder = random_run(tmp_path / "run", model)
     if form == "hf":
-        converted(open_source(folder), folder := tmp_path / "hf", "hf")
+        convert_weights(open_source(folder), folder := tmp_path / "hf", "hf")
     length = model.layout(0).padded(ranks)
     read, counted, each = initial_from(folder, model), Counted(monkeypatch), length // ranks
     for rank in range(ranks):
@@ -96,7 +96,7 @@ def test_a_rank_reads_little_more_than_it_holds(
 
 def test_a_rank_of_tensor_parallelism_reads_its_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = GPT(layers=1, hidden_size=64, heads=8, vocab_size=304, seq_len=8)
-    converted(open_source(random_run(tmp_path / "run", whole)), tmp_path / "hf", "hf")
+    convert_weights(open_source(random_run(tmp_path / "run", whole)), tmp_path / "hf", "hf")
     model = cut(whole, tp=4)
     read, counted = initial_from(tmp_path / "hf", model), Counted(monkeypatch)
     for layer in range(model.layers):

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardlab.models import GPT, Blocks, Llama, Mixtral
 from shardlab.models.named import SHARD_BYTES
 from shardlab.models.tensors import layers_of, views, with_borrowed
-from shardlab.train.huggingface import Form, converted, initial_from, open_source
+from shardlab.train.huggingface import Form, convert_weights, initial_from, open_source
 from tests.train.huggingface.folders import random_run
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -80,7 +80,7 @@ def our_logits(folder: Path, x: Tensor) -> Tensor:
 
 
 def convert(folder: Path, out: Path, form: Form, shard_bytes: int = SHARD_BYTES) -> None:
-    converted(open_source(folder), out, form, shard_bytes=shard_bytes)
+    convert_weights(open_source(folder), out, form, shard_bytes=shard_bytes)
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from shardlab.common.errors import UserError
-from shardlab.train.launch.commands import Together
+from shardlab.train.launch.commands import RankExchange
 from shardlab.train.launch.environment import LaunchEnvironment
 from tests.support.processes import PATIENCE, free_port
 
@@ -30,13 +30,13 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said of waits, without delay."""
     said: list[str] = []
     monkeypatch.setattr("shardlab.train.launch.commands.say_waiting", said.append)
-    monkeypatch.setattr("shardlab.train.launch.commands.TOLD", 0.0)
+    monkeypatch.setattr("shardlab.train.launch.commands.SAY_SECONDS", 0.0)
     return said
 
 
 def test_a_rank_whose_others_do_not_come_says_so_in_time(lines: list[str]) -> None:
     port = free_port()
-    alone = Together(place(0, port), SHORT)
+    alone = RankExchange(place(0, port), SHORT)
     with pytest.raises(UserError) as refused:
         alone.exchange("here")
     said = str(refused.value)
@@ -47,7 +47,7 @@ def test_a_rank_whose_others_do_not_come_says_so_in_time(lines: list[str]) -> No
 
 def test_every_rank_names_those_that_are_missing_and_no_other(lines: list[str]) -> None:
     port = free_port()
-    ranks = [Together(place(rank, port, world=4), timedelta(seconds=0.5)) for rank in (0, 2)]
+    ranks = [RankExchange(place(rank, port, world=4), timedelta(seconds=0.5)) for rank in (0, 2)]
     with ThreadPoolExecutor(2) as pool:
         waits = [pool.submit(each.exchange, "here") for each in ranks]
         for rank, wait in zip((0, 2), waits, strict=True):
@@ -63,17 +63,17 @@ def test_a_rank_without_rank_0_says_so_in_time_and_why(lines: list[str]) -> None
     with pytest.raises(
         UserError, match=rf"for rank 0 at 127.0.0.1:{port}, and it has not answered \(Connection refused"
     ):
-        Together(place(1, port), SHORT)
+        RankExchange(place(1, port), SHORT)
     with pytest.raises(UserError, match=r"for rank 0 at n1\.invalid:29500, and it has not answered "):
-        Together(LaunchEnvironment(4, 8, 0, "n1.invalid", 29500), SHORT)
+        RankExchange(LaunchEnvironment(4, 8, 0, "n1.invalid", 29500), SHORT)
     assert any(line.startswith("waiting for rank 0 at n1.invalid:29500, 0 s of 0.2 s") for line in lines)
 
 
 def test_a_port_that_is_only_tried_is_not_taken_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardlab.train.launch.commands.CLOSING", PATIENCE)
+    monkeypatch.setattr("shardlab.train.launch.commands.CLOSE_SECONDS", PATIENCE)
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         port = server.getsockname()[1]
-        waits = pool.submit(Together, place(1, port), SHORT)
+        waits = pool.submit(RankExchange, place(1, port), SHORT)
         server.accept()[0].close()
         server.close()
         with pytest.raises(UserError, match="and it has not answered"):
@@ -86,13 +86,13 @@ def test_ranks_that_meet_at_an_agent_name_those_that_are_missing(monkeypatch: py
     agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     for rank, others in ((0, "ranks 1-2"), (1, "rank 2")):  # rank 0 has come, and gone
         with pytest.raises(UserError, match=rf"^rank {rank} of 3 waited 0.2 s for {others} at 127.0.0.1:{port}, "):
-            Together(place(rank, port, world=3), SHORT)
+            RankExchange(place(rank, port, world=3), SHORT)
     assert agent.check(["start/0"])
 
 
 def test_rank_0_whose_store_it_is_leaves_when_all_have_heard() -> None:
     port, get, there = free_port(), dist.PrefixStore.get, list[bool]()
-    first, second = Together(place(0, port)), Together(place(1, port))
+    first, second = RankExchange(place(0, port)), RankExchange(place(1, port))
 
     def look(store: dist.PrefixStore, key: str) -> bytes:
         found = get(store, key)

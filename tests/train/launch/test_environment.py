@@ -22,7 +22,7 @@ from shardlab.train.launch.environment import (
     asked_threads,
     bind,
     cpu_quota,
-    dealt,
+    divide_cpus,
     find_launch_environment,
     require_port,
     threads_of,
@@ -272,14 +272,14 @@ def test_a_world_as_variables_is_read_back() -> None:
 
 def test_every_cpu_is_dealt_once_and_evenly() -> None:
     for ranks in range(1, 8):
-        shares = dealt(range(7), ranks)
+        shares = divide_cpus(range(7), ranks)
         assert [cpu for share in shares for cpu in share] == list(range(7))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_more_ranks_than_cpus_cannot_be_bound() -> None:
     with pytest.raises(UserError, match="3 ranks are to share 2; start fewer ranks here, or leave out --bind"):
-        dealt([0, 1], 3)
+        divide_cpus([0, 1], 3)
 
 
 def test_hyperthreads_of_a_core_are_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,4 +375,4 @@ print(usable_cpus())
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="needs two CPUs")
 def test_a_process_is_bound_to_its_share() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{dealt(usable_cpus(), 2)[1]}\n"
+    assert done.stdout == f"{divide_cpus(usable_cpus(), 2)[1]}\n"

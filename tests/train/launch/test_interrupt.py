@@ -13,7 +13,7 @@ import time
 import pytest
 
 from shardlab.train.callbacks import TrainingProgress
-from shardlab.train.launch.interrupt import SILENCE, Heartbeat, caught, say, unbroken
+from shardlab.train.launch.interrupt import SILENCE, Heartbeat, catch_signals, ignore_errors, say
 from tests.support.processes import until
 
 
@@ -21,7 +21,7 @@ def test_a_signal_that_is_ignored_stays_so_and_sigterm_is_heard() -> None:
     ignored = signal.SIGINT, signal.SIGHUP  # as shells start a background job, and as nohup does
     before = [signal.signal(number, signal.SIG_IGN) for number in ignored]
     try:
-        with caught() as signals:
+        with catch_signals() as signals:
             for number in (*ignored, signal.SIGTERM):
                 signal.raise_signal(number)
             assert signals.recv(64) == bytes([signal.SIGTERM])
@@ -38,7 +38,7 @@ def test_a_reader_that_has_gone_is_no_error_now_or_at_the_end() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as file:
-        stream = unbroken(file)
+        stream = ignore_errors(file)
         print("nobody reads this", file=stream, flush=True)
         print("nor this", file=stream)
         assert not stream.isatty()

@@ -174,7 +174,7 @@ def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_interactive_shell_under_srun_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}.items():
         monkeypatch.setenv(name, value)
-    assert launch.ranks_here(otherwise=4) == 4
+    assert launch.launched_ranks(otherwise=4) == 4
     assert run_ranks(2, jobs.sum_of_ranks, 5) == 6
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.common.errors import UserError
-from shardlab.train.launch.ranks import PREFIX, meeting_file
+from shardlab.train.launch.ranks import PREFIX, rendezvous_file
 
 KILLED = """
 import os, signal
@@ -38,10 +38,10 @@ def test_what_a_killed_process_left_goes_with_the_next_start_and_what_a_live_one
     ended = subprocess.run([sys.executable, "-c", KILLED], check=False)
     assert ended.returncode == -signal.SIGKILL
     assert left(folder) == 1
-    with meeting_file() as first:
+    with rendezvous_file() as first:
         assert left(folder) == 1
         assert not first.exists()
-        with meeting_file() as second:
+        with rendezvous_file() as second:
             assert first.parent != second.parent
             assert left(folder) == 2
         assert left(folder) == 1
@@ -56,7 +56,7 @@ def test_a_folder_for_temporary_files_that_is_full_is_told_in_one_sentence(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     told = r"cannot be written \(.*: No space left on device\); make room there, or name another folder"
-    with pytest.raises(UserError, match=told), meeting_file():
+    with pytest.raises(UserError, match=told), rendezvous_file():
         pass
     assert left(folder) == 0
 
@@ -66,5 +66,5 @@ def test_a_folder_for_temporary_files_that_is_missing_is_told_in_one_sentence(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "gone"))
     told = r"cannot be written \(.*gone.*: No such file or directory\)"
-    with pytest.raises(UserError, match=told), meeting_file():
+    with pytest.raises(UserError, match=told), rendezvous_file():
         pass

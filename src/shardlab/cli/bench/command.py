@@ -163,9 +163,9 @@ def check_seconds(seconds: float) -> float:
 def default_ranks() -> int:
     """Return the default number of ranks: the launcher's, or one for each GPU, or one for each core without GPUs."""
     from shardlab.measure.profile import this_machine
-    from shardlab.train.launch.ranks import ranks_here
+    from shardlab.train.launch.ranks import launched_ranks
 
-    return ranks_here(this_machine().places)
+    return launched_ranks(this_machine().places)
 
 
 @dataclass(frozen=True, kw_only=True)

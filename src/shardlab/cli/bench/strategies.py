@@ -28,7 +28,7 @@ from shardlab.train.launch.environment import find_launch_environment
 
 if TYPE_CHECKING:
     from shardlab.cli.bench.passes import PassesRow
-    from shardlab.measure.side_by_side.results import Compared, PairRow, Size, StrategyPair
+    from shardlab.measure.side_by_side.results import Comparison, PairRow, Size, StrategyPair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,9 @@ class BenchStrategies:
     """Print only JSON."""
 
     def run(self) -> int:
-        from shardlab.measure.side_by_side.results import SIZES, PairRow, as_json, pairs_named
+        from shardlab.measure.side_by_side.results import SIZES, PairRow, as_json, find_pairs
 
-        pairs = pairs_named(self.only, self.passes)
+        pairs = find_pairs(self.only, self.passes)
         sizes = [find(SIZES, name, "size") for name in self.sizes] or list(SIZES.values())
         self._check()
         load, interrupted = os.getloadavg()[0], False
@@ -141,13 +141,13 @@ class BenchStrategies:
         from shardlab.measure.side_by_side.results import PairRow
         from shardlab.measure.side_by_side.sides import compare_rank
         from shardlab.train.launch.processes import RankFailed
-        from shardlab.train.launch.ranks import Joining, run_ranks
+        from shardlab.train.launch.ranks import Rendezvous, run_ranks
 
         if why_not := pair.why_not(size, self.ranks):
             return PairRow(pair, size, None, why_not)
         try:
             pair = settle_pair(pair, size, self.ranks)
-            compared = run_ranks(self.ranks, compare_rank, pair, size, self.turns, joining=Joining(dynamo=True))
+            compared = run_ranks(self.ranks, compare_rank, pair, size, self.turns, joining=Rendezvous(dynamo=True))
         except (RankFailed, Refused, UserError) as error:
             return PairRow(pair, size, None, str(error), failed=True)
         if not compared.agrees:
@@ -158,7 +158,7 @@ class BenchStrategies:
     def _write(self, folder: Path, results: dict[str, object], rows: Sequence[PairRow]) -> None:
         from shardlab.measure.plot import plot_strategies
 
-        panels: dict[str, list[tuple[StrategyPair, Compared]]] = defaultdict(list)
+        panels: dict[str, list[tuple[StrategyPair, Comparison]]] = defaultdict(list)
         for row in rows:
             if row.compared is not None:
                 panels[row.size.title(self.ranks)].append((row.pair, row.compared))

@@ -38,7 +38,7 @@ from shardlab.train.job import Job
 from shardlab.train.launch.environment import find_launch_environment
 
 if TYPE_CHECKING:
-    from shardlab.train.launch.ranks import Joining
+    from shardlab.train.launch.ranks import Rendezvous
     from shardlab.train.run import TrainingRun
 
 
@@ -155,7 +155,7 @@ class PlannedRuns:
 
 
 def measure_fastest(
-    planned: PlannedRuns, run: TrainingRun, prove: Prove, joining: Joining, *, tell: bool
+    planned: PlannedRuns, run: TrainingRun, prove: Prove, joining: Rendezvous, *, tell: bool
 ) -> PlannedRun:
     """Time the steps of some plans in turns on the ranks of a run, and return the run with the fastest plan.
 
@@ -173,7 +173,7 @@ def measure_fastest(
         UserError: if the ranks of a launcher do not find each other.
     """
     from shardlab.train.launch.processes import RankFailed
-    from shardlab.train.launch.ranks import Named, run_ranks
+    from shardlab.train.launch.ranks import LazyFunction, run_ranks
 
     jobs: list[Job] = []
     running: list[PlannedRun] = []
@@ -192,7 +192,7 @@ def measure_fastest(
         print(f"shardlab: {words}, for about {planned.seconds:.0f} s", file=sys.stderr)
     data, init = tuple(parse_sources(run.config.data.data)), run.config.train.init
     race = Race(seconds=planned.seconds, optimizer=run.config.optimizer, data=data, init=init)
-    race_rank = Named[list[float]]("shardlab.measure.side_by_side.sides", "race_rank")
+    race_rank = LazyFunction[list[float]]("shardlab.measure.side_by_side.sides", "race_rank")
     try:
         times = run_ranks(jobs[0].ranks, race_rank, jobs, race, joining=joining)
     except (RankFailed, UserError) as error:

@@ -59,7 +59,7 @@ def settle_passes(
         job: job of the strategy, with or without its passes.
         counts: other numbers of microbatches that steps of the run have. They take the same passes.
         lenient: whether named passes that have nothing to do are left out, as for passes of an earlier run.
-        timeout: seconds that ranks wait for each other (None: those of `JOINING`).
+        timeout: seconds that ranks wait for each other (None: those of `RENDEZVOUS`).
 
     Raises:
         UserError: if the ranks of a launcher do not find each other.

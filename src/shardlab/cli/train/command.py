@@ -184,29 +184,29 @@ class Train:
                 raise UserError("--from-step chooses a checkpoint of the run to resume; give --resume FOLDER, too")
             return None
         from shardlab.train.checkpoints import Resumed
-        from shardlab.train.launch.commands import Together
+        from shardlab.train.launch.commands import RankExchange
 
         if self.resume == "auto":
             if self.out is None:
                 raise UserError("--resume auto resumes the run in --out, or starts it; give --out FOLDER")
-            return Resumed.find(self.out, self.from_step, auto=True, together=Together(world, self._start_limit))
+            return Resumed.find(self.out, self.from_step, auto=True, together=RankExchange(world, self._start_limit))
         others = {"--preset": self.preset, "--config": self.config, "--depth": self.depth, "--out": self.out}
         others["--init"] = self.settings.given()["train"].get("init")
         if given := [name for name, value in others.items() if value is not None]:
             raise UserError(
                 f"--resume and {given[0]} exclude each other, because a resumed run keeps its own; give one of them"
             )
-        return Resumed.find(Path(self.resume), self.from_step, together=Together(world, self._start_limit))
+        return Resumed.find(Path(self.resume), self.from_step, together=RankExchange(world, self._start_limit))
 
     @property
     def _start_limit(self) -> timedelta:
         """Time limit for the rendezvous of a launcher's ranks, before the settings of the run are known."""
-        from shardlab.train.launch.ranks import JOINING, start_limit
+        from shardlab.train.launch.ranks import RENDEZVOUS, start_limit
 
         sources = self._sources() if self.resume is None else [preset_source("default"), self._flags()]
         timeout = merge_fields(sources, "train")["timeout"]
         usable = isinstance(timeout, float) and timeout > 0  # otherwise, it is refused later
-        return start_limit(timeout) if usable else JOINING.start
+        return start_limit(timeout) if usable else RENDEZVOUS.start
 
     def _sources_of_resumed_run(self, resumed: Resumed, launched: int | None) -> list[ConfigSource]:
         """Return the sources of the settings of a resumed run: its checkpoint, and flags."""
@@ -302,7 +302,7 @@ class Train:
         from shardlab.cli.train.before_ranks import failures_as_exit, line_lookup, refuse_restart, report_interrupted
         from shardlab.train.faults import Watching
         from shardlab.train.history import WARNED, free_folder, note_end, record_in, require_writable, saved_in
-        from shardlab.train.launch.ranks import Joining, Named, limit_of, run_ranks, start_limit
+        from shardlab.train.launch.ranks import LazyFunction, Rendezvous, run_ranks, start_limit, torch_limit
         from shardlab.train.report import require_loggers, write_report
         from shardlab.train.run import ByValue, Summary, TrainingRun
 
@@ -331,7 +331,7 @@ class Train:
         if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
             raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
         timeout = config.train.timeout
-        joining = Joining(self.bind, limit_of(timeout), start_limit(timeout), config.train.compile)
+        joining = Rendezvous(self.bind, torch_limit(timeout), start_limit(timeout), config.train.compile)
         if planned is not None and len(planned.runs) > 1:
             heartbeat.doing = "plans in turns"
             fast = measure_fastest(planned, run, self._check_run, joining, tell=tell)
@@ -354,7 +354,7 @@ class Train:
         before = record_in(out)
         with failures_as_exit(out, exits=not caller.in_python):
             watching = Watching(config.train.timeout, proof, line_lookup(chosen, run.job), partial(saved_in, out))
-            train_rank = Named[Summary | None]("shardlab.train.loop", "train_rank")
+            train_rank = LazyFunction[Summary | None]("shardlab.train.loop", "train_rank")
             summary = run_ranks(config.plan.ranks, train_rank, run, joining=joining, watching=watching)
         if summary is None:  # a rank of an existing world, but not the one that reports
             return 0

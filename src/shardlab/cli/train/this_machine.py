@@ -37,7 +37,7 @@ def choose_on_first_rank(choose: Callable[[], str], timeout: float | None = None
 
     Args:
         choose: function that makes the choice. It is called on the first rank only.
-        timeout: seconds that ranks wait for each other (None: those of `JOINING`).
+        timeout: seconds that ranks wait for each other (None: those of `RENDEZVOUS`).
 
     Raises:
         UserError: on every rank, the error of the first one; or if the ranks do not find each other.
@@ -45,10 +45,10 @@ def choose_on_first_rank(choose: Callable[[], str], timeout: float | None = None
     world = find_launch_environment(os.environ)
     if world is None or world.world == 1:
         return choose()
-    from shardlab.train.launch.commands import Together  # which needs torch
-    from shardlab.train.launch.ranks import JOINING, start_limit
+    from shardlab.train.launch.commands import RankExchange  # which needs torch
+    from shardlab.train.launch.ranks import RENDEZVOUS, start_limit
 
-    together = Together(world, JOINING.start if timeout is None else start_limit(timeout))
+    together = RankExchange(world, RENDEZVOUS.start if timeout is None else start_limit(timeout))
     choice = together.all(choose if together.rank == 0 else str)
     return together.exchange(choice)[0]
 

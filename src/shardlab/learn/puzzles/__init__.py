@@ -1,10 +1,13 @@
-"""The LLM Training Puzzles' own names: published solutions run with only the import changed.
+"""The LLM Training Puzzles under their published names: published solutions run with only the import changed.
 
 >>> from shardlab.learn.puzzles import Dist, Model, WeightGrad, draw, draw_group
 
-A solution says what one rank does in one optimizer step; ranks are driven with `asyncio.gather`, a `TaskGroup` or a
-notebook's `await`. What would hang ends with a report that names the ranks, and what would compute a wrong gradient is
-refused. `PUZZLES` are the eight puzzles, and `grade` runs a solution to one of them.
+A solution describes what one rank does in one optimizer step. The user drives the ranks with `asyncio.gather`, a
+`TaskGroup` or a notebook's `await`. A deadlock ends with a report that names the ranks, and a wrong gradient is
+refused. `PUZZLES` are the eight puzzles, and `grade` runs a solution of one of them.
+
+Read values.py (weights, activations and gradients), model.py (what a rank can do), communication.py (collectives and
+messages), calls.py (the ranks as asyncio tasks) and grader.py.
 """
 
 from shardlab.learn.puzzles.calls import PuzzleDeadlock, PuzzleRefused

@@ -1,4 +1,9 @@
-"""A communication that has been called: `await` runs it, and forgetting to is told at the line of the call."""
+"""Calls of the puzzles' ranks: awaiting a communication, refusals, the log of events, and the search for deadlocks.
+
+`PuzzleCall` is what `model.allreduce(...)` returns before `await`; a forgotten `await` is refused at the line of the
+call. `translate_refusals` turns refusals of the shared rules into `PuzzleRefused`. `AsyncioWatch` blocks ranks on
+futures of the user's event loop, and notices when no rank can continue.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +29,13 @@ _NEVER_AWAITED = re.compile("coroutine '(.*)' was never awaited")
 
 
 class PuzzleCall(Coroutine[Any, Any, T]):
-    """What `model.allreduce(...)` and its like give until they are awaited; asyncio takes it as the coroutine it is.
+    """Communication that was called, but not yet awaited. asyncio takes it as the coroutine that it is.
 
     Args:
-        name: what was called, as in `allreduce(layer 0)`.
-        refusal: what to say if it is never awaited, or used as if it had been.
-        work: makes the coroutine that communicates.
-        forgotten: where a call that is thrown away without an `await` says so.
+        name: the call, such as `allreduce(layer 0)`.
+        refusal: raised if it is never awaited, or used as if it had been.
+        work: creates the coroutine that communicates.
+        forgotten: list to which a call adds its refusal if it is dropped without an `await`.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class PuzzleCall(Coroutine[Any, Any, T]):
         return f"<{self._name}, not awaited>"
 
     def refuse(self) -> NoReturn:
-        """Say that this is used as if it were what `await` gives."""
+        """Refuse the use of the call in place of its result."""
         self._told = True
         raise self._refusal
 
@@ -93,9 +98,10 @@ class PuzzleCall(Coroutine[Any, Any, T]):
 
 @contextmanager
 def never_awaited() -> Generator[list[tuple[PuzzleRefused, Callable[[], None]]]]:
-    """Collect, for each coroutine of a student's own that nobody awaited, a refusal and what shows Python's warning.
+    """Collect a refusal for each coroutine of a student's own that was never awaited, with a function that shows the
+    warning.
 
-    Other warnings are shown as ever.
+    Other warnings are shown as usual.
     """
     dropped: list[tuple[PuzzleRefused, Callable[[], None]]] = []
     with warnings.catch_warnings():
@@ -106,7 +112,7 @@ def never_awaited() -> Generator[list[tuple[PuzzleRefused, Callable[[], None]]]]
             warn = partial(show, message, category, file, number, *rest)
             if found := _NEVER_AWAITED.match(str(message)):
                 name = found[1].rpartition(".")[2]
-                refusal = without_await(f"{name}()", f"{name}(...)").on(SourceLine(file, number))
+                refusal = unawaited(f"{name}()", f"{name}(...)").on(SourceLine(file, number))
                 dropped.append((refusal, warn))
             else:
                 warn()
@@ -115,42 +121,42 @@ def never_awaited() -> Generator[list[tuple[PuzzleRefused, Callable[[], None]]]]
         yield dropped
 
 
-def without_await(name: str, call: str, layer: int = -1) -> PuzzleRefused:
-    """The refusal of a call that was not awaited; `call` is how to write it."""
+def unawaited(name: str, call: str, layer: int = -1) -> PuzzleRefused:
+    """Return the refusal of a call that was not awaited; `call` is how to write it."""
     given = f"{name} was called without `await`, so it has not run"
     return PuzzleRefused("not awaited", About("", layer), given, f"write `await {call}`")
 
 
-def refuse_forgotten(forgotten: list[PuzzleRefused]) -> None:
-    """Refuse to go on after a call that was thrown away without an `await`."""
+def refuse_unawaited(forgotten: list[PuzzleRefused]) -> None:
+    """Raise the refusal of a call that was dropped without an `await`."""
     if forgotten:
         raise PuzzleRefused.of(forgotten[0])
-
-
-# How the face says no: the same refusals, catchable as the AssertionErrors that published solutions expect.
 
 
 Result = TypeVar("Result")
 
 
 class PuzzleRefused(Refused, AssertionError):
-    """A solution is wrong; the sentence names rank, op, layer and the elements."""
+    """Refusal of a solution; the sentence names rank, op, layer and elements.
+
+    It is an AssertionError, which published solutions expect.
+    """
 
     @classmethod
     def of(cls, refusal: Refused) -> Self:
-        """Turn a refusal of the check into the puzzles' own, with all that it says."""
+        """Turn a refusal of the shared rules into one of the puzzles."""
         mine = cls(*refusal.args)
         vars(mine).update(vars(refusal))
         return mine
 
     def on(self, line: SourceLine | None) -> Self:
-        """Say on which of the student's lines it is, if that is known."""
+        """Set the student's line, if it is known."""
         self.line = "" if line is None else str(line)
         return self
 
 
 class PuzzleDeadlock(PuzzleRefused, Deadlock):
-    """Ranks wait for one another for ever; the message names the whole cycle."""
+    """Deadlock of ranks that wait for one another; the message names the whole cycle."""
 
 
 class RunningRank(Protocol):
@@ -207,16 +213,13 @@ def translate_refusals(rank: RunningRank | None = None, line: SourceLine | None 
         raise mine from None
 
 
-# What a rank has done, as the puzzles write it down, and what it costs.
-
-
 COLLECTIVES = {"allreduce": OpKind.ALL_REDUCE, "allgather": OpKind.ALL_GATHER, "scatterreduce": OpKind.REDUCE_SCATTER}
 """The kind of op that each collective is in the vocabulary of `shardlab.language`."""
 
 
 @dataclass
 class PuzzleEvent:
-    """One thing that a rank did.
+    """Event in the log of a rank.
 
     Attributes:
         typ: forward, backward, loss, update, allreduce, allgather, scatterreduce or pass (a send or a receive).
@@ -240,31 +243,28 @@ class PuzzleEvent:
 
     @property
     def kind(self) -> OpKind:
-        """What the event is in the vocabulary of `shardlab.language`."""
+        """Kind of the event in the vocabulary of `shardlab.language`."""
         if self.typ == "pass":
             return OpKind.RECV if self.to is None else OpKind.SEND
         return COLLECTIVES.get(self.typ) or OpKind(self.typ)
 
     @property
     def cost(self) -> float:
-        """How long such an event takes: forward and backward by the microbatch, the others a constant."""
+        """Duration of such an event: proportional to microbatches for forward and backward, constant for others."""
         duration = UNIT_COSTS.duration(self.kind, len(self.batches))
         return int(duration) if duration.is_integer() else duration
 
     @property
     def end(self) -> float:
-        """When it ended, as the decimals that both summands are: 19.9, not 19.900000000000002."""
+        """End time, rounded to the decimals of both summands: 19.9, not 19.900000000000002."""
         return round(self.time + self.length, 6)
 
 
-# Ranks driven by the user's own asyncio: who runs, who waits, who has ended, and what to do when nobody can go on.
-
-
 GRACE_SECONDS = 1.0
-"""How long a rank without any operation may take to start before it is called missing."""
+"""Seconds that a rank may take to its first operation before it counts as missing."""
 
 STOP = "the other ranks stop, mend it there"
-"""What ranks that wait are told when one has raised something."""
+"""Remedy in the refusals of waiting ranks when another rank has raised an error."""
 
 SETTLING_TURNS = 8
 """Turns of the event loop without any movement after which the ranks have settled: a task that can go on does so in
@@ -273,11 +273,12 @@ the next turn, one that awaits it (`gather`, `wait_for`) a few turns later."""
 
 @dataclass(eq=False)
 class Blocked:
-    """A rank that waits until somebody gives `future` its result.
+    """Rank that waits until its future has a result.
 
     Attributes:
-        rank, line: who waits, and where.
-        task: the task that waits: the rank's own, or a helper's (`asyncio.gather` inside a program).
+        rank: number of the rank.
+        line: the student's line at which it waits.
+        task: task that waits: the rank's own, or one inside of it (`asyncio.gather` in a program).
     """
 
     rank: int
@@ -286,17 +287,17 @@ class Blocked:
     future: asyncio.Future[Any] = field(init=False, default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def wait(self) -> Wait:
-        """What it waits for, in words."""
+        """Describe what the rank waits for."""
         raise NotImplementedError
 
     def go_on(self, result: Any = None) -> None:
-        """Let the rank go on, unless it does already."""
+        """Let the rank continue, unless it does already."""
         if not self.future.done():
             self.future.set_result(result)
 
 
 class AsyncioWatch:
-    """Blocks ranks on futures of the running loop, and finds deadlocks without sleeping or polling.
+    """Watch over the ranks' tasks that blocks them on futures, and finds deadlocks without sleeping or polling.
 
     A rank may wait in several operations at once (`asyncio.gather` inside a program), one task may drive several
     ranks one after the other, and one event loop may follow another.
@@ -306,7 +307,7 @@ class AsyncioWatch:
         when_quiet: called when every rank waits or has ended; returns True if that let somebody go on.
 
     Attributes:
-        forgotten: communications that were called without an `await`, a sentence about each.
+        forgotten: refusals of communications that were called without an `await`.
     """
 
     def __init__(self, ranks: int, when_quiet: Callable[[], bool]) -> None:
@@ -320,7 +321,7 @@ class AsyncioWatch:
         self.forgotten: list[PuzzleRefused] = []
 
     def enter(self, rank: int) -> None:
-        """Note the task that drives `rank`, if any does; its end is how the rank's end is learnt."""
+        """Record the task that drives `rank`, if there is one. The end of the task is the end of the rank."""
         try:
             task = asyncio.current_task()
         except RuntimeError:  # no event loop runs: plain code
@@ -334,7 +335,7 @@ class AsyncioWatch:
         task.add_done_callback(partial(self._ended, rank))
 
     async def block(self, blocked: Blocked) -> Any:
-        """Suspend a rank until its future has a result, and give that.
+        """Suspend a rank until its future has a result, and return the result.
 
         Raises:
             PuzzleDeadlock: when no rank can go on.
@@ -348,11 +349,11 @@ class AsyncioWatch:
         return await blocked.future
 
     def waiting(self) -> set[int]:
-        """Ranks that wait in something."""
+        """Return the ranks that wait."""
         return {blocked.rank for future, blocked in self._blocked.items() if not future.done()}
 
     def ended(self) -> list[int]:
-        """Ranks whose task is over."""
+        """Return the ranks whose task has ended."""
         return sorted(rank for rank, task in self._tasks.items() if task.done())
 
     def _over(self, future: asyncio.Future[Any]) -> None:
@@ -371,7 +372,7 @@ class AsyncioWatch:
             self._moved()
 
     def _moved(self) -> None:
-        """Something has happened; look again once the event loop has nothing more to run."""
+        """Record progress, and look again when the event loop has nothing more to run."""
         self._moves += 1
         if self._loop is not None and not self._settling:
             self._settling = True
@@ -392,17 +393,17 @@ class AsyncioWatch:
             self._report()
 
     def _running(self) -> list[int]:
-        """Ranks that neither wait nor have ended."""
+        """Return the ranks that neither wait nor have ended."""
         ranks, tasks = self.waiting(), {blocked.task for blocked in self._blocked.values()}
         return [r for r, task in self._tasks.items() if r not in ranks and task not in tasks and not task.done()]
 
     def _give_up(self, moves: int) -> None:
-        """The second is over: unless something has moved since, go on without the ranks that it was given to."""
+        """Continue without the missing ranks, if nothing has moved during the grace period."""
         if moves == self._moves and self.waiting() and not self._when_quiet():
             self._report()
 
     def _report(self) -> None:
-        """Report the deadlock, or the forgotten `await` behind it, to every rank that waits."""
+        """Report the deadlock, or the forgotten `await` behind it, to every waiting rank."""
         if self.forgotten:
             self._fail(self.forgotten[0])
             return
@@ -424,7 +425,7 @@ class AsyncioWatch:
         self._fail(refusal)
 
     def _fail(self, refusal: PuzzleRefused) -> None:
-        """Raise the refusal, each its own, in all ranks that wait."""
+        """Raise a copy of the refusal in every waiting rank."""
         for future in self._blocked:
             if not future.done():
                 future.set_exception(type(refusal).of(refusal))

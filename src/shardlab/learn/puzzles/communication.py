@@ -1,4 +1,9 @@
-"""Collectives: the k-th that each rank joins is one for them all."""
+"""Communication between the puzzles' ranks: collectives, and one mailbox per rank.
+
+The k-th collective that each rank joins is the same one for all. A mailbox holds one message. Nothing is delivered
+while a rank can still continue; then the earliest possible event in simulated time happens, and nothing else. So
+results do not depend on the order in which an event loop runs the ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +25,20 @@ from shardlab.learn.puzzles.values import PuzzleValue, WeightGrad
 
 
 @dataclass(eq=False)
-class Brought(Blocked):
-    """What one rank brings to a collective.
+class Contribution(Blocked):
+    """Contribution of one rank to a collective.
 
     Attributes:
-        name, layer, value: of the call.
-        time: when the rank came.
-        collective: every rank's part, None until the rank comes.
+        name, layer, value: arguments of the call.
+        time: time at which the rank arrived.
+        collective: contribution of every rank, None until the rank arrives.
     """
 
     name: str
     layer: int
     value: Any
     time: float
-    collective: dict[int, Brought | None]
+    collective: dict[int, Contribution | None]
 
     def __str__(self) -> str:
         return f"{self.name}({self.value.spec if isinstance(self.value, PuzzleValue) else f'layer {self.layer}'})"
@@ -45,19 +50,21 @@ class Brought(Blocked):
 
 
 class PuzzleCollectives:
-    """All collectives of a run."""
+    """Collectives of a run."""
 
     def __init__(self, ranks: int) -> None:
         self._joined: Counter[int] = Counter()
-        self._open: defaultdict[int, dict[int, Brought | None]] = defaultdict(lambda: dict.fromkeys(range(ranks)))
+        self._open: defaultdict[int, dict[int, Contribution | None]] = defaultdict(lambda: dict.fromkeys(range(ranks)))
 
-    def next_of(self, rank: int) -> dict[int, Brought | None]:
-        """The first collective that this rank has not joined yet."""
+    def next_of(self, rank: int) -> dict[int, Contribution | None]:
+        """Return the first collective that this rank has not joined yet."""
         self._joined[rank] += 1
         return self._open[self._joined[rank]]
 
     def advance(self) -> bool:
-        """Let the ranks of a collective go on if all are there or two do not fit; False if none may."""
+        """Complete a collective that all ranks have joined, or refuse one with two different calls. False if there is
+        none.
+        """
         for sequence_number, collective in self._open.items():
             parts = [part for part in collective.values() if part is not None]
             waiting = [part for part in parts if not part.future.done()]
@@ -79,11 +86,11 @@ class PuzzleCollectives:
         return False
 
 
-def combine(parts: list[Brought]) -> list[Any]:
-    """What each rank takes away; the parts stand in the order of the ranks.
+def combine(parts: list[Contribution]) -> list[Any]:
+    """Return the result of a collective for each rank; the contributions are in the order of the ranks.
 
     Raises:
-        Refused: if they do not fit.
+        Refused: if the calls or values do not match.
     """
     first, values = parts[0], [part.value for part in parts]
     op = of_layer(first.name, first.layer)
@@ -92,7 +99,7 @@ def combine(parts: list[Brought]) -> list[Any]:
         given = f"rank {first.rank} meets with {first} and rank {other.rank} with {other}"
         raise Refused("other order", op, given, "let all ranks call the same collectives in the same order")
     if not any(isinstance(value, PuzzleValue) for value in values):
-        return _of_anything(first, values)
+        return _combine_objects(first, values)
     names = [f"rank {rank}" for rank in range(len(values))]
     specs = [rules.spec_of(op, f"value of {name}", value) for name, value in zip(names, values, strict=True)]
     op = specs[0].about(first.name)
@@ -108,8 +115,8 @@ def combine(parts: list[Brought]) -> list[Any]:
     return [gradient.holding(Holds(1 << rank, len(values))) for rank in range(len(values))]
 
 
-def _of_anything(part: Brought, values: list[Any]) -> list[Any]:
-    """Combine objects that are no values of the puzzles: whatever can be added, combined, sharded."""
+def _combine_objects(part: Contribution, values: list[Any]) -> list[Any]:
+    """Combine objects that are no values of the puzzles, but can be added, combined or sharded."""
     try:
         if part.name == "allgather":
             return [reduce(lambda a, b: a.combine(b), values)] * len(values)
@@ -122,15 +129,9 @@ def _of_anything(part: Brought, values: list[Any]) -> list[Any]:
         raise Refused("no value", about, given, "give values of the puzzles, or what can be added") from None
 
 
-# Messages between ranks: each rank has one mailbox, and a mailbox holds one message.
-#
-# Nothing is delivered while a rank can still go on; then what comes first in simulated time happens, and nothing
-# else. So results do not depend on the order in which an event loop runs the ranks.
-
-
 @dataclass(eq=False)
-class Letter(Blocked):
-    """A value on its way; `inside` once it lies in the mailbox, which lets its sender go on."""
+class Message(Blocked):
+    """Message on its way. It is `inside` once it lies in the mailbox, and its sender continues."""
 
     to: int
     value: Any
@@ -144,14 +145,14 @@ class Letter(Blocked):
 
 
 @dataclass(eq=False)
-class Reader(Blocked):
-    """A rank that waits for a letter, whoever sends it."""
+class Receiver(Blocked):
+    """Rank that waits for a message from any rank."""
 
     since: float
     watch: AsyncioWatch
 
     def wait(self) -> Wait:
-        """Any other rank could send: those are named first that wait themselves."""
+        """Describe the wait. Any other rank could send; ranks that wait themselves are named first."""
         others = [r for r in range(self.watch.ranks) if r != self.rank] or [self.rank]
         waiting, ended = self.watch.waiting(), [r for r in self.watch.ended() if r != self.rank]
         over = f" (rank{'s' * (len(ended) > 1)} {listed(ended)} ended)" if ended else ""
@@ -159,17 +160,17 @@ class Reader(Blocked):
         return Wait(what, [r for r in others if r in waiting] or others)
 
 
-class Mail:
-    """Every letter under way and every rank that waits for one."""
+class Mailboxes:
+    """Messages on their way, and ranks that wait for one."""
 
     def __init__(self) -> None:
-        self.letters: list[Letter] = []
-        self.readers: list[Reader] = []
+        self.letters: list[Message] = []
+        self.readers: list[Receiver] = []
 
     def advance(self) -> bool:
-        """Let the earliest thing that can happen, happen; False if nothing can.
+        """Perform the earliest possible event, and return False if there is none.
 
-        A rank takes the letter that was sent first; of two sent at once, the one from the lower rank.
+        A rank takes the message that was sent first; of two sent at the same time, the one from the lower rank.
         """
         letters = sorted(
             (letter for letter in self.letters if letter.inside or not letter.future.done()),
@@ -193,23 +194,20 @@ class Mail:
         return True
 
 
-# The ranks that work together.
-
-
 class PuzzleRun:
-    """One run of a solution on all ranks: its collectives and its mail."""
+    """Run of a solution on all ranks."""
 
     def __init__(self, ranks: int) -> None:
-        self.mail, self.collectives = Mail(), PuzzleCollectives(ranks)
+        self.mail, self.collectives = Mailboxes(), PuzzleCollectives(ranks)
         self.watch = AsyncioWatch(ranks, lambda: self.collectives.advance() or self.mail.advance())
         self.members: set[int] = set()
 
 
 class Dist:
-    """`Dist(4)`: four ranks. It may be used again: the second `Model` made for a rank starts a new run.
+    """Group of ranks: `Dist(4)` has four. It can be reused: the second `Model` of a rank starts a new run.
 
     Attributes:
-        ranks: how many there are.
+        ranks: number of ranks.
     """
 
     def __init__(self, total: int) -> None:
@@ -219,7 +217,7 @@ class Dist:
         self._run = PuzzleRun(total)
 
     def join(self, rank: int) -> PuzzleRun:
-        """The run that a new model of this rank belongs to."""
+        """Return the run to which a new model of this rank belongs."""
         if rank in self._run.members:
             self._run = PuzzleRun(self.ranks)
         self._run.members.add(rank)

@@ -22,12 +22,12 @@ from shardlab.learn.puzzles.calls import (
     PuzzleEvent,
     PuzzleRefused,
     record_derived,
-    refuse_forgotten,
+    refuse_unawaited,
     set_running_rank,
     translate_refusals,
-    without_await,
+    unawaited,
 )
-from shardlab.learn.puzzles.communication import Brought, Dist, Letter, Reader
+from shardlab.learn.puzzles.communication import Contribution, Dist, Message, Receiver
 from shardlab.learn.puzzles.values import (
     Activation,
     ActivationGrad,
@@ -257,7 +257,7 @@ class PuzzleCompute(Stores):
             if isinstance(value, PuzzleCall):
                 value.refuse()
         try:
-            refuse_forgotten(self.forgotten)
+            refuse_unawaited(self.forgotten)
         finally:
             self.forgotten.clear()  # whoever goes on after this message has read it
         self._run.watch.enter(self.rank)
@@ -282,7 +282,7 @@ class PuzzleCompute(Stores):
 
     def _weight(self, op: About, weight: Weight) -> Spec:
         spec = rules.spec_of(op, "weight", weight)
-        rules.fresh(op, spec, self._updated)
+        rules.refuse_stale(op, spec, self._updated)
         return spec
 
 
@@ -323,16 +323,16 @@ class PuzzleModel(PuzzleCompute):
 
     def _call(self, verb: str, argument: str, work: Callable[[], Coroutine[Any, Any, T]]) -> PuzzleCall[T]:
         name = f"{verb}({argument})"
-        refusal = without_await(name, f"model.{verb}({'...' * bool(argument)})").at(self.rank, len(self.log))
+        refusal = unawaited(name, f"model.{verb}({'...' * bool(argument)})").at(self.rank, len(self.log))
         return PuzzleCall(name, refusal.on(here()), work, self.forgotten)
 
     async def _meet(self, name: str, v: T, layer: int, line: SourceLine | None) -> T:
         self._enter(name, line, [self.rank], v)
         with translate_refusals(self, line):
             if isinstance(v, Weight):
-                rules.fresh(of_layer(name, layer), v.spec, self._updated)
+                rules.refuse_stale(of_layer(name, layer), v.spec, self._updated)
             collective = self._run.collectives.next_of(self.rank)
-            collective[self.rank] = mine = Brought(self.rank, line, name, layer, v, self.time, collective)
+            collective[self.rank] = mine = Contribution(self.rank, line, name, layer, v, self.time, collective)
             result, time = await self._wait(mine)
         self.time = max(self.time, time)
         self.note(name, v, layer=layer)
@@ -342,15 +342,15 @@ class PuzzleModel(PuzzleCompute):
         self._enter(f"pass_to(rank {rank})", line, [self.rank, rank], v)
         self.note("pass", v, to=rank)
         about = str(v.spec) if isinstance(v, PuzzleValue) else repr(v)[:40]
-        letter = Letter(self.rank, line, rank, v, self.time, about)
+        letter = Message(self.rank, line, rank, v, self.time, about)
         self._run.mail.letters.append(letter)
         await self._wait(letter)
 
     async def _receive(self, line: SourceLine | None) -> Any:
         self._enter("receive", line, [self.rank])
-        reader = Reader(self.rank, line, self.time, self._run.watch)
+        reader = Receiver(self.rank, line, self.time, self._run.watch)
         self._run.mail.readers.append(reader)
-        letter: Letter = await self._wait(reader)
+        letter: Message = await self._wait(reader)
         self.time = max(self.time, letter.sent)
         self.note("pass", source=letter.rank)
         return record_derived(letter.value)
@@ -391,12 +391,12 @@ def verify(models: Sequence[PuzzleModel]) -> None:
     if not models:
         raise PuzzleRefused("wrong number", "Model.check", "no models were given", "give those of all ranks")
     for model in models:
-        refuse_forgotten(model.forgotten)
+        refuse_unawaited(model.forgotten)
         model.memory()  # refuses what is no value, such as a call that was not awaited
     for layer in range(models[0].LAYERS):
         given = {model.rank: model.final_weights[layer] for model in models if layer in model.final_weights}
         try:
-            rules.updated_once(layer, given)
+            rules.require_one_update(layer, given)
         except Refused as refusal:
             raise PuzzleRefused.of(refusal) from None
 

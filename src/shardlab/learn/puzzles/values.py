@@ -259,7 +259,7 @@ def update(layer: int, gradient: Spec, weight: Spec, state: Spec) -> None:
     steps.update(layer, gradient, weight, state)
 
 
-def fresh(op: About, weight: Spec, updated: Mapping[int, Holds]) -> None:
+def refuse_stale(op: About, weight: Spec, updated: Mapping[int, Holds]) -> None:
     """Refuse a weight from before an update that this rank has made of the same slices."""
     if weight.kind is Kind.WEIGHT and weight.step == 0 and weight.layer in updated:
         done, mine = common(updated[weight.layer], weight.holds)
@@ -273,7 +273,7 @@ def fresh(op: About, weight: Spec, updated: Mapping[int, Holds]) -> None:
             raise Refused("stale weight", op, given, remedy)
 
 
-def updated_once(layer: int, given: Mapping[int, Any]) -> None:
+def require_one_update(layer: int, given: Mapping[int, Any]) -> None:
     """Refuse final weights of a layer, by rank, that are not all of it, updated exactly once."""
     op = About("Model.check", layer)
     if not given:

@@ -1,4 +1,7 @@
-"""Checks of one host: each judges its facts, and names what is wrong with them and the remedy."""
+"""Checks of a single host. Each check evaluates the facts of the host, and returns what is wrong and the remedy.
+
+`host_facts` collects the facts; `HOST_CHECKS` are the checks; `check_host` yields a `Finding` for each.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves some of its annotations out.
@@ -20,11 +23,8 @@ from typing import Literal
 from shardlab.common.fields import TICK
 from shardlab.language.rules.kinds import counted
 
-# Facts about a host and the process that runs there, which the checks judge.
-
-
 SAMPLE = 16 << 20
-"""Bytes that are written to learn how fast the disk is."""
+"""Bytes that are written to measure the speed of the disk."""
 
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -80,11 +80,12 @@ class HostFacts:
 
 
 def host_facts(rank: int, ranks: int, *, write: bool) -> HostFacts:
-    """Look at this host.
+    """Collect the facts of this host.
 
     Args:
-        rank, ranks: this process's number, and how many ranks are on this host.
-        write: whether to write a file in the current folder: one rank of a host does.
+        rank: number of this process.
+        ranks: number of ranks on this host.
+        write: whether to write a file in the current folder, as one rank of a host does.
     """
     import torch
     import torch.distributed as dist
@@ -131,7 +132,7 @@ def _available_memory() -> int | None:
 
 
 def _write_speed() -> tuple[float | None, str | None]:
-    """Bytes per second of a small file in the current folder, or why it cannot be written."""
+    """Return the bytes per second of a small file in the current folder, or why it cannot be written."""
     try:
         with tempfile.TemporaryFile(dir=".") as file:
             began = time.monotonic()
@@ -143,22 +144,19 @@ def _write_speed() -> tuple[float | None, str | None]:
         return None, error.strerror or str(error)
 
 
-# A check's finding.
-
-
 State = Literal["ok", "warning", "error"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found.
+    """Finding of a check.
 
     Attributes:
-        check: what was looked at.
-        present: what is there.
-        remedy: what to do, if something is wrong.
+        check: name of the check.
+        present: description of what is there.
+        remedy: what to do if something is wrong.
         state: "ok", "warning" (training works, but slowly or not for long) or "error" (it does not work).
-        host: where; empty if all hosts are meant.
+        host: name of the host; empty if all hosts are meant.
     """
 
     check: str
@@ -179,21 +177,21 @@ MEMORY_PER_RANK = 800 << 20
 DISK_WANTED = 1 << 30
 SLOW_DISK = 20e6
 
-Judged = tuple[State, str, str] | str
-"""State, what is there and the remedy; or only what is there, which is well."""
+CheckResult = tuple[State, str, str] | str
+"""State, description and remedy; or only a description, if all is well."""
 
 
-def _python(facts: HostFacts) -> Judged:
+def _python(facts: HostFacts) -> CheckResult:
     found = facts.versions["python"] or ""
     return found if _number(found) >= PYTHON else ("error", found, "install Python 3.11 or later, and make .venv anew")
 
 
-def _torch(facts: HostFacts) -> Judged:
+def _torch(facts: HostFacts) -> CheckResult:
     found = facts.versions["torch"] or ""
     return found if _number(found) >= TORCH else ("error", found or "missing", "pip install 'torch>=2.9'")
 
 
-def _packages(facts: HostFacts) -> Judged:
+def _packages(facts: HostFacts) -> CheckResult:
     others = {name: found for name, found in facts.versions.items() if name not in ("python", "torch", "shardlab")}
     missing = [name for name, found in others.items() if found is None]
     if missing:
@@ -201,7 +199,7 @@ def _packages(facts: HostFacts) -> Judged:
     return ", ".join(f"{name} {found}" for name, found in others.items())
 
 
-def _backend(facts: HostFacts) -> Judged:
+def _backend(facts: HostFacts) -> CheckResult:
     wanted = "nccl" if facts.gpus else "gloo"
     found = ", ".join(facts.distributed) or "none"
     if wanted in facts.distributed:
@@ -209,7 +207,7 @@ def _backend(facts: HostFacts) -> Judged:
     return "error", f"torch has {found}", f"install a torch that is built with {wanted}, from pytorch.org"
 
 
-def _devices(facts: HostFacts) -> Judged:
+def _devices(facts: HostFacts) -> CheckResult:
     if facts.gpus and facts.ranks > len(facts.gpus):
         found = f"{counted(len(facts.gpus), 'GPU')} for {counted(facts.ranks, 'rank')}"
         fewer = f"start {counted(len(facts.gpus), 'rank')} on a host"
@@ -226,7 +224,7 @@ def _devices(facts: HostFacts) -> Judged:
     return "CPU"
 
 
-def _cpus(facts: HostFacts) -> Judged:
+def _cpus(facts: HostFacts) -> CheckResult:
     found = f"{counted(facts.cpus, 'CPU')} for {counted(facts.ranks, 'rank')}"
     if facts.ranks > facts.cpus:
         return "warning", found, "ask the scheduler for more CPUs per task, or start fewer ranks here"
@@ -236,11 +234,11 @@ def _cpus(facts: HostFacts) -> Judged:
     return found
 
 
-def _launcher(facts: HostFacts) -> Judged:
+def _launcher(facts: HostFacts) -> CheckResult:
     return "none: shardlab starts the ranks" if facts.launcher == "shardlab" else facts.launcher
 
 
-def _open_files(facts: HostFacts) -> Judged:
+def _open_files(facts: HostFacts) -> CheckResult:
     if facts.open_files is None:
         return "without limit"
     state = "error" if facts.open_files < FILES_NEEDED else "warning"
@@ -249,7 +247,7 @@ def _open_files(facts: HostFacts) -> Judged:
     return state, f"{facts.open_files:,}", f"ulimit -n {4 * FILES_WANTED}: each rank keeps connections to the others"
 
 
-def _locked_memory(facts: HostFacts) -> Judged:
+def _locked_memory(facts: HostFacts) -> CheckResult:
     if facts.locked_memory is None:
         return "without limit"
     found = f"{_size(facts.locked_memory)}"
@@ -258,7 +256,7 @@ def _locked_memory(facts: HostFacts) -> Judged:
     return f"{found} (matters for InfiniBand, which is not here)"
 
 
-def _shared_memory(facts: HostFacts) -> Judged:
+def _shared_memory(facts: HostFacts) -> CheckResult:
     remedy = "mount it larger: docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
     if facts.shared_memory is None:
         return "warning", "no /dev/shm", "mount -t tmpfs tmpfs /dev/shm; NCCL and torch share memory there"
@@ -266,7 +264,7 @@ def _shared_memory(facts: HostFacts) -> Judged:
     return ("warning", found, remedy) if facts.shared_memory < SHARED_WANTED else found
 
 
-def _memory(facts: HostFacts) -> Judged:
+def _memory(facts: HostFacts) -> CheckResult:
     if facts.memory is None:
         return "not known"
     found = f"{_size(facts.memory)} available for {counted(facts.ranks, 'rank')}"
@@ -276,14 +274,10 @@ def _memory(facts: HostFacts) -> Judged:
     return found
 
 
-def _disk(facts: HostFacts) -> Judged:
+def _disk(facts: HostFacts) -> CheckResult:
     found = f"{_size(facts.disk)} free"
     if facts.write_error is not None:
-        return (
-            "error",
-            f"{facts.folder}: {facts.write_error}",
-            "go to a folder that can be written, for runs",
-        )
+        return ("error", f"{facts.folder}: {facts.write_error}", "go to a folder that can be written, for runs")
     if facts.write_speed is not None:
         found += f", {facts.write_speed / 1e6:,.0f} MB/s"
     if facts.disk < DISK_WANTED:
@@ -293,7 +287,7 @@ def _disk(facts: HostFacts) -> Judged:
     return found
 
 
-HOST_CHECKS: dict[str, Callable[[HostFacts], Judged]] = {
+HOST_CHECKS: dict[str, Callable[[HostFacts], CheckResult]] = {
     "python": _python,
     "torch": _torch,
     "packages": _packages,
@@ -309,14 +303,14 @@ HOST_CHECKS: dict[str, Callable[[HostFacts], Judged]] = {
 }
 
 
-def examined(facts: HostFacts, host: str = "") -> Iterator[Finding]:
-    """Judge a host by all checks."""
+def check_host(facts: HostFacts, host: str = "") -> Iterator[Finding]:
+    """Yield the findings of all checks of a host."""
     for name, check in HOST_CHECKS.items():
         yield finding(name, check(facts), host)
 
 
-def finding(check: str, judged: Judged, host: str = "") -> Finding:
-    """A check's judgement as a finding."""
+def finding(check: str, judged: CheckResult, host: str = "") -> Finding:
+    """Return the result of a check as a finding."""
     if isinstance(judged, str):
         return Finding(check, judged, host=host)
     state, present, remedy = judged

@@ -1,4 +1,8 @@
-"""Ranks that meet: their facts, their clocks, and the time of messages between neighbours."""
+"""Checks of all ranks together: their facts, their clocks, the links between neighbours, and a small training run.
+
+`examine_world` collects the facts, `check_world` yields the findings, and `smoke_rank` trains a small model with some
+strategies and compares it with a single device.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves some of its annotations out.
@@ -18,8 +22,8 @@ import torch.distributed as dist
 from shardlab.execute.state import State
 from shardlab.execute.transport.collectives import Groups
 from shardlab.language.rules.kinds import counted
-from shardlab.measure.collectives import Clock, CollectiveBench, MeasuringRanks, Team, make_case, time_case
-from shardlab.measure.doctor.checks import Finding, HostFacts, Judged, examined, finding, host_facts
+from shardlab.measure.collectives import Clock, CollectiveBench, MeasuringRanks, Team, make_case, measure_case
+from shardlab.measure.doctor.checks import CheckResult, Finding, HostFacts, check_host, finding, host_facts
 from shardlab.measure.fits import CollectivePoint
 from shardlab.models import GPT
 from shardlab.strategies import find
@@ -30,7 +34,7 @@ from shardlab.train.verification.verify import verify_rank
 T = TypeVar("T")
 
 SMALL, LARGE = 64, 8 << 20
-"""Bytes of the messages that tell latency and bandwidth."""
+"""Sizes in bytes of the messages for latency and for bandwidth."""
 
 CALLS = {SMALL: 50, LARGE: 5}
 ROUND_TRIPS = 20
@@ -38,13 +42,13 @@ ROUND_TRIPS = 20
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """Messages between two ranks.
+    """Link between two ranks.
 
     Attributes:
         first, second: the ranks.
         latency: seconds of a small message.
-        bandwidth: bytes per second of a large one.
-        wrong: elements that arrived wrong.
+        bandwidth: bytes per second of a large message.
+        wrong: elements that arrived with a wrong value.
     """
 
     first: int
@@ -56,12 +60,12 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class WorldFacts:
-    """All ranks.
+    """Facts of all ranks.
 
     Attributes:
         hosts: facts of each rank, in order.
-        links: from each rank to the next.
-        clocks: how many seconds each rank's clock is ahead of rank 0's.
+        links: link from each rank to the next.
+        clocks: seconds by which each rank's clock is ahead of rank 0's.
     """
 
     hosts: list[HostFacts]
@@ -69,26 +73,28 @@ class WorldFacts:
     clocks: list[float]
 
 
-def world_facts(rank: int, device: torch.device, local_rank: int | None, local_world: int | None) -> WorldFacts | None:
-    """Examine the world from one rank; rank 0 tells.
+def examine_world(
+    rank: int, device: torch.device, local_rank: int | None, local_world: int | None
+) -> WorldFacts | None:
+    """Examine the world from one rank; rank 0 returns the facts.
 
     Args:
         local_rank, local_world: this rank's number on its host, and how many are there; None: it is the only host.
     """
     world = dist.get_world_size()
     first = (rank if local_rank is None else local_rank) == 0
-    hosts = _gathered(host_facts(rank, local_world or world, write=first))
-    clocks = _gathered(_ahead(rank, device))
-    links = measured_links(rank, device)
+    hosts = _gather(host_facts(rank, local_world or world, write=first))
+    clocks = _gather(_clock_offset(rank, device))
+    links = measure_links(rank, device)
     return WorldFacts(hosts, links, clocks) if rank == 0 else None
 
 
-def measured_links(rank: int, device: torch.device) -> list[MeasuredLink]:
-    """Time messages between neighbours, one pair after the other; every rank calls this, and gets all."""
+def measure_links(rank: int, device: torch.device) -> list[MeasuredLink]:
+    """Time messages between neighbours, one pair after the other. Every rank calls this, and gets all links."""
     world = dist.get_world_size()
     pairs = [(first, (first + 1) % world) for first in range(world if world > 2 else world - 1)]
     mine = {pair: _link(pair, rank, device) for pair in pairs}
-    told = _gathered({pair: link for pair, link in mine.items() if link is not None and pair[0] == rank})
+    told = _gather({pair: link for pair, link in mine.items() if link is not None and pair[0] == rank})
     return [told[first][first, second] for first, second in pairs]
 
 
@@ -110,10 +116,8 @@ def _link(pair: tuple[int, int], rank: int, device: torch.device) -> MeasuredLin
     return MeasuredLink(*pair, seconds[SMALL], LARGE / seconds[LARGE], wrong)
 
 
-def _ahead(rank: int, device: torch.device) -> float:
-    """How far this rank's clock is ahead of rank 0's: by the quickest of some questions, half of whose time is the way
-    there.
-    """
+def _clock_offset(rank: int, device: torch.device) -> float:
+    """Return how many seconds this rank's clock is ahead of rank 0's, from the fastest of several round trips."""
     best, ahead = float("inf"), 0.0
     now = torch.zeros(1, dtype=torch.float64, device=device)
     for other in range(1, dist.get_world_size()):
@@ -131,13 +135,10 @@ def _ahead(rank: int, device: torch.device) -> float:
     return ahead
 
 
-def _gathered(mine: T) -> list[T]:
+def _gather(mine: T) -> list[T]:
     found = [mine] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
-
-
-# A small model trained by the ranks that are there: compared with one device, and the ranks with each other.
 
 
 STRATEGIES = ("ddp", "fsdp")
@@ -145,13 +146,13 @@ STEPS = 3
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A strategy that was tried.
+class SmokeRun:
+    """Run of a strategy in the smoke test.
 
     Attributes:
-        strategy: its name.
-        verdict: how far it is from one device.
-        unequal: ranks whose weights differ from those of the first rank that has the same ones.
+        strategy: name of the strategy.
+        verdict: deviation from a single device.
+        unequal: ranks whose weights differ from those of the first rank with the same slices.
     """
 
     strategy: str
@@ -165,20 +166,20 @@ class Trained:
 
 @dataclass(frozen=True)
 class SmokeResult:
-    """What the smoke test found.
+    """Result of the smoke test.
 
     Attributes:
-        trained: each strategy.
-        all_reduce: of 8 MiB among all ranks; None for one rank.
-        links: messages between neighbours.
+        trained: run of each strategy.
+        all_reduce: all-reduce of 8 MiB among all ranks; None for one rank.
+        links: links between neighbours.
     """
 
-    trained: list[Trained]
+    trained: list[SmokeRun]
     all_reduce: CollectivePoint | None
     links: list[MeasuredLink]
 
     def failures(self) -> list[str]:
-        """Sentences on what is wrong; none if nothing is."""
+        """Return a sentence for each failure."""
         found: list[str] = []
         for each in self.trained:
             if not each.verdict.ok:
@@ -196,35 +197,35 @@ class SmokeResult:
 
 
 def smoke_job(strategy: str, ranks: int) -> Job:
-    """A job so small that it takes a second."""
+    """Return a job that takes a second."""
     model = GPT(layers=2, hidden_size=32, heads=4, seq_len=16)
     return Job(find(strategy).for_job(ranks), ranks, 2 * ranks, model, 2, "fp64", name=strategy)
 
 
 def smoke_rank(rank: int, device: torch.device, strategies: Sequence[str]) -> SmokeResult | None:
-    """Run one rank's part; rank 0 tells."""
+    """Run one rank's part of the smoke test; rank 0 returns the result."""
     world = dist.get_world_size()
     groups: Groups = {}
-    trained: list[Trained] = []
+    trained: list[SmokeRun] = []
     for strategy in strategies:
         unequal: list[int] = []
         job = smoke_job(strategy, world)
         verdict = verify_rank(
-            rank, device, job, STEPS, groups, trained=lambda state, found=unequal: found.extend(_unequal(state))
+            rank, device, job, STEPS, groups, trained=lambda state, found=unequal: found.extend(_unequal_ranks(state))
         )
-        trained.append(Trained(strategy, verdict, unequal))
+        trained.append(SmokeRun(strategy, verdict, unequal))
     point = None
     if world > 1:
         ranks = MeasuringRanks(rank, device)
         team = ranks.team(world)
         bench = CollectiveBench(("all_reduce",), (LARGE,), (world,), overlap=False)
-        point = time_case(ranks, team, "all_reduce", make_case("all_reduce", LARGE, team), bench)
-    links = measured_links(rank, device)
+        point = measure_case(ranks, team, "all_reduce", make_case("all_reduce", LARGE, team), bench)
+    links = measure_links(rank, device)
     return SmokeResult(trained, point, links) if rank == 0 else None
 
 
-def _unequal(state: State) -> list[int]:
-    """Ranks that hold slices of which another rank has other values, bit by bit."""
+def _unequal_ranks(state: State) -> list[int]:
+    """Return the ranks that hold slices of which another rank has other values, bit by bit."""
     mine = {
         (layer, repr(holds)): hashlib.sha256(slices.cpu().numpy().tobytes()).hexdigest()
         for (layer, holds), slices in state.kept.items()
@@ -237,17 +238,14 @@ def _unequal(state: State) -> list[int]:
     return [rank for rank, theirs in enumerate(everyone) if any(first[key] != value for key, value in theirs.items())]
 
 
-# Checks of all ranks together: versions, clocks, and the links between them.
-
-
 CLOCKS_APART = 1.0
-"""Seconds from which on logs of several hosts mislead."""
+"""Offset in seconds above which the logs of several hosts mislead."""
 
 SLOWER = 5
-"""A link that has less than one such part of the median bandwidth is told."""
+"""Factor below the median bandwidth at which a link is reported."""
 
 
-def _versions(facts: WorldFacts) -> Judged:
+def _versions(facts: WorldFacts) -> CheckResult:
     reference = facts.hosts[0].versions
     for other in facts.hosts:
         for name, version in other.versions.items():
@@ -257,7 +255,7 @@ def _versions(facts: WorldFacts) -> Judged:
     return f"the same on {counted(len(facts.hosts), 'rank')}"
 
 
-def _clocks(facts: WorldFacts) -> Judged:
+def _clocks(facts: WorldFacts) -> CheckResult:
     rank = max(range(len(facts.clocks)), key=lambda rank: abs(facts.clocks[rank]))
     apart = facts.clocks[rank]
     if abs(apart) < CLOCKS_APART:
@@ -266,7 +264,7 @@ def _clocks(facts: WorldFacts) -> Judged:
     return "warning", found, "start chrony or ntpd there"
 
 
-def _messages(facts: WorldFacts) -> Judged:
+def _messages(facts: WorldFacts) -> CheckResult:
     wrong = [link for link in facts.links if link.wrong]
     if wrong:
         found = f"{wrong[0].wrong} numbers arrived wrong between ranks {wrong[0].first} and {wrong[0].second}"
@@ -274,7 +272,7 @@ def _messages(facts: WorldFacts) -> Judged:
     return "all that was sent has arrived"
 
 
-def _links(facts: WorldFacts) -> Judged:
+def _links(facts: WorldFacts) -> CheckResult:
     if not facts.links:
         return "one rank: none"
     usual = median(link.bandwidth for link in facts.links)
@@ -289,7 +287,7 @@ def _links(facts: WorldFacts) -> Judged:
     return found
 
 
-WORLD_CHECKS: dict[str, Callable[[WorldFacts], Judged]] = {
+WORLD_CHECKS: dict[str, Callable[[WorldFacts], CheckResult]] = {
     "versions": _versions,
     "clocks": _clocks,
     "messages": _messages,
@@ -297,11 +295,11 @@ WORLD_CHECKS: dict[str, Callable[[WorldFacts], Judged]] = {
 }
 
 
-def all_findings(facts: WorldFacts) -> Iterator[Finding]:
-    """Judge each host once, and then the world."""
+def check_world(facts: WorldFacts) -> Iterator[Finding]:
+    """Yield the findings of each host once, and then those of the world."""
     several = len({each.host for each in facts.hosts}) > 1
     firsts = {each.host: each for each in reversed(facts.hosts)}  # the first rank of each host
     for host in sorted(firsts.values(), key=lambda each: each.rank):
-        yield from examined(host, host.host if several else "")
+        yield from check_host(host, host.host if several else "")
     for name, check in WORLD_CHECKS.items():
         yield finding(name, check(facts))

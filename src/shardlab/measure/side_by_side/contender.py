@@ -1,4 +1,9 @@
-"""The models' GPT as one would write it in PyTorch: an nn.Module, whose parameters have the names of our layouts."""
+"""A GPT in plain PyTorch, and the contenders that take turns: a training loop, and the lower bound below both sides.
+
+`GPTModule` is an nn.Module whose parameters have the names of our layouts. `Loop` trains it. `LowerBound` computes a
+rank's share of a step without any communication. `measure_memory` runs the first steps of a contender and measures its
+peak memory.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # torch leaves some of its annotations out.
@@ -28,7 +33,7 @@ from shardlab.models.tensors import generator_of, initial_weights, named_views
 
 
 class CausalAttention(nn.Module):
-    """Causal attention of so many heads, from `width` features and back."""
+    """Causal self-attention with several heads."""
 
     def __init__(self, width: int, heads: int, slices: int) -> None:
         super().__init__()
@@ -72,12 +77,13 @@ class Block(nn.Module):
 
 
 class GPTModule(nn.Module):
-    """Some of a GPT's blocks, one after the other; the embedding comes with the first, the head with the last.
+    """Consecutive blocks of a GPT. The embedding comes with the first block, the head with the last.
 
     Args:
-        model: the whole.
-        layers: which of its blocks.
-        slices: that heads, features inside MLPs and the vocabulary of the head are cut into; one of them is made.
+        model: the whole model.
+        layers: indices of the blocks.
+        slices: number of slices of the heads, of the features inside of MLPs, and of the head's vocabulary. The module
+            is one slice.
     """
 
     def __init__(self, model: GPT, layers: range, slices: int = 1) -> None:
@@ -93,7 +99,7 @@ class GPTModule(nn.Module):
             self.lm_head = nn.Linear(width, model.vocab_size // slices, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (rows, T), or features (rows, T, C) of an earlier block, to features, or to logits."""
+        """Map tokens (rows, T), or features (rows, T, C) of an earlier block, to features or to logits."""
         if self.embeds:
             x = self.wte(x) + self.wpe.weight
         for block in self.blocks:
@@ -102,7 +108,7 @@ class GPTModule(nn.Module):
 
 
 def gpt_module(model: GPT, layers: range, seed: int, device: torch.device) -> GPTModule:
-    """Blocks of a GPT with the first weights that our layers have."""
+    """Return blocks of a GPT with the initial weights of our layers."""
     module = GPTModule(model, layers)
     parameters = dict(module.named_parameters())
     with torch.no_grad():
@@ -114,32 +120,26 @@ def gpt_module(model: GPT, layers: range, seed: int, device: torch.device) -> GP
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy, the mean over tokens; logits (rows, T, vocabulary), targets (rows, T)."""
+    """Return the mean cross-entropy of logits (rows, T, vocabulary) for targets (rows, T)."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def groups_of(parameters: Sequence[Tensor], config: OptimizerConfig) -> list[dict[str, object]]:
-    """Groups of parameters for an optimizer: matrices decay, biases and norms do not."""
+    """Return the parameter groups of an optimizer: matrices decay, biases and norms do not."""
     matrices = [each for each in parameters if each.dim() > 1]
     others = [each for each in parameters if each.dim() < 2]
-    return [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def adamw(parameters: Sequence[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Fused AdamW, set as our optimizer is."""
+    """Return fused AdamW with the settings of our optimizer."""
     return torch.optim.AdamW(
         groups_of(parameters, config), lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
     )
 
 
-# What takes turns: something that trains one step at a time, and its data.
-
-
-DRAWN = 8
-"""Steps whose tokens are drawn beforehand; then they come again."""
+DISTINCT_STEPS = 8
+"""Steps whose tokens are drawn beforehand, and then repeated."""
 
 
 class Contender(Protocol):
@@ -156,7 +156,7 @@ class Contender(Protocol):
 
 
 class DrawnBatches:
-    """Microbatches of any tokens, drawn before anything is timed; the same on every rank and for both sides."""
+    """Microbatches of random tokens, drawn before anything is timed: the same on every rank and for both sides."""
 
     def __init__(self, micro_batch_size: int, microbatches: int, tokens: int, vocab_size: int) -> None:
         self.micro_batch_size = micro_batch_size
@@ -167,32 +167,32 @@ class DrawnBatches:
             x, targets = torch.randint(vocab_size, shape, generator=generator_of("bench", step, microbatch))
             return x, targets
 
-        self._drawn = [[draw(step, m) for m in range(microbatches)] for step in range(DRAWN)]
+        self._drawn = [[draw(step, m) for m in range(microbatches)] for step in range(DISTINCT_STEPS)]
 
     def microbatch(self, step: int, microbatch: int, /) -> tuple[Tensor, Tensor]:
-        """Tokens and targets, (micro_batch_size, tokens), int64."""
-        return self._drawn[step % DRAWN][microbatch]
+        """Return tokens and targets, (micro_batch_size, tokens), int64."""
+        return self._drawn[step % DISTINCT_STEPS][microbatch]
 
     def counted(self, step: int, microbatches: int, /) -> int:
         """Targets of a step."""
         return microbatches * self.micro_batch_size * self._tokens
 
     def whole(self, step: int) -> tuple[Tensor, Tensor]:
-        """All microbatches of a step, one after the other."""
-        tokens, targets = zip(*self._drawn[step % DRAWN], strict=True)
+        """Return all microbatches of a step, concatenated."""
+        tokens, targets = zip(*self._drawn[step % DISTINCT_STEPS], strict=True)
         return torch.cat(tokens), torch.cat(targets)
 
 
 @dataclass
 class Loop:
-    """A PyTorch loop on one batch a step: forward, backward, optimizer.
+    """Training loop of PyTorch on one batch a step: forward, backward, optimizer.
 
     Attributes:
-        module: wrapped as it may be.
-        optimizer: of its parameters.
-        batches, microbatch: what the rank trains on.
-        device: where.
-        reports: whether this rank's tokens are no other rank's.
+        module: the model, which may be wrapped.
+        optimizer: optimizer of its parameters.
+        batches, microbatch: data of the rank.
+        device: device of the rank.
+        reports: whether no other rank trains on the same tokens.
     """
 
     module: nn.Module
@@ -209,37 +209,36 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.at += 1
-        return reported(loss, targets.numel() if self.reports else 0)
+        return report_loss(loss, targets.numel() if self.reports else 0)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss, whose gradients the parameters then have."""
+        """Return the loss, after its backward pass."""
         loss = loss_of(self.module(x), targets)
         loss.backward()
         return loss
 
 
-def reported(mean: Tensor, tokens: int) -> Tensor:
-    """A mean loss over so many tokens, as a contender reports it."""
+def report_loss(mean: Tensor, tokens: int) -> Tensor:
+    """Return a mean loss over some tokens in the form in which a contender reports it."""
     total = mean.detach().double() * tokens
     return torch.stack([total, torch.full_like(total, tokens)])
 
 
-# The floor: a rank's own share of a step in plain PyTorch, with all communication left out.
+class LowerBound:
+    """Lower bound of a step: a rank's own share of it in plain PyTorch, without any communication.
 
-
-class Floor:
-    """Forward and backward passes of some modules, then fused AdamW on a share of their parameters.
-
-    What would come from another rank is drawn once: features, and their gradients. So its losses mean nothing.
+    Tensors that would come from another rank, features and their gradients, are drawn once, so the losses have no
+    meaning.
 
     Args:
-        modules: the rank's part of the model, perhaps one slice of it.
+        model: the whole model.
+        modules: the rank's part of it, which may be a slice.
         rows: sequences of a microbatch.
-        microbatches: how many the rank computes on.
-        one_in: the optimizer steps one in so many elements of every parameter.
+        microbatches: number of microbatches of the rank.
+        one_in: the optimizer updates one in so many elements of every parameter.
 
     Attributes:
-        modules, optimizer: what a step calls.
+        modules, optimizer: parts of a step.
     """
 
     def __init__(self, model: GPT, modules: list[GPTModule], rows: int, microbatches: int, one_in: int = 1) -> None:
@@ -275,33 +274,26 @@ class Floor:
             made.backward(self._gradient)
 
 
-# Peak memory of a contender: on a CPU all storages that torch makes for it, on a GPU what the allocator gives it.
-#
-# Both sides are measured so from when they are made, so that what the process had before does not count; neither do
-# buffers of gloo's and NCCL's own.
-
-
-Measured = tuple[Contender, list[Tensor], int]
-"""A contender, what its first steps gave, and the most bytes during the last of them."""
+MemoryRun = tuple[Contender, list[Tensor], int]
+"""Contender, losses of its first steps, and the most bytes during the last of them."""
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of every storage that an op makes while this is entered, for as long as the storage lives.
+    """Counter of the bytes of every storage that an op creates in the block, for as long as the storage lives.
 
-    As torch's own MemTracker does, which a module that is called twice in a step, as a pipeline's is, makes fail.
-
-    Memory that neighbours share is the messages', as buffers of gloo's are, and is not counted.
+    This is like torch's own MemTracker, which fails for a module that is called twice in a step, as in a pipeline.
+    Memory that neighbours share holds messages, as gloo's buffers do, and is not counted.
 
     Attributes:
         live: bytes now.
-        peak: the most bytes since somebody set it.
+        peak: most bytes since the peak was last set.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
         self._sizes: dict[int, int] = {}
-        self._shared = {_key(memory.untyped_storage()) for memory in Neighbours.memories()}
+        self._shared = {_address(memory.untyped_storage()) for memory in Neighbours.memories()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:  # it calls ops on its local part, which come here
@@ -314,7 +306,7 @@ class LiveStorages(TorchDispatchMode):
         return made
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        key = _key(storage)
+        key = _address(storage)
         if key in self._shared:
             return
         if key not in self._sizes:
@@ -330,7 +322,7 @@ class LiveStorages(TorchDispatchMode):
 
     @contextmanager
     def tracking(self) -> Generator[None]:
-        """Within this, storages are tracked, also those whose size changes without an op."""
+        """Track storages in the block, also those that are resized without an op."""
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> None:
@@ -341,17 +333,21 @@ class LiveStorages(TorchDispatchMode):
             yield
 
 
-def _key(storage: torch.UntypedStorage) -> int:
-    """The address of a storage in C++: equal for every Python object that stands for the same storage."""
+def _address(storage: torch.UntypedStorage) -> int:
+    """Return the address of a storage in C++, which is equal for all Python objects of the same storage."""
     return storage._cdata  # pyright: ignore[reportPrivateUsage]
 
 
-def made_and_measured(make: Callable[[], Contender], steps: int, device: torch.device) -> Measured:
-    """Make a contender and have it train some steps, the last of which is measured."""
-    return (_by_allocator if device.type == "cuda" else _by_storages)(make, steps)
+def measure_memory(make: Callable[[], Contender], steps: int, device: torch.device) -> MemoryRun:
+    """Create a contender and train some steps, of which the last is measured.
+
+    On a CPU the peak is that of all storages that torch creates, on a GPU that of the allocator. Both count from the
+    creation of the contender on, without buffers of gloo and NCCL.
+    """
+    return (_measure_allocator if device.type == "cuda" else _measure_storages)(make, steps)
 
 
-def _by_storages(make: Callable[[], Contender], steps: int) -> Measured:
+def _measure_storages(make: Callable[[], Contender], steps: int) -> MemoryRun:
     storages = LiveStorages()
     with storages.tracking():
         contender = make()
@@ -361,7 +357,7 @@ def _by_storages(make: Callable[[], Contender], steps: int) -> Measured:
     return contender, losses, storages.peak
 
 
-def _by_allocator(make: Callable[[], Contender], steps: int) -> Measured:
+def _measure_allocator(make: Callable[[], Contender], steps: int) -> MemoryRun:
     base = torch.cuda.memory_allocated()
     contender = make()
     losses = [contender.step() for _ in range(steps - 1)]

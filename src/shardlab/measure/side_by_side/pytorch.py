@@ -1,7 +1,8 @@
-"""PyTorch's data parallelism: DDP, ZeroRedundancyOptimizer and FSDP2, each as its documentation writes it.
+"""PyTorch's parallelisms as their documentation writes them: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor and
+pipelines.
 
-Two options that cost nothing are set where they help: gradients are views of DDP's buckets, and ZeroRedundancyOptimizer
-broadcasts buckets of parameters and not one after the other.
+Options that cost nothing are set if they help. Gradients are views of DDP's buckets, ZeroRedundancyOptimizer broadcasts
+whole buckets of parameters, and tensor parallelism computes queries, keys and values with one matrix.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -45,7 +46,7 @@ from shardlab.measure.side_by_side.contender import (
     gpt_module,
     groups_of,
     loss_of,
-    reported,
+    report_loss,
 )
 from shardlab.measure.side_by_side.results import MICROBATCHES, OPTIMIZER, SEED, Size, StrategyPair
 
@@ -53,12 +54,12 @@ Wrapped = tuple[torch.nn.Module, torch.optim.Optimizer]
 
 
 def ddp(module: GPTModule, ranks: int) -> Wrapped:
-    """Gradients are averaged in buckets while the backward pass goes on."""
+    """Wrap a module in DDP: gradients are averaged in buckets during the backward pass."""
     return DistributedDataParallel(module, gradient_as_bucket_view=True), adamw(_parameters(module), OPTIMIZER)
 
 
 def zero_1(module: GPTModule, ranks: int) -> Wrapped:
-    """DDP, with the optimizer's state dealt to the ranks."""
+    """Wrap a module in DDP, and shard the optimizer's state over the ranks."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch's own use of torch.jit
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -70,12 +71,12 @@ def zero_1(module: GPTModule, ranks: int) -> Wrapped:
 
 
 def fsdp2(module: GPTModule, ranks: int) -> Wrapped:
-    """Each block, and then the rest, is sharded over all ranks."""
+    """Shard each block, and then the rest, over all ranks."""
     return _fully_sharded(module, init_device_mesh(_device(module), (ranks,)))
 
 
 def hsdp(module: GPTModule, ranks: int) -> Wrapped:
-    """Each block is sharded within two halves of the ranks, which are replicas."""
+    """Shard each block within each half of the ranks; the halves are replicas."""
     names = ("dp_replicate", "dp_shard")
     return _fully_sharded(module, init_device_mesh(_device(module), (2, ranks // 2), mesh_dim_names=names))
 
@@ -102,18 +103,11 @@ WRAPPERS: dict[str, Callable[[GPTModule, int], Wrapped]] = {
     "fsdp": fsdp2,
     "hsdp": hsdp,
 }
-"""By the pair's name, what makes a module and its optimizer data-parallel over so many ranks."""
-
-
-# PyTorch's tensor parallelism: DTensor's parallelize_module, as its tutorial writes it, with a loss over slices of
-# the vocabulary.
-#
-# One change makes it faster than the tutorial: queries, keys and values come from one matrix, whose rows are first
-# put in the order in which the ranks have them.
+"""Functions that make a module and its optimizer data-parallel over a number of ranks, by the name of the pair."""
 
 
 class TensorParallelLoop(Loop):
-    """A loop whose logits are cut over the vocabulary."""
+    """Training loop whose logits are split over the vocabulary."""
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         with loss_parallel():
@@ -124,7 +118,9 @@ class TensorParallelLoop(Loop):
 
 
 def tensor_parallel(module: GPTModule, ranks: int) -> torch.optim.Optimizer:
-    """Cut a module over all ranks, in place; the optimizer of what is left of it here."""
+    """Split a module over all ranks in place, as the tutorial of parallelize_module does; return the optimizer of this
+    rank's part.
+    """
     mesh = init_device_mesh(next(module.parameters()).device.type, (ranks,))
     outer: dict[str, ParallelStyle] = {
         "wte": RowwiseParallel(input_layouts=Replicate()),
@@ -143,7 +139,7 @@ def tensor_parallel(module: GPTModule, ranks: int) -> torch.optim.Optimizer:
 
 
 def _cut(block: Block, mesh: DeviceMesh, ranks: int) -> None:
-    """Cut a block's heads and the features inside its MLP."""
+    """Split the heads of a block and the features inside of its MLP."""
     _by_rank(block.attn, ranks)
     block.attn.heads //= ranks
     plan: dict[str, ParallelStyle] = {
@@ -156,23 +152,20 @@ def _cut(block: Block, mesh: DeviceMesh, ranks: int) -> None:
 
 
 def _by_rank(attention: CausalAttention, ranks: int) -> None:
-    """Put the rows for queries, keys and values so that each rank's come one after the other."""
+    """Reorder the rows for queries, keys and values so that those of each rank are consecutive."""
     linear: nn.Linear = attention.c_attn
     with torch.no_grad():
         for tensor in (linear.weight, linear.bias):
             tensor.copy_(tensor.unflatten(0, (3, ranks, -1)).transpose(0, 1).flatten(0, 2).clone())
 
 
-# PyTorch's pipelines: torch.distributed.pipelining's schedules, with the stages that our plan has.
-
-
 ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MORE_STAGES = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zb-v": ScheduleZBVZeroBubble}
-"""Schedules by the pair's name."""
+"""Schedules by the name of the pair."""
 
 
 def stages_of(pair: StrategyPair, size: Size, ranks: int, rank: int) -> dict[int, range]:
-    """The stages of a rank, by number, and the layers of each; where and as our plan has them."""
+    """Return the stages of a rank by number, with the layers of each, as our plan assigns them."""
     plan, layers = pair.plan(ranks), size.model.layers
     bounds = plan.bounds(layers)
     owners = plan.steps(layers, MICROBATCHES).ranks_of_stages
@@ -180,10 +173,10 @@ def stages_of(pair: StrategyPair, size: Size, ranks: int, rank: int) -> dict[int
 
 
 class Pipeline:
-    """One rank of a pipeline of PyTorch's.
+    """Rank of one of PyTorch's pipelines.
 
     Attributes:
-        modules: the rank's stages.
+        modules: stages of the rank.
     """
 
     def __init__(
@@ -213,4 +206,4 @@ class Pipeline:
         self._optimizer.zero_grad()
         self._at += 1
         mean = torch.stack(losses).mean() if self._last else torch.zeros((), device=self._device)
-        return reported(mean, targets.numel() if self._last else 0)
+        return report_loss(mean, targets.numel() if self._last else 0)

@@ -1,4 +1,8 @@
-"""Results of a comparison, in seconds and bytes, and what follows from them."""
+"""Results of a comparison in seconds and bytes, and the pairs that are compared.
+
+`Side` has the timed steps of one side, `Comparison` those of a pair, and `as_json` the whole table. `PAIRS` lists our
+strategies with PyTorch's counterpart, and `SIZES` the models.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,11 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.train.job import Job
 
 LOSSES_AGREE = 1e-4
-"""The most by which losses may differ, relative to them."""
+"""Largest relative difference of losses that counts as equal."""
 
 
 class Spread(NamedTuple):
-    """The median of several figures, and the two between which the middle half of them lies."""
+    """Median of several figures, with the quartiles below and above it."""
 
     low: float
     median: float
@@ -33,12 +37,12 @@ class Spread(NamedTuple):
 
 
 def spread_of(figures: Sequence[float]) -> Spread:
-    """The quartiles of some figures; of one, itself three times."""
+    """Return the quartiles of some figures; of a single one, the figure three times."""
     return Spread(*(quantiles(figures, n=4, method="inclusive") if len(figures) > 1 else [*figures] * 3))
 
 
 class Parts(NamedTuple):
-    """Where the time of a usual step goes, in seconds.
+    """Parts of the time of a typical step, in seconds.
 
     Attributes:
         compute: what the floor's thread has a core for: kernels, and autograd as plain PyTorch calls them.
@@ -53,12 +57,12 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """One side's timed steps.
+    """Timed steps of one side.
 
     Attributes:
-        seconds: of each step, the slowest rank's.
-        computing: for which the thread that trains had a core, the mean over ranks.
-        peak: bytes, the most of any rank.
+        seconds: seconds of each step on the slowest rank.
+        computing: seconds of each step for which the training thread had a core, the mean over ranks.
+        peak: most bytes of any rank.
     """
 
     seconds: list[float]
@@ -66,33 +70,33 @@ class Side:
     peak: int
 
     def parts(self, floor: Side) -> Parts:
-        """Where its time goes, beside a floor's."""
+        """Return the parts of its time, given the lower bound."""
         whole, had, compute = median(self.seconds), median(self.computing), median(floor.computing)
         return Parts(compute, had - compute, max(0.0, whole - had))
 
     def over(self, floor: Side) -> Spread:
-        """Ratios of its steps to the floor's of the same turn."""
+        """Return the ratios of its steps to those of the lower bound in the same turn."""
         return ratios(self, floor)
 
 
 def ratios(side: Side, other: Side) -> Spread:
-    """Ratios of two sides' steps of the same turn: neighbours, so that what slows both of them down cancels."""
+    """Return the ratios of two sides' steps in the same turn: what slows both down cancels."""
     return spread_of([a / b for a, b in zip(side.seconds, other.seconds, strict=True)])
 
 
-def error_of(losses: Sequence[float], others: Sequence[float]) -> float:
-    """The largest difference of two losses, relative to the loss; not a number where one of them is not."""
+def loss_difference(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Return the largest relative difference of two losses; NaN if one of them is NaN."""
     errors = [abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True)]
     return max(errors) if all(error == error for error in errors) else float("nan")
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A pair, compared.
+class Comparison:
+    """Comparison of a pair.
 
     Attributes:
-        ours, theirs, floor: the timed steps of each.
-        our_losses, their_losses: mean loss of every step, those before the timed ones included.
+        ours, theirs, floor: timed steps of both sides and of the lower bound.
+        our_losses, their_losses: mean loss of every step, including warm-up.
     """
 
     ours: Side
@@ -103,26 +107,26 @@ class Compared:
 
     @property
     def loss_error(self) -> float:
-        """The largest difference of two losses, relative to the loss; not a number where one of them is not."""
-        return error_of(self.our_losses, self.their_losses)
+        """Largest relative difference of two losses; NaN if one of them is NaN."""
+        return loss_difference(self.our_losses, self.their_losses)
 
     @property
     def agrees(self) -> bool:
-        """Whether both sides train alike; only then do their times say anything."""
+        """Whether both sides train alike; otherwise their times have no meaning."""
         return self.loss_error <= LOSSES_AGREE
 
     @property
     def ratio(self) -> Spread:
-        """Our time over theirs."""
+        """Ratio of our time to theirs."""
         return ratios(self.ours, self.theirs)
 
     @property
     def memory(self) -> float:
-        """Our peak memory over theirs."""
+        """Ratio of our peak memory to theirs."""
         return self.ours.peak / self.theirs.peak
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, in seconds and bytes."""
+        """Return all figures in seconds and bytes."""
         return {
             "loss_error": self.loss_error,
             "ratio": self.ratio._asdict(),
@@ -141,11 +145,8 @@ class Compared:
         }
 
 
-# The pairs: a strategy of ours, and the part of PyTorch that does the same.
-
-
 Family = Literal["data", "tensor", "pipeline"]
-"""A way to be parallel: `data` deals sequences to the ranks, `tensor` slices of matrices, `pipeline` layers."""
+"""Kind of parallelism: `data` splits sequences over the ranks, `tensor` matrices, `pipeline` layers."""
 
 OPTIMIZER = OptimizerConfig(learning_rate=3e-4, learning_rate_schedule="constant", warmup_steps=0)
 """Fused AdamW on both sides, at one learning rate."""
@@ -157,12 +158,12 @@ SEED = 1
 
 
 class Size(NamedTuple):
-    """A model and its batch.
+    """Model and its batch.
 
     Attributes:
-        name: for a reader.
-        model: what is trained.
-        sequences: of a step, on all ranks together.
+        name: name for a reader.
+        model: the model that is trained.
+        sequences: sequences of a step on all ranks together.
     """
 
     name: str
@@ -188,16 +189,16 @@ SIZES = {
 
 @dataclass(frozen=True)
 class StrategyPair:
-    """A strategy of ours, and PyTorch's.
+    """Strategy of ours, and PyTorch's.
 
     Attributes:
-        name: of our strategy.
-        theirs, api: what does the same in PyTorch, for a reader and in full.
-        family: what is dealt to the ranks.
-        least: ranks with which it differs from another pair.
-        replicas: copies of the optimizer's state, each cut over its ranks (None: every rank has all of its own).
+        name: name of our strategy.
+        theirs, api: name and full path of PyTorch's counterpart.
+        family: kind of parallelism.
+        least: fewest ranks with which it differs from other pairs.
+        replicas: copies of the optimizer's state, each sharded over its ranks (None: every rank has the whole state).
         stages: pipeline stages of each rank.
-        passes: what rewrites our program, by name.
+        passes: passes on our program, by name.
     """
 
     name: str
@@ -210,7 +211,7 @@ class StrategyPair:
     passes: str = "none"
 
     def shards(self, ranks: int) -> int:
-        """Into how many parts the optimizer's state is cut."""
+        """Return the number of parts of the optimizer's state."""
         return 1 if self.replicas is None else ranks // self.replicas
 
     def sized(self, size: Size, ranks: int) -> Size:
@@ -222,7 +223,7 @@ class StrategyPair:
         return size._replace(model=replace(size.model, layers=-(-size.model.layers // stages) * stages))
 
     def job(self, size: Size, ranks: int) -> Job:
-        """Our side: the strategy on the model."""
+        """Return our side: the strategy on the model."""
         counts = {"data": ranks, "tensor": 1, "pipeline": MICROBATCHES}
         microbatches = counts[self.family]
         entry = load(self.name)
@@ -239,13 +240,13 @@ class StrategyPair:
         )
 
     def plan(self, ranks: int) -> Plan:
-        """The plan that our strategy is."""
+        """Return the plan of our strategy."""
         plan = load(self.name).plan
         assert plan is not None, f"{self.name} is a page"
         return plan(ranks)
 
     def why_not(self, size: Size, ranks: int) -> str:
-        """Why the pair cannot be run with this size on so many ranks; nothing if it can."""
+        """Return why the pair cannot run with this size on some ranks; empty if it can."""
         if ranks < self.least:
             return f"two replicas of two shards need {self.least} ranks: give --ranks {self.least}"
         if self.family == "data" and size.sequences % ranks:
@@ -283,8 +284,8 @@ PAIRS = {
 """Every pair, by the name of our strategy."""
 
 
-def pairs_named(names: tuple[str, ...], passes: str = "none") -> list[StrategyPair]:
-    """The pairs of these names; all if there are none.
+def find_pairs(names: tuple[str, ...], passes: str = "none") -> list[StrategyPair]:
+    """Return the pairs with these names, or all pairs.
 
     Args:
         passes: what rewrites our programs, by name.
@@ -297,23 +298,20 @@ def pairs_named(names: tuple[str, ...], passes: str = "none") -> list[StrategyPa
     return [replace(pair, passes=passes) for pair in found]
 
 
-# JSON of a comparison, with all that it takes to make it again.
-
-
 @dataclass(frozen=True)
 class PairRow:
-    """A pair with one size.
+    """Row of the table: a pair with one size.
 
     Attributes:
-        pair, size: which.
-        compared: what was found; None if nothing was.
-        why_not: in that case the reason.
+        pair, size: the pair and the size.
+        compared: the comparison; None if there is none.
+        why_not: reason why there is none.
         failed: whether something went wrong.
     """
 
     pair: StrategyPair
     size: Size
-    compared: Compared | None = None
+    compared: Comparison | None = None
     why_not: str = ""
     failed: bool = False
 

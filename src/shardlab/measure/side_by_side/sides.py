@@ -1,4 +1,9 @@
-"""What takes turns on one rank: PyTorch's side of a pair, ours, and the floor below both."""
+"""The sides of a comparison take turns: PyTorch's, ours, and the lower bound below both.
+
+`compare_rank` compares a strategy with PyTorch, `time_passes_rank` a program before and after each of its passes, and
+`race_rank` several jobs. All of them alternate steps in the same processes, so that what else the machine does slows
+them down alike.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # torch leaves some of its annotations out.
@@ -25,11 +30,11 @@ from shardlab.measure.progress import Race
 from shardlab.measure.side_by_side.contender import (
     Contender,
     DrawnBatches,
-    Floor,
     GPTModule,
     Loop,
+    LowerBound,
     gpt_module,
-    made_and_measured,
+    measure_memory,
 )
 from shardlab.measure.side_by_side.pytorch import WRAPPERS, Pipeline, TensorParallelLoop, stages_of, tensor_parallel
 from shardlab.measure.side_by_side.results import (
@@ -37,12 +42,12 @@ from shardlab.measure.side_by_side.results import (
     MICROBATCHES,
     OPTIMIZER,
     SEED,
-    Compared,
+    Comparison,
     Side,
     Size,
     Spread,
     StrategyPair,
-    error_of,
+    loss_difference,
     spread_of,
 )
 from shardlab.models.tensors.compute import choices
@@ -55,11 +60,11 @@ from shardlab.train.launch.ranks import backend_of
 Make = Callable[[], Contender]
 
 SIDES = ("theirs", "ours", "floor")
-"""What takes turns, in this order."""
+"""Names of the sides, in the order of their turns. "floor" is the lower bound."""
 
 
-def makers(pair: StrategyPair, size: Size, ranks: int, rank: int, device: torch.device) -> Mapping[str, Make]:
-    """What makes each side on this rank, by `SIDES`; all ranks make the same side together."""
+def side_makers(pair: StrategyPair, size: Size, ranks: int, rank: int, device: torch.device) -> Mapping[str, Make]:
+    """Return the functions that create each side on this rank, by `SIDES`. All ranks create the same side together."""
     job = pair.job(size, ranks)
     batches = DrawnBatches(job.micro_batch_size, job.microbatches, size.model.seq_len, size.model.vocab_size)
 
@@ -75,76 +80,73 @@ def makers(pair: StrategyPair, size: Size, ranks: int, rank: int, device: torch.
             return TensorParallelLoop(module, tensor_parallel(module, ranks), batches, 0, device, reports=rank == 0)
         return Loop(*WRAPPERS[pair.name](module, ranks), batches, rank, device)
 
-    return {"theirs": theirs, "ours": ours, "floor": lambda: floor_of(pair, size, ranks, rank, device)}
+    return {"theirs": theirs, "ours": ours, "floor": lambda: lower_bound_of(pair, size, ranks, rank, device)}
 
 
-def floor_of(pair: StrategyPair, size: Size, ranks: int, rank: int, device: torch.device) -> Floor:
-    """A rank's share of the work, with nothing between the ranks."""
+def lower_bound_of(pair: StrategyPair, size: Size, ranks: int, rank: int, device: torch.device) -> LowerBound:
+    """Return a rank's share of the work without communication."""
     model, every = size.model, range(size.model.layers)
     rows = pair.job(size, ranks).micro_batch_size
     if pair.family == "pipeline":
         stages = stages_of(pair, size, ranks, rank).values()
-        return Floor(model, [GPTModule(model, layers).to(device) for layers in stages], rows, MICROBATCHES)
+        return LowerBound(model, [GPTModule(model, layers).to(device) for layers in stages], rows, MICROBATCHES)
     slices = ranks if pair.family == "tensor" else 1
     modules = [GPTModule(model, every, slices).to(device)]
-    return Floor(model, modules, rows, 1, one_in=pair.shards(ranks))
-
-
-# Steps in turns: PyTorch's, ours, the floor, and again, in the same processes.
+    return LowerBound(model, modules, rows, 1, one_in=pair.shards(ranks))
 
 
 WARM_UP = 3
-"""First steps of each side: memory is taken for the first time, connections are made. Memory is of the last."""
+"""First steps of each side, which allocate memory and connect. Peak memory is that of the last one."""
 
 
-def compare_rank(rank: int, device: torch.device, pair: StrategyPair, size: Size, turns: int) -> Compared:
-    """One rank's part of a comparison; every rank gives the same.
+def compare_rank(rank: int, device: torch.device, pair: StrategyPair, size: Size, turns: int) -> Comparison:
+    """Run one rank's part of a comparison. Every rank returns the same.
 
     Args:
         turns: steps of each side that are timed.
     """
     ranks = dist.get_world_size()
-    return compare_sides(makers(pair, size, ranks, rank, device), turns, device)
+    return compare_sides(side_makers(pair, size, ranks, rank, device), turns, device)
 
 
-def compare_sides(makes: Mapping[str, Make], turns: int, device: torch.device) -> Compared:
-    """Make all sides and have them take turns; `makes` has what makes each of `SIDES`."""
-    found, losses = in_turns(makes, [(SIDES[1], SIDES[0], *SIDES[2:]), SIDES], turns, device)
-    return Compared(found["ours"], found["theirs"], found["floor"], *(losses[side] for side in SIDES[1::-1]))
+def compare_sides(makes: Mapping[str, Make], turns: int, device: torch.device) -> Comparison:
+    """Create all sides with the functions in `makes`, by `SIDES`, and let them take turns."""
+    found, losses = take_turns(makes, [(SIDES[1], SIDES[0], *SIDES[2:]), SIDES], turns, device)
+    return Comparison(found["ours"], found["theirs"], found["floor"], *(losses[side] for side in SIDES[1::-1]))
 
 
-def in_turns(
+def take_turns(
     makes: Mapping[str, Make], orders: Sequence[Sequence[str]], turns: int, device: torch.device
 ) -> tuple[dict[str, Side], dict[str, list[float]]]:
-    """Make contenders, let them warm up one after the other, and then take turns.
+    """Create contenders, warm them up one after the other, and let them take turns.
 
     Args:
-        makes: what makes each, by name.
-        orders: in which they train a step, turn about; all ranks have the same.
+        makes: function that creates each, by name.
+        orders: orders in which they train a step, used in turn; the same on all ranks.
         turns: steps of each that are timed.
 
     Returns:
         The timed steps of each, and the mean loss of every step, those before the timed ones included.
     """
     with choices({}):
-        return _in_turns(makes, orders, turns, device)
+        return _take_turns(makes, orders, turns, device)
 
 
-def _in_turns(
+def _take_turns(
     makes: Mapping[str, Make], orders: Sequence[Sequence[str]], turns: int, device: torch.device
 ) -> tuple[dict[str, Side], dict[str, list[float]]]:
     contenders: dict[str, Contender] = {}
     losses: dict[str, list[Tensor]] = {}
     peaks: dict[str, int] = {}
     for side, make in makes.items():
-        contenders[side], losses[side], peaks[side] = made_and_measured(make, WARM_UP, device)
+        contenders[side], losses[side], peaks[side] = measure_memory(make, WARM_UP, device)
     choose_products(device)
     seconds: dict[str, list[float]] = {side: [] for side in makes}
     computing: dict[str, list[float]] = {side: [] for side in makes}
     gc.collect()
     for turn in range(turns):
         for side in orders[turn % len(orders)]:
-            loss, took, computed = _timed(contenders[side], device)
+            loss, took, computed = _time_step(contenders[side], device)
             losses[side].append(loss)
             seconds[side].append(took)
             computing[side].append(computed)
@@ -163,11 +165,11 @@ def _in_turns(
         )
         for side in makes
     }
-    return found, {side: _means(losses[side]) for side in makes}
+    return found, {side: _mean_losses(losses[side]) for side in makes}
 
 
-def _timed(contender: Contender, device: torch.device) -> tuple[Tensor, float, float]:
-    """One step: its loss, its seconds, and those for which this thread had a core."""
+def _time_step(contender: Contender, device: torch.device) -> tuple[Tensor, float, float]:
+    """Run one step; return its loss, its seconds, and the seconds for which this thread had a core."""
     dist.barrier()
     began, had = time.perf_counter(), time.thread_time()
     loss = contender.step()
@@ -176,23 +178,20 @@ def _timed(contender: Contender, device: torch.device) -> tuple[Tensor, float, f
     return loss, max(TICK, time.perf_counter() - began), time.thread_time() - had
 
 
-def _means(losses: Sequence[Tensor]) -> list[float]:
-    """Mean loss of each step over the tokens of all ranks."""
+def _mean_losses(losses: Sequence[Tensor]) -> list[float]:
+    """Return the mean loss of each step over the tokens of all ranks."""
     total = torch.stack([*losses])
     dist.all_reduce(total)
     return (total[:, 0] / total[:, 1]).tolist()
 
 
-# Our program as it is written and after each of its passes, step by step in turns, in the same processes.
-
-
 @dataclass(frozen=True)
 class PassTurns:
-    """The timed steps of a program as it was written, and as each pass left it.
+    """Timed steps of a program as it was written, and after each of its passes.
 
     Attributes:
-        sides: of each.
-        losses: of each, the mean loss of every step, those before the timed ones included.
+        sides: timed steps of each variant.
+        losses: mean loss of every step of each variant, including warm-up.
     """
 
     sides: list[Side]
@@ -200,51 +199,53 @@ class PassTurns:
 
     @property
     def loss_error(self) -> float:
-        """The largest difference of a loss from that of the program as it was written, relative to it."""
-        return max(error_of(each, self.losses[0]) for each in self.losses)
+        """Largest relative difference of a loss from that of the program as it was written."""
+        return max(loss_difference(each, self.losses[0]) for each in self.losses)
 
     @property
     def agrees(self) -> bool:
-        """Whether all of them train alike; only then do their times say anything."""
+        """Whether all variants train alike; otherwise their times have no meaning."""
         return self.loss_error <= LOSSES_AGREE
 
     @property
     def gains(self) -> list[Spread]:
-        """By what share of a step each pass made it shorter than the one beside it, before the pass."""
+        """Share of a step that each pass saved, against the variant before it in the same turn."""
         return [gain(after, before) for before, after in pairwise(self.sides)]
 
     @property
     def gain(self) -> Spread:
-        """That of all passes together."""
+        """Share of a step that all passes together saved."""
         return gain(self.sides[-1], self.sides[0])
 
 
 def gain(after: Side, before: Side) -> Spread:
-    """By what share one side's steps are shorter than another's of the same turn."""
+    """Return the share by which one side's steps are shorter than another's in the same turn."""
     return spread_of([1 - a / b for a, b in zip(after.seconds, before.seconds, strict=True)])
 
 
 def time_passes_rank(
     rank: int, device: torch.device, pair: StrategyPair, size: Size, passes: Sequence[str], turns: int
 ) -> PassTurns:
-    """One rank's part of timing a pair's program; every rank gives the same.
+    """Run one rank's part of timing the passes of a pair's program. Every rank returns the same.
 
     Args:
-        passes: for each variant, first as it is written, what rewrites it.
-        turns: steps of each that are timed.
+        rank: number of the rank.
+        device: device of the rank.
+        pair: the strategy, and PyTorch's.
+        size: the model and its batch.
+        passes: passes of each variant; the first is the program as it is written.
+        turns: timed steps of each.
     """
     ranks = dist.get_world_size()
-    makes = {each: makers(replace(pair, passes=each), size, ranks, rank, device)["ours"] for each in passes}
+    makes = {each: side_makers(replace(pair, passes=each), size, ranks, rank, device)["ours"] for each in passes}
     orders = [passes, passes[::-1]]
-    sides, losses = in_turns(makes, orders, turns, device)
+    sides, losses = take_turns(makes, orders, turns, device)
     return PassTurns([sides[each] for each in passes], [losses[each] for each in passes])
 
 
-# A rank's part of a race: its jobs' steps, by turns.
-
-
 def race_rank(rank: int, device: torch.device, jobs: Sequence[Job], turns: Race) -> list[float]:
-    """Seconds of a step of every job: the median over rounds of its slowest rank's. Every rank gives the same.
+    """Return the seconds of a step of every job: the median over rounds of its slowest rank's. Every rank returns the
+    same.
 
     In a round each job takes a step to warm up and one that counts, so that what else the machine does slows all of
     them alike; every other round goes the other way. All jobs' weights are there at the same time.

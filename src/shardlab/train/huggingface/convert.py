@@ -1,4 +1,8 @@
-"""Weights of one folder written into another, in a run's form or Hugging Face's."""
+"""Conversion of a folder of weights into the other format: a run's, or Hugging Face's.
+
+`convert_weights` first lists the tensors of the new folder (`_plan`), and then reads and writes them file by file, so
+that memory holds only one file. Every number stays as it is.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # safetensors leaves its annotations out.
@@ -25,24 +29,24 @@ from shardlab.common.files import whole_folder, write_whole
 from shardlab.models import Parameter
 from shardlab.models.named import SHARD_BYTES, SINGLE, index_of, index_text, name_of, shards_of
 from shardlab.models.tensors.weights import reason
-from shardlab.train.huggingface.families import GPT2, Part, config_of, family_of, own_parts
+from shardlab.train.huggingface.families import GPT2, Part, family_of, run_parts, write_config
 from shardlab.train.huggingface.sources import CONFIG, RUN, WEIGHTS, Form, Source, parameters_of
 
-BESIDE = (
+COMPANIONS = (
     *("tokenizer*", "chat_template*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("generation_config.json", "vocabulary.json", "vocab.bpe", "encoder.json", "*.tiktoken", "*.model"),
 )
-"""Files beside the weights that are copied as they are: of Hugging Face's folders, and a run's own tokenizers."""
+"""Files beside the weights that are copied: those of Hugging Face's folders, and the tokenizers of runs."""
 
 
-class Planned(NamedTuple):
-    """A tensor that will be written.
+class OutputTensor(NamedTuple):
+    """Tensor that will be written.
 
     Attributes:
-        name: in the new file.
-        numel: its elements.
-        dtype: its numbers.
-        make: reads it from the source.
+        name: its name in the new file.
+        numel: number of its elements.
+        dtype: data type of its elements.
+        make: function that reads it from the source.
     """
 
     name: str
@@ -52,19 +56,19 @@ class Planned(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written.
+    """Result of a conversion.
 
     Attributes:
-        folder, form: where, and how.
-        model: the kind of model.
-        parameters: elements of its tensors, zeros for biases that it has not included.
-        tensors: how many.
+        folder, form: the new folder, and its format.
+        model: kind of the model.
+        parameters: elements of all tensors, including zeros for biases that the model does not have.
+        tensors: number of tensors.
         files: names of all files.
     """
 
@@ -76,11 +80,11 @@ class Converted:
     files: list[str]
 
 
-Follow = Callable[[list[Planned]], Iterable[Planned]]
-"""Passes tensors on one by one, and shows how far it is."""
+Track = Callable[[list[OutputTensor]], Iterable[OutputTensor]]
+"""Iterator over the tensors that also shows progress."""
 
 
-def converted(
+def convert_weights(
     source: Source,
     out: Path,
     form: Form,
@@ -88,23 +92,23 @@ def converted(
     shard_bytes: int = SHARD_BYTES,
     beside: Mapping[str, bytes] | None = None,
     special: Mapping[str, int] | None = None,
-    follow: Follow = iter,
+    follow: Track = iter,
 ) -> Converted:
-    """Write a source's weights into a new folder, which appears whole or not at all; every number stays as it is.
+    """Write the weights of a source into a new folder, which appears whole or not at all.
 
     Args:
         source: the weights.
-        out: the folder, not there yet.
-        form: how they are written.
-        shard_bytes: of a file; if there are more, an index is written beside them.
-        beside: further files, by name, such as a tokenizer's; those that lie beside the source's weights prevail.
-        special: special tokens such as eos_token_id, for a config.json that does not say them.
-        follow: sees the tensors go by.
+        out: the new folder.
+        form: format of the new folder.
+        shard_bytes: most bytes of a file. If there are several files, an index is written beside them.
+        beside: further files by name, such as a tokenizer's. Files beside the source's weights take precedence.
+        special: special tokens such as eos_token_id, for a config.json that lacks them.
+        follow: wraps the iterator over the tensors, to show progress.
 
     Raises:
-        UserError: when the other form cannot say the model, or the folder cannot be written.
+        UserError: if the format cannot express the model, or the folder cannot be written.
     """
-    planned = _planned(source, form)
+    planned = _plan(source, form)
     try:
         with whole_folder(out) as part:
             if (free := shutil.disk_usage(part).free) < (needed := sum(each.nbytes for each in planned)):
@@ -116,10 +120,10 @@ def converted(
             if files[0] != single:
                 index = dict(zip((each.name for each in planned), files, strict=True))
                 write_whole(index_of(part / single), index_text(index, needed))
-            _describe(source, form, part, {each.dtype for each in planned}, special or {})
+            _write_config(source, form, part, {each.dtype for each in planned}, special or {})
             for name, content in (beside or {}).items():
                 (part / name).write_bytes(content)
-            for path in sorted({path for pattern in BESIDE for path in source.folder.glob(pattern)}):
+            for path in sorted({path for pattern in COMPANIONS for path in source.folder.glob(pattern)}):
                 if path.is_file():
                     shutil.copyfile(path, part / path.name)
             written = sorted(path.name for path in part.iterdir())
@@ -131,39 +135,41 @@ def converted(
     return Converted(str(out), form, name_of(type(source.model)), count, len(planned), written)
 
 
-def _planned(source: Source, form: Form) -> list[Planned]:
-    """The tensors of the new folder."""
+def _plan(source: Source, form: Form) -> list[OutputTensor]:
+    """List the tensors of the new folder."""
     if form == "shardlab":
         return [
-            Planned(f"layers.{block}.{p.name}", p.numel, source.dtype(block, p), partial(_whole, source, block, p))
+            OutputTensor(
+                f"layers.{block}.{p.name}", p.numel, source.dtype(block, p), partial(_read_whole, source, block, p)
+            )
             for block, p in source.parameters()
         ]
     family, model = family_of(source.model, str(source.folder))
     there = {(block, parameter.name) for block, parameter in source.parameters()}
     default = source.dtype(*next(source.parameters()))
-    planned: list[Planned] = []
+    planned: list[OutputTensor] = []
     for block, parameter in parameters_of(replace(model, bias=True) if family is GPT2 else model):
         own = (block, parameter.name) in there
         dtype = source.dtype(block, parameter) if own else default
         for matrix, parts in enumerate(family.naming.parts(model, block, parameter)):
             for part in parts:
-                read = partial(_part, source, block, parameter, matrix, part)
+                read = partial(_read_part, source, block, parameter, matrix, part)
                 make = read if own else partial(torch.zeros, part.shape, dtype=dtype)
-                planned.append(Planned(part.name, math.prod(part.shape), dtype, make))
+                planned.append(OutputTensor(part.name, math.prod(part.shape), dtype, make))
     return planned
 
 
-def _whole(source: Source, block: int, parameter: Parameter) -> Tensor:
-    """A parameter, in our form."""
+def _read_whole(source: Source, block: int, parameter: Parameter) -> Tensor:
+    """Read a parameter as a run stores it."""
     matrices = [
         source.read(block, parameter, matrix, torch.arange(part.rows), torch.arange(part.columns))
-        for matrix, (part,) in enumerate(own_parts(block, parameter))
+        for matrix, (part,) in enumerate(run_parts(block, parameter))
     ]
     return torch.stack(matrices).view(parameter.shape)
 
 
-def _part(source: Source, block: int, parameter: Parameter, matrix: int, part: Part) -> Tensor:
-    """A tensor of Hugging Face's, in its form."""
+def _read_part(source: Source, block: int, parameter: Parameter, matrix: int, part: Part) -> Tensor:
+    """Read a parameter's part as Hugging Face stores it."""
     rows = torch.arange(part.rows)
     ours = source.read(block, parameter, matrix, part.start + rows, torch.arange(part.columns))
     theirs = torch.empty_like(ours)
@@ -173,8 +179,10 @@ def _part(source: Source, block: int, parameter: Parameter, matrix: int, part: P
     return theirs.t().contiguous() if part.transposed else theirs
 
 
-def _describe(source: Source, form: Form, folder: Path, dtypes: set[torch.dtype], special: Mapping[str, int]) -> None:
-    """Write what model the weights are of; fields of config.json that ours have no word for come along."""
+def _write_config(
+    source: Source, form: Form, folder: Path, dtypes: set[torch.dtype], special: Mapping[str, int]
+) -> None:
+    """Write the description of the model. Fields of config.json that have no equivalent in a run are kept."""
     if form == "shardlab":
         model = source.model
         record = {"model": {"kind": name_of(type(model)), **asdict(model)}, "converted_from": str(source.folder)}
@@ -182,7 +190,7 @@ def _describe(source: Source, form: Form, folder: Path, dtypes: set[torch.dtype]
         return
     family, model = family_of(source.model, str(source.folder))
     kept: dict[str, Any] = dict(source.config) if source.config.get("model_type") == family.model_type else {}
-    config = config_of(family, model)
+    config = write_config(family, model)
     for name in ("rope_parameters", "dtype", "transformers_version"):  # said in other words below, or no longer true
         kept.pop(name, None)
     for name in ("bos_token_id", "eos_token_id", "architectures"):

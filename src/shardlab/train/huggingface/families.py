@@ -1,4 +1,10 @@
-"""A model from Hugging Face's config.json, and a config.json from a model; what one of them cannot say is refused."""
+"""Families of models that Hugging Face's transformers also has: GPT-2, Llama and Mixtral.
+
+A `Family` lists the fields of config.json and the names of tensors. `read_model` reads a config.json, and
+`write_config` writes one. What the other side cannot express is refused, with every field that differs. `Naming.parts`
+tells in which tensors of a file the rows of a parameter lie: a parameter is a matrix (rows, columns), a vector has one
+column, and each expert of a mixture has a matrix.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +25,11 @@ SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 """Fields of Llama 3.1's rotary positions, in the order of `RopeScaling`."""
 
 
-def model_of(config: Mapping[str, Any], source: str) -> tuple[Family, GPT]:
-    """The model that a config.json describes.
+def read_model(config: Mapping[str, Any], source: str) -> tuple[Family, GPT]:
+    """Return the family and the model that a config.json describes.
 
     Raises:
-        UserError: when Shardlab has no such model: every field that differs is named.
+        UserError: if Shardlab has no such model, with every field that differs.
     """
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
@@ -33,7 +39,7 @@ def model_of(config: Mapping[str, Any], source: str) -> tuple[Family, GPT]:
     wrong: list[str] = []
     for field in family.fields:
         value = config.get(field.theirs, field.default)
-        if value is WANTED:
+        if value is REQUIRED:
             wrong.append(f"{field.theirs} is missing")
             continue
         if field.words and not (isinstance(value, str) and value in field.words):
@@ -53,19 +59,19 @@ def model_of(config: Mapping[str, Any], source: str) -> tuple[Family, GPT]:
     ]
     if family.rope_theta is not None:
         written |= _rope(config, family.rope_theta, wrong)
-        wrong += _of_attention(config)
+        wrong += _check_attention(config)
     if wrong:
         raise UserError(
             f"{source} is of another architecture than Shardlab's {type(family.base).__name__}: {'; '.join(wrong)}"
         )
     model = with_written(family.base, written, source)
     assert isinstance(model, GPT)
-    _want_weighted(model, source)
+    _check_experts(model, source)
     return family, model
 
 
 def _rope(config: Mapping[str, Any], theta: float, wrong: list[str]) -> dict[str, Any]:
-    """Our fields of rotary positions; newer files have all theirs together, older ones the base apart."""
+    """Return our fields of rotary positions. Newer files have all of theirs in one table, older ones the base apart."""
     rope: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         wrong.append(f"rope_scaling is {rope!r}, not a table")
@@ -82,8 +88,8 @@ def _rope(config: Mapping[str, Any], theta: float, wrong: list[str]) -> dict[str
     return found
 
 
-def _of_attention(config: Mapping[str, Any]) -> list[str]:
-    """What differs in fields whose only value follows from others."""
+def _check_attention(config: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with fields whose only valid value follows from other fields."""
     wrong: list[str] = []
     width, heads, window = (config.get(name) for name in ("hidden_size", "num_attention_heads", "sliding_window"))
     if isinstance(width, int) and isinstance(heads, int) and heads > 0:
@@ -96,7 +102,7 @@ def _of_attention(config: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
-def _want_weighted(model: GPT, source: str) -> None:
+def _check_experts(model: GPT, source: str) -> None:
     if isinstance(model, MoE) and model.top_k == 1:
         raise UserError(
             f"{source}: with one expert for a token (num_experts_per_tok, our top_k), Mixtral takes its result as it "
@@ -105,10 +111,10 @@ def _want_weighted(model: GPT, source: str) -> None:
 
 
 def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:
-    """The family that a model belongs to, and the model.
+    """Return the family of a model, and the model.
 
     Raises:
-        UserError: when it belongs to none: what differs is named.
+        UserError: if it belongs to none, with what differs.
     """
     if type(model) not in (GPT, MoE, Llama, Mixtral):
         raise UserError(
@@ -129,12 +135,12 @@ def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:
         wrong.append("positions are learned (rope_theta is None), not rotary")
     if wrong:
         raise UserError(f"{source}: Hugging Face's {family.model_type} cannot say this model: {'; '.join(wrong)}")
-    _want_weighted(model, source)
+    _check_experts(model, source)
     return family, model
 
 
-def config_of(family: Family, model: GPT) -> dict[str, Any]:
-    """The config.json of a model of this family; dropout is written where the family has it in every place."""
+def write_config(family: Family, model: GPT) -> dict[str, Any]:
+    """Return the config.json of a model of this family."""
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for field in family.fields:
         value: Any = getattr(model, field.ours)
@@ -142,7 +148,7 @@ def config_of(family: Family, model: GPT) -> dict[str, Any]:
             value = NAMES_OF_GELUS[value]
         if field.ours == "kv_heads":
             value = model.kv_heads or model.heads
-        if field.ours == "ffn_hidden_size" and field.default is WANTED:
+        if field.ours == "ffn_hidden_size" and field.default is REQUIRED:
             value = model.hidden
         if field.theirs == "bias" and value:  # which transformers does not know
             continue
@@ -161,24 +167,18 @@ def _listed(names: Any, last: str = "and") -> str:
     return f"{', '.join(most)} {last} {end}" if most else str(end)
 
 
-# Where each parameter of a model lies in the tensors of a file.
-#
-# A parameter is a matrix (rows, columns); a vector is one of a single column, and a mixture's experts have one each.
-# Its rows lie in one or more tensors: a fused query, key and value projection of ours is three tensors elsewhere.
-
-
 class Part(NamedTuple):
-    """Rows `start` to `start + rows` of a parameter's matrix, as one tensor of a file has them.
+    """Rows `start` to `start + rows` of a parameter's matrix, as one tensor of a file stores them.
 
     Attributes:
-        name: of the tensor.
-        start, rows: of our matrix.
-        columns: of our matrix.
-        expert: the number of the matrix in a tensor of several (None: the tensor is this matrix alone).
-        vector: whether the tensor has one dim.
+        name: name of the tensor.
+        start, rows: range of rows of our matrix.
+        columns: columns of our matrix.
+        expert: index of the matrix in a tensor of several (None: the tensor is this matrix alone).
+        vector: whether the tensor has one dimension.
         transposed: whether the tensor is (columns, rows).
-        head_size: features of a head whose rotary pairs (2i, 2i + 1) the tensor has as (i, i + head_size / 2); 0: no
-            rotary features, or as ours.
+        head_size: features of a head whose rotary pairs (2i, 2i + 1) the tensor stores as (i, i + head_size / 2); 0: no
+            rotary features, or stored as ours.
     """
 
     name: str
@@ -198,7 +198,7 @@ class Part(NamedTuple):
         return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
 
     def theirs(self, rows: Tensor) -> Tensor:
-        """The tensor's rows for some rows of ours, both counted from the part's first.
+        """Return the rows of the tensor for some rows of ours, both counted from the part's first row.
 
         >>> import torch
         >>> Part("q", 0, 8, 4, head_size=4).theirs(torch.arange(8)).tolist()
@@ -212,13 +212,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Naming:
-    """How a family of models names and lays out its tensors.
+    """Names and layouts of a family's tensors.
 
     Attributes:
-        tensors: for each parameter of ours without "weight" or "bias", the tensors that have its sections, in order;
+        tensors: for each parameter of ours, without "weight" or "bias", the tensors with its sections, in order;
             {block} and {expert} stand for numbers.
-        transposed: parameters of ours whose tensors are (inputs, outputs), GPT-2's Conv1D.
-        rotary: parts of tensors' names whose heads have their rotary pairs in two halves.
+        transposed: parameters of ours whose tensors are (inputs, outputs), as in GPT-2's Conv1D.
+        rotary: parts of tensors' names whose heads store their rotary pairs in two halves.
     """
 
     tensors: Mapping[str, Sequence[str]]
@@ -226,7 +226,7 @@ class Naming:
     rotary: frozenset[str] = frozenset()
 
     def parts(self, model: GPT, block: int, parameter: Parameter) -> list[list[Part]]:
-        """For each matrix of a parameter, the parts that it lies in."""
+        """Return the parts in which each matrix of a parameter lies."""
         stem, _, end = parameter.name.rpartition(".")
         names, (experts, rows, columns) = self.tensors[stem], matrix_of(parameter)
         lengths = parameter.sections if len(names) > 1 else (rows,)
@@ -247,8 +247,8 @@ class Naming:
         ]  # fmt: skip
 
 
-def own_parts(block: int, parameter: Parameter) -> list[list[Part]]:
-    """For each matrix of a parameter, where it lies in the weights that a run has written."""
+def run_parts(block: int, parameter: Parameter) -> list[list[Part]]:
+    """Return the parts of each matrix of a parameter in the weights of a run."""
     name, (experts, rows, columns) = f"layers.{block}.{parameter.name}", matrix_of(parameter)
     several = len(parameter.shape) == 3
     return [
@@ -257,50 +257,47 @@ def own_parts(block: int, parameter: Parameter) -> list[list[Part]]:
     ]
 
 
-# The families of models that Hugging Face's transformers has as well: their fields and the names of their tensors.
-
-
-WANTED = object()
-"""In place of a default: a configuration must have the field."""
+REQUIRED = object()
+"""Default of a field that a configuration must have."""
 
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "squared_relu"}
-"""Activations by their names in transformers; of two names for one, the first is written."""
+"""Activations by their names in transformers. If one has two names, the first is written."""
 
 NAMES_OF_GELUS = {ours: theirs for theirs, ours in reversed(GELUS.items())}
 """Names of activations in transformers, by ours."""
 
 
 class ConfigField(NamedTuple):
-    """A field of a config.json, and the field of a model that says the same.
+    """Field of a config.json, with the equivalent field of a model.
 
     Attributes:
-        theirs, ours: its names.
-        default: what holds where config.json leaves it out.
-        like: other fields that must say the same.
-        words: their words for our values.
+        theirs, ours: names of the two fields.
+        default: value if config.json lacks the field.
+        like: other fields of config.json that must have the same value.
+        words: our values by theirs.
     """
 
     theirs: str
     ours: str
-    default: Any = WANTED
+    default: Any = REQUIRED
     like: tuple[str, ...] = ()
     words: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models.
+    """Family of models.
 
     Attributes:
-        model_type, architecture: its names in config.json.
-        base: our model, whose fields config.json's change.
-        prefix: what the names of tensors begin with, unless the head was left out when they were saved.
-        fields: of config.json.
-        fixed: fields that must have one value, which is the default as well.
-        wants: fields of our models that must have one value, and that config.json does not say.
-        naming: of the tensors.
-        rope_theta: the default base of rotary positions (None: positions are learned).
-        ignored: ends of the names of tensors that are not read.
+        model_type, architecture: names of the family in config.json.
+        base: model of ours whose fields a config.json replaces.
+        prefix: prefix of the names of tensors, which is missing if they were saved without the head.
+        fields: fields of config.json.
+        fixed: fields of config.json that must have one value, which is their default as well.
+        wants: fields of our model that must have one value, and that config.json does not have.
+        naming: names of the tensors.
+        rope_theta: default base of rotary positions (None: positions are learned).
+        ignored: endings of the names of tensors that are not read.
     """
 
     model_type: str
@@ -372,7 +369,7 @@ _ATTENTION = {
     "attn.c_proj": ["model.layers.{block}.self_attn.o_proj"],
 }
 
-_TURNED = frozenset({"q_proj", "k_proj"})
+_ROTARY = frozenset({"q_proj", "k_proj"})
 
 LLAMA = Family(
     "llama",
@@ -392,7 +389,7 @@ LLAMA = Family(
             "mlp.c_fc": ["model.layers.{block}.mlp.gate_proj", "model.layers.{block}.mlp.up_proj"],
             "mlp.c_proj": ["model.layers.{block}.mlp.down_proj"],
         },
-        rotary=_TURNED,
+        rotary=_ROTARY,
     ),
     10_000.0,
     (".rotary_emb.inv_freq",),
@@ -421,11 +418,11 @@ MIXTRAL = Family(
             "mlp.experts.c_fc": [f"{_EXPERT}.w1", f"{_EXPERT}.w3"],
             "mlp.experts.c_proj": [f"{_EXPERT}.w2"],
         },
-        rotary=_TURNED,
+        rotary=_ROTARY,
     ),
     1_000_000.0,
     (".rotary_emb.inv_freq",),
 )
 
 FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MIXTRAL)}
-"""By the name in config.json."""
+"""Families by their names in config.json."""

@@ -1,4 +1,8 @@
-"""A folder with a model's weights, in a run's form or in Hugging Face's, of which any rows can be read."""
+"""Folders with the weights of a model, in a run's or in Hugging Face's format, of which any rows can be read.
+
+`open_source` recognizes the format and checks the names and shapes of all tensors, but reads none. `initial_from`
+returns the function with which each rank of a training reads only the first weights that it holds.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +24,19 @@ from shardlab.models.named import ENDING, SINGLE, find_model, weights_at, with_w
 from shardlab.models.tensors import Initial
 from shardlab.models.tensors.weights import TensorFiles, files_of, read_range
 from shardlab.train.checkpoint import STATE, WEIGHTS_KIND, Checkpoint, CheckpointTensors
-from shardlab.train.huggingface.families import Part, model_of, own_parts
-
-# The weights of a checkpoint, as parameters of the whole model.
+from shardlab.train.huggingface.families import Part, read_model, run_parts
 
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """A checkpoint with weights.
+    """Checkpoint with weights.
 
     Attributes:
-        folder: where it is.
-        model: whose weights.
+        folder: path of the checkpoint.
+        model: model of the weights.
         tensors: the weights.
-        form: as a run has them.
-        config: of Hugging Face's form; there is none.
+        form: format of the weights, that of a run.
+        config: config.json; a checkpoint has none.
     """
 
     folder: Path
@@ -44,52 +46,52 @@ class CheckpointSource:
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def dtype(self, block: int, parameter: Parameter) -> torch.dtype:
-        """The numbers that a parameter is in."""
+        """Return the data type of a parameter."""
         return self.tensors.dtype(block, parameter)
 
     def read(self, block: int, parameter: Parameter, matrix: int, rows: Tensor, columns: Tensor) -> Tensor:
-        """Some rows and columns of a parameter's matrix, as `WeightSource.read`."""
+        """Read some rows and columns of a parameter's matrix, as `WeightSource.read`."""
         return self.tensors.read(block, parameter, matrix, rows, columns)
 
     def parameters(self) -> Iterator[tuple[int, Parameter]]:
-        """Every parameter, with its block."""
+        """Yield every parameter with its block."""
         return parameters_of(self.model)
 
 
 def parameters_of(model: Blocks) -> Iterator[tuple[int, Parameter]]:
-    """Every parameter of a model, with its block, in the order of blocks."""
+    """Yield every parameter of a model with its block, in the order of blocks."""
     for block in range(model.layers):
         for parameter in model.layout(block).parameters:
             yield block, parameter
 
 
 Form = Literal["hf", "shardlab"]
-"""How a folder has its weights: as transformers has them, or as a run of ours."""
+"""Format of the weights in a folder: that of transformers, or that of a run."""
 
 RUN, WEIGHTS, CONFIG = "run.json", "weights.safetensors", "config.json"
 
 EMBEDDING, HEAD = "wte.weight", "lm_head.weight"
-"""The token embedding, by our name, and a head of its own, as files have it."""
+"""Names of the token embedding in our models, and of an untied head in files."""
 
 COMPARED = 1 << 24
-"""Elements of two matrices that are compared at once."""
+"""Elements of two matrices that are compared in one piece."""
 
 Parts = Callable[[int, Parameter], list[list[Part]]]
-"""For each matrix of a block's parameter, the parts that it lies in."""
+"""Function that returns the parts of each matrix of a block's parameter."""
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A folder with weights.
+    """Folder with weights.
 
     Attributes:
-        folder: where it is.
-        form: how it has them.
-        model: whose weights.
-        tensors: of its files.
-        parts: where each parameter lies in them.
-        prefix: what names in the files lack, where they were saved without the head.
-        config: its config.json, or the one that it was made from.
+        folder: path of the folder.
+        form: format of the weights.
+        model: model of the weights.
+        tensors: tensors of the files.
+        parts: function that returns where each parameter lies in them.
+        prefix: prefix that the names in the files lack, because they were saved without the head.
+        config: the config.json of the weights, or of those from which they were converted.
     """
 
     folder: Path
@@ -101,11 +103,11 @@ class WeightSource:
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def name(self, part: Part) -> str:
-        """The name of a part's tensor in the files."""
+        """Return the name of a part's tensor in the files."""
         return part.name.removeprefix(self.prefix)
 
     def dtype(self, block: int, parameter: Parameter) -> torch.dtype:
-        """The numbers that a parameter is in, the wider ones where its parts differ."""
+        """Return the data type of a parameter: the widest one of its parts."""
         found = [self.tensors.dtype(self.name(part)) for parts in self.parts(block, parameter) for part in parts]
         wide = found[0]
         for each in found[1:]:
@@ -113,13 +115,13 @@ class WeightSource:
         return wide
 
     def read(self, block: int, parameter: Parameter, matrix: int, rows: Tensor, columns: Tensor) -> Tensor:
-        """Some rows and columns of a parameter's matrix, (rows, columns); hardly anything else is read.
+        """Read some rows and columns of a parameter's matrix, (rows, columns). Hardly anything else is read.
 
         Args:
-            block: that holds the parameter.
-            matrix: the number of the expert, or 0.
-            rows: numbers, ascending.
-            columns: numbers that follow one another.
+            block: block of the parameter.
+            matrix: index of the expert, or 0.
+            rows: indices, ascending.
+            columns: consecutive indices.
         """
         found: list[Tensor] = []
         for part in self.parts(block, parameter)[matrix]:
@@ -129,9 +131,9 @@ class WeightSource:
         return torch.cat(found) if found else torch.empty(0, len(columns))
 
     def _read(self, part: Part, rows: Tensor, columns: Tensor) -> Tensor:
-        """A run of a part's rows; those of rotary heads lie in another order, in which the heads are read."""
+        """Read consecutive rows of a part. Rows of rotary heads lie in another order, so whole heads are read."""
         name, theirs = self.name(part), part.theirs(rows)
-        first, across = int(theirs.min()), _span(columns)
+        first, across = int(theirs.min()), _slice(columns)
         down = slice(first, int(theirs.max()) + 1)
         if part.vector:
             found = self.tensors.read(name, down)[:, None]
@@ -144,14 +146,14 @@ class WeightSource:
         return found[theirs - first] if part.head_size else found
 
     def parameters(self) -> Iterator[tuple[int, Parameter]]:
-        """Every parameter, with its block."""
+        """Yield every parameter with its block."""
         return parameters_of(self.model)
 
     def check(self, ignored: tuple[str, ...] = ()) -> WeightSource:
-        """See to it that the files have every tensor of the model in its shape, and no other.
+        """Require that the files have every tensor of the model in its shape, and no other.
 
         Raises:
-            UserError: naming what is missing, has another shape, or is too much.
+            UserError: with what is missing, has another shape, or is superfluous.
         """
         wanted: dict[str, tuple[int, ...]] = {}
         for block, parameter in self.parameters():
@@ -162,13 +164,13 @@ class WeightSource:
         there = self.tensors.names
         if missing := sorted(wanted.keys() - there):
             raise UserError(
-                f"{self.folder} lacks {counted(len(missing), 'tensor')} of its model's {len(wanted)}: {_first(missing)}"
+                f"{self.folder} lacks {counted(len(missing), 'tensor')} of its model's {len(wanted)}: {_some(missing)}"
             )
         for name, shape in wanted.items():
             self.tensors.dtype(name)
             if (given := self.tensors.shape(name)) != shape:
                 raise UserError(
-                    f"{self.folder}: {name} is {_by(given)}, but the model's fields make it {_by(shape)}; "
+                    f"{self.folder}: {name} is {_dims(given)}, but the model's fields make it {_dims(shape)}; "
                     "its configuration is not that of these weights"
                 )
         extra = sorted(name for name in there - wanted.keys() if not name.endswith(ignored))
@@ -179,15 +181,15 @@ class WeightSource:
             self._want_tied()
         if extra:
             raise UserError(
-                f"{self.folder} has {counted(len(extra), 'tensor')} that its model has no place for: {_first(extra)}"
+                f"{self.folder} has {counted(len(extra), 'tensor')} that its model has no place for: {_some(extra)}"
             )
         return self
 
     def _want_tied(self) -> None:
-        """Refuse a stored head that is not the embedding, to which it is tied.
+        """Refuse a stored head that differs from the embedding to which it is tied.
 
         Raises:
-            UserError: saying how to take either of them.
+            UserError: with the remedy for each case.
         """
         ((embedding,),) = next(self.parts(block, each) for block, each in self.parameters() if each.name == EMBEDDING)
         name, rows = self.name(embedding), max(1, COMPARED // embedding.columns)
@@ -206,7 +208,7 @@ Source = WeightSource | CheckpointSource
 
 
 def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = None) -> Source:
-    """The weights in a folder, with all their names and shapes checked, and none read.
+    """Open the weights in a folder. All names and shapes are checked, and no tensor is read.
 
     Args:
         folder: of a run (run.json and weights.safetensors), of one of its checkpoints, or in Hugging Face's form
@@ -215,7 +217,7 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
             says it.
 
     Raises:
-        UserError: when there are no weights in safetensors, they are of no model that Shardlab has, or do not fit it.
+        UserError: if there are no weights in safetensors, Shardlab has no such model, or they do not fit it.
     """
     weights = folder / WEIGHTS
     if folder.suffix == ENDING and weights_at(folder) and (folder.parent / RUN).is_file():
@@ -229,11 +231,11 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
         model = changed(recorded_model(dict(checkpoint.state), folder / STATE), str(folder / STATE))
         return CheckpointSource(folder, model, checkpoint.tensors(WEIGHTS_KIND))
     if weights_at(weights):
-        record = _record(folder / RUN)
+        record = _read_table(folder / RUN)
         model = changed(recorded_model(record, folder / RUN), str(folder / RUN))
         tensors = TensorFiles(files_of(weights))
         return WeightSource(
-            folder, "shardlab", model, tensors, own_parts, config=record.get("huggingface") or {}
+            folder, "shardlab", model, tensors, run_parts, config=record.get("huggingface") or {}
         ).check()
     if not (folder / CONFIG).is_file():
         if (folder / RUN).is_file():
@@ -243,8 +245,8 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
         raise UserError(
             f"{folder} has neither {WEIGHTS} nor {CONFIG}; name a run's folder or one of Hugging Face's form"
         )
-    config = _record(folder / CONFIG)
-    family, found = model_of(config, str(folder / CONFIG))
+    config = _read_table(folder / CONFIG)
+    family, found = read_model(config, str(folder / CONFIG))
     model = changed(found, str(folder / CONFIG))
     tensors = TensorFiles(files_of(folder / SINGLE))
     bare = not any(name.startswith(family.prefix) for name in tensors.names)
@@ -258,8 +260,8 @@ def _unchanged(model: Blocks, source: str) -> Blocks:
     return model
 
 
-def _record(path: Path) -> dict[str, Any]:
-    """What a JSON file says, which is a table."""
+def _read_table(path: Path) -> dict[str, Any]:
+    """Read a JSON file that must contain an object."""
     found = read_file(path, "JSON")
     if not isinstance(found, dict):
         raise UserError(f"{path} is no table of fields, as it is in the folders of runs and of Hugging Face")
@@ -267,10 +269,12 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def recorded_model(record: Any, path: Path) -> Blocks:
-    """The model of a run's record, or of what another file says; a model's own file is named by the record's folder.
+    """Return the model in the record of a run, or in another file. A user's model file is found relative to the
+    record's
+    folder.
 
     Raises:
-        UserError: when the record names none, or none that can be made; it names the path.
+        UserError: if the record has no model, or an invalid one; with the path.
     """
     written = cast(dict[str, Any], record).get("model") if isinstance(record, dict) else None
     written = dict(cast(dict[str, Any], written)) if isinstance(written, dict) else {}
@@ -283,38 +287,35 @@ def recorded_model(record: Any, path: Path) -> Blocks:
     return with_written(find_model(kind), written, str(path))
 
 
-def _span(places: Tensor) -> slice:
-    """Numbers that follow one another, as a slice."""
+def _slice(places: Tensor) -> slice:
+    """Return consecutive indices as a slice."""
     return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
 
 
-def _by(shape: tuple[int, ...]) -> str:
+def _dims(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _first(names: list[str], most: int = 3) -> str:
+def _some(names: list[str], most: int = 3) -> str:
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
-
-
-# The first weights of a training that goes on from a folder: every rank reads what it holds, and no more.
 
 
 Ranges = Sequence[tuple[int, int]]
 
 
 def initial_from(folder: Path, model: Model) -> Initial:
-    """A function that reads parts of a layer's flat buffer from a folder.
+    """Return a function that reads parts of a layer's flat buffer from a folder.
 
     Args:
-        folder: of a run, of a checkpoint, or in Hugging Face's form.
-        model: whose layers are asked for, whole or cut.
+        folder: of a run, of a checkpoint, or in Hugging Face's format.
+        model: the model that is trained, whole or cut.
 
     Raises:
-        UserError: when the folder has no weights of such a model.
+        UserError: if the folder has no weights of such a model.
     """
     source = open_source(folder)
-    want_same(source.model, model.whole if isinstance(model, CutModel) else model, folder)
+    require_same(source.model, model.whole if isinstance(model, CutModel) else model, folder)
 
     def initial(layer: int, length: int, ranges: Ranges, dtype: torch.dtype) -> Tensor:
         return torch.cat([read_range(source, model, layer, length, *each, dtype) for each in ranges])
@@ -322,13 +323,13 @@ def initial_from(folder: Path, model: Model) -> Initial:
     return initial
 
 
-def want_same(given: Blocks, wanted: Model, folder: Path) -> None:
-    """Refuse weights of another model: dropout and how experts are loaded may differ, and sequences may be shorter.
+def require_same(given: Blocks, wanted: Model, folder: Path) -> None:
+    """Refuse the weights of another model. Dropout and the load of experts may differ, and sequences may be shorter.
 
     Raises:
-        UserError: naming every field that differs.
+        UserError: with every field that differs.
     """
-    have, want = _said(given), _said(wanted)
+    have, want = _shared_fields(given), _shared_fields(wanted)
     wrong = [
         f"{name} is {have.get(name)!r}, not {want.get(name)!r}"
         for name in (have | want)
@@ -340,8 +341,8 @@ def want_same(given: Blocks, wanted: Model, folder: Path) -> None:
         raise UserError(f"{folder} has the weights of another model: {'; '.join(wrong)}")
 
 
-def _said(model: Model) -> dict[str, object]:
-    """The fields that two models with the same weights share, none left to a default."""
+def _shared_fields(model: Model) -> dict[str, object]:
+    """Return the fields that two models with the same weights share, with defaults filled in."""
     if isinstance(model, GPT):
         model = replace(model, kv_heads=model.kv_heads or model.heads, ffn_hidden_size=model.hidden)
     free = {"dropout", "seq_len", "capacity_factor", "auxiliary"}

@@ -1,7 +1,11 @@
-"""Any command on processes of this machine, each a rank: started, prefixed, watched, and ended together."""
+"""Any command as ranks on this machine, and the store at which the ranks of a launcher meet.
+
+`run_command` is `shardlab launch`: it starts a command once per rank, prefixes the lines of each, and ends all when one
+fails. `store_of` finds the store of a launcher's world, and `RankExchange` lets its ranks agree on something before
+they compute.
+"""
 
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
-# torch does not mark its stores as exported.
 # torch does not mark its stores as exported, and leaves some of its annotations out.
 
 from __future__ import annotations
@@ -29,27 +33,27 @@ import torch.distributed as dist
 from shardlab.language import UserError
 from shardlab.train.faults import names
 from shardlab.train.launch.environment import LaunchEnvironment, may_restart, port_in_use, restarts
-from shardlab.train.launch.interrupt import ASKING, SILENCE, say_waiting
-from shardlab.train.launch.processes import AT_ONCE, LAST_WORDS, sounds_lost
+from shardlab.train.launch.interrupt import SILENCE, STOP_SIGNALS, say_waiting
+from shardlab.train.launch.processes import REPEAT_SECONDS, REPORT_SECONDS, sounds_lost
 
-ENDING = 30.0
-"""Seconds from being asked to end to being killed: as SLURM's KillWait, since a script may save for a while."""
+KILL_SECONDS = 30.0
+"""Seconds from a request to stop to the kill: as SLURM's KillWait, since a script may save for a while."""
 
 LAST_LINES = 40
-"""Lines of the first failing rank that are told again, last."""
+"""Last lines of the first failing rank that are repeated at the end."""
 
 
-def _few() -> deque[bytes]:
+def _last_lines() -> deque[bytes]:
     return deque(maxlen=LAST_LINES)
 
 
 @dataclass
 class _CommandRank:
-    """A rank's process, and the last lines that it wrote to stdout and to stderr."""
+    """Process of a rank, with the last lines that it wrote to stdout and to stderr."""
 
     number: int
     process: asyncio.subprocess.Process
-    lines: tuple[deque[bytes], deque[bytes]] = field(default_factory=lambda: (_few(), _few()))
+    lines: tuple[deque[bytes], deque[bytes]] = field(default_factory=lambda: (_last_lines(), _last_lines()))
     ended: float = 0.0
 
     @property
@@ -57,7 +61,7 @@ class _CommandRank:
         return b"\n".join(self.lines[1] or self.lines[0]).decode(errors="replace")
 
     async def run(self) -> None:
-        """Print what the process says, until it has ended."""
+        """Print the lines of the process until it has ended."""
         streams = zip((self.process.stdout, self.process.stderr), (sys.stdout, sys.stderr), self.lines, strict=True)
         readers = [asyncio.ensure_future(self._read(ours, to.buffer, last)) for ours, to, last in streams if ours]
         await self.process.wait()
@@ -86,12 +90,12 @@ class _CommandRank:
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How an attempt ended.
+class Outcome:
+    """Outcome of an attempt to run a command.
 
     Attributes:
-        asked: the signal by which this process was asked to end; 0 if it was not.
-        rank: the one that failed first; None if none did.
+        asked: signal with which this process was asked to stop; 0 if it was not.
+        rank: rank that failed first; None if none did.
         code: its exit code, or minus the signal that ended it.
         output: its last lines.
     """
@@ -102,16 +106,16 @@ class Ending:
     output: str = ""
 
 
-def run_command(command: Sequence[str], ranks: int, *, bound: bool, restarts: int = 0) -> Ending:
-    """Run a command on so many processes of this machine, whose lines are prefixed by the rank.
+def run_command(command: Sequence[str], ranks: int, *, bound: bool, restarts: int = 0) -> Outcome:
+    """Run a command in several processes of this machine, and prefix their lines with the rank.
 
-    When one fails, all end, after some seconds in which the others may say what they saw. SIGINT, SIGTERM, SIGHUP and
+    If one fails, all end, after some seconds in which the others may report. SIGINT, SIGTERM, SIGHUP and
     SIGUSR1 are sent on to all; a second SIGINT or SIGTERM kills them.
 
     Args:
         command: the program and its arguments.
         bound: give each rank CPUs of its own.
-        restarts: how often all are started again after a failure, at most.
+        restarts: most restarts of all ranks after a failure.
     """
     for attempt in range(restarts + 1):
         ending = asyncio.run(_attempt(command, ranks, bound, attempt, restarts))
@@ -121,7 +125,7 @@ def run_command(command: Sequence[str], ranks: int, *, bound: bool, restarts: in
     raise AssertionError("the last attempt returns")
 
 
-async def _attempt(command: Sequence[str], count: int, bound: bool, attempt: int, restarts: int) -> Ending:
+async def _attempt(command: Sequence[str], count: int, bound: bool, attempt: int, restarts: int) -> Outcome:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it outlives every rank
     words = [sys.executable, "-m", "shardlab.train.launch.worker", *["--bind"] * bound, *command]
     pipe = subprocess.PIPE
@@ -134,14 +138,14 @@ async def _attempt(command: Sequence[str], count: int, bound: bool, attempt: int
                 *words, env=variables, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, start_new_session=True
             )
             ranks.append(_CommandRank(rank, process))
-        return await _watched(ranks)
+        return await _watch(ranks)
     finally:
         for rank in ranks:
             rank.send(signal.SIGKILL)  # also what a command left running
 
 
 def _as_torchrun(attempt: int, restarts: int) -> dict[str, str]:
-    """What tells torch that the launcher holds the store, and a program which restart this is."""
+    """Return variables that tell torch that the launcher holds the store, and a program the number of its restart."""
     return {
         "TORCHELASTIC_RUN_ID": "shardlab",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -150,7 +154,7 @@ def _as_torchrun(attempt: int, restarts: int) -> dict[str, str]:
     }
 
 
-async def _watched(ranks: Sequence[_CommandRank]) -> Ending:
+async def _watch(ranks: Sequence[_CommandRank]) -> Outcome:
     asked: list[tuple[int, float]] = []  # the signal by which this process was asked to end, and when
     loop = asyncio.get_running_loop()
 
@@ -162,12 +166,12 @@ async def _watched(ranks: Sequence[_CommandRank]) -> Ending:
         now = loop.time()
         if not asked:
             asked.append((number, now))
-            loop.call_later(ENDING, send, signal.SIGKILL)
+            loop.call_later(KILL_SECONDS, send, signal.SIGKILL)
             send(number)
-        elif number != signal.SIGHUP and now - asked[0][1] > AT_ONCE:
+        elif number != signal.SIGHUP and now - asked[0][1] > REPEAT_SECONDS:
             send(signal.SIGKILL)
 
-    for number in ASKING:
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, pass_on, number)
     loop.add_signal_handler(signal.SIGUSR1, send, signal.SIGUSR1)
@@ -175,58 +179,55 @@ async def _watched(ranks: Sequence[_CommandRank]) -> Ending:
     while running and not _failed(ranks):
         _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     if running:
-        await asyncio.wait(running, timeout=ENDING if asked else LAST_WORDS)
+        await asyncio.wait(running, timeout=KILL_SECONDS if asked else REPORT_SECONDS)
     failed = _failed(ranks)
     for number in (signal.SIGTERM, signal.SIGKILL):
         running = {task for task in running if not task.done()}
         if running:
             send(number)
-            await asyncio.wait(running, timeout=ENDING)
+            await asyncio.wait(running, timeout=KILL_SECONDS)
     own = [rank for rank in failed if not sounds_lost(rank.output)] or failed
     first = min(own, key=lambda rank: rank.ended, default=None)
     why = asked[0][0] if asked else 0
     if first is None:
-        return Ending(why)
-    return Ending(why, first.number, first.process.returncode or 0, first.output)
+        return Outcome(why)
+    return Outcome(why, first.number, first.process.returncode or 0, first.output)
 
 
 def _failed(ranks: Sequence[_CommandRank]) -> list[_CommandRank]:
     return [rank for rank in ranks if rank.ended and rank.process.returncode]
 
 
-# The store in which a launcher's ranks meet, and what they tell one another there before they compute.
-
-
 Result = TypeVar("Result")
 
-ANSWER = 5.0
-"""Seconds in which rank 0's store answers, once something listens there; torch waits for ever for what is no store."""
+ANSWER_SECONDS = 5.0
+"""Seconds in which rank 0's store must answer; torch itself would wait for ever for another program on that port."""
 
 PAUSE, LONGEST_PAUSE = 0.02, 0.25
-"""Seconds between two looks at what others have put into a store, at first and later."""
+"""Seconds between two queries of a store, at first and later."""
 
-CLOSING = 0.05
-"""Seconds in which a listener that does not stay closes a connection."""
+CLOSE_SECONDS = 0.05
+"""Seconds in which a listener that is about to end closes a connection."""
 
-TOLD = SILENCE - 1
-"""Seconds after which a rank says for whom it waits: before a heartbeat would say less."""
+SAY_SECONDS = SILENCE - 1
+"""Seconds after which a rank reports for which ranks it waits: just before a heartbeat would, which knows less."""
 
-_FOUND: dict[LaunchEnvironment, tuple[dist.Store, Iterator[int]]] = {}
+_STORES: dict[LaunchEnvironment, tuple[dist.Store, Iterator[int]]] = {}
 
 
 def store_of(environment: LaunchEnvironment, timeout: timedelta = dist.default_pg_timeout) -> dist.Store:
-    """Find the store of this world: that of torchrun's agent, or rank 0's; each time with names of its own.
+    """Return the store of this world, torchrun's or rank 0's. Every call gets a namespace of its own.
 
     All ranks call this equally often.
 
     Raises:
         UserError: when its port is in use, or ranks do not come in time.
     """
-    if environment not in _FOUND:
+    if environment not in _STORES:
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        found = (_of_this_start if agents else _of_rank_0)(environment, timeout.total_seconds())
-        _FOUND[environment] = found, count()
-    store, uses = _FOUND[environment]
+        found = (_agent_store if agents else _rank_0_store)(environment, timeout.total_seconds())
+        _STORES[environment] = found, count()
+    store, uses = _STORES[environment]
     return dist.PrefixStore(str(next(uses)), store)
 
 
@@ -237,13 +238,13 @@ def _wait(
     missing: Callable[[], list[int]],
     why: Callable[[], str] = str,
 ) -> None:
-    """Wait for other ranks; the first rank of each host says for whom, and how long it will.
+    """Wait for other ranks. The first rank of each host reports which ranks are missing, and how long it will wait.
 
     Args:
         limit: seconds.
-        arrived: whether there is nothing to wait for.
-        missing: the ranks that are waited for, asked only when they are named.
-        why: what is known of the reason, after a space.
+        arrived: returns whether all are there.
+        missing: returns the ranks that are missing.
+        why: returns the reason, if it is known, after a space.
 
     Raises:
         UserError: when they do not come in time, naming them.
@@ -260,18 +261,18 @@ def _wait(
                 f"{environment.where}, and {it} {has} not answered{why()}; look at what {it} {has} printed, and at "
                 f"what the launcher says of {host}"
             )
-        if now - told >= TOLD and environment.local_rank == 0:
+        if now - told >= SAY_SECONDS and environment.local_rank == 0:
             say_waiting(f"waiting for {names(missing())} at {environment.where}, {waited:.0f} s of {limit:g} s")
             told = now
         time.sleep(min(limit - waited, max(PAUSE, min(waited / 20, LONGEST_PAUSE))))
 
 
-class Together:
-    """What the ranks of a launcher's world tell one another by its store; all call each method equally often.
+class RankExchange:
+    """Exchange of strings between the ranks of a launcher's world. All ranks call each method equally often.
 
     Args:
-        environment: the world; None: this process is alone.
-        timeout: after which a rank gives the others up.
+        environment: the world (None: this process is alone).
+        timeout: time after which a rank stops waiting for the others.
     """
 
     def __init__(
@@ -284,10 +285,10 @@ class Together:
         self._round = 0
 
     def exchange(self, word: str) -> list[str]:
-        """Tell this rank's word; every rank's, once all have told theirs.
+        """Send the string of this rank, and return the strings of all ranks when all have sent theirs.
 
         Raises:
-            UserError: when others do not come in time, or have ended.
+            UserError: if others do not come in time, or have ended.
         """
         self._round += 1
         store = dist.PrefixStore(str(self._round), self._store)
@@ -312,7 +313,7 @@ class Together:
             ) from None
 
     def _wait(self, store: dist.Store, keys: list[str], prefix: str) -> None:
-        """Wait for keys of a store, those that are there only once a rank has told its word under such a prefix."""
+        """Wait for keys of a store. A rank without a key of this prefix is missing."""
 
         def missing() -> list[int]:
             others = [rank for rank in range(self.world) if rank != self.rank]
@@ -321,10 +322,10 @@ class Together:
         _wait(self._environment, self._limit, lambda: store.check(keys), missing)
 
     def all(self, act: Callable[[], Result]) -> Result:
-        """What a function gives here, as soon as it has given something on every rank.
+        """Call a function on every rank, and return its result here when it has succeeded everywhere.
 
         Raises:
-            UserError: on every rank, that of the first on which the function raised one.
+            UserError: on every rank, that of the first rank on which the function raised one.
         """
         found: list[Result] = []
         wrong = ""
@@ -339,20 +340,22 @@ class Together:
 
 
 def restarts_in(environment: LaunchEnvironment | None, timeout: timedelta = dist.default_pg_timeout) -> int:
-    """How often torchrun has started the ranks again, by the host that counts most: one that has joined begins at 0."""
+    """Return how often torchrun has restarted the ranks, by the host that counts most: a host that has joined begins at
+    0.
+    """
     here = restarts(os.environ)
     if environment is None or not may_restart(os.environ):
         return here
-    return max(map(int, Together(environment, timeout).exchange(str(here))))
+    return max(map(int, RankExchange(environment, timeout).exchange(str(here))))
 
 
-def _of_this_start(environment: LaunchEnvironment, limit: float) -> dist.Store:
-    """The agent's store, with names of this start's own.
+def _agent_store(environment: LaunchEnvironment, limit: float) -> dist.Store:
+    """Return the store of torchrun's agent, with a namespace of this start.
 
     The agent's store outlives a restart, and torch itself would find the addresses of ranks that are gone there
-    (https://github.com/pytorch/pytorch/issues/167288). Nothing that torchrun says names a start: agents of one world
-    count restarts differently, and a host that joins is no restart. So each rank leaves a word that nobody else has;
-    rank 0 tells all the words that it sees, until each rank has found its own among them.
+    (https://github.com/pytorch/pytorch/issues/167288). No variable of torchrun identifies a start: agents of one world
+    count restarts differently, and a host that joins is no restart. So each rank writes a random token. Rank 0
+    publishes all tokens that it sees, until each rank has found its own token among them.
     """
     _wait_for_listener(environment, limit)
     store = _client(environment)
@@ -379,7 +382,7 @@ def _of_this_start(environment: LaunchEnvironment, limit: float) -> dist.Store:
     return dist.PrefixStore(words[0], store)
 
 
-def _of_rank_0(environment: LaunchEnvironment, limit: float) -> dist.Store:
+def _rank_0_store(environment: LaunchEnvironment, limit: float) -> dist.Store:
     if environment.rank == 0:
         wait = timedelta(seconds=limit)
         try:
@@ -390,7 +393,7 @@ def _of_rank_0(environment: LaunchEnvironment, limit: float) -> dist.Store:
     found: list[dist.Store] = []
     thread = threading.Thread(target=lambda: found.append(_client(environment)), daemon=True)
     thread.start()
-    thread.join(ANSWER)
+    thread.join(ANSWER_SECONDS)
     if not found:
         raise UserError(
             f"rank {environment.rank} did not find rank 0 at {environment.where}: the port is in use by something "
@@ -404,19 +407,21 @@ def _client(environment: LaunchEnvironment) -> dist.Store:
 
 
 def _wait_for_listener(environment: LaunchEnvironment, limit: float) -> None:
-    """Wait until something listens where the ranks meet, and stays: rank 0 tries the port before it imports torch."""
+    """Wait until a program listens at the meeting point, and stays: rank 0 tries the port before it imports torch."""
 
     why = ""
 
     def listens() -> bool:
         nonlocal why
         try:
-            probe = socket.create_connection((environment.address, environment.port), timeout=min(ANSWER, limit))
+            probe = socket.create_connection(
+                (environment.address, environment.port), timeout=min(ANSWER_SECONDS, limit)
+            )
         except OSError as error:
             why = f" ({error.strerror or error})"
             return False
         with probe, suppress(TimeoutError):
-            probe.settimeout(CLOSING)
+            probe.settimeout(CLOSE_SECONDS)
             with suppress(ConnectionError):
                 return probe.recv(1) != b""
             return False
@@ -426,8 +431,8 @@ def _wait_for_listener(environment: LaunchEnvironment, limit: float) -> None:
 
 
 @contextmanager
-def ended_by_ctrl_c() -> Generator[None]:
-    """While this rank waits for the others, deep in torch, where Python hears of no signal."""
+def default_ctrl_c() -> Generator[None]:
+    """Let Ctrl-C end this process while it waits for other ranks inside of torch, where Python handles no signal."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return

@@ -1,4 +1,9 @@
-"""The world that torchrun, SLURM, PBS or mpiexec has put this process into, if any, and whether it can meet there."""
+"""The world that torchrun, SLURM, PBS or mpiexec has put this process into, and the CPUs that it has there.
+
+`find_launch_environment` returns rank, world size and meeting point from the variables that launchers.py reads, or a
+sentence on what contradicts or is missing (`_Hosts`). `require_port` checks the meeting point before torch is imported.
+The second half divides the CPUs of a host among its ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +26,21 @@ from shardlab.train.launch.launchers import Fact, LauncherFacts, from_torchrun, 
 LOOPBACK = "127.0.0.1"
 
 PORT = 29500
-"""Where ranks meet that nobody has given a port, as under torchrun."""
+"""Default port of the meeting point, as under torchrun."""
 
-REACHED = 5.0
-"""Seconds in which rank 0 reaches itself at the address that the others know."""
+CONNECT_SECONDS = 5.0
+"""Seconds in which rank 0 must reach itself at the address that the others know."""
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """A launcher's world, as its variables tell this process.
+    """World of a launcher, as its variables describe it to this process.
 
     Attributes:
-        rank, world: its number among all processes, and how many there are.
-        local_rank: its number on its own host: the device that it uses.
-        address, port: where the processes meet.
-        local_world: how many processes are on its host; None if the launcher does not say.
+        rank, world: number of this process, and number of processes.
+        local_rank: number of this process on its host, and so of its device.
+        address, port: meeting point of the processes.
+        local_world: processes on this host; None if the launcher does not say.
     """
 
     rank: int
@@ -47,12 +52,12 @@ class LaunchEnvironment:
 
     @property
     def where(self) -> str:
-        """Where the processes meet."""
+        """Meeting point, as host:port."""
         host = f"[{self.address}]" if ":" in self.address else self.address
         return f"{host}:{self.port}"
 
     def variables(self) -> dict[str, str]:
-        """The world as torch.distributed's `env://` reads it, and every script that torchrun can start."""
+        """Return the variables that torch.distributed's `env://` reads, as torchrun sets them."""
         local = {} if self.local_world is None else {"LOCAL_WORLD_SIZE": str(self.local_world)}
         return {
             "RANK": str(self.rank),
@@ -77,31 +82,31 @@ def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
     worlds = innermost(environment)
     if not worlds:
         return None
-    rank, world = _agreed([facts.rank for facts in worlds]), _agreed([facts.world for facts in worlds])
+    rank, world = _agree([facts.rank for facts in worlds]), _agree([facts.world for facts in worlds])
     if rank.value >= world.value:
         raise UserError(f"{rank} but {world}; ranks are counted from 0, so set {rank.variable} to less")
     port = number(environment, "MASTER_PORT") or Fact("MASTER_PORT", PORT)
     if not 0 < port.value < 1 << 16:
         raise UserError(f"{port}; give a port from 1 to 65535")
     local_rank, local_world = (
-        _agreed([*(getattr(facts, name) for facts in worlds), number(environment, variable)])
+        _agree([*(getattr(facts, name) for facts in worlds), number(environment, variable)])
         for name, variable in (("local_rank", "LOCAL_RANK"), ("local_world", "LOCAL_WORLD_SIZE"))
     )
-    place = _Place(environment, worlds, rank, world, local_rank, local_world)
+    place = _Hosts(environment, worlds, rank, world, local_rank, local_world)
     address, here = place.address(), place.local_world()
     return LaunchEnvironment(rank.value, world.value, place.local_rank(here), address, port.value, here)
 
 
 @overload
-def _agreed(facts: list[Fact]) -> Fact: ...
+def _agree(facts: list[Fact]) -> Fact: ...
 
 
 @overload
-def _agreed(facts: list[Fact | None]) -> Fact | None: ...
+def _agree(facts: list[Fact | None]) -> Fact | None: ...
 
 
-def _agreed(facts: Sequence[Fact | None]) -> Fact | None:
-    """The first of the facts that are known, to which the others are equal.
+def _agree(facts: Sequence[Fact | None]) -> Fact | None:
+    """Return the first known fact, which all others must equal.
 
     Raises:
         UserError: when they are not.
@@ -117,13 +122,14 @@ def _agreed(facts: Sequence[Fact | None]) -> Fact | None:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What is known of the hosts of a world, and what follows.
+class _Hosts:
+    """Hosts of a world, derived from what the variables tell.
 
     Attributes:
         environment: all variables.
-        worlds: what launchers tell.
-        rank, world, own_rank, own_world: on what they agree; the latter two on this host, if they tell.
+        worlds: facts of each launcher.
+        rank, world: facts on which the launchers agree.
+        own_rank, own_world: rank and number of ranks on this host, if they are known.
     """
 
     environment: Mapping[str, str]
@@ -142,7 +148,7 @@ class _Place:
     @cached_property
     def hosts(self) -> Fact | None:
         """How many hosts there are, if a launcher tells."""
-        return _agreed([facts.hosts for facts in self.worlds])
+        return _agree([facts.hosts for facts in self.worlds])
 
     @cached_property
     def one_host(self) -> bool | None:
@@ -250,17 +256,17 @@ def _hosts_of_pbs(environment: Mapping[str, str]) -> list[str]:
 
 
 def launcher_of(environment: Mapping[str, str]) -> str:
-    """What started this process: the launcher's name, or shardlab itself."""
+    """Return the name of the launcher that started this process, or "shardlab"."""
     return next((facts.name for facts in innermost(environment) if facts.world.value != 1), "shardlab")
 
 
 def require_port(environment: Mapping[str, str]) -> None:
-    """Refuse a port that is in use, and an address that is another host's, on the rank that will listen there.
+    """Refuse a port that is in use, and an address of another host, on the rank that will listen there.
 
-    This is before the seconds that importing torch takes. Under torchrun its agent listens.
+    This takes place before the seconds that importing torch takes. Under torchrun its agent listens.
 
     Raises:
-        UserError: if so.
+        UserError: with the variable to change.
     """
     found = find_launch_environment(environment)
     if found is None or found.rank or found.world == 1 or from_torchrun(environment):
@@ -277,9 +283,9 @@ def require_port(environment: Mapping[str, str]) -> None:
 def _require_own(found: LaunchEnvironment, server: socket.socket) -> None:
     """Refuse an address at which rank 0 does not reach itself: the others would not, either."""
     token, why = secrets.token_bytes(16), "something else answers there"
-    deadline = time.monotonic() + REACHED
+    deadline = time.monotonic() + CONNECT_SECONDS
     try:
-        with socket.create_connection((found.address, found.port), timeout=REACHED) as client:
+        with socket.create_connection((found.address, found.port), timeout=CONNECT_SECONDS) as client:
             client.sendall(token)
             client.shutdown(socket.SHUT_WR)
             while (left := deadline - time.monotonic()) > 0:
@@ -300,7 +306,7 @@ def _require_own(found: LaunchEnvironment, server: socket.socket) -> None:
 
 
 def port_in_use(environment: LaunchEnvironment, reason: str) -> UserError:
-    """Make the error that rank 0 raises when it cannot listen."""
+    """Return the error of rank 0 if it cannot listen."""
     return UserError(
         f"rank 0 could not meet the others at {environment.where}: is the port in use? "
         f"Choose another in MASTER_PORT ({reason})"
@@ -308,23 +314,20 @@ def port_in_use(environment: LaunchEnvironment, reason: str) -> UserError:
 
 
 def may_restart(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun starts the ranks again after a failure, perhaps on fewer hosts, or on more."""
+    """Return whether torchrun restarts the ranks after a failure, perhaps on another number of hosts."""
     return environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 def restarts(environment: Mapping[str, str]) -> int:
-    """How many times torchrun has started the ranks again after a failure."""
+    """Return how many times torchrun has restarted the ranks after a failure."""
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-# CPUs of this host, dealt to its ranks, and the threads on which each computes.
 
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def usable_cpus(process: int = 0) -> list[int]:
-    """CPUs on which a process (0: this one) may run, those of a core together, and cores of a socket together."""
+    """Return CPUs on which a process (0: this one) may run; CPUs of a core, and cores of a socket are neighbours."""
     if sys.platform != "linux":
         return list(range(os.cpu_count() or 1))
     return sorted(os.sched_getaffinity(process), key=_position)
@@ -339,10 +342,10 @@ def _position(cpu: int) -> tuple[int, int, int]:
     return package, core, cpu
 
 
-def dealt(cpus: Sequence[int], ranks: int) -> list[list[int]]:
-    """Deal CPUs to ranks, as evenly as can be: neighbours to each.
+def divide_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
+    """Divide CPUs among ranks as evenly as possible. Each rank gets neighbours.
 
-    >>> dealt([0, 1, 2, 3, 4], 2)
+    >>> divide_cpus([0, 1, 2, 3, 4], 2)
     [[0, 1], [2, 3, 4]]
 
     Raises:
@@ -358,9 +361,9 @@ def dealt(cpus: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def bind(environment: LaunchEnvironment) -> None:
-    """Keep this process, and the threads that it starts from now on, on CPUs that no other rank of this host has.
+    """Bind this process, and the threads that it starts from now on, to CPUs that no other rank of this host has.
 
-    Where the launcher has bound its ranks already, so that this one may use fewer CPUs than what started it, that
+    If the launcher has already bound its ranks, so that this one may use fewer CPUs than its parent, that binding
     stands.
 
     Raises:
@@ -373,18 +376,18 @@ def bind(environment: LaunchEnvironment) -> None:
         return
     if environment.local_world is None:
         raise UserError("--bind needs to know how many ranks are on this host; set LOCAL_WORLD_SIZE")
-    os.sched_setaffinity(0, dealt(cpus, environment.local_world)[environment.local_rank])
+    os.sched_setaffinity(0, divide_cpus(cpus, environment.local_world)[environment.local_rank])
 
 
 @dataclass(frozen=True)
 class CpuShare:
-    """What a rank may compute on.
+    """CPUs on which a rank may compute.
 
     Attributes:
-        host: its name.
-        cpus: numbers of the CPUs on which the rank may run.
+        host: name of its host.
+        cpus: numbers of the CPUs on which it may run.
         quota: CPUs whose time all processes of its container get together (None: no quota).
-        asked: threads that somebody asks for by OMP_NUM_THREADS (None: nobody does).
+        asked: threads set by OMP_NUM_THREADS (None: not set).
     """
 
     host: str
@@ -394,14 +397,14 @@ class CpuShare:
 
     @classmethod
     def of_this_process(cls) -> CpuShare:
-        """The share of this process."""
+        """Return the share of this process."""
         return cls(socket.gethostname(), frozenset(usable_cpus()), cpu_quota(), asked_threads(os.environ))
 
 
 def threads_of(shares: Sequence[CpuShare]) -> int:
-    """Threads on which each rank of a world computes: as many as the rank with the fewest CPUs of its own can use.
+    """Return the number of threads on which each rank computes: as many as the rank with the fewest CPUs can use.
 
-    Ranks of a host that may run on the same CPUs share them evenly. OMP_NUM_THREADS prevails. The number is the same
+    Ranks of a host that may run on the same CPUs share them evenly. OMP_NUM_THREADS has precedence. The number is equal
     on all ranks, because results of other numbers of threads differ in their last bits, and replicas are to be equal.
 
     Args:
@@ -424,15 +427,15 @@ def _threads_beside(mine: CpuShare, here: Sequence[CpuShare]) -> int:
 
 
 def asked_threads(environ: Mapping[str, str]) -> int | None:
-    """Threads that OMP_NUM_THREADS asks for; of a list, as nested regions have one, its first number."""
+    """Return the threads that OMP_NUM_THREADS sets: of a list, as nested regions have one, its first number."""
     first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
 def cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """CPUs whose time the control groups of this process allow it, as containers are limited; None without a limit.
+    """Return the CPUs whose time the control groups of this process allow, as for a container; None without a limit.
 
-    Of version 2 (cpu.max, in the kernel's Documentation/admin-guide/cgroup-v2.rst), of the group and those above.
+    Reads cpu.max of version 2 (the kernel's Documentation/admin-guide/cgroup-v2.rst), of the group and those above it.
     """
     try:
         lines = groups.read_text().splitlines()
@@ -451,7 +454,7 @@ def cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/
 
 
 def as_ranges(cpus: Iterable[int]) -> str:
-    """Spell numbers of CPUs as `taskset` does.
+    """Write numbers of CPUs as `taskset` does.
 
     >>> as_ranges([0, 1, 2, 8])
     '0-2,8'

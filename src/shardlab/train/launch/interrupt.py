@@ -1,4 +1,9 @@
-"""Requests to end: a signal, or the end of the process that started this one."""
+"""Requests to stop: a signal, or the end of the process that started this one.
+
+`catch_signals` turns signals into bytes of a socket, and `StopRequest` turns these into a wish to stop after the
+current step. `TolerantStream` and `Heartbeat` write to a terminal or pipe that may close, or that should never be
+silent for long.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +20,31 @@ from multiprocessing.connection import Connection
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, TextIO, cast
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Ctrl-C; what schedulers and torchrun send; a terminal that was closed; what schedulers warn with."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C; the signal of schedulers and torchrun; that of a closed terminal; the warning of schedulers."""
 
-AGAIN = (signal.SIGINT, signal.SIGTERM)
-"""Those of which a second one ends a run at once."""
+KILL_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a run at once when they come a second time."""
 
 GRACE = 7
-"""Seconds from being asked to the end, whatever is not done by then: less than the 10 that `docker stop` gives."""
+"""Seconds from a request to the end, finished or not: less than the 10 s of `docker stop`."""
 
 WARNED_GRACE = 100
 """Seconds from a scheduler's warning to the end; it warns earlier than others ask (see `job_script.WARNING`)."""
 
 
 def grace_of(number: int) -> int:
-    """The seconds that a signal leaves."""
+    """Return the seconds that remain after a signal."""
     return WARNED_GRACE if number == signal.SIGUSR1 else GRACE
 
 
 @contextmanager
-def caught() -> Generator[socket.socket]:
-    """Make signals that ask this process to end bytes of a socket, each the signal's number, so that they end nothing.
+def catch_signals() -> Generator[socket.socket]:
+    """Turn signals that ask this process to stop into bytes of a socket, each the number of the signal.
 
-    They come at once, also while the main thread waits in a collective, where Python's handlers have to wait with it.
-    A signal that is ignored (after nohup, or in the background of a script) stays so. In another thread than the main
-    one, whose signals are its own, nothing comes.
+    They arrive at once, even while the main thread waits in a collective, where Python's handlers would wait too.
+    A signal that is ignored (after nohup, or in the background of a script) stays ignored. Outside of the main thread
+    nothing comes, because signals go to the main thread.
     """
     reader, writer = socket.socketpair()
     with reader, writer:
@@ -47,7 +52,7 @@ def caught() -> Generator[socket.socket]:
             yield reader
             return
         writer.setblocking(False)
-        taken = [number for number in ASKING if signal.getsignal(number) is not signal.SIG_IGN]
+        taken = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, _nothing) or signal.SIG_DFL for number in taken}
         woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         try:
@@ -59,18 +64,18 @@ def caught() -> Generator[socket.socket]:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """The signal's number is in the socket already."""
+    """Ignore the signal in Python: its number is already in the socket."""
 
 
 class StopRequest:
-    """A wish that this rank ends after a whole step, inside `with`; so many seconds later it is killed (`grace_of`).
+    """Request to stop this rank after a whole step, inside of `with`. After `grace_of` seconds the rank is killed.
 
     Attributes:
-        asked: whether it has come.
+        asked: whether there was a request.
     """
 
     starter: Connection | None = None
-    """Where a rank tells the process that started it that it was asked, so that all the others are asked too."""
+    """Connection on which a rank passes a request on to the process that started it, and so to all other ranks."""
 
     def __init__(self, saved: Callable[[], str] | None) -> None:
         """Wait for `with`.
@@ -82,11 +87,11 @@ class StopRequest:
         self._grace = 0
         self._saved = saved
         self._over = threading.Event()
-        self._catching = caught()
+        self._catching = catch_signals()
 
     @property
     def warned(self) -> bool:
-        """Whether it was a scheduler's warning."""
+        """Whether the request was a scheduler's warning."""
         return self._grace == WARNED_GRACE
 
     def __enter__(self) -> StopRequest:
@@ -105,7 +110,8 @@ class StopRequest:
         self._catching.__exit__(kind, error, trace)
 
     def ask(self, grace: int = GRACE) -> None:
-        """Wish for the end; all ranks do when one was asked. A wish that leaves more time than the one before counts.
+        """Request the end of this rank, and through its starter of all ranks. A later request counts if it leaves more
+        time.
 
         Args:
             grace: seconds until the end.
@@ -137,10 +143,10 @@ class StopRequest:
 
 
 def end_with_starter(at_once: bool = False) -> None:
-    """Have this process get SIGTERM when the process that started it is gone, however that ended.
+    """Send SIGTERM to this process when the process that started it is gone, however that ended.
 
     Args:
-        at_once: SIGKILL instead: ranks that others do not miss would save, and all would end as if they were asked to.
+        at_once: send SIGKILL instead. Ranks that the others do not miss would otherwise save, and stop all of them.
     """
     number = signal.SIGKILL if at_once else signal.SIGTERM
     threading.Thread(target=_follow, args=(os.getppid(), number), daemon=True).start()
@@ -159,11 +165,10 @@ def _orphaned() -> bool:
     return starter is not None and not starter.is_alive()
 
 
-# Streams whose reader may go while a run goes on: a terminal that is closed, or a `tee` that Ctrl-C ends too.
-
-
-class Unbroken:
-    """A text stream that drops what nobody can read any more, instead of raising."""
+class TolerantStream:
+    """Text stream that drops its output if nobody can read it any more: a closed terminal, or a `tee` that Ctrl-C
+    ended.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -182,7 +187,7 @@ class Unbroken:
             self._drop()
 
     def _drop(self) -> None:
-        """Send everything nowhere from now on, also what is still in the buffer."""
+        """Discard all output from now on, including what is still in the buffer."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._file.fileno())
         os.close(nowhere)
@@ -191,27 +196,25 @@ class Unbroken:
         return getattr(self._file, name)
 
 
-def unbroken(file: TextIO) -> TextIO:
-    """The stream, as one that never raises for want of a reader."""
-    return cast(TextIO, Unbroken(file))
-
-
-# A sign of life where no line can be drawn over: never ten seconds without a line.
+def ignore_errors(file: TextIO) -> TextIO:
+    """Return a stream that never raises if it has no reader."""
+    return cast(TextIO, TolerantStream(file))
 
 
 SILENCE = 9.0
-"""Seconds without a line after which one says what is under way."""
+"""Seconds of silence after which a line says what is under way."""
 
 
 class Heartbeat:
-    """Prints lines on stderr; after each silence, also what is under way and for how long. Use it as a context.
+    """Printer of lines on stderr that reports what is under way, and for how long, after each silence. Use it in
+    `with`.
 
     Args:
         silence: seconds, by default SILENCE.
 
     Attributes:
-        doing: what is under way; setting it starts its clock.
-        until: whether somebody else gives signs of life from now on.
+        doing: current activity; setting it restarts its clock.
+        until: whether another printer has taken over.
     """
 
     def __init__(self, doing: str, silence: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
@@ -237,7 +240,7 @@ class Heartbeat:
             self._print(line)
 
     active: ClassVar[Heartbeat | None] = None
-    """The one that is inside `with`, which is silent for a while after each line of `say_waiting`."""
+    """The heartbeat inside of `with`. A line of `say_waiting` counts as its own."""
 
     def __enter__(self) -> Heartbeat:
         self._thread.start()
@@ -266,11 +269,11 @@ class Heartbeat:
 
 
 def say_waiting(line: str) -> None:
-    """Print a line on what this process waits for, which is a sign of life as well."""
+    """Print a line on what this process waits for; it counts as a line of the heartbeat."""
     (say if Heartbeat.active is None else Heartbeat.active.say)(line)
 
 
 def say(line: str) -> None:
-    """Print a line on stderr, if it can be written: a log on a full disk ends no training."""
+    """Print a line on stderr. If it cannot be written, as on a full disk, training continues."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,8 @@
-"""A job script for a scheduler, and its submission."""
+"""Job scripts for SLURM and PBS, and their submission.
+
+A script starts the command again from its newest checkpoint after a failure, and asks for more time if the run was
+warned that its time is over and has saved.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,10 @@ from shardlab.train.history import RECORD, WARNED, written
 Scheduler = Literal["slurm", "pbs"]
 
 WARNING = 120
-"""Seconds before its time is over at which a job is told by SIGUSR1, so that it saves."""
+"""Seconds before the end of its time at which a job gets SIGUSR1, so that it saves."""
 
 RESTARTS = 3
-"""How often a job that fails starts again."""
+"""Most restarts of a job that fails."""
 
 SCRIPT = "job.sh"
 """Name of the job's script in the folder of its run."""
@@ -35,7 +39,7 @@ SUBMIT: dict[Scheduler, str] = {"slurm": "sbatch", "pbs": "qsub"}
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """What is asked of a scheduler.
+    """Request for a scheduler.
 
     Attributes:
         command: of every rank; it finds its world by the launcher's variables.
@@ -79,29 +83,29 @@ class SubmittedJob:
             )
 
     def script(self, scheduler: Scheduler) -> str:
-        """The job script, which starts the command again from its newest checkpoint after a failure."""
+        """Return the job script, which restarts the command from its newest checkpoint after a failure."""
         return (_slurm if scheduler == "slurm" else _pbs)(self)
 
     @property
     def time(self) -> str:
-        """The limit as schedulers read it: HOURS:MINUTES:SECONDS."""
+        """Time limit in the format of schedulers: HOURS:MINUTES:SECONDS."""
         return f"{self.seconds // 3600}:{self.seconds // 60 % 60:02}:{self.seconds % 60:02}"
 
     @property
     def before(self) -> list[str]:
-        """Lines by which a shell keeps the run's record: a job that fails early leaves that of the one before."""
+        """Shell lines that remember the run's record, since a job that fails early leaves an earlier record."""
         if self.run is None:
             return []
         return [f"record={shlex.quote(str(self.run / RECORD))}", 'before="$(cat "$record" 2> /dev/null)"']
 
     @property
     def warned(self) -> str:
-        """What a shell asks: whether the run has saved in this job since its time was nearly over."""
+        """Shell condition: the run has saved in this job after the warning that its time was nearly over."""
         return self._says(WARNED)
 
     @property
     def interrupted(self) -> str:
-        """What a shell asks: whether the run was asked to end in this job, by whomever, and has saved."""
+        """Shell condition: the run was asked to stop in this job, by anybody, and has saved."""
         return self._says('"interrupted"')
 
     def _says(self, words: str) -> str:
@@ -199,7 +203,7 @@ def _pbs(job: SubmittedJob) -> str:
 
 
 def _goes_on_under_pbs(job: SubmittedJob) -> list[str]:
-    """PBS lets operators alone requeue a job, so a job submits its own script again."""
+    """Return lines with which a job submits its own script again: under PBS only operators may requeue a job."""
     if job.run is None:
         return []
     script = shlex.quote(str(job.run / SCRIPT))
@@ -212,15 +216,15 @@ def _goes_on_under_pbs(job: SubmittedJob) -> list[str]:
 
 
 def _port(identity: str) -> str:
-    """A port of the job's own, since several may share a host."""
+    """Return the line that sets a port of the job's own, since several jobs may share a host."""
     return f'export MASTER_PORT=$((20000 + 10#0$(echo "${identity}" | tr -dc 0-9 | tail -c 5) % 20000))'
 
 
 def submit(script: str, scheduler: Scheduler) -> str:
-    """Hand a script to the scheduler; what it answers.
+    """Submit a script, and return the scheduler's answer.
 
     Raises:
-        UserError: when the scheduler is not there, or refuses.
+        UserError: if there is no such scheduler here, or it refuses the job.
     """
     program = SUBMIT[scheduler]
     if shutil.which(program) is None:
@@ -236,8 +240,8 @@ def submit(script: str, scheduler: Scheduler) -> str:
 
 
 @contextmanager
-def kept(script: str, run: Path) -> Generator[None]:
-    """Keep a job's script in its run's folder, which is the run's from then on.
+def keep_script(script: str, run: Path) -> Generator[None]:
+    """Store the script of a job in the folder of its run, which belongs to the run from then on.
 
     If the block raises, the script of an earlier job stays, and a folder that was made for this one goes.
 

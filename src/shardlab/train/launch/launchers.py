@@ -1,7 +1,7 @@
-"""What launchers tell a process that they have started, by their variables.
+"""Facts that launchers give a process in its environment variables.
 
-Several launchers' variables may be there at once. `srun --mpi=pmi2` sets PMI's beside its own, and what torchrun or
-mpiexec starts inherits those of the SLURM step in which they run themselves. `innermost` leaves an outer step out.
+Variables of several launchers can be present at once. `srun --mpi=pmi2` sets PMI's beside its own, and a process of
+torchrun or mpiexec inherits those of the SLURM step in which its launcher runs. `innermost` ignores an outer step.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shardlab.common.errors import UserError
 from shardlab.language.rules.kinds import counted
 
 MOST_HOSTS = 1 << 17
-"""Hosts that a list may name: more than any cluster has, so that a torn list is refused before it fills the memory."""
+"""Most hosts of a list: more than any cluster has, so that a damaged list is refused before it fills the memory."""
 
 
 class Fact(NamedTuple):
-    """A number that a variable gives."""
+    """Number that a variable gives."""
 
     variable: str
     value: int
@@ -33,7 +33,7 @@ class Fact(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """A launcher's name, and its variables for rank, world size, local rank and local size."""
+    """Name of a launcher, with its variables for rank, world size, local rank and local size."""
 
     name: str
     rank: str
@@ -79,10 +79,10 @@ MPI = (
 
 
 def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
-    """Read what the innermost launchers tell, those first that say most; empty if none started this process.
+    """Read the facts of the innermost launchers, the most complete ones first; empty if none started this process.
 
     Raises:
-        UserError: when a variable has no number, or those of SLURM contradict each other.
+        UserError: if a variable has no number, or those of SLURM contradict each other.
     """
     by_torchrun = _facts_of(TORCHRUN, environment)
     if by_torchrun is not None and from_torchrun(environment):
@@ -106,15 +106,15 @@ def _numbers_of(facts: LauncherFacts) -> tuple[int, int]:
 
 
 def from_torchrun(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun, or `shardlab launch` in its place, has started this process: it has chosen all variables."""
+    """Return whether torchrun, or `shardlab launch` in its place, has started this process and so set all variables."""
     return "TORCHELASTIC_RUN_ID" in environment
 
 
 def number(environment: Mapping[str, str], variable: str) -> Fact | None:
-    """The number that a variable gives; None if it is not set.
+    """Read the number that a variable gives; None if it is not set.
 
     Raises:
-        UserError: when it is something else.
+        UserError: if it is no number.
     """
     text = environment.get(variable)
     if text is None:
@@ -138,7 +138,7 @@ def _starts_one_on_each_host(step: LauncherFacts) -> bool:
 
 
 def _is_shell(environment: Mapping[str, str]) -> bool:
-    """Whether this process belongs to the shell of `srun --pty`, whose other tasks have ended at once.
+    """Return whether this process belongs to the shell of `srun --pty`, whose other tasks have ended at once.
 
     A step that is started in such a shell inherits SLURM_PTY_PORT, but has no terminal.
     """
@@ -153,7 +153,7 @@ def _is_shell(environment: Mapping[str, str]) -> bool:
 
 
 def slurm_step(environment: Mapping[str, str]) -> LauncherFacts | None:
-    """Read what srun tells of its step; None if it has started no step, as in a batch script.
+    """Read the facts of srun's step; None if srun has started no step, as in a batch script.
 
     The submit host, which SLURM_LAUNCH_NODE_IPADDR names, may be one on which no rank runs. Rank 0 is on the first host
     of the step's list.
@@ -193,7 +193,7 @@ def _same(known: Fact | None, other: Fact, words: str) -> Fact:
 
 
 def _first_host(environment: Mapping[str, str], node: Fact | None, hosts: Fact | None) -> tuple[str | None, str]:
-    """The first host of a step, or why it is not known."""
+    """Return the first host of a step, or None and the reason why it is unknown."""
     name = "SLURM_STEP_NODELIST"
     text = environment.get(name)
     job = number(environment, "SLURM_JOB_NUM_NODES")
@@ -217,7 +217,7 @@ _HOST = rf"(?:[^\s,\[\]]|{_NUMBERS})+"
 
 
 def expand_hosts(text: str, variable: str = "the list of hosts") -> list[str]:
-    """Expand SLURM's list of hosts, as `scontrol show hostnames` does, which a compute node may lack.
+    """Expand SLURM's list of hosts as `scontrol show hostnames` does, which a compute node may lack.
 
     >>> expand_hosts("n[3-4,07],login")
     ['n3', 'n4', 'n07', 'login']
@@ -245,7 +245,7 @@ def expand_hosts(text: str, variable: str = "the list of hosts") -> list[str]:
 
 
 def _numbers(ranges: str) -> Iterator[str]:
-    """The numbers of ranges, each as wide as the first of its range is written: 08-10 is 08, 09 and 10."""
+    """Yield the numbers of ranges, each as wide as the first number of its range: 08-10 is 08, 09 and 10."""
     for each in ranges.split(","):
         first, _, last = each.partition("-")
         for value in range(int(first), int(last or first) + 1):

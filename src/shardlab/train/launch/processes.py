@@ -1,4 +1,8 @@
-"""Processes of this machine that begin together and end together."""
+"""Processes of this machine that begin together and end together.
+
+`run_processes` calls a function in several processes and waits for them: `_Ranks` collects what they report, passes
+requests to stop on to all, kills those that do not end in time, and at last decides which failure is the cause.
+"""
 
 from __future__ import annotations
 
@@ -21,43 +25,43 @@ from shardlab.execute.progress import RankProgress
 from shardlab.language import UserError
 from shardlab.train.faults import Watch, Watching, ended_with, names, stack_text, write_when_asked
 from shardlab.train.launch.interrupt import (
-    AGAIN,
-    ASKING,
     GRACE,
+    KILL_SIGNALS,
+    STOP_SIGNALS,
     StopRequest,
-    caught,
+    catch_signals,
     end_with_starter,
     grace_of,
-    unbroken,
+    ignore_errors,
 )
 
 Result = TypeVar("Result")
 
-LAST_WORDS = 3.0
-"""Seconds in which the others may still say what they saw, once one has failed."""
+REPORT_SECONDS = 3.0
+"""Seconds in which the other ranks may still report after one has failed."""
 
-AT_ONCE = 0.5
-"""Seconds in which a second signal is the first one again: `timeout` sends it to the process and to its group."""
+REPEAT_SECONDS = 0.5
+"""Seconds in which a second signal counts as the first: `timeout` sends it to the process and to its group."""
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL error", "Broken pipe", "Timed out waiting")
-"""What torch.distributed says when another rank has gone, or hangs."""
+"""Messages of torch.distributed about another rank that has gone, or hangs."""
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a rank failed only since another one has gone."""
+    """Return whether a rank failed only because another rank has gone."""
     return isinstance(error, RuntimeError) and sounds_lost(str(error))
 
 
 def sounds_lost(text: str) -> bool:
-    """Whether a rank's message is about another one that has gone."""
+    """Return whether a rank's message is about another rank that has gone."""
     return any(word in text for word in _LOST)
 
 
 class RankFailed(Exception):
-    """A rank failed, or all hang; the message ends with that rank's own traceback, if it raised.
+    """Failure of a rank, or a hang of all. The message ends with the traceback of that rank, if it raised.
 
     Attributes:
-        report: where every rank was, if they were watched.
+        report: places of all ranks, if they were watched.
     """
 
     def __init__(self, message: str, report: str = "") -> None:
@@ -66,14 +70,14 @@ class RankFailed(Exception):
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """What a rank says before it ends.
+class _Report:
+    """Report of a rank before it ends.
 
     Attributes:
-        result: what its function returned.
-        time: when it failed, in nanoseconds of a clock that nobody sets; 0 if it did not.
-        lost: whether it failed for want of another rank.
-        sentence: of a user's mistake.
+        result: result of its function.
+        time: time of its failure, in nanoseconds of a monotonic clock; 0 if it did not fail.
+        lost: whether it failed because another rank had gone.
+        sentence: message of a user's mistake.
         trace: the traceback.
     """
 
@@ -91,9 +95,9 @@ def run_processes(
     *arguments: Any,
     watching: Watching | None = None,
 ) -> Result:
-    """Call `function(rank, *arguments)` in `count` processes, and give what rank 0's returned.
+    """Call `function(rank, *arguments)` in `count` processes, and return rank 0's result.
 
-    When one fails, all end. When one of them, or this process, gets SIGINT, SIGTERM or SIGHUP, all get SIGTERM; a
+    If one fails, all end. If one of them, or this process, gets SIGINT, SIGTERM or SIGHUP, all get SIGTERM. A
     second SIGINT or SIGTERM to this process ends them at once. When this process is killed, they get SIGTERM.
 
     Args:
@@ -110,7 +114,7 @@ def run_processes(
     context.set_forkserver_preload(list(preload))
     hear, tell = context.Pipe(duplex=False)
     progresses = {} if watching is None else {rank: RankProgress() for rank in range(count)}
-    with caught() as signals, hear, tell, ExitStack() as files:
+    with catch_signals() as signals, hear, tell, ExitStack() as files:
         for progress in progresses.values():
             files.callback(progress.close)
         _start_forkserver()
@@ -120,7 +124,7 @@ def run_processes(
                 ours, theirs = context.Pipe(duplex=False)
                 with theirs, _without_main(function, *arguments):
                     process = context.Process(
-                        target=_work,
+                        target=_run_rank,
                         args=(rank, theirs, tell, progresses.get(rank), function, arguments),
                         name=f"rank-{rank}",
                     )
@@ -132,7 +136,7 @@ def run_processes(
                     ranks.ask(int(hear.recv_bytes()))
                 if signals in ready:
                     for number in signals.recv(64):
-                        ranks.ask(grace_of(number), again=number in AGAIN)
+                        ranks.ask(grace_of(number), again=number in KILL_SIGNALS)
         finally:
             ranks.kill()
         return ranks.outcome()
@@ -140,9 +144,9 @@ def run_processes(
 
 @contextmanager
 def _without_main(*objects: object) -> Generator[None]:
-    """Let processes that are started inside not import the main module again, unless one of the objects is from there.
+    """Keep processes that are started in the block from importing the main module, unless an object is from there.
 
-    A script that trains without `if __name__ == "__main__":` would otherwise train in every rank.
+    Otherwise a script that trains without `if __name__ == "__main__":` would train in every rank.
     """
     main = sys.modules["__main__"]
     if any(getattr(each, "__module__", "") == "__main__" for each in objects):
@@ -156,17 +160,19 @@ def _without_main(*objects: object) -> Generator[None]:
 
 
 def _start_forkserver() -> None:
-    """Start the server that forks the ranks, deaf to what is sent to its whole group: it tells how the ranks ended."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+    """Start the server that forks the ranks. It ignores signals to its process group, because it reports how the ranks
+    ended.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # the tracker has unblocked some
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the tracker has unblocked some
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(
+def _run_rank(
     rank: int,
     answers: Connection,
     starter: Connection,
@@ -174,24 +180,24 @@ def _work(
     function: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> None:
-    """What a started process does: call the function, and answer."""
-    for number in ASKING:
+    """Call the function in a started process, and report its result."""
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)  # no traceback from each: the process that started them tells
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)  # the server's, until now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the server's, until now
     end_with_starter()
     StopRequest.starter = starter
     if progress is not None:
         progress.take()
         write_when_asked(progress)
-    sys.stdout, sys.stderr = unbroken(sys.stdout), unbroken(sys.stderr)
+    sys.stdout, sys.stderr = ignore_errors(sys.stdout), ignore_errors(sys.stderr)
     try:
-        answer = _Answer(function(rank, *arguments))
+        answer = _Report(function(rank, *arguments))
         if progress is not None:
             progress.ended = True
     except Exception as error:
         sentence = str(error) if isinstance(error, UserError) else ""
-        answer = _Answer(time=time.monotonic_ns(), lost=is_lost(error), sentence=sentence, trace=traceback.format_exc())
+        answer = _Report(time=time.monotonic_ns(), lost=is_lost(error), sentence=sentence, trace=traceback.format_exc())
         if progress is not None:
             progress.fail(answer.time, answer.lost, stack_text(traceback.extract_tb(error.__traceback__)))
     try:
@@ -202,14 +208,14 @@ def _work(
 
 
 class _Ranks:
-    """The processes as their starter sees them."""
+    """Processes of the ranks, as the process that started them sees them."""
 
     def __init__(self, watch: Watch | None = None) -> None:
         self._watch = watch
         self._hang: tuple[str, str] | None = None  # the report, and its verdict
         self._processes: list[BaseProcess] = []
         self._pipes: dict[Connection, int] = {}
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, _Report] = {}
         self._ended: dict[int, int] = {}  # exit codes, in the order in which they ended
         self._killed: set[int] = set()  # those that had not ended by themselves
         self._asked = self._end = float("inf")  # when they were asked, and when those that are left are killed
@@ -224,7 +230,7 @@ class _Ranks:
         return len(self._ended) < len(self._processes)
 
     def wait(self, others: Sequence[Any]) -> list[Any]:
-        """Wait until something happens, and take note of what happens to the ranks; gives what is ready."""
+        """Wait for the next event, record what has happened to the ranks, and return the connections that are ready."""
         left = None if self._end == float("inf") else max(0.0, self._end - time.monotonic())
         looks = left is None and self._watch is not None
         ready: list[Any] = wait([*others, *self._pipes], self._watch.interval if looks and self._watch else left)
@@ -246,21 +252,21 @@ class _Ranks:
         return ready
 
     def _note_end(self, rank: int) -> None:
-        """A rank's pipe has ended, and so has the rank: the kernel says so, also where the fork server is gone."""
+        """Record the end of a rank: the kernel closes its pipe, even if the fork server is gone."""
         process = self._processes[rank]
-        process.join(LAST_WORDS)  # until the server that forked it, if it is still there, tells its exit code
+        process.join(REPORT_SECONDS)  # until the server that forked it, if it is still there, tells its exit code
         self._ended[rank] = process.exitcode or 0
         if self._ended[rank] or rank not in self._answers:
             self._look_at_others()
-            self._end = min(self._end, time.monotonic() + LAST_WORDS)
+            self._end = min(self._end, time.monotonic() + REPORT_SECONDS)
 
     def _look_at_others(self) -> None:
-        """A rank has failed: the others say where they are while they still wait for it."""
+        """Ask the other ranks for their stacks after a failure, while they still wait for the failed one."""
         if self._watch is not None and self._end == float("inf"):
             self._watch.ask_for_stacks()
 
     def ask(self, grace: int, *, again: bool = False) -> None:
-        """Ask all ranks to end within so many seconds; if they were asked before, and this is asked again, end them."""
+        """Ask all ranks to end within `grace` seconds. A second request with `again` kills them."""
         now = time.monotonic()
         if self._asked == float("inf"):
             self._asked, self._grace, self._end = now, grace, min(self._end, now + grace + 1)
@@ -271,12 +277,12 @@ class _Ranks:
                     os.kill(pid, number)
         elif grace > self._grace and self._end == self._asked + self._grace + 1:
             self._grace, self._end = grace, self._asked + grace + 1
-        elif again and now - self._asked > AT_ONCE:
+        elif again and now - self._asked > REPEAT_SECONDS:
             self._late = "at once, since it was asked twice"
             self.kill()
 
     def kill(self) -> None:
-        """End those that are left."""
+        """Kill the ranks that have not ended."""
         left = [rank for rank in range(len(self._processes)) if rank not in self._ended]
         self._killed.update(left)
         for rank in left:
@@ -289,7 +295,7 @@ class _Ranks:
         self._pipes.clear()
 
     def outcome(self) -> Any:
-        """Rank 0's result, or why there is none."""
+        """Return rank 0's result, or raise the cause of the failure."""
         if self._hang is not None:
             report, verdict = self._hang
             raise RankFailed(verdict, report)
@@ -309,7 +315,7 @@ class _Ranks:
             late = [rank for rank, code in self._ended.items() if code == -signal.SIGALRM]
             raise KeyboardInterrupt(self._late or (_late(late, self._grace) if late else ""))
         for rank in silent:
-            if -self._ended[rank] in ASKING:
+            if -self._ended[rank] in STOP_SIGNALS:
                 raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
         if silent:  # what the others then lost explains nothing
             code = next((self._ended[rank] for rank in silent if self._ended[rank] < 0), self._ended[silent[0]])
@@ -319,7 +325,7 @@ class _Ranks:
         raise self._failure(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
 
     def _failure(self, verdict: str) -> RankFailed:
-        """A failure with a report of all ranks."""
+        """Return a failure with a report on all ranks."""
         if self._watch is None:
             return RankFailed(verdict)
         fates = {rank: how_ended(code) for rank, code in self._ended.items() if rank not in self._answers and code}
@@ -333,7 +339,7 @@ def _late(ranks: Sequence[int], grace: int) -> str:
 
 
 def how_ended(code: int) -> str:
-    """What to say of a process, by its exit code, or minus the signal that ended it."""
+    """Describe the end of a process by its exit code, or minus the signal that ended it."""
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed ({signal.Signals(-code).name}" + ("; out of memory?)" if -code == signal.SIGKILL else ")")

@@ -1,4 +1,10 @@
-"""Starting the ranks as processes of this machine, or joining the world of a launcher."""
+"""Ranks: started as processes of this machine, or joined to the world of a launcher.
+
+`run_ranks` calls a function on every rank of a process group. Ranks that are started here meet at a file
+(`rendezvous_file`); ranks of a launcher meet at a store (commands.py). On both ways `_rendezvous` sets up the device,
+the process group, and the threads of the rank. The last sections prepare a rank on a CPU: how its threads share a core,
+what it reports when it is out of memory, and how its heap keeps freed memory.
+"""
 
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
 # torch does not mark its stores as exported, and leaves some of its annotations out. Its import takes seconds, and the
@@ -36,7 +42,7 @@ from shardlab.train.launch.environment import (
     CpuShare,
     LaunchEnvironment,
     bind,
-    dealt,
+    divide_cpus,
     find_launch_environment,
     may_restart,
     threads_of,
@@ -54,11 +60,12 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Named(Generic[Result]):
-    """A function of a module that only ranks import.
+class LazyFunction(Generic[Result]):
+    """Function of a module that only the ranks import.
 
     Attributes:
-        module, name: where it is.
+        module: name of the module.
+        name: name of the function in it.
     """
 
     module: str
@@ -69,14 +76,14 @@ class Named(Generic[Result]):
 
 
 @dataclass(frozen=True)
-class Joining:
-    """How ranks meet.
+class Rendezvous:
+    """Options of how ranks meet.
 
     Attributes:
-        bound: each gets CPUs of its own.
-        timeout: after which a rank that waits for another fails.
-        start: the same until all have met and are connected, where a launcher has started them.
-        dynamo: torch._dynamo is imported once, for all ranks that are started here; torch.compile and the classes of
+        bound: give each rank CPUs of its own.
+        timeout: time after which a rank that waits for another fails.
+        start: the same limit until all ranks of a launcher are connected.
+        dynamo: import torch._dynamo once for all ranks that are started here; torch.compile and the classes of
             torch.optim need it.
     """
 
@@ -86,26 +93,26 @@ class Joining:
     dynamo: bool = False
 
 
-JOINING = Joining()
+RENDEZVOUS = Rendezvous()
 
 
 def backend_of(device_type: str) -> str:
-    """The torch.distributed backend for tensors on devices of a type, cuda or cpu."""
+    """Return the torch.distributed backend for a type of device, cuda or cpu."""
     return "nccl" if device_type == "cuda" else "gloo"
 
 
 def device_of(local_rank: int, local_ranks: int) -> torch.device:
-    """A rank's device: its GPU if each of this host's ranks has one, else the CPU, for all of them."""
+    """Return the device of a rank: its GPU if every rank of this host has one, else the CPU."""
     import torch
 
     return torch.device("cuda", local_rank) if local_ranks <= gpu_count() else torch.device("cpu")
 
 
 def pick_device(ranks: int = 1) -> torch.device:
-    """This process's device, or that of the first of `ranks` which it starts.
+    """Return the device of this process, or of the first of `ranks` that it will start.
 
     Raises:
-        UserError: when a launcher has started more ranks on this host than it has GPUs.
+        UserError: if a launcher has started more ranks on this host than it has GPUs.
     """
     environment = find_launch_environment(os.environ)
     if environment is None or environment.world == 1:
@@ -114,19 +121,19 @@ def pick_device(ranks: int = 1) -> torch.device:
 
 
 def device_type(ranks: int) -> str:
-    """The type of the device that `pick_device` picks, for a process that is to import no torch: cuda or cpu."""
+    """Return the type of the device that `pick_device` picks, cuda or cpu. Without a GPU, torch is not imported."""
     return pick_device(ranks).type if gpu_count() else "cpu"
 
 
 ONE_GPU = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Variables by which a launcher gives each of its ranks a GPU of its own, as `srun --gpus-per-task=1` does."""
+"""Variables with which a launcher shows each rank a single GPU, as `srun --gpus-per-task=1` does."""
 
 
 def _launched_device(environment: LaunchEnvironment) -> torch.device:
-    """The device of a launcher's rank: the only GPU that it is shown, or the one with its number on the host.
+    """Return the device of a launcher's rank: the only GPU that it sees, or the GPU with its number on the host.
 
     Raises:
-        UserError: when there are fewer than one for each rank of the host.
+        UserError: if the host has fewer GPUs than ranks.
     """
     gpus, local_rank = gpu_count(), environment.local_rank
     ranks = environment.local_world or local_rank + 1
@@ -142,8 +149,8 @@ def _launched_device(environment: LaunchEnvironment) -> torch.device:
     return device_of(local_rank, ranks)
 
 
-def ranks_here(otherwise: int) -> int:
-    """How many processes a launcher started; `otherwise` if none did."""
+def launched_ranks(otherwise: int) -> int:
+    """Return the number of processes that a launcher started; `otherwise` if none did."""
     environment = find_launch_environment(os.environ)
     return otherwise if environment is None or environment.world == 1 else environment.world
 
@@ -152,7 +159,7 @@ def run_ranks(
     ranks: int,
     function: Callable[..., Result],
     *arguments: Any,
-    joining: Joining = JOINING,
+    joining: Rendezvous = RENDEZVOUS,
     watching: Watching | None = None,
 ) -> Result:
     """Call `function(rank, device, *arguments)` on every rank of a process group.
@@ -162,7 +169,7 @@ def run_ranks(
 
     Args:
         function: importable by name, since processes are started for it.
-        joining: how the ranks meet.
+        joining: options of the rendezvous.
         watching: how they are watched for hanging (None: they are not).
 
     Returns:
@@ -171,14 +178,14 @@ def run_ranks(
     Raises:
         RankFailed: when a rank that was started here failed, with the traceback of the first one, or hung; if they are
             watched in a launcher's world, on one rank of a host.
-        UserError: when a rank raised one; when the world that exists has another size, or its port is taken.
+        UserError: if a rank raised one, the launcher's world has another size, or its port is taken.
         KeyboardInterrupt: when ranks that were started here were asked to end by a signal, and gave no result.
     """
     environment = find_launch_environment(os.environ)
     # An interactive shell under srun is a world of one.
     if environment is None or environment.world == 1 < ranks:
         if joining.bound:
-            dealt(usable_cpus(), ranks)  # a refusal needs no ranks
+            divide_cpus(usable_cpus(), ranks)  # a refusal needs no ranks
         return _start_local(ranks, joining, watching, function, *arguments)
     if environment.world != ranks:
         raise UserError(
@@ -187,16 +194,16 @@ def run_ranks(
         )
     import torch.distributed as dist
 
-    from shardlab.train.launch.commands import Together, ended_by_ctrl_c, store_of
+    from shardlab.train.launch.commands import RankExchange, default_ctrl_c, store_of
 
     if _elastic():
         end_with_starter(_others_go_on())  # a launcher that was killed has ended nobody
     device = _launched_device(environment)
     if environment.world > 1:
-        require_own_devices(Together(environment, joining.start).exchange(_place_of(device)))
-    with ended_by_ctrl_c():
+        require_own_devices(RankExchange(environment, joining.start).exchange(_identify(device)))
+    with default_ctrl_c():
         try:
-            _meet(environment, device, store_of(environment, joining.start), joining, joining.start)
+            _rendezvous(environment, device, store_of(environment, joining.start), joining, joining.start)
         except (RuntimeError, OSError) as error:
             raise UserError(
                 f"rank {environment.rank} of {environment.world} could not connect to the others "
@@ -204,15 +211,17 @@ def run_ranks(
             ) from error
     watched = contextlib.nullcontext()
     if watching is not None:
-        watched = Watchdog(environment.rank, watching, _gathered, RankFailed, is_lost, UserError)
+        watched = Watchdog(environment.rank, watching, _gather, RankFailed, is_lost, UserError)
     if joining.start != joining.timeout:
         dist.distributed_c10d._set_pg_timeout(joining.timeout)  # pyright: ignore[reportPrivateUsage]
     with watched:
         return _call(environment.rank, device, function, *arguments)
 
 
-def _place_of(device: torch.device) -> str:
-    """What tells a rank's device from those of others, as JSON: its type, the host, and the GPU if it is one."""
+def _identify(device: torch.device) -> str:
+    """Return a string, in JSON, that tells the device of a rank from all others: its type, the host, and the GPU's
+    identity.
+    """
     import torch
 
     found: Any = cast(Any, torch.cuda).get_device_properties(device) if device.type == "cuda" else None
@@ -222,10 +231,10 @@ def _place_of(device: torch.device) -> str:
 
 
 def require_own_devices(places: Sequence[str]) -> None:
-    """Refuse ranks on devices of several types, which would wait in different backends, and several on one GPU.
+    """Refuse ranks on different types of devices, which use different backends, and several ranks on one GPU.
 
     Raises:
-        UserError: naming the ranks.
+        UserError: with the ranks.
     """
     seen: dict[str, int] = {}
     kinds: dict[str, tuple[int, str]] = {}
@@ -245,7 +254,7 @@ def require_own_devices(places: Sequence[str]) -> None:
         )
 
 
-def _gathered(mine: tuple[str, str]) -> list[tuple[str, str]]:
+def _gather(mine: tuple[str, str]) -> list[tuple[str, str]]:
     import torch.distributed as dist
 
     everyone = [mine] * dist.get_world_size()
@@ -254,45 +263,47 @@ def _gathered(mine: tuple[str, str]) -> list[tuple[str, str]]:
 
 
 def _start_local(
-    ranks: int, joining: Joining, watching: Watching | None, function: Callable[..., Result], *arguments: Any
+    ranks: int, joining: Rendezvous, watching: Watching | None, function: Callable[..., Result], *arguments: Any
 ) -> Result:
     module = getattr(function, "module", function.__module__)
     preload = (module, "torch._dynamo") if joining.dynamo else (module,)
-    with meeting_file() as store:  # it outlives every rank
+    with rendezvous_file() as store:  # it outlives every rank
         meeting = ranks, str(store), joining
-        return run_processes(ranks, preload, _started, *meeting, function, *arguments, watching=watching)
+        return run_processes(ranks, preload, _run_started, *meeting, function, *arguments, watching=watching)
 
 
 LONGEST = 1e8
-"""Seconds of a wait at most, three years: torch counts in nanoseconds from its own beginning."""
+"""Longest wait in seconds, three years: torch counts in nanoseconds."""
 
 
 def start_limit(timeout: float) -> timedelta:
-    """Time in which a launcher's ranks meet: the seconds in which every rank gets on."""
+    """Return the time limit for a launcher's ranks to meet."""
     return timedelta(seconds=min(timeout, LONGEST))
 
 
-def limit_of(timeout: float) -> timedelta:
-    """Time after which torch itself gives a communication up: late, for the watch is to say first what hangs."""
+def torch_limit(timeout: float) -> timedelta:
+    """Return the time limit after which torch itself fails: later than the watchdog, which first reports which rank
+    hangs.
+    """
     return start_limit(timeout + 2 * START)
 
 
-def _started(
-    rank: int, world: int, store: str, joining: Joining, function: Callable[..., Result], *arguments: Any
+def _run_started(
+    rank: int, world: int, store: str, joining: Rendezvous, function: Callable[..., Result], *arguments: Any
 ) -> Result:
-    """What a process that was started here does."""
+    """Call the function in a process that was started here."""
     import torch.distributed as dist
 
     device = device_of(rank, world)
     here = LaunchEnvironment(rank, world, rank, LOOPBACK, 0, world)
-    _meet(here, device, dist.FileStore(store), joining, joining.timeout)
+    _rendezvous(here, device, dist.FileStore(store), joining, joining.timeout)
     return _call(rank, device, function, *arguments)
 
 
-def _meet(
-    environment: LaunchEnvironment, device: torch.device, store: dist.Store, joining: Joining, limit: timedelta
+def _rendezvous(
+    environment: LaunchEnvironment, device: torch.device, store: dist.Store, joining: Rendezvous, limit: timedelta
 ) -> None:
-    """Join the world that meets at a store, with this rank's device, within a limit."""
+    """Join the process group that meets at a store, with the device of this rank."""
     import torch
     import torch.distributed as dist
 
@@ -344,62 +355,59 @@ def _call(rank: int, device: torch.device, function: Callable[..., Result], *arg
 
 
 def _others_go_on() -> bool:
-    """Whether torchrun starts the other hosts' ranks again when this host is lost."""
+    """Return whether torchrun restarts the ranks of other hosts when this host is lost."""
     return os.environ.get("GROUP_WORLD_SIZE", "1") != "1" and may_restart(os.environ)
 
 
 def _elastic() -> bool:
-    """Whether torchrun has started this process."""
+    """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-# Where ranks meet that are started here: a file in a folder that goes with the process that has started them.
 
 
 PREFIX = "shardlab-ranks-"
 
-HELD = "held"
-"""The file of such a folder that its process has locked, as long as it lives."""
+LOCK = "held"
+"""File in the folder of a rendezvous that its process keeps locked while it lives."""
 
-ROOM = 1 << 15
-"""Bytes that ranks write there at most, while they meet."""
+RESERVED_BYTES = 1 << 15
+"""Most bytes that ranks write there while they meet; reserved in advance, so that a full disk is noticed first."""
 
 
 @contextmanager
-def meeting_file() -> Generator[Path]:
-    """Name a file that does not exist, for torch's FileStore; folders whose processes were killed are removed first.
+def rendezvous_file() -> Generator[Path]:
+    """Yield the path of a new file for torch's FileStore. Folders of processes that were killed are removed first.
 
     Raises:
-        UserError: when there is no room in the folder for temporary files, or it cannot be written.
+        UserError: if the folder for temporary files is full or cannot be written.
     """
     try:
-        _sweep(Path(tempfile.gettempdir()))
+        _remove_stale(Path(tempfile.gettempdir()))
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     except OSError as error:
-        raise _no_room(error) from None
+        raise _disk_error(error) from None
     try:
         try:
-            held = _hold(folder)
+            held = _create_lock(folder)
         except OSError as error:
-            raise _no_room(error) from None
+            raise _disk_error(error) from None
         with held:
             yield folder / "store"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _hold(folder: Path) -> FileIO:
-    """Lock a folder's file before it has its name, so that nobody finds it unlocked."""
+def _create_lock(folder: Path) -> FileIO:
+    """Create the locked file of a folder. It gets its name after it is locked, so that nobody finds it unlocked."""
     new = folder / "new"
-    new.write_bytes(bytes(ROOM))
+    new.write_bytes(bytes(RESERVED_BYTES))
     held = FileIO(new, "ab")
     _lock(held)
-    new.rename(folder / HELD)
+    new.rename(folder / LOCK)
     return held
 
 
 def _lock(file: FileIO) -> bool:
-    """Lock a file, unless another process has."""
+    """Lock a file and return True, unless another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # a file system that knows no locks is swept by nobody
@@ -407,9 +415,9 @@ def _lock(file: FileIO) -> bool:
     return True
 
 
-def _sweep(temporary: Path) -> None:
-    """Remove folders whose processes were killed before they could."""
-    for held in temporary.glob(f"{PREFIX}*/{HELD}"):
+def _remove_stale(temporary: Path) -> None:
+    """Remove folders of processes that were killed before they could do so."""
+    for held in temporary.glob(f"{PREFIX}*/{LOCK}"):
         try:
             file = FileIO(held, "ab")
         except OSError:  # it has just gone, or is another user's
@@ -419,7 +427,7 @@ def _sweep(temporary: Path) -> None:
                 shutil.rmtree(held.parent, ignore_errors=True)
 
 
-def _no_room(error: OSError) -> UserError:
+def _disk_error(error: OSError) -> UserError:
     why = error.strerror or str(error)
     return UserError(
         f"ranks meet at a file in the folder for temporary files, which cannot be written ({error.filename}: {why}); "
@@ -427,37 +435,33 @@ def _no_room(error: OSError) -> UserError:
     )
 
 
-# How a rank's threads share a core: one that wakes up waits until the core is free.
-#
-# gloo's own thread wakes when a message comes, often while the thread that computes holds the lock of that message's
-# connection: it has just written there. Where the one that wakes takes the core, it finds the lock held and looks
-# again and again (`Pair::handleEvents` of gloo's `transport/tcp/pair.cc`) until its slice of time is over, some
-# milliseconds for a message of microseconds. Under SCHED_BATCH (sched(7)) a thread that wakes takes the core from
-# nobody.
-
-
 def set_wakeups() -> bool:
-    """Have this thread, and those that it starts from now on, take no core from another thread when they wake up.
+    """Keep this thread, and those that it starts from now on, from taking a core from another thread when they wake up.
 
-    A policy that somebody has chosen stands. Elsewhere than on Linux nothing changes.
+    gloo's own thread wakes up when a message comes, often while the computing thread holds the lock of that message's
+    connection: it has just written there. If the waking thread takes the core, it finds the lock held and looks again
+    and again (`Pair::handleEvents` of gloo's `transport/tcp/pair.cc`) until its time slice is over: milliseconds for a
+    message of microseconds. Under SCHED_BATCH (sched(7)) a waking thread takes the core from nobody.
+
+    A policy that the user has chosen stays. On other systems than Linux nothing changes.
 
     Returns:
         Whether the policy was changed.
     """
-    return _change("SCHED_OTHER", "SCHED_BATCH")
+    return _change_policy("SCHED_OTHER", "SCHED_BATCH")
 
 
 def restore_wakeups() -> None:
-    """Have this thread, and those that it starts from now on, take a core when they wake up, as Linux has it.
+    """Let this thread, and those that it starts from now on, take a core when they wake up, which is Linux's default.
 
-    Threads that compute an op together wait for each other at its end. Where one of them, which has slept, has to wait
-    for a core as long as another process takes it, all do. Threads that were started before stay as they are.
+    Threads that compute an op together wait for each other at its end. If one of them has slept and must wait for a
+    core as long as another process has it, all of them wait. Threads that were started before keep their policy.
     """
-    _change("SCHED_BATCH", "SCHED_OTHER")
+    _change_policy("SCHED_BATCH", "SCHED_OTHER")
 
 
-def _change(before: str, after: str) -> bool:
-    """Put another policy of sched(7) in the place of one, if this thread has that one; says whether it did."""
+def _change_policy(before: str, after: str) -> bool:
+    """Replace the policy `before` of sched(7) by `after`, and return whether this thread had it."""
     if sys.platform == "linux":
         with suppress(OSError):  # a sandbox may not allow it
             if os.sched_getscheduler(0) == getattr(os, before):
@@ -466,26 +470,23 @@ def _change(before: str, after: str) -> bool:
     return False
 
 
-# What a rank says when its device, its host or its limit has no more memory.
-
-
-_ASKED = re.compile(r"(?:[Tt]ried to allocate|unable to mmap) (\d+ bytes|[\d.]+ [KMG]iB)")
+_REQUESTED = re.compile(r"(?:[Tt]ried to allocate|unable to mmap) (\d+ bytes|[\d.]+ [KMG]iB)")
 """In torch's words for it."""
 
 _THREAD = "can't start new thread"  # for which there is no stack
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was asked for that is not there."""
+    """Return whether an error says that there is not enough memory."""
     text = str(error)
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and bool(_ASKED.search(text) or _THREAD in text)
+        isinstance(error, RuntimeError) and bool(_REQUESTED.search(text) or _THREAD in text)
     )
 
 
 def out_of_memory(rank: int, device: torch.device, error: BaseException) -> UserError:
-    """One sentence of what a rank has asked for, what it had, and what to do."""
-    found = _ASKED.search(str(error))
+    """Return the error of a rank without memory: what it asked for, what it had, and the remedy."""
+    found = _REQUESTED.search(str(error))
     asked = found[1] if found else "memory"
     if asked.endswith(" bytes"):
         asked = bytes_text(int(asked.partition(" ")[0]))
@@ -501,18 +502,6 @@ def out_of_memory(rank: int, device: torch.device, error: BaseException) -> User
     )
 
 
-# The heap of a rank on a CPU: memory that was freed waits for what comes next.
-#
-# A training step takes and frees the same memory again and again. By default glibc gives the end of the heap back to
-# the system as soon as it is free (mallopt(3), M_TRIM_THRESHOLD) and asks for large blocks one by one
-# (M_MMAP_THRESHOLD), so that every step touches pages for the first time, and the system has to fill each of them
-# with zeros.
-#
-# Freed memory that waits is not always of use: torch asks for aligned blocks, and glibc before 2.38 seldom gives one
-# out again where it was freed, so that a heap can grow to several times what lives in it. A process that has a limit
-# (`ulimit -d` or `-v`) rather takes its time.
-
-
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 _NEVER = 2**31 - 1
 _SMALL = 2**18
@@ -520,15 +509,23 @@ _LARGEST = 32 * 2**20  # the most that glibc takes: HEAP_MAX_SIZE / 2 of its mal
 
 
 def memory_limit() -> int | None:
-    """Bytes of private memory that this process may take, as `ulimit -d` and `-v` limit it; None without a limit."""
+    """Return the bytes of private memory that this process may take by `ulimit -d` and `-v`; None without a limit."""
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
     return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=None)
 
 
 def set_heap() -> None:
-    """Have this process keep what it frees, or if its memory is limited give back each block that is not small.
+    """Make glibc keep freed memory for the next step, or return every large block if the process has a memory limit.
 
-    Elsewhere than on glibc nothing changes.
+    A training step takes and frees the same memory again and again. By default glibc returns the free end of the heap
+    to the system (mallopt(3), M_TRIM_THRESHOLD) and asks for large blocks one by one (M_MMAP_THRESHOLD), so every step
+    touches new pages, which the system fills with zeros.
+
+    Freed memory is not always reused: torch asks for aligned blocks, and glibc before 2.38 seldom returns one from
+    where it was freed, so a heap can grow to several times of what lives in it. A process with a memory limit is
+    therefore slower instead.
+
+    On other systems than glibc nothing changes.
     """
     if not sys.platform.startswith("linux"):
         return

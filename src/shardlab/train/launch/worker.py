@@ -1,5 +1,8 @@
-"""`python -m shardlab.train.launch.worker [--bind] COMMAND ...`: make this process a rank, then run its
-command in place of itself."""
+"""Program that becomes a rank of `shardlab launch`: it sets the variables of the rank and replaces itself by the
+command.
+
+`python -m shardlab.train.launch.worker [--bind] COMMAND ...`
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def as_program(command: Sequence[str]) -> list[str]:
-    """A command as it is started: a Python file by this Python.
+    """Return the words with which a command is started. A Python file is run by this Python.
 
     Raises:
-        UserError: when there is no such program.
+        UserError: if there is no such program.
     """
     if not command:
         raise UserError("there is no command; give one after --, such as: shardlab launch --ranks 2 -- train.py")
@@ -34,7 +37,7 @@ def as_program(command: Sequence[str]) -> list[str]:
 
 
 def become(environment: LaunchEnvironment, command: Sequence[str], *, bound: bool) -> NoReturn:
-    """Replace this process by a command, whose variables say which rank it is.
+    """Replace this process by a command, with the environment variables of its rank.
 
     Args:
         bound: keep it on CPUs that no other rank of this host has.
@@ -54,7 +57,7 @@ def become(environment: LaunchEnvironment, command: Sequence[str], *, bound: boo
 
 
 def main(words: Sequence[str]) -> NoReturn:
-    """Become the command, in the world that the launcher's variables tell of."""
+    """Become the command, in the world that the launcher's variables describe."""
     end_with_parent()
     environment = find_launch_environment(os.environ)
     assert environment is not None, "the agent sets the variables"
@@ -66,7 +69,7 @@ def main(words: Sequence[str]) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process, whatever it becomes, when the one that started it is gone."""
+    """Ask the kernel to send SIGTERM to this process, or to what replaces it, when its parent is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

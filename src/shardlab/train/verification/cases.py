@@ -12,7 +12,7 @@ from shardlab.strategies import STRATEGIES, find
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.train.job import Job
-from shardlab.train.launch.ranks import Joining, Named, run_ranks
+from shardlab.train.launch.ranks import LazyFunction, Rendezvous, run_ranks
 
 SHARD = ("dp_shard",)
 TWO = Mesh(dp_shard=2)
@@ -211,5 +211,5 @@ def verify(job: Job, steps: int, clip: float | None = None, compile: bool = Fals
         UserError: for a request that cannot be met.
     """
     job.checked()  # in this process first: a refusal needs no ranks
-    verdict_on_rank = Named[Verdict | None]("shardlab.train.verification.verify", "verdict_on_rank")
-    return run_ranks(job.ranks, verdict_on_rank, job, steps, clip, compile, joining=Joining(dynamo=compile))
+    verdict_on_rank = LazyFunction[Verdict | None]("shardlab.train.verification.verify", "verdict_on_rank")
+    return run_ranks(job.ranks, verdict_on_rank, job, steps, clip, compile, joining=Rendezvous(dynamo=compile))
