@@ -65,10 +65,8 @@ class Convert:
             special["eos_token_id"] = tokenizer.end
         if tokenizer is not None and tokenizer.begin:
             special["bos_token_id"] = tokenizer.begin[0]
-        size = self.shard_mb * 10**6
-        done = convert_weights(
-            source, self.out, form, shard_bytes=size, beside=beside, special=special, follow=_show_progress
-        )
+        limit, follow = self.shard_mb * 10**6, _show_progress
+        done = convert_weights(source, self.out, form, shard_bytes=limit, beside=beside, special=special, follow=follow)
         if self.json:
             print_json(asdict(done))
             return 0
