@@ -80,7 +80,7 @@ class Doctor:
             ranks = launched_ranks(self.ranks or gpu_count() or 2)
             limit = start_limit(self.timeout)
             joining = Rendezvous(timeout=limit, start=limit)
-            world = run_ranks(ranks, world_facts, *here, joining=joining)
+            world = run_ranks(ranks, examine_world, *here, joining=joining)
         except Exception as error:  # torch raises many types for network errors
             first = place.rank if place is not None and launched else 0
             what = (str(error).strip() or type(error).__name__).splitlines()[-1]
