@@ -42,7 +42,7 @@ from shardlab.execute.requirements import want_compilable
 from shardlab.language import Mesh
 from shardlab.models import GPT
 from shardlab.models.tensors import initial_weights, named_views
-from shardlab.models.tensors.attention import sent_to
+from shardlab.models.tensors.attention import to_device
 from shardlab.simulate.hardware import DEVICES
 from shardlab.strategies.plan.plan import Plan
 from shardlab.train.job import Job
@@ -203,7 +203,7 @@ def plain_rank(rank: int, device: torch.device, model: GPT, compile: bool, optio
     run = cast(Callable[[Tensor, Tensor], Tensor], torch.compile(plain) if compile else plain)
 
     def step(number: int) -> Tensor:
-        tokens, targets = (sent_to(device, each.contiguous()) for each in batches.microbatch(number, 0))
+        tokens, targets = (to_device(device, each.contiguous()) for each in batches.microbatch(number, 0))
         for group in optimizer.param_groups:
             group["lr"] = config.rate(number)
         with torch.autocast(device.type, torch.bfloat16):

@@ -22,7 +22,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.models.tensors.compute import Product, timed
+from shardlab.models.tensors.compute import Product, time_kernels
 from shardlab.train.launch.ranks import set_heap
 
 
@@ -61,7 +61,7 @@ def row_of(tokens: int, inputs: int, outputs: int, turns: int) -> Row:
     found: list[float] = []
     for backward in (False, True):
         product = Product(tokens, inputs, outputs, not backward, backward)
-        pairs = timed(product, range(turns, turns + 1), math.inf)
+        pairs = time_kernels(product, range(turns, turns + 1), math.inf)
         found += [median(onednn for onednn, _ in pairs), median(onednn / own for onednn, own in pairs)]
     return Row(tokens, inputs, outputs, *found)
 

@@ -12,7 +12,7 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.models import GPT, Mixtral
-from shardlab.models.tensors import Writer
+from shardlab.models.tensors import TextGenerator
 from shardlab.train.data.tokenizers import Characters, HuggingFace, Tokenizer
 from tests.support.tokenizer_files import byte_fallback, dropping
 from tests.train.huggingface.folders import random_run
@@ -124,11 +124,11 @@ def test_a_prompt_begins_as_the_tokenizer_says_and_the_text_keeps_its_spaces(
     prompt, whole = made.encode("to").ids, made.encode("to be 漢").ids
     read: list[list[int]] = []
 
-    def go_on(self: Writer, tokens: list[int], count: int) -> Iterator[int]:
+    def generate(self: TextGenerator, tokens: list[int], count: int) -> Iterator[int]:
         read.append(tokens)
         return iter(whole[len(prompt) :])
 
-    monkeypatch.setattr(Writer, "go_on", go_on)
+    monkeypatch.setattr(TextGenerator, "generate", generate)
     assert sampled(capsys, "words", "--prompt", "to")["text"] == " be 漢"
     assert read == [prompt]
     assert prompt[0] == 1
@@ -153,11 +153,11 @@ def test_a_chat_follows_the_template_of_a_hugging_face_folder(
     (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(config))
     read: list[list[int]] = []
 
-    def go_on(self: Writer, tokens: list[int], count: int) -> Iterator[int]:
+    def generate(self: TextGenerator, tokens: list[int], count: int) -> Iterator[int]:
         read.append(tokens)
         return iter([*tokenizer.encode_spelled("or not"), tokenizer.end or 0, 1, 2])
 
-    monkeypatch.setattr(Writer, "go_on", go_on)
+    monkeypatch.setattr(TextGenerator, "generate", generate)
     monkeypatch.setattr("sys.stdin", io.StringIO("to be"))
     capsys.readouterr()
     assert main(["sample", "hf", "--chat"]) == 0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardlab.execute import kernel_choice
 from shardlab.execute.kernel_choice import KeptChoices, choices_of, choose_products, kept_by_rank_0, rows_of
-from shardlab.models.tensors.compute import CHOICES, Product, choices
+from shardlab.models.tensors.compute import KERNEL_CHOICES, Product, kernel_choices
 from tests.support.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -73,11 +73,11 @@ def chosen_on(rank: int, folder: Path) -> tuple[list[Product], dict[Product, boo
         return product.rows < 3
 
     kept = KeptChoices(folder / f"{rank}.json")
-    with choices({}), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_choice, "measured", measured)
-        CHOICES.update({A: None, B: True} if rank == 0 else {A: None, C: None})
+    with kernel_choices({}), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_choice, "is_onednn_faster", measured)
+        KERNEL_CHOICES.update({A: None, B: True} if rank == 0 else {A: None, C: None})
         assert choose_products(CPU, kept)
-        return asked, dict(CHOICES), choose_products(CPU, kept)
+        return asked, dict(KERNEL_CHOICES), choose_products(CPU, kept)
 
 
 def kept_on(rank: int, folder: Path) -> dict[Product, bool]:
@@ -102,11 +102,11 @@ def test_a_rank_alone_chooses_by_itself_and_a_gpu_has_no_choice(
     def measured(product: Product) -> bool:
         return product == A
 
-    monkeypatch.setattr(kernel_choice, "measured", measured)
+    monkeypatch.setattr(kernel_choice, "is_onednn_faster", measured)
     kept = KeptChoices(tmp_path / "products.json")
-    with choices({}):
-        CHOICES[A] = None
+    with kernel_choices({}):
+        KERNEL_CHOICES[A] = None
         assert not choose_products(torch.device("cuda"), kept, alone=True)
         assert choose_products(CPU, kept, alone=True)
-        assert CHOICES == {A: True}
+        assert KERNEL_CHOICES == {A: True}
     assert kept.read(torch.get_num_threads()) == {A: True}

@@ -15,17 +15,17 @@ from shardlab.models import Model
 from shardlab.models.mixture import Routing
 from shardlab.models.tensors import (
     Dropout,
+    LayerContext,
     PreparedLayer,
     Share,
-    Workspace,
     initial_weights,
-    layers_of,
-    prepared_layer,
-    views,
+    make_layers,
+    parameter_views,
+    prepare_layer,
 )
 from shardlab.models.tensors.backward import autograd
-from shardlab.models.tensors.backward.autograd import Saved, View
-from shardlab.models.tensors.share import ALL
+from shardlab.models.tensors.backward.autograd import ParameterView, SavedTensors
+from shardlab.models.tensors.share import WHOLE_LAYER
 
 
 def piece_of(model: Model, layer: int, number: int) -> Share:
@@ -34,7 +34,9 @@ def piece_of(model: Model, layer: int, number: int) -> Share:
     return Share({index: (piece, run.pieces[index]) for index, piece in run.numbers(number).items()})
 
 
-def inputs_of(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = ALL) -> tuple[Tensor, ...]:
+def inputs_of(
+    model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = WHOLE_LAYER
+) -> tuple[Tensor, ...]:
     """Random inputs of a layer's share: its activation, and what is carried beside it, if anything is."""
     shape = list(model.activation_shape(layer, rows))
     reads = model.run(layer).steps[0].primitive.reads.get("x", "").split()
@@ -61,12 +63,12 @@ def inputs_of(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Sh
     return tuple(given)
 
 
-class Watched(Saved):
+class Watched(SavedTensors):
     """What autograd keeps of a primitive, in a list as well."""
 
     kept: ClassVar[list[Tensor]] = []
 
-    def pack(self, tensor: Tensor) -> Tensor | View:
+    def pack(self, tensor: Tensor) -> Tensor | ParameterView:
         packed = super().pack(tensor)
         if isinstance(packed, Tensor):
             self.kept.append(packed)
@@ -74,23 +76,23 @@ class Watched(Saved):
 
 
 def forward(
-    model: Model, layer: int, inputs: Sequence[Tensor], weights: Sequence[Tensor], share: Share = ALL
-) -> tuple[list[Tensor], Workspace, list[Tensor]]:
+    model: Model, layer: int, inputs: Sequence[Tensor], weights: Sequence[Tensor], share: Share = WHOLE_LAYER
+) -> tuple[list[Tensor], LayerContext, list[Tensor]]:
     """What a layer makes, its pass, and the tensors that stay for the backward pass."""
     dropout = Dropout(model.dropout, 0, 0, layer, (0,))
-    with patch.object(autograd, "Saved", Watched):
+    with patch.object(autograd, "SavedTensors", Watched):
         made, its = passes_of(model, layer).forward([x.detach() for x in inputs], weights, share, dropout)
     kept = [*Watched.kept, *(each for each in its.tensors if isinstance(each, Tensor))]
     Watched.kept.clear()
     return made, its, kept
 
 
-def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = ALL) -> int:
+def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = WHOLE_LAYER) -> int:
     """Bytes of all storages kept between forward and backward, but those of the parameters and the inputs."""
     owner = 0 if model.borrowed(layer) else layer  # a tied head has none of its own
     flat = initial_weights(model, owner, seed=0, dtype=dtype)
     inputs = inputs_of(model, layer, rows, dtype, share)
-    made, _, kept = forward(model, layer, inputs, views(model.layout(owner), flat), share)
+    made, _, kept = forward(model, layer, inputs, parameter_views(model.layout(owner), flat), share)
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
     for given, keeps in zip(inputs, model.run(layer).keeps_inputs, strict=True):
         assert keeps or given.untyped_storage().data_ptr() not in storages, "an input is kept that the executor lets go"
@@ -105,7 +107,7 @@ def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype
 def passes_of(model: Model, layer: int) -> PreparedLayer:
     """Both passes of a layer."""
     attended = layer > 0 and model.run(layer - 1).attend is not None
-    return prepared_layer(model.run(layer), layers_of(model)[layer].names, "cpu", attended=attended)
+    return prepare_layer(model.run(layer), make_layers(model)[layer].names, "cpu", attended=attended)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from shardlab.models.attention import Attend
 from shardlab.models.cutting import cut_for
 from shardlab.models.mixture import Combine, Dispatch, Place, Route
 from shardlab.models.named import name_of, with_fields
-from shardlab.models.tensors import Dropout, initial_weights, layers_of, views
+from shardlab.models.tensors import Dropout, initial_weights, make_layers, parameter_views
 from shardlab.strategies.plan.plan import Plan
 from shardlab.train.job import Job
 from shardlab.train.verification.verify import verify_rank
@@ -111,10 +111,10 @@ def test_in_half_precision_only_the_log_sum_exp_counts_twice(saved_bytes: Measur
 def test_flops_are_those_that_torch_counts(kv_heads: int | None) -> None:
     """Counted by torch's own FLOP counter on plain attention, which does the whole T x T square."""
     model = GPT(layers=3, hidden_size=32, heads=2, kv_heads=kv_heads, vocab_size=100, seq_len=16)
-    for layer, compute in enumerate(layers_of(model)):
+    for layer, compute in enumerate(make_layers(model)):
         shape = model.activation_shape(layer)
         x = torch.zeros(shape, dtype=torch.int64) if layer == 0 else torch.zeros(shape)
-        parameters = views(model.layout(layer), initial_weights(model, layer, 0, torch.float32))
+        parameters = parameter_views(model.layout(layer), initial_weights(model, layer, 0, torch.float32))
         with FlopCounterMode(display=False) as counter:
             compute(parameters, x, Dropout(0.5, 0, 0, layer, (0,)))
         assert counter.get_total_flops() == model.forward_flops(layer)
@@ -343,7 +343,7 @@ from torch import Tensor
 
 from shardlab.models import GPT, Blocks, Llama, Parameter
 from shardlab.models.primitives import Primitive
-from shardlab.models.tensors.compute import Given, compute
+from shardlab.models.tensors.compute import Operands, compute
 
 @dataclass(frozen=True, kw_only=True)
 class Mine(GPT):
@@ -405,12 +405,12 @@ class Takes(Odd):
     einsum: ClassVar[str] = "x(width) g(width) -> x(width)"
 
 @compute.register
-def makes(primitive: Makes, given: Given) -> tuple[Tensor, ...]:
-    return given.x.clone(), given.x.sigmoid()
+def makes(primitive: Makes, operands: Operands) -> tuple[Tensor, ...]:
+    return operands.x.clone(), operands.x.sigmoid()
 
 @compute.register
-def takes(primitive: Takes, given: Given) -> tuple[Tensor, ...]:
-    return (given.x * given.tensors["g"],)
+def takes(primitive: Takes, operands: Operands) -> tuple[Tensor, ...]:
+    return (operands.x * operands.tensors["g"],)
 
 class Flat(Odd):
     def parameters(self):
@@ -424,8 +424,8 @@ class Squash(Odd):
         return ("x",)
 
 @compute.register
-def squash(primitive: Squash, given: Given) -> tuple[Tensor, ...]:
-    return (given.x.tanh(),)
+def squash(primitive: Squash, operands: Operands) -> tuple[Tensor, ...]:
+    return (operands.x.tanh(),)
 
 def with_(kind):
     @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from shardlab.common.errors import UserError
 from shardlab.models import GPT, MLP, Blocks, CutModel, LayerLayout, Llama, Model, MoE, Parameter, cut
 from shardlab.models.layout import ALIGNMENT, Cut, FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.models.primitives import Norm
-from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, to_blocks, to_layers, views
+from shardlab.models.tensors import Dropout, Share, initial_weights, make_layers, parameter_views, to_blocks, to_layers
 from tests.models.conftest import inputs_of, piece_of
 from tests.models.small import Dimensions
 
@@ -395,9 +395,9 @@ def test_autograd_keeps_exactly_the_declared_elements_in_halves(
 @pytest.mark.parametrize("whole", [HALVES_MODELS[1], HALVES_MODELS[3], HALVES_MODELS[4], HALVES_MODELS[8]], ids=str)
 def test_flops_are_those_that_torch_counts_over_all_slices(whole: Blocks) -> None:
     model = cut(whole, tp=2)
-    for layer, compute in enumerate(layers_of(model)):
+    for layer, compute in enumerate(make_layers(model)):
         slices = model.layout(layer).slices
-        parameters = views(model.layout(layer), initial_weights(model, layer, 0, torch.float32))
+        parameters = parameter_views(model.layout(layer), initial_weights(model, layer, 0, torch.float32))
         with FlopCounterMode(display=False) as counter:
             inputs = inputs_of(model, layer, 1, torch.float32)
             compute.run(parameters, inputs, piece_of(model, layer, 0), Dropout(whole.dropout, 0, 0, 0, (0,)))

@@ -11,7 +11,7 @@ import torch
 from shardlab.execute import Executor, Settings
 from shardlab.execute.transport.collectives import Groups
 from shardlab.language import Mesh
-from shardlab.models.tensors import initial_weights, layers_of, loss_of, views, with_borrowed
+from shardlab.models.tensors import add_borrowed, cross_entropy, initial_weights, make_layers, parameter_views
 from shardlab.strategies import STRATEGIES, Plan
 from shardlab.train.evaluate import Evaluation, InOrder
 from shardlab.train.job import Job
@@ -72,13 +72,13 @@ def alone(job: Job) -> float:
     """The mean loss of all microbatches, layer by layer."""
     model = job.model
     flats = [initial_weights(model, layer, job.seed, torch.float64) for layer in range(model.layers)]
-    parameters = with_borrowed(model, [views(model.layout(layer), flat) for layer, flat in enumerate(flats)])
+    parameters = add_borrowed(model, [parameter_views(model.layout(layer), flat) for layer, flat in enumerate(flats)])
     total, tokens = 0.0, 0
     for number in range(COUNT):
         x, targets = cut(job, number)
-        for layer, weights in zip(layers_of(model), parameters, strict=True):
+        for layer, weights in zip(make_layers(model), parameters, strict=True):
             x = layer(weights, x)
-        total += float(loss_of(x, targets))
+        total += float(cross_entropy(x, targets))
         tokens += targets.numel()
     return total / tokens
 

@@ -13,7 +13,7 @@ import torch
 
 from shardlab.language import UserError
 from shardlab.models import GPT, Blocks, MoE
-from shardlab.models.tensors import Choice, Writer, initial_weights
+from shardlab.models.tensors import TextGenerator, TokenSampling, initial_weights
 from shardlab.train.data import Corpus
 from shardlab.train.data.chat import chat_template
 from shardlab.train.data.stream import SequenceStream, TokenRun
@@ -80,11 +80,11 @@ def test_a_sample_goes_on_after_what_begins_every_text_and_keeps_its_spaces() ->
     (tokens,) = tokenizer.encode([b"is it is"])
     read: list[int] = []
 
-    def go_on(given: Sequence[int], count: int) -> list[int]:
+    def generate(given: Sequence[int], count: int) -> list[int]:
         read.extend(given)
         return tokens[1:].tolist()
 
-    assert continue_prompt(go_on, b"is", tokenizer) == "is it is"
+    assert continue_prompt(generate, b"is", tokenizer) == "is it is"
     assert read == [1, tokens[0]]
 
 
@@ -98,15 +98,15 @@ def conversation(monkeypatch: pytest.MonkeyPatch, folder: Path, answers: list[st
     """A conversation with a model that says what it is given to say; and what it was given to read."""
     read: list[str] = []
 
-    def go_on(self: Writer, tokens: list[int], count: int) -> Iterator[int]:
+    def generate(self: TextGenerator, tokens: list[int], count: int) -> Iterator[int]:
         read.append(bytes(tokens).decode())
         return iter(answers[len(read) - 1].encode()[:count])
 
-    monkeypatch.setattr(Writer, "go_on", go_on)
+    monkeypatch.setattr(TextGenerator, "generate", generate)
     tokenizer = ByteTokenizer()
     flats = [initial_weights(MODEL, 0, 0, torch.float32)]
     template = chat_template(folder, tokenizer)
-    return Conversation(MODEL, flats, tokenizer, template, Choice(), 16), read
+    return Conversation(MODEL, flats, tokenizer, template, TokenSampling(), 16), read
 
 
 def test_an_answer_ends_where_the_next_turn_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -124,14 +124,14 @@ def test_an_answer_keeps_its_spaces_and_characters_and_is_fed_back_whole(
     tokenizer, said = HuggingFace(made.to_str().encode()), "so it is 漢字"
     read: list[list[int]] = []
 
-    def go_on(self: Writer, tokens: list[int], count: int) -> Iterator[int]:
+    def generate(self: TextGenerator, tokens: list[int], count: int) -> Iterator[int]:
         read.append(tokens)
         return iter(made.encode(said).ids)
 
-    monkeypatch.setattr(Writer, "go_on", go_on)
+    monkeypatch.setattr(TextGenerator, "generate", generate)
     model = replace(MODEL, seq_len=200, vocab_size=tokenizer.vocab_size)
     flats = [torch.zeros(model.layout(0).numel)]
-    talk = Conversation(model, flats, tokenizer, chat_template(tmp_path, tokenizer), Choice(), 40)
+    talk = Conversation(model, flats, tokenizer, chat_template(tmp_path, tokenizer), TokenSampling(), 40)
     assert "".join(talk.answer("is it?")) == said
     "".join(talk.answer("so?"))
     assert tokenizer.decode(np.array(read[1])).decode() == f"User: is it?\nAssistant: {said}\nUser: so?\nAssistant:"
@@ -169,7 +169,7 @@ def test_a_turn_without_room_is_refused_and_the_talk_goes_on(monkeypatch: pytest
 def test_each_answer_has_a_seed_of_its_own(tmp_path: Path) -> None:
     tokenizer = ByteTokenizer()
     flats = [torch.zeros(MODEL.layout(0).numel)]
-    talk = Conversation(MODEL, flats, tokenizer, chat_template(tmp_path, tokenizer), Choice(), 8)
+    talk = Conversation(MODEL, flats, tokenizer, chat_template(tmp_path, tokenizer), TokenSampling(), 8)
     first = "".join(talk.answer("a"))
     talk.messages = []
     assert "".join(talk.answer("a")) != first

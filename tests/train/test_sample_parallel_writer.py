@@ -15,7 +15,7 @@ from shardlab.execute import Executor, Settings
 from shardlab.execute.transport.collectives import Groups
 from shardlab.language import Mesh
 from shardlab.models import GPT
-from shardlab.models.tensors import Choice, TensorLayer, Writer, initial_weights
+from shardlab.models.tensors import TensorLayer, TextGenerator, TokenSampling, initial_weights
 from shardlab.strategies import Plan
 from shardlab.train import sample
 from shardlab.train.job import Job
@@ -32,19 +32,19 @@ PROMPT = [1, 2, 3]
 GROUPS: Groups = {}
 
 
-def writer_of(rank: int, job: Job, choice: Choice, asked: bool = False) -> ParallelWriter:
+def writer_of(rank: int, job: Job, choice: TokenSampling, asked: bool = False) -> ParallelWriter:
     settings = Settings(job.seed, job.numbers, CPU)
     executor = Executor(job.checked(), rank, job.cut, batches_of(job), settings, groups=GROUPS)
     return ParallelWriter(executor.state, job.model, choice, lambda: asked)
 
 
-def written(rank: int, job: Job, choice: Choice, count: int) -> list[int]:
-    return list(writer_of(rank, job, choice).go_on(PROMPT, count))
+def written(rank: int, job: Job, choice: TokenSampling, count: int) -> list[int]:
+    return list(writer_of(rank, job, choice).generate(PROMPT, count))
 
 
-def alone(job: Job, choice: Choice, count: int) -> list[int]:
+def alone(job: Job, choice: TokenSampling, count: int) -> list[int]:
     flats = [initial_weights(job.model, layer, job.seed, torch.float64) for layer in range(job.model.layers)]
-    return list(Writer(for_text(job.model), flats, choice).go_on(PROMPT, count))
+    return list(TextGenerator(for_text(job.model), flats, choice).generate(PROMPT, count))
 
 
 ODD = {
@@ -56,14 +56,14 @@ ODD = {
 @pytest.mark.parametrize("name", sampled((name for name in (*JOBS, *ODD) if name != "fp16"), is_in_sample))
 def test_every_rank_draws_what_one_device_draws(ranks: World, name: str) -> None:
     """Also beyond the model's positions."""
-    job, choice = {**JOBS, **ODD}[name], Choice(temperature=0.7, seed=3)
+    job, choice = {**JOBS, **ODD}[name], TokenSampling(temperature=0.7, seed=3)
     count = job.model.seq_len + 2
     assert ranks(job.ranks).call(written, job, choice, count) == [alone(job, choice, count)] * job.ranks
 
 
 def asked_on_one_rank(rank: int, job: Job) -> int:
     with patch.object(sample, "HURRY", 0.0):
-        return len(list(writer_of(rank, job, Choice(), asked=rank == 1).go_on(PROMPT, 10**6)))
+        return len(list(writer_of(rank, job, TokenSampling(), asked=rank == 1).generate(PROMPT, 10**6)))
 
 
 def test_a_rank_that_is_asked_to_end_ends_the_text_on_all(ranks: World) -> None:
@@ -81,7 +81,7 @@ def read_at_once(rank: int, job: Job) -> list[int]:
 
     of_layer = TensorLayer.run
     with patch.object(TensorLayer, "run", run):
-        written(rank, job, Choice(), 4)
+        written(rank, job, TokenSampling(), 4)
     return found
 
 
@@ -102,7 +102,7 @@ def refused(rank: int, job: Job) -> str:
     for kept in executor.state.kept.values():
         kept.fill_(float("nan") if rank == job.ranks - 1 else 1.0)
     with pytest.raises(UserError) as refusal:
-        list(ParallelWriter(executor.state, job.model, Choice(), lambda: False).go_on(PROMPT, 2))
+        list(ParallelWriter(executor.state, job.model, TokenSampling(), lambda: False).generate(PROMPT, 2))
     return str(refusal.value)
 
 

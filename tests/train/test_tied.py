@@ -18,7 +18,7 @@ from shardlab.execute.state import State
 from shardlab.language import Mesh, Op, OpKind, Rank, Refused, UserError, trace
 from shardlab.language.precision import Optimizer
 from shardlab.models import GPT, MoE
-from shardlab.models.tensors import Choice, Writer, named_views
+from shardlab.models.tensors import TextGenerator, TokenSampling, named_views
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.single import single
 from shardlab.train.job import Job
@@ -76,7 +76,7 @@ def test_the_trained_blocks_are_put_together_judged_and_sampled(ranks: World) ->
     (embedding, blocks), _ = ranks(2).call(trained, ENDS, 2, whole)
     matrix = named_views(whole.layout(0), blocks[0])["wte.weight"]
     assert torch.equal(matrix.flatten(), embedding[: matrix.numel()])
-    assert len(list(Writer(whole, blocks, Choice()).go_on([1, 2], 5))) == 5
+    assert len(list(TextGenerator(whole, blocks, TokenSampling()).generate([1, 2], 5))) == 5
 
 
 PAGES = {"single": 1, "grad-accum": 1, "ddp": 2, "wsdp": 2, "fsdp": 2, "tensor-parallel": 2, "expert-parallel": 2}

@@ -26,8 +26,8 @@ from shardlab.execute.recording import TrackedStorages
 from shardlab.language import Mesh
 from shardlab.models import GPT, Blocks, MoE
 from shardlab.models.named import weights_at
-from shardlab.models.tensors import Choice, initial_weights, named_views
-from shardlab.models.tensors.weights import TensorFiles, files_of
+from shardlab.models.tensors import TokenSampling, initial_weights, named_views
+from shardlab.models.tensors.weights import TensorFiles, weight_files
 from shardlab.strategies.plan.plan import Plan
 from shardlab.train.batches import Batches
 from shardlab.train.evaluate import Evaluation, InOrder
@@ -72,7 +72,7 @@ def first_weights(model: Blocks) -> dict[str, Tensor]:
 
 
 def read(single: Path) -> dict[str, Tensor]:
-    files = TensorFiles(files_of(single))
+    files = TensorFiles(weight_files(single))
     return {name: files.read(name) for name in files.names}
 
 
@@ -113,7 +113,7 @@ def peaks(rank: int, job: Job, out: Path) -> tuple[dict[str, int], int, int]:
     looks: dict[str, Callable[[], object]] = {
         "saved": lambda: save_weights(state, out, shard_bytes=10**6),
         "judged": Evaluation(job, checked, rank, CPU, judged, of=state).losses,
-        "sampled": lambda: list(ParallelWriter(state, job.model, Choice(), lambda: False).go_on([1, 2], 2)),
+        "sampled": lambda: list(ParallelWriter(state, job.model, TokenSampling(), lambda: False).generate([1, 2], 2)),
     }
     found: dict[str, int] = {}
     for name, look in looks.items():
@@ -229,7 +229,7 @@ def test_weights_that_are_saved_again_leave_nothing_of_the_old_ones(
     found = read(tmp_path / "weights.safetensors")
     assert found_equal(found, {name: tensor + 1 for name, tensor in first_weights(MODEL).items()})
     assert {path.name for path in tmp_path.iterdir()} == {
-        *(path.name for path in files_of(tmp_path / "weights.safetensors")),
+        *(path.name for path in weight_files(tmp_path / "weights.safetensors")),
         *(["weights.safetensors.index.json"] if after < 10**9 else []),
     }
 
@@ -237,7 +237,7 @@ def test_weights_that_are_saved_again_leave_nothing_of_the_old_ones(
 def test_old_files_of_weights_and_new_ones_are_never_taken_for_one_model(ranks: World, tmp_path: Path) -> None:
     job = Job("fsdp", 1, 2, MODEL, 2)
     ranks(1).call(saved, job, tmp_path, SEVERAL)
-    last = files_of(tmp_path / "weights.safetensors")[-1].name
+    last = weight_files(tmp_path / "weights.safetensors")[-1].name
     assert ranks(1).call(new_weights, job, tmp_path, SEVERAL, last) == ["killed"]
     assert weights_at(tmp_path / "weights.safetensors") is None
 

@@ -18,7 +18,7 @@ from shardlab.language.rules.kinds import counted
 
 if TYPE_CHECKING:
     from shardlab.models import Model
-    from shardlab.models.tensors import Writer
+    from shardlab.models.tensors import TextGenerator
     from shardlab.train.data.tokenizers import Tokenizer
     from shardlab.train.sample import Conversation
 
@@ -74,8 +74,8 @@ class Sample:
         import torch
 
         from shardlab.execute.kernel_choice import KeptChoices
-        from shardlab.models.tensors import Choice, Writer
-        from shardlab.models.tensors.compute import choices
+        from shardlab.models.tensors import TextGenerator, TokenSampling
+        from shardlab.models.tensors.compute import kernel_choices
         from shardlab.train.data.chat import chat_template
         from shardlab.train.data.prepared_folder import PreparedFolder, require_tokenizer
         from shardlab.train.huggingface import initial_from, open_source
@@ -83,7 +83,7 @@ class Sample:
         from shardlab.train.launch.ranks import pick_device
         from shardlab.train.sample import Conversation, for_text, in_writing, whole_weights
 
-        choice = Choice(self.temperature, self.top_k, self.top_p, self.seed)
+        choice = TokenSampling(self.temperature, self.top_k, self.top_p, self.seed)
         source = open_source(self.folder)
         model, cached = for_text(source.model), not self.no_cache
         tokenizer = (
@@ -93,15 +93,15 @@ class Sample:
         )
         flats = whole_weights(source.model, initial_from(self.folder, source.model), pick_device())
         writing = in_writing(source.model, threads_of([CpuShare.of_this_process()]))
-        with writing, choices(KeptChoices().read(torch.get_num_threads())):
+        with writing, kernel_choices(KeptChoices().read(torch.get_num_threads())):
             if self.chat:
                 template = chat_template(self.folder, tokenizer)
                 self._chat(Conversation(model, flats, tokenizer, template, choice, self.tokens, cached))
             else:
-                self._continue(Writer(model, flats, choice, cached=cached), model, tokenizer)
+                self._continue(TextGenerator(model, flats, choice, cached=cached), model, tokenizer)
         return 0
 
-    def _continue(self, writer: Writer, model: Model, tokenizer: Tokenizer) -> None:
+    def _continue(self, writer: TextGenerator, model: Model, tokenizer: Tokenizer) -> None:
         """Print the prompt and its continuation by the model."""
         import numpy as np
 
@@ -114,7 +114,7 @@ class Sample:
         if note := lost_text(tokenizer.count_lost(prompt, np.array(tokens, np.int64))):
             print(f"shardlab: --prompt: {note}", file=sys.stderr)
         text: list[str] = []
-        for part in as_text(_record_times(writer.go_on(tokens, self.tokens), times), tokenizer, tokens):
+        for part in as_text(_record_times(writer.generate(tokens, self.tokens), times), tokenizer, tokens):
             if not text and not self.json:
                 print(printable(prompt.decode(errors="replace")), end="")
             text.append(part)

@@ -19,7 +19,7 @@ from shardlab.execute.tape_analysis import Shapes
 from shardlab.execute.transport.collectives import Communicator, Wait
 from shardlab.language import Kind, Op, OpKind, Spec
 from shardlab.language.rules.kinds import ROW_KINDS, bits
-from shardlab.models.tensors.attention import index_on
+from shardlab.models.tensors.attention import index_tensor
 
 # ALL_TO_ALL on tensors: each member sends every other one what it holds of that one's result.
 
@@ -160,7 +160,7 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
 
         def sort() -> None:
             wait()
-            whole.view(pieces)[index_on(whole.device, tuple(places))] = inbox.view(pieces)
+            whole.view(pieces)[index_tensor(whole.device, tuple(places))] = inbox.view(pieces)
 
         return sort
 
@@ -383,7 +383,7 @@ def all_gather_together(state: State, links: Communicator, ops: Sequence[Op]) ->
                     whole.view(len(group.ranks), end - begin).copy_(inbox[:, begin:end])
                 else:
                     pieces = inbox[:, begin:end].reshape(len(order), len(whole) // len(order))
-                    whole.view(pieces.shape)[index_on(whole.device, tuple(order))] = pieces
+                    whole.view(pieces.shape)[index_tensor(whole.device, tuple(order))] = pieces
 
         return sort
 

@@ -22,8 +22,8 @@ from shardlab.language.rules.spec import share_of
 from shardlab.models import LayerLayout, tensors
 from shardlab.models.attention import Attend
 from shardlab.models.primitives import DropoutSite
-from shardlab.models.tensors import AddGradients, Take, attention, loss_of, views
-from shardlab.models.tensors.attention import rows_of, sent_to
+from shardlab.models.tensors import Accumulate, AddGradients, attention, cross_entropy, parameter_views
+from shardlab.models.tensors.attention import select_rows, to_device
 
 # A layer's passes on a rank's tape: what its ops do to the registers.
 #
@@ -105,7 +105,7 @@ def backward_weight(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Take, Waiting], None]:
+def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Accumulate, Waiting], None]:
     """Through a layer, to the inputs' gradients; what the parameters' gradients are made of is taken, and may be kept.
 
     Each gradient is memory of its own, since others write over it.
@@ -113,7 +113,7 @@ def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Take, Waiting],
     (_, gradient, weight, saved, *carried), values = op.inputs, state.values
     own, passes = own_columns(state, op), state.passes[op.layer]
 
-    def run(take: Take, waiting: Waiting) -> None:
+    def run(take: Accumulate, waiting: Waiting) -> None:
         kept: Any = values[saved]
         values[saved] = None
         gradients = [own(values[number]) for number in (gradient, *carried)]
@@ -252,8 +252,8 @@ def _rows(state: State, spec: Spec, which: int) -> Tensor:
     """What a value holds of this step's tokens (0) or targets (1): (rows, tokens) on the device."""
     rows = torch.cat([state.batch[m][which] for m in bits(spec.microbatches)])
     if not spec.whole_sequences:
-        rows = rows_of(rows.T, state.shapes.tokens(spec)).T.contiguous()
-    return sent_to(state.settings.device, rows)
+        rows = select_rows(rows.T, state.shapes.tokens(spec)).T.contiguous()
+    return to_device(state.settings.device, rows)
 
 
 def loss_stats(state: State, at: int, op: Op) -> Instruction:
@@ -288,14 +288,14 @@ def loss(state: State, at: int, op: Op) -> Instruction:
         return [piece for row in whole.chunk(microbatches, dim) for piece in row.chunk(slices, dim + 1)]
 
     def report(losses: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        for loss, its in compress(zip(losses, targets, strict=True), owned):
-            state.loss[0] += loss.detach()
-            state.loss[1] += (its >= 0).sum()
+        for part_loss, part_targets in compress(zip(losses, targets, strict=True), owned):
+            state.loss[0] += part_loss.detach()
+            state.loss[1] += (part_targets >= 0).sum()
 
     def run() -> None:
         logits: Tensor = values[x].detach().requires_grad_(bool(op.outputs))
         targets = apart(_rows(state, spec, 1))
-        losses = [loss_of(part, its) for part, its in zip(apart(logits), targets, strict=True)]
+        losses = [cross_entropy(part, part_targets) for part, part_targets in zip(apart(logits), targets, strict=True)]
         for output in op.outputs:
             (values[output],) = torch.autograd.grad(
                 torch.stack(losses).sum() / (state.tokens / state.loss_scale.scale), logits
@@ -310,7 +310,10 @@ def loss(state: State, at: int, op: Op) -> Instruction:
             scale = state.loss_scale.scale / state.tokens
             values[output] = tensors.loss_gradient(logits, gathered, whole, first, scale)
         parts, targets = apart(gathered, 1), apart(whole)
-        report([tensors.combined_loss(part, its) for part, its in zip(parts, targets, strict=True)], targets)
+        report(
+            [tensors.combine_loss(part, part_targets) for part, part_targets in zip(parts, targets, strict=True)],
+            targets,
+        )
 
     return run_on_slices if stats else run
 
@@ -399,7 +402,7 @@ def parameters_of(gradient: Tensor, layout: LayerLayout) -> Sequence[Tensor]:
     """The views of a layer's gradient; made once, for all microbatches that are added to it, and kept with it."""
     kept = vars(gradient)
     if "views" not in kept:
-        kept["views"] = views(layout, gradient.data)  # views of the tensor itself would keep it, and it them
+        kept["views"] = parameter_views(layout, gradient.data)  # views of the tensor itself would keep it, and it them
     return kept["views"]
 
 

@@ -29,7 +29,7 @@ from shardlab.execute.update_ops import Instruction
 from shardlab.language import Op, OpKind
 from shardlab.language.ops import COLLECTIVES
 from shardlab.models import Model
-from shardlab.models.tensors.attention import sent_to
+from shardlab.models.tensors.attention import to_device
 
 
 class Executor:
@@ -227,7 +227,7 @@ class StepInputs:
         """Take what the host has of a step."""
         for m, held in self.batch.items():
             for there, here in zip(held, state.batch[m], strict=True):
-                there.copy_(sent_to(there.device, here))
+                there.copy_(to_device(there.device, here))
         self.tokens.fill_(state.tokens)
         self.rate.fill_(state.rate)
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.common.files import cache_folder, processor_name, write_whole
-from shardlab.models.tensors.compute import CHOICES, Product, measured
+from shardlab.models.tensors.compute import KERNEL_CHOICES, Product, is_onednn_faster
 
 Choices = Mapping[Product, bool]
 """Whether oneDNN computes a product, and not torch's own kernel."""
@@ -86,7 +86,7 @@ def choose_products(device: torch.device, kept: KeptChoices | None = None, *, al
     """
     if device.type != "cpu":
         return False
-    mine = [product for product, onednn in CHOICES.items() if onednn is None]
+    mine = [product for product, onednn in KERNEL_CHOICES.items() if onednn is None]
     everyone = [mine] * (1 if alone else dist.get_world_size())
     if not alone:
         dist.all_gather_object(everyone, mine)
@@ -96,7 +96,7 @@ def choose_products(device: torch.device, kept: KeptChoices | None = None, *, al
     chosen = [_chosen_here(wanted, kept or KeptChoices()) if alone or dist.get_rank() == 0 else {}]
     if not alone:
         dist.broadcast_object_list(chosen, 0)
-    CHOICES.update(chosen[0])
+    KERNEL_CHOICES.update(chosen[0])
     return True
 
 
@@ -104,7 +104,7 @@ def _chosen_here(wanted: Sequence[Product], kept: KeptChoices) -> dict[Product, 
     """Choose kernels on this rank, and keep the choices for later runs."""
     threads = torch.get_num_threads()
     known = kept.read(threads)
-    if fresh := {product: measured(product) for product in wanted if product not in known}:
+    if fresh := {product: is_onednn_faster(product) for product in wanted if product not in known}:
         known = kept.add(threads, fresh)
     return {product: known[product] for product in wanted}
 

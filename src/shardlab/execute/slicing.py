@@ -12,7 +12,7 @@ from shardlab.execute.state import State
 from shardlab.execute.tape_analysis import Shapes
 from shardlab.language import Kind, Op, Spec
 from shardlab.language.rules.kinds import ROW_KINDS, bits
-from shardlab.models.tensors.attention import index_on, rows_of
+from shardlab.models.tensors.attention import index_tensor, select_rows
 
 Cut = Callable[[Tensor], Tensor]
 Join = Callable[[Sequence[Tensor]], Tensor]
@@ -58,8 +58,8 @@ def cut_of(shapes: Shapes, whole: Spec, part: Spec) -> Cut:
     def cut(tensor: Tensor) -> Tensor:
         rows = tensor
         if len(mine) < len(held):
-            rows = rows_of(tensor.reshape(len(held), -1, *tensor.shape[1:]), mine).flatten(0, 1)
-        return rows if len(tokens) == count else rows_of(rows.transpose(0, 1), tokens).transpose(0, 1)
+            rows = select_rows(tensor.reshape(len(held), -1, *tensor.shape[1:]), mine).flatten(0, 1)
+        return rows if len(tokens) == count else select_rows(rows.transpose(0, 1), tokens).transpose(0, 1)
 
     return cut
 
@@ -106,7 +106,7 @@ def _of_tokens(tokens: Sequence[Sequence[int]]) -> Join:
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
         joined = torch.cat(list(tensors), 1)
-        return joined if order == tuple(sorted(order)) else joined[:, index_on(joined.device, order)]
+        return joined if order == tuple(sorted(order)) else joined[:, index_tensor(joined.device, order)]
 
     return join
 

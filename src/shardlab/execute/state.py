@@ -28,12 +28,12 @@ from shardlab.models.tensors import (
     Dropout,
     PreparedLayer,
     Share,
-    compiled_layers_of,
+    compile_layers,
     initial_weights,
-    layers_of,
-    lengthened,
-    prepared_layer,
-    views,
+    make_layers,
+    pad_runs,
+    parameter_views,
+    prepare_layer,
 )
 
 
@@ -129,12 +129,12 @@ class State:
         model = self.model
         numbers = {op.layer for op in self.tape if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)}
         if self.settings.compile:
-            compiled = compiled_layers_of(model)
+            compiled = compile_layers(model)
             return {number: CompiledPasses(compiled[number]) for number in numbers}
-        layers, device = layers_of(model), self.settings.device.type
+        layers, device = make_layers(model), self.settings.device.type
         attended = {number + 1 for number, run in enumerate(model.runs) if run.attend is not None}
         return {
-            number: prepared_layer(model.run(number), layers[number].names, device, attended=number in attended)
+            number: prepare_layer(model.run(number), layers[number].names, device, attended=number in attended)
             for number in numbers
         }
 
@@ -149,7 +149,7 @@ class State:
         if self.settings.initial is not None:
             return self.settings.initial(layer, self.shapes.flat[layer], ranges, dtype)
         whole = initial_weights(self.model, layer, self.settings.seed, dtype)
-        padded = lengthened(self.shapes.layouts[layer], whole, self.shapes.flat[layer])
+        padded = pad_runs(self.shapes.layouts[layer], whole, self.shapes.flat[layer])
         return torch.cat([padded[a:b] for a, b in ranges])
 
     def _at(self, place: str, tensor: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ class State:
             slot = -1 - root if root in self.analysis.leaves_room.values() else flat.data_ptr()
         key = (layer, slot, int(flat.storage_offset()))
         if key not in self._weights:
-            self._weights[key] = views(self.shapes.layout_of_weight(layer), flat)
+            self._weights[key] = parameter_views(self.shapes.layout_of_weight(layer), flat)
         self._last_weights[layer, number] = flat, self._weights[key]
         return self._weights[key]
 

@@ -21,7 +21,7 @@ from shardlab.language.precision import precision_in
 from shardlab.measure.collectives import Clock, MeasuringRanks, iterations_for
 from shardlab.measure.fits import MEASURED, MICROBATCHES, LayerPoint, PeakPoint, Shape, Subject, append, subjects
 from shardlab.measure.progress import Progress
-from shardlab.models.tensors.compute import AVAILABLE, choices, onednn_linear
+from shardlab.models.tensors.compute import AVAILABLE, kernel_choices, onednn_linear
 from shardlab.train.batches import Batches
 from shardlab.train.data import Corpus
 from shardlab.train.launch.environment import CpuShare, threads_of
@@ -148,7 +148,7 @@ def _peak(crowd: Crowd, dtype: str) -> PeakPoint:
 
 def _layers(crowd: Crowd, bench: ComputeBench, shape: Shape, dtype: str) -> Iterator[LayerPoint]:
     for subject in subjects(shape, dtype, bench.vocab_size):
-        with choices({}):
+        with kernel_choices({}):
             yield from _measure(crowd, subject, bench.seconds)
     yield _addition(crowd, shape, dtype)
 

@@ -26,7 +26,7 @@ from rich.text import Text
 from shardlab.common.text import printable
 from shardlab.execute.kernel_choice import choose_products
 from shardlab.language.rules.kinds import counted
-from shardlab.models.tensors import Choice
+from shardlab.models.tensors import TokenSampling
 from shardlab.train.evaluate import Evaluation
 from shardlab.train.history import VALIDATION, VALIDATION_EMA
 from shardlab.train.launch import interrupt
@@ -132,9 +132,9 @@ class Sampling(Callback):
             self.text = self._sample(training)
 
     def _sample(self, training: Training) -> str:
-        choice = Choice(seed=self._run.config.train.seed)
+        choice = TokenSampling(seed=self._run.config.train.seed)
         writer = ParallelWriter(training.state, self._run.job.model, choice, lambda: training.stopping)
-        return continue_prompt(writer.go_on, self.prompt, training.corpus.tokenizer)
+        return continue_prompt(writer.generate, self.prompt, training.corpus.tokenizer)
 
 
 class Weights(Callback):

@@ -32,7 +32,7 @@ from shardlab.language import Program
 from shardlab.language.rules.kinds import counted, listed
 from shardlab.models import Blocks
 from shardlab.models.named import weights_at
-from shardlab.models.tensors.compute import CHOICES
+from shardlab.models.tensors.compute import KERNEL_CHOICES
 from shardlab.train.batches import Batches
 from shardlab.train.checkpoint import (
     CONFIG,
@@ -250,7 +250,7 @@ class Saver(Callback):
             },
             "validation_before": before if math.isfinite(before) else None,
             "program": self._fingerprint(state.checked.program),
-            "products": rows_of(CHOICES),
+            "products": rows_of(KERNEL_CHOICES),
             **self._fixed,
         }
 

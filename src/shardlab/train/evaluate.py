@@ -23,7 +23,7 @@ from shardlab.execute.kernel_choice import kept_by_rank_0
 from shardlab.execute.state import State
 from shardlab.execute.transport.collectives import Groups
 from shardlab.models.tensors import Initial
-from shardlab.models.tensors.compute import choices
+from shardlab.models.tensors.compute import kernel_choices
 from shardlab.train.data.evaluation_text import EvaluationText, read_eval_text
 from shardlab.train.data.prepared_folder import MOST_COMPARED, checksum, find_tokenizer, require_tokenizer
 from shardlab.train.data.stream import Numbers
@@ -274,7 +274,7 @@ def evaluate_rank(rank: int, device: torch.device, given: TextJob) -> TextLoss |
     text = given.text()
     groups: Groups = {}
     total, tokens = 0.0, 0
-    with choices(kept_by_rank_0()):
+    with kernel_choices(kept_by_rank_0()):
         for job, batches in zip(given.jobs, given.batches_of(text), strict=True):
             checked = job.checked()
             require_agreement(checked, str(checksum(text.run.tokens.data.cast("B"), MOST_COMPARED)))

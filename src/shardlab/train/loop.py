@@ -23,7 +23,7 @@ from torch import Tensor
 from shardlab.execute import Executor, Settings
 from shardlab.execute.transport.collectives import Groups
 from shardlab.language import Kind, UserError
-from shardlab.models.tensors.compute import choices
+from shardlab.models.tensors.compute import kernel_choices
 from shardlab.train.audit import Audit, Auditing
 from shardlab.train.batches import Batches
 from shardlab.train.callbacks import ProductKernels, Records, Sampling, TrainingProgress, Validation, Weights
@@ -56,7 +56,7 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(partial(saved_in, run.out) if rank == 0 else None))
         setup = RankSetup(rank, device, run)
-        stack.enter_context(choices({} if setup.checkpoint is None else setup.checkpoint.products))
+        stack.enter_context(kernel_choices({} if setup.checkpoint is None else setup.checkpoint.products))
         folder = setup.make_folder()
         executors = setup.make_executors()
         executor = RampedExecutor(executors, run, executors[run.job.microbatches].state.step)

@@ -30,7 +30,7 @@ from shardlab.execute.state import State
 from shardlab.language.rules.kinds import counted
 from shardlab.models import Blocks, Model, MoE
 from shardlab.models.model import POSITIONS
-from shardlab.models.tensors import Choice, Initial, Share, Writer, named_views, whole_parameters
+from shardlab.models.tensors import Initial, Share, TextGenerator, TokenSampling, named_views, whole_parameters
 from shardlab.train.data import Corpus
 from shardlab.train.data.chat import ChatTemplate, Message
 from shardlab.train.data.tokenizers import Tokenizer, decode_incrementally
@@ -63,16 +63,18 @@ def choose_prompt(corpus: Corpus) -> bytes:
     return next(filter(None, whole), text[:PROMPT_BYTES])
 
 
-def continue_prompt(go_on: Callable[[Sequence[int], int], Iterable[int]], prompt: bytes, tokenizer: Tokenizer) -> str:
+def continue_prompt(
+    generate: Callable[[Sequence[int], int], Iterable[int]], prompt: bytes, tokenizer: Tokenizer
+) -> str:
     """Return a prompt and its continuation by SAMPLE_TOKENS tokens.
 
     Args:
-        go_on: function of a writer that yields a number of tokens after those given.
+        generate: function of a writer that yields a number of tokens after those given.
         prompt: text of at least one token.
         tokenizer: tokenizer of the model.
     """
     tokens = tokens_of(prompt, tokenizer)
-    drawn = go_on(tokens, SAMPLE_TOKENS)
+    drawn = generate(tokens, SAMPLE_TOKENS)
     return printable(prompt.decode(errors="replace")) + "".join(as_text(drawn, tokenizer, tokens))
 
 
@@ -134,12 +136,12 @@ HURRY = 2.0
 """Seconds after which a sample is cut short if a rank was asked to stop."""
 
 
-class ParallelWriter(Writer):
+class ParallelWriter(TextGenerator):
     """One rank's part of generating a text with the weights of a training, under any strategy.
 
     Each rank gathers the whole weights of a contiguous part of the blocks. The activations of each new token pass from
     rank to rank, as in a pipeline. The last rank shares its scores, so that all ranks draw the same token. A rank needs
-    memory for its share of the weights and for one layer. Every rank makes a writer, and calls `go_on`.
+    memory for its share of the weights and for one layer. Every rank makes a writer, and calls `generate`.
 
     Args:
         state: state of the training, whose weights are copied now.
@@ -148,7 +150,7 @@ class ParallelWriter(Writer):
         asked: function that returns whether this rank is asked to stop.
     """
 
-    def __init__(self, state: State, whole: Blocks, choice: Choice, asked: Callable[[], bool]) -> None:
+    def __init__(self, state: State, whole: Blocks, choice: TokenSampling, asked: Callable[[], bool]) -> None:
         ranks = dist.get_world_size()
         parts = [range(rank * whole.layers // ranks, (rank + 1) * whole.layers // ranks) for rank in range(ranks)]
         mine = parts[state.rank]
@@ -175,14 +177,14 @@ class ParallelWriter(Writer):
         dist.all_reduce(self._scores)
         return self._scores[None, None, :-1]
 
-    def go_on(self, tokens: Sequence[int], count: int) -> Iterator[int]:
+    def generate(self, tokens: Sequence[int], count: int) -> Iterator[int]:
         """Read some tokens, then yield `count` new ones, or fewer if a rank is asked to stop.
 
         Raises:
             UserError: as in `Writer.go_on`, on every rank.
         """
         with in_writing(self._model, torch.get_num_threads()):
-            for token in super().go_on(tokens, count):
+            for token in super().generate(tokens, count):
                 if self._scores[-1] > 0:
                     return
                 yield token
@@ -241,7 +243,7 @@ class Conversation:
     flats: Sequence[Tensor]
     tokenizer: Tokenizer
     template: ChatTemplate
-    choice: Choice
+    choice: TokenSampling
     most: int
     cached: bool = True
     messages: list[Message] = field(default_factory=list[Message])
@@ -256,10 +258,10 @@ class Conversation:
         """
         messages, tokens = self._fitting([*self.messages, {"role": "user", "content": question}])
         self.dropped += (len(self.messages) + 1 - len(messages)) // 2
-        writer = Writer(self.model, self.flats, replace(self.choice, seed=self.choice.seed + self._answers),
+        writer = TextGenerator(self.model, self.flats, replace(self.choice, seed=self.choice.seed + self._answers),
                         cached=self.cached)  # fmt: skip
         self._answers += 1
-        drawn = takewhile(lambda token: token not in self.template.ends, writer.go_on(tokens, self.most))
+        drawn = takewhile(lambda token: token not in self.template.ends, writer.generate(tokens, self.most))
         answer = ""
         for part in until(as_text(drawn, self.tokenizer, tokens), self.template.stop):
             shown = part if answer else part.lstrip()

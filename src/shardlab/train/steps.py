@@ -34,7 +34,7 @@ from shardlab.language import UserError
 from shardlab.language.rules.kinds import listed
 from shardlab.models import Blocks
 from shardlab.models.model import count_parameters
-from shardlab.models.tensors.attention import sent_to
+from shardlab.models.tensors.attention import to_device
 from shardlab.train.data import Corpus, Tokenizer
 from shardlab.train.data.evaluation_text import count_first_token_bytes
 from shardlab.train.data.stream import TokenRun
@@ -290,7 +290,7 @@ class Training:
         column = [_non_finite_code(loss, state), state.squared_norm, max(self._ended - began, TICK)]
         rows[:, rank] = torch.tensor([*column, *measured, *messages])
         requests = torch.tensor([self._stop.asked, self._stop.warned], dtype=loss.dtype)
-        sums = torch.cat([loss, *(sent_to(device, each) for each in (requests, rows.flatten()))])
+        sums = torch.cat([loss, *(to_device(device, each) for each in (requests, rows.flatten()))])
         return sums, cast(dist.Work, dist.all_reduce(sums, async_op=True))
 
     def _result(self, step: int, sums: Tensor, work: dist.Work) -> StepResult:

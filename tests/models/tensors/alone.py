@@ -27,9 +27,9 @@ from shardlab.models.primitives import (
     features_of,
 )
 from shardlab.models.tensors import Dropout, Share
-from shardlab.models.tensors.compute import Given, compute
-from shardlab.models.tensors.dropout import Surroundings, factor
-from shardlab.models.tensors.mixture import slots_of
+from shardlab.models.tensors.compute import Operands, compute
+from shardlab.models.tensors.dropout import FactorInputs, make_factor
+from shardlab.models.tensors.mixture import assign_slots
 
 ROWS, T, C, HIDDEN = 3, 6, 8, 16
 ROUTER = Router(hidden_size=C, experts=4, top_k=2, capacity_factor=0.8, auxiliary=0.5)
@@ -131,7 +131,7 @@ def inputs_of(primitive: Primitive, dtype: torch.dtype, rows: int = ROWS) -> dic
         },
         "gates": torch.rand(rows, T, ROUTER.top_k, dtype=dtype),
         "choices": choices,
-        "slots": slots_of(ROUTER, choices, Share()),
+        "slots": assign_slots(ROUTER, choices, Share()),
     }
     return {name: given[name].requires_grad_(given[name].is_floating_point()) for name in primitive.reads}
 
@@ -143,8 +143,8 @@ def made_by(
     drops = isinstance(primitive, Add | Embed | Attend) and primitive.drops
     dropout = Dropout(0.3, seed=1, step=2, layer=3, microbatches=(4,)) if drops else None
     x = next(iter(tensors.values()))
-    its = factor(primitive, Surroundings(len(x), T, share, dropout, x))
-    return dict(zip(primitive.makes, compute(primitive, Given(parameters, tensors, share, its)), strict=True))
+    its = make_factor(primitive, FactorInputs(len(x), T, share, dropout, x))
+    return dict(zip(primitive.makes, compute(primitive, Operands(parameters, tensors, share, its)), strict=True))
 
 
 def gradients(made: Mapping[str, Tensor], above: Mapping[str, Tensor], of: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -23,9 +23,9 @@ from shardlab.language.rules.layer_graph import Held, Layer
 from shardlab.language.rules.spec import Space
 from shardlab.models.attention import Attend
 from shardlab.models.primitives import Add, Embed, Primitive
-from shardlab.models.tensors import Dropout, Share, Workspace, combined_loss, loss_gradient, loss_of, loss_stats
+from shardlab.models.tensors import Dropout, LayerContext, Share, combine_loss, cross_entropy, loss_gradient, loss_stats
 from shardlab.models.tensors.backward import autograd
-from shardlab.models.tensors.backward.workspace import TensorPlaces, passes
+from shardlab.models.tensors.backward.workspace import TensorPlaces, make_passes
 from shardlab.models.tensors.compute import compute, look_up, with_auxiliary_loss
 from tests.models.conftest import Watched
 from tests.models.tensors.alone import PRIMITIVES, T, Whole, gradients, inputs_of, made_by, parameters_of
@@ -183,9 +183,9 @@ def test_its_passes_keep_what_it_declares(primitive: Primitive) -> None:
     drops = isinstance(primitive, Add | Embed | Attend) and primitive.drops
     dropout = Dropout(0.3, seed=1, step=2, layer=3, microbatches=(4,)) if drops else None
     Watched.kept.clear()
-    with patch.object(autograd, "Saved", Watched):
-        both = passes(primitive, at) or autograd.by_autograd(primitive, at)
-        its = Workspace([None] * at.count, weights, Share(), dropout, ROWS_imported, T)
+    with patch.object(autograd, "SavedTensors", Watched):
+        both = make_passes(primitive, at) or autograd.autograd_passes(primitive, at)
+        its = LayerContext([None] * at.count, weights, Share(), dropout, ROWS_imported, T)
         for name, x in tensors.items():
             its.tensors[read[name]] = (x if "expert" in primitive.reads[name] else x.flatten(0, 1)).detach()
         both.forward(its)
@@ -248,7 +248,7 @@ def by_slices(logits: Tensor, targets: Tensor, slices: int) -> tuple[Tensor, Ten
     gradients = [loss_gradient(each, stats, targets, first) for each, first in cut]
     gradient = torch.cat(gradients, -1)
     assert not gradient[..., vocab_size:].any()
-    return combined_loss(stats, targets), gradient[..., :vocab_size]
+    return combine_loss(stats, targets), gradient[..., :vocab_size]
 
 
 @given(st.integers(1, 30), st.integers(1, 7), st.sampled_from([1e-3, 1.0, 300.0]), st.integers(0, 1000))
@@ -269,7 +269,7 @@ def test_logits_are_left_as_they_were() -> None:
     before = logits.clone()
     stats = loss_stats(logits, targets, 0)[None]
     loss_gradient(logits, stats, targets, 0)
-    combined_loss(stats, targets)
+    combine_loss(stats, targets)
     assert torch.equal(logits, before)
 
 
@@ -279,7 +279,7 @@ def test_statistics_are_in_single_precision_at_least_and_gradients_in_the_logits
     stats = loss_stats(logits, targets, 0)[None]
     assert stats.dtype == torch.float32
     assert loss_gradient(logits, stats, targets, 0).dtype == dtype
-    torch.testing.assert_close(combined_loss(stats, targets), loss_of(logits, targets))
+    torch.testing.assert_close(combine_loss(stats, targets), cross_entropy(logits, targets))
 
 
 # An auxiliary loss of a primitive that a user writes.
@@ -287,7 +287,7 @@ def test_statistics_are_in_single_precision_at_least_and_gradients_in_the_logits
 
 def test_an_auxiliary_loss_goes_back_at_the_scale_of_the_gradients_with_its_share_of_the_step() -> None:
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    made = with_auxiliary_loss(2 * x, (x**2).sum(), Share(of_step=4, gradient_scale=8))
+    made = with_auxiliary_loss(2 * x, (x**2).sum(), Share(step_microbatches=4, gradient_scale=8))
     above = torch.randn_like(x)
     (gradient,) = torch.autograd.grad(made, x, above)
     assert torch.equal(made, 2 * x)

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.models.tensors import compute
-from shardlab.models.tensors.compute import CHOICES, Product, choices, linear_backward, linear_forward
+from shardlab.models.tensors.compute import KERNEL_CHOICES, Product, kernel_choices, linear_backward, linear_forward
 
 needs_onednn = pytest.mark.skipif(not compute.AVAILABLE, reason="this torch has no oneDNN, or no MKL")
 
 
 @pytest.fixture(autouse=True)
 def nothing_chosen() -> Iterator[None]:
-    with choices({}):
+    with kernel_choices({}):
         yield
 
 
@@ -54,10 +54,10 @@ def test_only_large_products_in_float32_on_cpus_have_a_choice() -> None:
     ):
         x = torch.ones(2, 3, width, dtype=dtype, device=device)
         weight, bias = (torch.ones(*size, dtype=dtype, device=device) for size in ((128, width), (128,)))
-        with choices({}), patch.object(compute, "onednn_linear", wraps=compute.onednn_linear) as product:
+        with kernel_choices({}), patch.object(compute, "onednn_linear", wraps=compute.onednn_linear) as product:
             linear_backward(linear_forward(x, weight, bias), weight)
-            assert list(CHOICES.items()) == [(each, None) for each in noted], (dtype, device)
-            CHOICES.update(dict.fromkeys(noted, True))
+            assert list(KERNEL_CHOICES.items()) == [(each, None) for each in noted], (dtype, device)
+            KERNEL_CHOICES.update(dict.fromkeys(noted, True))
             linear_backward(linear_forward(x, weight, bias), weight)
             assert product.call_count == len(noted), (dtype, device)
 
@@ -65,7 +65,7 @@ def test_only_large_products_in_float32_on_cpus_have_a_choice() -> None:
 @needs_onednn
 def test_each_shape_and_direction_has_its_own_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(64, 128), torch.randn(256, 128)
-    with choices({Product(64, 128, 256, False, False): True, Product(64, 128, 256, False, True): False}):
+    with kernel_choices({Product(64, 128, 256, False, False): True, Product(64, 128, 256, False, True): False}):
         with patch.object(compute, "onednn_linear", wraps=compute.onednn_linear) as product:
             linear_backward(linear_forward(x, weight, None), weight)
             linear_forward(x[:63], weight, None)
@@ -79,10 +79,10 @@ def test_each_shape_and_direction_has_its_own_choice(monkeypatch: pytest.MonkeyP
 @needs_onednn
 def test_choices_end_with_what_they_were_made_for() -> None:
     before = {Product(1, 2, 3, False, True): True}
-    with choices(before):
-        with choices({}):
-            CHOICES[Product(4, 5, 6, True, False)] = True
-        assert before == CHOICES
+    with kernel_choices(before):
+        with kernel_choices({}):
+            KERNEL_CHOICES[Product(4, 5, 6, True, False)] = True
+        assert before == KERNEL_CHOICES
 
 
 @needs_onednn
@@ -95,11 +95,11 @@ def test_the_faster_kernel_is_chosen_by_the_median_of_turns(
     def timed(*_: object) -> list[tuple[float, float]]:
         return turns
 
-    monkeypatch.setattr(compute, "timed", timed)
+    monkeypatch.setattr(compute, "time_kernels", timed)
     product = Product(64, 128, 256, False, True)
-    assert compute.measured(product) is chosen
+    assert compute.is_onednn_faster(product) is chosen
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert not compute.measured(product), "torch was told to do without"
+    assert not compute.is_onednn_faster(product), "torch was told to do without"
 
 
 @needs_onednn
@@ -111,7 +111,7 @@ def test_both_kernels_are_timed_on_the_product_that_came_up(backward: bool) -> N
         patch.object(torch, "matmul", wraps=torch.matmul) as matmul,
         patch.object(F, "linear", wraps=F.linear) as linear,
     ):
-        turns = compute.timed(product, range(3, 5), 0.0)
+        turns = compute.time_kernels(product, range(3, 5), 0.0)
     assert len(turns) == 3, "the fewest, as there is no time"
     assert all(seconds > 0 for turn in turns for seconds in turn)
     own, other = (matmul, linear) if backward else (linear, matmul)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardlab.common.errors import UserError
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, MoE
-from shardlab.models.tensors import Choice, Writer, initial_weights, views
+from shardlab.models.tensors import TextGenerator, TokenSampling, initial_weights, parameter_views
 from shardlab.models.tensors.attention import can_cache
 
 GPT_SMALL = GPT(layers=2, hidden_size=16, heads=2, vocab_size=20, seq_len=8)
@@ -20,7 +20,7 @@ CACHED = {
     "moe": MoE(layers=2, hidden_size=16, heads=2, vocab_size=20, seq_len=24, capacity_factor=None),
     "mixtral": Mixtral(layers=2, hidden_size=16, heads=4, kv_heads=2, vocab_size=20, seq_len=24, capacity_factor=None),
 }
-GREEDY = Choice(temperature=0)
+GREEDY = TokenSampling(temperature=0)
 
 
 def weights_of(model: Blocks, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -28,8 +28,8 @@ def weights_of(model: Blocks, dtype: torch.dtype = torch.float32) -> list[Tensor
     return [8 * initial_weights(model, layer, 0, dtype) for layer in range(model.layers)]
 
 
-def text_of(model: Blocks, prompt: list[int], count: int, choice: Choice, *, cached: bool = True) -> list[int]:
-    return list(Writer(model, weights_of(model), choice, cached=cached).go_on(prompt, count))
+def text_of(model: Blocks, prompt: list[int], count: int, choice: TokenSampling, *, cached: bool = True) -> list[int]:
+    return list(TextGenerator(model, weights_of(model), choice, cached=cached).generate(prompt, count))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -42,8 +42,8 @@ def test_scores_with_kept_keys_and_values_are_those_without_at_every_place(
     model = CACHED[name]
     flats = weights_of(model, dtype)
     tokens = torch.randint(20, (24,), generator=torch.Generator().manual_seed(1)).tolist()
-    whole = Writer(model, flats, GREEDY, cached=False).read(tokens)
-    writer = Writer(model, flats, GREEDY)
+    whole = TextGenerator(model, flats, GREEDY, cached=False).read(tokens)
+    writer = TextGenerator(model, flats, GREEDY)
     parts = [writer.read(part.tolist()) for part in torch.tensor(tokens).split(lengths)]
     assert can_cache(model)
     tolerance = 512 * torch.finfo(dtype).eps * float(whole.abs().max())
@@ -58,9 +58,9 @@ def test_the_likeliest_text_is_the_same_with_and_without_also_past_the_last_posi
 
 
 def test_a_text_goes_on_where_it_was_left() -> None:
-    once = text_of(GPT_SMALL, [3], 6, Choice())
-    writer = Writer(GPT_SMALL, weights_of(GPT_SMALL), Choice())
-    assert [*writer.go_on([3], 2), *writer.go_on([], 4)] == once
+    once = text_of(GPT_SMALL, [3], 6, TokenSampling())
+    writer = TextGenerator(GPT_SMALL, weights_of(GPT_SMALL), TokenSampling())
+    assert [*writer.generate([3], 2), *writer.generate([], 4)] == once
 
 
 def test_experts_that_may_drop_tokens_are_computed_anew() -> None:
@@ -72,30 +72,30 @@ def test_experts_that_may_drop_tokens_are_computed_anew() -> None:
 def test_a_model_that_knows_each_tokens_successor_writes_it() -> None:
     model = MLP(layers=1, hidden_size=10, vocab_size=10, seq_len=4)
     flat = initial_weights(model, 0, 0, torch.float64)
-    for parameter, view in zip(model.layout(0).parameters, views(model.layout(0), flat), strict=True):
+    for parameter, view in zip(model.layout(0).parameters, parameter_views(model.layout(0), flat), strict=True):
         if parameter.name == "wte.weight":
             view.copy_(torch.eye(10))
         elif parameter.name == "lm_head.weight":
             view.copy_(100 * torch.eye(10).roll(1, 0))
         elif parameter.name.startswith("mlp"):
             view.zero_()
-    assert list(Writer(model, [flat], Choice()).go_on([7], 6)) == [8, 9, 0, 1, 2, 3]
+    assert list(TextGenerator(model, [flat], TokenSampling()).generate([7], 6)) == [8, 9, 0, 1, 2, 3]
 
 
 def test_text_is_a_function_of_the_seed() -> None:
-    texts = [text_of(GPT_SMALL, [3, 1, 4], 20, Choice(seed=seed)) for seed in (0, 0, 1)]
+    texts = [text_of(GPT_SMALL, [3, 1, 4], 20, TokenSampling(seed=seed)) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_only_the_last_tokens_that_a_model_has_places_for_are_context() -> None:
     tail = list(range(8))
-    assert text_of(GPT_SMALL, [9, 9, 9, *tail], 9, Choice()) == text_of(GPT_SMALL, tail, 9, Choice())
+    assert text_of(GPT_SMALL, [9, 9, 9, *tail], 9, TokenSampling()) == text_of(GPT_SMALL, tail, 9, TokenSampling())
 
 
 LOGITS = torch.tensor([0.5, 0.2, 0.2, 0.1]).log()
 
 
-def drawn(choice: Choice) -> list[float]:
+def drawn(choice: TokenSampling) -> list[float]:
     """How often each of the four tokens is drawn."""
     generator = torch.Generator().manual_seed(0)
     return (
@@ -106,18 +106,20 @@ def drawn(choice: Choice) -> list[float]:
 @pytest.mark.parametrize(
     ("choice", "probabilities"),
     [
-        (Choice(), [0.5, 0.2, 0.2, 0.1]),
-        (Choice(temperature=0), [1, 0, 0, 0]),
-        (Choice(temperature=0.5), [25 / 34, 4 / 34, 4 / 34, 1 / 34]),
-        (Choice(top_k=2), [5 / 7, 2 / 7, 0, 0]),
-        (Choice(top_k=9), [0.5, 0.2, 0.2, 0.1]),
-        (Choice(top_p=0.6), [5 / 7, 2 / 7, 0, 0]),
-        (Choice(top_p=0.01), [1, 0, 0, 0]),
-        (Choice(top_k=3, top_p=0.9), [5 / 9, 2 / 9, 2 / 9, 0]),
+        (TokenSampling(), [0.5, 0.2, 0.2, 0.1]),
+        (TokenSampling(temperature=0), [1, 0, 0, 0]),
+        (TokenSampling(temperature=0.5), [25 / 34, 4 / 34, 4 / 34, 1 / 34]),
+        (TokenSampling(top_k=2), [5 / 7, 2 / 7, 0, 0]),
+        (TokenSampling(top_k=9), [0.5, 0.2, 0.2, 0.1]),
+        (TokenSampling(top_p=0.6), [5 / 7, 2 / 7, 0, 0]),
+        (TokenSampling(top_p=0.01), [1, 0, 0, 0]),
+        (TokenSampling(top_k=3, top_p=0.9), [5 / 9, 2 / 9, 2 / 9, 0]),
     ],
     ids=str,
 )
-def test_tokens_are_drawn_with_the_probabilities_that_are_asked_for(choice: Choice, probabilities: list[float]) -> None:
+def test_tokens_are_drawn_with_the_probabilities_that_are_asked_for(
+    choice: TokenSampling, probabilities: list[float]
+) -> None:
     assert drawn(choice) == pytest.approx(probabilities, abs=0.03)
 
 
@@ -133,16 +135,16 @@ def test_tokens_are_drawn_with_the_probabilities_that_are_asked_for(choice: Choi
 )
 def test_a_choice_that_means_nothing_is_refused(fields: dict[str, float], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        Choice(**fields)  # pyright: ignore[reportArgumentType]
+        TokenSampling(**fields)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_prompt_that_is_empty_or_of_other_tokens_is_refused() -> None:
     with pytest.raises(UserError, match="the prompt is empty"):
-        text_of(GPT_SMALL, [], 5, Choice())
+        text_of(GPT_SMALL, [], 5, TokenSampling())
     with pytest.raises(UserError, match="token 20 of the text is outside the model's vocabulary of 20"):
-        text_of(GPT_SMALL, [1, 20], 5, Choice())
+        text_of(GPT_SMALL, [1, 20], 5, TokenSampling())
 
 
 def test_weights_that_are_no_numbers_are_told() -> None:
     with pytest.raises(UserError, match="its weights have diverged"):
-        Choice().draw(torch.tensor([1.0, float("nan")]), torch.Generator())
+        TokenSampling().draw(torch.tensor([1.0, float("nan")]), torch.Generator())

@@ -19,18 +19,18 @@ from shardlab.models.attention import Attend
 from shardlab.models.tensors import (
     Dropout,
     Share,
-    combined_loss,
+    add_borrowed,
+    combine_loss,
+    cross_entropy,
     initial_weights,
-    layers_of,
     loss_gradient,
-    loss_of,
     loss_stats,
+    make_layers,
+    parameter_views,
     to_blocks,
     to_layers,
-    views,
-    with_borrowed,
 )
-from shardlab.models.tensors.attention import attend, attend_backward, merge, rows_of, runs
+from shardlab.models.tensors.attention import attend, attend_backward, consecutive_runs, merge, select_rows
 from tests.models.conftest import piece_of
 from tests.models.small import Dimensions, WithHeads
 from tests.models.tensors.comparing import error, fill_gradient, gradient_of, random_batch, random_flats, whole_step
@@ -41,13 +41,13 @@ SMALL: WithHeads = {"layers": 2, "hidden_size": 24, "heads": 3, "vocab_size": 40
 def parameters_of(model: Model, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
     """Random ones, also where first weights would be 0 or 1."""
     flats = [initial_weights(model, layer, 0, dtype) for layer in range(model.layers)]
-    parameters = [views(model.layout(layer), flat) for layer, flat in enumerate(flats)]
+    parameters = [parameter_views(model.layout(layer), flat) for layer, flat in enumerate(flats)]
     generator = torch.Generator().manual_seed(1)
     return [[p.add_(torch.randn(p.shape, dtype=dtype, generator=generator) / 5) for p in layer] for layer in parameters]
 
 
 def run(model: Model, parameters: Sequence[Sequence[Tensor]], x: Tensor, dropouts: Sequence[Dropout | None]) -> Tensor:
-    for layer, weights, dropout in zip(layers_of(model), parameters, dropouts, strict=True):
+    for layer, weights, dropout in zip(make_layers(model), parameters, dropouts, strict=True):
         x = layer(weights, x, dropout)
     return x
 
@@ -96,7 +96,7 @@ def test_dropout_of_probability_zero_is_none() -> None:
 
 def test_a_loss_in_half_precision_is_summed_in_single() -> None:
     logits, targets = torch.zeros(4, 1000, 2, dtype=torch.bfloat16), torch.zeros(4, 1000, dtype=torch.int64)
-    loss = loss_of(logits, targets)
+    loss = cross_entropy(logits, targets)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, 4000 * torch.tensor(2.0).log())
 
@@ -128,7 +128,7 @@ def leaves_of(model: CutModel, flats: Sequence[Tensor], rank: int) -> list[list[
     for layer, flat in enumerate(flats):
         layout = model.layout(layer)
         run = flat.chunk(layout.slices)[rank % layout.slices]
-        leaves.append([view.clone().requires_grad_() for view in views(layout, run)])
+        leaves.append([view.clone().requires_grad_() for view in parameter_views(layout, run)])
     return leaves
 
 
@@ -136,10 +136,10 @@ def played(
     model: CutModel, ranks: list[list[list[Tensor]]], x: Tensor, dropout: Dropout, cuts: list[range]
 ) -> list[Tensor]:
     """Every rank's slice of the logits; norms run on the ranks' `cuts` of the sequence."""
-    ranks = [with_borrowed(model, leaves) for leaves in ranks]
+    ranks = [add_borrowed(model, leaves) for leaves in ranks]
     residuals: list[tuple[Tensor, ...]] = [()] * len(cuts)
     branches: list[Tensor] = []
-    for number, (layer, run) in enumerate(zip(layers_of(model), model.runs, strict=True)):
+    for number, (layer, run) in enumerate(zip(make_layers(model), model.runs, strict=True)):
         if run.cut:
             shares = [piece_of(model, number, rank) for rank in range(len(ranks))]
             branches = [layer.run(ranks[i][number], (x,), share, dropout)[0] for i, share in enumerate(shares)]
@@ -187,7 +187,7 @@ def test_sliced_half_blocks_equal_the_whole_model_in_loss_and_gradients(
         logits, [loss_gradient(its, stats, targets, first) for its, first in zip(logits, firsts, strict=True)]
     )
 
-    assert error(combined_loss(stats, targets), expected) <= 1e-12
+    assert error(combine_loss(stats, targets), expected) <= 1e-12
     ours = to_blocks(model, gradients_of(model, ranks))
     assert all(error(a, b) <= 1e-12 for a, b in zip(ours, theirs, strict=True))
 
@@ -200,10 +200,10 @@ GPT_CUT = GPT(heads=4, **HALVES_SMALL)
 def test_a_bodys_result_is_the_sum_of_its_slices_results(layer: int, dropout: Dropout | None) -> None:
     flats, one, two = random_flats(GPT_CUT), cut(GPT_CUT), cut(GPT_CUT, tp=2)
     x = random_batch(GPT_CUT, 4)[0] if layer == 0 else torch.randn(4, 12, 16, dtype=torch.float64)
-    (whole,) = layers_of(one)[layer].run(leaves_of(one, to_layers(one, flats), 0)[layer], (x,), Share(), dropout)
+    (whole,) = make_layers(one)[layer].run(leaves_of(one, to_layers(one, flats), 0)[layer], (x,), Share(), dropout)
     layers = to_layers(two, flats)
     terms = [
-        layers_of(two)[layer].run(leaves_of(two, layers, rank)[layer], (x,), piece_of(two, layer, rank), dropout)[0]
+        make_layers(two)[layer].run(leaves_of(two, layers, rank)[layer], (x,), piece_of(two, layer, rank), dropout)[0]
         for rank in range(2)
     ]
     assert error(torch.stack(terms).sum(0), whole) <= 1e-12
@@ -214,10 +214,10 @@ def test_the_heads_slices_are_slices_of_the_logits_and_padding_is_minus_infinity
     whole = replace(GPT(heads=4, **HALVES_SMALL), vocab_size=37)
     flats, one, four = random_flats(whole), cut(whole), cut(whole, tp=4)
     x, last = torch.randn(4, 12, 16, dtype=torch.float64), one.layers - 1
-    logits = layers_of(one)[last](leaves_of(one, to_layers(one, flats), 0)[last], x)
+    logits = make_layers(one)[last](leaves_of(one, to_layers(one, flats), 0)[last], x)
     layers = to_layers(four, flats)
     slices = [
-        layers_of(four)[last].run(leaves_of(four, layers, rank)[last], (x,), piece_of(four, last, rank))[0]
+        make_layers(four)[last].run(leaves_of(four, layers, rank)[last], (x,), piece_of(four, last, rank))[0]
         for rank in range(4)
     ]
     together = torch.cat(slices, -1)
@@ -233,7 +233,7 @@ def test_a_norm_on_slices_of_the_sequence_concatenates_and_its_gradients_sum(
     layer: int, ends: tuple[int, ...], dropout: Dropout | None
 ) -> None:
     model = cut(GPT_CUT, tp=2)
-    flats, compute = to_layers(model, random_flats(GPT_CUT)), layers_of(model)[layer]
+    flats, compute = to_layers(model, random_flats(GPT_CUT)), make_layers(model)[layer]
     branch, residual, grad_residual, grad_normalised = torch.randn(4, 4, 12, 16, dtype=torch.float64)
     results, totals = list[Tensor](), list[Tensor]()
     for places in [(0, 12), (0, *ends, 12)]:
@@ -260,15 +260,15 @@ def test_a_body_never_adds_the_residual() -> None:
     x = torch.randn(4, 12, 16, dtype=torch.float64)
     for layer in range(2, model.layers - 1, 2):
         zeros = [torch.zeros(p.shape, dtype=torch.float64) for p in model.layout(layer).parameters]
-        (branch,) = layers_of(model)[layer].run(zeros, (x,), piece_of(model, layer, 1))
+        (branch,) = make_layers(model)[layer].run(zeros, (x,), piece_of(model, layer, 1))
         assert not branch.any()
 
 
 def test_the_residual_that_a_norm_hands_on_is_memory_of_its_own() -> None:
     model = cut(MLP(layers=1))  # neither positions nor dropout: the first residual is the branch itself
     branch = torch.randn(1, 64, 64)
-    parameters = views(model.layout(1), initial_weights(model, 1, 0, torch.float32))
-    _, residual = layers_of(model)[1].run(parameters, (branch,))
+    parameters = parameter_views(model.layout(1), initial_weights(model, 1, 0, torch.float32))
+    _, residual = make_layers(model)[1].run(parameters, (branch,))
     assert torch.equal(residual, branch)
     assert residual.data_ptr() != branch.data_ptr()
 
@@ -330,12 +330,12 @@ def test_the_cut_model_equals_the_whole_in_loss_and_gradients(whole: Blocks) -> 
 
     model = cut(whole, attention_apart=True)
     leaves = [
-        [v.requires_grad_() for v in views(model.layout(layer), flat)]
+        [v.requires_grad_() for v in parameter_views(model.layout(layer), flat)]
         for layer, flat in enumerate(to_layers(model, flats))
     ]
-    held = [rows_of(tokens.T, mine).T for mine in TOKENS]
+    held = [select_rows(tokens.T, mine).T for mine in TOKENS]
     residuals: list[tuple[Tensor, ...]] = [(), ()]
-    for number, (layer, its) in enumerate(zip(layers_of(model), model.signatures, strict=True)):
+    for number, (layer, its) in enumerate(zip(make_layers(model), model.signatures, strict=True)):
         made = [
             layer.run(leaves[number], (x, *(r if its.carries else ())), Share(tokens=mine), dropout)
             for x, r, mine in zip(held, residuals, TOKENS, strict=True)
@@ -347,7 +347,7 @@ def test_the_cut_model_equals_the_whole_in_loss_and_gradients(whole: Blocks) -> 
             held = [x for x, *_ in made]
         if its.carries:
             residuals = [each[1:] for each in made]
-    losses = [loss_of(x, rows_of(targets.T, mine).T) for x, mine in zip(held, TOKENS, strict=True)]
+    losses = [cross_entropy(x, select_rows(targets.T, mine).T) for x, mine in zip(held, TOKENS, strict=True)]
     loss = torch.stack(losses).sum()
     loss.backward()
 
@@ -361,6 +361,6 @@ def test_the_cut_model_equals_the_whole_in_loss_and_gradients(whole: Blocks) -> 
 
 def test_rows_of_neighbours_are_a_view() -> None:
     matrix = torch.arange(12.0).view(6, 2)
-    assert rows_of(matrix, range(2, 5)).data_ptr() == matrix[2].data_ptr()
-    assert torch.equal(rows_of(matrix, [0, 1, 4]), matrix[[0, 1, 4]])
-    assert runs([3]) == [(0, 1)]
+    assert select_rows(matrix, range(2, 5)).data_ptr() == matrix[2].data_ptr()
+    assert torch.equal(select_rows(matrix, [0, 1, 4]), matrix[[0, 1, 4]])
+    assert consecutive_runs([3]) == [(0, 1)]

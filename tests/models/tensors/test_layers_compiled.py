@@ -22,9 +22,9 @@ from shardlab.models.tensors import (
     CompiledPasses,
     Dropout,
     Share,
-    compiled_layers_of,
+    compile_layers,
     initial_weights,
-    views,
+    parameter_views,
 )
 from shardlab.models.tensors import layers as compiled
 from shardlab.strategies.plan.plan import Plan, Recompute
@@ -76,17 +76,17 @@ def passes(model: Model, layer: int, compile: bool, scale: float = 1) -> list[Te
     shape = (2, 8, model.hidden_size)
     x = torch.randint(256, shape[:2]) if layer == 0 else torch.randn(shape, dtype=torch.float64)
     dropout = Dropout(model.dropout, 1, 2, layer, (3,))
-    its: Any = CompiledPasses(compiled_layers_of(model)[layer]) if compile else passes_of(model, layer)
+    its: Any = CompiledPasses(compile_layers(model)[layer]) if compile else passes_of(model, layer)
     layout = model.layout(layer)
-    made, kept = its.forward([x], views(layout, flat), Share(tokens=range(8), gradient_scale=scale), dropout)
+    made, kept = its.forward([x], parameter_views(layout, flat), Share(tokens=range(8), gradient_scale=scale), dropout)
     elsewhere, into = flat.clone(), torch.zeros_like(flat)
-    rooms = views(layout, into)
+    rooms = parameter_views(layout, into)
     flat.fill_(float("nan"))
 
     def take(add: AddGradients, gradient: Tensor, read: Tensor) -> None:
         add(rooms, gradient, read)
 
-    back = its.backward(kept, [torch.ones_like(each) for each in made], views(layout, elsewhere), take)
+    back = its.backward(kept, [torch.ones_like(each) for each in made], parameter_views(layout, elsewhere), take)
     return [*made, *(each for each in back if each is not None), into]
 
 

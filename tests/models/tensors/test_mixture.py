@@ -19,9 +19,18 @@ from shardlab.language.rules.kinds import Holds
 from shardlab.models import CutModel, MoE, cut
 from shardlab.models.mixture import Router, mixture
 from shardlab.models.primitives import Primitive
-from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, to_blocks, to_layers, views
-from shardlab.models.tensors.compute import Given, compute
-from shardlab.models.tensors.mixture import combine, dispatch, route, slots_of
+from shardlab.models.tensors import (
+    Dropout,
+    Share,
+    cross_entropy,
+    initial_weights,
+    make_layers,
+    parameter_views,
+    to_blocks,
+    to_layers,
+)
+from shardlab.models.tensors.compute import Operands, compute
+from shardlab.models.tensors.mixture import assign_slots, combine, dispatch, route
 from tests.models.tensors.comparing import error, fill_gradient, gradient_of, random_batch, random_flats, whole_step
 from tests.support.thorough import examples
 
@@ -46,7 +55,7 @@ def branch_of(router: Router, p: Mapping[str, Tensor], x: Tensor, share: Share) 
     """What a mixture makes of its tokens."""
     tensors = {"x": x}
     for step in steps_of(router):
-        tensors |= zip(step.makes, compute(step, Given(p, tensors, share)), strict=True)
+        tensors |= zip(step.makes, compute(step, Operands(p, tensors, share)), strict=True)
     return tensors["x"]
 
 
@@ -86,7 +95,7 @@ def test_a_mixture_equals_its_definition_in_result_and_gradients(top_k: int, cap
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     weights = torch.randn_like(x)
 
-    branch = branch_of(router, p, ours, Share(microbatches=3, of_step=5))
+    branch = branch_of(router, p, ours, Share(microbatches=3, step_microbatches=5))
     (branch * weights).sum().backward()
 
     total = torch.zeros((), dtype=torch.float64)
@@ -109,7 +118,7 @@ def test_slots_are_given_in_turn_until_an_experts_capacity_is_used_up(
     router = replace(ROUTER, top_k=top_k, capacity_factor=capacity_factor)
     generator = torch.Generator().manual_seed(seed)
     choices = torch.rand(microbatches * 2, 6, 4, generator=generator).argsort(-1)[..., :top_k]
-    slots = slots_of(router, choices, Share(microbatches=microbatches))
+    slots = assign_slots(router, choices, Share(microbatches=microbatches))
     capacity = router.capacity(12)
     for m, (its, of) in enumerate(zip(slots.chunk(microbatches), choices.chunk(microbatches), strict=True)):
         in_turn = list(zip(its.flatten(0, 1).t().flatten(), of.flatten(0, 1).t().flatten(), strict=True))
@@ -131,7 +140,7 @@ def test_any_parts_of_the_experts_make_terms_of_each_tokens_result(parts: tuple[
         combine(dispatch(ROUTER, x, slots, share).square(), routed.gates, slots)
         for share in shares
         for routed in [route(ROUTER, weight, x, share)]
-        for slots in [slots_of(ROUTER, routed.choices, share)]
+        for slots in [assign_slots(ROUTER, routed.choices, share)]
     )
     assert error(sum(terms, torch.zeros_like(whole)), whole) <= 1e-12
     assert all(error(term, whole) > 0.1 for term in terms)
@@ -165,8 +174,8 @@ MICROBATCHES = (3, 5, 6, 8)
 def played(model: CutModel, leaves: list[list[list[Tensor]]], tokens: list[Tensor]) -> list[Tensor]:
     """Every rank's logits, of its own microbatch; leaves[layer][slice] are parameters."""
     carried: list[tuple[Tensor, ...]] = [()] * len(tokens)
-    xs, share = tokens, Share(of_step=len(tokens))
-    for number, (layer, run) in enumerate(zip(layers_of(model), model.runs, strict=True)):
+    xs, share = tokens, Share(step_microbatches=len(tokens))
+    for number, (layer, run) in enumerate(zip(make_layers(model), model.runs, strict=True)):
         if not run.cut:
             made = [
                 layer.run(leaves[number][0], (x, *c), share, Dropout(model.dropout, 1, 2, 99, (m,)))
@@ -185,17 +194,17 @@ def played(model: CutModel, leaves: list[list[list[Tensor]]], tokens: list[Tenso
 @pytest.mark.parametrize("whole", MODELS, ids=str)
 def test_sliced_experts_equal_the_whole_model_in_loss_and_gradients(whole: MoE, slices: int) -> None:
     flats, (tokens, targets) = random_flats(whole), random_batch(whole, len(MICROBATCHES), 2)
-    share = Share(microbatches=len(MICROBATCHES), of_step=len(MICROBATCHES))
+    share = Share(microbatches=len(MICROBATCHES), step_microbatches=len(MICROBATCHES))
     together = tokens.flatten(0, 1), targets.flatten(0, 1)
     expected, theirs = whole_step(whole, flats, together, MICROBATCHES, share)
 
     model = cut(whole, ep=slices)
     leaves = [
-        [[view.clone().requires_grad_() for view in views(layout, run)] for run in flat.chunk(layout.slices)]
+        [[view.clone().requires_grad_() for view in parameter_views(layout, run)] for run in flat.chunk(layout.slices)]
         for layout, flat in zip(map(model.layout, range(model.layers)), to_layers(model, flats), strict=True)
     ]
     logits = played(model, leaves, list(tokens))
-    loss = torch.stack([loss_of(its, theirs) for its, theirs in zip(logits, targets, strict=True)]).sum()
+    loss = torch.stack([cross_entropy(its, theirs) for its, theirs in zip(logits, targets, strict=True)]).sum()
     loss.backward()
     assert error(loss.detach(), expected) <= 1e-12
 
@@ -212,9 +221,11 @@ def test_sliced_experts_equal_the_whole_model_in_loss_and_gradients(whole: MoE, 
 def test_experts_numbers_survive_being_carried_in_bfloat16() -> None:
     whole = MoE(layers=1, hidden_size=16, heads=2, vocab_size=40, seq_len=64, experts=256, top_k=4)
     model = cut(whole)
-    parameters = [views(model.layout(layer), initial_weights(model, layer, 0, torch.bfloat16)) for layer in range(3)]
+    parameters = [
+        parameter_views(model.layout(layer), initial_weights(model, layer, 0, torch.bfloat16)) for layer in range(3)
+    ]
     tokens = torch.randint(40, (2, 64))
-    *_, carried = layers_of(model)[0].run(parameters[0], (tokens,))
+    *_, carried = make_layers(model)[0].run(parameters[0], (tokens,))
     numbers = carried[..., -4:].float()
     assert torch.equal(numbers, numbers.round())
     assert numbers.max() > 200

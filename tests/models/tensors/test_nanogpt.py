@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardlab.models import GPT, Llama, Mixtral
-from shardlab.models.tensors import Share, layers_of, loss_of, views, with_borrowed
-from shardlab.models.tensors.attention import turned, turns
+from shardlab.models.tensors import Share, add_borrowed, cross_entropy, make_layers, parameter_views
+from shardlab.models.tensors.attention import rotate, rotations
 from shardlab.models.tensors.compute import rms_norm
 from tests.models.small import Dimensions
 from tests.models.tensors.comparing import error, gradient_of
@@ -111,7 +111,7 @@ def test_a_gpt_equals_nanogpt_in_logits_loss_and_gradients(model: GPT) -> None:
     assert sum(p.numel() for p in reference.parameters()) == model.parameter_count
     layouts = [model.layout(layer) for layer in range(model.layers)]
     theirs = [[reference.parameter(i, p.name) for p in layout.parameters] for i, layout in enumerate(layouts)]
-    ours = [views(layout, torch.zeros(layout.numel, dtype=torch.float64)) for layout in layouts]
+    ours = [parameter_views(layout, torch.zeros(layout.numel, dtype=torch.float64)) for layout in layouts]
     for view, parameter in zip(chain(*ours), chain(*theirs), strict=True):
         parameter.data.add_(torch.randn_like(parameter) / 10)  # biases and norms too, which begin as 0 and 1
         view.copy_(parameter.detach()).requires_grad_()
@@ -124,9 +124,9 @@ def test_a_gpt_equals_nanogpt_in_logits_loss_and_gradients(model: GPT) -> None:
     expected_loss = expected_loss * (targets != -1).sum()
     expected_loss.backward()
     logits = tokens
-    for layer, parameters in zip(layers_of(model), with_borrowed(model, ours), strict=True):
+    for layer, parameters in zip(make_layers(model), add_borrowed(model, ours), strict=True):
         logits = layer(parameters, logits)
-    loss = loss_of(logits, targets)
+    loss = cross_entropy(logits, targets)
     loss.backward()
 
     assert error(logits.detach(), expected.detach()) <= 1e-12
@@ -281,7 +281,7 @@ def test_logits_loss_and_gradients_are_an_independent_models(model: GPT) -> None
     assert sum(p.numel() for p in reference.parameters()) == model.parameter_count
     layouts = [model.layout(layer) for layer in range(model.layers)]
     theirs = [[reference.parameter(i, p.name) for p in layout.parameters] for i, layout in enumerate(layouts)]
-    ours = [views(layout, torch.zeros(layout.numel, dtype=torch.float64)) for layout in layouts]
+    ours = [parameter_views(layout, torch.zeros(layout.numel, dtype=torch.float64)) for layout in layouts]
     for view, parameter in zip(chain(*ours), chain(*theirs), strict=True):
         parameter.data.add_(torch.randn_like(parameter) / 10)
         view.copy_(parameter.detach()).requires_grad_()
@@ -291,9 +291,9 @@ def test_logits_loss_and_gradients_are_an_independent_models(model: GPT) -> None
     expected_loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum")
     expected_loss.backward()
     logits = tokens
-    for layer, parameters in zip(layers_of(model), ours, strict=True):
+    for layer, parameters in zip(make_layers(model), ours, strict=True):
         logits = layer(parameters, logits, None, Share())
-    loss = loss_of(logits, targets)
+    loss = cross_entropy(logits, targets)
     loss.backward()
 
     assert error(logits.detach(), expected.detach()) <= 1e-12
@@ -304,13 +304,13 @@ def test_logits_loss_and_gradients_are_an_independent_models(model: GPT) -> None
 
 
 def angles(tokens: Sequence[int], size: int, theta: float, dtype: torch.dtype = torch.float64) -> Tensor:
-    return turns(theta, None, size, tuple(tokens), dtype, torch.device("cpu"))
+    return rotations(theta, None, size, tuple(tokens), dtype, torch.device("cpu"))
 
 
 def test_turns_in_real_numbers_are_those_in_complex_numbers() -> None:
     x = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
     whole = angles([0, 5, 6], 4, 100.0)
-    made = [turned(x, each, 2) for each in (whole, torch.view_as_real(whole))]
+    made = [rotate(x, each, 2) for each in (whole, torch.view_as_real(whole))]
     torch.testing.assert_close(*made, rtol=1e-14, atol=1e-14)
     back = [torch.autograd.grad(each.square().sum(), x)[0] for each in made]
     torch.testing.assert_close(*back, rtol=1e-14, atol=1e-14)
@@ -318,7 +318,7 @@ def test_turns_in_real_numbers_are_those_in_complex_numbers() -> None:
 
 def test_autograd_goes_through_norms_and_turns() -> None:
     def by_angles(y: Tensor) -> Tensor:
-        return turned(y, angles([0, 5, 6], 4, 100.0), 2)
+        return rotate(y, angles([0, 5, 6], 4, 100.0), 2)
 
     x = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(12, dtype=torch.float64, requires_grad=True)
@@ -330,15 +330,15 @@ def test_autograd_goes_through_norms_and_turns() -> None:
 def test_half_precision_is_normalised_and_turned_in_single(dtype: torch.dtype) -> None:
     x, weight = torch.randn(2, 8, 12, dtype=dtype), torch.ones(12, dtype=dtype)
     assert rms_norm(100 * x, weight).dtype == dtype
-    made = turned(x, angles(range(8), 4, 100.0, torch.float32), 2)
-    torch.testing.assert_close(made, turned(x.double(), angles(range(8), 4, 100.0), 2).to(dtype))
+    made = rotate(x, angles(range(8), 4, 100.0, torch.float32), 2)
+    torch.testing.assert_close(made, rotate(x.double(), angles(range(8), 4, 100.0), 2).to(dtype))
     assert torch.equal(made[..., 8:], x[..., 8:])  # values stay
 
 
 def test_products_of_turned_queries_and_keys_depend_on_their_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
     products = [
-        (turned(q, angles([place + 3], 8, 1e4), 1) * turned(k, angles([place], 8, 1e4), 1)).sum()
+        (rotate(q, angles([place + 3], 8, 1e4), 1) * rotate(k, angles([place], 8, 1e4), 1)).sum()
         for place in (0, 1, 50, 700)
     ]
     torch.testing.assert_close(torch.stack(products), products[0].expand(4), rtol=1e-12, atol=1e-12)

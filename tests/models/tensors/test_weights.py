@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardlab.models import GPT, MLP, Blocks, MoE, cut
 from shardlab.models.layout import Cut
-from shardlab.models.tensors import initial_weights, lengthened, named_views, to_blocks, to_layers, views
+from shardlab.models.tensors import initial_weights, named_views, pad_runs, parameter_views, to_blocks, to_layers
 from shardlab.models.tensors.weights import _put, _take
 
 MODEL = GPT(layers=8, hidden_size=96, vocab_size=300, seq_len=80)
@@ -21,7 +21,7 @@ MODEL = GPT(layers=8, hidden_size=96, vocab_size=300, seq_len=80)
 
 def named(layer: int, flat: Tensor) -> dict[str, Tensor]:
     layout = MODEL.layout(layer)
-    return {p.name: view for p, view in zip(layout.parameters, views(layout, flat), strict=True)}
+    return {p.name: view for p, view in zip(layout.parameters, parameter_views(layout, flat), strict=True)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -53,7 +53,7 @@ def test_first_weights_are_nanogpts(layer: int) -> None:
 def test_views_share_the_buffer_and_leave_the_gaps_zero() -> None:
     layout = MODEL.layout(0)
     flat = torch.zeros(layout.padded(7))
-    for view in views(layout, flat):
+    for view in parameter_views(layout, flat):
         assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
         view.fill_(1)
     assert int(flat.sum()) == layout.parameter_count
@@ -79,12 +79,12 @@ def test_there_and_back_is_the_identity_even_if_runs_are_lengthened(whole: Block
     for block in range(whole.layers):
         layout = whole.layout(block)
         flat = torch.zeros(layout.numel, dtype=torch.int64)
-        for view in views(layout, flat):
+        for view in parameter_views(layout, flat):
             view.copy_(torch.randint(1, 2**40, view.shape))
         blocks.append(flat)
     layers = to_layers(model, blocks)
     assert [len(flat) for flat in layers] == [model.layout(layer).numel for layer in range(model.layers)]
-    longer = [lengthened(model.layout(i), flat, model.layout(i).padded(6 * slices)) for i, flat in enumerate(layers)]
+    longer = [pad_runs(model.layout(i), flat, model.layout(i).padded(6 * slices)) for i, flat in enumerate(layers)]
     for flats in (layers, longer):
         assert sum(int(flat.sum()) for flat in flats) == sum(int(flat.sum()) for flat in blocks)
         assert all(torch.equal(a, b) for a, b in zip(to_blocks(model, flats), blocks, strict=True))

@@ -18,7 +18,7 @@ from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.state import State
 from shardlab.language.precision import find_precision
 from shardlab.models import Parameter
-from shardlab.models.tensors.dropout import generator_of
+from shardlab.models.tensors.dropout import make_generator
 from shardlab.models.tensors.weights import read_range
 from shardlab.train.checkpoint import (
     CONFIG,
@@ -41,7 +41,7 @@ def whole(kind: str, block: int, parameter: Parameter) -> Tensor:
     """All matrices of a parameter, in numbers that every precision of 16 bits has."""
     *experts, rows, columns = (*parameter.shape, 1) if len(parameter.shape) == 1 else parameter.shape
     drawn = torch.empty(experts[0] if experts else 1, rows, columns)
-    return drawn.uniform_(generator=generator_of(f"{kind} {parameter.name}", 0, block)).bfloat16().float()
+    return drawn.uniform_(generator=make_generator(f"{kind} {parameter.name}", 0, block)).bfloat16().float()
 
 
 class Known:

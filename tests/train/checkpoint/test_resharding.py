@@ -22,7 +22,7 @@ from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.state import State
 from shardlab.language import Mesh
 from shardlab.models import GPT, Blocks, Mixtral
-from shardlab.models.tensors.compute import CHOICES, Product
+from shardlab.models.tensors.compute import KERNEL_CHOICES, Product
 from shardlab.strategies import Plan
 from shardlab.train.checkpoint import Checkpoint, updates_of
 from shardlab.train.checkpoint.contents import held
@@ -253,7 +253,7 @@ def trained_with_kernels_of_its_own(rank: int, run: TrainingRun) -> None:
         return product.backward
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_choice, "measured", measured)
+        patch.setattr(kernel_choice, "is_onednn_faster", measured)
         patch.setenv("XDG_CACHE_HOME", str(run.out.parent / f"cache of {run.out.name}"))
         trained(rank, run)
 
@@ -269,5 +269,5 @@ def test_a_run_goes_on_with_the_kernels_that_it_has_chosen(ranks: World, tmp_pat
         for has_bias in [outputs != 256]
         for backward in (False, True)
     }
-    assert not any(CHOICES.get(product) for product in end.products), "what a run has chosen ends with it"
+    assert not any(KERNEL_CHOICES.get(product) for product in end.products), "what a run has chosen ends with it"
     assert [folder.name for folder in tmp_path.glob("cache*")] == ["cache of whole"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardlab.language import UserError
 from shardlab.models import GPT, Blocks, Llama, Mixtral, Model, cut
-from shardlab.models.tensors import lengthened, to_layers
+from shardlab.models.tensors import pad_runs, to_layers
 from shardlab.models.tensors.weights import TensorFiles
 from shardlab.train.huggingface import convert_weights, initial_from, open_source
 from tests.train.huggingface.folders import random_run
@@ -48,7 +48,7 @@ def test_any_range_of_any_slice_is_read(whole: Blocks, how: dict[str, Any], form
     for layer, flat in enumerate(to_layers(model, wholes(folder, whole))):
         layout = model.layout(layer)
         length = layout.padded(6)
-        longer = lengthened(layout, flat, length)
+        longer = pad_runs(layout, flat, length)
         ends = sorted(draw.randrange(length + 1) for _ in range(6))
         ranges = [(ends[0], ends[1]), (ends[2], ends[3]), (ends[4], ends[5])]
         assert torch.equal(read(layer, length, [(0, length)], DTYPE), longer)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardlab.models import GPT, Blocks, Llama, Mixtral
 from shardlab.models.named import SHARD_BYTES
-from shardlab.models.tensors import layers_of, views, with_borrowed
+from shardlab.models.tensors import add_borrowed, make_layers, parameter_views
 from shardlab.train.huggingface import Form, convert_weights, initial_from, open_source
 from tests.train.huggingface.folders import random_run
 
@@ -73,8 +73,10 @@ def our_logits(folder: Path, x: Tensor) -> Tensor:
     model = open_source(folder).model
     read, layouts = initial_from(folder, model), [model.layout(layer) for layer in range(model.layers)]
     flats = [read(layer, layout.numel, [(0, layout.numel)], torch.float32) for layer, layout in enumerate(layouts)]
-    parameters = with_borrowed(model, [views(layout, flat) for layout, flat in zip(layouts, flats, strict=True)])
-    for layer, weights in zip(layers_of(model), parameters, strict=True):
+    parameters = add_borrowed(
+        model, [parameter_views(layout, flat) for layout, flat in zip(layouts, flats, strict=True)]
+    )
+    for layer, weights in zip(make_layers(model), parameters, strict=True):
         x = layer(weights, x)
     return x
 

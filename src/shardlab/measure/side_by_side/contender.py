@@ -29,7 +29,7 @@ from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.transport.neighbours import Neighbours
 from shardlab.measure.side_by_side.results import OPTIMIZER
 from shardlab.models import GPT
-from shardlab.models.tensors import generator_of, initial_weights, named_views
+from shardlab.models.tensors import initial_weights, make_generator, named_views
 
 
 class CausalAttention(nn.Module):
@@ -164,7 +164,7 @@ class DrawnBatches:
 
         def draw(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
             shape = (2, micro_batch_size, tokens)
-            x, targets = torch.randint(vocab_size, shape, generator=generator_of("bench", step, microbatch))
+            x, targets = torch.randint(vocab_size, shape, generator=make_generator("bench", step, microbatch))
             return x, targets
 
         self._drawn = [[draw(step, m) for m in range(microbatches)] for step in range(DISTINCT_STEPS)]

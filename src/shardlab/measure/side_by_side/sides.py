@@ -50,7 +50,7 @@ from shardlab.measure.side_by_side.results import (
     loss_difference,
     spread_of,
 )
-from shardlab.models.tensors.compute import choices
+from shardlab.models.tensors.compute import kernel_choices
 from shardlab.train.batches import Batches
 from shardlab.train.data import Corpus
 from shardlab.train.data.prepared_folder import find_tokenizer
@@ -128,7 +128,7 @@ def take_turns(
     Returns:
         The timed steps of each, and the mean loss of every step, those before the timed ones included.
     """
-    with choices({}):
+    with kernel_choices({}):
         return _take_turns(makes, orders, turns, device)
 
 
@@ -250,7 +250,7 @@ def race_rank(rank: int, device: torch.device, jobs: Sequence[Job], turns: Race)
     In a round each job takes a step to warm up and one that counts, so that what else the machine does slows all of
     them alike; every other round goes the other way. All jobs' weights are there at the same time.
     """
-    with choices({}):
+    with kernel_choices({}):
         return _race(MeasuringRanks(rank, device), jobs, turns)
 
 

@@ -1,56 +1,61 @@
-"""The models' arithmetic on torch: layers, dropout, first weights, loss and sampling."""
+"""The models' arithmetic on torch.
+
+Read `compute` first: it defines every primitive. `layers` runs them as a function of tensors, and `backward` has the
+passes that the executor runs. Beside these are `attention` and `mixture` (arithmetic of larger primitives), `share`
+(what a rank computes), `dropout` (masks), `weights` (first values and flat buffers) and `generate` (text).
+"""
 
 from shardlab.models.tensors.backward import (
+    Accumulate,
     AddGradients,
     CompiledPasses,
+    LayerContext,
     PreparedLayer,
-    Take,
-    Workspace,
-    prepared_layer,
+    prepare_layer,
 )
-from shardlab.models.tensors.compute import combined_loss, loss_gradient, loss_of, loss_stats
-from shardlab.models.tensors.dropout import Dropout, generator_of
-from shardlab.models.tensors.generate import Choice, Writer
-from shardlab.models.tensors.layers import TensorLayer, compiled_layers_of, layers_of
+from shardlab.models.tensors.compute import combine_loss, cross_entropy, loss_gradient, loss_stats
+from shardlab.models.tensors.dropout import Dropout, make_generator
+from shardlab.models.tensors.generate import TextGenerator, TokenSampling
+from shardlab.models.tensors.layers import TensorLayer, compile_layers, make_layers
 from shardlab.models.tensors.share import Share
 from shardlab.models.tensors.weights import (
     Initial,
+    add_borrowed,
     initial_weights,
-    lengthened,
     named_views,
+    pad_runs,
+    parameter_views,
     to_blocks,
     to_layers,
-    views,
     whole_parameters,
-    with_borrowed,
 )
 
 __all__ = [
+    "Accumulate",
     "AddGradients",
-    "Choice",
     "CompiledPasses",
     "Dropout",
     "Initial",
+    "LayerContext",
     "PreparedLayer",
     "Share",
-    "Take",
     "TensorLayer",
-    "Workspace",
-    "Writer",
-    "combined_loss",
-    "compiled_layers_of",
-    "generator_of",
+    "TextGenerator",
+    "TokenSampling",
+    "add_borrowed",
+    "combine_loss",
+    "compile_layers",
+    "cross_entropy",
     "initial_weights",
-    "layers_of",
-    "lengthened",
     "loss_gradient",
-    "loss_of",
     "loss_stats",
+    "make_generator",
+    "make_layers",
     "named_views",
-    "prepared_layer",
+    "pad_runs",
+    "parameter_views",
+    "prepare_layer",
     "to_blocks",
     "to_layers",
-    "views",
     "whole_parameters",
-    "with_borrowed",
 ]

@@ -1,13 +1,17 @@
-"""Causal attention of some tokens' queries to some tokens' keys and values, in parts that are put together exactly.
+"""Causal attention in parts, for context parallelism, and the helpers that attention needs on every rank.
 
-A part keeps, beside what it mixed, the log-sum-exp of each query's scores; from these two, parts are merged in any
-order (Dao et al. 2022, arXiv 2205.14135, section 3.1), and the backward pass of each part needs no other's (there,
-appendix B.2: with O what all parts together mixed, dS = P * (dP - rowsum(dO * O))).
+- `attend` lets some tokens' queries attend to some tokens' keys and values. `merge` combines two such outputs, and
+  `attend_backward` is the backward pass of one part. The output of a part is the mixed values and the log-sum-exp of
+  each query's scores. From these two, parts are merged in any order (Dao et al. 2022, arXiv 2205.14135, section 3.1).
+  The backward pass of a part needs no other part (there, appendix B.2: dS = P * (dP - rowsum(dO * O)), where O is the
+  merged output).
+- `rotations` and `rotate` are rotary position embeddings.
+- `KeyValueCache` keeps keys and values of earlier tokens while text is generated.
 
-Shapes: queries (rows, T, C), features of one head after those of another; keys and values (rows, T', 2 x kv_width), all
-keys before all values; the output (rows, T, C + heads): the mixed values, then each head's log-sum-exp, in float32 at
-least. With tensor parallelism all of this is of one slice's heads; `primitive` is as if these were all (`heads_of`).
-`tokens` are the places in the sequence, ascending. `mask` multiplies the softmax, (rows, heads, T, T').
+Shapes: queries are (rows, T, C), one head's features after another's. Keys and values are (rows, T', 2 x kv_width), all
+keys before all values. The output is (rows, T, C + heads): the mixed values, then each head's log-sum-exp, in float32
+or float64. With tensor parallelism, all of these have one slice's heads, and so has `primitive` (`Attend.heads_of`).
+`tokens` are ascending positions in the sequence. `mask` multiplies the softmax, (rows, heads, T, T').
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -37,7 +41,7 @@ def attend(
     key_tokens: Sequence[int],
     mask: Tensor | None = None,
 ) -> Tensor:
-    """What the queries make of these keys and values alone; 0, and -inf, where they see none of them."""
+    """Attend to these keys and values alone. Queries that see none of them get 0 and a log-sum-exp of -inf."""
     q, (k, v) = _heads(primitive, queries, primitive.heads), _keys_and_values(primitive, keys_values)
     mixed, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"))
     for rows, seen in _visible(tokens, key_tokens):
@@ -71,16 +75,16 @@ def attend_backward(
     key_tokens: Sequence[int],
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What these keys and values give to the queries' gradient, and these queries to the keys' and values'.
+    """Return what one part adds to the gradient of the queries, and to that of the keys and values.
 
     Args:
-        attention_output: to all keys and values that the queries see.
-        gradient: of the loss with respect to it; that of the log-sum-exp is not read.
+        attention_output: the merged output for all keys and values that the queries see.
+        gradient: gradient of the merged output; its entries for the log-sum-exp are not read.
     """
     c = primitive.hidden_size
     q, (k, v) = _heads(primitive, queries, primitive.heads), _keys_and_values(primitive, keys_values)
-    made = attention_output[..., :c], attention_output[..., c:]
-    mixed, lse = (_heads(primitive, each, primitive.heads) for each in made)
+    parts = attention_output[..., :c], attention_output[..., c:]
+    mixed, lse = (_heads(primitive, each, primitive.heads) for each in parts)
     grad = _heads(primitive, gradient[..., :c], primitive.heads)
     inner = (grad * mixed).sum(-1, keepdim=True)
     grad_q = torch.zeros_like(q)
@@ -103,18 +107,18 @@ def attend_backward(
 
 
 def _visible(tokens: Sequence[int], key_tokens: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Runs of neighbouring queries, each with the keys that the last of them sees: later ones cost nothing."""
-    for start, stop in runs(tokens):
+    """Yield runs of consecutive queries, each with the keys that its last query sees. Later keys are not computed."""
+    for start, stop in consecutive_runs(tokens):
         if seen := bisect_right(key_tokens, tokens[stop - 1]):
             yield slice(start, stop), slice(seen)
 
 
 def _scores(q: Tensor, k: Tensor, tokens: Sequence[int], key_tokens: Sequence[int]) -> Tensor:
-    """(rows, kv heads, group, T, T'), -inf where a key comes after its query."""
+    """Return scores (rows, kv heads, group, T, T'), -inf where the key comes after the query."""
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     if key_tokens[-1] <= tokens[0]:
         return scores
-    places, key_places = (index_on(q.device, _hashable(each)) for each in (tokens, key_tokens))
+    places, key_places = (index_tensor(q.device, _hashable(each)) for each in (tokens, key_tokens))
     return scores.masked_fill_(key_places > places[:, None], float("-inf"))
 
 
@@ -123,37 +127,37 @@ def _hashable(numbers: Sequence[int]) -> range | tuple[int, ...]:
 
 
 def _heads(primitive: Attend, x: Tensor, heads: int) -> Tensor:
-    """(rows, T, features of so many heads) to (rows, kv heads, heads of each, T, features of one)."""
+    """Reshape (rows, T, features of all heads) to (rows, kv heads, heads of each, T, features of one)."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x.view(*x.shape[:2], primitive.kv_heads, heads // primitive.kv_heads, -1).permute(0, 2, 3, 1, 4)
 
 
 def _keys_and_values(primitive: Attend, keys_values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values, each (rows, kv heads, 1, T', size)."""
+    """Return keys and values, each (rows, kv heads, 1, T', size)."""
     keys, values = keys_values.chunk(2, -1)
     return _heads(primitive, keys, primitive.kv_heads), _heads(primitive, values, primitive.kv_heads)
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """(rows, kv heads, heads of each, T, size) to (rows, T, features)."""
+    """Reshape (rows, kv heads, heads of each, T, size) to (rows, T, features)."""
     return x.flatten(1, 2).transpose(1, 2).flatten(2)
 
 
 def _grouped(primitive: Attend, mask: Tensor) -> Tensor:
-    """(rows, heads, T, T') to (rows, kv heads, heads of each, T, T')."""
+    """View (rows, heads, T, T') as (rows, kv heads, heads of each, T, T')."""
     return mask.view(len(mask), primitive.kv_heads, -1, *mask.shape[2:])
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """What to subtract from scores: 0 where there are none, for -inf less -inf is not a number."""
+    """Replace -inf by 0, because -inf - -inf is not a number."""
     return lse.masked_fill(lse.isneginf(), 0)
 
 
-# Attention step by step, for dropout.
-
-
 def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention step by step, since the fused op draws masks of its own; shapes (rows, heads, T, size)."""
+    """Compute attention with a given dropout mask; all shapes are (rows, heads, T, size).
+
+    The fused op cannot be used, because it draws its own mask.
+    """
     rows, heads, tokens, size = q.shape
     future = q.new_full((tokens, tokens), float("-inf")).triu_(1)
     q, k, v = (each.flatten(0, 1) for each in (q, k, v))
@@ -161,31 +165,33 @@ def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Ten
     return torch.bmm(scores.softmax(-1) * mask.flatten(0, 1), v).view(rows, heads, tokens, size)
 
 
-# Rotary position embedding: pairs of a head's features, turned by angles that grow with the token's place.
-#
-# Feature 2i and its neighbour turn by place * theta^(-2i/size), as complex numbers (Su et al. 2021, arXiv 2104.09864,
-# eq. 34; Llama's own code). So a query's product with a key depends on how far apart the two are.
+def rotate(features: Tensor, turns: Tensor, heads: int) -> Tensor:
+    """Apply the rotary position embedding to queries and keys (Su et al. 2021, arXiv 2104.09864, eq. 34).
 
-
-def turned(features: Tensor, turns: Tensor, heads: int) -> Tensor:
-    """Heads side by side, (rows, T, features), of which the first ones are turned; memory of its own.
+    Features 2i and 2i + 1 of a head, as a complex number, are rotated by position * theta^(-2i/size). So the product of
+    a query and a key depends on their distance.
 
     Args:
-        features: of queries, then of keys, then of values.
-        turns: of the tokens, as `turns` gives them.
-        heads: how many are turned: those of queries and of keys.
+        features: (rows, T, features) of queries, then of keys, then of values.
+        turns: rotations of the tokens, as `rotations` makes them.
+        heads: number of heads to rotate: those of queries and of keys.
+
+    Returns:
+        A tensor of the same shape, in memory of its own.
     """
-    assert len(turns) == features.shape[1], f"turns of {len(turns)} tokens, but {features.shape[1]} tokens are given"
+    assert len(turns) == features.shape[1], (
+        f"rotations of {len(turns)} tokens, but {features.shape[1]} tokens are given"
+    )
     if not turns.is_complex():
-        return _turned_by_parts(features, turns, heads)
-    made = features.to(turns.dtype.to_real(), copy=True, memory_format=torch.contiguous_format)
-    pairs = torch.view_as_complex(made.view(*made.shape[:-1], -1, turns.shape[-1], 2))  # (rows, T, heads, size / 2)
+        return _rotate_by_parts(features, turns, heads)
+    output = features.to(turns.dtype.to_real(), copy=True, memory_format=torch.contiguous_format)
+    pairs = torch.view_as_complex(output.view(*output.shape[:-1], -1, turns.shape[-1], 2))  # (rows, T, heads, size / 2)
     pairs[..., :heads, :].mul_(turns)
-    return made.to(features.dtype)
+    return output.to(features.dtype)
 
 
 @lru_cache(maxsize=16)
-def turns(
+def rotations(
     theta: float,
     scaling: RopeScaling | None,
     size: int,
@@ -193,68 +199,68 @@ def turns(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Make e^(i angle) for tokens and pairs of features, (T, 1, size / 2), computed in float64.
+    """Return e^(i angle) for tokens and pairs of features, (T, 1, size / 2), computed in float64.
 
     Args:
         theta: base of the angles.
         scaling: how slower frequencies are stretched (None: not).
         size: features of a head.
-        tokens: the places in the sequence.
-        dtype: of real and imaginary parts.
-        device: of the result.
+        tokens: positions in the sequence.
+        dtype: dtype of the real and the imaginary part.
+        device: device of the result.
     """
     rates = theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     if scaling is not None:
         factor, low, high, context = scaling
-        kept = ((context * rates / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # by turns within the context
+        kept = ((context * rates / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # by rotations within the context
         rates = rates * (kept + (1 - kept) / factor)
     angles = torch.tensor(tokens, dtype=torch.float64)[:, None, None] * rates
     return torch.polar(torch.ones_like(angles), angles).to(device, dtype.to_complex())
 
 
-def turned_back(features: Tensor, turns: Tensor, heads: int) -> Tensor:
-    """What `turned` is given, of what it gives; also the gradient of the one, of that of the other."""
-    return turned(features, turns.conj(), heads)
+def rotate_back(features: Tensor, turns: Tensor, heads: int) -> Tensor:
+    """Undo `rotate`, of what it gives; also the gradient of the one, of that of the other."""
+    return rotate(features, turns.conj(), heads)
 
 
-def _turned_by_parts(features: Tensor, turns: Tensor, heads: int) -> Tensor:
-    """Turn the pairs of the first heads in real numbers, for compilers that know no complex ones.
+def _rotate_by_parts(features: Tensor, turns: Tensor, heads: int) -> Tensor:
+    """Rotate in real numbers, for compilers without complex numbers.
 
-    Turns are the cosines and sines of the angles, (T, 1, size / 2, 2).
+    `turns` are the cosines and sines of the angles, (T, 1, size / 2, 2).
     """
     pairs = features.to(turns.dtype).view(*features.shape[:-1], -1, turns.shape[-2], 2)
     (even, odd), (cos, sin) = pairs[..., :heads, :, :].unbind(-1), turns.unbind(-1)
-    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
-    return torch.cat([turned, pairs[..., heads:, :, :]], -3).flatten(-3).to(features.dtype)
+    rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
+    return torch.cat([rotated, pairs[..., heads:, :, :]], -3).flatten(-3).to(features.dtype)
 
 
-# Keys and values of a text's earlier tokens, so that each new token is computed alone.
-
-
-class KeysValues:
-    """What one layer's attention keeps of a text: the keys and values of its tokens so far."""
+class KeyValueCache:
+    """Keys and values of a text's tokens in one layer, so that each new token is computed alone."""
 
     def __init__(self) -> None:
-        self._room: Tensor | None = None
+        self._buffer: Tensor | None = None
         self._length = 0
 
     def add(self, new: Tensor) -> Tensor:
-        """Keep those of the next tokens, (rows, T, 2 kv_width); gives those of all tokens so far.
+        """Append keys and values of the next tokens, (rows, T, 2 kv_width), and return those of all tokens so far.
 
-        Room is made for twice as many tokens when it ends, so that a text of n tokens copies no more than 2 n.
+        A full buffer is replaced by one for twice as many tokens, so a text of n tokens copies at most 2 n of them.
         """
         start, self._length = self._length, self._length + new.shape[1]
-        if self._room is None or self._length > self._room.shape[1]:
-            room = new.new_empty(len(new), 2 * self._length, new.shape[-1])
-            if self._room is not None:
-                room[:, :start] = self._room[:, :start]
-            self._room = room
-        self._room[:, start : self._length] = new
-        return self._room[:, : self._length]
+        if self._buffer is None or self._length > self._buffer.shape[1]:
+            larger = new.new_empty(len(new), 2 * self._length, new.shape[-1])
+            if self._buffer is not None:
+                larger[:, :start] = self._buffer[:, :start]
+            self._buffer = larger
+        self._buffer[:, start : self._length] = new
+        return self._buffer[:, : self._length]
 
 
 def can_cache(model: Model) -> bool:
-    """Whether attention alone lets a model's tokens see one another; routing does not, where no expert drops one."""
+    """Return whether generation can use a `KeyValueCache`: tokens interact in attention alone.
+
+    Routing makes tokens interact if experts have a limited capacity.
+    """
     mixing = [step.primitive for run in model.runs for step in run.steps if step.primitive.mixes_tokens]
     return all(
         isinstance(each, Attend) or (isinstance(each, Routing) and each.router.capacity_factor is None)
@@ -262,11 +268,8 @@ def can_cache(model: Model) -> bool:
     )
 
 
-# Some tokens of a sequence: their rows of a matrix, and how numbers come to a device.
-
-
-def runs(tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """Where runs of neighbours stand in an ascending list of tokens, as (start, stop).
+def consecutive_runs(tokens: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the runs of consecutive numbers in an ascending list of tokens, as (start, stop) indices.
 
     >>> runs([0, 1, 2, 9, 10])
     [(0, 3), (3, 5)]
@@ -275,21 +278,20 @@ def runs(tokens: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise([0, *breaks, len(tokens)]))
 
 
-def rows_of(matrix: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Some tokens' rows (dim 0); a view where they follow one another. Autograd keeps nothing for them."""
-    pieces = [matrix[tokens[start] : tokens[stop - 1] + 1] for start, stop in runs(tokens)]
+def select_rows(matrix: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Return some tokens' rows (dim 0), as a view if the tokens are consecutive. Autograd saves nothing for it."""
+    pieces = [matrix[tokens[start] : tokens[stop - 1] + 1] for start, stop in consecutive_runs(tokens)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 @lru_cache(maxsize=64)
-def index_on(device: torch.device, numbers: range | tuple[int, ...]) -> Tensor:
-    """Numbers as a tensor on a device, kept there: a list as an index would be copied, and waited for, at each use."""
+def index_tensor(device: torch.device, numbers: range | tuple[int, ...]) -> Tensor:
+    """Return an index tensor on a device, cached. A list as an index would be copied, and waited for, at each use."""
     return torch.tensor(numbers, device=device)
 
 
-def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """A tensor of the host on a device; one that is there is given back. The host goes on at once: a GPU copies what is
-    pinned by itself."""
+def to_device(device: torch.device, tensor: Tensor) -> Tensor:
+    """Move a tensor to a device. The host does not wait: a GPU copies from pinned memory."""
     if tensor.device == device:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,4 +1,9 @@
-"""Dropout whose masks depend on what is dropped, not on who computes it or how often."""
+"""Dropout masks and other factors that a primitive multiplies by beside its parameters.
+
+A mask is a function of the seed, the step, the block, the microbatch and the site, so every strategy drops the same
+elements. The factors depend on no other tensor. So they are made before a layer is computed, and a compiled layer
+receives them as inputs.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +17,20 @@ from torch import Tensor
 
 from shardlab.models.attention import Attend, Projection
 from shardlab.models.primitives import Add, DropoutSite, Embed, Primitive
-from shardlab.models.tensors.attention import turns
+from shardlab.models.tensors.attention import rotations
 from shardlab.models.tensors.share import Share
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """The masks of one layer in one step. A microbatch has the same ones wherever and however often it is computed.
+    """Dropout masks of one layer in one step. A microbatch has the same masks on every rank and in every recomputation.
 
     Attributes:
-        probability: that an element is dropped; the others are scaled by 1 / (1 - probability).
-        seed: of the run.
-        step: the optimizer step.
-        layer: the layer's number.
-        microbatches: which of them the input's rows are, in order, with equally many rows each.
+        probability: probability that an element is dropped; the others are scaled by 1 / (1 - probability).
+        seed: seed of the run.
+        step: number of the optimizer step.
+        layer: number of the layer.
+        microbatches: numbers of the microbatches in the input's rows, which they share equally, in order.
     """
 
     probability: float
@@ -35,54 +40,53 @@ class Dropout:
     microbatches: tuple[int, ...]
 
     def of_block(self, block: int) -> Dropout | None:
-        """The masks of a block, which may be one of several in a layer; None if nothing is dropped."""
+        """Return the masks of one block of the layer; None if nothing is dropped."""
         return replace(self, layer=block) if self.probability else None
 
     def mask(
         self, site: DropoutSite, shape: tuple[int, ...], like: Tensor, dim: int = 0, part: Sequence[int] | None = None
     ) -> Tensor:
-        """What to multiply with: 0 or 1 / (1 - probability), of `shape` (rows first), as `like` in dtype and device.
+        """Return a mask of 0 and 1 / (1 - probability).
 
-        Each microbatch's mask is drawn whole, on the CPU, from a generator of its own; of dim `dim` only `part` is
-        given.
+        Each microbatch's mask is drawn whole, on the CPU, from a generator of its own.
+
+        Args:
+            site: place in the block.
+            shape: shape of the whole mask, rows first.
+            like: tensor with the dtype and device of the mask.
+            dim: dim of which only `part` is returned.
+            part: indices in that dim (None: all).
         """
         rows, count = shape[0], len(self.microbatches)
         assert rows % count == 0, f"{rows} rows do not hold {count} microbatches of equal size"
         kept = torch.empty(shape, dtype=torch.bool)
         for microbatch, drawn in zip(self.microbatches, kept.chunk(count), strict=True):
-            generator = generator_of("dropout", self.seed, self.step, self.layer, microbatch, site)
+            generator = make_generator("dropout", self.seed, self.step, self.layer, microbatch, site)
             drawn.bernoulli_(1 - self.probability, generator=generator)
         if part is not None:
             kept = kept.index_select(dim, torch.tensor(part))
         return kept.to(like.device, like.dtype).mul_(1 / (1 - self.probability))
 
 
-# Random numbers that are a function of what they are for, so that every strategy draws the same.
+def make_generator(purpose: str, *numbers: int) -> torch.Generator:
+    """Return a CPU generator that is a function of the purpose and the numbers.
 
-
-def generator_of(purpose: str, *numbers: int) -> torch.Generator:
-    """A CPU generator that depends on the purpose and the numbers alone, and on each of them.
-
-    Hashed, since torch's CPU generator uses 32 bits of its seed, and neighbouring seeds should have nothing in common.
+    They are hashed, because torch's CPU generator uses 32 bits of its seed, and neighbouring seeds should be unrelated.
     """
     digest = hashlib.blake2b(repr((purpose, *numbers)).encode(), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
-# What primitives multiply by beside their parameters: dropout masks, and the angles of rotary positions.
-#
-# They depend on no other tensor, so they are made before a layer is computed, and a compiled layer is given them.
-
-
 @dataclass(frozen=True)
-class Surroundings:
-    """What a factor depends on.
+class FactorInputs:
+    """Inputs of a factor.
 
     Attributes:
-        rows, length: of the layer's inputs (rows, tokens that are here, ...).
-        share: which share of the layer is computed.
+        rows: number of sequences.
+        length: tokens of each sequence that this rank has.
+        share: the share of the layer that is computed.
         dropout: the masks of the primitive's block (None: nothing is dropped).
-        like: has the factor's dtype and device.
+        like: tensor with the factor's dtype and device.
     """
 
     rows: int
@@ -92,51 +96,54 @@ class Surroundings:
     like: Tensor
 
     def tokens(self, primitive: Primitive) -> int:
-        """Tokens of a whole sequence."""
+        """Return the tokens of a whole sequence."""
         return self.length if self.share.tokens is None else primitive.tokens
 
 
 @singledispatch
-def factor(primitive: Primitive, around: Surroundings) -> Tensor | None:
-    """What a primitive multiplies by; nothing for most. A new one that draws a mask registers its function here."""
+def make_factor(primitive: Primitive, inputs: FactorInputs) -> Tensor | None:
+    """Return the factor of a primitive beside its parameters; None for most.
+
+    A new primitive that draws a mask registers its function here.
+    """
     return None
 
 
-@factor.register
-def _(primitive: Embed, around: Surroundings) -> Tensor | None:
-    return _of_tokens(primitive, DropoutSite.EMBEDDING, around)
+@make_factor.register
+def _(primitive: Embed, inputs: FactorInputs) -> Tensor | None:
+    return _of_tokens(primitive, DropoutSite.EMBEDDING, inputs)
 
 
-@factor.register
-def _(primitive: Add, around: Surroundings) -> Tensor | None:
-    return _of_tokens(primitive, primitive.site, around)
+@make_factor.register
+def _(primitive: Add, inputs: FactorInputs) -> Tensor | None:
+    return _of_tokens(primitive, primitive.site, inputs)
 
 
-@factor.register
-def _(primitive: Attend, around: Surroundings) -> Tensor | None:
-    """The mask of these heads' scores, drawn for all heads."""
-    if around.dropout is None:
+@make_factor.register
+def _(primitive: Attend, inputs: FactorInputs) -> Tensor | None:
+    """Return the mask of this piece's heads, cut out of the mask of all heads."""
+    if inputs.dropout is None:
         return None
-    number, of = around.share.piece("head")
-    heads, tokens = primitive.heads // of, around.tokens(primitive)
-    whole, here = (around.rows, primitive.heads, tokens, tokens), range(number * heads, (number + 1) * heads)
-    return around.dropout.mask(DropoutSite.ATTENTION, whole, around.like, 1, here)
+    number, of = inputs.share.piece("head")
+    heads, tokens = primitive.heads // of, inputs.tokens(primitive)
+    whole, here = (inputs.rows, primitive.heads, tokens, tokens), range(number * heads, (number + 1) * heads)
+    return inputs.dropout.mask(DropoutSite.ATTENTION, whole, inputs.like, 1, here)
 
 
-@factor.register
-def _(primitive: Projection, around: Surroundings) -> Tensor | None:
-    """The turns of the tokens that are here."""
+@make_factor.register
+def _(primitive: Projection, inputs: FactorInputs) -> Tensor | None:
+    """Return the rotations of this rank's tokens."""
     if primitive.rope_theta is None:
         return None
-    tokens, size = around.share.tokens, primitive.hidden_size // primitive.heads
-    here = range(around.length) if tokens is None else tokens if isinstance(tokens, range) else tuple(tokens)
-    exact = torch.promote_types(around.like.dtype, torch.float32)
-    return turns(primitive.rope_theta, primitive.rope_scaling, size, here, exact, around.like.device)
+    tokens, size = inputs.share.tokens, primitive.hidden_size // primitive.heads
+    here = range(inputs.length) if tokens is None else tokens if isinstance(tokens, range) else tuple(tokens)
+    exact = torch.promote_types(inputs.like.dtype, torch.float32)
+    return rotations(primitive.rope_theta, primitive.rope_scaling, size, here, exact, inputs.like.device)
 
 
-def _of_tokens(primitive: Add | Embed, site: DropoutSite, around: Surroundings) -> Tensor | None:
-    """The mask of the tokens that are here, drawn for the whole sequence."""
-    if around.dropout is None:
+def _of_tokens(primitive: Add | Embed, site: DropoutSite, inputs: FactorInputs) -> Tensor | None:
+    """Return the mask of this rank's tokens, cut out of that of the whole sequence."""
+    if inputs.dropout is None:
         return None
-    whole = (around.rows, around.tokens(primitive), primitive.hidden_size)
-    return around.dropout.mask(site, whole, around.like, 1, around.share.tokens)
+    whole = (inputs.rows, inputs.tokens(primitive), primitive.hidden_size)
+    return inputs.dropout.mask(site, whole, inputs.like, 1, inputs.share.tokens)

@@ -1,4 +1,7 @@
-"""Text from a trained model, token by token."""
+"""Text generation by a trained model, token by token.
+
+`TextGenerator` computes the scores of the next token, and `TokenSampling` draws a token from them.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -13,26 +16,26 @@ from torch import Tensor
 
 from shardlab.common.errors import UserError
 from shardlab.models.model import Model
-from shardlab.models.tensors.attention import KeysValues, can_cache
-from shardlab.models.tensors.dropout import generator_of
-from shardlab.models.tensors.layers import layers_of
+from shardlab.models.tensors.attention import KeyValueCache, can_cache
+from shardlab.models.tensors.dropout import make_generator
+from shardlab.models.tensors.layers import make_layers
 from shardlab.models.tensors.share import Share
-from shardlab.models.tensors.weights import named_views, views
+from shardlab.models.tensors.weights import named_views, parameter_views
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How the next token is drawn from a model's scores.
+class TokenSampling:
+    """Settings by which the next token is drawn from a model's scores.
 
     Attributes:
-        temperature: by what scores are divided; 0 takes the likeliest token.
-        top_k: of how many of the likeliest tokens one is drawn (None: of all).
-        top_p: of the likeliest tokens that together have this probability, one is drawn (Holtzman et al. 2019,
-            arXiv 1904.09751); after `top_k`.
-        seed: what is drawn is a function of it, the weights and the text.
+        temperature: divisor of the scores; 0 takes the likeliest token.
+        top_k: number of the likeliest tokens to draw from (None: all).
+        top_p: draw from the likeliest tokens that together have this probability (Holtzman et al. 2019, arXiv
+            1904.09751); applied after `top_k`.
+        seed: seed of the random numbers. The text is a function of it, the weights and the prompt.
 
     Raises:
-        UserError: for a value that means nothing.
+        UserError: for a value out of range.
     """
 
     temperature: float = 1.0
@@ -49,10 +52,10 @@ class Choice:
             raise UserError(f"a top-p of {self.top_p:g} is no probability to draw from; give more than 0, at most 1")
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
-        """A token, from scores (vocabulary,).
+        """Draw a token from scores (vocabulary,).
 
         Raises:
-            UserError: when they are not numbers.
+            UserError: if a score is NaN or infinite.
         """
         exact = logits.double().cpu()
         if exact.isnan().any() or exact.isposinf().any():
@@ -70,50 +73,50 @@ class Choice:
         return int(torch.multinomial(drawn_from, 1, generator=generator))
 
 
-class Writer:
-    """A model that reads and writes one text.
+class TextGenerator:
+    """Generator of one text, which it reads and continues.
 
-    It sees the last `model.seq_len` tokens. While the text is no longer than that, keys and values of earlier tokens
-    are kept; later every token costs a whole sequence, since its places move.
+    The model sees the last `model.seq_len` tokens. While the text is no longer than that, keys and values of earlier
+    tokens are cached. After that, every token costs a whole sequence, because the positions of all tokens change.
 
     Args:
-        model: of whole blocks.
-        flats: each block's complete flat weights; of a block that is not computed here, and from which none that is
-            borrows, anything.
+        model: a model of whole blocks.
+        flats: complete flat weights of each block. The weights of a block that is neither computed here nor borrowed
+            from are not read.
         choice: how tokens are drawn.
-        cached: keep keys and values, if the model's tokens meet in attention alone.
-        blocks: those that are computed here (None: all).
+        cached: whether to cache keys and values, if the model allows it (`can_cache`).
+        blocks: blocks that are computed here (None: all).
     """
 
     def __init__(
         self,
         model: Model,
         flats: Sequence[Tensor],
-        choice: Choice,
+        choice: TokenSampling,
         *,
         cached: bool = True,
         blocks: range | None = None,
     ) -> None:
         self._model, self._choice = model, choice
-        here, layers = range(model.layers) if blocks is None else blocks, layers_of(model)
+        here, layers = range(model.layers) if blocks is None else blocks, make_layers(model)
         self._layers = [layers[block] for block in here]
         self._device = flats[0].device
         self._parameters = [
-            [*views(model.layout(block), flats[block]), *_borrowed(model, block, flats[0])] for block in here
+            [*parameter_views(model.layout(block), flats[block]), *_borrowed(model, block, flats[0])] for block in here
         ]
-        self._caches = [KeysValues() for _ in here] if cached and can_cache(model) else None
+        self._caches = [KeyValueCache() for _ in here] if cached and can_cache(model) else None
         self._text: list[int] = []
         self._unread: list[int] = []
-        self._generator = generator_of("generate", choice.seed)
+        self._generator = make_generator("generate", choice.seed)
 
     @torch.no_grad()
     def read(self, tokens: Sequence[int]) -> Tensor:
-        """Go on with some tokens: their scores (tokens, vocabulary) of what comes next.
+        """Append tokens to the text and return the scores (tokens, vocabulary) of the token after each of them.
 
-        Of more tokens than the model sees, the last ones'.
+        If there are more tokens than the model sees, only the last ones get scores.
 
         Raises:
-            UserError: when there is none, or one is outside the vocabulary.
+            UserError: if there are no tokens, or one is outside the vocabulary.
         """
         if not tokens:
             raise UserError("the prompt is empty; text is continued from at least one token")
@@ -134,28 +137,28 @@ class Writer:
         return self.compute(x, Share(tokens=range(start, start + len(seen))))[0, -len(tokens) :]
 
     def compute(self, x: Tensor, share: Share) -> Tensor:
-        """The blocks' outputs (1, tokens, features) for the tokens (1, tokens) that follow those seen before."""
+        """Compute the blocks' outputs (1, tokens, features) for the tokens (1, tokens) that follow the cached ones."""
         caches = self._caches or [None] * len(self._layers)
         for layer, weights, cache in zip(self._layers, self._parameters, caches, strict=True):
             (x,) = layer.run(weights, (x,), share, cache=cache)
         return x
 
-    def go_on(self, tokens: Sequence[int], count: int) -> Iterator[int]:
-        """Read some tokens, then write `count`, each given as it is drawn.
+    def generate(self, tokens: Sequence[int], count: int) -> Iterator[int]:
+        """Read some tokens, then generate `count` more and yield each as it is drawn.
 
         Raises:
-            UserError: as `read` and `Choice.draw` do.
+            UserError: as `read` and `TokenSampling.draw` do.
         """
-        given = [*self._unread, *tokens]
+        unread = [*self._unread, *tokens]
         self._unread = []
         for _ in range(count):
-            logits = self.read(given)
+            logits = self.read(unread)
             token = self._choice.draw(logits[-1], self._generator)
-            given = self._unread = [token]
+            unread = self._unread = [token]
             yield token
 
 
 def _borrowed(model: Model, block: int, first: Tensor) -> list[Tensor]:
-    """The parameters of the first block that this one computes with as well."""
+    """Return the parameters of the first block that this block computes with as well."""
     names = model.borrowed(block)
     return [named_views(model.layout(0), first)[name] for name in names]

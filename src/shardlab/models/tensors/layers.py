@@ -1,4 +1,8 @@
-"""A layer as a function of tensors: its primitives, one after the other."""
+"""Layers as functions of tensors, for autograd and torch.compile.
+
+`TensorLayer` runs the definitions of a layer's primitives in order. It is the reference for the written-out passes in
+`backward`, and it generates text. `CompiledLayer` compiles the same function by torch.compile.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -18,20 +22,20 @@ from torch import Tensor
 from shardlab.models.layer import Run
 from shardlab.models.model import Model
 from shardlab.models.primitives import Primitive
-from shardlab.models.tensors.attention import KeysValues
-from shardlab.models.tensors.compute import Given, compute
-from shardlab.models.tensors.dropout import Dropout, Surroundings, factor
-from shardlab.models.tensors.share import ALL, Share
+from shardlab.models.tensors.attention import KeyValueCache
+from shardlab.models.tensors.compute import Operands, compute
+from shardlab.models.tensors.dropout import Dropout, FactorInputs, make_factor
+from shardlab.models.tensors.share import WHOLE_LAYER, Share
 
 
-class _Prepared(NamedTuple):
-    """A step of a layer, with all that is looked up once.
+class _PreparedStep(NamedTuple):
+    """Step of a layer with its function looked up.
 
     Attributes:
-        primitive: what is computed.
-        function: what computes it.
-        makes: names of what it makes.
-        dropped: names of the tensors that it is the last to read.
+        primitive: the primitive.
+        function: its definition.
+        makes: names of its results.
+        dropped: names of the tensors that no later step reads.
     """
 
     primitive: Primitive
@@ -42,10 +46,10 @@ class _Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorLayer:
-    """One layer of a model, a function of its parameters and its inputs; it holds no tensor itself.
+    """Layer of a model as a function of its parameters and its inputs. It holds no tensors.
 
     Attributes:
-        names: of the parameters, in the layout's order; then of those that it borrows.
+        names: names of its parameters in the layout's order, then of those that it borrows from the first layer.
         layer: its primitives.
     """
 
@@ -56,20 +60,23 @@ class TensorLayer:
         self,
         parameters: Sequence[Tensor],
         inputs: Sequence[Tensor],
-        share: Share = ALL,
+        share: Share = WHOLE_LAYER,
         dropout: Dropout | None = None,
-        cache: KeysValues | None = None,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, ...]:
-        """The layer's outputs, rows first like its inputs; the activation comes first, each is memory of its own.
+        """Compute the layer's outputs.
 
-        What a router says of tokens is carried as one tensor, its parts side by side.
+        A router's results are carried to later layers as one tensor, concatenated along the features.
 
         Args:
-            parameters: in the layout's order; of one slice where the layer is sliced.
-            inputs: activation l, (rows, *shape), and what is carried.
-            share: which slice or which tokens are computed.
-            dropout: the step's and the microbatches'; the layer's masks are those of the blocks that it is made of.
-            cache: keys and values of earlier tokens; the share's tokens are those that follow.
+            parameters: the parameters in the layout's order; those of one slice if the layer is sliced.
+            inputs: activation l, (rows, *shape), then the values that are carried beside it.
+            share: the slice, or the tokens, to compute.
+            dropout: masks of the step and the microbatches. Each block of the layer has its own.
+            cache: keys and values of earlier tokens; the share's tokens follow them.
+
+        Returns:
+            The outputs, (rows, ...), the activation first, each in memory of its own.
         """
         factors = self.factors(parameters, inputs, share, dropout)
         return self.compute(parameters, inputs, factors, share, cache)
@@ -77,15 +84,17 @@ class TensorLayer:
     def factors(
         self, parameters: Sequence[Tensor], inputs: Sequence[Tensor], share: Share, dropout: Dropout | None
     ) -> Iterator[Tensor | None]:
-        """What each step multiplies by beside its parameters, made one after the other."""
+        """Yield the factor of each step beside its parameters, such as a dropout mask; None for a step without one."""
         rows, length = inputs[-1].shape[:2]  # the first may be experts' buffers
-        around = Surroundings(rows, length, share, None, parameters[0] if parameters else inputs[0])
-        for step, made_by in zip(self.layer.steps, self._factors, strict=True):
-            if made_by is None:
+        factor_inputs = FactorInputs(rows, length, share, None, parameters[0] if parameters else inputs[0])
+        for step, factor_function in zip(self.layer.steps, self._factors, strict=True):
+            if factor_function is None:
                 yield None
                 continue
             masks = None if dropout is None else dropout.of_block(step.block)
-            yield made_by(step.primitive, around if masks is None else replace(around, dropout=masks))
+            yield factor_function(
+                step.primitive, factor_inputs if masks is None else replace(factor_inputs, dropout=masks)
+            )
 
     def compute(
         self,
@@ -93,44 +102,44 @@ class TensorLayer:
         inputs: Sequence[Tensor],
         factors: Iterable[Tensor | None],
         share: Share,
-        cache: KeysValues | None = None,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, ...]:
-        """`run`, given what the steps multiply by: a function of tensors alone."""
+        """Compute `run` with the steps' factors as arguments, so that it is a function of tensors alone."""
         by_name = dict(zip(self.names, parameters, strict=True))
         tensors = self._unpacked(inputs)
-        given = Given(by_name, tensors, share, None, cache)
-        for step, given.factor in zip(self._steps, factors, strict=True):
-            made = step.function(step.primitive, given)
-            tensors |= zip(step.makes, made, strict=True)
+        operands = Operands(by_name, tensors, share, None, cache)
+        for step, operands.factor in zip(self._steps, factors, strict=True):
+            results = step.function(step.primitive, operands)
+            tensors |= zip(step.makes, results, strict=True)
             for name in step.dropped:
                 del tensors[name]
         return self._packed(tensors)
 
     def __call__(
-        self, parameters: Sequence[Tensor], x: Tensor, dropout: Dropout | None = None, share: Share = ALL
+        self, parameters: Sequence[Tensor], x: Tensor, dropout: Dropout | None = None, share: Share = WHOLE_LAYER
     ) -> Tensor:
-        """Activation l, (rows, *shape), to activation l + 1, for a layer with one input and one output."""
+        """Compute activation l + 1 from activation l, (rows, *shape), in a layer with one input and one output."""
         (y,) = self.run(parameters, (x,), share, dropout)
         return y
 
     @cached_property
-    def _steps(self) -> list[_Prepared]:
-        """What each step wants, looked up once."""
+    def _steps(self) -> list[_PreparedStep]:
+        """The steps with their functions looked up."""
         primitives = [step.primitive for step in self.layer.steps]
         return [
-            _Prepared(primitive, compute.dispatch(type(primitive)), tuple(primitive.makes), dropped)
+            _PreparedStep(primitive, compute.dispatch(type(primitive)), tuple(primitive.makes), dropped)
             for primitive, dropped in zip(primitives, self._dropped, strict=True)
         ]
 
     @cached_property
     def _factors(self) -> list[Callable[..., Tensor | None] | None]:
-        """What makes each step's factor; None for a step that has none."""
-        found = [factor.dispatch(type(step.primitive)) for step in self.layer.steps]
-        return [None if each is factor.dispatch(object) else each for each in found]
+        """Functions that make the steps' factors; None for a step without one."""
+        functions = [make_factor.dispatch(type(step.primitive)) for step in self.layer.steps]
+        return [None if each is make_factor.dispatch(object) else each for each in functions]
 
     @property
     def _dropped(self) -> list[set[str]]:
-        """Names of the tensors that each step is the last to read."""
+        """For each step, names of the tensors that it is the last to read."""
         needed, dropped = set(self.layer.outputs), list[set[str]]()
         for step in reversed(self.layer.steps):
             reads, makes = set(step.primitive.reads), set(step.primitive.makes)
@@ -139,14 +148,14 @@ class TensorLayer:
         return dropped[::-1]
 
     def _unpacked(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The tensors that come in the layer's inputs, by name."""
+        """Split the layer's inputs into tensors by name."""
         tensors = {self.layer.inputs[0]: inputs[0]}
         for names, value in zip(self.layer.carried_inputs.values(), inputs[1:], strict=True):
             tensors |= dict(zip(names, value.chunk(len(names), -1), strict=True))
         return tensors
 
     def _packed(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The layer's outputs; tensors of one kind go side by side, as floating-point numbers."""
+        """Concatenate the tensors of each output along the features, in the dtype of the activation."""
         first = tensors[self.layer.outputs[0]]
         if self.layer.attend is not None:  # queries, and keys and values, are views of one tensor
             return first.clone(), *(tensors[name].clone() for name in self.layer.outputs[1:])
@@ -158,12 +167,9 @@ def _side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([each.to(dtype) for each in tensors], -1)
 
 
-def layers_of(model: Model) -> list[TensorLayer]:
-    """The model's layers, in order."""
+def make_layers(model: Model) -> list[TensorLayer]:
+    """Return the model's layers, in order."""
     return [TensorLayer((*(p.name for p in run.layout.parameters), *run.borrows), run) for run in model.runs]
-
-
-# Layers compiled by torch.compile: one function for all layers that compute alike.
 
 
 BACKEND = "inductor"
@@ -172,32 +178,33 @@ BACKEND = "inductor"
 Compiled = Callable[..., tuple[Tensor, ...]]
 
 FUNCTIONS: dict[tuple[Any, ...], Compiled] = {}
-"""Functions by what they compute; torch.compile adds a graph to each for every shape, and for no_grad."""
+"""Compiled functions by what they compute. Layers that compute the same share one; torch.compile adds a graph to it for
+each shape, and for no_grad."""
 
 
 class CompiledLayer(TensorLayer):
-    """A layer whose arithmetic is compiled at its first call. Masks and angles are made outside, as its inputs."""
+    """Layer whose arithmetic is compiled at its first call. Dropout masks and rotary angles are inputs of the graph."""
 
     def run(
         self,
         parameters: Sequence[Tensor],
         inputs: Sequence[Tensor],
-        share: Share = ALL,
+        share: Share = WHOLE_LAYER,
         dropout: Dropout | None = None,
-        cache: KeysValues | None = None,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, ...]:
-        """Run it as `TensorLayer.run` does; the compiler chooses what is kept."""
-        assert cache is None, "text is written by layers that are not compiled"
+        """Compute the outputs as `TensorLayer.run` does. The compiler chooses what is kept for the backward pass."""
+        assert cache is None, "compiled layers keep no cache of keys and values"
         factors = list(self.factors(parameters, inputs, share, dropout))
-        given = [torch.view_as_real(each) if each.is_complex() else each for each in factors if each is not None]
+        tensors = [torch.view_as_real(each) if each.is_complex() else each for each in factors if each is not None]
         function = self._function(share, tuple(each is not None for each in factors))
-        if self.layer.affine:  # a tensor, so that another scale needs no other graph
+        if self.layer.affine:  # a tensor, so that a new scale needs no new graph
             device = inputs[0].device
-            given.append(torch.full((), float(share.gradient_scale), dtype=torch.float64, device=device))
-        return function(*parameters, *inputs, *given)
+            tensors.append(torch.full((), float(share.gradient_scale), dtype=torch.float64, device=device))
+        return function(*parameters, *inputs, *tensors)
 
     def _function(self, share: Share, factors: tuple[bool, ...]) -> Compiled:
-        """Find the function of (parameters, inputs, factors) of this kind of layer; `factors`: which steps have one."""
+        """Return the compiled function of (parameters, inputs, factors); `factors` says which steps have one."""
         layer, attend = self.layer, self.layer.attend
         primitives = tuple(step.primitive for step in layer.steps)
         ends = layer.inputs, layer.outputs, attend and attend.primitive
@@ -207,30 +214,30 @@ class CompiledLayer(TensorLayer):
         return FUNCTIONS[key]
 
 
-def compiled_layers_of(model: Model) -> list[TensorLayer]:
-    """The model's layers, in order, each compiled at its first call."""
-    return [CompiledLayer(layer.names, layer.layer) for layer in layers_of(model)]
+def compile_layers(model: Model) -> list[TensorLayer]:
+    """Return the model's layers, in order, each compiled at its first call."""
+    return [CompiledLayer(layer.names, layer.layer) for layer in make_layers(model)]
 
 
 def _compiled(layer: TensorLayer, share: Share, factors: tuple[bool, ...]) -> Compiled:
     affine = layer.layer.affine
-    held, taken = len(layer.names), sum(factors) + affine
+    parameters, extras = len(layer.names), sum(factors) + affine
 
-    # Dynamo would read our Python; the layer is a function of tensors, so that tracing it on tensors is enough.
+    # Dynamo need not analyse this Python code: the layer is a function of tensors, so tracing tensors is enough.
     @torch.compiler.allow_in_graph
     def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
-        first = len(tensors) - taken
-        given = iter(tensors[first:])
-        its = (next(given) if has else None for has in factors)
+        first = len(tensors) - extras
+        extra_tensors = iter(tensors[first:])
+        step_factors = (next(extra_tensors) if has else None for has in factors)
         scaled = replace(share, gradient_scale=tensors[-1]) if affine else share
-        return layer.compute(tensors[:held], tensors[held:first], its, scaled)
+        return layer.compute(tensors[:parameters], tensors[parameters:first], step_factors, scaled)
 
     def traced(*tensors: Tensor) -> tuple[Tensor, ...]:
         return compute(*tensors)
 
-    # Graphs are kept, and their number is limited, for each code object: every kind of layer gets one of its own.
+    # torch.compile limits the number of graphs of each code object, so every kind of layer gets its own code object.
     code = traced.__code__.replace(co_name=f"layer_{layer.layer.name.replace('-', '_')}")
     own = FunctionType(code, traced.__globals__, code.co_name, None, traced.__closure__)
-    # Products in float32 stay exact on a GPU. Torch advises TF32, which has 10 bits of a fraction.
+    # Products in float32 stay in float32 on a GPU. Torch recommends TF32, whose fraction has 10 bits.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
     return torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND)

@@ -1,8 +1,8 @@
-"""A mixture of experts, step by step: choose, dispatch, compute, combine.
+"""Arithmetic of a mixture of experts: route, assign slots, dispatch, compute, combine.
 
-Each microbatch is routed by itself: its tokens are numbered row by row, and places in the experts' buffers are given
-to all first choices in the order of tokens, then to the second ones, and so on (Lepikhin et al. 2020, arXiv 2006.16668,
-algorithm 1). Every strategy thus drops the same tokens.
+Each microbatch is routed by itself. The slots of the experts' buffers go to the first choices of all tokens, in order,
+then to the second choices, and so on (Lepikhin et al. 2020, arXiv 2006.16668, algorithm 1). So every strategy drops the
+same tokens.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -22,33 +22,33 @@ from shardlab.models.mixture import Router
 from shardlab.models.tensors.share import Share
 
 
-class Routed(NamedTuple):
-    """What the router says of tokens (rows, T): their weights and the experts' numbers, both (rows, T, top_k)."""
+class RoutingChoice(NamedTuple):
+    """Result of the router for tokens (rows, T): weights and numbers of the chosen experts, both (rows, T, top_k)."""
 
     gates: Tensor
     choices: Tensor
 
 
-def route(router: Router, weight: Tensor, x: Tensor, share: Share) -> Routed:
-    """Choose for every token of `x` (rows, T, C), in float32 at least; of equal scores the lower number wins.
+def route(router: Router, weight: Tensor, x: Tensor, share: Share) -> RoutingChoice:
+    """Choose the experts of every token of `x` (rows, T, C). Of equal scores, the lower number wins.
 
-    The gates' backward pass adds the gradient of the microbatches' auxiliary loss, each with its share of the step:
-    experts * sum over experts of (share of the choices that it got) * (its mean probability), which is 1 when balanced
-    (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6, with all top_k choices counted where they have one). Where experts
-    are shared among ranks, each adds the terms of its own.
+    The backward pass of the gates adds the gradient of the auxiliary loss, averaged over the step's microbatches. The
+    loss of a microbatch is experts * sum over experts of (the expert's share of the choices) * (its mean probability),
+    which is 1 if the load is balanced (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6, with all top_k choices). If
+    ranks share the experts, each adds the terms of its own.
     """
     apply = cast("Callable[..., tuple[Tensor, Tensor]]", _Choose.apply)
-    return Routed(*apply(scores_of(x, weight), router, share))
+    return RoutingChoice(*apply(router_scores(x, weight), router, share))
 
 
-def scores_of(x: Tensor, weight: Tensor) -> Tensor:
-    """Each expert's score for tokens (..., C), by the router's weight (experts, C): (..., experts), exact."""
+def router_scores(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the scores (..., experts) of tokens (..., C), in float32 or float64; the weight is (experts, C)."""
     exact = torch.promote_types(x.dtype, torch.float32)
     return F.linear(x.to(exact), weight.to(exact))
 
 
-def chosen(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """From scores (..., experts) to gates and choices (..., top_k; int32), and the probabilities of all experts."""
+def choose_experts(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn scores (..., experts) into gates and choices (int32), both (..., top_k), and the experts' probabilities."""
     probabilities = scores.softmax(-1)
     choices = probabilities.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     gates = probabilities.gather(-1, choices)
@@ -60,37 +60,37 @@ def chosen(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
 def scores_gradient(router: Router, share: Share, gradient: Tensor, probabilities: Tensor, choices: Tensor) -> Tensor:
     """Turn the gradient of the gates into that of the scores, and add the auxiliary loss's (see `route`)."""
     gradient, choices = gradient.to(probabilities.dtype), choices.long()
-    taken = probabilities.gather(-1, choices)
-    if choices.shape[-1] > 1:  # gates = taken / total
-        total = taken.sum(-1, keepdim=True)
-        gradient = (gradient - (gradient * taken).sum(-1, keepdim=True) / total) / total
+    top = probabilities.gather(-1, choices)
+    if choices.shape[-1] > 1:  # gates = top / total
+        total = top.sum(-1, keepdim=True)
+        gradient = (gradient - (gradient * top).sum(-1, keepdim=True) / total) / total
     of_probabilities = torch.zeros_like(probabilities).scatter_(-1, choices, gradient)
-    auxiliary, here = router.auxiliary * share.gradient_scale / share.of_step, experts_here(router, share)
+    auxiliary, here = router.auxiliary * share.gradient_scale / share.step_microbatches, local_experts(router, share)
     parts = zip(of_probabilities.chunk(share.microbatches), choices.chunk(share.microbatches), strict=True)
-    for mine, its in parts:
-        experts, tokens = mine.shape[-1], its[..., 0].numel()
-        mine[..., here] += auxiliary * experts / tokens * _shares(its, mine)[here]
+    for part, part_choices in parts:
+        experts, tokens = part.shape[-1], part_choices[..., 0].numel()
+        part[..., here] += auxiliary * experts / tokens * _shares(part_choices, part)[here]
     mean = (of_probabilities * probabilities).sum(-1, keepdim=True)
     return probabilities * (of_probabilities - mean)
 
 
-def experts_here(router: Router, share: Share) -> list[int]:
-    """The experts that a rank sends tokens to, or has the results of: all, or some parts of them."""
+def local_experts(router: Router, share: Share) -> list[int]:
+    """Return the numbers of the experts that a rank sends tokens to, or has the results of."""
     each = router.experts // share.experts.of
     return [part * each + expert for part in bits(share.experts.mask) for expert in range(each)]
 
 
 def _shares(choices: Tensor, like: Tensor) -> Tensor:
-    """Count the share of each expert in one microbatch's choices, (experts,)."""
+    """Return each expert's share of one microbatch's choices, (experts,)."""
     return F.one_hot(choices.flatten(), like.shape[-1]).sum(0).to(like.dtype) / choices.numel()
 
 
 class _Choose(torch.autograd.Function):
-    """From scores to gates and choices; the auxiliary loss has its gradient here."""
+    """Scores to gates and choices. The backward pass adds the gradient of the auxiliary loss."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, router: Router, share: Share) -> tuple[Tensor, Tensor]:
-        gates, choices, probabilities = chosen(scores, router.top_k)
+        gates, choices, probabilities = choose_experts(scores, router.top_k)
         ctx.mark_non_differentiable(choices)
         ctx.save_for_backward(probabilities, choices)
         ctx.router, ctx.share = router, share
@@ -101,60 +101,69 @@ class _Choose(torch.autograd.Function):
         return scores_gradient(ctx.router, ctx.share, gradients[0], *ctx.saved_tensors), None, None
 
 
-def slots_of(router: Router, choices: Tensor, share: Share) -> Tensor:
-    """Where each choice (rows, T, top_k) goes in the buffers of the experts here (capacity places for a microbatch).
+def assign_slots(router: Router, choices: Tensor, share: Share) -> Tensor:
+    """Assign a slot in the local experts' buffers to each choice.
 
-    Of the same shape, int32, counted over all microbatches; -1 where the expert has no place left, or is not here.
+    Args:
+        router: gives each expert's slots for a microbatch (`capacity`).
+        choices: (rows, T, top_k).
+        share: says which experts are local.
+
+    Returns:
+        Slots of the same shape, int32, counted over all microbatches; -1 if the expert is full or not local.
     """
     slots: list[Tensor] = []
-    here = experts_here(router, share)
+    here = local_experts(router, share)
     places = torch.full((router.experts,), -1, device=choices.device)
     places[here] = torch.arange(len(here), device=choices.device)
-    for microbatch, its in enumerate(choices.long().chunk(share.microbatches)):
-        capacity = router.capacity(its[..., 0].numel())
-        in_turn = its.flatten(0, -2).t().flatten()  # first choices of all tokens, then second ones
+    for microbatch, part in enumerate(choices.long().chunk(share.microbatches)):
+        capacity = router.capacity(part[..., 0].numel())
+        in_turn = part.flatten(0, -2).t().flatten()  # first choices of all tokens, then second ones
         earlier = F.one_hot(in_turn, router.experts).cumsum(0).gather(1, in_turn[:, None])[:, 0] - 1
         place = places[in_turn]
         slot = (microbatch * len(here) + place) * capacity + earlier
         slot = slot.masked_fill((earlier >= capacity) | (place < 0), -1)
-        slots.append(slot.view(router.top_k, -1).t().reshape(its.shape))
+        slots.append(slot.view(router.top_k, -1).t().reshape(part.shape))
     return torch.cat(slots).to(torch.int32)
 
 
 def dispatch(router: Router, x: Tensor, slots: Tensor, share: Share) -> Tensor:
-    """The experts' buffers (microbatches * experts, capacity, C) with tokens (..., C) in their slots, else zero."""
+    """Copy tokens (..., C) to their slots in buffers (microbatches * experts, capacity, C) that are zero elsewhere."""
     capacity = router.capacity(x[..., 0].numel() // share.microbatches)
-    return scattered(x.flatten(0, -2), slots, (share.microbatches * len(experts_here(router, share)), capacity))
+    return scatter_to_slots(x.flatten(0, -2), slots, (share.microbatches * len(local_experts(router, share)), capacity))
 
 
 def combine(buffers: Tensor, gates: Tensor, slots: Tensor) -> Tensor:
-    """Each token's results (..., C), weighted by its gates; a choice without a slot adds nothing."""
-    return (gathered(buffers, slots) * gates[..., None].to(buffers.dtype)).sum(-2)
+    """Sum each token's results (..., C), weighted by its gates. A choice without a slot adds nothing."""
+    return (gather_slots(buffers, slots) * gates[..., None].to(buffers.dtype)).sum(-2)
 
 
-def scattered(values: Tensor, slots: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Buffers (*shape, C) with values (tokens or choices, C) in the slots of their choices; no two have the same."""
+def scatter_to_slots(values: Tensor, slots: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return buffers (*shape, C) with values (tokens or choices, C) in the slots of their choices.
+
+    No two choices have the same slot.
+    """
     count = slots.numel()
     size, choices = shape[0] * shape[1], torch.arange(count, device=slots.device)
-    source = choices.new_full((size + 1,), -1)  # the last place takes what has no slot
+    source = choices.new_full((size + 1,), -1)  # the last place is for choices without a slot
     source[torch.where(slots < 0, size, slots).flatten().long()] = choices
     found = values[source[:-1].clamp_min(0) // (count // len(values))]
     return found.masked_fill_((source[:-1] < 0)[:, None], 0).view(*shape, -1)
 
 
-def gathered(buffers: Tensor, slots: Tensor) -> Tensor:
-    """What lies in the slots, (..., top_k, C); zero for none."""
+def gather_slots(buffers: Tensor, slots: Tensor) -> Tensor:
+    """Return the buffers' values in the slots, (..., top_k, C); zero for a choice without a slot."""
     found = buffers.flatten(0, 1)[slots.long().clamp_min(0)]
     return found.masked_fill_((slots < 0)[..., None], 0)
 
 
 def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Buffers through each expert's linear map, one microbatch after the other.
+    """Apply each expert's linear map to its buffers, one microbatch at a time.
 
     Args:
         x: (microbatches * experts, capacity, inputs).
         weight: (experts, outputs, inputs).
-        bias: (experts, outputs); of a slice of the outputs, with zeros for the others.
+        bias: (experts, outputs), with zeros beyond a slice (`pad_bias`); None for no bias.
     """
     made = torch.cat([torch.bmm(part, weight.transpose(1, 2)) for part in torch.split(x, len(weight))])
     if bias is not None:
@@ -162,7 +171,7 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return made
 
 
-def padded_bias(bias: Tensor, share: Share) -> Tensor:
-    """A slice's bias (experts, features of the slice) among those of all slices, which each add their part of a sum."""
+def pad_bias(bias: Tensor, share: Share) -> Tensor:
+    """Pad a slice's bias (experts, features of the slice) with zeros, so that the sum over slices is the whole bias."""
     number, of = share.piece("ffn")
     return F.pad(bias, (number * bias.shape[1], (of - 1 - number) * bias.shape[1]))

@@ -1,4 +1,4 @@
-"""Which share of a layer, and of a step, a rank computes."""
+"""Share of a layer, and of a step, that a rank computes."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from shardlab.language.rules.kinds import WHOLE, Holds
 
 @dataclass(frozen=True)
 class Share:
-    """Which share of a layer, and of a step, is computed.
+    """Share of a layer, and of a step, that is computed.
 
     Attributes:
-        pieces: for each index that the parameters given are cut along, (number of the piece, how many there are).
-        tokens: which of the sequence's tokens the inputs are of, ascending (None: all).
-        microbatches: how many the input's rows are, with equally many rows each; each is routed by itself.
-        of_step: how many the step has; each has an equal share of the tokens that are routed.
-        experts: the experts that tokens are sent to, or come back from: any of so many equal parts of all.
-        gradient_scale: by what the gradients given to the layer's backward pass are multiplied: the scale of losses in
-            float16, and the program's own factor. A gradient that a primitive adds itself is multiplied by it too.
+        pieces: for each index along which the parameters are cut, (number of the piece, number of pieces).
+        tokens: positions of the inputs' tokens in the sequence, ascending (None: all).
+        microbatches: number of microbatches in the input's rows, which they share equally. Each is routed by itself.
+        step_microbatches: number of microbatches in the step; each has an equal share of the auxiliary loss.
+        experts: parts of all experts that tokens are sent to, or come back from.
+        gradient_scale: factor of all gradients of the layer's backward pass: the loss scale of float16, and the
+            program's own factor. A gradient that a primitive adds itself is multiplied by it too.
     """
 
     pieces: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     tokens: Sequence[int] | None = None
     microbatches: int = 1
-    of_step: int = 1
+    step_microbatches: int = 1
     experts: Holds = WHOLE
     gradient_scale: float | Tensor = 1.0
 
     def piece(self, index: str) -> tuple[int, int]:
-        """(number of the piece, how many there are) of an index."""
+        """Return (number of the piece, number of pieces) of an index; (0, 1) for an index that is not cut."""
         return self.pieces.get(index, (0, 1))
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """What two equal shares have in common, whatever their gradients are multiplied by, to be looked up by."""
+        """Hashable key of all but the gradient scale."""
         tokens = self.tokens if self.tokens is None or isinstance(self.tokens, range) else tuple(self.tokens)
         pieces = tuple(sorted(self.pieces.items()))
-        return pieces, tokens, self.microbatches, self.of_step, self.experts
+        return pieces, tokens, self.microbatches, self.step_microbatches, self.experts
 
 
-ALL = Share()
-"""The whole layer."""
+WHOLE_LAYER = Share()
+"""Share of a rank that computes the whole layer."""

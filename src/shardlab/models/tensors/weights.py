@@ -1,4 +1,11 @@
-"""How a layer's weights begin."""
+"""Weights of layers: their first values, views of flat buffers, and conversion between blocks and cut layers.
+
+- `initial_weights` draws the first weights of a layer, independent of the strategy.
+- `parameter_views` views a flat buffer as parameters.
+- `to_layers` and `to_blocks` convert between whole blocks and the layers of a cut model.
+- `read_range` reads a range of a layer's flat buffer from any source of whole parameters (`Matrices`).
+- `TensorFiles` reads parts of tensors in safetensors files. Pickles are never opened.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # safetensors leaves its annotations out.
@@ -26,30 +33,31 @@ from shardlab.models.layer import Run
 from shardlab.models.layout import Cut, LayerLayout, Parameter
 from shardlab.models.model import Model
 from shardlab.models.named import index_of, weights_at
-from shardlab.models.tensors.dropout import generator_of
+from shardlab.models.tensors.dropout import make_generator
 
 Initial = Callable[[int, int, Sequence[tuple[int, int]], torch.dtype], Tensor]
-"""Reads first weights: given a layer, the length of its flat buffer (layout.numel, or more where runs are lengthened at
-their ends), ranges (start, stop) of it and a dtype, their elements one after the other, zero in gaps."""
+"""Reads first weights. Arguments: layer, length of its flat buffer (layout.numel or more, see `pad_runs`), ranges
+(start, stop) of the buffer, dtype. Returns the elements of these ranges one after the other, zero in gaps."""
 
 DEVIATION = 0.02
 """Standard deviation of a matrix's first elements (GPT-2; nanoGPT)."""
 
 
 def initial_weights(model: Model, layer: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """The first weights of a layer (layout.numel,), a function of seed and layer; zero in the gaps.
+    """Draw the first weights of a layer (layout.numel,), a function of seed and layer; zero in the gaps.
 
-    As nanoGPT: matrices normal, those that end a residual branch smaller by sqrt(2 layers); biases 0, norms 1.
-    Drawn in float64 and rounded, so that runs in two dtypes begin alike. A cut model begins as the whole one does.
+    As in nanoGPT, matrices are normal, those at the end of a residual branch are smaller by sqrt(2 layers), biases are
+    0 and norms are 1. Elements are drawn in float64 and rounded, so that runs in two dtypes have the same weights. A
+    cut model has the weights of the whole one.
     """
     if isinstance(model, CutModel):
         blocks = {block for block, _ in model.run(layer).parameters()} or {0}
         wholes = {block: initial_weights(model.whole, block, seed, dtype) for block in blocks}
-        return layer_of(model, layer, wholes)
+        return layer_weights(model, layer, wholes)
     layout = model.layout(layer)
-    generator = generator_of("weights", seed, layer)
+    generator = make_generator("weights", seed, layer)
     flat = torch.zeros(layout.numel, dtype=dtype)
-    for parameter, view in zip(layout.parameters, views(layout, flat), strict=True):
+    for parameter, view in zip(layout.parameters, parameter_views(layout, flat), strict=True):
         if parameter.decayed:
             scale = math.sqrt(2 * model.layers) if parameter.name.endswith("c_proj.weight") else 1
             drawn = torch.empty(parameter.shape, dtype=torch.float64)
@@ -59,52 +67,49 @@ def initial_weights(model: Model, layer: int, seed: int, dtype: torch.dtype) -> 
     return flat
 
 
-# A layer's flat buffer: the views of its parameters.
+def parameter_views(layout: LayerLayout, flat: Tensor) -> list[Tensor]:
+    """View a flat buffer as its parameters, in the layout's order.
 
+    Let the views require gradients, not `flat`: through `flat`, each view's gradient would be a whole buffer.
 
-def views(layout: LayerLayout, flat: Tensor) -> list[Tensor]:
-    """The parameters, in the layout's order, as views of a flat buffer (numel,) or longer.
-
-    Of a sliced layer, give one slice's run (`run_numel` or longer): the views are of that slice's parameters.
-    Ask for gradients of the views, not of `flat`: through `flat`, each view's gradient would be a whole buffer.
+    Args:
+        layout: layout of the layer.
+        flat: the flat buffer, (numel,) or longer; of a sliced layer one slice's run, (run_numel,) or longer.
     """
     first = flat.storage_offset()
     return [flat.as_strided(shape, strides, first + offset) for shape, strides, offset in layout.places]
 
 
 def named_views(layout: LayerLayout, flat: Tensor) -> dict[str, Tensor]:
-    """The `views` by name."""
+    """Return the `parameter_views` by name."""
     names = [parameter.name for parameter in layout.parameters]
-    return dict(zip(names, views(layout, flat), strict=True))
+    return dict(zip(names, parameter_views(layout, flat), strict=True))
 
 
-def with_borrowed(model: Model, parameters: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Every layer's parameters as it computes with them: its own `views`, then those that it borrows from the first."""
+def add_borrowed(model: Model, parameters: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Append to each layer's parameters those that it borrows from the first layer."""
     first = dict(zip((p.name for p in model.layout(0).parameters), parameters[0], strict=True))
     return [[*own, *(first[name] for name in model.borrowed(layer))] for layer, own in enumerate(parameters)]
 
 
-def lengthened(layout: LayerLayout, flat: Tensor, length: int) -> Tensor:
-    """A flat buffer of `length` elements with the same runs, each lengthened by zeros at its end (`layout.padded`)."""
+def pad_runs(layout: LayerLayout, flat: Tensor, length: int) -> Tensor:
+    """Copy a flat buffer to one of `length` elements, with each slice's run padded by zeros (see `layout.padded`)."""
     longer = flat.new_zeros(length)
     longer.view(layout.slices, -1)[:, : layout.run_numel] = flat.view(layout.slices, -1)[:, : layout.run_numel]
     return longer
 
 
-# Weights (or gradients) in whole blocks, and the same in the layers of a cut model: copies, exact both ways.
-#
-# For a layer with k slices a flat buffer may be longer than its layout if its k runs are equally long: only their
-# beginnings are read.
-
-
 def to_layers(model: CutModel, wholes: Sequence[Tensor]) -> list[Tensor]:
-    """Every layer's flat buffer (layout.numel,), zero in its gaps, from every block's of `model.whole`."""
+    """Copy the flat buffers of whole blocks to those of the cut layers, (layout.numel,), zero in the gaps."""
     by_block = dict(enumerate(wholes))
-    return [layer_of(model, layer, by_block) for layer in range(model.layers)]
+    return [layer_weights(model, layer, by_block) for layer in range(model.layers)]
 
 
 def to_blocks(model: CutModel, layers: Sequence[Tensor]) -> list[Tensor]:
-    """Every block's flat buffer of `model.whole`, zero in its gaps, from every layer's."""
+    """Copy the flat buffers of cut layers to those of whole blocks, zero in the gaps.
+
+    A layer's buffer may be longer than its layout if its slices' runs are equally long: each run's beginning is read.
+    """
     layouts = [model.whole.layout(block) for block in range(model.whole.layers)]
     wholes = [torch.zeros(layout.numel, dtype=layers[0].dtype, device=layers[0].device) for layout in layouts]
     named = [named_views(layout, flat) for layout, flat in zip(layouts, wholes, strict=True)]
@@ -115,11 +120,9 @@ def to_blocks(model: CutModel, layers: Sequence[Tensor]) -> list[Tensor]:
 
 
 def whole_parameters(model: Model, layer: int, flat: Tensor) -> Iterator[tuple[int, Parameter, Tensor]]:
-    """A layer's parameters in whole, one after the other, each with its block: views of the flat buffer of a layer that
-    is not sliced.
-    """
+    """Yield (block, parameter, whole tensor) for each parameter of a layer; a view if the layer is not sliced."""
     layout, run = model.layout(layer), model.run(layer)
-    slices = [named_views(layout, its) for its in flat.chunk(layout.slices)]
+    slices = [named_views(layout, run_of_slice) for run_of_slice in flat.chunk(layout.slices)]
     for block, parameter in run.parameters():
         if layout.slices == 1:
             yield block, parameter, slices[0][parameter.name]
@@ -130,42 +133,42 @@ def whole_parameters(model: Model, layer: int, flat: Tensor) -> Iterator[tuple[i
         yield block, parameter, whole
 
 
-def layer_of(model: CutModel, layer: int, wholes: Mapping[int, Tensor]) -> Tensor:
-    """One layer's flat buffer, from those of the blocks that it takes its parameters from, by number."""
+def layer_weights(model: CutModel, layer: int, wholes: Mapping[int, Tensor]) -> Tensor:
+    """Copy one cut layer's flat buffer out of those of the blocks that have its parameters, by block number."""
     layout, run = model.layout(layer), model.run(layer)
     named = {block: named_views(model.whole.layout(block), flat) for block, flat in wholes.items()}
     like = next(iter(wholes.values()))
     flat = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
-    for slice, its in enumerate(flat.chunk(layout.slices)):
-        mine = named_views(layout, its)
+    for slice, run_of_slice in enumerate(flat.chunk(layout.slices)):
+        mine = named_views(layout, run_of_slice)
         for block, parameter in run.parameters():
             _take(mine[parameter.name], named[block][parameter.name], cuts_of(run, parameter, slice))
     return flat
 
 
 def cuts_of(run: Run, parameter: Parameter, slice: int) -> list[tuple[Cut, int]]:
-    """How a parameter is cut, each with the number of the piece that a slice of the layer has."""
+    """Return the cuts of a parameter, each with the number of the piece that a slice of the layer has."""
     numbers = run.numbers(slice)
     return [(cut, numbers[parameter.indices[cut.dim]]) for cut in parameter.cuts(run.own_pieces)]
 
 
 def _take(piece: Tensor, whole: Tensor, cuts: Sequence[tuple[Cut, int]]) -> None:
-    """Copy a piece from the whole; the last one gets zeros at its end where there is nothing left."""
+    """Copy a piece out of the whole. The last piece may be longer than what is left; its end stays zero."""
     for cut, number in cuts:
-        whole = whole.index_select(cut.dim, places_of(whole.shape[cut.dim], cut, number))
+        whole = whole.index_select(cut.dim, cut_positions(whole.shape[cut.dim], cut, number))
     piece[tuple(slice(length) for length in whole.shape)] = whole
 
 
 def _put(whole: Tensor, piece: Tensor, cuts: Sequence[tuple[Cut, int]]) -> None:
     """Copy a piece to its place in the whole."""
-    places = {cut.dim: places_of(whole.shape[cut.dim], cut, number) for cut, number in cuts}
+    places = {cut.dim: cut_positions(whole.shape[cut.dim], cut, number) for cut, number in cuts}
     every = [places.get(dim, torch.arange(length)) for dim, length in enumerate(whole.shape)]
     here = tuple(slice(len(each)) for each in every)
     whole[torch.meshgrid(*every, indexing="ij")] = piece[here]
 
 
-def places_of(length: int, cut: Cut, number: int) -> Tensor:
-    """Where the elements of piece `number` stand along the dim that is cut."""
+def cut_positions(length: int, cut: Cut, number: int) -> Tensor:
+    """Return the positions of piece `number` along the dim that is cut."""
     places: list[Tensor] = []
     start = 0
     for section in cut.sections or (length,):
@@ -175,11 +178,8 @@ def places_of(length: int, cut: Cut, number: int) -> Tensor:
     return torch.cat(places)
 
 
-# Ranges of a layer's flat buffer, read from whatever has the whole model's parameters, in rows and columns.
-
-
 class Matrix(NamedTuple):
-    """Rows and columns of a parameter of one expert, or of the only one there is."""
+    """Shape of a parameter as matrices, one for each expert (1 if there are no experts)."""
 
     experts: int
     rows: int
@@ -187,7 +187,7 @@ class Matrix(NamedTuple):
 
 
 def matrix_of(parameter: Parameter) -> Matrix:
-    """A parameter's matrices.
+    """Return a parameter's shape as matrices.
 
     >>> matrix_of(Parameter("b", (3,), False, ("out",))), matrix_of(Parameter("w", (2, 3, 4), True, ("e", "out", "in")))
     (Matrix(experts=1, rows=3, columns=1), Matrix(experts=2, rows=3, columns=4))
@@ -197,40 +197,40 @@ def matrix_of(parameter: Parameter) -> Matrix:
 
 
 class Matrices(Protocol):
-    """Parameters of whole blocks, each of one or several matrices, of which any rows and columns can be read."""
+    """Source of whole blocks' parameters, of which any rows and columns can be read."""
 
     def dtype(self, block: int, parameter: Parameter) -> torch.dtype:
-        """The numbers that a parameter is in."""
+        """Return the dtype of a parameter."""
         ...
 
     def read(self, block: int, parameter: Parameter, matrix: int, rows: Tensor, columns: Tensor) -> Tensor:
-        """Some rows, ascending, and columns, which follow one another, of a parameter's matrix: (rows, columns)."""
+        """Read ascending rows and consecutive columns of one matrix of a parameter: (rows, columns)."""
         ...
 
 
 def read_range(
     source: Matrices, model: Model, layer: int, length: int, start: int, stop: int, dtype: torch.dtype
 ) -> Tensor:
-    """Elements `start` to `stop` of a layer's buffer of `length` elements, zero in gaps; hardly any other is read."""
+    """Read elements `start` to `stop` of a layer's buffer of `length` elements, zero in gaps, and hardly any others."""
     layout, run = model.layout(layer), model.run(layer)
-    found, whole = torch.zeros(stop - start, dtype=dtype), {p.name: (block, p) for block, p in run.parameters()}
+    elements, whole = torch.zeros(stop - start, dtype=dtype), {p.name: (block, p) for block, p in run.parameters()}
     for slice in range(layout.slices):
         for piece, offset in zip(layout.parameters, layout.offsets, strict=True):
             begin = slice * (length // layout.slices) + offset
             first, last = max(start, begin), min(stop, begin + piece.numel)
             if first < last:
-                elements = _piece(source, run, slice, *whole[piece.name], piece, first - begin, last - begin)
-                found[first - start : last - start] = elements
-    return found
+                part = _piece(source, run, slice, *whole[piece.name], piece, first - begin, last - begin)
+                elements[first - start : last - start] = part
+    return elements
 
 
 def _piece(
     source: Matrices, run: Run, slice: int, block: int, whole: Parameter, piece: Parameter, first: int, last: int
 ) -> Tensor:
-    """Elements `first` to `last` of one slice of a parameter; zero where the last slice is filled up."""
+    """Read elements `first` to `last` of one slice of a parameter; zero in the padding of the last slice."""
     places = [torch.arange(length) for length in whole.shape]
     for cut, number in cuts_of(run, whole, slice):
-        places[cut.dim] = places_of(whole.shape[cut.dim], cut, number)
+        places[cut.dim] = cut_positions(whole.shape[cut.dim], cut, number)
     *experts, rows, columns = places if len(places) > 1 else (*places, torch.arange(1))
     count, length, width = matrix_of(piece)
     found: list[Tensor] = []
@@ -246,22 +246,18 @@ def _piece(
     return torch.cat(found)
 
 
-# Tensors of a folder's safetensors files, of which parts are read; no pickle is ever opened.
-
-
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Numbers that weights may be in, by safetensors' names."""
+"""Supported dtypes of weights, by safetensors' names."""
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class TensorFiles:
-    """Tensors by name, of which only what is asked for is read.
+    """Tensors of safetensors files by name. Only the parts that are asked for are read.
 
-    Files are mapped to be read only: what a process maps to write counts as memory that it has taken.
+    Files are mapped read-only, because a limit on a process's memory counts writable mappings.
 
     Args:
-        files: the file that has each tensor (None: all that are in `paths`).
         paths: the files.
     """
 
@@ -280,10 +276,10 @@ class TensorFiles:
         return tuple(self._file[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """The numbers that a tensor is in.
+        """Return the dtype of a tensor.
 
         Raises:
-            UserError: when they are no floating-point numbers of 16 bits or more.
+            UserError: if it is not a floating-point dtype of 16 bits or more.
         """
         written = self._file[name].get_slice(name).get_dtype()
         if written not in DTYPES:
@@ -291,7 +287,7 @@ class TensorFiles:
         return DTYPES[written]
 
     def read(self, name: str, *where: slice | int) -> Tensor:
-        """Part of a tensor, or with no `where` all of it."""
+        """Read the part `where` of a tensor, or all of it if `where` is empty."""
         dtype = self.dtype(name)
         whole = self._bytes[name].view(f"u{dtype.itemsize}").reshape(self.shape(name))
         return torch.from_numpy(np.array(whole[where] if where else whole)).view(dtype)
@@ -305,7 +301,7 @@ def _open(path: Path) -> Any:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, np.dtype[np.uint8]]]]:
-    """The names and bytes of a file's tensors."""
+    """Yield the name and the bytes of each tensor in a file."""
     mapped = np.memmap(path, np.uint8, "r")
     start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
     header: dict[str, dict[str, Any]] = json.loads(mapped[8:start].tobytes())
@@ -315,11 +311,11 @@ def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, np.dtype[np.uint
             yield name, mapped[start + begin : start + end]
 
 
-def files_of(single: Path) -> list[Path]:
-    """The files of a folder's weights: one, or those of its index.
+def weight_files(single: Path) -> list[Path]:
+    """Return the files of a folder's weights: the single file, or those that its index names.
 
     Raises:
-        UserError: when there are none, or those of the index are missing.
+        UserError: if there are none, or a file of the index is missing.
     """
     folder, path = single.parent, weights_at(single)
     if path == single:
@@ -344,7 +340,7 @@ def files_of(single: Path) -> list[Path]:
 
 
 def reason(error: OSError | SafetensorError) -> str:
-    """The system's words for an error, which safetensors gives as a number."""
+    """Return the operating system's text for an error. safetensors gives only its number."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     number = re.search(r"os error (\d+)", str(error))

@@ -25,7 +25,7 @@ from shardlab.language.rules.kinds import bits
 from shardlab.language.rules.refusals import DISK, HOST
 from shardlab.models import Model
 from shardlab.models.layout import Cut
-from shardlab.models.tensors.weights import DTYPES, cuts_of, places_of
+from shardlab.models.tensors.weights import DTYPES, cut_positions, cuts_of
 
 Key = tuple[int, Holds]
 """(layer, slices)."""
@@ -241,7 +241,7 @@ def read_pieces(layers: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], li
         for piece in written["pieces"]:
             numbers = [torch.arange(length) for length in piece["whole"]]
             for dim, pieces, sections, number in piece["cuts"]:
-                numbers[dim] = places_of(piece["whole"][dim], Cut(dim, pieces, tuple(sections)), number)
+                numbers[dim] = cut_positions(piece["whole"][dim], Cut(dim, pieces, tuple(sections)), number)
             one, vector = torch.arange(1), len(numbers) == 1
             shape = [*piece["shape"], 1] if vector else piece["shape"]
             numbers = [*numbers, one] if vector else numbers

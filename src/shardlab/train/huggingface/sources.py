@@ -22,7 +22,7 @@ from shardlab.language.rules.kinds import counted
 from shardlab.models import GPT, Blocks, CutModel, Model, Parameter
 from shardlab.models.named import ENDING, SINGLE, find_model, weights_at, with_written
 from shardlab.models.tensors import Initial
-from shardlab.models.tensors.weights import TensorFiles, files_of, read_range
+from shardlab.models.tensors.weights import TensorFiles, read_range, weight_files
 from shardlab.train.checkpoint import STATE, WEIGHTS_KIND, Checkpoint, CheckpointTensors
 from shardlab.train.huggingface.families import Part, read_model, run_parts
 
@@ -233,7 +233,7 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     if weights_at(weights):
         record = _read_table(folder / RUN)
         model = changed(recorded_model(record, folder / RUN), str(folder / RUN))
-        tensors = TensorFiles(files_of(weights))
+        tensors = TensorFiles(weight_files(weights))
         return WeightSource(
             folder, "shardlab", model, tensors, run_parts, config=record.get("huggingface") or {}
         ).check()
@@ -248,7 +248,7 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     config = _read_table(folder / CONFIG)
     family, found = read_model(config, str(folder / CONFIG))
     model = changed(found, str(folder / CONFIG))
-    tensors = TensorFiles(files_of(folder / SINGLE))
+    tensors = TensorFiles(weight_files(folder / SINGLE))
     bare = not any(name.startswith(family.prefix) for name in tensors.names)
     parts = partial(family.naming.parts, found)
     return WeightSource(folder, "hf", model, tensors, parts, family.prefix if bare else "", config).check(

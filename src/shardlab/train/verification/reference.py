@@ -17,7 +17,15 @@ from shardlab.execute.settings import torch_dtype
 from shardlab.language.precision import Precision
 from shardlab.models import Model
 from shardlab.models.layout import Parameter
-from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, views, with_borrowed
+from shardlab.models.tensors import (
+    Dropout,
+    Share,
+    add_borrowed,
+    cross_entropy,
+    initial_weights,
+    make_layers,
+    parameter_views,
+)
 
 CPU = torch.device("cpu")
 
@@ -75,7 +83,7 @@ def train_reference(
     flats = first_weights(precision.parameters)
     exact = first_weights(precision.state) if precision.copy else flats
     parameters = [
-        [view.detach().requires_grad_() for view in views(layout, flat)]
+        [view.detach().requires_grad_() for view in parameter_views(layout, flat)]
         for layout, flat in zip(layouts, flats, strict=True)
     ]
     sums = [torch.zeros_like(flat, dtype=torch_dtype(precision.gradients)) for flat in flats]
@@ -83,7 +91,13 @@ def train_reference(
     roles: list[list[Tensor]] = [[], [], []]
     moving = map(torch.ones_like, flats) if trained is None else trained
     for layout, copy, total, moves in zip(layouts, exact, sums, moving, strict=True):
-        of_layer = zip(layout.parameters, views(layout, copy), views(layout, total), views(layout, moves), strict=True)
+        of_layer = zip(
+            layout.parameters,
+            parameter_views(layout, copy),
+            parameter_views(layout, total),
+            parameter_views(layout, moves),
+            strict=True,
+        )
         for parameter, tensor, gradient, its in of_layer:
             if not its.any():
                 continue
@@ -102,15 +116,15 @@ def train_reference(
         mean = torch.zeros((), dtype=torch.float64)
         for microbatch in range(count):
             x, targets = (each.to(device) for each in batches.microbatch(step, microbatch))
-            layers = zip(layers_of(model), with_borrowed(model, parameters), strict=True)
+            layers = zip(make_layers(model), add_borrowed(model, parameters), strict=True)
             for number, (layer, weights) in enumerate(layers):
                 dropout = Dropout(model.dropout, seed, step, number, (microbatch,))
-                x = layer(weights, x, dropout, Share(of_step=count))
-            loss = loss_of(x, targets) / batches.counted(step, count)
+                x = layer(weights, x, dropout, Share(step_microbatches=count))
+            loss = cross_entropy(x, targets) / batches.counted(step, count)
             loss.backward()
             mean += loss.detach().cpu()
             for layout, total, its in zip(layouts, sums, parameters, strict=True):
-                _add_gradients(views(layout, total), its)
+                _add_gradients(parameter_views(layout, total), its)
         gradients.append([total.to(CPU, copy=True) for total in sums])
         losses.append(float(mean))
         for tensor, gradient in stepped:

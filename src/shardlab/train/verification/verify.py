@@ -25,7 +25,7 @@ from shardlab.execute.transport.collectives import Groups
 from shardlab.language import Holds, Refused, UserError
 from shardlab.language.precision import FP64, Precision
 from shardlab.models import CutModel, Model
-from shardlab.models.tensors import lengthened, to_blocks, to_layers
+from shardlab.models.tensors import pad_runs, to_blocks, to_layers
 from shardlab.train.batches import Batches
 from shardlab.train.data import Corpus
 from shardlab.train.job import Job
@@ -136,7 +136,7 @@ Slices = Mapping[tuple[int, Holds], Tensor]
 
 def _slice(state: State, layers: Sequence[Tensor], layer: int, holds: Holds) -> Tensor:
     """Some slices of a layer's flat buffer."""
-    whole = lengthened(state.shapes.layouts[layer], layers[layer], state.shapes.flat[layer])
+    whole = pad_runs(state.shapes.layouts[layer], layers[layer], state.shapes.flat[layer])
     return torch.cat([whole[start:stop] for start, stop in state.shapes.ranges(layer, holds)])
 
 

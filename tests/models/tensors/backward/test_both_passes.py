@@ -22,12 +22,12 @@ from shardlab.models.layer import Run
 from shardlab.models.layout import Kernel
 from shardlab.models.mixture import ExpertActivate
 from shardlab.models.primitives import Activate, Add, DropoutSite, Pieces, Primitive
-from shardlab.models.tensors import AddGradients, Dropout, initial_weights, layers_of, views
+from shardlab.models.tensors import AddGradients, Dropout, initial_weights, make_layers, parameter_views
 from shardlab.models.tensors.backward import layer as layer_module
-from shardlab.models.tensors.backward import prepared_layer
-from shardlab.models.tensors.backward.autograd import Graph, by_autograd
-from shardlab.models.tensors.backward.workspace import BothPasses, TensorPlaces, passes
-from shardlab.models.tensors.compute import Given, compute
+from shardlab.models.tensors.backward import prepare_layer
+from shardlab.models.tensors.backward.autograd import AutogradGraph, autograd_passes
+from shardlab.models.tensors.backward.workspace import BothPasses, TensorPlaces, make_passes
+from shardlab.models.tensors.compute import Operands, compute
 from shardlab.models.tensors.layers import TensorLayer
 from tests.models.conftest import forward, inputs_of, passes_of, piece_of
 from tests.models.small import WithHeads
@@ -89,7 +89,7 @@ class Passes:
         owner = 0 if model.borrowed(layer) else layer
         self.flat = initial_weights(model, owner, 0, dtype).chunk(model.layout(owner).slices)[number]
         self.flat += torch.randn_like(self.flat) / 5
-        self.weights = views(model.layout(owner), self.flat)
+        self.weights = parameter_views(model.layout(owner), self.flat)
         self.inputs = inputs_of(model, layer, ROWS, dtype, self.share)
         self.layer = passes_of(model, layer)
         self.made, self.its, self.kept = forward(model, layer, self.inputs, self.weights, self.share)
@@ -123,7 +123,7 @@ def test_both_passes_are_those_that_autograd_makes_of_the_definition(model: Mode
     its = Passes(model, layer, number)
     leaves = [weight.clone().requires_grad_() for weight in its.weights]
     dropout = Dropout(model.dropout, 0, 0, layer, (0,))
-    made = layers_of(model)[layer].run(leaves, its.inputs, its.share, dropout)
+    made = make_layers(model)[layer].run(leaves, its.inputs, its.share, dropout)
     torch.autograd.backward(made, its.gradients)
     rooms = its.rooms()
     gradients = its.backward(rooms)
@@ -146,7 +146,7 @@ def test_two_halves_are_the_whole_to_the_bit_and_the_weight_may_go_between_them(
     x_expected = its.backward(expected)
     elsewhere = halves.flat.clone()
     halves.flat.fill_(torch.nan)
-    halves.weights = views(model.layout(0 if model.borrowed(layer) else layer), elsewhere)
+    halves.weights = parameter_views(model.layout(0 if model.borrowed(layer) else layer), elsewhere)
     made = halves.backward(rooms, halves=True)
     elsewhere.fill_(torch.nan)
     halves.backward_weight(rooms)
@@ -227,12 +227,12 @@ def test_autograd_makes_the_backward_pass_of_a_primitive_that_has_none(model: Mo
     its = Passes(model, layer, number)
     expected = its.rooms()
     x_expected = its.backward(expected)
-    with patch.object(layer_module, "passes", none):
+    with patch.object(layer_module, "make_passes", none):
         mine = Passes(model, layer, number)
-    assert any(isinstance(each, Graph) for each in mine.its.tensors)
+    assert any(isinstance(each, AutogradGraph) for each in mine.its.tensors)
     elsewhere = mine.flat.clone()
     mine.flat.fill_(torch.nan)
-    mine.weights = views(model.layout(0 if model.borrowed(layer) else layer), elsewhere)
+    mine.weights = parameter_views(model.layout(0 if model.borrowed(layer) else layer), elsewhere)
     rooms = mine.rooms()
     made = mine.backward(rooms)
     for ours, its_own in zip((*mine.made, *made, *rooms), (*its.made, *x_expected, *expected), strict=True):
@@ -243,14 +243,14 @@ class Without:
     """The primitives' passes, but for those of one kind."""
 
     def __init__(self, kind: type[Primitive]) -> None:
-        self.registry = {each: its for each, its in passes.registry.items() if each is not kind}
+        self.registry = {each: its for each, its in make_passes.registry.items() if each is not kind}
 
     def __call__(self, primitive: Primitive, at: TensorPlaces) -> BothPasses | None:
-        return passes(primitive, at)
+        return make_passes(primitive, at)
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in passes.registry if kind is not object], ids=lambda kind: kind.__name__
+    "kind", [kind for kind in make_passes.registry if kind is not object], ids=lambda kind: kind.__name__
 )
 def test_passes_that_autograd_makes_meet_those_that_are_written_out(kind: type[Primitive]) -> None:
     found = 0
@@ -258,7 +258,7 @@ def test_passes_that_autograd_makes_meet_those_that_are_written_out(kind: type[P
         for layer, run in enumerate(model.runs):
             if any(type(step.primitive) is kind for step in run.steps):
                 found += 1
-                with patch.object(layer_module, "passes", Without(kind)):
+                with patch.object(layer_module, "make_passes", Without(kind)):
                     test_both_passes_are_those_that_autograd_makes_of_the_definition(model, layer, 0)
                     test_two_halves_are_the_whole_to_the_bit_and_the_weight_may_go_between_them(model, layer, 0)
     assert found
@@ -279,8 +279,8 @@ class HandsOn(Primitive):
 
 
 @compute.register
-def _(primitive: HandsOn, given: Given) -> tuple[Tensor, ...]:
-    return (given.x if given.factor is None else given.x * given.factor,)
+def _(primitive: HandsOn, operands: Operands) -> tuple[Tensor, ...]:
+    return (operands.x if operands.factor is None else operands.x * operands.factor,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,8 +291,8 @@ class Gate(HandsOn):
 
 
 @compute.register
-def _(primitive: Gate, given: Given) -> tuple[Tensor, ...]:
-    return (given.x * given.tensors["q"].sigmoid(),)
+def _(primitive: Gate, operands: Operands) -> tuple[Tensor, ...]:
+    return (operands.x * operands.tensors["q"].sigmoid(),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,8 +306,8 @@ class Halved(HandsOn):
 
 
 @compute.register
-def _(primitive: Halved, given: Given) -> tuple[Tensor, ...]:
-    return (given.tensors["kv"] / 2,)
+def _(primitive: Halved, operands: Operands) -> tuple[Tensor, ...]:
+    return (operands.tensors["kv"] / 2,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +336,7 @@ def test_what_a_primitive_hands_on_is_memory_of_its_own() -> None:
     step = WHOLE[0].run(0).steps[0]._replace(primitive=HandsOn(tokens=8, hidden_size=4))
     x = torch.randn(2, 8, 4)
     for keeps in (True, False):
-        (made,), _ = prepared_layer(Run((step,), ("x",), ("x",)), (), "cpu").forward([x], (), keeps=keeps)
+        (made,), _ = prepare_layer(Run((step,), ("x",), ("x",)), (), "cpu").forward([x], (), keeps=keeps)
         assert torch.equal(made, x)
         assert made.data_ptr() != x.data_ptr()
 
@@ -352,7 +352,7 @@ def test_a_layer_without_parameters_draws_masks() -> None:
         torch.randn(2, 2, 8, 4),
     )
     dropout = Dropout(0.2, 0, 0, 0, (0,))
-    (made,), _ = prepared_layer(run, (), "cpu").forward([*given], (), dropout=dropout, keeps=False)
+    (made,), _ = prepare_layer(run, (), "cpu").forward([*given], (), dropout=dropout, keeps=False)
     assert torch.equal(made, TensorLayer((), run).run((), [*given], dropout=dropout)[0])
 
 
@@ -361,17 +361,17 @@ class Twice(Activate):
 
 
 def test_a_primitive_that_is_made_of_another_one_does_not_take_its_passes() -> None:
-    run, names = WHOLE[0].run(0), layers_of(WHOLE[0])[0].names
+    run, names = WHOLE[0].run(0), make_layers(WHOLE[0])[0].names
     twice = [
         step._replace(primitive=Twice(tokens=8, activation="gelu", hidden=64))
         if isinstance(step.primitive, Activate)
         else step
         for step in run.steps
     ]
-    with patch.object(layer_module, "by_autograd", wraps=by_autograd) as asked:
-        prepared_layer(run, names, "cpu")
+    with patch.object(layer_module, "autograd_passes", wraps=autograd_passes) as asked:
+        prepare_layer(run, names, "cpu")
         assert not asked.called
-        prepared_layer(replace(run, steps=tuple(twice)), names, "cpu")
+        prepare_layer(replace(run, steps=tuple(twice)), names, "cpu")
         assert [type(call.args[0]) for call in asked.call_args_list] == [Twice]
 
 

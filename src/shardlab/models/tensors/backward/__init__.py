@@ -1,15 +1,19 @@
-"""A layer's forward and backward pass as the executor runs them: each primitive has both, a layer is a list of them.
+"""Forward and backward passes of layers, as the executor runs them.
 
-Most primitives have both written out, so that small layers wait for no graph of autograd's, and large ones keep and add
-no more than they must. They are tested against the definitions, `shardlab.models.tensors.compute`.
+Each primitive has both passes, and a layer runs those of its primitives in order. Most backward passes are written out:
+small layers then do not wait for autograd's graph, and large layers keep and copy no more than they need. Tests compare
+them with autograd through the definitions in `shardlab.models.tensors.compute`.
+
+Read `workspace` first (the interface), then `layer` (how passes are put together), `dense` and `mixture` (the passes of
+the primitives), and `autograd` (passes that are not written out).
 """
 
 from shardlab.models.tensors.backward import dense, mixture
 from shardlab.models.tensors.backward.autograd import CompiledPasses
-from shardlab.models.tensors.backward.layer import PreparedLayer, prepared_layer
-from shardlab.models.tensors.backward.workspace import AddGradients, Take, Weights, Workspace
+from shardlab.models.tensors.backward.layer import PreparedLayer, prepare_layer
+from shardlab.models.tensors.backward.workspace import Accumulate, AddGradients, LayerContext, Weights
 
-WRITTEN_OUT = (dense, dense, dense, mixture, dense, dense)
-"""The files that register primitives' passes, named so that they are imported."""
+WRITTEN_OUT = (dense, mixture)
+"""Modules that register passes of primitives. They are named here so that they are imported."""
 
-__all__ = ["AddGradients", "CompiledPasses", "PreparedLayer", "Take", "Weights", "Workspace", "prepared_layer"]
+__all__ = ["Accumulate", "AddGradients", "CompiledPasses", "LayerContext", "PreparedLayer", "Weights", "prepare_layer"]

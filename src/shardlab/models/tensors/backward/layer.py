@@ -1,4 +1,8 @@
-"""Both passes of a layer: those of its primitives, one after the other."""
+"""Both passes of a layer: the passes of its primitives, one after the other.
+
+`prepare_layer` numbers the layer's tensors and prepares each primitive once. `PreparedLayer` then runs the forward
+pass, and later the backward pass, and frees each tensor after the last primitive that reads it.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves some of its annotations out.
@@ -15,44 +19,45 @@ from torch import Tensor
 
 from shardlab.models.layer import Run
 from shardlab.models.primitives import INTEGERS, Primitive
-from shardlab.models.tensors.backward.autograd import by_autograd
+from shardlab.models.tensors.backward.autograd import autograd_passes
 from shardlab.models.tensors.backward.workspace import (
+    Accumulate,
     BothPasses,
-    Take,
+    LayerContext,
     TensorPlaces,
     Weights,
-    Workspace,
     are_buffers,
-    passes,
+    make_passes,
 )
 from shardlab.models.tensors.dropout import Dropout
-from shardlab.models.tensors.share import ALL, Share
+from shardlab.models.tensors.share import WHOLE_LAYER, Share
 
 
 class _Step(NamedTuple):
-    """A primitive of a layer.
+    """Passes of one primitive, with the tensors to free after each.
 
     Attributes:
-        forward, backward: its passes.
-        dropped: places of what nobody reads after its forward pass.
-        dropped_alone: the same, if there is no backward pass.
-        freed: places of what nobody reads after its backward pass.
+        forward: the forward pass.
+        backward: the backward pass.
+        free_after_forward: places that nobody reads after the forward pass, if a backward pass follows.
+        free_without_backward: places that nobody reads after the forward pass, if none follows.
+        free_after_backward: places that nobody reads after the backward pass.
     """
 
-    forward: Callable[[Workspace], None]
-    backward: Callable[[Workspace], None]
-    dropped: Sequence[int]
-    dropped_alone: Sequence[int]
-    freed: Sequence[int]
+    forward: Callable[[LayerContext], None]
+    backward: Callable[[LayerContext], None]
+    free_after_forward: Sequence[int]
+    free_without_backward: Sequence[int]
+    free_after_backward: Sequence[int]
 
 
 class _Port(NamedTuple):
-    """A value that a layer is given or makes, and the tensors that it holds side by side.
+    """Input or output of a layer: a value that holds one or more tensors, concatenated along the features.
 
     Attributes:
-        places: of the tensors.
-        integers: those of them that have no gradient.
-        buffers: whether it is experts' buffers, whose dims are not those of sequences.
+        places: places of the tensors.
+        integers: places of those that are integers and have no gradient.
+        buffers: whether the value is an experts' buffer, (experts, capacity, features).
     """
 
     places: tuple[int, ...]
@@ -60,7 +65,7 @@ class _Port(NamedTuple):
     buffers: bool
 
     def spread(self, value: Tensor, tensors: list[Any]) -> None:
-        """Put its tensors, or their gradients, where they belong."""
+        """Split a value into its tensors, or a gradient into theirs, and store each at its place."""
         flat = value if self.buffers else value.flatten(0, 1)
         if len(self.places) == 1:
             tensors[self.places[0]] = flat
@@ -70,13 +75,14 @@ class _Port(NamedTuple):
 
 
 class PreparedLayer:
-    """Both passes of one layer of a model; it holds no tensor itself.
+    """Both passes of one layer of a model. It holds no tensors.
 
     Args:
-        prepared: its primitives' passes.
-        last: place of each tensor to the number of the last primitive that reads or makes it.
-        inputs, outputs: what it is given and what it makes for others.
-        copies: whether its outputs are parts of one tensor, and to be memory of their own.
+        prepared: the passes of its primitives, in order.
+        last: for each place, the number of the last primitive that reads or writes it.
+        inputs: values that the layer reads.
+        outputs: values that the layer makes for other layers.
+        copies: whether the outputs are views of one tensor and must be copied.
     """
 
     def __init__(
@@ -91,10 +97,10 @@ class PreparedLayer:
         for number, each in enumerate(prepared):
             for place in each.keeps:
                 first_keeper.setdefault(place, number)
-        made = {place for port in outputs for place in port.places}
+        output_places = {place for port in outputs for place in port.places}
         self._inputs, self._outputs, self._copies = inputs, outputs, copies
         self._count = len(last)
-        self._given_on = [place for place in made if place not in first_keeper]
+        self._free_at_end = [place for place in output_places if place not in first_keeper]
         self._steps = [
             _Step(
                 each.forward,
@@ -104,117 +110,126 @@ class PreparedLayer:
                 [place for place, keeper in first_keeper.items() if keeper == number],
             )
             for number, each in enumerate(prepared)
-            for ended in [[place for place, seen in last.items() if seen == number and place not in made]]
+            for ended in [[place for place, seen in last.items() if seen == number and place not in output_places]]
         ]
 
     def forward(
         self,
         inputs: Sequence[Tensor],
         weights: Weights,
-        share: Share = ALL,
+        share: Share = WHOLE_LAYER,
         dropout: Dropout | None = None,
         *,
         keeps: bool = True,
-    ) -> tuple[list[Tensor], Workspace]:
-        """The layer's outputs, each memory of its own, and what its backward pass wants.
+    ) -> tuple[list[Tensor], LayerContext]:
+        """Compute the layer's outputs.
 
         Args:
-            inputs: activation l, (rows, *shape), and what is carried; none of them asks for a gradient.
-            weights: its parameters; of one slice where the layer is sliced.
-            share: which slice or which tokens are computed.
-            dropout: the step's and the microbatches'; the layer's masks are those of the blocks that it is made of.
+            inputs: activation l, (rows, *shape), then the values that are carried beside it. None requires a gradient.
+            weights: its parameters; those of one slice if the layer is sliced.
+            share: the slice, or the tokens, to compute.
+            dropout: masks of the step and the microbatches. Each block of the layer has its own.
             keeps: whether a backward pass follows.
+
+        Returns:
+            The outputs, each in memory of its own, and the context for the backward pass.
         """
         shape = inputs[-1].shape  # the first may be experts' buffers
         tensors: list[Any] = [None] * self._count
-        its = Workspace(tensors, weights, share, dropout, shape[0], shape[1], keeps)
+        ctx = LayerContext(tensors, weights, share, dropout, shape[0], shape[1], keeps)
         for port, x in zip(self._inputs, inputs, strict=True):
             port.spread(x, tensors)
-        for forward, _, dropped, dropped_alone, _ in self._steps:
-            forward(its)
-            for place in dropped if keeps else dropped_alone:
+        for step in self._steps:
+            step.forward(ctx)
+            for place in step.free_after_forward if keeps else step.free_without_backward:
                 tensors[place] = None
-        made = [self._taken(its, port) for port in self._outputs]
-        for place in self._given_on:
+        outputs = [self._output(ctx, port) for port in self._outputs]
+        for place in self._free_at_end:
             tensors[place] = None
-        its.end()
-        return made, its
+        ctx.end()
+        return outputs, ctx
 
-    def backward(self, its: Workspace, given: Sequence[Tensor], weights: Weights, take: Take) -> list[Tensor | None]:
-        """The inputs' gradients, of those of the outputs; none for tokens. Empties what was kept.
+    def backward(
+        self, ctx: LayerContext, gradients: Sequence[Tensor], weights: Weights, accumulate: Accumulate
+    ) -> list[Tensor | None]:
+        """Turn the gradients of the outputs into those of the inputs (None for tokens), and empty the context.
 
-        A sum hands its gradient on: those that are given, taken and made may be the same tensor.
+        A sum passes its gradient on unchanged: the gradients of outputs, inputs and parameters may be the same tensor.
         """
-        gradients: list[Any] = [None] * self._count
-        its.weights, its.take, its.gradients = weights, take, gradients
-        tensors = its.tensors
-        for port, gradient in zip(self._outputs, given, strict=True):
-            port.spread(gradient, gradients)
+        by_place: list[Any] = [None] * self._count
+        ctx.weights, ctx.accumulate, ctx.gradients = weights, accumulate, by_place
+        tensors = ctx.tensors
+        for port, gradient in zip(self._outputs, gradients, strict=True):
+            port.spread(gradient, by_place)
             for place in port.integers:
-                gradients[place] = None
-        for _, backward, _, _, freed in reversed(self._steps):
-            backward(its)
-            for place in freed:
+                by_place[place] = None
+        for step in reversed(self._steps):
+            step.backward(ctx)
+            for place in step.free_after_backward:
                 tensors[place] = None
-        its.end()
-        return [self._gradient(its, port) for port in self._inputs]
+        ctx.end()
+        return [self._gradient(ctx, port) for port in self._inputs]
 
-    def _taken(self, its: Workspace, port: _Port) -> Tensor:
-        """A value that the layer makes; tensors of one value go side by side, in the numbers of the activation."""
-        tensors = its.tensors
-        made: Tensor = tensors[port.places[0]]
+    def _output(self, ctx: LayerContext, port: _Port) -> Tensor:
+        """Return an output. Several tensors are concatenated in the dtype of the activation."""
+        tensors = ctx.tensors
+        output: Tensor = tensors[port.places[0]]
         if len(port.places) > 1:
             dtype = tensors[self._outputs[0].places[0]].dtype
-            made = torch.cat([tensors[place].to(dtype) for place in port.places], -1)
+            output = torch.cat([tensors[place].to(dtype) for place in port.places], -1)
         if self._copies:
-            made = made.clone()
-        return made if port.buffers else its.of_sequences(made)
+            output = output.clone()
+        return output if port.buffers else ctx.of_sequences(output)
 
-    def _gradient(self, its: Workspace, port: _Port) -> Tensor | None:
-        """The gradient of a value that the layer is given; zeros for those of its tensors that have none."""
-        gradient: Tensor | None = its.gradients[port.places[0]]  # no integers come first
+    def _gradient(self, ctx: LayerContext, port: _Port) -> Tensor | None:
+        """Return the gradient of an input; zeros for those of its tensors that have none."""
+        gradient: Tensor | None = ctx.gradients[port.places[0]]  # no integers come first
         if gradient is None:
             return None
         if len(port.places) > 1:
-            others: list[Tensor | None] = [its.gradients[place] for place in port.places[1:]]
+            others: list[Tensor | None] = [ctx.gradients[place] for place in port.places[1:]]
             zeros = (torch.zeros_like(gradient) if each is None else each for each in others)
             gradient = torch.cat([gradient, *zeros], -1)
-        return gradient if port.buffers else its.of_sequences(gradient)
+        return gradient if port.buffers else ctx.of_sequences(gradient)
 
 
-def prepared_layer(run: Run, names: Sequence[str], device: str, *, attended: bool = False) -> PreparedLayer:
-    """Both passes of a layer.
+def prepare_layer(run: Run, names: Sequence[str], device: str, *, attended: bool = False) -> PreparedLayer:
+    """Prepare both passes of a layer.
 
     Args:
-        run: its primitives.
-        names: of its parameters, and of those that it borrows.
-        device: the type of that on which it is computed.
-        attended: whether it is given what attention has mixed, as an op of its own.
+        run: the layer's primitives.
+        names: names of its parameters, then of those that it borrows from the first layer.
+        device: type of the device that computes it, such as "cpu".
+        attended: whether its input is the output of an attention that is an op of its own.
     """
-    at = TensorPlaces({name: place for place, name in enumerate(names)}, device)
+    places = TensorPlaces({name: place for place, name in enumerate(names)}, device)
     steps = [step.primitive for step in run.steps]
-    given = [run.inputs[:1], *run.carried_inputs.values()]
-    inputs = [_port(tuple(at.make(name) for name in its), its, _first_reader(steps, its[0])) for its in given]
+    input_names = [run.inputs[:1], *run.carried_inputs.values()]
+    inputs = [
+        _port(tuple(places.make(name) for name in names), names, _first_reader(steps, names[0]))
+        for names in input_names
+    ]
     prepared: list[BothPasses] = []
     last = dict.fromkeys(chain(*(port.places for port in inputs)), -1)
-    again = {made.step for made in run.made_again}
+    recomputed = {made.step for made in run.made_again}
     shift = int(attended)
     if attended:
-        prepared.append(_mixed(run.inputs[0], at))
-        last |= dict.fromkeys(range(at.count), 0)
+        prepared.append(_mixed(run.inputs[0], places))
+        last |= dict.fromkeys(range(places.count), 0)
     for number, (primitive, block, _) in enumerate(run.steps, shift):
-        last |= {at.tensors[name]: number for name in primitive.reads}
-        before, at.block = at.count, block
-        own = type(primitive) in passes.registry  # a primitive that was made of another computes something else
-        found = (passes(primitive, at) if own else None) or by_autograd(primitive, at)
-        prepared.append(found)
-        last |= dict.fromkeys(range(before, at.count), number)
-        if number - shift in again:
-            at.again[at.tensors[next(iter(primitive.makes))]] = found.forward
+        last |= {places.tensors[name]: number for name in primitive.reads}
+        before, places.block = places.count, block
+        own = type(primitive) in make_passes.registry  # a subclass of a primitive may compute something else
+        passes = (make_passes(primitive, places) if own else None) or autograd_passes(primitive, places)
+        prepared.append(passes)
+        last |= dict.fromkeys(range(before, places.count), number)
+        if number - shift in recomputed:
+            places.recompute[places.tensors[next(iter(primitive.makes))]] = passes.forward
     carried = ((name,) for name in run.outputs[1:]) if run.attend else run.carried_outputs.values()
     makers = {name: primitive.makes[name] for primitive in steps for name in primitive.makes}
     outputs = [
-        _port(tuple(at.tensors[name] for name in its), its, makers[its[0]]) for its in (run.outputs[:1], *carried)
+        _port(tuple(places.tensors[name] for name in names), names, makers[names[0]])
+        for names in (run.outputs[:1], *carried)
     ]
     return PreparedLayer(prepared, last, inputs, outputs, run.attend is not None)
 
@@ -225,24 +240,25 @@ def _port(places: tuple[int, ...], names: Sequence[str], indices: str) -> _Port:
 
 
 def _first_reader(steps: Sequence[Primitive], name: str) -> str:
-    """The indices of a tensor that a layer is given."""
+    """Return the indices of an input, as the first primitive that reads it names them."""
     return next((primitive.reads[name] for primitive in steps if name in primitive.reads), "")
 
 
-def _mixed(name: str, at: TensorPlaces) -> BothPasses:
-    """What attention has mixed comes in exact numbers, before each head's log-sum-exp, of which nothing is read.
+def _mixed(name: str, places: TensorPlaces) -> BothPasses:
+    """Prepare the passes that take the mixed values out of an attention output.
 
-    The layer begins with the linear map of it, whose weight is its first.
+    That output is in float32 or float64: the mixed values, then each head's log-sum-exp, which the layer does not read.
+    The layer begins with a linear map of the mixed values, whose weight is the layer's first parameter.
     """
-    given, made, kind = at.tensors[name], at.make(name), at.make()
+    attention_output, mixed, kind = places.tensors[name], places.make(name), places.make()
 
-    def forward(its: Workspace) -> None:
-        x, matrix = its.tensors[given], its.weights[0]
-        its.tensors[made] = x[:, : matrix.shape[1]].to(matrix.dtype)
-        its.tensors[kind] = x.shape[1], x.dtype
+    def forward(ctx: LayerContext) -> None:
+        x, matrix = ctx.tensors[attention_output], ctx.weights[0]
+        ctx.tensors[mixed] = x[:, : matrix.shape[1]].to(matrix.dtype)
+        ctx.tensors[kind] = x.shape[1], x.dtype
 
-    def backward(its: Workspace) -> None:
-        gradient, (features, dtype) = its.taken(made), its.tensors[kind]
-        its.give(given, F.pad(gradient.to(dtype), (0, features - gradient.shape[1])))
+    def backward(ctx: LayerContext) -> None:
+        gradient, (features, dtype) = ctx.pop_gradient(mixed), ctx.tensors[kind]
+        ctx.add_gradient(attention_output, F.pad(gradient.to(dtype), (0, features - gradient.shape[1])))
 
     return BothPasses(forward, backward, (kind,))

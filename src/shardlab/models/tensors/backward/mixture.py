@@ -1,4 +1,7 @@
-"""Both passes of a mixture of experts."""
+"""Passes of the primitives of a mixture of experts: route, place, dispatch, expert products and combine.
+
+The arithmetic itself is in `shardlab.models.tensors.mixture`.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -13,105 +16,108 @@ from torch import Tensor
 from shardlab.models.mixture import Combine, Dispatch, ExpertLinear, Place, Route
 from shardlab.models.tensors import mixture
 from shardlab.models.tensors.backward.dense import add_product
-from shardlab.models.tensors.backward.workspace import BothPasses, TensorPlaces, Weights, Workspace, passes
+from shardlab.models.tensors.backward.workspace import BothPasses, LayerContext, TensorPlaces, Weights, make_passes
 
 
-@passes.register
-def _(primitive: Route, at: TensorPlaces) -> BothPasses:
-    weight, router = at.weights["mlp.router.weight"], primitive.router
-    x, gates, choices, probabilities = at.tensors["x"], at.make("gates"), at.make("choices"), at.make()
+@make_passes.register
+def _(primitive: Route, places: TensorPlaces) -> BothPasses:
+    weight, router = places.weights["mlp.router.weight"], primitive.router
+    x, gates, choices, probabilities = places.tensors["x"], places.make("gates"), places.make("choices"), places.make()
 
-    def forward(its: Workspace) -> None:
-        tensors = its.tensors
-        scores = mixture.scores_of(tensors[x], its.weights[weight])
-        tensors[gates], tensors[choices], tensors[probabilities] = mixture.chosen(scores, router.top_k)
+    def forward(ctx: LayerContext) -> None:
+        tensors = ctx.tensors
+        scores = mixture.router_scores(tensors[x], ctx.weights[weight])
+        tensors[gates], tensors[choices], tensors[probabilities] = mixture.choose_experts(scores, router.top_k)
 
-    def add(rooms: Weights, gradient: Tensor, read: Tensor) -> None:
-        add_product(rooms[weight], gradient.t(), read.to(gradient.dtype))
+    def add(totals: Weights, gradient: Tensor, read: Tensor) -> None:
+        add_product(totals[weight], gradient.t(), read.to(gradient.dtype))
 
-    def backward(its: Workspace) -> None:
-        read, kept = its.tensors[x], (its.tensors[probabilities], its.tensors[choices])
-        gradient = mixture.scores_gradient(router, its.share, its.taken(gates), *kept)
-        its.give(x, (gradient @ its.weights[weight].to(gradient.dtype)).to(read.dtype))
-        its.take(add, gradient, read)
+    def backward(ctx: LayerContext) -> None:
+        read, kept = ctx.tensors[x], (ctx.tensors[probabilities], ctx.tensors[choices])
+        gradient = mixture.scores_gradient(router, ctx.share, ctx.pop_gradient(gates), *kept)
+        ctx.add_gradient(x, (gradient @ ctx.weights[weight].to(gradient.dtype)).to(read.dtype))
+        ctx.accumulate(add, gradient, read)
 
     return BothPasses(forward, backward, (x, probabilities, choices))
 
 
-@passes.register
-def _(primitive: Place, at: TensorPlaces) -> BothPasses:
-    """Numbers of numbers, which have no gradient."""
-    choices, slots = at.tensors["choices"], at.make("slots")
+@make_passes.register
+def _(primitive: Place, places: TensorPlaces) -> BothPasses:
+    """Slots are integers and have no gradient."""
+    choices, slots = places.tensors["choices"], places.make("slots")
 
-    def forward(its: Workspace) -> None:
-        its.tensors[slots] = mixture.slots_of(primitive.router, its.tensors[choices], its.share)
+    def forward(ctx: LayerContext) -> None:
+        ctx.tensors[slots] = mixture.assign_slots(primitive.router, ctx.tensors[choices], ctx.share)
 
-    def backward(its: Workspace) -> None:
+    def backward(ctx: LayerContext) -> None:
         pass
 
     return BothPasses(forward, backward)
 
 
-@passes.register
-def _(primitive: Dispatch, at: TensorPlaces) -> BothPasses:
-    x, slots, made = at.tensors["x"], at.tensors["slots"], at.make("x")
+@make_passes.register
+def _(primitive: Dispatch, places: TensorPlaces) -> BothPasses:
+    x, slots, result = places.tensors["x"], places.tensors["slots"], places.make("x")
 
-    def forward(its: Workspace) -> None:
-        its.tensors[made] = mixture.dispatch(primitive.router, its.tensors[x], its.tensors[slots], its.share)
+    def forward(ctx: LayerContext) -> None:
+        ctx.tensors[result] = mixture.dispatch(primitive.router, ctx.tensors[x], ctx.tensors[slots], ctx.share)
 
-    def backward(its: Workspace) -> None:
-        its.give(x, mixture.gathered(its.taken(made), its.tensors[slots]).sum(-2))
+    def backward(ctx: LayerContext) -> None:
+        ctx.add_gradient(x, mixture.gather_slots(ctx.pop_gradient(result), ctx.tensors[slots]).sum(-2))
 
     return BothPasses(forward, backward, (slots,))
 
 
-@passes.register
-def _(primitive: ExpertLinear, at: TensorPlaces) -> BothPasses:
-    """A linear map for each expert, on one microbatch after the other; what it read is made again if it is not kept."""
-    weight, bias = at.weights_of(primitive.name, primitive.bias)
-    x, made = at.tensors["x"], at.make("x")
-    again, sums = at.again.get(x), primitive.in_index == "ffn"
+@make_passes.register
+def _(primitive: ExpertLinear, places: TensorPlaces) -> BothPasses:
+    """A linear map for each expert, one microbatch at a time. The input is recomputed if it is not kept."""
+    weight, bias = places.weights_of(primitive.name, primitive.bias)
+    x, result = places.tensors["x"], places.make("x")
+    recompute, sums = places.recompute.get(x), primitive.in_index == "ffn"
 
-    def forward(its: Workspace) -> None:
-        shift = its.weights[bias] if bias >= 0 else None
+    def forward(ctx: LayerContext) -> None:
+        shift = ctx.weights[bias] if bias >= 0 else None
         if shift is not None and sums:
-            shift = mixture.padded_bias(shift, its.share)
-        its.tensors[made] = mixture.expert_linear(its.tensors[x], its.weights[weight], shift)
+            shift = mixture.pad_bias(shift, ctx.share)
+        ctx.tensors[result] = mixture.expert_linear(ctx.tensors[x], ctx.weights[weight], shift)
 
-    def add(number: int, rooms: Weights, gradient: Tensor, read: Tensor) -> None:
-        experts = len(rooms[weight])
-        for part, its in zip(torch.split(gradient, experts), torch.split(read, experts), strict=True):
-            add_product(rooms[weight], part.transpose(1, 2), its)
+    def add(number: int, totals: Weights, gradient: Tensor, read: Tensor) -> None:
+        experts = len(totals[weight])
+        for part, x_part in zip(torch.split(gradient, experts), torch.split(read, experts), strict=True):
+            add_product(totals[weight], part.transpose(1, 2), x_part)
         if bias >= 0:
-            features = rooms[bias].shape[1]
-            its_own = gradient.narrow(-1, number * features, features) if sums else gradient
-            rooms[bias].add_(its_own.view(-1, experts, *its_own.shape[1:]).sum((0, 2)))
+            features = totals[bias].shape[1]
+            own_features = gradient.narrow(-1, number * features, features) if sums else gradient
+            totals[bias].add_(own_features.view(-1, experts, *own_features.shape[1:]).sum((0, 2)))
 
-    def backward(its: Workspace) -> None:
-        if again is not None:
-            again(its)
-        gradient, matrix = its.taken(made), its.weights[weight]
-        its.take(partial(add, its.share.piece("ffn")[0]), gradient, its.tensors[x])
-        if again is not None:
-            its.tensors[x] = None
-        its.give(x, torch.cat([torch.bmm(part, matrix) for part in torch.split(gradient, len(matrix))]))
+    def backward(ctx: LayerContext) -> None:
+        if recompute is not None:
+            recompute(ctx)
+        gradient, matrix = ctx.pop_gradient(result), ctx.weights[weight]
+        ctx.accumulate(partial(add, ctx.share.piece("ffn")[0]), gradient, ctx.tensors[x])
+        if recompute is not None:
+            ctx.tensors[x] = None
+        ctx.add_gradient(x, torch.cat([torch.bmm(part, matrix) for part in torch.split(gradient, len(matrix))]))
 
-    return BothPasses(forward, backward, () if again else (x,))
+    return BothPasses(forward, backward, () if recompute else (x,))
 
 
-@passes.register
-def _(primitive: Combine, at: TensorPlaces) -> BothPasses:
-    x, gates, slots = (at.tensors[name] for name in ("x", "gates", "slots"))
-    made = at.make("x")
+@make_passes.register
+def _(primitive: Combine, places: TensorPlaces) -> BothPasses:
+    x, gates, slots = (places.tensors[name] for name in ("x", "gates", "slots"))
+    result = places.make("x")
 
-    def forward(its: Workspace) -> None:
-        its.tensors[made] = mixture.combine(its.tensors[x], its.tensors[gates], its.tensors[slots])
+    def forward(ctx: LayerContext) -> None:
+        ctx.tensors[result] = mixture.combine(ctx.tensors[x], ctx.tensors[gates], ctx.tensors[slots])
 
-    def backward(its: Workspace) -> None:
-        gradient, (buffers, weights, where) = its.taken(made), (its.tensors[place] for place in (x, gates, slots))
+    def backward(ctx: LayerContext) -> None:
+        gradient, (buffers, weights, where) = (
+            ctx.pop_gradient(result),
+            (ctx.tensors[place] for place in (x, gates, slots)),
+        )
         weighted = gradient[..., None, :] * weights[..., None].to(gradient.dtype)
-        of_gates = (mixture.gathered(buffers, where) * gradient[..., None, :]).sum(-1).to(weights.dtype)
-        its.give(gates, of_gates)
-        its.give(x, mixture.scattered(weighted.flatten(0, -2), where, buffers.shape[:2]))
+        of_gates = (mixture.gather_slots(buffers, where) * gradient[..., None, :]).sum(-1).to(weights.dtype)
+        ctx.add_gradient(gates, of_gates)
+        ctx.add_gradient(x, mixture.scatter_to_slots(weighted.flatten(0, -2), where, buffers.shape[:2]))
 
     return BothPasses(forward, backward, (x, gates, slots))

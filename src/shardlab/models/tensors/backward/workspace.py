@@ -1,7 +1,12 @@
-"""A primitive's forward and backward pass, and what they have at hand.
+"""The interface of a primitive's two passes: their context, their places, and the function that prepares them.
 
-Passes are prepared once: tensors go by their places in a list, weights and gradients too. The tokens of all sequences
-are one dim, (rows x T, features), since products take it so; experts' buffers are (experts, capacity, features).
+- `LayerContext` (`ctx`, as in torch.autograd.Function) holds the tensors and gradients of one pass through a layer.
+- `TensorPlaces` numbers these tensors once, when a layer is prepared. A pass then finds them by index in a list.
+- `make_passes` prepares both passes of a primitive. A primitive registers a function there if it has a backward pass
+  that is written out.
+
+The tokens of all sequences are one dim, (rows x T, features), because matrix products need it so. Experts' buffers are
+(experts, capacity, features).
 """
 
 from __future__ import annotations
@@ -14,36 +19,38 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardlab.models.primitives import Primitive
-from shardlab.models.tensors.dropout import Dropout, Surroundings, factor
+from shardlab.models.tensors.dropout import Dropout, FactorInputs, make_factor
 from shardlab.models.tensors.share import Share
 
 Weights = Sequence[Tensor]
-"""A layer's parameters, in the order of their names; or where their gradients are added."""
+"""A layer's parameters in the order of their names, or the tensors to which their gradients are added."""
 
 AddGradients = Callable[[Weights, Tensor, Tensor], None]
-"""Adds the gradients of a primitive's parameters to `Weights`, given that of its result, and what it read."""
+"""Called with (totals, gradient of the result, input): adds the gradients of a primitive's parameters to `totals`."""
 
-Take = Callable[[AddGradients, Tensor, Tensor], None]
-"""Takes what a primitive's parameters' gradients are made of: makes them at once, or keeps it for later."""
+Accumulate = Callable[[AddGradients, Tensor, Tensor], None]
+"""Called with (function, gradient of the result, input): calls the function at once, or keeps all three for the second
+half of a split backward pass."""
 
 
 def _nothing(add: AddGradients, gradient: Tensor, read: Tensor) -> None:
-    """In place of `Take`, where there is no backward pass."""
+    """Stand in for `Accumulate` while there is no backward pass."""
 
 
 @dataclass(slots=True)
-class Workspace:
-    """One forward pass of a layer, and the backward pass that follows: what their primitives have at hand.
+class LayerContext:
+    """Context of one forward pass of a layer and of the backward pass that follows it.
 
     Attributes:
-        tensors: by place; after the forward pass those that the backward pass reads.
-        weights: the layer's parameters now: they may lie elsewhere when the backward pass comes.
-        share: which slice, or which tokens, are computed.
+        tensors: tensors by place. After the forward pass, only those are left that the backward pass reads.
+        weights: the layer's parameters. They may lie elsewhere when the backward pass runs, so each pass sets them.
+        share: the slice, or the tokens, that are computed.
         dropout: the masks (None: nothing is dropped).
-        rows, tokens: sequences, and the tokens of each that are here.
+        rows: number of sequences.
+        tokens: tokens of each sequence that this rank has.
         keeps: whether a backward pass follows.
-        gradients: of the tensors, by place, in the backward pass.
-        take: takes what the parameters' gradients are made of.
+        gradients: gradients of the tensors, by place, in the backward pass.
+        accumulate: adds the parameters' gradients, now or later.
     """
 
     tensors: list[Any]
@@ -54,73 +61,76 @@ class Workspace:
     tokens: int
     keeps: bool = True
     gradients: list[Any] = field(default_factory=list[Any])
-    take: Take = _nothing
+    accumulate: Accumulate = _nothing
 
     def end(self) -> None:
-        """One of the two passes is over: what it was given for itself alone is let go."""
-        self.weights, self.take = (), _nothing
+        """Drop what belongs to one pass alone, at its end."""
+        self.weights, self.accumulate = (), _nothing
 
     def factor(self, primitive: Primitive, block: int) -> Tensor | None:
-        """What a primitive of a block multiplies by beside its parameters: a mask, or turns."""
+        """Return the factor of a primitive beside its parameters: a dropout mask, rotary angles, or None."""
         like = next(each for each in (*self.weights, *self.tensors) if isinstance(each, Tensor))
         dropout = None if self.dropout is None else self.dropout.of_block(block)
-        return factor(primitive, Surroundings(self.rows, self.tokens, self.share, dropout, like))
+        return make_factor(primitive, FactorInputs(self.rows, self.tokens, self.share, dropout, like))
 
     def of_sequences(self, x: Tensor) -> Tensor:
-        """(rows x T, features) to (rows, T, features)."""
+        """View (rows x T, features) as (rows, T, features)."""
         return x.view(self.rows, self.tokens, -1)
 
-    def taken(self, place: int) -> Tensor:
-        """The gradient of a tensor, which nobody wants afterwards."""
+    def pop_gradient(self, place: int) -> Tensor:
+        """Remove and return the gradient of a tensor."""
         gradient, self.gradients[place] = self.gradients[place], None
         return gradient
 
-    def give(self, place: int, gradient: Tensor) -> None:
-        """Add a gradient to that of a tensor: it has memory of its own; the older one may be another's as well."""
+    def add_gradient(self, place: int, gradient: Tensor) -> None:
+        """Add to the gradient of a tensor, in the memory of `gradient`, which no one else may read."""
         older: Tensor | None = self.gradients[place]
         self.gradients[place] = gradient if older is None else gradient.add_(older)
 
-    def hand_on(self, place: int, gradient: Tensor) -> None:
-        """Add a gradient to that of a tensor; its memory is another's as well."""
+    def add_shared_gradient(self, place: int, gradient: Tensor) -> None:
+        """Add to the gradient of a tensor. `gradient` does not change: another tensor may have the same one."""
         older: Tensor | None = self.gradients[place]
         self.gradients[place] = gradient if older is None else gradient + older
 
 
 class BothPasses(NamedTuple):
-    """A primitive's passes.
+    """Forward and backward pass of a primitive.
 
     Attributes:
-        forward, backward: what is done in each.
-        keeps: places of what the backward pass reads.
+        forward: computes the result from the tensors of a context.
+        backward: turns the gradient of the result into those of the inputs and the parameters.
+        keeps: places of the tensors that the backward pass reads.
     """
 
-    forward: Callable[[Workspace], None]
-    backward: Callable[[Workspace], None]
+    forward: Callable[[LayerContext], None]
+    backward: Callable[[LayerContext], None]
     keeps: tuple[int, ...] = ()
 
 
 @dataclass
 class TensorPlaces:
-    """Where the tensors of a layer lie in its list.
+    """Numbering of a layer's tensors: each one's index in the lists of `LayerContext`.
 
     Attributes:
-        weights: places of the parameters, by name, in their own list.
-        device: the type of that on which the layer is computed.
-        block: the block of the primitive at hand, which has masks of its own.
-        tensors: places of the tensors that were last made under their names.
-        again: what makes a tensor again that is not kept, by its place.
-        count: how many there are.
+        weights: index of each parameter, by name, in the list of parameters.
+        device: type of the device that computes the layer, such as "cpu".
+        block: block of the primitive that is being prepared. Each block has its own dropout masks.
+        tensors: place of the latest tensor of each name.
+        recompute: by place, the forward pass that recomputes a tensor that is not kept.
+        count: number of places.
     """
 
     weights: dict[str, int]
     device: str
     block: int = 0
     tensors: dict[str, int] = field(default_factory=dict[str, int])
-    again: dict[int, Callable[[Workspace], None]] = field(default_factory=dict[int, Callable[[Workspace], None]])
+    recompute: dict[int, Callable[[LayerContext], None]] = field(
+        default_factory=dict[int, Callable[[LayerContext], None]]
+    )
     count: int = 0
 
     def make(self, name: str = "") -> int:
-        """A new place, of the tensor of this name from now on; without one, of something beside."""
+        """Return a new place. If there is a name, it stands for this place from now on."""
         place = self.count
         self.count += 1
         if name:
@@ -128,19 +138,26 @@ class TensorPlaces:
         return place
 
     def weights_of(self, name: str, bias: bool) -> tuple[int, int]:
-        """TensorPlaces of a weight and its bias; -1 for none. One of this name may be another primitive's (`Add`)."""
+        """Return the indices of a weight and its bias; -1 if `bias` is false.
+
+        A bias of this name may still exist: a residual sum (`Add`) may own it.
+        """
         return self.weights[f"{name}.weight"], self.weights[f"{name}.bias"] if bias else -1
 
 
 def are_buffers(indices: str) -> bool:
-    """Whether a tensor with these indices is experts' buffers, whose dims are not those of sequences."""
+    """Return whether a tensor with these indices is an experts' buffer, (experts, capacity, features)."""
     return "expert" in indices.split()
 
 
 @singledispatch
-def passes(primitive: Primitive, at: TensorPlaces) -> BothPasses | None:
-    """Both passes of a primitive; None where autograd is to make the second of the first.
+def make_passes(primitive: Primitive, places: TensorPlaces) -> BothPasses | None:
+    """Prepare both passes of a primitive; None if autograd shall derive the backward pass.
 
-    A new primitive needs none; one that registers a function here has a backward pass of its own.
+    A new primitive works without a function here. A registered function gives it a backward pass that is written out.
+
+    Args:
+        primitive: the primitive.
+        places: numbering of the layer's tensors. The function makes places for its results.
     """
     return None
