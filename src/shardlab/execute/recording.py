@@ -32,7 +32,7 @@ from torch import Tensor
 from shardlab.check.buffers import batches_of
 from shardlab.execute.executor import Executor
 from shardlab.execute.state import State
-from shardlab.execute.transport.collectives import Wait, rooms
+from shardlab.execute.transport.collectives import Wait, retained_buffers
 from shardlab.execute.update_ops import Instruction
 from shardlab.language import Kind, Op, OpKind
 from shardlab.language.ops import COMMUNICATION
@@ -65,9 +65,9 @@ class Stopwatch(Protocol):
 class HostStopwatch:
     """The host's monotonic clock, which all processes of a host share (time.perf_counter, CLOCK_MONOTONIC on Linux).
 
-    Collectives of torch's own on gloo have a future, which says at once when the work is over. Messages have none, nor
-    have the collectives that are made of messages (see `collectives`), and a second `wait` for a message would never
-    return: a thread waits for each of them, and the rank for that thread.
+    Torch's own collectives on gloo have a future, which says at once when the work is over. Sends and receives have
+    none, nor have the collectives that are made of them (see `collectives`), and a second `wait` for such a work would
+    never return. So a thread waits for each of them, and the rank waits for that thread.
     """
 
     def __init__(self) -> None:
@@ -425,7 +425,7 @@ class TrackedStorages:
         self._device = state.settings.device
         for _, tensors in _kept(state):
             self._tracker.track_external(*tensors)
-        self._tracker.track_external(*(beside := rooms()))
+        self._tracker.track_external(*(beside := retained_buffers()))
         self._beside = sum(tensor.nbytes for tensor in beside)
 
     def tracking(self) -> AbstractContextManager[object]:

@@ -22,16 +22,16 @@ from shardlab.execute.transport.collectives import (
     all_to_all,
     broadcast,
     gather,
+    group_rounds,
     make_groups,
     recv,
     reduce_scatter,
-    rounds,
     scatter,
     send,
 )
 from shardlab.execute.transport.collectives import _by_messages as by_messages
 from shardlab.execute.transport.neighbours import Neighbours
-from shardlab.execute.transport.shared_collectives import Messages
+from shardlab.execute.transport.shared_collectives import PendingWork
 from shardlab.language import Group, Mesh, Op, OpKind, Program, Sizes, UserError
 from shardlab.language.mesh import group_among
 from shardlab.language.pass_names import BY_MESSAGES
@@ -111,7 +111,7 @@ def without_elements(rank: int) -> int:
         scatter(nothing, None if rank else nothing, 0, group),
         gather(None if rank else nothing, nothing, 0, group),
     ]
-    works.append(send(nothing, 1) if not rank else recv(nothing, 0) if rank == 1 else Messages())
+    works.append(send(nothing, 1) if not rank else recv(nothing, 0) if rank == 1 else PendingWork())
     for work in works:
         work.wait()
     return size
@@ -124,7 +124,7 @@ def test_collectives_of_nothing_end(ranks: World, size: int) -> None:
 
 def test_messages_have_no_future_as_those_of_gloo() -> None:
     with pytest.raises(RuntimeError, match="no future"):
-        Messages([]).get_future()
+        PendingWork([]).get_future()
 
 
 def test_a_group_without_a_backend_for_the_cpu_sends_no_messages() -> None:
@@ -152,7 +152,7 @@ def meeting(groups: set[Group], ranks: int) -> Program:
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), max_size=8))
 def test_every_group_is_made_once_and_no_rank_is_in_two_of_a_round(ranks: list[list[int]]) -> None:
     groups = {group_among(tuple(each)) for each in ranks}
-    made = rounds(meeting(groups, 6))
+    made = group_rounds(meeting(groups, 6))
     assert sorted(map(str, (group for each in made for group in each))) == sorted(map(str, groups))
     for each in made:
         members = [rank for group in each for rank in group.ranks]

@@ -38,14 +38,14 @@ from shardlab.execute.transport.collectives import (
     send,
 )
 from shardlab.execute.transport.neighbours import (
-    BYTES,
-    LETTERS,
-    MESSAGES_AHEAD,
-    RING,
-    SMALLEST,
-    MessageLead,
+    MIN_BUFFER_BYTES,
+    QUEUE_LENGTH,
+    QUEUE_WORDS,
+    WINDOW_BYTES,
+    WINDOW_MESSAGES,
     Neighbours,
     Outbox,
+    SendWindow,
     SharedMemory,
     connect_neighbours,
 )
@@ -187,7 +187,7 @@ def _shared_bytes() -> int:
 
 def test_who_is_faster_holds_no_more_than_a_few_messages(ranks: World) -> None:
     assert (
-        ranks(2).call(ahead_of_a_slow_reader)[0] < neighbours.MESSAGES_AHEAD + 3
+        ranks(2).call(ahead_of_a_slow_reader)[0] < neighbours.WINDOW_MESSAGES + 3
     )  # one is sent, and one or two are read
 
 
@@ -219,7 +219,7 @@ def talked(rank: int, programs: list[Program]) -> list[dict[int, float]]:
         made[members] = dist.new_group(list(members))
     connect_neighbours(timedelta(seconds=20))
     try:
-        with patch.object(neighbours, "MESSAGES", 0), patch.object(neighbours, "BYTES", 0):
+        with patch.object(neighbours, "WINDOW_MESSAGES", 0), patch.object(neighbours, "WINDOW_BYTES", 0):
             return [_talk(rank, each.tapes[rank], made) for each in programs if rank < len(each.tapes)]
     finally:
         connect_neighbours(LIMIT)
@@ -304,7 +304,7 @@ def flooded(rank: int) -> float:
     return total
 
 
-def test_more_letters_than_sockets_hold_hang_nobody(ranks: World) -> None:
+def test_more_messages_than_sockets_hold_block_no_rank(ranks: World) -> None:
     assert ranks(2).call(flooded) == [MANY * (MANY - 1) / 2] * 2
 
 
@@ -377,7 +377,7 @@ def test_a_rank_that_may_not_share_has_no_neighbours(ranks: World) -> None:
 
 
 def left_behind(rank: int) -> None:
-    """Rank 1 is killed, with a letter unread, and rank 0 waits for what it would send, after what it has sent."""
+    """Rank 1 is killed, with a message unread, and rank 0 waits for what it would send, after what it has sent."""
     came = torch.empty(1)
     send(torch.ones(1), 1 - rank)
     dist.barrier()
@@ -409,7 +409,7 @@ def late(rank: int) -> None:
             with pytest.raises(RuntimeError, match=said) as caught:
                 recv(torch.empty(1), 1).wait()
             assert is_lost(caught.value)
-            for _ in range(neighbours.MESSAGES_AHEAD):
+            for _ in range(neighbours.WINDOW_MESSAGES):
                 send(torch.ones(2 * LARGE), 1).wait()
             said = "Timed out waiting for rank 1: it took nothing for 0.2 s"
             with pytest.raises(RuntimeError, match=said) as caught:
@@ -428,8 +428,8 @@ def test_what_does_not_come_in_time_is_told(ranks: World) -> None:
 
 
 RANKS = 3
-LETTERS_BYTES = RANKS * 8 * RING
-SIZE = 2**24 + LETTERS_BYTES
+QUEUE_BYTES = RANKS * 8 * QUEUE_WORDS
+SIZE = 2**24 + QUEUE_BYTES
 
 lengths = st.sampled_from([0, 1, 7, 1000, 1008, 1009, 5000, 40_000])
 puts = st.tuples(st.just("put"), lengths, st.sets(st.integers(0, RANKS - 1), min_size=1))
@@ -457,7 +457,7 @@ def test_what_somebody_has_not_read_is_never_written_over(steps: list[tuple[str,
             assert torch.equal(outbox.tensor(room, tensor), tensor), what
 
 
-def test_rooms_are_used_again_so_that_a_step_takes_no_more_than_the_first() -> None:
+def test_buffers_are_reused_so_later_steps_need_no_more_memory() -> None:
     outbox, tensor = Outbox(SIZE, RANKS), torch.arange(3000.0)
 
     def step() -> set[int]:
@@ -478,8 +478,8 @@ def test_two_that_map_one_memory_see_the_same() -> None:
         assert torch.equal(other.tensor(outbox.put(tensor, [1]), tensor), tensor)
 
 
-def test_more_under_way_than_there_is_room_for_is_told() -> None:
-    outbox = Outbox(2 * SMALLEST + -(-8 * RING // SMALLEST) * SMALLEST, 1)
+def test_tensors_in_flight_beyond_the_memory_raise_an_error() -> None:
+    outbox = Outbox(2 * MIN_BUFFER_BYTES + -(-8 * QUEUE_WORDS // MIN_BUFFER_BYTES) * MIN_BUFFER_BYTES, 1)
     first = outbox.put(torch.zeros(5), [0])
     outbox.put(torch.zeros(5), [0])
     for _ in range(2):
@@ -489,7 +489,7 @@ def test_more_under_way_than_there_is_room_for_is_told() -> None:
     assert outbox.put(torch.zeros(5), [0]) == first
 
 
-def test_what_is_read_makes_room_for_smaller_messages() -> None:
+def test_a_released_buffer_is_reused_for_a_smaller_tensor() -> None:
     outbox = Outbox(SIZE, RANKS)
     room = outbox.put(torch.zeros(100_000), [1])
     assert outbox.put(torch.zeros(10), [1]) != room
@@ -497,47 +497,49 @@ def test_what_is_read_makes_room_for_smaller_messages() -> None:
     assert outbox.put(torch.zeros(50_000), [1]) == room
 
 
-def test_letters_are_read_once_and_in_order_around_the_ring() -> None:
+def test_messages_are_read_once_and_in_order_around_the_queue() -> None:
     outbox = Outbox(SIZE, RANKS)
     reader = SharedMemory(SIZE, RANKS, outbox.file)
-    for begin in range(0, 3 * LETTERS, LETTERS):
-        letters = [(begin + number, number) for number in range(LETTERS)]
-        for channel, room in letters:
-            outbox.write_letter(2, channel, room)
-        assert list(reader.read_letters(1)) == []
-        assert list(reader.read_letters(2)) == letters
-        assert list(reader.read_letters(2)) == []
+    for begin in range(0, 3 * QUEUE_LENGTH, QUEUE_LENGTH):
+        messages = [(begin + number, number) for number in range(QUEUE_LENGTH)]
+        for channel, offset in messages:
+            outbox.write_message(2, channel, offset)
+        assert list(reader.read_messages(1)) == []
+        assert list(reader.read_messages(2)) == messages
+        assert list(reader.read_messages(2)) == []
 
 
-def test_more_letters_than_are_kept_are_told() -> None:
+def test_a_full_queue_raises_an_error() -> None:
     outbox = Outbox(SIZE, RANKS)
-    for number in range(LETTERS):
-        outbox.write_letter(0, number, 0)
+    for number in range(QUEUE_LENGTH):
+        outbox.write_message(0, number, 0)
     with pytest.raises(MemoryError, match=r"65,536 messages to rank 0 are sent and not received"):
-        outbox.write_letter(0, 1, 1)
-    assert next(outbox.read_letters(0)) == (0, 0)
-    outbox.write_letter(0, 1, 1)
+        outbox.write_message(0, 1, 1)
+    assert next(outbox.read_messages(0)) == (0, 0)
+    outbox.write_message(0, 1, 1)
 
 
 # What may be sent before it is received: a few messages, or a few MiB of smaller ones, and never more.
 
 
-@given(st.lists(st.integers(0, 2 * BYTES), max_size=40) | st.lists(st.integers(0, BYTES // 10), max_size=40))
+@given(
+    st.lists(st.integers(0, 2 * WINDOW_BYTES), max_size=40) | st.lists(st.integers(0, WINDOW_BYTES // 10), max_size=40)
+)
 def test_all_but_the_last_few_must_be_wanted(sizes: list[int]) -> None:
-    lead, before = MessageLead(), 0
+    window, before = SendWindow(), 0
     for sent, _ in enumerate(sizes, 1):
-        wanted = lead.count(sizes[sent - 1])
-        ahead = [max(size, SMALLEST) for size in sizes[wanted:sent]]
-        assert len(ahead) <= MESSAGES_AHEAD or sum(ahead) <= BYTES
-        more = [max(size, SMALLEST) for size in sizes[max(0, wanted - 1) : sent]]
-        assert wanted == before or (len(more) > MESSAGES_AHEAD and sum(more) > BYTES), (
+        wanted = window.count(sizes[sent - 1])
+        ahead = [max(size, MIN_BUFFER_BYTES) for size in sizes[wanted:sent]]
+        assert len(ahead) <= WINDOW_MESSAGES or sum(ahead) <= WINDOW_BYTES
+        more = [max(size, MIN_BUFFER_BYTES) for size in sizes[max(0, wanted - 1) : sent]]
+        assert wanted == before or (len(more) > WINDOW_MESSAGES and sum(more) > WINDOW_BYTES), (
             "it is held back no more than it must be"
         )
         assert wanted >= before
         before = wanted
 
 
-def test_small_messages_never_fill_the_ring_of_letters() -> None:
-    lead = MessageLead()
-    wanted = [lead.count(0) for _ in range(LETTERS)]
-    assert max(sent - count for sent, count in enumerate(wanted, 1)) == BYTES // SMALLEST < LETTERS
+def test_the_send_window_never_fills_the_queue() -> None:
+    window = SendWindow()
+    wanted = [window.count(0) for _ in range(QUEUE_LENGTH)]
+    assert max(sent - count for sent, count in enumerate(wanted, 1)) == WINDOW_BYTES // MIN_BUFFER_BYTES < QUEUE_LENGTH

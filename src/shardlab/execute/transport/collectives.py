@@ -1,8 +1,14 @@
-"""Communication of single tensors that starts at once: among neighbours through memory that they share; else torch's
-own; on gloo, by messages straight from member to member.
+"""Communication of one rank: collectives and point-to-point operations that start at once and return a wait.
 
-Gloo's reduce_scatter sums everything on every rank, its all_gather hands pieces on around a ring, and its all_reduce
-goes around twice, which for a small tensor is two latencies. `benchmarks/messages.py` measures all three ways.
+`Communicator` carries out a program's communication, and `make_groups` makes its process groups. Each operation
+uses one of three transports:
+
+- shared memory, if all members are neighbours on one host (`shared_collectives`);
+- on gloo, sends straight from member to member: gloo's reduce_scatter sums everything on every rank, its all_gather
+  passes pieces around a ring, and its all_reduce goes around twice, which is two latencies for a small tensor;
+- torch.distributed's own collective otherwise.
+
+`benchmarks/messages.py` measures all three.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -22,28 +28,30 @@ from torch import Tensor
 
 from shardlab.execute.transport import shared_collectives
 from shardlab.execute.transport.neighbours import Channel, Neighbours
-from shardlab.execute.transport.shared_collectives import Messages
+from shardlab.execute.transport.shared_collectives import PendingWork
 from shardlab.language import Group, Program, Reduction, UserError
 from shardlab.language.pass_names import BY_MESSAGES
 
 TAG = 1
-"""What tells these messages from others between the same ranks, which have torch's default, 0."""
+"""Tag of these messages. Others between the same ranks have torch's default tag, 0."""
 
-_rooms: dict[tuple[torch.dtype, int, int], list[list[Tensor]]] = defaultdict(list)
-"""By (dtype, members, elements), what small sums received into and use no more: it stays, as a communicator's memory
-does, and is in no account of a step."""
+_sum_buffers: dict[tuple[torch.dtype, int, int], list[list[Tensor]]] = defaultdict(list)
+"""Free receive buffers of small sums, by (dtype, members, elements). They are kept like a communicator's memory, and no
+measurement of a step counts them."""
 
 _CPU = torch.device("cpu")
 
 
-def rooms() -> list[Tensor]:
-    """List what small sums have received into and use no more, and what neighbours share."""
-    received = [tensor for free in _rooms.values() for came in free for tensor in came]
+def retained_buffers() -> list[Tensor]:
+    """List memory that communication keeps between steps: receive buffers of small sums, and shared memory."""
+    received = [tensor for free in _sum_buffers.values() for came in free for tensor in came]
     return [*received, *Neighbours.memories()]
 
 
 def all_reduce(tensor: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Any:
-    """Start to reduce what the members give, in place; a small sum on gloo is in group order, alike on all to the bit.
+    """Start to reduce the members' tensors in place.
+
+    A small sum on gloo is in group order, with the same bits on all ranks.
 
     Returns:
         The work: the result is there when its `wait` has ended, and until then nothing may touch the tensor.
@@ -54,9 +62,9 @@ def all_reduce(tensor: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessG
     is_small = 0 < (size - 1) * tensor.nbytes <= BY_MESSAGES
     if by != dist.ReduceOp.SUM or not is_small or not _by_messages(group):
         return _all_reduce(tensor, by, group, async_op=True)
-    free = _rooms[tensor.dtype, size, tensor.numel()]
+    free = _sum_buffers[tensor.dtype, size, tensor.numel()]
     total, came = tensor.view(-1), free.pop() if free else [*tensor.new_empty((size - 1, tensor.numel()))]
-    works = _exchanged(group, came, [total] * size)
+    works = _exchange(group, came, [total] * size)
 
     def add_up() -> None:
         before, after = came[:mine], came[mine:]
@@ -66,7 +74,7 @@ def all_reduce(tensor: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessG
             total.add_(term)
         free.append(came)
 
-    return Messages(works, add_up)
+    return PendingWork(works, add_up)
 
 
 def all_gather(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Any:
@@ -81,16 +89,15 @@ def all_gather(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Any:
     if not _by_messages(group):
         return _all_gather_single(output, piece, group=group, async_op=True)
     pieces, piece = _pieces(output, size), piece.view(-1)
-    works = _exchanged(group, [*pieces[:mine], *pieces[mine + 1 :]], [piece] * size)
+    works = _exchange(group, [*pieces[:mine], *pieces[mine + 1 :]], [piece] * size)
     pieces[mine].copy_(piece)
-    return Messages(works)
+    return PendingWork(works)
 
 
 def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Any:
-    """Start to sum what the members give, each of which receives one of equal pieces of the sum, in group order.
+    """Start to sum the members' tensors; each member receives one of equal pieces of the sum, in group order.
 
-    On gloo the rank that waits for a piece sums it, in group order. Of more than two members it holds the pieces of all
-    but two beside the result until then.
+    On gloo, the wait sums the pieces in group order. With more than two members, all pieces but two need buffers.
 
     Returns:
         The work: the output is there when its `wait` has ended, and until then `whole` must not change.
@@ -102,7 +109,7 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> A
         return _reduce_scatter_single(output, whole, group=group, async_op=True)
     pieces, total = _pieces(whole, size), output.view(-1)
     came = [total, *total.new_empty((max(0, size - 2), len(total)))]  # the first is added to where it arrives
-    works = _exchanged(group, came[: size - 1], pieces)
+    works = _exchange(group, came[: size - 1], pieces)
 
     def add_up() -> None:
         if size == 1:
@@ -113,23 +120,23 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> A
         for term in terms:
             total.add_(term)
 
-    return Messages(works, add_up)
+    return PendingWork(works, add_up)
 
 
 def all_to_all(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Any:
-    """Start to give each member one of equal pieces of `whole`, and to take theirs, in group order.
+    """Start to send each member one of equal pieces of `whole`, and to receive theirs, in group order.
 
     Returns:
         The work: the output is whole when its `wait` has ended, and until then `whole` must not change.
     """
     if here := _channel(group):
-        taken, given = (_pieces(tensor, group.size()) for tensor in (output, whole))
-        return shared_collectives.all_to_all(*here, taken, given)
+        outputs, inputs = (_pieces(tensor, group.size()) for tensor in (output, whole))
+        return shared_collectives.all_to_all(*here, outputs, inputs)
     return dist.all_to_all_single(output, whole, group=group, async_op=True)
 
 
 def broadcast(tensor: Tensor, root: int, group: dist.ProcessGroup) -> Any:
-    """Start to bring the root's tensor into the others'.
+    """Start to copy the root's tensor to the other members.
 
     Args:
         root: its rank in the default process group.
@@ -143,7 +150,7 @@ def broadcast(tensor: Tensor, root: int, group: dist.ProcessGroup) -> Any:
 
 
 def scatter(output: Tensor, whole: Tensor | None, root: int, group: dist.ProcessGroup) -> Any:
-    """Start to give each member one of equal pieces of the root's `whole`, in group order.
+    """Start to send each member one of equal pieces of the root's `whole`, in group order.
 
     Args:
         whole: None on all but the root.
@@ -175,10 +182,10 @@ def gather(output: Tensor | None, piece: Tensor, root: int, group: dist.ProcessG
 
 
 def barrier(group: dist.ProcessGroup) -> Any:
-    """Start to meet the other members.
+    """Start a barrier.
 
     Returns:
-        The work: its `wait` ends when all have come.
+        The work: its `wait` ends when all members have started theirs.
     """
     if here := _channel(group):
         return shared_collectives.barrier(*here)
@@ -206,31 +213,31 @@ def recv(tensor: Tensor, source: int) -> Any:
 
 
 def _channel(group: dist.ProcessGroup) -> tuple[Neighbours, Channel] | None:
-    """How the members share memory, if all of them do."""
+    """Return the connections and the channel of a group, if all its members share memory; else None."""
     here = Neighbours.here
     channel = None if here is None else here.channel(group)
     return None if here is None or channel is None else (here, channel)
 
 
 def _pieces(whole: Tensor, size: int) -> list[Tensor]:
-    """Equal pieces of a tensor, each flat; it may have no elements."""
+    """Split a tensor, which may be empty, into equal flat pieces."""
     return [*whole.view(size, whole.numel() // size)]
 
 
-def _exchanged(group: dist.ProcessGroup, rooms: Sequence[Tensor], given: Sequence[Tensor]) -> list[Any]:
-    """Start a message from and to every other member: into its room, in group order, and of what each is given."""
+def _exchange(group: dist.ProcessGroup, buffers: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Any]:
+    """Start to receive from every other member into its buffer, and to send each its piece, in group order."""
     others = [member for member in range(group.size()) if member != group.rank()]
-    receives = [group.recv([room], member, TAG) for member, room in zip(others, rooms, strict=True)]
-    return receives + [group.send([given[member]], member, TAG) for member in others]
+    receives = [group.recv([buffer], member, TAG) for member, buffer in zip(others, buffers, strict=True)]
+    return receives + [group.send([pieces[member]], member, TAG) for member in others]
 
 
 def _by_messages(group: dist.ProcessGroup) -> bool:
-    """Whether the group is gloo's. One of NCCL's has no backend for the CPU, and torch raises when asked for it."""
+    """Return whether the group is gloo's. Asking an NCCL group for its CPU backend raises an error."""
     return _CPU in group._device_types and isinstance(group._get_backend(_CPU), dist.ProcessGroupGloo)
 
 
 def _first(*names: str) -> Callable[..., Any]:
-    """Find the first of these functions that this torch has: 2.13 renamed two of them, and warns at the old names."""
+    """Return the first of these functions that this torch has. Torch 2.13 renamed two and warns about the old names."""
     return next(getattr(dist, name) for name in names if hasattr(dist, name))
 
 
@@ -239,14 +246,12 @@ _all_gather_single = _first("all_gather_single", "all_gather_into_tensor")
 _reduce_scatter_single = _first("reduce_scatter_single", "reduce_scatter_tensor")
 
 
-# The tape's communication on torch.distributed. Every call starts at once and gives back how to wait for it.
-
-
 Wait = Callable[[], Any]
+"""Waits for an operation that has started."""
 
 
 def wait_of(work: Any) -> Wait:
-    """How to wait for what torch.distributed has started."""
+    """Return the wait of a work of torch.distributed."""
     assert work is not None, "an asynchronous operation gives its work"
     return work.wait
 
@@ -263,15 +268,15 @@ _REDUCE_OP = {
 
 
 class Communicator:
-    """One rank's communication, on a default process group that already exists.
+    """Communication of one rank, on a default process group that already exists.
 
     Args:
-        program: the tapes.
-        rank: whose.
-        groups: where groups are kept for further programs of the same processes (see `make_groups`).
+        program: the program whose communication is carried out.
+        rank: number of the rank.
+        groups: process groups that exist already; new ones are added (see `make_groups`).
 
     Attributes:
-        wait_of: makes of every communication that has started how to wait for it; a recorder puts its own here.
+        wait_of: turns a work that has started into its wait. A recorder replaces this function.
     """
 
     def __init__(self, program: Program, rank: int, groups: Groups | None = None) -> None:
@@ -288,51 +293,51 @@ class Communicator:
         return self._wait(all_reduce(tensor, _REDUCE_OP[by], self._groups[group]))
 
     def reduce(self, tensor: Tensor, group: Group, root: int, by: Reduction = Reduction.SUM) -> Wait:
-        """Reduce in place on the root; the others' tensors are written over with something else."""
+        """Reduce in place on the root. The other members' tensors are overwritten with undefined values."""
         return self._wait(dist.reduce(tensor, root, _REDUCE_OP[by], self._groups[group], async_op=True))
 
     def broadcast(self, tensor: Tensor, group: Group, root: int) -> Wait:
-        """The root's tensor into the others'."""
+        """Copy the root's tensor to the other members."""
         return self._wait(broadcast(tensor, root, self._groups[group]))
 
     def scatter(self, output: Tensor, whole: Tensor | None, group: Group, root: int) -> Wait:
-        """Equal pieces of the root's `whole` into `output`, in group order."""
+        """Receive this member's piece of the root's `whole` into `output`; pieces are equal and in group order."""
         return self._wait(scatter(output, whole, root, self._groups[group]))
 
     def gather(self, output: Tensor | None, piece: Tensor, group: Group, root: int) -> Wait:
-        """The members' equal pieces into the root's `output`, in group order."""
+        """Gather the members' equal pieces into the root's `output`, in group order."""
         return self._wait(gather(output, piece, root, self._groups[group]))
 
     def barrier(self, group: Group) -> Wait:
-        """Nothing is moved; the wait ends when all members have come."""
+        """Start a barrier; its wait ends when all members have started theirs."""
         return self._wait(barrier(self._groups[group]))
 
     def all_gather(self, output: Tensor, piece: Tensor, group: Group) -> Wait:
-        """The members' equal pieces into `output`, in group order."""
+        """Gather the members' equal pieces into `output`, in group order."""
         return self._wait(all_gather(output, piece, self._groups[group]))
 
     def reduce_scatter(self, output: Tensor, whole: Tensor, group: Group) -> Wait:
-        """This member's piece of the sum."""
+        """Reduce `whole` over the members and receive this member's piece of the sum."""
         return self._wait(reduce_scatter(output, whole, self._groups[group]))
 
     def all_to_all(self, output: Tensor, whole: Tensor, group: Group) -> Wait:
-        """Equal pieces of `whole` to the members in group order, and theirs for this one into `output`."""
+        """Send equal pieces of `whole` to the members in group order, and receive theirs into `output`."""
         return self._wait(all_to_all(output, whole, self._groups[group]))
 
     def send(self, tensor: Tensor, to: int, batch: int) -> Wait:
-        """Send; the tensor must not change until the wait is over."""
+        """Send a tensor, which must not change until the wait has ended."""
         if self.starts_alone(to, batch):
             return self._wait(send(tensor, to))
         return self._batched(dist.isend, tensor, to, batch)
 
     def recv(self, tensor: Tensor, source: int, batch: int) -> Wait:
-        """Receive into `tensor`."""
+        """Receive into a tensor."""
         if self.starts_alone(source, batch):
             return self._wait(recv(tensor, source))
         return self._batched(dist.irecv, tensor, source, batch)
 
     def starts_alone(self, peer: int, batch: int) -> bool:
-        """Whether a message needs no others of its batch to start."""
+        """Return whether a message starts alone, instead of with the others of its batch."""
         return batch < 0 or Neighbours.with_rank(peer) is not None
 
     def _batched(self, verb: Callable[..., Any], tensor: Tensor, peer: int, batch: int) -> Wait:
@@ -347,39 +352,44 @@ class Communicator:
             mine = min(place, len(waits) - 1)
             waits[mine]()
             if len(waits) > 1:
-                waits[mine] = _nothing  # or what came would live for as long as the others are waited for
+                waits[mine] = (
+                    _nothing  # otherwise this wait keeps the received tensor alive until the others are waited for
+                )
 
         return wait
 
     def start(self, verb: Callable[..., Any], *tensors: Tensor, group: Group, **settings: Any) -> Wait:
-        """Any verb of torch.distributed that takes a group."""
+        """Start any function of torch.distributed that takes a group."""
         return self._wait(verb(*tensors, group=self._groups[group], async_op=True, **settings))
 
     def _wait(self, work: Any) -> Wait:
         return self.wait_of(work)
 
 
-# A program's process groups, on a default process group that already exists.
-
-
 Groups = dict[Group, dist.ProcessGroup | None]
-"""Process groups that exist, by the ranks that meet; None for those of others."""
+"""Process groups that exist, by their ranks; None for groups of other ranks."""
 
 
 def make_groups(program: Program, rank: int, known: Groups) -> dict[Group, dist.ProcessGroup]:
-    """The groups that a rank is a member of; every rank of the program calls this.
+    """Make a program's process groups. Every rank of the program calls this.
 
-    Those in `known` exist already; all ranks of the program know the same ones. New ones are added to it.
+    Programs may use fewer ranks than there are processes, except on NCCL. Torch names a group by its members and by the
+    number of groups that each has made before. So a rank without a group to make in a round makes one of itself alone,
+    and all counts stay equal, also for the next program. With NCCL's `device_id`, torch also splits every group off
+    from the world's communicator, in which each process must take part.
 
-    Programs may use fewer ranks than there are processes, except on NCCL. Torch names a group by its members and by how
-    many groups each has made before: a rank that has none to make while others do makes one of itself alone, so that
-    all count alike, also in the next program. With NCCL's `device_id` torch also splits every group off from the
-    world's communicator, in which each process must take part.
+    Args:
+        program: the program.
+        rank: number of this rank.
+        known: groups that exist already, the same on all ranks of the program. New groups are added to it.
+
+    Returns:
+        The groups of which the rank is a member.
 
     Raises:
         UserError: for a group that is not in ascending order, if this torch can only make groups that are.
     """
-    for groups in rounds(program, known):
+    for groups in group_rounds(program, known):
         mine = next((group for group in groups if rank in group.ranks), None)
         ranks = [rank] if mine is None else list(mine.ranks)
         group = _new_group(ranks)
@@ -390,9 +400,9 @@ def make_groups(program: Program, rank: int, known: Groups) -> dict[Group, dist.
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Make the process group of these ranks, in this order: a rank's place in it says which piece it gives and takes.
+    """Make the process group of these ranks, in this order, which decides the piece of each rank.
 
-    Torch sorts the ranks unless it is told not to, which versions before `sort_ranks` cannot be.
+    Torch sorts the ranks by default. Versions without `sort_ranks` always do.
     """
     new_group = cast(Any, dist.new_group)
     order: dict[str, bool] = {}
@@ -410,14 +420,14 @@ def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 def _limit() -> timedelta:
-    """Time after which a communication of the default group is given up; torch has another for new groups."""
+    """Return the timeout of the default group. Torch has another default for new groups."""
     world: Any = dist.group.WORLD
     options = world._get_backend(world._device_types[0]).options
     return dist.default_pg_timeout if options is None else options._timeout  # torch's backend for tests has none
 
 
-def rounds(program: Program, known: Collection[Group] = ()) -> list[list[Group]]:
-    """The groups of a program that are not known yet, each round's without a common member; the same on every rank."""
+def group_rounds(program: Program, known: Collection[Group] = ()) -> list[list[Group]]:
+    """Split a program's unknown groups into rounds without a common member; every rank gets the same rounds."""
     groups = {op.group for tape in program.tapes for op in tape if op.group is not None} - set(known)
     made: list[list[Group]] = []
     for group in sorted(groups, key=lambda group: (group.axis, group.ranks)):

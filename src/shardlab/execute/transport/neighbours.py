@@ -1,10 +1,13 @@
-"""Neighbours: ranks of one host, which send each other tensors through memory that they share.
+"""Transport between neighbours: ranks of one host send each other tensors through shared memory.
 
 gloo sends within a host as it does between hosts, by TCP: the kernel copies twice, and threads wake up on both sides.
-Here a rank copies what it sends into memory of its own (`shared_memory`), writes a letter there, which says where it
-lies and which channel it is for, and rings at a Unix socket. Who waits for it reads it there, or adds it from there.
-Nothing runs beside the ranks' own threads, and no one waits to send: who waits for what it has sent is held back, if it
-is far ahead of the reader (`lead`). A rank that has gone has closed its sockets, which the others see at once.
+Here the sender copies a tensor into a buffer of its own shared memory, writes a message with the buffer's offset into
+the receiver's queue there, and sends a signal on a Unix socket. The receiver reads the tensor in place. There is no
+helper thread, and sends never block. The wait of a send blocks if the sender is too far ahead of the receiver (the send
+window). If a rank ends, its sockets close, and the others see that at once.
+
+Read `Neighbours` first (send, expect, receive), then `connect_neighbours` (how ranks of a host find each other),
+`SharedMemory` and `Outbox` (buffers and queues), and `SendWindow` (how far a sender may run ahead).
 """
 
 # pyright: reportUnknownMemberType=false
@@ -33,26 +36,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LONGEST = 2**31 // 1000 - 1
-"""Seconds that a poll can wait."""
+MAX_POLL_SECONDS = 2**31 // 1000 - 1
+"""Longest time that a poll can wait, in seconds."""
 
-RING_BELL = b"!"
-"""The byte that a rank sends on a socket after it has written a letter, so that the reader looks for it."""
+SIGNAL = b"!"
+"""Byte that a rank sends on a socket after it has written a message, so that the reader looks for it."""
 
-MESSAGES = 0
-"""The channel of messages between two ranks; each process group has one of its own."""
+POINT_TO_POINT = 0
+"""Channel of sends and receives between two ranks. Each process group has a channel of its own."""
 
-PAUSE = 0.001
-"""Seconds after which a rank that is held back looks again: its reader rings no bell, since it need not know of it."""
+POLL_SECONDS = 0.001
+"""Seconds between two checks of a waiting sender whether its reader has caught up; the reader sends no signal then."""
 
 
 class Channel(NamedTuple):
-    """A process group whose members are neighbours.
+    """Channel of a process group whose members are neighbours.
 
     Attributes:
-        number: alike on all members, and different for each group.
-        members: their ranks, in group order.
-        mine: this rank's place among them.
+        number: number of the channel, the same on all members and different for each group.
+        members: ranks of the members, in group order.
+        mine: this rank's index among the members.
     """
 
     number: int
@@ -61,12 +64,12 @@ class Channel(NamedTuple):
 
     @property
     def others(self) -> list[int]:
-        """The other members, in group order."""
+        """Ranks of the other members, in group order."""
         return [*self.members[: self.mine], *self.members[self.mine + 1 :]]
 
 
-class Expected(NamedTuple):
-    """The tensor of this number, from 1, among those that a rank sends this one on a channel."""
+class ExpectedTensor(NamedTuple):
+    """Tensor that this rank expects: the one of this number, from 1, that `source` sends it on a channel."""
 
     source: int
     channel: int
@@ -74,35 +77,35 @@ class Expected(NamedTuple):
 
 
 class SharedTensor(NamedTuple):
-    """A tensor in its sender's memory, where it lies until all who read it have `taken` it.
+    """Tensor in its sender's memory, which stays there until all its readers have called `release`.
 
     Attributes:
-        tensor: what was sent.
-        flags: the sender's memory.
-        flag: the byte there that says that this rank has read it.
+        tensor: the tensor.
+        flags: the sender's memory as bytes.
+        flag: index of the byte by which this rank says that it has read the tensor.
     """
 
     tensor: Tensor
     flags: memoryview
     flag: int
 
-    def taken(self) -> None:
-        """Let the sender use the room again."""
+    def release(self) -> None:
+        """Let the sender reuse the buffer."""
         self.flags[self.flag] = 1
 
 
 class Neighbours:
-    """This rank's connections to its neighbours.
+    """Connections of this rank to its neighbours.
 
     Attributes:
-        here: the connections of this process; None if it has no neighbours, or has not met them.
+        here: connections of this process; None if it has no neighbours, or is not connected to them yet.
 
     Args:
-        rank: this rank, in the default process group.
-        outbox: the memory that this rank writes, where it puts what it sends.
-        sockets: by rank, a connected Unix socket to each neighbour.
-        memories: by rank, the memory that each neighbour writes, mapped into this process.
-        limit: how long this rank waits for a letter before it fails.
+        rank: number of this rank in the default process group.
+        outbox: shared memory into which this rank writes what it sends.
+        sockets: for each neighbour, a connected Unix socket.
+        memories: for each neighbour, the shared memory that it writes, mapped into this process.
+        limit: time that this rank waits for a message before it fails.
     """
 
     here: ClassVar[Neighbours | None] = None
@@ -116,35 +119,35 @@ class Neighbours:
         limit: timedelta,
     ) -> None:
         self._rank, self._outbox, self._sockets, self._memories = rank, outbox, sockets, memories
-        self._limit = min(limit.total_seconds(), LONGEST)
+        self._limit = min(limit.total_seconds(), MAX_POLL_SECONDS)
         self._expected: dict[tuple[int, int], int] = defaultdict(int)
         self._arrived: dict[tuple[int, int], int] = defaultdict(int)
-        self._rooms: dict[Expected, int] = {}
-        self._leads = {other: MessageLead() for other in sockets}
+        self._offsets: dict[ExpectedTensor, int] = {}
+        self._windows = {other: SendWindow() for other in sockets}
         self._channels: dict[str, Channel | None] = {}
         self._ranks = {each.fileno(): other for other, each in sockets.items()}
         self._gone: set[int] = set()
-        self._turn, self._reads = Condition(), False
-        self._bells = select.poll()
+        self._condition, self._is_reading = Condition(), False
+        self._poll = select.poll()
         for each in sockets.values():
             each.setblocking(False)
-            self._bells.register(each, select.POLLIN)
+            self._poll.register(each, select.POLLIN)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._sockets
 
     @classmethod
     def with_rank(cls, rank: int) -> Neighbours | None:
-        """This process's neighbours if a rank is one of them, else None."""
+        """Return this process's connections if `rank` is a neighbour, else None."""
         return None if cls.here is None or rank not in cls.here else cls.here
 
     @classmethod
     def memories(cls) -> list[Tensor]:
-        """List all memory that neighbours share, of which only what was written takes any; none without neighbours."""
+        """List all memory that neighbours share. Pages that were never written take no memory."""
         return [] if cls.here is None else [each.bytes for each in (cls.here._outbox, *cls.here._memories.values())]
 
     def channel(self, group: dist.ProcessGroup) -> Channel | None:
-        """The channel of a process group; None if some of its members are no neighbours."""
+        """Return the channel of a process group; None if some of its members are not neighbours."""
         name = group.group_name
         if name not in self._channels:
             members: list[int] = dist.get_process_group_ranks(group)
@@ -153,152 +156,159 @@ class Neighbours:
             self._channels[name] = Channel(number, members, members.index(self._rank)) if here else None
         return self._channels[name]
 
-    def send_message(self, tensor: Tensor, to: int) -> int:
-        """Send a rank a message, as `send` does.
+    def send_point_to_point(self, tensor: Tensor, to: int) -> int:
+        """Send a tensor to one rank on the point-to-point channel.
 
         Returns:
-            How many messages that rank must have begun to receive before this one goes on (see `wait_for_receives`).
+            Number of tensors that the rank must have begun to receive before this rank goes on (see
+            `wait_for_receives`).
         """
-        self.send(tensor, [to], MESSAGES)
-        return self._leads[to].count(tensor.nbytes)
+        self.send(tensor, [to], POINT_TO_POINT)
+        return self._windows[to].count(tensor.nbytes)
 
     def wait_for_receives(self, reader: int, count: int) -> None:
-        """Wait until a rank has begun to receive so many of this one's messages.
+        """Wait until a rank has begun to receive `count` of this rank's point-to-point tensors.
 
         Raises:
-            RuntimeError: when it has gone, or has not begun within the limit.
+            RuntimeError: if the rank has gone, or has not begun within the limit.
         """
         if self._outbox.receives(reader) >= count:
             return
         end = time.monotonic() + self._limit
-        with self._turn:
+        with self._condition:
             while self._outbox.receives(reader) < count:
-                self._want(reader)
-                if not self._read(PAUSE) and time.monotonic() > end:
+                self._check_connected(reader)
+                if not self._wait_for_signal(POLL_SECONDS) and time.monotonic() > end:
                     raise RuntimeError(f"Timed out waiting for rank {reader}: it took nothing for {self._limit:g} s")
 
     def send(self, tensor: Tensor, to: Sequence[int], channel: int, *, keeps: bool = False) -> SharedTensor:
-        """Send a tensor to some ranks; it may change as soon as this has ended, which waits for nobody.
+        """Copy a tensor into shared memory for some ranks, without waiting for them. The tensor may change afterwards.
+
+        Args:
+            tensor: the tensor.
+            to: ranks that receive it.
+            channel: number of the channel.
+            keeps: whether this rank reads the copy too. It then stays until this rank has released it as well.
 
         Returns:
-            What they read. It is there for this rank only if it `keeps` it: until it has taken it as well.
+            The copy. Without `keeps`, this rank must not read it.
 
         Raises:
-            RuntimeError: when one of them has gone.
-            MemoryError: when more is under way than the memory has room for.
+            RuntimeError: if one of the ranks has gone.
+            MemoryError: if the memory has no space left for tensors in flight.
         """
         outbox = self._outbox
-        room = outbox.put(tensor, [*to, self._rank] if keeps else to)
+        offset = outbox.put(tensor, [*to, self._rank] if keeps else to)
         for rank in to:
-            outbox.write_letter(rank, channel, room)
+            outbox.write_message(rank, channel, offset)
             try:
-                self._sockets[rank].send(RING_BELL)
-            except BlockingIOError:  # it has rung often enough
+                self._sockets[rank].send(SIGNAL)
+            except BlockingIOError:  # enough signals are unread already
                 pass
             except OSError as error:
                 raise RuntimeError(f"Connection closed by peer: rank {rank} has gone ({error})") from None
-        return self._shared(self._outbox, room, tensor)
+        return self._shared(self._outbox, offset, tensor)
 
-    def expect_message(self, source: int) -> Expected:
-        """Begin to receive a rank's next message."""
-        expected = self.expect(source, MESSAGES)
+    def expect_point_to_point(self, source: int) -> ExpectedTensor:
+        """Begin to receive the next point-to-point tensor of a rank."""
+        expected = self.expect(source, POINT_TO_POINT)
         self._memories[source].note_receives(self._rank, expected.number)
         return expected
 
-    def expect(self, source: int, channel: int) -> Expected:
-        """Note that the next tensor which nobody expects yet of a rank on a channel is wanted."""
+    def expect(self, source: int, channel: int) -> ExpectedTensor:
+        """Expect the next tensor of a rank on a channel, after those that are expected already."""
         self._expected[source, channel] += 1
-        return Expected(source, channel, self._expected[source, channel])
+        return ExpectedTensor(source, channel, self._expected[source, channel])
 
-    def receive(self, expected: Expected, like: Tensor) -> SharedTensor:
-        """Wait for a tensor that is expected, of the shape and dtype of `like`.
+    def receive(self, expected: ExpectedTensor, like: Tensor) -> SharedTensor:
+        """Wait for an expected tensor, which has the shape and dtype of `like`.
 
         Raises:
-            RuntimeError: when its sender has gone, or nothing comes within the limit.
+            RuntimeError: if its sender has gone, or nothing comes within the limit.
         """
-        with self._turn:
-            self._take_in(expected.source)
-            while expected not in self._rooms:
-                self._want(expected.source)
-                if not self._read(self._limit):
+        with self._condition:
+            self._read_messages(expected.source)
+            while expected not in self._offsets:
+                self._check_connected(expected.source)
+                if not self._wait_for_signal(self._limit):
                     why = f"nothing came within {self._limit:g} s"
                     raise RuntimeError(f"Timed out waiting for rank {expected.source}: {why}")
-            return self._shared(self._memories[expected.source], self._rooms.pop(expected), like)
+            return self._shared(self._memories[expected.source], self._offsets.pop(expected), like)
 
-    def _shared(self, memory: SharedMemory, room: int, like: Tensor) -> SharedTensor:
-        return SharedTensor(memory.tensor(room, like), memory.flags, room + self._rank)
+    def _shared(self, memory: SharedMemory, offset: int, like: Tensor) -> SharedTensor:
+        return SharedTensor(memory.tensor(offset, like), memory.flags, offset + self._rank)
 
     @classmethod
     def part(cls) -> None:
-        """Leave them: what is sent from now on goes by torch.distributed. What was sent can still be read."""
+        """Disconnect. Later sends use torch.distributed; neighbours can still read what was sent before."""
         if cls.here is not None:
             for each in cls.here._sockets.values():
                 each.close()
         cls.here = None
 
-    def _want(self, rank: int) -> None:
+    def _check_connected(self, rank: int) -> None:
         if rank in self._gone:
             raise RuntimeError(f"Connection closed by peer: rank {rank} has gone")
 
-    def _read(self, seconds: float) -> bool:
-        """Wait for some seconds until some rank rings, and read its letters; false if none has.
+    def _wait_for_signal(self, seconds: float) -> bool:
+        """Wait for a signal for some seconds, and read the messages of the ranks that sent one.
 
-        While ops are timed, each is waited for on a thread of its own: one of them reads for all, in its turn.
+        While ops are timed, each is waited for on a thread of its own. One of these threads then reads for all.
+
+        Returns:
+            Whether a signal came.
         """
-        if self._reads:
-            return self._turn.wait(seconds)
-        self._reads = True
-        self._turn.release()
+        if self._is_reading:
+            return self._condition.wait(seconds)
+        self._is_reading = True
+        self._condition.release()
         try:
-            rung = self._bells.poll(1000 * seconds)
+            signalled = self._poll.poll(1000 * seconds)
         finally:
-            self._turn.acquire()
-            self._reads = False
-            self._turn.notify_all()
-        for file, _ in rung:
+            self._condition.acquire()
+            self._is_reading = False
+            self._condition.notify_all()
+        for file, _ in signalled:
             rank = self._ranks[file]
-            has_gone = not self._silenced(rank)
-            self._take_in(rank)
+            has_gone = not self._drain_signals(rank)
+            self._read_messages(rank)
             if has_gone:
                 self._gone.add(rank)
-                self._bells.unregister(file)
-        return bool(rung)
+                self._poll.unregister(file)
+        return bool(signalled)
 
-    def _silenced(self, rank: int) -> bool:
-        """Take all that a rank has rung; false if it has gone."""
+    def _drain_signals(self, rank: int) -> bool:
+        """Read all signals of a rank; return False if it has gone."""
         while True:
             try:
-                if not self._sockets[rank].recv(len(RING_BELL)):
+                if not self._sockets[rank].recv(len(SIGNAL)):
                     return False
             except BlockingIOError:
                 return True
-            except ConnectionResetError:  # it has left something unread
+            except ConnectionResetError:  # it ended without reading everything
                 continue
 
-    def _take_in(self, rank: int) -> None:
-        """Read a rank's letters."""
-        for channel, room in self._memories[rank].read_letters(self._rank):
+    def _read_messages(self, rank: int) -> None:
+        """Read a rank's messages."""
+        for channel, offset in self._memories[rank].read_messages(self._rank):
             self._arrived[rank, channel] += 1
-            self._rooms[Expected(rank, channel, self._arrived[rank, channel])] = room
-
-
-# How a rank finds its neighbours, the ranks of its host, and shares its memory with them.
+            self._offsets[ExpectedTensor(rank, channel, self._arrived[rank, channel])] = offset
 
 
 HELLO = struct.Struct("=16sI")
-"""The first message of a connection: the token of whom it is for, and the sender's rank; its memory comes along."""
+"""First packet of a connection: the receiver's token and the sender's rank, with the sender's file descriptor."""
 
-MAPPED = 2**46
-"""Bytes that all memories of a world may have together: half of what a process of 64 bits can map."""
+MAX_MAPPED_BYTES = 2**46
+"""Bytes that the shared memories of all ranks may have together: half of the address space of a 64-bit process."""
 
 
 class Address(NamedTuple):
-    """Where a rank is found by others.
+    """Address at which other ranks connect to a rank.
 
     Attributes:
-        host: the name of its host, equal for ranks that can share memory; empty for a rank that shares none.
-        name: the name of the Unix socket at which it listens.
-        token: a secret by which who connects to that socket shows that this rank has told it the address.
+        host: name of its host, equal for ranks that can share memory; empty for a rank that shares none.
+        name: name of the Unix socket on which it listens.
+        token: secret that a connecting process must send to show that it has received this address.
         size: bytes of the memory that it shares.
     """
 
@@ -309,12 +319,12 @@ class Address(NamedTuple):
 
 
 def connect_neighbours(limit: timedelta, later: timedelta | None = None, *, shares: bool = True) -> None:
-    """Find this rank's neighbours; every rank of the default process group calls this.
+    """Connect this rank to its neighbours. Every rank of the default process group calls this.
 
     Args:
-        limit: how long is waited for them now.
-        later: how long is waited for each letter later (None: as long).
-        shares: whether this rank may have any: what it shares counts where a process's memory is limited.
+        limit: time to wait for the connections.
+        later: time to wait for each message later (None: `limit`).
+        shares: whether this rank may share memory. Shared memory counts towards a limit on a process's memory.
     """
     Neighbours.part()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -340,12 +350,12 @@ def connect_neighbours(limit: timedelta, later: timedelta | None = None, *, shar
 
 
 def _host() -> str:
-    """Name this host, the same for all its processes that can reach each other's sockets; empty if they share none.
+    """Return a name of this host that is the same for all processes that can connect; empty without shared memory.
 
-    Processes share memory by Linux's files without a name. They reach each other's sockets if they are in one network
-    namespace of one host, as one user. The host's processor must be one whose order of writes `shared_memory` rests on.
+    Processes share memory by Linux's anonymous files (memfd). They can connect if they are in one network namespace of
+    one host, as one user. The processor must keep the order of writes (`ORDERED_PROCESSOR`).
     """
-    if not hasattr(os, "memfd_create") or platform.machine() != IN_ORDER:
+    if not hasattr(os, "memfd_create") or platform.machine() != ORDERED_PROCESSOR:
         return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -355,10 +365,10 @@ def _host() -> str:
 
 
 def _outbox(world: int) -> Outbox | None:
-    """Make this rank's memory; None where a limit of the process forbids it, such as that of files' sizes."""
+    """Make this rank's shared memory; None if a limit of the process forbids it, such as that on file sizes."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):
-        return Outbox(min(physical, MAPPED // world), world)
+        return Outbox(min(physical, MAX_MAPPED_BYTES // world), world)
     return None
 
 
@@ -371,7 +381,7 @@ def _socket(limit: timedelta) -> socket.socket:
 def _connected(
     rank: int, token: bytes, file: int, listener: socket.socket, others: dict[int, Address], limit: timedelta
 ) -> tuple[dict[int, socket.socket], dict[int, int]]:
-    """Connect to each: the sockets, and the descriptors of their memories. Of two ranks the lower one listens."""
+    """Connect to each rank; return sockets and descriptors of their memories. Of two ranks, the lower one listens."""
     sockets: dict[int, socket.socket] = {}
     files: dict[int, int] = {}
     for other, address in others.items():
@@ -398,52 +408,48 @@ def _connected(
     return sockets, files
 
 
-# Memory of one rank that the other ranks of its host read: what it sends them lies there until they have taken it.
-#
-# No lock guards it, but the order of each process: a tensor is written before its letter, a letter before it is
-# counted, and what somebody reads is read before its byte or its count says so. Python has no barrier that would have
-# other processes see that order, and a bell is no substitute: a rank looks for letters before the bell has come. x86
-# has them see it: there, writes become visible in the order of the program, and none before what the program has read
-# earlier (Intel's manual of software developers, volume 3A, "Memory Ordering"). ARM promises neither, so that a rank
-# might read a room before the tensor is there. So ranks share memory on the processors of `IN_ORDER` alone (see
-# `connecting`).
+MIN_BUFFER_BYTES = 4096
+"""Bytes of the smallest buffer. Larger buffers have twice as many, four times, and so on."""
 
+QUEUE_LENGTH = 2**16
+"""Messages to a rank that may be unread at one time."""
 
-SMALLEST = 4096
-"""Bytes of a room; larger ones have twice as many, four times, and so on."""
+QUEUE_WORDS = 3 + 2 * QUEUE_LENGTH
+"""64-bit words of the queue to a rank: three counts, and two words for each message."""
 
-LETTERS = 2**16
-"""Letters to a rank that it need not have read."""
-
-RING = 3 + 2 * LETTERS
-"""Words of the letters to a rank: three counts, and two words for each letter."""
-
-IN_ORDER = "x86_64"
-"""The processors, by Linux's name for them, on which all processes see each other's writes in order."""
+ORDERED_PROCESSOR = "x86_64"
+"""Processor, by Linux's name, on which all processes see each other's writes in order (see `SharedMemory`)."""
 
 
 class SharedMemory:
-    """A memory that several processes have mapped: what nobody wrote of it takes none.
+    """Memory of one rank that the other ranks of its host read.
 
-    It is a file without a name, so nothing of it stays whoever is killed. Each tensor in it lies in a room, which
-    begins with a byte for every rank: a rank sets its own when it has read what is there. Before the rooms lie the
-    letters to each rank, which say what there is for it: how many were written, how many it has read, how many messages
-    it has begun to receive, and of the last letters, around a ring, the channel and the room.
+    It is an anonymous file, so nothing is left behind if processes are killed. It begins with a queue of messages to
+    each rank: three counts (messages written, messages read, point-to-point tensors that the reader has begun to
+    receive), then a ring of (channel, offset of a buffer). Buffers with tensors follow. Each begins with a byte for
+    every rank, which that rank sets when it has read the tensor. Pages that were never written take no memory.
+
+    There is no lock. Correctness rests on the order of memory accesses: a tensor is written before its message, a
+    message before it is counted, and a tensor is read before its byte or count says so. Python has no memory barrier,
+    and a signal is no substitute, because a rank also looks for messages before a signal has come. x86 keeps this
+    order: writes become visible in program order, and none before earlier reads (Intel's manual for software
+    developers, volume 3A, "Memory Ordering"). ARM does not, so a rank could read a buffer before the tensor is there.
+    So ranks share memory only on `ORDERED_PROCESSOR`.
 
     Attributes:
-        file: its descriptor.
+        file: its file descriptor.
     """
 
     def __init__(self, size: int, ranks: int, file: int | None = None) -> None:
-        """Make one of so many bytes, or map one that another process has made (by its descriptor).
+        """Make a shared memory, or map one that another process has made.
 
         Args:
-            size: bytes.
-            ranks: of the world.
-            file: which another process has made.
+            size: its bytes.
+            ranks: number of ranks of the world.
+            file: descriptor of the memory that another process has made (None: make one).
 
         Raises:
-            OSError: when this system has no such memory, or none is left of what the process may map.
+            OSError: if this system has no anonymous files, or the process may not map so much.
         """
         if file is None:
             if not hasattr(os, "memfd_create"):
@@ -455,101 +461,99 @@ class SharedMemory:
         self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         self.flags = memoryview(mapped)
         self.header_bytes = -(-ranks // 64) * 64  # tensors begin at whole lines of a cache
-        self._words = self.flags[: ranks * 8 * RING].cast("Q")
+        self._words = self.flags[: ranks * 8 * QUEUE_WORDS].cast("Q")
 
-    def tensor(self, room: int, like: Tensor) -> Tensor:
-        """What lies in the room that begins at a byte, as a tensor of this shape and dtype."""
-        begin = room + self.header_bytes
+    def tensor(self, offset: int, like: Tensor) -> Tensor:
+        """Return the tensor in the buffer at an offset, with the shape and dtype of `like`."""
+        begin = offset + self.header_bytes
         return self.bytes[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
 
-    def write_letter(self, reader: int, channel: int, room: int) -> None:
-        """Tell a rank of a room.
+    def write_message(self, reader: int, channel: int, offset: int) -> None:
+        """Append a message to a rank's queue: there is a tensor for it in the buffer at `offset`.
 
         Raises:
-            MemoryError: when it has not read thousands of letters.
+            MemoryError: if the queue is full.
         """
-        words, ring = self._words, reader * RING
-        written = words[ring]
-        if written - words[ring + 1] == LETTERS:
-            raise MemoryError(f"{LETTERS:,} messages to rank {reader} are sent and not received")
-        place = ring + 3 + 2 * (written % LETTERS)
-        words[place], words[place + 1] = channel, room
-        words[ring] = written + 1  # only now does the reader look at it
+        words, queue = self._words, reader * QUEUE_WORDS
+        written = words[queue]
+        if written - words[queue + 1] == QUEUE_LENGTH:
+            raise MemoryError(f"{QUEUE_LENGTH:,} messages to rank {reader} are sent and not received")
+        place = queue + 3 + 2 * (written % QUEUE_LENGTH)
+        words[place], words[place + 1] = channel, offset
+        words[queue] = written + 1  # the reader looks at the message only after this write
 
-    def read_letters(self, reader: int) -> Iterator[tuple[int, int]]:
-        """The channel and the room of each letter that this rank has not read yet."""
-        words, ring = self._words, reader * RING
-        while (read := words[ring + 1]) < words[ring]:
-            place = ring + 3 + 2 * (read % LETTERS)
-            letter = words[place], words[place + 1]
-            words[ring + 1] = read + 1
-            yield letter
+    def read_messages(self, reader: int) -> Iterator[tuple[int, int]]:
+        """Yield channel and buffer offset of each message that the rank `reader` has not read yet."""
+        words, queue = self._words, reader * QUEUE_WORDS
+        while (read := words[queue + 1]) < words[queue]:
+            place = queue + 3 + 2 * (read % QUEUE_LENGTH)
+            message = words[place], words[place + 1]
+            words[queue + 1] = read + 1
+            yield message
 
     def note_receives(self, reader: int, count: int) -> None:
-        """Let the sender know how many of its messages this reader has begun to receive."""
-        self._words[reader * RING + 2] = count
+        """Store how many point-to-point tensors of the sender this reader has begun to receive."""
+        self._words[reader * QUEUE_WORDS + 2] = count
 
     def receives(self, reader: int) -> int:
-        """How many messages this reader has begun to receive."""
-        return self._words[reader * RING + 2]
+        """Return how many point-to-point tensors this reader has begun to receive."""
+        return self._words[reader * QUEUE_WORDS + 2]
 
 
 class Outbox(SharedMemory):
-    """A rank's own: rooms that it writes into, each of which is used again when all who read it have.
+    """Shared memory that this rank writes. A buffer is reused when all its readers have released it.
 
     Attributes:
-        size: bytes that it may hold.
+        size: its bytes.
     """
 
     def __init__(self, size: int, ranks: int) -> None:
         super().__init__(size, ranks)
-        self.size, self._end = size, -(-ranks * 8 * RING // SMALLEST) * SMALLEST
-        self._rooms: dict[int, list[tuple[int, Sequence[int]]]] = defaultdict(list)
+        self.size, self._end = size, -(-ranks * 8 * QUEUE_WORDS // MIN_BUFFER_BYTES) * MIN_BUFFER_BYTES
+        self._buffers: dict[int, list[tuple[int, Sequence[int]]]] = defaultdict(list)
 
     def put(self, tensor: Tensor, readers: Sequence[int]) -> int:
-        """Copy a tensor into a room that nobody reads any more: the byte at which it begins.
+        """Copy a tensor into a free buffer and return the buffer's offset.
 
         Raises:
-            MemoryError: when more is under way than this memory can hold.
+            MemoryError: if the tensors in flight leave no space.
         """
-        wanted = max(SMALLEST, 1 << (self.header_bytes + tensor.nbytes - 1).bit_length())
-        size, room = self._free(wanted) or (wanted, self._end)
-        if room == self._end:
-            if room + size > self.size:
+        wanted = max(MIN_BUFFER_BYTES, 1 << (self.header_bytes + tensor.nbytes - 1).bit_length())
+        size, offset = self._free(wanted) or (wanted, self._end)
+        if offset == self._end:
+            if offset + size > self.size:
                 raise MemoryError(f"a message of {tensor.nbytes:,} bytes finds no room in {self.size:,} bytes")
             self._end += size
-        self._rooms[size].append((room, readers))
+        self._buffers[size].append((offset, readers))
         for rank in readers:
-            self.flags[room + rank] = 0
-        self.tensor(room, tensor).copy_(tensor)
-        return room
+            self.flags[offset + rank] = 0
+        self.tensor(offset, tensor).copy_(tensor)
+        return offset
 
     def _free(self, least: int) -> tuple[int, int] | None:
-        """Take a room of at least this size that all have read: its size, and where it begins."""
-        for size in sorted(each for each in self._rooms if each >= least):
-            rooms = self._rooms[size]
-            for place, (room, readers) in enumerate(rooms):
-                if all(self.flags[room + rank] for rank in readers):
-                    del rooms[place]
-                    return size, room
+        """Remove a buffer of at least this size that all have released; return its size and offset, or None."""
+        for size in sorted(each for each in self._buffers if each >= least):
+            buffers = self._buffers[size]
+            for place, (offset, readers) in enumerate(buffers):
+                if all(self.flags[offset + rank] for rank in readers):
+                    del buffers[place]
+                    return size, offset
         return None
 
 
-# How far a rank may run ahead of another one that it sends messages.
+WINDOW_BYTES = 4 * 2**20
+"""Bytes of point-to-point tensors that a rank may send before its reader begins to receive them."""
+
+WINDOW_MESSAGES = 4
+"""Point-to-point tensors that it may send so, however large they are."""
 
 
-BYTES = 4 * 2**20
-"""Bytes of messages that a rank may have sent before its reader begins to receive them."""
+class SendWindow:
+    """Send window from one rank to another: the point-to-point tensors that may be ahead of the reader's receives.
 
-MESSAGES_AHEAD = 4
-"""Messages that it may have sent so, however large they are."""
-
-
-class MessageLead:
-    """The messages of one rank to another, of which the last may be sent before the reader begins to receive them.
-
-    What may go ahead is `MESSAGES`, or as many as have at most `BYTES` together. The wait of any other send lasts until
-    its receive has begun, as that of each does on gloo: so what cannot hang there cannot hang here.
+    The window has `WINDOW_MESSAGES` tensors, or more if they have at most `WINDOW_BYTES` together. The wait of a send
+    beyond it ends when the reader has begun enough receives. On gloo every send waits for its receive, so a program
+    that cannot hang there cannot hang here.
     """
 
     def __init__(self) -> None:
@@ -557,14 +561,14 @@ class MessageLead:
         self._ahead: deque[int] = deque()
 
     def count(self, size: int) -> int:
-        """Count a message of so many bytes.
+        """Add a tensor of `size` bytes to the window.
 
         Returns:
-            How many messages the reader must have begun to receive when the wait of this one's send ends.
+            Number of tensors that the reader must have begun to receive before the wait of this send may end.
         """
-        size = max(size, SMALLEST)
+        size = max(size, MIN_BUFFER_BYTES)
         self._sent, self._bytes = self._sent + 1, self._bytes + size
         self._ahead.append(size)
-        while len(self._ahead) > MESSAGES_AHEAD and self._bytes > BYTES:
+        while len(self._ahead) > WINDOW_MESSAGES and self._bytes > WINDOW_BYTES:
             self._bytes -= self._ahead.popleft()
         return self._sent - len(self._ahead)
