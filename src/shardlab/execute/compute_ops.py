@@ -1,4 +1,9 @@
-"""What each compute op of a tape does to the registers: prepared once, called at every step."""
+"""Compute ops: for each kind, a function that prepares the op once and returns the call that each step makes.
+
+`COMPUTE` lists them. A call reads and writes `State.values`, the tensors by value number. A forward pass keeps what its
+backward pass reads, and the backward pass empties it. A backward pass looks its weight up anew, because a gathered
+weight may lie elsewhere by then.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves some of its annotations out.
@@ -25,18 +30,12 @@ from shardlab.models.primitives import DropoutSite
 from shardlab.models.tensors import Accumulate, AddGradients, attention, cross_entropy, parameter_views
 from shardlab.models.tensors.attention import select_rows, to_device
 
-# A layer's passes on a rank's tape: what its ops do to the registers.
-#
-# A forward pass keeps what its backward pass reads, which empties it. The backward pass is given the weight anew: one
-# that was gathered again is read from where it lies then.
-
-
 Waiting = list[tuple[AddGradients, Tensor, Tensor]]
-"""What the parameters' gradients are made of, between the halves of a backward pass."""
+"""Deferred gradients of parameters, between the halves of a split backward pass: (function, gradient, input)."""
 
 
 def forward(state: State, at: int, op: Op) -> Instruction:
-    """A layer; with what its backward pass reads, if the tape saves that; of a RECOMPUTE that alone."""
+    """Run a layer, and keep what its backward pass reads if the tape saves it. A RECOMPUTE makes only the latter."""
     (x, weight, *carried), values, passes = op.inputs, state.values, state.passes[op.layer]
     saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
     outputs, saved = op.outputs[: len(op.outputs) - saves], op.outputs[-1]
@@ -54,28 +53,28 @@ def forward(state: State, at: int, op: Op) -> Instruction:
         if saves:
             values[saved] = kept
             if over:
-                values[x] = None  # what is wanted of it is kept
+                values[x] = None  # the kept tensors hold what is still needed
 
     return run
 
 
 def backward(state: State, at: int, op: Op) -> Instruction:
-    """The whole backward pass; adds to an older gradient where an ADD would follow."""
+    """Run the whole backward pass. If an ADD follows, the gradient is added directly to the older one."""
     grad_weight, *outputs = op.outputs
-    layout, room = state.shapes.layout_of_weight(op.layer), gradient_room(state, at, op)
+    layout, make_buffer = state.shapes.layout_of_weight(op.layer), gradient_buffer(state, at, op)
     back = _back(state, op, outputs)
 
     def run() -> None:
-        into = room()
-        rooms = parameters_of(into, layout)
-        back(lambda add, gradient, read: add(rooms, gradient, read), [])
+        into = make_buffer()
+        totals = gradient_views(into, layout)
+        back(lambda add, gradient, read: add(totals, gradient, read), [])
         state.values[grad_weight] = into
 
     return run
 
 
 def backward_input(state: State, at: int, op: Op) -> Instruction:
-    """The half that gives the inputs' gradients, and keeps what the parameters' are made of."""
+    """Run the first half of a backward pass: the inputs' gradients. The parameters' gradients are deferred."""
     *outputs, half = op.outputs
     back = _back(state, op, outputs)
 
@@ -88,27 +87,27 @@ def backward_input(state: State, at: int, op: Op) -> Instruction:
 
 
 def backward_weight(state: State, at: int, op: Op) -> Instruction:
-    """The half that gives the weight's gradient, added to an older one where an ADD would follow."""
+    """Run the second half of a backward pass: the deferred gradients of the parameters."""
     half, grad_weight, values = op.inputs[2], op.outputs[0], state.values
-    layout, room = state.shapes.layout_of_weight(op.layer), gradient_room(state, at, op)
+    layout, make_buffer = state.shapes.layout_of_weight(op.layer), gradient_buffer(state, at, op)
 
     def run() -> None:
         waiting: Waiting = values[half]
         values[half] = None
-        into = room()
-        rooms = parameters_of(into, layout)
+        into = make_buffer()
+        totals = gradient_views(into, layout)
         while waiting:
             add, gradient, read = waiting.pop(0)
-            add(rooms, gradient, read)
+            add(totals, gradient, read)
         values[grad_weight] = into
 
     return run
 
 
 def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Accumulate, Waiting], None]:
-    """Through a layer, to the inputs' gradients; what the parameters' gradients are made of is taken, and may be kept.
+    """Prepare a backward pass to the inputs' gradients, whose parameter gradients are accumulated now or later.
 
-    Each gradient is memory of its own, since others write over it.
+    Each gradient gets memory of its own, because other ops write over it.
     """
     (_, gradient, weight, saved, *carried), values = op.inputs, state.values
     own, passes = own_columns(state, op), state.passes[op.layer]
@@ -120,18 +119,15 @@ def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Accumulate, Wai
         made = passes.backward(kept, gradients, state.weights_of(op.layer, weight), take)
         taken = {each.data_ptr() for each in (*gradients, *(each for _, each, _ in waiting))}
         for number, each in zip(outputs, made, strict=False):
-            if each is not None:  # there is none for tokens
+            if each is not None:  # tokens have no gradient
                 values[number] = each.clone() if each.data_ptr() in taken else each
                 taken.add(each.data_ptr())
 
     return run
 
 
-# Attention over sequences that are cut: what its ops do to the registers.
-
-
 def attend(state: State, at: int, op: Op) -> Instruction:
-    """Queries that meet one lot of keys and values."""
+    """Let queries attend to one part of the keys and values."""
     (queries, keys_values), (output,), values = op.inputs, op.outputs, state.values
     part, mask = _heads(state, op.layer, state.specs[queries]), _mask(state, op)
     tokens, key_tokens = (state.shapes.tokens(state.specs[number]) for number in (queries, keys_values))
@@ -143,7 +139,7 @@ def attend(state: State, at: int, op: Op) -> Instruction:
 
 
 def attend_backward(state: State, at: int, op: Op) -> Instruction:
-    """What one lot of keys and values gives to the queries' gradient, and they to its."""
+    """Compute what one part of the keys and values adds to the queries' gradient, and the gradient of that part."""
     (queries, keys_values, attention_output, gradient), outputs, values = op.inputs, op.outputs, state.values
     part, mask = _heads(state, op.layer, state.specs[queries]), _mask(state, op)
     tokens, key_tokens = (state.shapes.tokens(state.specs[number]) for number in (queries, keys_values))
@@ -157,20 +153,20 @@ def attend_backward(state: State, at: int, op: Op) -> Instruction:
 
 
 def merge(state: State, op: Op) -> Instruction:
-    """The sum of what queries have met of two lots of keys and values."""
+    """Merge the outputs of attention for two parts of the keys and values."""
     (a, b), (output,), values = op.inputs, op.outputs, state.values
     part = _heads(state, op.layer - 1, state.specs[a])
     return lambda: values.__setitem__(output, attention.merge(part, values[a], values[b]))
 
 
 def _heads(state: State, layer: int, spec: Spec) -> Attend:
-    """The attention of the heads that a value is of."""
+    """Return the attention primitive with the heads of a value alone."""
     share = share_of(spec.form)
     return state.model.attention_after(layer).heads_of(share.denominator // share.numerator)
 
 
 def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
-    """Dropout's mask of these queries and keys: drawn whole, as on one device, then cut."""
+    """Prepare the dropout mask of these queries and keys: drawn whole, as on one device, then cut."""
     queries, keys_values = (state.specs[number] for number in op.inputs[:2])
     whole, step = state.model.attention_after(op.layer), state.model.run(op.layer).attend
     assert step is not None
@@ -192,21 +188,21 @@ def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
 
 
 def load_weight(state: State, at: int, op: Op) -> Instruction:
-    """The slice that the rank keeps, bound again at every step."""
+    """Bind the slice of weights that the rank keeps."""
     assert op.holds is not None
     kept, (weight,), values = state.kept[op.layer, op.holds], op.outputs, state.values
     return lambda: values.__setitem__(weight, kept)
 
 
 def load_opt_state(state: State, at: int, op: Op) -> Instruction:
-    """The optimizer state that the rank keeps."""
+    """Bind the optimizer state that the rank keeps."""
     assert op.holds is not None
     kept, (opt_state,), values = state.opt_states[op.layer, op.holds], op.outputs, state.values
     return lambda: values.__setitem__(opt_state, kept)
 
 
 def scale(state: State, at: int, op: Op) -> Instruction:
-    """A gradient times a number that this step's tokens tell; in place where nobody reads it any more."""
+    """Multiply a gradient by a number that depends on the step's tokens; in place if nobody else reads it."""
     (given,), (output,), values, factor = op.inputs, op.outputs, state.values, op.factor
     in_place = at in state.analysis.in_place.first_input
     assert factor is not None
@@ -219,7 +215,7 @@ def scale(state: State, at: int, op: Op) -> Instruction:
 
 
 def cast(state: State, at: int, op: Op) -> Instruction:
-    """The value in other numbers, always in memory of its own; a weight in a buffer."""
+    """Cast a value to another dtype, always in memory of its own; a weight goes into a buffer."""
     (given,), (output,), values = op.inputs, op.outputs, state.values
     dtype, slot = state.dtype(state.specs[output]), state.analysis.slot.get(output)
 
@@ -238,7 +234,7 @@ def zero_gradient(state: State, at: int, op: Op) -> Instruction:
 
 
 def load_batch(state: State, at: int, op: Op) -> Instruction:
-    """The tokens of some microbatches, one after the other."""
+    """Load the tokens of some microbatches, one after the other."""
     assert op.holds is not None
     output, values = op.outputs[0], state.values
 
@@ -249,7 +245,7 @@ def load_batch(state: State, at: int, op: Op) -> Instruction:
 
 
 def _rows(state: State, spec: Spec, which: int) -> Tensor:
-    """What a value holds of this step's tokens (0) or targets (1): (rows, tokens) on the device."""
+    """Return a value's part of this step's tokens (`which` 0) or targets (1): (rows, tokens) on the device."""
     rows = torch.cat([state.batch[m][which] for m in bits(spec.microbatches)])
     if not spec.whole_sequences:
         rows = select_rows(rows.T, state.shapes.tokens(spec)).T.contiguous()
@@ -257,7 +253,7 @@ def _rows(state: State, spec: Spec, which: int) -> Tensor:
 
 
 def loss_stats(state: State, at: int, op: Op) -> Instruction:
-    """What the loss needs of the slice of the logits that is here."""
+    """Reduce this rank's slice of the logits to the statistics that the loss needs."""
     (x,), (output,), values = op.inputs, op.outputs, state.values
     first = state.first_token(state.specs[x])
 
@@ -268,9 +264,9 @@ def loss_stats(state: State, at: int, op: Op) -> Instruction:
 
 
 def loss(state: State, at: int, op: Op) -> Instruction:
-    """Cross-entropy, each token weighted by its share of the step's tokens, so that sums are exact means.
+    """Compute the cross-entropy, each token weighted by 1 / tokens of the step, so that sums over ranks are means.
 
-    Where the tape wants no gradient, none is computed.
+    Without an output on the tape, no gradient is computed.
     """
     (x, *stats), values = op.inputs, state.values
     spec = state.specs[x]
@@ -282,7 +278,7 @@ def loss(state: State, at: int, op: Op) -> Instruction:
     first = state.first_token(spec) if stats else 0
 
     def apart(whole: Tensor, dim: int = 0) -> list[Tensor]:
-        """The pieces of something with rows in `dim` and tokens in the next dim."""
+        """Split a tensor with rows in `dim` and tokens in the next dim into pieces."""
         if len(owned) == 1:
             return [whole]
         return [piece for row in whole.chunk(microbatches, dim) for piece in row.chunk(slices, dim + 1)]
@@ -319,7 +315,7 @@ def loss(state: State, at: int, op: Op) -> Instruction:
 
 
 def add(state: State, at: int, op: Op) -> Instruction:
-    """A sum of gradients; in place where nobody reads the first one any more."""
+    """Add two gradients; in place if nobody else reads the first one."""
     term = state.specs[op.inputs[0]].form.term
     if term is not None and term.merged:
         return merge(state, op)
@@ -336,7 +332,7 @@ def add(state: State, at: int, op: Op) -> Instruction:
 
 
 def free(state: State, at: int, op: Op) -> Instruction:
-    """Drop a value, and with an activation what its layer keeps of it."""
+    """Drop a value; for an activation also what its layer keeps for the backward pass."""
     number, values = op.inputs[0], state.values
     saved, slot = state.analysis.saved_of[number], state.analysis.empties.get(at)
     kept = state.analysis.leaves_room.get(at)
@@ -379,11 +375,8 @@ COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
 }
 
 
-# Where a backward pass puts a weight's gradient, and what of an output's gradient it takes.
-
-
-def gradient_room(state: State, at: int, op: Op) -> Callable[[], Tensor]:
-    """Where a layer's gradient goes: into zeros, or the older gradient that it is added to."""
+def gradient_buffer(state: State, at: int, op: Op) -> Callable[[], Tensor]:
+    """Prepare the buffer for a layer's gradient: zeros, or the older gradient to which it is added."""
     total = state.analysis.in_place.accumulates.get(at)
     number, values = op.outputs[0], state.values
     spec = state.specs[number]
@@ -398,8 +391,8 @@ def gradient_room(state: State, at: int, op: Op) -> Callable[[], Tensor]:
     return lambda: values[total]
 
 
-def parameters_of(gradient: Tensor, layout: LayerLayout) -> Sequence[Tensor]:
-    """The views of a layer's gradient; made once, for all microbatches that are added to it, and kept with it."""
+def gradient_views(gradient: Tensor, layout: LayerLayout) -> Sequence[Tensor]:
+    """Return the views of a layer's gradient. They are made once and stored with the gradient."""
     kept = vars(gradient)
     if "views" not in kept:
         kept["views"] = parameter_views(layout, gradient.data)  # views of the tensor itself would keep it, and it them
@@ -407,7 +400,7 @@ def parameters_of(gradient: Tensor, layout: LayerLayout) -> Sequence[Tensor]:
 
 
 def own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
-    """Take out of an output's complete gradient what belongs to a slice of it, for layers that take their own."""
+    """Prepare to cut a slice's part out of an output's complete gradient, if the layer takes its own part."""
     gradient, saved = state.specs[op.inputs[1]], state.specs[op.inputs[3]]
     if not takes_own(state, op.layer) or gradient.form.slices or not saved.form.slices:
         return lambda whole: whole
@@ -416,5 +409,5 @@ def own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
 
 
 def takes_own(state: State, layer: int) -> bool:
-    """Whether a slice of a layer takes its own part of what comes back."""
+    """Return whether a slice of the layer cuts its own part out of the output's complete gradient."""
     return any(node.takes_own for node in state.signatures[layer].nodes)

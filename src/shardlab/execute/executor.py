@@ -1,7 +1,8 @@
-"""A rank's tape on torch.distributed: every op becomes one call, prepared once and replayed every step.
+"""Executor of one rank's tape: every op becomes one call, which is prepared once and repeated every step.
 
-There is no code for any strategy here. What was checked is what runs: communication starts in tape order and is
-waited for where the tape waits, and a value is dropped where the tape frees it.
+There is no code for any strategy here. The tape that was checked is the tape that runs: communication starts in tape
+order and is waited for at the tape's WAIT, and a value is dropped at its FREE. `Executor` runs the calls one by one;
+`StepGraph` captures a whole step as one CUDA graph and replays it.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -33,30 +34,31 @@ from shardlab.models.tensors.attention import to_device
 
 
 class Executor:
-    """Runs one rank's tape step after step, on a default process group that already exists.
+    """Executor of one rank's tape, on a default process group that already exists.
 
     Args:
-        checked: the program; its rank numbers are those of the processes.
-        rank: whose tape.
-        model, batches: what is trained on what.
+        checked: the checked program; its rank numbers are those of the processes.
+        rank: number of this rank.
+        model: the model.
+        batches: source of the batches.
         settings: seed, dtype, device, optimizer.
-        backend: of the process group; the program must pass its channel model.
-        observer: sees every gradient before its update.
-        groups: where process groups are kept for further programs (see `Communicator`).
-        of: the state of another program, whose weights this one computes with, and whose optimizer states it steps: of
-            the one that it is the forward half of, or that takes other microbatches.
+        backend: backend of the process group, such as "gloo". The program must be able to run on it.
+        observer: called with every gradient before its update.
+        groups: process groups that exist already; new ones are added (see `Communicator`).
+        of: state of another program, to share its weights and optimizer states: the program of which this one is the
+            forward half, or one with other microbatches.
 
     Attributes:
         state: the rank's tensors.
-        batches: what is trained on.
+        batches: source of the batches.
         links: the rank's communication.
         instructions: one call for each op of the tape.
-        graph: what captures and replays steps, if that is asked for.
+        graph: captures and replays steps; None if steps run op by op.
 
     Raises:
-        Refused: when the program cannot run on this backend.
-        UserError: in float16, when the program computes no norm; when layers are to be compiled, or steps captured, and
-            cannot be.
+        Refused: if the program cannot run on this backend.
+        UserError: if the program computes no norm in float16, or if layers cannot be compiled or steps not captured
+            although the settings ask for it.
     """
 
     def __init__(
@@ -96,8 +98,8 @@ class Executor:
         """Run one optimizer step.
 
         Returns:
-            (2,) float64, on the rank's device: the loss summed over the tokens that this rank reports, and their
-            number; each token of the step is reported by one rank.
+            (2,) float64, on the rank's device: the loss summed over the tokens that this rank reports, and the number
+            of these tokens. Each token of the step is reported by one rank.
         """
         state = self.state
         self._run(self.batches, self.instructions, self.graph)
@@ -107,10 +109,11 @@ class Executor:
         return state.loss
 
     def rehearse(self, batches: Sampler, instructions: Sequence[Instruction]) -> None:
-        """Run the tape on other batches, without dropout, and leave everything as it was.
+        """Run the tape on other batches, without dropout and updates, and restore the state.
 
         Args:
-            instructions: in place of the executor's own, one for each op.
+            batches: source of the batches.
+            instructions: calls to run instead of the executor's own, one for each op.
         """
         state = self.state
         before = state.loss, state.finite, state.not_finite
@@ -151,7 +154,7 @@ class Executor:
         return lambda: waits.__setitem__(handle, start())
 
     def _prepare_together(self, at: int, op: Op) -> Instruction:
-        """Collectives of one batch start with its last op, as one."""
+        """Prepare one of several collectives that run as one: all of them start with the last op of the batch."""
         waits, together = self._waits, self.state.analysis.buckets.batches[op.batch]
         if at != together[-1]:
             return lambda: None
@@ -165,53 +168,52 @@ class Executor:
         return run
 
 
-# A whole step as one CUDA graph: the host issues its kernels once, and the device repeats them by itself.
-
-
 FIRST_STEPS = 3
-"""Steps with an update that run op by op: they make connections, optimizer states, and what the device keeps from then
-on."""
+"""Steps with an update that run op by op before the capture: they make connections, optimizer states and lasting memory
+of the device."""
 
 
 class DeviceGraph(Protocol):
-    """What a device is given to do, to be done again and again with the same memory."""
+    """Sequence of device operations that can be repeated with the same memory."""
 
     def capture(self, ops: Callable[[], None]) -> None:
-        """Note what the device would be given; none of it runs."""
+        """Record the operations of a call without running them."""
         ...
 
     def replay(self) -> None:
-        """Have the device do all of it."""
+        """Run the recorded operations."""
         ...
 
 
 class CudaGraph:
-    """A graph of CUDA (torch.cuda.CUDAGraph), NCCL's collectives and messages included."""
+    """CUDA graph (torch.cuda.CUDAGraph), which includes NCCL's communication."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, ops: Callable[[], None]) -> None:
-        """Note what the device would be given; none of it runs."""
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks meanwhile
+        """Record the operations of a call without running them."""
+        with torch.cuda.graph(
+            self._graph, capture_error_mode="thread_local"
+        ):  # NCCL's watchdog thread queries events meanwhile
             ops()
 
     def replay(self) -> None:
-        """Have the device do all of it."""
+        """Run the recorded operations."""
         self._graph.replay()
 
 
 GRAPHS: dict[str, Callable[[], DeviceGraph]] = {"cuda": CudaGraph}
-"""Graphs by the type of the device."""
+"""Graph classes by the type of the device."""
 
 
 class StepInputs:
-    """What a captured step reads that changes from step to step, in memory of the device that stays.
+    """Inputs of a captured step, in device memory that stays the same from step to step.
 
     Attributes:
         batch: tokens and targets, by microbatch.
-        tokens: targets that count, ().
-        rate: the learning rate, ().
+        tokens: number of targets that count, ().
+        rate: learning rate, ().
     """
 
     def __init__(self, state: State) -> None:
@@ -224,7 +226,7 @@ class StepInputs:
         self.rate = torch.zeros((), dtype=torch.float32, device=device)  # as AdamW's fused kernel reads it
 
     def fill(self, state: State) -> None:
-        """Take what the host has of a step."""
+        """Copy the inputs of a step from the host."""
         for m, held in self.batch.items():
             for there, here in zip(held, state.batch[m], strict=True):
                 there.copy_(to_device(there.device, here))
@@ -233,13 +235,13 @@ class StepInputs:
 
 
 class StepGraph:
-    """Runs an executor's steps: the first op by op, the next is captured, and it and all others are replayed.
+    """Runner of an executor's steps: the first few run op by op, the next is captured, and all further are replays.
 
     Args:
-        state: the rank's tensors. While its step is captured, the numbers of a step stay on the device.
+        state: the rank's tensors. In a captured step, numbers such as the norm stay on the device.
 
     Attributes:
-        replays: how many steps were replayed.
+        replays: number of steps that were replayed.
     """
 
     def __init__(self, state: State) -> None:
@@ -252,11 +254,11 @@ class StepGraph:
         self._squared_norm: float | Tensor = math.nan
 
     def run(self, ops: Callable[[], None]) -> None:
-        """Run a step, or have the device repeat it; the state has the step's batch."""
+        """Run a step op by op, or replay it. The state has the step's batch."""
         state = self._state
         if self._left:
             ops()
-            self._left -= state.finite  # an update makes the optimizer's state, unless it is left out
+            self._left -= state.finite  # an overflow skips the update, which makes the optimizer state
             return
         if self._inputs is None:
             self._inputs = StepInputs(state)

@@ -1,4 +1,4 @@
-"""How a program is run, and on what."""
+"""Settings of an execution: seed, precision, device, optimizer, and the interface of the batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardlab.models.tensors import Initial
 
 
 class Sampler(Protocol):
-    """Where the batches come from; every rank can ask for every microbatch."""
+    """Source of the batches. Every rank can ask for every microbatch."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -24,27 +24,27 @@ class Sampler(Protocol):
         ...
 
     def microbatch(self, step: int, microbatch: int, /) -> tuple[Tensor, Tensor]:
-        """Tokens and targets (micro_batch_size, seq_len), int64; a target of -1 does not count."""
+        """Return tokens and targets (micro_batch_size, seq_len), int64. A target of -1 does not count."""
         ...
 
     def counted(self, step: int, microbatches: int, /) -> int:
-        """Targets that count in a step of so many microbatches: what its loss is the mean over."""
+        """Return the number of targets that count in a step; the loss is the mean over them."""
         ...
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a program is run.
+    """Settings with which a program runs.
 
     Attributes:
-        seed: of the first weights and of dropout.
-        precision: of weights, gradients, activations and optimizer states; in float64 casts are to float64 as well, so
-            that the program is compared with one device and not its rounding.
-        device: where they are.
-        optimizer: its settings.
+        seed: seed of the first weights and of dropout.
+        precision: dtypes of weights, gradients, activations and optimizer states. In float64, casts of the program are
+            to float64 as well, so that a comparison with one device does not see their rounding.
+        device: device of the tensors.
+        optimizer: settings of the optimizer.
         initial: reads the first weights (None: they are drawn from the seed).
-        loss_scale: the first, in float16.
-        compile: whether layers are compiled, each kind once.
+        loss_scale: first loss scale, in float16.
+        compile: whether layers are compiled. Layers of one kind share a graph.
         cuda_graph: whether a step is captured as one CUDA graph, and replayed from then on.
     """
 
@@ -63,5 +63,5 @@ GradientObserver = Callable[[int, Holds, Tensor], None]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that torch calls so."""
+    """Return torch's dtype of a name, such as "float32"."""
     return getattr(torch, name)
