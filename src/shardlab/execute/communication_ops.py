@@ -118,7 +118,7 @@ def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
     def start() -> Wait:
         tensor: torch.Tensor = values[given]
         if of_weights and op.outputs:
-            tensor = state.room(op.outputs[0]).copy_(tensor)
+            tensor = state.memory_for(op.outputs[0]).copy_(tensor)
         elif of_weights or not in_place or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         for output in op.outputs:
@@ -151,7 +151,7 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     places = places_of(state, op)
 
     def start() -> Wait:
-        whole = values[output] = state.room(output)
+        whole = values[output] = state.memory_for(output)
         if places == sorted(places):
             return gather(whole, values[given].contiguous())
         inbox = torch.empty_like(whole)
@@ -231,7 +231,7 @@ def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
             whole = torch.cat([cut(whole) for cut in cuts])
             if over:
                 values[given] = None
-        values[output] = state.room(output)
+        values[output] = state.memory_for(output)
         return links.reduce_scatter(values[output], whole, group)
 
     return start
@@ -246,7 +246,7 @@ def broadcast(state: State, links: Communicator, at: int, op: Op) -> Start:
         for given in op.inputs:
             return links.broadcast(values[given].contiguous(), group, op.root)
         (output,) = op.outputs
-        values[output] = state.room(output)
+        values[output] = state.memory_for(output)
         return links.broadcast(values[output], group, op.root)
 
     return start
@@ -258,7 +258,7 @@ def scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     assert group is not None
 
     def start() -> Wait:
-        values[output] = state.room(output)
+        values[output] = state.memory_for(output)
         whole = next((values[given].contiguous() for given in op.inputs), None)
         return links.scatter(values[output], whole, group, op.root)
 
@@ -287,7 +287,7 @@ def recv(state: State, links: Communicator, at: int, op: Op) -> Start:
     output, values, source, batch = op.outputs[0], state.values, op.peer, op.batch
 
     def start() -> Wait:
-        values[output] = state.room(output)
+        values[output] = state.memory_for(output)
         return links.recv(values[output], source, batch)
 
     return start
@@ -301,7 +301,7 @@ def copied(state: State, links: Communicator, at: int, op: Op) -> Start:
         if state.specs[given].kind is Kind.OPT_STATE:
             values[output] = values[given]
             return state.put_opt_state(state.specs[output])
-        values[output] = state.room(output)
+        values[output] = state.memory_for(output)
         return copy(values[output], values[given])
 
     return start
@@ -371,7 +371,7 @@ def all_gather_together(state: State, links: Communicator, ops: Sequence[Op]) ->
     def start() -> Wait:
         piece = torch.cat([values[op.inputs[0]] for op in ops])
         inbox = piece.new_empty((len(group.ranks), len(piece)))
-        wholes = [state.room(op.outputs[0]) for op in ops]
+        wholes = [state.memory_for(op.outputs[0]) for op in ops]
         for op, whole in zip(ops, wholes, strict=True):
             values[op.outputs[0]] = whole
         wait = links.all_gather(inbox.flatten(), piece, group)
@@ -425,7 +425,7 @@ def _delivered(state: State, ops: Sequence[Op], results: Sequence[Tensor], wait:
         output = op.outputs[0]
         values[output] = result
         if output in analysis.kept.arrives or output in analysis.slot:
-            values[output] = state.room(output)
+            values[output] = state.memory_for(output)
             elsewhere.append((values[output], result))
 
     def finish() -> None:

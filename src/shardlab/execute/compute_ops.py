@@ -230,7 +230,7 @@ def cast(state: State, at: int, op: Op) -> Instruction:
 
 def zero_gradient(state: State, at: int, op: Op) -> Instruction:
     (output,), values = op.outputs, state.values
-    return lambda: values.__setitem__(output, state.room(output).zero_())
+    return lambda: values.__setitem__(output, state.memory_for(output).zero_())
 
 
 def load_batch(state: State, at: int, op: Op) -> Instruction:
@@ -381,7 +381,7 @@ def gradient_buffer(state: State, at: int, op: Op) -> Callable[[], Tensor]:
     number, values = op.outputs[0], state.values
     spec = state.specs[number]
     if number in state.analysis.buckets.first and total is None:
-        make = state.room_beside(number)
+        make = state.memory_beside(number)
         return lambda: make().zero_()
     if total is None and number in state.arena.tensors:
         return state.arena.tensors[number].zero_

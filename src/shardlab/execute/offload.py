@@ -1,4 +1,4 @@
-"""Memory beside the device, and copies to it and from it that go on while the device computes."""
+"""Offloading: memory on the host or on disk, and copies to and from it that overlap with computation."""
 
 # pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
 # torch leaves some of its annotations out.
@@ -19,16 +19,16 @@ from shardlab.execute.transport.collectives import Wait
 from shardlab.language.rules.refusals import DISK
 
 SMALL = 2**16
-"""Bytes that are copied sooner than a thread wakes up."""
+"""Largest bytes of a copy that takes less time than waking a thread."""
 
 
 def storage_at(place: str, size: int, device: torch.device) -> torch.UntypedStorage:
-    """So many bytes in a place ("": on the device): of the host's memory, pinned where a GPU copies, or of a file.
+    """Allocate `size` bytes in a place: "" is the device, else the host's memory (pinned if there is a GPU), or a file.
 
-    The file ends with them. It is among the temporary ones: in the folder that TMPDIR names, else usually in /tmp.
+    The file is temporary, in the folder that TMPDIR names, and is deleted with the storage.
 
     Raises:
-        OSError: when the file cannot be made, or has no room.
+        OSError: if the file cannot be made, or the disk is full.
     """
     if place == DISK:
         number, name = tempfile.mkstemp(prefix="shardlab-")
@@ -44,23 +44,23 @@ def storage_at(place: str, size: int, device: torch.device) -> torch.UntypedStor
 
 
 def _reserve(number: int, size: int) -> None:
-    """Have a file take its room on the disk now: a disk that is full later would end the process."""
+    """Reserve a file's space on the disk now, because a full disk would kill the process later."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(number, 0, size)
         return
-    zeros = memoryview(bytes(min(size, 2**20)))  # macOS has no such call; holes take no room, so bytes are written
+    zeros = memoryview(bytes(min(size, 2**20)))  # macOS has no such call, and holes take no space, so zeros are written
     while size:
         size -= os.write(number, zeros[:size])
 
 
 def tensor_at(place: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for a tensor in a place, as `storage_at` makes it."""
+    """Allocate a tensor in a place, as `storage_at` does."""
     size = torch.Size(shape)
     return _view_of(storage_at(place, size.numel() * dtype.itemsize, device), dtype).view(size)
 
 
 def _view_of(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
-    """All of a storage, (elements,)."""
+    """View a whole storage as a tensor, (elements,)."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
 
 
@@ -69,7 +69,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def copy(into: Tensor, given: Tensor) -> Wait:
-    """Start to copy from one place to another: on a GPU in a stream of its own, else in a thread."""
+    """Start to copy a tensor to another place: on a GPU in a stream of its own, else in a thread."""
     device = into.device if into.is_cuda else given.device
     if device.type != "cuda":
         if into.nbytes < SMALL:
@@ -83,7 +83,7 @@ def copy(into: Tensor, given: Tensor) -> Wait:
     event = stream.record_event()
 
     def wait() -> None:
-        event.synchronize()  # the host may read what has come
+        event.synchronize()  # the host may read the copy afterwards
         torch.cuda.current_stream(device).wait_event(event)
 
     return wait
@@ -100,27 +100,27 @@ def _copy_thread() -> ThreadPoolExecutor:
 
 
 def _nothing() -> None:
-    """A copy that is over when it is issued."""
+    """Wait of a copy that has ended already."""
 
 
 class Parked:
-    """Tensors whose memory is elsewhere for a while; they and all their views stay as they are.
+    """Tensors whose memory can be moved elsewhere and back, while the tensors and their views stay valid.
 
-    Room elsewhere is kept from one time to the next, since a file, or pinned memory, takes long to make.
+    The memory elsewhere is kept, because files and pinned memory take long to allocate.
     """
 
     def __init__(self) -> None:
-        self._rooms: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
+        self._copies: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
         self._away = False
 
-    def offload(self, tensors: Sequence[Tensor], room: Callable[[int], torch.UntypedStorage]) -> Wait:
-        """Start to copy the memory of some tensors elsewhere, which is freed once that is waited for."""
+    def offload(self, tensors: Sequence[Tensor], allocate: Callable[[int], torch.UntypedStorage]) -> Wait:
+        """Start to copy some tensors elsewhere; their memory here is freed by the wait."""
         if self._away:
             return _nothing
         for here in (tensor.untyped_storage() for tensor in tensors):
-            if here not in self._rooms:
-                self._rooms[here] = room(here.nbytes())
-        leaving = [(here, copy(_bytes(there), _bytes(here))) for here, there in self._rooms.items()]
+            if here not in self._copies:
+                self._copies[here] = allocate(here.nbytes())
+        leaving = [(here, copy(_bytes(there), _bytes(here))) for here, there in self._copies.items()]
         self._away = True
 
         def wait() -> None:
@@ -131,12 +131,12 @@ class Parked:
         return wait
 
     def reload(self) -> Wait:
-        """Start to bring all of it back."""
+        """Start to copy all tensors back."""
         if not self._away:
             return _nothing
         self._away = False
         copies: list[Wait] = []
-        for here, there in self._rooms.items():
+        for here, there in self._copies.items():
             here.resize_(there.nbytes())
             copies.append(copy(_bytes(here), _bytes(there)))
 
@@ -147,8 +147,8 @@ class Parked:
         return wait
 
     def lying(self, tensor: Tensor) -> Tensor:
-        """A tensor where it lies now: itself, or a view of its copy elsewhere."""
-        there = self._rooms.get(tensor.untyped_storage()) if self._away else None
+        """Return a tensor where it is now: itself, or a view of its copy elsewhere."""
+        there = self._copies.get(tensor.untyped_storage()) if self._away else None
         if there is None:
             return tensor
         return _view_of(there, tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,7 +1,7 @@
-"""How far a rank has come: a few words of memory that other processes read, also when the rank hangs or is dead.
+"""Progress of a rank, in shared memory that other processes can read even if the rank hangs or is dead.
 
-A rank writes the number of each op before it runs it, which takes far less than a microsecond; it never asks what time
-it is. Who watches looks now and then, and so knows since when nothing changes.
+A rank writes the number of each op before it runs it, which takes far less than a microsecond. It does not read a
+clock: a process that watches it reads the memory from time to time, and so knows how long nothing has changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank's tensors while its tape runs."""
+"""Tensors of one rank while its tape runs: the values of the tape, and what is kept from step to step."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ from shardlab.models.tensors import (
 
 
 class State:
-    """The registers: a tensor for every live value of the tape, by number, and what outlives the step.
+    """State of one rank: a tensor for every live value of the tape, and everything that outlives the step.
 
     Attributes:
-        values: by number; None where nothing lives.
-        kept: the weights that this rank keeps from step to step, by (layer, slices).
-        opt_states: their optimizer states, or those of smaller slices of them.
-        buffers: where gathered weights live, one after the other.
+        values: tensors by value number; None for a value that is not live.
+        kept: weights that this rank keeps from step to step, by (layer, slices).
+        opt_states: optimizer states of these weights, or of smaller slices of them.
+        buffers: buffers of gathered weights, each used by one weight after another.
         arena: tensors of the values that lie in the arena.
-        step: the optimizer step, from 0.
-        microbatches: those that this rank reads the tokens or targets of.
+        step: number of the optimizer step, from 0.
+        microbatches: microbatches whose tokens or targets this rank reads.
         batch: this step's tokens and targets, by microbatch.
-        tokens: this step's targets that count, of all microbatches.
+        tokens: number of this step's targets that count, in all microbatches.
         rate: this step's learning rate.
-        captured: whether the step is being captured (see `step_graph`): then its numbers are tensors of the device, ().
-        loss_owners: piece of the batch to (rank, op) of the first LOSS on it, which reports it for all.
-        stepping: slices that have taken their gradients, and are stepped with the next.
-        loss_scale: by what losses are multiplied, in float16.
-        finite: whether the gradient of the step has been so far, as its norm says.
-        not_finite: the first layer of the step whose gradient, as this rank was to update by it, is not finite.
-        squared_norm: of the step's whole gradient; NaN where the program gives no update a norm.
-        passes: both passes of each layer that this rank computes, by number.
+        captured: whether the step is being captured (see `StepGraph`). Its numbers are then device tensors, ().
+        loss_owners: for each piece of the batch, (rank, op) of the LOSS that reports it.
+        stepping: slices that have their gradients and wait to be stepped together.
+        loss_scale: factor of the losses, in float16.
+        finite: whether all norms of the step's gradient were finite so far.
+        not_finite: first layer of the step whose gradient on this rank is not finite.
+        squared_norm: squared norm of the step's whole gradient; NaN if the program computes none.
+        passes: both passes of each layer that this rank computes, by layer.
         loss: (2,) float64, on the device: the loss summed over the tokens that this rank reports, and their number.
         rehearses: whether the tape runs without dropout and without changing what outlives the step.
     """
@@ -125,7 +125,7 @@ class State:
         self._side_by_side: dict[int, Tensor] = {}
 
     def _passes(self) -> dict[int, PreparedLayer | CompiledPasses]:
-        """Both passes of the layers that this rank computes."""
+        """Prepare both passes of the layers that this rank computes."""
         model = self.model
         numbers = {op.layer for op in self.tape if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)}
         if self.settings.compile:
@@ -139,12 +139,12 @@ class State:
         }
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:
-        """The first weights of some slices, as they are kept."""
+        """Return the first weights of some slices, where they are kept."""
         first = self._first(layer, holds, torch_dtype(self.settings.precision.parameters))
         return self._at(self.analysis.kept.places.get((layer, holds), ""), first)
 
     def _first(self, layer: int, holds: Holds, dtype: torch.dtype) -> Tensor:
-        """The first weights of some slices: read, or drawn from the seed alone."""
+        """Return the first weights of some slices: read from files, or drawn from the seed."""
         ranges = self.shapes.ranges(layer, holds)
         if self.settings.initial is not None:
             return self.settings.initial(layer, self.shapes.flat[layer], ranges, dtype)
@@ -153,13 +153,13 @@ class State:
         return torch.cat([padded[a:b] for a, b in ranges])
 
     def _at(self, place: str, tensor: Tensor) -> Tensor:
-        """A tensor's copy in a place."""
+        """Copy a tensor to a place ("": the device)."""
         if not place:
             return tensor.to(self.settings.device)
         return tensor_at(place, tensor.shape, tensor.dtype, self.settings.device).copy_(tensor)
 
     def make_moments(self, key: tuple[int, Holds], updates: int) -> None:
-        """Make what an optimizer keeps after so many updates, where that lies between steps, to be filled in."""
+        """Allocate an optimizer's moments as after `updates` updates, where they lie between steps, to be filled in."""
         part = self.opt_states[key]
         part.reload()()
         part.make_moments(updates)
@@ -168,16 +168,16 @@ class State:
                 self.put_opt_state(spec)()
 
     def put_opt_state(self, spec: Spec) -> Wait:
-        """Start to have what an optimizer keeps where a value of it lies: at hand where it is updated, or parked."""
+        """Start to move an optimizer's moments to the place of a value: where they are updated, or offloaded."""
         part, place = self.opt_states[spec.layer, spec.holds], spec.form.place
         if place == self.analysis.stepped_at.get((spec.layer, spec.holds), place):
             return part.reload()
         return part.offload(partial(storage_at, place, device=self.settings.device))
 
     def _optimizer(self, layer: int, holds: Holds) -> Slice:
-        """The optimizer of some slices: of the kept weights that contain them, or else of weights of its own.
+        """Make the optimizer of some slices: on the kept weights that contain them, or else on weights of its own.
 
-        Where those are kept elsewhere than they are updated, each update is given a copy, and this has no weights.
+        If the weights are kept elsewhere than they are updated, each update receives a copy of them.
         """
         owner = self.analysis.kept.owner(layer, holds)
         place = self.analysis.stepped_at.get((layer, holds), "")
@@ -200,18 +200,18 @@ class State:
         return made
 
     def optimizer(self, spec: Spec) -> Slice:
-        """The optimizer of a slice, or of slices together: each element is stepped by one of them, always the same."""
+        """Return the optimizer of some slices. Each element is always stepped by the same optimizer."""
         key = spec.layer, spec.holds
         if key not in self.opt_states:
             self.opt_states[key] = self._optimizer(*key)
         return self.opt_states[key]
 
     def tokens_of(self, microbatches: int) -> int:
-        """This step's targets of some microbatches that count: 1 or more, so that what is divided by it can cancel."""
+        """Count this step's targets of some microbatches; at least 1, because the program divides by it."""
         return max(1, sum(int((self.batch[m][1] >= 0).sum()) for m in bits(microbatches)))
 
     def share(self, op: Op) -> Share:
-        """Which share of its layer a FORWARD or RECOMPUTE computes: all, or one slice, as the check sees to."""
+        """Return the share of its layer that a FORWARD or RECOMPUTE computes: the whole layer, or one slice."""
         spec, holds = self.specs[op.inputs[0]], self.specs[op.inputs[1]].holds.simplified()
         run = self.model.run(op.layer)
         numbers = run.numbers(holds.refined(run.slices).mask.bit_length() - 1) if holds.of > 1 else {}
@@ -224,38 +224,38 @@ class State:
         )
 
     def value_of(self, factor: Factor) -> float:
-        """This step's number for a factor of the program."""
+        """Return this step's value of a factor of the program."""
         number = float(factor.ratio)
         for microbatches, power in factor.tokens:
             number *= float(self.tokens_of(microbatches)) ** power
         return number
 
     def scaled(self, share: Share, factor: Factor) -> Share:
-        """A share of a layer to whose backward pass gradients of a factor come, beside this step's scale of losses."""
+        """Return the share with its gradient scale: the factor of its gradients times this step's loss scale."""
         scale = self.loss_scale.scale * self.value_of(factor)
         return share if scale == 1 else replace(share, gradient_scale=scale)
 
     def dropout(self, op: Op) -> Dropout | None:
-        """This step's masks of a layer, for the microbatches that an op reads."""
+        """Return this step's dropout masks for the layer and the microbatches of an op; None without dropout."""
         if not self.model.dropout or self.rehearses:
             return None
         microbatches = tuple(bits(self.specs[op.inputs[0]].microbatches))
         return Dropout(self.model.dropout, self.settings.seed, self.step, op.layer, microbatches)
 
     def first_token(self, logits: Spec) -> int:
-        """Find the first token of the vocabulary that a slice of the logits is about."""
+        """Return the first token of the vocabulary that a slice of the logits covers."""
         assert isinstance(self.model, CutModel), "only a cut model has slices of the logits"
         return self.model.first_token(logits.pieces(self.checked.program.sizes.scores_index).bit_length() - 1)
 
     def begin(self) -> None:
-        """A step begins: nothing is known of its loss and its gradient."""
+        """Reset the loss and the norms at the beginning of a step."""
         self.loss = torch.zeros(2, dtype=torch.float64, device=self.settings.device)
         self.finite = True
         self.not_finite: int | None = None
         self._numbers.clear()
 
     def number(self, scalar: int) -> float | Tensor:
-        """A scalar on the host; the device, which it waits for, is asked once a step. While one is captured, ()."""
+        """Return a scalar on the host, read from the device once a step; in a captured step a device tensor, ()."""
         if self.captured:
             return self.values[scalar].reshape(())
         if scalar not in self._numbers:
@@ -263,15 +263,15 @@ class State:
         return self._numbers[scalar]
 
     def keep(self) -> None:
-        """The step has ended: what it leaves of each weight that was loaded is what the next one begins with."""
+        """Copy the step's final weights into the kept ones, at the end of a step."""
         for number, key in self.analysis.kept.final.items():
             if self.values[number].data_ptr() != self.kept[key].data_ptr():
                 self.kept[key].copy_(self.values[number])
 
     def dtype(self, spec: Spec) -> torch.dtype:
-        """The numbers that a value is in: what it was cast to, or those of its kind.
+        """Return the dtype of a value: the one it was cast to, or that of its kind.
 
-        Scalars are exact; what attention merges by its softmax's statistics has at least 32 bits.
+        Scalars are in float64. Outputs of attention that are merged are in float32 or float64.
         """
         precision, kind, layer = self.settings.precision, spec.kind, spec.layer
         if spec.form.dtype:
@@ -285,29 +285,28 @@ class State:
 
     @property
     def exact(self) -> torch.dtype:
-        """What activations are computed in where their own numbers would be too coarse."""
+        """Dtype of activations that need at least 32 bits."""
         return torch.promote_types(torch_dtype(self.settings.precision.activations), torch.float32)
 
-    def room(self, number: int) -> Tensor:
-        """Memory that the executor chooses for a value: that of a kept weight, its part of the arena, a buffer for
-        weights, or new one."""
+    def memory_for(self, number: int) -> Tensor:
+        """Return memory for a value: that of a kept weight, part of the arena, a buffer for weights, or new memory."""
         spec = self.specs[number]
         if number in self.analysis.kept.arrives:
-            return self.room_kept(number)
+            return self.kept_memory(number)
         if number in self.arena.tensors:
             return self.arena.tensors[number]
         slot = self.analysis.slot.get(number)
         return self.empty(spec) if slot is None else self.fill_buffer(slot, *self.shapes.shape(spec))
 
     def empty(self, spec: Spec) -> Tensor:
-        """New memory for a value."""
+        """Allocate memory for a value."""
         if place := spec.form.place:
             shape = self.shapes.shape(spec)
             return tensor_at(place, shape, self.dtype(spec), self.settings.device)
         return torch.empty(self.shapes.shape(spec), dtype=self.dtype(spec), device=self.settings.device)
 
-    def room_beside(self, number: int) -> Callable[[], Tensor]:
-        """How each step makes room for a gradient beside those that are all-reduced with it."""
+    def memory_beside(self, number: int) -> Callable[[], Tensor]:
+        """Prepare the memory of a gradient beside those with which it is all-reduced; each step calls the result."""
         buckets, rooms, device = self.analysis.buckets, self._side_by_side, self.settings.device
         first = buckets.first[number]
         numbers = buckets.rooms[first]
@@ -325,35 +324,35 @@ class State:
         return make
 
     def take_side_by_side(self, number: int) -> Tensor | None:
-        """All gradients that lie side by side with one, as one tensor, once; None for one that lies alone."""
+        """Return a gradient and those beside it as one tensor, once a step; None if it lies alone."""
         return self._side_by_side.pop(self.analysis.buckets.first.get(number, -1), None)
 
     def fill_buffer(self, slot: int, length: int) -> Tensor:
-        """Room for a weight of `length` elements in a buffer that held none."""
+        """Allocate an empty buffer's memory for a weight of `length` elements."""
         buffer = self.buffers[slot]
         buffer.untyped_storage().resize_(length * buffer.itemsize)
         return buffer[:length]
 
     def give_back(self, number: int) -> None:
-        """Give the memory of a kept weight back until a new one arrives there."""
+        """Free the memory of a kept weight until a new one arrives there."""
         key = self.analysis.kept.loaded[number]
         memory = self.kept[key].untyped_storage()
         self._given_back[key] = memory.nbytes()
         memory.resize_(0)
 
-    def room_kept(self, number: int) -> Tensor:
-        """Memory for a kept weight that arrives."""
+    def kept_memory(self, number: int) -> Tensor:
+        """Return the memory of a kept weight that arrives, allocated again if it was freed."""
         key = self.analysis.kept.final[number]
         if size := self._given_back.pop(key, 0):
             self.kept[key].untyped_storage().resize_(size)
         return self.kept[key]
 
     def empty_buffer(self, slot: int) -> None:
-        """Give a buffer's memory back, although views of it stay."""
+        """Free a buffer's memory, although views of it stay."""
         self.buffers[slot].untyped_storage().resize_(0)
 
     def weights_of(self, layer: int, number: int) -> list[Tensor]:
-        """A layer's parameters in a weight value's buffer; made once for each buffer and layer, for buffers stay."""
+        """Return views of a layer's parameters in a weight value; made once for each buffer and layer."""
         flat: Tensor = self.values[number]
         before = self._last_weights.get((layer, number))
         if before is not None and before[0] is flat:  # the memory of kept weights and of a whole buffer stays
@@ -369,7 +368,7 @@ class State:
         return self._weights[key]
 
     def _make_buffers(self) -> list[Tensor]:
-        """One buffer for each slot of arriving weights, without memory until one arrives."""
+        """Make a buffer for each slot of arriving weights, without memory until a weight arrives."""
         largest: dict[int, Spec] = {}
         for number, slot in self.analysis.slot.items():
             largest[slot] = max(largest.get(slot, self.specs[number]), self.specs[number], key=self.shapes.shape)

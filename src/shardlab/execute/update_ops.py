@@ -1,4 +1,4 @@
-"""The optimizer's ops of a tape: the gradient's norm, the direction of an update, and the update."""
+"""Optimizer ops of a tape: the gradient's norm, the direction of an update, and the update."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves some of its annotations out.
@@ -18,11 +18,11 @@ from shardlab.language import Kind, Op
 Instruction = Callable[[], None]
 
 MOST_COPIED = 2**20
-"""Bytes of copies of gradients, clipped or in more bits, that are kept for updates to be made by one call."""
+"""Largest bytes of copied gradients (clipped, or in a wider dtype) that wait for updates to be stepped together."""
 
 
 def norm(state: State, at: int, op: Op) -> Instruction:
-    """The sum of a gradient's squares, in float64; the buffer's gaps are zero."""
+    """Compute the sum of a gradient's squares in float64; the gaps of the buffer are zero."""
     (gradient,), (output,), values = op.inputs, op.outputs, state.values
 
     def run() -> None:
@@ -32,12 +32,12 @@ def norm(state: State, at: int, op: Op) -> Instruction:
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
-    """In float64, (1,); as a norm, since squares of all elements in float64 take room, and longer than their sum."""
+    """Return the sum of squares in float64, (1,). A norm needs no memory for the squares, and less time."""
     return torch.linalg.vector_norm(gradient, dtype=torch.float64).square().reshape(1)
 
 
 def direction(state: State, at: int, op: Op) -> Instruction:
-    """The way in which the optimizer of the slice that the rank keeps would go."""
+    """Compute the update direction of the rank's slice without changing it."""
     (gradient, opt_state, *norms), (output,), values = op.inputs, op.outputs, state.values
     own = _own_gradient(state, op, gradient, opt_state)
 
@@ -50,7 +50,7 @@ def direction(state: State, at: int, op: Op) -> Instruction:
 
 
 def _own_gradient(state: State, op: Op, gradient: int, opt_state: int) -> Callable[[], Tensor]:
-    """Take out of a gradient the slices that an optimizer state steps."""
+    """Prepare to cut the slices that an optimizer state steps out of a gradient."""
     places = state.shapes.places(op.layer, state.specs[gradient].holds, state.specs[opt_state].holds)
 
     def own() -> Tensor:
@@ -61,7 +61,7 @@ def _own_gradient(state: State, op: Op, gradient: int, opt_state: int) -> Callab
 
 
 def update(state: State, at: int, op: Op) -> Instruction:
-    """A step of the slice that the rank keeps, in place; with those that follow at once, if any."""
+    """Update the rank's slice in place, together with the updates that follow at once."""
     (gradient, weight, opt_state, *others), (new_weight, new_opt_state), values = op.inputs, op.outputs, state.values
     holds, mine = state.specs[opt_state].holds, _own_gradient(state, op, gradient, opt_state)
     norms = [number for number in others if state.specs[number].kind is Kind.SCALAR]

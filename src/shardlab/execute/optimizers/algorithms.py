@@ -1,5 +1,8 @@
-"""Optimizers by the functions of torch.optim: its classes import torch._dynamo, which costs a rank a second at its
-start."""
+"""Optimizers of tensors: AdamW, SGD, Lion, Muon, and an exponential moving average (EMA) of weights.
+
+AdamW and SGD call the functions of torch.optim. Its classes are not used, because they import torch._dynamo, which
+takes a rank a second at its start.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
 # torch leaves some of its annotations out.
@@ -136,11 +139,8 @@ class SGD(TensorOptimizer):
                 self.state[weight]["momentum_buffer"] = buffer
 
 
-# Optimizers that torch does not have, or not in float64: each keeps one moment of a weight.
-
-
 class OneMoment(TensorOptimizer):
-    """Torch's loop over weights, with decoupled decay; how far each goes is a method's."""
+    """Base of optimizers that keep one moment of each weight and decay weights separately (decoupled decay)."""
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float) -> None:
         super().__init__(params, lr=lr, weight_decay=0.0)
@@ -150,11 +150,11 @@ class OneMoment(TensorOptimizer):
         """Mix a weight's gradient into its moment.
 
         Returns:
-            The way in which the weight goes, and how far: both times the learning rate are subtracted.
+            Direction and length of the update. The weight becomes weight - rate * length * direction.
         """
 
     def moment(self, weight: Tensor) -> Tensor:
-        """A weight's moment; zeros before the first step."""
+        """Return a weight's moment; zeros before the first step."""
         state = self.state[weight]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(weight)
@@ -172,9 +172,6 @@ class OneMoment(TensorOptimizer):
                     weight.add_(way, alpha=-rate * length)
 
 
-# Lion, which torch does not have.
-
-
 class Lion(OneMoment):
     """Steps by the sign of a moment that the gradient is mixed into (Chen et al. 2023, arXiv 2302.06675, program 1)."""
 
@@ -189,9 +186,6 @@ class Lion(OneMoment):
         sign = torch.lerp(weight.grad, moment, by).sign_()
         moment.lerp_(weight.grad, 1 - kept)
         return sign, 1.0
-
-
-# Muon on whole matrices: torch.optim.Muon, which rounds to bfloat16, and the same in float64 for comparisons.
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -226,12 +220,12 @@ class Muon(OneMoment):
 
 
 def length(shape: Sequence[int]) -> float:
-    """How far an orthogonal matrix of a shape goes, times the learning rate."""
+    """Return the length of Muon's update of a matrix, as a multiple of the learning rate."""
     return 0.2 * math.sqrt(max(shape))
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """A matrix with nearly the same singular vectors, and singular values from 0.7 to 1.2; in bfloat16, or float64."""
+    """Return a matrix with nearly the same singular vectors, and singular values from 0.7 to 1.2."""
     a, b, c = COEFFICIENTS
     rows, columns = matrix.shape
     found = matrix.to(iterated_in(matrix), copy=True)
@@ -245,18 +239,15 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def iterated_in(tensor: Tensor) -> torch.dtype:
-    """The numbers in which a matrix is made orthogonal."""
+    """Return the dtype in which a matrix is made orthogonal: float64 for float64, else bfloat16."""
     return torch.float64 if tensor.dtype is torch.float64 else torch.bfloat16
 
 
-# Averages of weights over the steps of a training (EMA), kept like an optimizer's state and evaluated like weights.
-
-
 class Average(TensorOptimizer):
-    """Follows tensors instead of moving them: the mean of what each was after its steps, the latest counting most.
+    """Exponential moving average (EMA) of tensors over their steps.
 
-    What a tensor was n steps ago counts decay ** n; that the first steps have fewer before them is corrected as in Adam
-    (Kingma and Ba 2015, arXiv 1412.6980, section 3), so the first weights of a run do not count.
+    The tensor of n steps ago has the weight decay ** n. The bias of the first steps is corrected as in Adam (Kingma and
+    Ba 2015, arXiv 1412.6980, section 3), so the first weights of a run do not count.
     """
 
     def __init__(self, params: Sequence[Tensor], decay: float) -> None:
@@ -264,7 +255,7 @@ class Average(TensorOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take the tensors as they are now into their averages."""
+        """Add the current tensors to their averages."""
         for group in self.param_groups:
             decay = group["decay"]
             for tensor in group["params"]:
@@ -274,6 +265,6 @@ class Average(TensorOptimizer):
                 state["step"] += 1
                 state["average"].lerp_(tensor, (1 - decay) / (1 - decay ** state["step"]))
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """A tensor's average; itself before the first step."""
+    def average_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's average; the tensor itself before the first step."""
         return self.state[tensor]["average"] if self.state.get(tensor) else tensor

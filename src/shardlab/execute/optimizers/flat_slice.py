@@ -1,4 +1,8 @@
-"""An optimizer of a slice of a layer's flat weights."""
+"""Optimizer of a slice of a layer's flat weights (`Slice`), and steps of several slices in one call.
+
+Muon updates whole matrices, but a slice may have only parts of them. It then receives the direction of the whole matrix
+(`Direction`), which the program has gathered.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -191,7 +195,7 @@ class Slice:
         """The average of the slice's weights over the steps, (elements,), from where it lies."""
         kept = self.optimizers[-1]
         assert isinstance(kept, Average), "an average was asked for"
-        return torch.cat([self.lying(kept.of(part.leaf)) for part in self._parts])
+        return torch.cat([self.lying(kept.average_of(part.leaf)) for part in self._parts])
 
     @property
     def moments(self) -> list[Tensor]:
