@@ -181,7 +181,7 @@ class ParallelWriter(TextGenerator):
         """Read some tokens, then yield `count` new ones, or fewer if a rank is asked to stop.
 
         Raises:
-            UserError: as in `Writer.go_on`, on every rank.
+            UserError: as in `TextGenerator.generate`, on every rank.
         """
         with in_writing(self._model, torch.get_num_threads()):
             for token in super().generate(tokens, count):
@@ -229,12 +229,12 @@ class Conversation:
     """Turns of a user and a model. The model sees the last turns, as many as it has positions for.
 
     Attributes:
-        model, flats: the model that answers, and its weights (see `Writer`).
+        model, flats: the model that answers, and its weights (see `TextGenerator`).
         tokenizer: tokenizer of the model.
         template: template that turns are written in.
         choice: how tokens are drawn. Each answer has a seed of its own.
         most: most tokens of an answer.
-        cached: whether to cache keys and values (see `Writer`).
+        cached: whether to cache keys and values (see `TextGenerator`).
         messages: turns that the model still sees.
         dropped: number of turns that the model no longer sees.
     """
