@@ -107,7 +107,7 @@ def job_of(outcome: Outcome) -> Job:
     made, checked = outcome.subject.job, outcome.checked
     assert checked is not None
     job = Job("", made.ranks, made.microbatches, made.model, made.micro_batch_size, "fp64", optimizer=made.optimizer)
-    job.keep(checked)
+    job.set_checked(checked)
     job.__dict__["cut"] = made.cut
     return job
 

@@ -95,7 +95,7 @@ def test_documents_of_many_lengths_are_judged_as_if_all_were_filled_up(
     (folder / "a.jsonl").write_text("".join(lines))
     options = ("long", "--micro-batch-size", "1", "--microbatches", "2")
     found = [judged(capsys, *options, *more, data="a.jsonl") for more in ((), ("--cp", "2", "--ranks", "2"))]
-    monkeypatch.setattr(TextJob, "fitted", unchanged)
+    monkeypatch.setattr(TextJob, "with_widths", unchanged)
     whole = judged(capsys, *options, data="a.jsonl")
     for each in found:
         assert each["tokens"] == each["bytes"] == whole["tokens"] == sum(lengths) - len(lengths)

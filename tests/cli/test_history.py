@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shardlab.cli import main
 from shardlab.common.files import write_whole
-from shardlab.train.history import note_end, past_run, past_runs, record_in
+from shardlab.train.history import find_runs, note_end, read_run, record_inode
 
 Captured = pytest.CaptureFixture[str]
 
@@ -35,7 +35,7 @@ def test_runs_are_listed_in_the_order_in_which_they_began(tmp_path: Path) -> Non
     made(tmp_path / "runs" / "b", began="2026-01-01")
     made(tmp_path / "runs" / "a", began="2026-01-03")
     other = made(tmp_path / "elsewhere", began="2026-01-02")
-    runs = past_runs([tmp_path / "runs", other, tmp_path / "runs"])
+    runs = find_runs([tmp_path / "runs", other, tmp_path / "runs"])
     assert [run.folder.name for run in runs] == ["b", "elsewhere", "a"]
 
 
@@ -43,33 +43,33 @@ def test_a_run_that_ended_says_how_and_the_last_whole_line_counts(tmp_path: Path
     folder = made(tmp_path / "a", ended={"how": "failed", "why": "rank 1 failed"})
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
-    run = past_run(folder)
+    run = read_run(folder)
     assert (run.ended, run.why, run.steps, run.wanted, run.last["loss"]) == ("failed", "rank 1 failed", 3, 5, 3.0)
 
 
 def test_a_run_without_an_end_was_killed_unless_its_metrics_are_locked(tmp_path: Path) -> None:
     folder = made(tmp_path / "a")
-    assert past_run(folder).ended == "killed"
+    assert read_run(folder).ended == "killed"
     with (folder / "metrics.jsonl").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert past_run(folder).ended == "running"
+        assert read_run(folder).ended == "running"
 
 
 def test_only_a_complete_checkpoint_can_be_resumed_from(tmp_path: Path, capsys: Captured) -> None:
     folder = made(tmp_path / "a", ended={"how": "interrupted"})
     (folder / "checkpoints" / "step-000002.part").mkdir(parents=True)
     (folder / "checkpoints" / "step-000002").mkdir()
-    assert past_run(folder).resume is None
+    assert read_run(folder).resume is None
     for step in (1, 2):
         whole = folder / "checkpoints" / f"step-{step:06}"
         whole.mkdir(exist_ok=True)
         (whole / "manifest.json").write_text("{}")
-    assert past_run(folder).resume == f"shardlab train --resume {folder}"
+    assert read_run(folder).resume == f"shardlab train --resume {folder}"
     assert main(["history", str(tmp_path)]) == 0
     told = "".join(capsys.readouterr().out.split())  # the folder may be too long for a line
     assert f"goonafterstep2:shardlabtrain--resume{folder}" in told
     (folder / "run.json").write_text(json.dumps({"ended": {"how": "finished"}}))
-    assert past_run(folder).resume is None
+    assert read_run(folder).resume is None
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"ended": 3}', "\x00"])
@@ -85,14 +85,14 @@ def test_a_torn_record_is_told_and_hides_no_other_run(text: str, tmp_path: Path,
 
 def test_the_end_is_noted_only_of_a_run_that_this_process_began(tmp_path: Path) -> None:
     folder = made(tmp_path / "a")
-    before = record_in(folder)
+    before = record_inode(folder)
     note_end(folder, "failed", before)
-    assert past_run(folder).ended == "killed"
+    assert read_run(folder).ended == "killed"
     write_whole(folder / "run.json", (folder / "run.json").read_text())
     os.utime(folder / "run.json", (0, 0))  # the clock has been set back
     note_end(folder, "finished", before)
-    assert past_run(folder).ended == "finished"
-    note_end(tmp_path / "none", "failed", record_in(tmp_path / "none"))  # which never began
+    assert read_run(folder).ended == "finished"
+    note_end(tmp_path / "none", "failed", record_inode(tmp_path / "none"))  # which never began
 
 
 def test_a_run_is_shown_with_its_configuration_and_files(tmp_path: Path, capsys: Captured) -> None:
@@ -171,7 +171,7 @@ def test_a_run_leaves_its_end_on_record(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     main(f"train --strategy ddp --ranks 2 --hidden-size 16 {flags} --out run".split())
-    run = past_run(tmp_path / "run")
+    run = read_run(tmp_path / "run")
     assert run.ended == ended
     assert why in run.why
     assert (run.validation_loss is None) == (ended == "failed")

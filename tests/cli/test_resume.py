@@ -27,8 +27,8 @@ from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.models import GPT
 from shardlab.train.checkpoint import read as reading
 from shardlab.train.checkpoint.write import checksum_of
-from shardlab.train.checkpoints import Resumed, find_checkpoint
-from shardlab.train.history import locked, note_end
+from shardlab.train.checkpoints import ResumedRun, find_checkpoint
+from shardlab.train.history import lock_metrics, note_end
 from shardlab.train.job import Job
 from shardlab.train.launch.commands import RankExchange
 from shardlab.train.launch.environment import LaunchEnvironment
@@ -198,7 +198,7 @@ def test_more_steps_leave_the_learning_rate_s_schedule_as_it_was(
     written["betas"] = tuple(written["betas"])
     optimizer = OptimizerConfig(**written)
     assert optimizer.schedule == wanted
-    resumed = Resumed.find(run)
+    resumed = ResumedRun.find(run)
     assert resumed is not None
     config = saving_run(Job("fsdp", 2, 4, MODEL, 2), run).config
     said = resumed.schedule_change(replace(config, optimizer=optimizer, train=replace(config.train, steps=7)))
@@ -214,7 +214,7 @@ def test_a_run_that_is_extended_twice_keeps_one_schedule(run: Path, capsys: Capt
 
 
 def test_a_folder_in_use_is_one_sentence(run: Path, capsys: Captured) -> None:
-    with locked(run):
+    with lock_metrics(run):
         assert main(["train", "--resume", str(run), "--steps", "9"]) == 2
     assert capsys.readouterr().err.startswith(f"shardlab: {run} is in use by another process")
 
@@ -246,7 +246,7 @@ def test_a_checkpoint_of_another_model_is_named_and_passed_over(run: Path, capsy
     said = capsys.readouterr().err
     assert said.startswith(f"shardlab: {path} has the weights of another model: hidden_size is 48, not "), said
     assert said.rstrip().endswith(f"the checkpoint before is whole: shardlab train --resume {run} --from-step 4")
-    found = Resumed.find(run, auto=True)
+    found = ResumedRun.find(run, auto=True)
     assert found is not None
     assert found.checkpoint.step == 4
     record.write_text("torn")  # then the checkpoint is all there is
@@ -277,7 +277,7 @@ def test_a_record_of_no_model_is_one_sentence_and_harms_no_checkpoint(
 
 def test_a_checkpoint_that_is_passed_over_is_told(run: Path, capsys: Captured) -> None:
     cut_off(run / "checkpoints" / "step-000005" / "state.json")
-    found = Resumed.find(run, auto=True)
+    found = ResumedRun.find(run, auto=True)
     assert found is not None
     assert found.checkpoint.step == 4
     assert capsys.readouterr().err.count("trying the checkpoint before") == 1

@@ -32,7 +32,7 @@ from shardlab.train import checkpoints
 from shardlab.train.batches import Batches
 from shardlab.train.config import DataConfig, LoggingConfig, LoopConfig, StrategyConfig, TrainingConfig
 from shardlab.train.data import Corpus
-from shardlab.train.faults import Watching
+from shardlab.train.faults import WatchSettings
 from shardlab.train.job import Job, Tracing
 from shardlab.train.launch.ranks import run_ranks
 from shardlab.train.loop import train_rank
@@ -134,43 +134,42 @@ def run_of(
     return TrainingRun(config, out, "shardlab train", tracing or Tracing())
 
 
-# `shardlab` whose run waits at checkpoints until the file HELD_UNTIL is there, and cannot end.
-#
-# It waits once it has a checkpoint whose name begins with HELD_AT. What is then done to the run is in time, however
-# busy the machine: python -m tests.train.jobs WORDS
-#
-# It leaves its process id in the file HELD_PID, if that is given.
-
-
 _commit = checkpoints.commit
 
 
-def commit(disk: Any, folder: Path, *rest: Any) -> None:
-    """The checkpoint is complete; nothing more is written in this thread before the file is there."""
+def commit_and_wait(disk: Any, folder: Path, *rest: Any) -> None:
+    """Complete a checkpoint. If its name begins with HELD_AT, write nothing more until the file HELD_UNTIL exists."""
     _commit(disk, folder, *rest)
     while folder.name.startswith(os.environ["HELD_AT"]) and not os.path.exists(os.environ["HELD_UNTIL"]):
         time.sleep(0.02)
 
 
-checkpoints.commit = commit
+def run_held_command() -> int:
+    """Run a command line of `shardlab` whose run waits at checkpoints, so that a test can act on it in time.
 
-if __name__ == "__main__":
+    It writes its process id to the file HELD_PID, if that is given.
+    """
+    checkpoints.commit = commit_and_wait
     if "HELD_PID" in os.environ:
         Path(os.environ["HELD_PID"]).write_text(str(os.getpid()))
-    sys.exit(main())
+    return main()
 
 
-# A rank of torchrun's: python -m tests.train.jobs FAULT.
-
-
-if __name__ == "__main__":
+def run_faulty_rank(fault: str) -> None:
+    """Train as a rank of torchrun that has a fault until it is restarted."""
     program = Path(__file__).parents[2] / "examples" / "my_strategy.py"
     job = Job(f"{program}:my_ddp", 2, 2, find_model("mlp"), 1)
-    fault, first = sys.argv[1], os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     with failures_as_exit():
-        watching = Watching(3.0, job.checked(), line_lookup(load(job.strategy), job))
+        watching = WatchSettings(3.0, job.checked(), line_lookup(load(job.strategy), job))
         run_ranks(2, faulty.train, job, fault, 1 if first else -1, 5, watching=watching)
     os.write(2, b"all steps taken\n")  # at once, since two ranks say so
+
+
+if __name__ == "__main__":  # python -m tests.train.jobs COMMAND-LINE or FAULT
+    if "HELD_UNTIL" in os.environ:
+        sys.exit(run_held_command())
+    run_faulty_rank(sys.argv[1])
 
 
 # Training as a rank does, by a clock that no machine can stop, and without what takes longer than the steps.

@@ -45,7 +45,7 @@ def faults(rank: int, job: Job, wrong: str, culprit: int) -> list[str]:
         if step == 2 and rank == culprit:
             spoil(executor, audit, wrong)
         executor.step()
-        found.append(audit.fault())
+        found.append(audit.find_fault())
     return found
 
 
@@ -66,9 +66,9 @@ def flip_result(executor: Executor, audit: Audit, *, once: bool) -> None:
     forward = {op.layer: at for at, op in reversed(list(enumerate(executor.state.tape))) if op.kind.value == "forward"}
     at = forward.get(1, forward[min(forward)])
     instructions, number = audit._instructions, executor.state.tape[at].outputs[0]  # pyright: ignore[reportPrivateUsage]
-    plain, prints = executor.instructions[at], audit._prints  # pyright: ignore[reportPrivateUsage]
+    plain, prints = executor.instructions[at], audit._recorded  # pyright: ignore[reportPrivateUsage]
     right = instructions[at]
-    print_of = audit._print  # pyright: ignore[reportPrivateUsage]
+    print_of = audit._fingerprint  # pyright: ignore[reportPrivateUsage]
 
     def run() -> None:
         plain()
@@ -151,7 +151,7 @@ def unchanged(rank: int, job: Job) -> bool:
     for _ in range(STEPS):
         plain.step()
         audited.step()
-        audit.fault()
+        audit.find_fault()
     pairs = zip(plain.state.kept.values(), audited.state.kept.values(), strict=True)
     return all(hash_of(one) == hash_of(other) for one, other in pairs)
 

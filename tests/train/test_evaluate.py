@@ -13,7 +13,7 @@ from shardlab.execute.transport.collectives import Groups
 from shardlab.language import Mesh
 from shardlab.models.tensors import add_borrowed, cross_entropy, initial_weights, make_layers, parameter_views
 from shardlab.strategies import STRATEGIES, Plan
-from shardlab.train.evaluate import Evaluation, InOrder
+from shardlab.train.evaluate import Evaluation, OrderedBatches
 from shardlab.train.job import Job
 from shardlab.train.verification.cases import ALONE, CASES, FSDP
 from tests.support.ranks import Ranks
@@ -58,8 +58,8 @@ def cut(job: Job, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def batches_of(job: Job) -> InOrder:
-    return InOrder(job.micro_batch_size, COUNT, job.microbatches, partial(cut, job))
+def batches_of(job: Job) -> OrderedBatches:
+    return OrderedBatches(job.micro_batch_size, COUNT, job.microbatches, partial(cut, job))
 
 
 def evaluated(rank: int, job: Job) -> tuple[float, int]:

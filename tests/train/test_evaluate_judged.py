@@ -66,7 +66,7 @@ def test_each_sequence_is_computed_once_in_the_narrowest_width(tmp_path: Path) -
     texts_of(tmp_path, [3, 100, 2, 3, 40, 2])
     whole = job_of(model, tmp_path)
     text = whole.text()
-    fitted = whole.fitted(text)
+    fitted = whole.with_widths(text)
     assert [job.model.seq_len for job in fitted.jobs] == [32, 368, 912]
     seen: list[int] = []
     for job, batches in zip(fitted.jobs, fitted.batches_of(text), strict=True):
@@ -84,7 +84,7 @@ def test_some_batches_are_those_from_the_beginning_of_the_text(tmp_path: Path) -
     texts_of(tmp_path, [30, 2, 3, 200])
     some = job_of(model, tmp_path, batches=3)
     text = some.text()
-    fitted = some.fitted(text)
+    fitted = some.with_widths(text)
     assert sum(batches.count for batches in fitted.batches_of(text)) == 3
     assert fitted.jobs[-1].model.seq_len < 1000
     assert fitted.bytes(text) == 9 * (30 + 2 + 3) - 3
@@ -96,9 +96,9 @@ def test_experts_with_bounded_places_see_what_they_saw(tmp_path: Path) -> None:
     random_run(tmp_path / "run", model)
     texts_of(tmp_path, [1, 2])
     whole = job_of(model, tmp_path)
-    assert whole.fitted(whole.text()) is whole
+    assert whole.with_widths(whole.text()) is whole
     free = replace(whole, jobs=(replace(whole.jobs[0], model=replace(model, capacity_factor=None)),))
-    assert free.fitted(free.text()).jobs[-1].model.seq_len == 32
+    assert free.with_widths(free.text()).jobs[-1].model.seq_len == 32
 
 
 def test_a_pad_token_beyond_the_model_s_vocabulary_is_no_hindrance(tmp_path: Path) -> None:
@@ -117,4 +117,4 @@ def test_widths_can_be_sliced_by_every_rank(tmp_path: Path, multiple: int) -> No
     texts_of(tmp_path, [2, 30, 200])
     whole = job_of(model, tmp_path)
     ranked = replace(whole, jobs=(replace(whole.jobs[0], ranks=multiple),))
-    assert all(job.model.seq_len % (2 * multiple) == 0 for job in ranked.fitted(ranked.text()).jobs)
+    assert all(job.model.seq_len % (2 * multiple) == 0 for job in ranked.with_widths(ranked.text()).jobs)

@@ -17,13 +17,13 @@ from shardlab.train.faults import (
     ProcessState,
     RankReport,
     RankWait,
-    Tapes,
+    TapeWaits,
     Watch,
     Watchdog,
-    Watching,
-    culprits,
-    ended_with,
-    frames_of,
+    WatchSettings,
+    describe_end,
+    find_culprits,
+    parse_frames,
     report_text,
 )
 
@@ -66,7 +66,7 @@ def put(progress: RankProgress, tape: int, op: int, length: int = 100, *, evalua
 
 
 def watched(progresses: dict[int, RankProgress], timeout: float = 10.0) -> Watch:
-    return Watch(Watching(timeout, checked(), lambda rank, op: ""), progresses)
+    return Watch(WatchSettings(timeout, checked(), lambda rank, op: ""), progresses)
 
 
 def late_after(watch: Watch, clock: Clock, seconds: float) -> list[int]:
@@ -130,13 +130,13 @@ def test_waits_follow_from_positions_alone(progresses: dict[int, RankProgress]) 
     wait = next(at for at, op in enumerate(tape) if op.kind is OpKind.WAIT)
     put(progresses[0], 4, wait, len(tape))
     put(progresses[1], 4, 2, len(tape))
-    waits = Tapes(found, lambda rank, op: f" (file:{op})").waits(
+    waits = TapeWaits(found, lambda rank, op: f" (file:{op})").waits(
         {rank: progress.position for rank, progress in progresses.items()}
     )
     assert waits[0].what.startswith(f"step 4, op {wait} of {len(tape)} (file:{wait}): waits in all_reduce(layer ")
     assert waits[0].blockers == (1,)
     assert waits[1].blockers == ()
-    assert culprits(waits) == [1]
+    assert find_culprits(waits) == [1]
 
 
 def test_a_rank_at_the_end_of_a_step_waits_for_those_that_are_not() -> None:
@@ -145,7 +145,7 @@ def test_a_rank_at_the_end_of_a_step_waits_for_those_that_are_not() -> None:
     length = len(found.program.tapes[0])
     put(progress[0], 4, length, length)
     put(progress[1], 4, 2, length)
-    waits = Tapes(found, lambda rank, op: "").waits({rank: each.position for rank, each in enumerate(progress)})
+    waits = TapeWaits(found, lambda rank, op: "").waits({rank: each.position for rank, each in enumerate(progress)})
     assert waits[0] == RankWait("is at the end of step 4", (1,))
     for each in progress:
         each.close()
@@ -172,14 +172,14 @@ def test_a_verdict_names_all_ranks_that_are_stopped(
         put(progress, 1, 5)
         progress._words[4] = 1  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(module, "ask_for_stacks", lambda progresses: None)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
-    monkeypatch.setattr(module, "state_of", lambda pid: ProcessState.STOPPED)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
+    monkeypatch.setattr(module, "process_state", lambda pid: ProcessState.STOPPED)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
     _, verdict = watched(progresses).report_hang()
     assert verdict.startswith("ranks 0-1 are stopped (SIGSTOP, or a debugger), and the run ended after the 10 s of")
 
 
 def test_a_sentence_of_several_ranks_is_in_the_plural() -> None:
-    assert ended_with([1], "was killed (SIGKILL)") == "rank 1 was killed (SIGKILL), and the run ended with it."
-    assert ended_with([2, 0], "has gone") == "ranks 0, 2 have gone, and the run ended with them."
+    assert describe_end([1], "was killed (SIGKILL)") == "rank 1 was killed (SIGKILL), and the run ended with it."
+    assert describe_end([2, 0], "has gone") == "ranks 0, 2 have gone, and the run ended with them."
 
 
 def test_a_stack_begins_where_the_tape_is_run() -> None:
@@ -188,8 +188,8 @@ def test_a_stack_begins_where_the_tape_is_run() -> None:
         '  File "x.py", line 3 in inner\n  File "execute/executor.py", line 9 in _run\n'
         '  File "loop.py", line 1 in train\n'
     )
-    assert frames_of(text) == ['File "execute/executor.py", line 9 in _run', 'File "x.py", line 3 in inner']
-    assert frames_of("nothing") == []
+    assert parse_frames(text) == ['File "execute/executor.py", line 9 in _run', 'File "x.py", line 3 in inner']
+    assert parse_frames("nothing") == []
 
 
 # A watch within each rank: who of them reports.
@@ -210,7 +210,7 @@ def made(rank: int, other: RankProgress, monkeypatch: pytest.MonkeyPatch) -> Wat
         theirs = mine[0], other.path
         return [mine, theirs] if rank == 0 else [theirs, mine]
 
-    watching = Watching(10.0, checked(), lambda rank, op: "")
+    watching = WatchSettings(10.0, checked(), lambda rank, op: "")
     return Watchdog(rank, watching, gathered, lambda verdict, report: RuntimeError(verdict), lambda _: False, UserError)
 
 
@@ -219,5 +219,5 @@ def test_the_first_rank_reports_where_all_are_stuck_in_the_kernel(
     rank: int, speaks: bool, other: RankProgress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watching = made(rank, other, monkeypatch)
-    monkeypatch.setattr(faults, "state_of", lambda pid: ProcessState.STUCK)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    assert watching._speaks() is speaks  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(faults, "process_state", lambda pid: ProcessState.STUCK)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    assert watching._reports() is speaks  # pyright: ignore[reportPrivateUsage]

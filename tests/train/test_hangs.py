@@ -16,7 +16,7 @@ import pytest
 from shardlab.cli.train.before_ranks import line_lookup
 from shardlab.models import find_model
 from shardlab.strategies.load import load
-from shardlab.train.faults import Watching
+from shardlab.train.faults import WatchSettings
 from shardlab.train.job import Job
 from shardlab.train.launch.processes import RankFailed
 from shardlab.train.launch.ranks import run_ranks
@@ -44,7 +44,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def failure(fault: str, culprit: int) -> RankFailed:
     """Run a training in which something goes wrong on one rank, and return how it ends."""
     began, others = time.monotonic(), set(multiprocessing.active_children())  # tests share worlds
-    watching = Watching(TIMEOUT, JOB.checked(), line_lookup(load(JOB.strategy), JOB))
+    watching = WatchSettings(TIMEOUT, JOB.checked(), line_lookup(load(JOB.strategy), JOB))
     with pytest.raises(RankFailed) as caught:
         run_ranks(JOB.ranks, faulty.train, JOB, fault, culprit, watching=watching)
     assert time.monotonic() - began < LIMIT

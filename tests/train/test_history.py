@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardlab.train.history import saved_in, sweep
+from shardlab.train.history import describe_saved, remove_incomplete
 
 
 @pytest.fixture
@@ -20,13 +20,13 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_weights_are_of_the_last_step_on_record(out: Path) -> None:
-    assert saved_in(out) == f"the weights after 2 steps are in {out}/weights.safetensors"
+    assert describe_saved(out) == f"the weights after 2 steps are in {out}/weights.safetensors"
 
 
 def test_a_line_that_a_crash_has_torn_is_no_matter(out: Path) -> None:
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')
-    assert saved_in(out) == f"the weights after 2 steps are in {out}/weights.safetensors"
+    assert describe_saved(out) == f"the weights after 2 steps are in {out}/weights.safetensors"
 
 
 def test_weights_from_before_the_run_was_resumed_are_not_passed_off_as_new_ones(out: Path) -> None:
@@ -35,7 +35,7 @@ def test_weights_from_before_the_run_was_resumed_are_not_passed_off_as_new_ones(
     (out / "checkpoints" / "step-000001").mkdir(parents=True)
     (out / "checkpoints" / "step-000001" / "manifest.json").write_text("{}")
     (out / "checkpoints" / "step-000003.part").mkdir()
-    assert saved_in(out) == (
+    assert describe_saved(out) == (
         f"the weights in {out}/weights.safetensors are from before the run was resumed; on record are 2 steps "
         f"(metrics.jsonl); go on after step 1 with: shardlab train --resume {out}"
     )
@@ -57,6 +57,6 @@ def test_only_what_shardlab_was_writing_is_swept_away(tmp_path: Path) -> None:
     for name in (*mine, *others):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    sweep(tmp_path)
+    remove_incomplete(tmp_path)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == set(others)

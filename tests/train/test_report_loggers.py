@@ -11,7 +11,7 @@ import pytest
 from shardlab.language import UserError
 from shardlab.train import report
 from shardlab.train.config import LoggingConfig
-from shardlab.train.report import Logger, loggers_of, require_loggers
+from shardlab.train.report import Logger, open_loggers, require_loggers
 
 METRICS = {"step": 3.0, "loss": 1.5, "mfu": None}
 
@@ -25,7 +25,7 @@ def logged(logger: Logger, steps: Iterable[int]) -> None:
 def test_tensorboard_has_each_step_once_as_a_scalar_also_of_a_run_that_was_taken_back(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for since, end in ((None, 6), (6, 8), (3, 5)):
-        (logger,) = loggers_of(LoggingConfig(tensorboard=True), tmp_path, {}, since)
+        (logger,) = open_loggers(LoggingConfig(tensorboard=True), tmp_path, {}, since)
         logged(logger, range(since or 0, end))
     written = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert written.Tags()["scalars"] == ["loss"]
@@ -40,7 +40,7 @@ def test_weights_and_biases_keep_one_offline_run_in_the_folder(tmp_path: Path, m
     init = Mock(wraps=wandb.init)
     monkeypatch.setattr(wandb, "init", init)
     for since, rewinds in ((None, False), (2, False), (1, True)):
-        (logger,) = loggers_of(LoggingConfig(wandb=True), tmp_path, {"seed": 7}, since, rewinds=rewinds)
+        (logger,) = open_loggers(LoggingConfig(wandb=True), tmp_path, {"seed": 7}, since, rewinds=rewinds)
         logged(logger, range(since or 0, 4))
     wandb.teardown()
     first, second, third = sorted(path.parent.name for path in tmp_path.glob("wandb/offline-run-*/*.wandb"))
@@ -52,7 +52,7 @@ def test_weights_and_biases_keep_one_offline_run_in_the_folder(tmp_path: Path, m
 
 
 def test_nobody_imports_what_is_not_asked_for(tmp_path: Path) -> None:
-    assert loggers_of(LoggingConfig(), tmp_path, {}) == []
+    assert open_loggers(LoggingConfig(), tmp_path, {}) == []
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])

@@ -35,7 +35,7 @@ from shardlab.train.launch.processes import RankFailed
 from shardlab.train.launch.ranks import run_ranks
 from shardlab.train.loop import train_rank
 from shardlab.train.run import TrainingRun
-from shardlab.train.tracing import RampedExecutor, TracedExecutor, trace_rank, want_same_slices
+from shardlab.train.tracing import RampedExecutor, TracedExecutor, require_same_slices, trace_rank
 from shardlab.train.verification.cases import SHARDINGS
 from shardlab.train.verification.reference import train_reference
 from tests.draw.viewer import require_readable
@@ -316,7 +316,7 @@ def ramped(rank: int, job: Job) -> tuple[list[list[float]], list[torch.Tensor]]:
     """Each step's loss, as this rank sums it, with the tokens; and on rank 0 the weights in the end."""
     model, settings, batches = job.cut, Settings(0, job.numbers, CPU, OPTIMIZER), batches_of(job)
     proofs = {count: replace(job, microbatches=count).checked() for count in RAMP.counts}
-    want_same_slices(proofs, job.cut)
+    require_same_slices(proofs, job.cut)
     first = Executor(proofs[job.microbatches], rank, job.cut, batches, settings)
     executors = {
         count: first if count == job.microbatches else Executor(proof, rank, job.cut, batches, settings, of=first.state)
@@ -363,11 +363,11 @@ def test_figures_of_a_step_are_of_its_own_batch(ranks: World, tmp_path: Path) ->
 def test_a_strategy_that_cuts_or_offloads_weights_by_the_number_of_microbatches_is_refused(other: str) -> None:
     whole, different = (Job(strategy, 2, 4, MODEL_of_ramped, 2).checked() for strategy in ("ddp", other))
     with pytest.raises(UserError, match="with 4 microbatches the strategy keeps other slices of weights than with 2"):
-        want_same_slices({2: whole, 4: different}, MODEL_of_ramped)
+        require_same_slices({2: whole, 4: different}, MODEL_of_ramped)
 
 
 def test_a_strategy_that_carries_other_weights_by_the_number_of_microbatches_is_refused() -> None:
     """As `fuse-steps` makes of a program whose first gathers differ."""
     one, two = (Job("fsdp", 2, 4, MODEL_of_ramped, 2, passes=f"fuse-steps={count}").checked() for count in (1, 2))
     with pytest.raises(UserError, match=r"with 4 microbatches other weights are carried .* than with 2, .*fuse-steps"):
-        want_same_slices({2: one, 4: two}, MODEL_of_ramped)
+        require_same_slices({2: one, 4: two}, MODEL_of_ramped)

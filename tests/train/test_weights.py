@@ -30,7 +30,7 @@ from shardlab.models.tensors import TokenSampling, initial_weights, named_views
 from shardlab.models.tensors.weights import TensorFiles, weight_files
 from shardlab.strategies.plan.plan import Plan
 from shardlab.train.batches import Batches
-from shardlab.train.evaluate import Evaluation, InOrder
+from shardlab.train.evaluate import Evaluation, OrderedBatches
 from shardlab.train.job import Job
 from shardlab.train.sample import ParallelWriter
 from shardlab.train.verification.cases import SHARDINGS
@@ -109,7 +109,7 @@ def peaks(rank: int, job: Job, out: Path) -> tuple[dict[str, int], int, int]:
     executor = Executor(checked, rank, model, batches, Settings(0, job.numbers, CPU, OptimizerConfig(ema=job.ema)))
     executor.step()
     state = executor.state
-    judged = InOrder(1, job.microbatches, job.microbatches, batches.validation)
+    judged = OrderedBatches(1, job.microbatches, job.microbatches, batches.validation)
     looks: dict[str, Callable[[], object]] = {
         "saved": lambda: save_weights(state, out, shard_bytes=10**6),
         "judged": Evaluation(job, checked, rank, CPU, judged, of=state).losses,

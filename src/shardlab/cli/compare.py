@@ -94,15 +94,15 @@ class Compare:
 
     def _beside_each_other(self) -> int:
         """Compare several runs."""
-        from shardlab.train.history import past_run, records_of
+        from shardlab.train.history import read_records, read_run
 
         alone = {"--cluster": self.cluster, "--recipe": self.recipe, "--trace": self.pictures.trace}
         if given := [name for name, value in alone.items() if value is not None]:
             raise UserError(f"{given[0]} is for the prediction of one run, but {len(self.folders)} runs are given")
         if len({folder.resolve() for folder in self.folders}) < len(self.folders):
             raise UserError("a run is given twice; give different runs")
-        runs = [past_run(folder) for folder in self.folders]
-        records = {str(folder): records_of(folder) for folder in self.folders}
+        runs = [read_run(folder) for folder in self.folders]
+        records = {str(folder): read_records(folder) for folder in self.folders}
         for folder, steps in records.items():
             if not steps:
                 raise UserError(f"{folder} has no recorded steps yet; give runs that have some")

@@ -102,7 +102,7 @@ class Eval:
         text = text_job.text()
         if note := lost_text(text.lost):
             print(f"shardlab: {self.data}: {note}; bits per byte count the whole text", file=sys.stderr)
-        text_job = text_job.fitted(text)
+        text_job = text_job.with_widths(text)
         chosen = settle_passes(chosen, text_job.jobs[-1])
         settled = (replace(job, strategy=chosen.for_job(ranks), passes=chosen.passes) for job in text_job.jobs)
         text_job = replace(text_job, jobs=tuple(settled))

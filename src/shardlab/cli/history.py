@@ -47,11 +47,11 @@ class History:
     """Print only JSON."""
 
     def run(self) -> int:
-        from shardlab.train.history import past_runs
+        from shardlab.train.history import find_runs
 
         if not self.folders and not RUNS.is_dir():
             raise UserError("there is no folder runs in this folder; give the folders that contain runs")
-        runs = past_runs(self.folders or [RUNS])
+        runs = find_runs(self.folders or [RUNS])
         if self.json:
             print_json([run.as_dict() for run in runs])
             return 0
@@ -82,11 +82,11 @@ class Show:
     """Print only JSON."""
 
     def run(self) -> int:
-        from shardlab.train.history import CONFIG, past_run
+        from shardlab.train.history import CONFIG, read_run
 
         if self.folder is None:
             raise UserError("no run is given; give its folder, such as: shardlab show runs/fsdp-1")
-        run = past_run(self.folder)
+        run = read_run(self.folder)
         written = (self.folder / CONFIG).is_file()
         config: dict[str, Any] = read_file(self.folder / CONFIG, "TOML") if written else {}
         files = {str(path.relative_to(self.folder)): path.stat().st_size for path in _files(self.folder)}

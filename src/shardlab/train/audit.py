@@ -1,7 +1,8 @@
-"""`train --audit-every N`: ranks that keep or compute the same are compared, so that a silent fault is found.
+"""Audits of a training (`train --audit-every N`), which find ranks that compute silently wrong numbers.
 
-After every N steps, first the hashes of all replicas of weights; then the tape is run once more with one microbatch in
-the place of each, which changes nothing, and every result that several ranks have computed is compared.
+After every N steps an `Audit` compares the ranks in two ways. First it compares hashes of all replicas of weights. Then
+it runs the tape once more, with the same microbatch in the place of every one, and compares each result that several
+ranks have computed; this run changes no weights. `Auditing` is the callback that does so in a training.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -27,17 +28,21 @@ from shardlab.execute.state import State
 from shardlab.execute.update_ops import Instruction
 from shardlab.language import Holds, OpKind
 from shardlab.language.rules.kinds import common
-from shardlab.train.faults import names
+from shardlab.train.faults import rank_names
 from shardlab.train.steps import Callback, Training
 
 Value = TypeVar("Value")
 
-Prints = dict[Hashable, dict[int, list[tuple[float, float]]]]
-"""What ranks have computed: key of the result, then rank, to (random projection, length) of each such result."""
+Fingerprints = dict[Hashable, dict[int, list[tuple[float, float]]]]
+"""Fingerprints of results: key of the result, then rank, to (random projection, tolerance) of each such result."""
 
 
-class OneMicrobatch:
-    """Gives one microbatch in the place of all."""
+class RepeatedMicrobatch:
+    """Sampler that returns the first microbatch of a step in the place of every one.
+
+    Args:
+        batches: sampler of the training.
+    """
 
     def __init__(self, batches: Sampler) -> None:
         self._batches = batches
@@ -51,13 +56,13 @@ class OneMicrobatch:
 
 
 class Audit:
-    """Compares the ranks of a training; all ranks do it together, and all know the result.
+    """Comparison of the ranks of a training. All ranks call its methods together, and receive the same result.
 
     Args:
-        executor: of a rank's tape, before anything is put around its instructions.
+        executor: executor of a rank's tape, before tracers or profilers wrap its instructions.
 
     Attributes:
-        state: its tensors.
+        state: tensors of the executor.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -65,164 +70,168 @@ class Audit:
         checked = executor.state.checked
         self._replicas = replicas_of(checked)
         self._results = results_of(checked)
-        self._signs: dict[int, Tensor] = {}
-        self._prints: list[tuple[float, float]] = []
+        self._signs: dict[int, Tensor] = {}  # by length of a result
+        self._recorded: list[tuple[float, float]] = []
         mine: dict[int, list[Result]] = defaultdict(list)
         for result in self._results[executor.state.rank]:
             mine[result.op].append(result)
         plain = enumerate(zip(executor.state.tape, executor.instructions, strict=True))
-        self._instructions = [self._printing(run, mine[at]) if op.kind in COMPARED else run for at, (op, run) in plain]
+        self._instructions = [self._recording(run, mine[at]) if op.kind in COMPARED else run for at, (op, run) in plain]
 
-    def fault(self) -> str:
-        """Compare: gives a sentence that names the rank that differs, or nothing."""
-        return self._differing_weights() or self._differing_results()
+    def find_fault(self) -> str:
+        """Compare the ranks, and return a sentence that names those that differ; empty if none does."""
+        return self._compare_weights() or self._compare_results()
 
-    def _differing_weights(self) -> str:
+    def _compare_weights(self) -> str:
         hashes = [0] * len(self._replicas)
         for number, replica in enumerate(self._replicas):
             if self.state.rank in replica.ranks:
                 hashes[number] = hash_of(copy_of(self.state, replica))
-        of_ranks = self._gathered(torch.tensor(hashes, dtype=torch.int64))
-        apart: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
+        of_ranks = self._gather(torch.tensor(hashes, dtype=torch.int64))
+        differing: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
         for number, replica in enumerate(self._replicas):
-            camps = camps_of({rank: int(of_ranks[rank][number]) for rank in replica.ranks}, int.__eq__)
-            if len(camps) > 1:
-                apart[camps].append(replica.layer)
-        for camps, layers in apart.items():
+            groups = group_ranks({rank: int(of_ranks[rank][number]) for rank in replica.ranks}, int.__eq__)
+            if len(groups) > 1:
+                differing[groups].append(replica.layer)
+        for groups, layers in differing.items():
             what = f"weights[{layers[0]}]" + (f" (and {len(layers) - 1} more)" if layers[1:] else "")
-            return f"{what}, which ranks keep bit by bit alike, differ: {accusation(camps)}"
+            return f"{what}, which ranks keep bit by bit alike, differ: {describe_groups(groups)}"
         return ""
 
-    def _differing_results(self) -> str:
-        first = self._rehearsed()
-        found = differing(first)
-        if found is None:
+    def _compare_results(self) -> str:
+        first = self._compute_fingerprints()
+        difference = first_difference(first)
+        if difference is None:
             return ""
-        key, camps = found
+        key, groups = difference
         what = f"one microbatch, computed by all, gives other results in {_op_text(key)}: "
-        if len(camps) == 1:
-            return f"{what}{names(camps[0])} does not even repeat its own"
-        if len(camps[0]) > len(camps[1]):
-            return what + accusation(camps)
-        again = self._rehearsed()[key]
-        changed = [rank for camp in camps for rank in camp if not near(first[key][rank][0], again[rank][0])]
+        if len(groups) == 1:
+            return f"{what}{rank_names(groups[0])} does not even repeat its own"
+        if len(groups[0]) > len(groups[1]):
+            return what + describe_groups(groups)
+        second = self._compute_fingerprints()[key]
+        changed = [rank for ranks in groups for rank in ranks if not nearly_equal(first[key][rank][0], second[rank][0])]
         if changed:
-            return f"{what}recomputed, {names(changed)} sides with the others, so it erred before"
-        return f"{what}{accusation(camps)}; recomputed, each repeats its own"
+            return f"{what}recomputed, {rank_names(changed)} sides with the others, so it erred before"
+        return f"{what}{describe_groups(groups)}; recomputed, each repeats its own"
 
-    def _rehearsed(self) -> Prints:
-        """Run the tape on one microbatch: what every rank made of it."""
-        self._prints.clear()
-        self._executor.rehearse(OneMicrobatch(self._executor.batches), self._instructions)
+    def _compute_fingerprints(self) -> Fingerprints:
+        """Run the tape with one microbatch in the place of all, and return the fingerprints of all ranks' results."""
+        self._recorded.clear()
+        self._executor.rehearse(RepeatedMicrobatch(self._executor.batches), self._instructions)
         length = max(map(len, self._results))
         mine = torch.zeros(length, 2, dtype=torch.float64)
-        if self._prints:
-            mine[: len(self._prints)] = torch.tensor(self._prints, dtype=torch.float64)
-        prints: Prints = defaultdict(lambda: defaultdict(list))
-        for rank, (of_rank, results) in enumerate(zip(self._gathered(mine), self._results, strict=True)):
-            for (projection, size), result in zip(
-                cast(list[tuple[float, float]], of_rank.tolist()), results, strict=False
-            ):
-                prints[result.key][rank].append((projection, size))
+        if self._recorded:
+            mine[: len(self._recorded)] = torch.tensor(self._recorded, dtype=torch.float64)
+        prints: Fingerprints = defaultdict(lambda: defaultdict(list))
+        for rank, (of_rank, results) in enumerate(zip(self._gather(mine), self._results, strict=True)):
+            pairs = cast(list[tuple[float, float]], of_rank.tolist())
+            for (projection, tolerance), result in zip(pairs, results, strict=False):
+                prints[result.key][rank].append((projection, tolerance))
         return prints
 
-    def _gathered(self, mine: Tensor) -> list[Tensor]:
+    def _gather(self, mine: Tensor) -> list[Tensor]:
         mine = mine.to(self.state.settings.device)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine)
         return [each.cpu() for each in everyone]
 
-    def _printing(self, instruction: Instruction, results: Sequence[Result]) -> Instruction:
+    def _recording(self, instruction: Instruction, results: Sequence[Result]) -> Instruction:
         def run() -> None:
             instruction()
             for result in results:
-                self._prints.append(self._print(self.state.values[result.number]))
+                self._recorded.append(self._fingerprint(self.state.values[result.number]))
 
         return run
 
-    def _print(self, value: object) -> tuple[float, float]:
-        """Sum up a value as its projection on random signs, always the same, and its length."""
+    def _fingerprint(self, value: object) -> tuple[float, float]:
+        """Return the projection of a value on fixed random signs, and the tolerance of comparisons with it."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return 0.0, 0.0
         flat = value.detach().flatten().double()
         if len(flat) not in self._signs:
             signs = torch.randint(2, (len(flat),), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
             self._signs[len(flat)] = (2 * signs - 1).to(flat.device)
-        eps = torch.finfo(value.dtype).eps ** 0.5  # rounding in another order is far below it
+        eps = torch.finfo(value.dtype).eps ** 0.5  # far above the rounding of another order of summation
         return float(flat @ self._signs[len(flat)].double()), float(flat @ flat) ** 0.5 * eps
 
 
 def copy_of(state: State, replica: Replica) -> Tensor:
-    """This rank's copy of a replica that it keeps, perhaps in several parts, which are put together in their order."""
+    """Return this rank's copy of a replica. If the rank keeps it in several parts, they are joined in their order."""
     layer, missing = replica.layer, replica.holds
     parts: list[tuple[int, Tensor]] = []
     for key in state.analysis.kept.loaded.values():
         if key[0] == layer:
             mine, wanted = common(key[1], missing)
-            held = Holds(mine.mask & wanted.mask, mine.of)
+            shared = Holds(mine.mask & wanted.mask, mine.of)
             missing = Holds(wanted.mask & ~mine.mask, mine.of)
-            starts = [start for start, _ in state.shapes.ranges(layer, held)]
-            places = state.shapes.places(layer, key[1], held)
+            starts = [start for start, _ in state.shapes.ranges(layer, shared)]
+            places = state.shapes.places(layer, key[1], shared)
             parts += [(at, state.kept[key][start:stop]) for at, (start, stop) in zip(starts, places, strict=True)]
     return torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])])
 
 
 def hash_of(tensor: Tensor) -> int:
-    """63 bits that tell tensors apart which differ in one bit."""
+    """Return a hash of 63 bits, which differs for tensors that differ in one bit."""
     raw = tensor.detach().contiguous().cpu().view(torch.uint8).numpy()
     return int.from_bytes(hashlib.blake2b(raw.data, digest_size=8).digest(), "little") >> 1
 
 
-def near(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether two results differ by no more than rounding."""
+def nearly_equal(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Return whether two fingerprints differ by no more than rounding."""
     if not math.isfinite(one[0]) or not math.isfinite(other[0]):
         return str(one[0]) == str(other[0])
     return abs(one[0] - other[0]) <= max(one[1], other[1])
 
 
-def camps_of(of_rank: Mapping[int, Value], alike: Callable[[Value, Value], bool]) -> tuple[tuple[int, ...], ...]:
-    """Ranks that agree, the largest camp first."""
-    camps: list[list[int]] = []
+def group_ranks(of_rank: Mapping[int, Value], equal: Callable[[Value, Value], bool]) -> tuple[tuple[int, ...], ...]:
+    """Return groups of ranks whose values are equal, the largest group first."""
+    groups: list[list[int]] = []
     for rank, value in of_rank.items():
-        camp = next((camp for camp in camps if alike(of_rank[camp[0]], value)), None)
-        if camp is None:
-            camps.append([rank])
+        group = next((group for group in groups if equal(of_rank[group[0]], value)), None)
+        if group is None:
+            groups.append([rank])
         else:
-            camp.append(rank)
-    return tuple(tuple(camp) for camp in sorted(camps, key=len, reverse=True))
+            group.append(rank)
+    return tuple(tuple(group) for group in sorted(groups, key=len, reverse=True))
 
 
-def differing(prints: Prints) -> tuple[Hashable, tuple[tuple[int, ...], ...]] | None:
-    """Find the first result on which ranks differ, with their camps; a camp alone is a rank that contradicts itself."""
-    for key, of_rank in sorted(prints.items(), key=_computed):
+def first_difference(prints: Fingerprints) -> tuple[Hashable, tuple[tuple[int, ...], ...]] | None:
+    """Find the first result, in order of computation, on which ranks differ.
+
+    Returns:
+        Key of the result, and the groups of ranks that agree. A single group is one rank whose results differ among
+        themselves. None if all ranks agree.
+    """
+    for key, of_rank in sorted(prints.items(), key=_computation_order):
         for rank, results in of_rank.items():
-            if not all(near(results[0], each) for each in results):
+            if not all(nearly_equal(results[0], each) for each in results):
                 return key, ((rank,),)
-        camps = camps_of({rank: results[0] for rank, results in of_rank.items()}, near)
-        if len(camps) > 1:
-            return key, camps
+        groups = group_ranks({rank: results[0] for rank, results in of_rank.items()}, nearly_equal)
+        if len(groups) > 1:
+            return key, groups
     return None
 
 
-def _computed(found: tuple[Hashable, object]) -> tuple[int, int]:
-    """The order in which a microbatch's results follow from one another, also from rank to rank."""
-    kind, layer = cast(tuple[OpKind, int], found[0])[:2]
+def _computation_order(item: tuple[Hashable, object]) -> tuple[int, int]:
+    """Return the sort key by which a microbatch's results follow from one another, also across ranks."""
+    kind, layer = cast(tuple[OpKind, int], item[0])[:2]
     if kind in (OpKind.FORWARD, OpKind.ATTEND):
         return 0, layer
     return (1, 0) if kind is OpKind.LOSS else (2, -layer)
 
 
-def accusation(camps: Sequence[tuple[int, ...]]) -> str:
-    """Name the ranks that differ from the most; where there is no most, all."""
-    most, *others = camps
-    odd = sorted(rank for camp in others for rank in camp)
-    if len(most) > len(others[0]):
-        return f"{names(odd)} from {names(most)}"
-    return f"{' and '.join(names(camp) for camp in camps)} differ, and two opinions cannot tell who is right"
+def describe_groups(groups: Sequence[tuple[int, ...]]) -> str:
+    """Name the ranks that differ from the largest group; if two groups are largest, name all ranks."""
+    largest, *others = groups
+    odd = sorted(rank for group in others for rank in group)
+    if len(largest) > len(others[0]):
+        return f"{rank_names(odd)} from {rank_names(largest)}"
+    return f"{' and '.join(rank_names(group) for group in groups)} differ, and two opinions cannot tell who is right"
 
 
 def advice(checked: Checked) -> str:
-    """Say what to do about a fault: a host is to blame only where the program keeps all replicas equal."""
+    """Return what to do about a fault. A host is to blame only if the program keeps all replicas bitwise equal."""
     if drifts := drifts_of(checked):
         return f"It may be rounding, and no host's fault: {str(drifts[0]).removesuffix('.')}"
     return "Leave the host out, and go on from what was saved before the last audit that passed"
@@ -234,28 +243,28 @@ def _op_text(key: Hashable) -> str:
 
 
 class Auditing(Callback):
-    """Callback that audits the ranks after every so many steps.
+    """Callback that audits the ranks after every `every` steps.
 
     Args:
-        audits: of each of the training's executors.
-        every: how many steps are between audits.
-        saved: tells what is saved by now.
+        audits: audit of each executor of the training.
+        every: number of steps from one audit to the next.
+        saved: function that returns a sentence on what is saved by now.
     """
 
     def __init__(self, audits: Sequence[Audit], every: int, saved: Callable[[], str]) -> None:
         self._audits, self._every, self._saved = audits, every, saved
 
     def on_step_end(self, training: Training) -> None:
-        """Audit, if it is time.
+        """Audit if that is due.
 
         Raises:
-            UserError: on rank 0, when the audit finds a fault; the other ranks just end.
+            UserError: on rank 0, if the audit finds a fault. The other ranks exit.
         """
         state = training.state
         if state.step % self._every:
             return
         audit = next(audit for audit in self._audits if audit.state is state)
-        if fault := audit.fault():
+        if fault := audit.find_fault():
             if state.rank:
                 raise SystemExit(1)
             raise UserError(

@@ -1,4 +1,8 @@
-"""Microbatches of a corpus, as tensors."""
+"""Microbatches of a corpus as tensors.
+
+A microbatch is a function of the seed, the step and its number. So a run's place in its data is one number, the step,
+and it does not depend on the strategy or the number of ranks.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -17,17 +21,17 @@ from shardlab.train.data import Corpus
 from shardlab.train.data.stream import Numbers
 
 VALIDATION_SEQUENCES = 64
-"""Sequences of the validation part, from its beginning, over which a training computes its validation loss."""
+"""Number of first sequences of the validation part over which a training computes its validation loss."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is in its data. All of it follows from the step, so the step is all that has to be kept.
+    """Position of a run in its data. It follows from the step alone.
 
     Attributes:
-        step: of the optimizer, from 0: the one that comes next.
-        sequence: the number of its first sequence; so many were trained on, by all ranks together.
-        epochs: how often each source has been gone through by then.
+        step: number of the next optimizer step, counted from 0.
+        sequence: number of the first sequence of that step: the sequences that all ranks have trained on before.
+        epochs: passes over each source before that step.
     """
 
     step: int
@@ -37,17 +41,18 @@ class Position:
 
 @dataclass(frozen=True)
 class Batches:
-    """Microbatches of sequences, with the next token of each as its target, or -1 where a document begins.
+    """Microbatches of sequences. The target of a token is the next token, or -1 if a document begins there.
 
-    Every sequence comes once in an epoch, in an order that depends on the seed alone: sequence i of a run is the same
+    Every sequence occurs once in an epoch. The order depends on the seed alone, so sequence i of a run is the same
     under every strategy and number of ranks.
 
     Attributes:
+        corpus: training and validation text.
         seq_len: tokens of a sequence.
         micro_batch_size: sequences of a microbatch.
-        microbatches: of the global batch.
-        seed: of the run.
-        ramp: how many microbatches each step has (None: always as many).
+        microbatches: microbatches of the global batch.
+        seed: seed of the run.
+        ramp: number of microbatches of each step (None: `microbatches` in every step).
     """
 
     corpus: Corpus
@@ -58,36 +63,36 @@ class Batches:
     ramp: BatchRamp | None = None
 
     def position(self, step: int) -> Position:
-        """Where the run is before a step."""
+        """Return the position of the run before a step."""
         sequence = self._before(step) * self.micro_batch_size
         return Position(step, sequence, tuple(self.corpus.training.epochs(sequence, self.seq_len)))
 
     def microbatch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets, int64 (micro_batch_size, seq_len): a function of seed, step and microbatch."""
+        """Return tokens and targets, int64 (micro_batch_size, seq_len) each, of a microbatch of a step."""
         first = self._before(step) + microbatch
         tokens, targets = self.corpus.training.cut(self._numbers(first, 1), self.seq_len, self.seed)
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
     def counted(self, step: int, microbatches: int) -> int:
-        """Targets that count in a step; 1 at least, so that it can be divided by."""
+        """Return the number of targets other than -1 in a step. It is at least 1, since losses are divided by it."""
         numbers = self._numbers(self._before(step), microbatches)
         return max(1, self.corpus.training.count_targets(numbers, self.seq_len, self.seed))
 
     @property
     def validation_count(self) -> int:
-        """Sequences that the validation loss is a mean over: `VALIDATION_SEQUENCES`, or all that the part has once."""
+        """Number of sequences of the validation loss: `VALIDATION_SEQUENCES`, or all if the part has fewer."""
         return min(VALIDATION_SEQUENCES, max(1, self.corpus.validation.sequences_before_repeat(self.seq_len)))
 
     @property
     def validation_microbatches(self) -> int:
-        """How many microbatches these sequences make."""
+        """Number of microbatches that hold the sequences of the validation loss."""
         return math.ceil(self.validation_count / self.micro_batch_size)
 
     def validation(self, index: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets as above, of the validation part in its order.
+        """Return tokens and targets of a microbatch of the validation part, shaped as those of `microbatch`.
 
-        In the last microbatch no target counts of rows beyond `validation_count`, so the sequences that count do not
-        depend on `micro_batch_size`.
+        The rows beyond `validation_count` in the last microbatch have no targets, so the loss does not depend on
+        `micro_batch_size`.
         """
         numbers = self._numbers(index, 1)
         tokens, targets = self.corpus.validation.cut(numbers, self.seq_len, None)
@@ -95,9 +100,9 @@ class Batches:
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
     def _before(self, step: int) -> int:
-        """Microbatches of all steps before one."""
+        """Return the number of microbatches of all steps before a step."""
         return step * self.microbatches if self.ramp is None else self.ramp.before(step)
 
     def _numbers(self, first: int, microbatches: int) -> Numbers:
-        """The numbers of the sequences of some microbatches, counted over all steps."""
+        """Return the numbers of the sequences of some microbatches, counted over all steps."""
         return np.arange(first * self.micro_batch_size, (first + microbatches) * self.micro_batch_size)

@@ -1,4 +1,9 @@
-"""One rank's part of saving a run: a copy at a step's end, which a thread writes while the next steps run."""
+"""Saving a run while it trains, and resuming it.
+
+`Saver` is the callback that saves. It copies what a rank keeps at the end of a step; a thread writes the copy while the
+next steps run. `find_checkpoint` chooses and verifies the checkpoint from which a run is resumed, and `ResumedRun`
+decides which settings may then differ. The format of checkpoints is in the package `checkpoint`.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -62,22 +67,23 @@ from shardlab.train.tracing import RampedExecutor
 from shardlab.train.world import versions
 
 SAVE_REQUEST = 0.5
-"""Word by which rank 0 asks all ranks to save; other words are numbers of checkpoints."""
+"""Message by which rank 0 asks all ranks to save. All other messages are numbers of checkpoints."""
 
 
 class Saver(Callback):
-    """Callback that saves a run; all ranks call its methods at the same steps.
+    """Callback that saves a run. All ranks call its methods at the same steps.
 
-    What a rank has written it says in the exchange that every step makes; by it rank 0 knows when all have, and
-    completes the checkpoint. There is one in flight at most: the next one waits for it.
+    Each rank reports by `message` that it has written its part of a checkpoint. Once all ranks have, rank 0 completes
+    the checkpoint. At most one checkpoint is in flight: the next one waits for it.
 
     Args:
-        executor: whose state is saved.
+        executor: executor whose state is saved.
         run: settings of the run.
         batches: data of the run.
+        disk: disk to write to, which tests replace.
 
     Attributes:
-        saved: the step of the last complete checkpoint, on rank 0.
+        saved: step of the last complete checkpoint, on rank 0.
     """
 
     def __init__(
@@ -90,14 +96,14 @@ class Saver(Callback):
         self._steps, self._seconds = interval(run.config.saving.save_every)
         self._snapshot: Snapshot | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[None] | None = None  # this rank's file
+        self._writing: Future[None] | None = None  # of this rank's file
         self._documents: dict[str, str] = {}
         self._fingerprints: dict[int, str] = {}
-        self._number = 0  # of the one in flight, or the last
+        self._number = 0  # of the checkpoint in flight, or of the last one
         self._step = executor.state.step
         self._began = time.monotonic()
         self._requested = False
-        self._stalls: dict[int, float] = {}  # seconds for which steps stood still
+        self._stalls: dict[int, float] = {}  # seconds for which the run stood still, by step
         self._training: Training | None = None
         self.saved: int | None = executor.state.step or None
 
@@ -106,26 +112,30 @@ class Saver(Callback):
         return self._executor.state
 
     def on_begin(self, training: Training) -> None:
-        """Note of which training every checkpoint keeps the loss before the first step."""
+        """Remember the training: its loss before the first step is saved in each checkpoint."""
         self._training = training
 
     def on_step_end(self, training: Training) -> None:
-        """Save, if it is due by the number of the step, or rank 0 has wished for it."""
+        """Save if the number of the step says so, or rank 0 has requested it."""
         if self._requested or (self._steps is not None and self._state.step % self._steps == 0):
             self._stalls[self._state.step - 1] = self.save()
 
     def on_metrics(self, training: Training, step: StepResult) -> dict[str, float]:
-        """Add the seconds for which a step's save stood still; after a run has diverged, drop what was saved later."""
+        """Add the seconds that a save took. If the run has diverged, drop the checkpoints of later steps.
+
+        Returns:
+            The figure `save_stall` if the step was saved.
+        """
         number = step.metrics["step"]
         if step.diverged:
-            self._give_up(number)
+            self._abort(number)
         return {"save_stall": self._stalls.pop(number)} if number in self._stalls else {}
 
     def on_end(self, training: Training) -> None:
-        """Save the run after its last step, or after the one at which it was interrupted, so that it can go on."""
+        """Save the run after its last step, or after the step at which it was interrupted."""
         if self._step < self._state.step:
             self.save()
-        self._end()
+        self._finish()
 
     def message(self) -> float:
         """Return the number of the checkpoint that this rank has written, negative if that failed; or SAVE_REQUEST."""
@@ -145,81 +155,88 @@ class Saver(Callback):
             return 0
         return self._number if self._writing.exception() is None else -self._number
 
-    def _receive(self, told: Sequence[int]) -> None:
-        if self._writing is None or any(abs(number) != self._number for number in told):
+    def _receive(self, numbers: Sequence[int]) -> None:
+        """End the checkpoint in flight if `numbers`, the values of `_written` by rank, say that all have written."""
+        if self._writing is None or any(abs(number) != self._number for number in numbers):
             return
         error, self._writing = self._writing.exception(), None
         if error is not None:
             self._say_lost(self._step, error)
         if self._state.rank == 0:
-            whole = all(number > 0 for number in told)
-            end = partial(self._complete, documents=self._documents) if whole else self._drop
+            complete = all(number > 0 for number in numbers)
+            end = partial(self._complete, documents=self._documents) if complete else self._drop
             self._pool.submit(end, self._step)
 
     def save(self) -> float:
-        """Copy what this rank keeps, to be written from now on.
+        """Copy the state that this rank keeps, and start to write the copy.
 
         Returns:
-            the seconds that it took, for which the run stood still.
+            Seconds that the copy took, for which the run stood still.
         """
         began = time.perf_counter()
         self.settle()
         self._snapshot = self._snapshot or Snapshot(self._state)
-        taken = self._snapshot.take()
+        copies = self._snapshot.take()
         self._number, self._step, self._began = self._number + 1, self._state.step, time.monotonic()
         self._requested = False
         if self._state.rank == 0:
-            self._documents = {STATE: json.dumps(self._words()), CONFIG: self._run.config.as_toml()}
-        note = {"tensors": {name: len(tensor) for name, tensor in taken.items()}, "updates": updates_of(self._state)}
+            self._documents = {STATE: json.dumps(self._run_state()), CONFIG: self._run.config.as_toml()}
+        note = {"tensors": {name: len(tensor) for name, tensor in copies.items()}, "updates": updates_of(self._state)}
         folder, rank = self._folder(self._step), self._state.rank
-        self._writing = self._pool.submit(write_shard, self._disk, folder, rank, chunks_of(taken), note)
+        self._writing = self._pool.submit(write_shard, self._disk, folder, rank, chunks_of(copies), note)
         return time.perf_counter() - began
 
     def settle(self) -> None:
-        """Wait for what is in flight, all ranks together."""
+        """Wait until all ranks have written the checkpoint in flight. Every rank calls this."""
         if self._writing is not None:
             wait([self._writing])
-            told = torch.zeros(self._run.config.plan.ranks, dtype=torch.int64, device=self._state.settings.device)
-            told[self._state.rank] = self._written
-            dist.all_reduce(told)
-            self._receive([int(number) for number in told])
+            numbers = torch.zeros(self._run.config.plan.ranks, dtype=torch.int64, device=self._state.settings.device)
+            numbers[self._state.rank] = self._written
+            dist.all_reduce(numbers)
+            self._receive([int(number) for number in numbers])
 
     def wait(self) -> None:
-        """Wait until this rank has nothing more to do for a checkpoint."""
+        """Wait until this rank's thread has nothing left to do."""
         wait([self._pool.submit(int)])
 
-    def _give_up(self, finite: int) -> None:
-        """The run has diverged, after so many steps that were finite: what was saved later is dropped."""
+    def _abort(self, finite: int) -> None:
+        """Drop the checkpoint in flight if it is later than the steps that were finite, and end the thread."""
         if self._writing is not None and self._step > finite:
             wait([self._writing])
             self._writing = None
             dist.barrier()
             if self._state.rank == 0:
                 self._drop(self._step)
-        self._end()
+        self._finish()
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         self.settle()
         self._pool.shutdown()
         dist.barrier()  # rank 0 has completed the last checkpoint, or dropped it
-        for part in (self._run.out / CHECKPOINTS).glob(f"*{PART}"):  # of a failed save, on a disk of this host's own
+        for part in (self._run.out / CHECKPOINTS).glob(f"*{PART}"):  # of a failed save, if hosts do not share a disk
             with suppress(OSError):
                 remove_shard(part, self._state.rank)
-        with suppress(OSError):  # others are in it
+        with suppress(OSError):  # it is not empty
             (self._run.out / CHECKPOINTS).rmdir()
 
     def _complete(self, step: int, documents: dict[str, str]) -> None:
-        """On rank 0, beside the steps: all ranks have written."""
+        """Complete a checkpoint that all ranks have written; runs in the thread of rank 0."""
         try:
-            commit(self._disk, self._folder(step), self._run.config.plan.ranks, documents, self._run.config.saving.keep)
-        except Exception as error:  # nobody looks at this thread's: what is not said here is never known
+            commit(
+                self._disk,
+                self._folder(step),
+                self._run.config.plan.ranks,
+                documents,
+                self._run.config.saving.keep,
+            )
+        except Exception as error:  # nobody reads the exceptions of this thread
             self._say_lost(step, error)
             self._drop(step)
         else:
             self.saved = step
 
     def _drop(self, step: int) -> None:
-        with suppress(OSError):  # there may be nothing; what stays is swept away when the run is resumed
+        with suppress(OSError):  # what remains is removed when the run is resumed
             self._disk.remove(part_of(self._folder(step)))
 
     def _folder(self, step: int) -> Path:
@@ -235,8 +252,8 @@ class Saver(Callback):
             f"(rank {self._state.rank}: {what})"
         )
 
-    def _words(self) -> dict[str, Any]:
-        """All of a run that is no tensor. Random numbers are functions of the seed, the step and the place."""
+    def _run_state(self) -> dict[str, Any]:
+        """Return the state of the run besides tensors. Random numbers need none: seed and step determine them."""
         state, position = self._state, self._batches.position(self._state.step)
         identity = self._batches.corpus.identity
         before = math.nan if self._training is None else self._training.validation_before
@@ -255,14 +272,14 @@ class Saver(Callback):
         }
 
     def _fingerprint(self, program: Program) -> str:
-        """What a batch ramp's programs are known by; each is hashed once."""
+        """Return the fingerprint of a program of the batch ramp. Each is computed once."""
         if id(program) not in self._fingerprints:
             self._fingerprints[id(program)] = program.fingerprint()
         return self._fingerprints[id(program)]
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:
-        """What is the same in all of a run's checkpoints."""
+        """Entries that are the same in all checkpoints of a run."""
         return {
             "plan": self._run.job.title,
             "model": job_as_dict(self._run.job)["model"],
@@ -273,49 +290,49 @@ class Saver(Callback):
         }
 
 
-# Which checkpoint a run goes on from, and what of its configuration may then differ.
-
-
 SCHEDULE = {"learning_rate_schedule", "schedule_steps", "warmup_steps"}
-"""Settings from which the steps of the learning rate's decay follow."""
+"""Settings that determine the default length of the learning rate's decay."""
 
 RATE = "schedule", "learning_rate", "min_learning_rate_ratio"
-"""What the learning rate of a step follows from."""
+"""Attributes of `OptimizerConfig` that determine the learning rate of a step."""
 
 
 def find_checkpoint(
     run: Path, step: int | None = None, *, auto: bool = False, together: RankExchange | None = None
 ) -> Checkpoint | None:
-    """A run's newest checkpoint, or the one after so many steps, with every checksum compared.
+    """Open the newest checkpoint of a run, or that of a given step, and compare all checksums.
 
-    Ranks of a launcher deal the files among them, and none goes on before all are read: what is wrong with a file that
-    one of them has read, all of them know.
+    The ranks of a launcher verify different files, and share what they find.
 
     Args:
-        run: the run's folder.
-        auto: pass over checkpoints that cannot be read; a run that has none yet begins anew.
-        together: the ranks that do this together; without them this process is alone. Rank 0 says what is passed over.
+        run: folder of the run.
+        step: step of the checkpoint (None: the newest).
+        auto: skip checkpoints that cannot be read. Rank 0 prints which ones.
+        together: ranks of the launcher (None: this process is alone).
+
+    Returns:
+        The checkpoint. None if `auto` is set and the run has no checkpoint yet.
 
     Raises:
-        UserError: when there is none, or it cannot be read; the newest one that can is named.
+        UserError: if there is no such checkpoint, or it cannot be read. The message names the newest one that can.
     """
     checkpoints, together = run / CHECKPOINTS, together or RankExchange()
-    seen = together.exchange(json.dumps(steps_in(Disk(), checkpoints)))  # hosts may see a folder's names late
+    seen = together.exchange(json.dumps(steps_in(Disk(), checkpoints)))  # another host may see new folders late
     steps: list[int] = json.loads(seen[0])
     if step is not None and step not in steps:
         there = f"those after steps {listed(steps)}" if steps else "none"
         raise UserError(f"{run} has no checkpoint after step {step}; it has {there}")
-    own, broken = together.all(partial(_own_model, run)) if steps else None, None
+    model, broken = together.all(partial(_recorded_model, run)) if steps else None, None
     for each in [step] if step is not None else reversed(steps):
         try:
-            found = together.all(partial(_verified, own, folder_of(checkpoints, each), together))
+            checkpoint = together.all(partial(_open_verified, model, folder_of(checkpoints, each), together))
         except UserError as error:
             broken = broken or error
             if auto and together.rank == 0:
                 say(f"shardlab: {error}; trying the checkpoint before")
             continue
         if broken is None or auto:
-            return found
+            return checkpoint
         raise UserError(f"{broken}; the checkpoint before is whole: shardlab train --resume {run} --from-step {each}")
     if broken is not None and not auto:
         raise UserError(f"{broken}; there is no whole checkpoint before")
@@ -329,11 +346,11 @@ def find_checkpoint(
     raise UserError(f"{run} {what}; name the folder of a run")
 
 
-def _own_model(run: Path) -> Blocks | None:
-    """The model that a run's record says it has; None where that is gone or torn.
+def _recorded_model(run: Path) -> Blocks | None:
+    """Return the model in a run's record; None if the record is missing or damaged.
 
     Raises:
-        UserError: when the record says of no model, or of one that is no longer there.
+        UserError: if the record has no model, or one that no longer exists.
     """
     try:
         record = read_file(run / RECORD, "JSON")
@@ -345,25 +362,25 @@ def _own_model(run: Path) -> Blocks | None:
         raise UserError(f"the model of {run} cannot be made again: {error}") from None
 
 
-def _verified(own: Blocks | None, folder: Path, together: RankExchange) -> Checkpoint:
-    """A checkpoint that is whole, and of the run's own model, if that is known.
+def _open_verified(model: Blocks | None, folder: Path, together: RankExchange) -> Checkpoint:
+    """Open a checkpoint, and check that it is complete and has the run's model, if that is known.
 
     Raises:
-        UserError: naming what is wrong.
+        UserError: if it is not.
     """
-    found = Checkpoint.open(folder).verify(together.rank, together.world)
-    if own is not None:
-        require_same(recorded_model(dict(found.state), folder / STATE), own, folder)
-    return found
+    checkpoint = Checkpoint.open(folder).verify(together.rank, together.world)
+    if model is not None:
+        require_same(recorded_model(dict(checkpoint.state), folder / STATE), model, folder)
+    return checkpoint
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """A run that goes on.
+class ResumedRun:
+    """A run that is resumed from a checkpoint.
 
     Attributes:
-        out: its folder.
-        checkpoint: from which it does.
+        out: folder of the run.
+        checkpoint: checkpoint from which the run is resumed.
         chosen: whether the user has named the checkpoint.
     """
 
@@ -374,47 +391,51 @@ class Resumed:
     @classmethod
     def find(
         cls, out: Path, step: int | None = None, *, auto: bool = False, together: RankExchange | None = None
-    ) -> Resumed | None:
-        """The run in a folder, from its newest checkpoint or the one after so many steps; None: it is to begin.
+    ) -> ResumedRun | None:
+        """Find the checkpoint from which the run in a folder is resumed.
 
         Args:
-            out, step, auto, together: see `find_checkpoint`; rank 0 asks whether the folder is free.
+            out, step, auto, together: folder of the run, and the other arguments of `find_checkpoint`.
+
+        Returns:
+            The run. None if `auto` is set and the run has no checkpoint yet.
 
         Raises:
-            UserError: when another process is at work in the folder, or nothing in it can be gone on from.
+            UserError: if another process is at work in the folder, or no checkpoint can be used.
         """
         together = together or RankExchange()
         together.all(partial(require_free, out) if together.rank == 0 else lambda: None)
-        found = find_checkpoint(out, step, auto=auto, together=together)
-        return None if found is None else cls(out, found, step is not None)
+        checkpoint = find_checkpoint(out, step, auto=auto, together=together)
+        return None if checkpoint is None else cls(out, checkpoint, step is not None)
 
-    def source(self, launched: int | None, given: Mapping[str, Any] | None = None) -> ConfigSource:
-        """Its settings, which a launcher's world lays over as many ranks as there are now.
+    def source(self, launched: int | None, flags: Mapping[str, Any] | None = None) -> ConfigSource:
+        """Return the settings of the run as a source of the new configuration.
 
-        Paths are those of the folder where the run began. What followed from its steps stays, also with other steps:
-        how the learning rate goes up and down.
+        Relative paths become those of the folder in which the run began. The learning-rate schedule stays as it was,
+        even if the number of steps changes.
 
         Args:
-            given: settings of the optimizer that flags change. Another schedule, or warm-up, has a decay of its own.
+            launched: number of ranks that a launcher has started, which replaces the run's; None without a launcher.
+            flags: settings of the optimizer that flags change. A new schedule or warm-up resets the decay.
         """
         saved = self._saved
         plan = saved.sections["plan"]
         train = {name: value for name, value in saved.sections["train"].items() if name != "init"}
         optimizer = with_default_schedule(merge_fields([preset_source("default"), saved], "optimizer"), train["steps"])
-        if SCHEDULE & set(given or ()) and "decay_steps" not in saved.sections["optimizer"]:
+        if SCHEDULE & set(flags or ()) and "decay_steps" not in saved.sections["optimizer"]:
             optimizer.pop("decay_steps", None)
         if launched is not None and "strategy" in plan:
             plan = {name: value for name, value in plan.items() if name != "ranks"}
-        if "strategy" in plan:  # an older version, which ran programs as they were written, said nothing of passes
+        if "strategy" in plan:  # older versions had no passes, and did not record any
             plan = {"passes": "none", **plan}
-        found = {**saved.sections, "plan": plan, "train": train, "optimizer": optimizer}
-        return ConfigSource(str(self.checkpoint.folder), found)
+        sections = {**saved.sections, "plan": plan, "train": train, "optimizer": optimizer}
+        return ConfigSource(str(self.checkpoint.folder), sections)
 
     def config(self, wanted: TrainingConfig) -> TrainingConfig:
-        """Its configuration again, with what flags have changed.
+        """Return the configuration with which the run is resumed: `wanted`, with the run's own `init`.
 
         Raises:
-            UserError: when it would not be the same run: another model, optimizer, seed, batch or sequence.
+            UserError: if it would be another run: another model, optimizer, seed, batch or sequence length.
         """
         saved = merge_fields([preset_source("default"), self._saved], "train")
         model = model_of([self.source(None)], 0)
@@ -439,22 +460,24 @@ class Resumed:
         return replace(wanted, train=replace(wanted.train, init=saved.get("init")))
 
     @property
-    def taken(self) -> int:
-        """Optimizer steps that the run has taken by its last weights, or by the checkpoint that the user has named."""
-        return self.checkpoint.step if self.chosen else max(self.checkpoint.step, self._finished)
+    def steps_taken(self) -> int:
+        """Optimizer steps before the checkpoint that the user has named, or else before the run's last weights."""
+        return self.checkpoint.step if self.chosen else max(self.checkpoint.step, self._finished_steps)
 
     @property
-    def _finished(self) -> int:
-        """Steps of the weights that the run left when it finished; 0 if it has not."""
+    def _finished_steps(self) -> int:
+        """Optimizer steps before the weights that the run left when it finished; 0 if it has not finished."""
         return int(last_figures(self.out / METRICS).get("step") or 0) + 1 if has_finished(self.out) else 0
 
     def has_ended(self, steps: int) -> bool:
-        """Whether nothing is left to do: a run that was killed after its last step has its weights to write.
+        """Return whether a run of so many steps has nothing left to do.
+
+        A run that was killed after its last step has still to write its weights.
 
         Raises:
             UserError: if the run has finished with weights that are newer than the checkpoint, which would be lost.
         """
-        taken, finished = self.checkpoint.step, self._finished
+        taken, finished = self.checkpoint.step, self._finished_steps
         if self.chosen or finished <= taken:
             return steps < taken or (steps == taken and finished == taken)
         if steps <= finished:
@@ -466,7 +489,7 @@ class Resumed:
         )
 
     def schedule_change(self, config: TrainingConfig) -> str:
-        """A sentence on the learning rate from here on, if the run has other steps or another schedule than before."""
+        """Return a sentence on the learning rate from now on; empty if neither steps nor schedule have changed."""
         saved = merge_fields([preset_source("default"), self._saved], "train")["steps"]
         before = OptimizerConfig(
             **with_default_schedule(merge_fields([preset_source("default"), self._saved], "optimizer"), saved)
@@ -484,11 +507,14 @@ class Resumed:
         )
         return f"learning rate: {now.schedule} as before ({rates}){stays if end < steps else ''}"
 
-    def want_same_data(self, identity: str) -> None:
-        """Refuse a text that has changed.
+    def require_same_data(self, identity: str) -> None:
+        """Check that the data have not changed.
+
+        Args:
+            identity: identity of the data now (`Corpus.identity`).
 
         Raises:
-            UserError: with what to do.
+            UserError: if they have.
         """
         if self.checkpoint.state["data"]["identity"] != identity:
             raise UserError(
@@ -498,7 +524,7 @@ class Resumed:
 
     @cached_property
     def _saved(self) -> ConfigSource:
-        """Its configuration file, with paths that are found from here."""
+        """Configuration file in the checkpoint, with paths that are valid in the current folder."""
         saved = file_source(self.checkpoint.folder / CONFIG)
         folder, sections = self.checkpoint.state.get("folder"), {**saved.sections}
         sections["data"] = {
@@ -506,14 +532,14 @@ class Resumed:
             for name, value in saved.sections["data"].items()
         }
         for section, name in (("model", "model"), ("plan", "strategy")):
-            word = saved.sections[section].get(name)
-            if word is not None and (file_and_name(word)[0] is not None or word.endswith(".toml")):
-                sections[section] = {**saved.sections[section], name: anchored(word, folder)}
+            value = saved.sections[section].get(name)
+            if value is not None and (file_and_name(value)[0] is not None or value.endswith(".toml")):
+                sections[section] = {**saved.sections[section], name: anchored(value, folder)}
         if (init := saved.sections["train"].get("init")) is not None:
             sections["train"] = {**saved.sections["train"], "init": Path(anchored(str(init), folder))}
         return ConfigSource(saved.name, sections)
 
 
 def _frozen(plan: Mapping[str, Any]) -> str:
-    """Return the numbers of a plan's frozen blocks, as its flag takes them."""
+    """Return the numbers of a plan's frozen blocks, in the form of the option --freeze."""
     return " ".join(map(str, sorted(plan.get("freeze", ())))) or "none"

@@ -1,4 +1,9 @@
-"""The loss of weights on a text, computed by all ranks as their strategy lays the model over them."""
+"""Loss of a model on a text, computed by all ranks under any strategy.
+
+`Evaluation` runs the forward half of a program over some microbatches; a training uses it for its validation loss.
+`TextJob` is what `shardlab evaluate` hands to its ranks: trained weights and a text. Sequences are sorted by length and
+padded to a few widths, so that little padding is computed.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -33,47 +38,48 @@ from shardlab.train.job import Job
 from shardlab.train.launch.ranks import backend_of
 from shardlab.train.world import require_agreement
 
-MOST = 700.0
-"""Its exponential is nearly the largest float."""
+MAX_EXPONENT = 700.0
+"""Number whose exponential is nearly the largest float."""
 
 
 @dataclass(frozen=True)
-class InOrder:
-    """Microbatches one after the other, of which a step takes some; where there is none left, no target counts.
+class OrderedBatches:
+    """Microbatches in a fixed order, as many as the forward passes of a step take. Missing ones have no targets.
 
     Attributes:
-        count: how many there are.
-        of_step: how many a step takes.
-        cut: gives one by its number: tokens and targets (micro_batch_size, seq_len), int64.
+        micro_batch_size: sequences of a microbatch.
+        count: number of microbatches.
+        per_step: number of microbatches of a step.
+        load: function that returns a microbatch by its number: tokens and targets (micro_batch_size, seq_len), int64.
     """
 
     micro_batch_size: int
     count: int
-    of_step: int
-    cut: Callable[[int], tuple[Tensor, Tensor]]
+    per_step: int
+    load: Callable[[int], tuple[Tensor, Tensor]]
 
     @property
     def steps(self) -> int:
-        """How many steps take them all."""
-        return math.ceil(self.count / self.of_step)
+        """Number of steps that take all microbatches."""
+        return math.ceil(self.count / self.per_step)
 
     def microbatch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        number = step * self.of_step + microbatch
-        tokens, targets = self.cut(min(number, self.count - 1))
+        number = step * self.per_step + microbatch
+        tokens, targets = self.load(min(number, self.count - 1))
         return tokens, targets if number < self.count else torch.full_like(targets, -1)
 
     def counted(self, step: int, microbatches: int) -> int:
-        """Nothing is divided by it, for there is no gradient."""
+        """Return 1, since only gradients are divided by the number of targets."""
         return 1
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss over a text.
+    """Loss over a text.
 
     Attributes:
-        total: nats, of all tokens together.
-        tokens: how many were predicted.
+        total: sum over all tokens, in nats.
+        tokens: number of predicted tokens.
     """
 
     total: float
@@ -81,25 +87,26 @@ class Loss:
 
     @property
     def mean(self) -> float:
-        """Nats per token."""
+        """Mean loss in nats per token."""
         return self.total / max(1, self.tokens)
 
     @property
     def perplexity(self) -> float:
-        """Of how many tokens each was as hard to tell as one of so many equally likely ones; infinite beyond floats."""
-        return math.exp(self.mean) if self.mean < MOST else math.inf
+        """Exponential of the mean loss; infinity if it is too large for a float."""
+        return math.exp(self.mean) if self.mean < MAX_EXPONENT else math.inf
 
 
 class Evaluation:
-    """One rank's part of computing losses, by the forward half of a program.
+    """One rank's part of computing losses by the forward half of a program.
 
     Args:
-        job: what is computed, and how; dropout is left out.
-        checked: its program.
-        rank, device: whose part, and where.
-        batches: on what.
-        of: a training's state, whose weights are judged (None: those that `initial` reads).
-        groups: where process groups are kept.
+        job: strategy and model. Dropout is left out.
+        checked: program of the job.
+        rank, device: number of the rank, and the device on which it computes.
+        batches: microbatches on which the loss is computed.
+        of: state of a training whose weights are evaluated (None: the weights that `initial` reads).
+        initial: function that reads the weights, if `of` is None.
+        groups: process groups that are shared with other executors.
     """
 
     def __init__(
@@ -108,7 +115,7 @@ class Evaluation:
         checked: Checked,
         rank: int,
         device: torch.device,
-        batches: InOrder,
+        batches: OrderedBatches,
         *,
         of: State | None = None,
         initial: Initial | None = None,
@@ -121,7 +128,7 @@ class Evaluation:
         self._executor = Executor(half, rank, model, batches, settings, backend_of(device.type), groups=groups, of=of)
 
     def loss(self) -> Loss:
-        """The loss over all batches; every rank calls this, and knows it."""
+        """Compute the loss over all microbatches. Every rank calls this, and receives the same result."""
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         self._executor.state.step = 0
         for _ in range(self._batches.steps):
@@ -130,44 +137,47 @@ class Evaluation:
         return Loss(float(total[0]), int(total[1]))
 
     def losses(self) -> dict[str, float]:
-        """The mean loss as records name it, and that of averaged weights if there are any; every rank calls this."""
-        found = {VALIDATION: self.loss().mean}
+        """Compute the mean loss of the weights, and that of their moving averages if there are any.
+
+        Every rank calls this.
+
+        Returns:
+            The losses by their names in metrics.jsonl, in nats per token.
+        """
+        losses = {VALIDATION: self.loss().mean}
         if self._of is not None and self._of.settings.optimizer.ema is not None:
             with averaged_weights(self._of):
-                found[VALIDATION_EMA] = self.loss().mean
-        return found
-
-
-# Weights that are judged by a text.
+                losses[VALIDATION_EMA] = self.loss().mean
+        return losses
 
 
 @dataclass(frozen=True)
 class TextLoss(Loss):
-    """A loss over a text.
+    """Loss over a text whose bytes are known.
 
     Attributes:
-        bytes: of the text that was predicted.
+        bytes: bytes of the text that was predicted.
     """
 
     bytes: int
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits that it takes to write a byte of the text with the model's help."""
+        """Loss in bits per byte of the text."""
         return self.total / math.log(2) / max(1, self.bytes)
 
 
 @dataclass(frozen=True)
 class TextJob:
-    """Weights that are judged by a text.
+    """Evaluation of trained weights on a text.
 
     Attributes:
-        jobs: what is computed, and how: one for each width that sequences are filled up to, ascending.
-        folder: of the weights, and of their tokenizer.
+        jobs: strategy and model, once for each width that sequences are padded to, in ascending order.
+        folder: folder with the weights and their tokenizer.
         data: a file or a prepared folder.
-        seq_len: tokens of a sequence, no fewer than the largest width.
-        batches: how many microbatches of it, from the beginning of the text (None: all).
-        format, field: of the file; see `read_eval_text`.
+        seq_len: tokens of a sequence; at least the largest width.
+        batches: number of microbatches from the beginning of the text (None: all).
+        format, field: format of the file, and its field with the text; see `read_eval_text`.
     """
 
     jobs: tuple[Job, ...]
@@ -179,10 +189,10 @@ class TextJob:
     field: str = "text"
 
     def text(self) -> EvaluationText:
-        """The text.
+        """Read the text.
 
         Raises:
-            UserError: when it cannot be read or encoded, or has tokens that the model does not know.
+            UserError: if it cannot be read or encoded, or has tokens outside the model's vocabulary.
         """
         job = self.jobs[-1]
         model, is_folder = job.model, self.data.is_dir()
@@ -198,17 +208,17 @@ class TextJob:
             )
         return found
 
-    def fitted(self, text: EvaluationText) -> TextJob:
-        """The same, with a job for each width that it takes to compute little more than the text has."""
+    def with_widths(self, text: EvaluationText) -> TextJob:
+        """Return this job with a model for each of the widths that keep the padding of a text small."""
         job = self.jobs[-1]
-        if getattr(job.model, "capacity_factor", None) is not None:  # what fills up takes places of experts
+        if getattr(job.model, "capacity_factor", None) is not None:  # padding would use up the capacity of experts
             return self
         multiple, together = math.lcm(16, 2 * job.ranks), job.micro_batch_size * job.microbatches
         widths = widths_of(text.lengths(self._count(text)), self.seq_len, multiple, together)
         return replace(self, jobs=tuple(replace(job, model=replace(job.model, seq_len=width)) for width in widths))
 
-    def batches_of(self, text: EvaluationText) -> list[InOrder]:
-        """The microbatches of each job, of sequences by their lengths; the last one's rest does not count."""
+    def batches_of(self, text: EvaluationText) -> list[OrderedBatches]:
+        """Return the microbatches of each job: the sequences that fit its width, sorted by length."""
         lengths = text.lengths(self._count(text))
         order = np.argsort(lengths, kind="stable")
         ends = np.searchsorted(lengths[order], [job.model.seq_len for job in self.jobs], "right").tolist()
@@ -218,35 +228,37 @@ class TextJob:
         ]
 
     def bytes(self, text: EvaluationText) -> int:
-        """Bytes of the text that is judged."""
+        """Return the bytes of the text that is evaluated."""
         return text.bytes(self._count(text))
 
     def _count(self, text: EvaluationText) -> int:
-        """How many sequences are judged."""
+        """Return the number of sequences that are evaluated."""
         most = len(text) if self.batches is None else self.batches * self.jobs[-1].micro_batch_size
         return min(len(text), most)
 
 
-def _in_order(text: EvaluationText, job: Job, numbers: Numbers) -> InOrder:
+def _in_order(text: EvaluationText, job: Job, numbers: Numbers) -> OrderedBatches:
     rows = job.micro_batch_size
 
-    def cut(number: int) -> tuple[Tensor, Tensor]:
-        few = numbers[number * rows : (number + 1) * rows]
-        absent = np.full(rows - len(few), len(text), np.int64)
-        tokens, targets = text.cut(np.append(few, absent), job.model.seq_len)
+    def load(number: int) -> tuple[Tensor, Tensor]:
+        present = numbers[number * rows : (number + 1) * rows]
+        absent = np.full(rows - len(present), len(text), np.int64)
+        tokens, targets = text.cut(np.append(present, absent), job.model.seq_len)
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
-    return InOrder(rows, math.ceil(len(numbers) / rows), job.microbatches, cut)
+    return OrderedBatches(rows, math.ceil(len(numbers) / rows), job.microbatches, load)
 
 
 def widths_of(lengths: Numbers, seq_len: int, multiple: int, together: int) -> list[int]:
-    """Widths to fill sequences up to, ascending: the longest one's and, where it saves a third, smaller ones.
+    """Return the widths to which sequences are padded, ascending.
+
+    The largest is that of the longest sequence. A smaller one is added if it saves a third of the computation.
 
     Args:
-        lengths: of the sequences.
-        seq_len: no width is larger.
-        multiple: that widths are of, so that a plan can slice them.
-        together: sequences that are computed at once, if need be empty ones.
+        lengths: lengths of the sequences.
+        seq_len: largest width that is allowed.
+        multiple: number of which every width is a multiple, so that a plan can split it.
+        together: number of sequences that are computed at once.
 
     >>> widths_of(np.array([1000, 30, 20, 20]), 131_072, 16, 1)
     [32, 1008]
@@ -269,16 +281,20 @@ def widths_of(lengths: Numbers, seq_len: int, multiple: int, together: int) -> l
     return widths
 
 
-def evaluate_rank(rank: int, device: torch.device, given: TextJob) -> TextLoss | None:
-    """Run one rank's part of judging weights by a text; each reads only the weights that it computes with."""
-    text = given.text()
+def evaluate_rank(rank: int, device: torch.device, task: TextJob) -> TextLoss | None:
+    """Run one rank's part of an evaluation. A rank reads only the weights that it computes with.
+
+    Returns:
+        The loss on rank 0, None on the other ranks.
+    """
+    text = task.text()
     groups: Groups = {}
     total, tokens = 0.0, 0
     with kernel_choices(kept_by_rank_0()):
-        for job, batches in zip(given.jobs, given.batches_of(text), strict=True):
+        for job, batches in zip(task.jobs, task.batches_of(text), strict=True):
             checked = job.checked()
             require_agreement(checked, str(checksum(text.run.tokens.data.cast("B"), MOST_COMPARED)))
-            initial = initial_from(given.folder, job.cut)
+            initial = initial_from(task.folder, job.cut)
             loss = Evaluation(job, checked, rank, device, batches, initial=initial, groups=groups).loss()
             total, tokens = total + loss.total, tokens + loss.tokens
-    return None if rank else TextLoss(total, tokens, given.bytes(text))
+    return None if rank else TextLoss(total, tokens, task.bytes(text))

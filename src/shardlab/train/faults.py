@@ -1,4 +1,13 @@
-"""Ranks that die or hang: who has noticed what, and one report of where all of them were."""
+"""Ranks that die or hang: their detection, and one report of where every rank was.
+
+`Watch` looks at the ranks of a host. It reads the progress that each rank writes to shared memory, and asks the kernel
+for the state of the processes, so it needs no help from a rank. If `shardlab train` has started the ranks, its own
+process runs the watch. Under a launcher such as torchrun there is no such process: each rank has a `Watchdog`, a thread
+that watches the ranks of its host, and the first rank that still runs reports for the host.
+
+`report_text` formats a report. `TapeWaits` finds from the positions on the tapes which rank waits for which others,
+and in which op. The last functions read the state of a process and its Python stack.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +36,33 @@ from shardlab.language import Op, OpKind
 from shardlab.language.ops import COMMUNICATION
 from shardlab.language.rules.kinds import listed, microbatches_text, plural
 
-__all__ = ["Watch", "Watching"]
-
-
-# A watch over ranks: it notices who no longer gets on, and reports where all of them are.
-#
-# It reads the ranks' words and asks the kernel; nothing needs a rank's help, or a store.
-
+__all__ = ["Watch", "WatchSettings"]
 
 START = 60.0
-"""Seconds more that a rank has until its first op: it imports, meets the others and makes its weights."""
+"""Seconds that a rank may take in addition before its first op, in which it imports packages and makes its weights."""
+
+LANDING = 0.5
+"""Seconds after which all ranks have noticed that one has ended."""
+
+WRITE_STACK = signal.SIGUSR2
+"""Signal upon which a rank writes the stack of its main thread. Python's own handler does so inside of any library."""
+
+PATIENCE = 1.0
+"""Seconds within which a running process has written its stack."""
+
+LineOf = Callable[[int, int], str]
+"""Function that returns the strategy's file and line of an op, by rank and op, as ` (FILE:LINE)`; empty if unknown."""
 
 
 @dataclass(frozen=True)
-class Watching:
-    """How ranks are watched.
+class WatchSettings:
+    """Settings of a watch over ranks.
 
     Attributes:
-        timeout: seconds in which every rank gets on: longer than any step, evaluation or save takes.
-        checked: the program whose tapes they run.
-        line_of: finds the strategy's line that wrote an op.
-        saved: tells what is saved by now, for who reports to a user.
+        timeout: seconds within which every rank must make progress; longer than any step, evaluation or save.
+        checked: program whose tapes the ranks run.
+        line_of: function that finds the line of the strategy that wrote an op.
+        saved: function that returns a sentence on what is saved by now; None if nobody reads it.
     """
 
     timeout: float
@@ -57,17 +72,17 @@ class Watching:
 
 
 class Watch:
-    """Watches ranks.
+    """Watch over the ranks of one host.
 
     Args:
-        watching: how.
-        progresses: of the ranks on this host, by rank.
+        settings: settings of the watch.
+        progresses: progress of each rank on this host, by rank.
     """
 
-    def __init__(self, watching: Watching, progresses: Mapping[int, RankProgress]) -> None:
-        self._watching = watching
+    def __init__(self, settings: WatchSettings, progresses: Mapping[int, RankProgress]) -> None:
+        self._settings = settings
         self._progresses = progresses
-        self._tapes = Tapes(watching.checked, watching.line_of)
+        self._tapes = TapeWaits(settings.checked, settings.line_of)
         self._seen: dict[int, TapePosition | None] = dict.fromkeys(progresses)
         self._idle = dict.fromkeys(progresses, 0.0)
         self._looked = time.monotonic()
@@ -75,12 +90,12 @@ class Watch:
     @property
     def interval(self) -> float:
         """Seconds between looks."""
-        return min(1.0, max(0.05, self._watching.timeout / 20))
+        return min(1.0, max(0.05, self._settings.timeout / 20))
 
     def look(self) -> list[int]:
-        """Look at all ranks: gives those that have not got on within the timeout."""
+        """Look at all ranks, and return those that have made no progress within the timeout."""
         now = time.monotonic()
-        passed = min(now - self._looked, 3 * self.interval)  # no more: this process was stopped, as by Ctrl-Z
+        passed = min(now - self._looked, 3 * self.interval)  # a longer time means that this process was stopped
         self._looked = now
         for rank, progress in self._progresses.items():
             position = progress.position
@@ -89,23 +104,23 @@ class Watch:
         return [rank for rank, idle in self._idle.items() if idle >= self._patience(rank)]
 
     def _patience(self, rank: int) -> float:
-        return self._watching.timeout + (START if self._seen[rank] is None else 0)
+        return self._settings.timeout + (START if self._seen[rank] is None else 0)
 
     def ask_for_stacks(self) -> None:
-        """Have all that run write their stacks, before they end."""
+        """Ask all running ranks to write their stacks before they end."""
         ask_for_stacks(self._progresses.values())
 
     def report(self, fates: Mapping[int, str]) -> str:
-        """Report where all ranks are that are seen from here.
+        """Return a report of where the ranks of this host are.
 
         Args:
-            fates: what became of ranks that have ended.
+            fates: what became of the ranks that have ended.
         """
         self.look()
         return report_text(self._ranks(fates, awaited=False))
 
     def report_hang(self) -> tuple[str, str]:
-        """Report where all ranks are while they hang, and who is at fault."""
+        """Return a report of where the ranks of this host hang, and a verdict on which of them is at fault."""
         self.ask_for_stacks()
         fates = {rank: fate for rank in self._progresses if (fate := self._fate(rank))}
         ranks = self._ranks(fates, awaited=True)
@@ -113,7 +128,7 @@ class Watch:
 
     def _fate(self, rank: int) -> str:
         progress = self._progresses[rank]
-        state = state_of(progress.pid) if progress.pid else ProcessState.GONE
+        state = process_state(progress.pid) if progress.pid else ProcessState.GONE
         if state is ProcessState.STOPPED:
             return "is stopped (SIGSTOP, or a debugger)"
         if progress.ended:
@@ -125,81 +140,76 @@ class Watch:
     def _ranks(self, fates: Mapping[int, str], *, awaited: bool) -> dict[int, RankReport]:
         waits = self._tapes.waits({rank: each.position for rank, each in self._progresses.items()})
         running = [rank for rank in self._progresses if rank not in fates] if awaited else []
-        stacks = stacks_of(self._progresses, running)
+        stacks = read_stacks(self._progresses, running)
         return {
             rank: RankReport(wait, self._idle[rank], fates.get(rank, ""), stacks[rank]) for rank, wait in waits.items()
         }
 
     def _verdict(self, ranks: Mapping[int, RankReport]) -> str:
-        """Name who is at fault: who cannot run, else who computes while others wait, else what is between them."""
-        after = f"the run ended after the {self._watching.timeout:g} s of --timeout"
+        """Name the ranks that cannot run; else the ranks for which others wait; else blame the network."""
+        after = f"the run ended after the {self._settings.timeout:g} s of --timeout"
         for fate in dict.fromkeys(seen.fate for seen in ranks.values()):
             if fate and fate != "has ended":
-                return f"{said_of([rank for rank, seen in ranks.items() if seen.fate == fate], fate)}, and {after}."
+                members = [rank for rank, seen in ranks.items() if seen.fate == fate]
+                return f"{describe_fate(members, fate)}, and {after}."
         waits = {rank: seen.wait for rank, seen in ranks.items()}
-        blamed = culprits(waits) or [rank for rank, wait in waits.items() if not wait.blockers]
+        blamed = find_culprits(waits) or [rank for rank, wait in waits.items() if not wait.blockers]
         here = [rank for rank in blamed if rank in ranks]
         if here:
             what = waits[here[0]].what
             return (
-                f"{names(here)} does not get on: {what}; {after}. A run whose steps, evaluations or saves take longer "
-                "wants a larger --timeout."
+                f"{rank_names(here)} does not get on: {what}; {after}. A run whose steps, evaluations or saves take "
+                "longer wants a larger --timeout."
             )
         if blamed:
-            return f"{names(blamed)} on another host {'does' if len(blamed) == 1 else 'do'} not get on, and {after}."
+            verb = "does" if len(blamed) == 1 else "do"
+            return f"{rank_names(blamed)} on another host {verb} not get on, and {after}."
         return _network(waits) + f", and {after}."
 
 
 def _network(waits: Mapping[int, RankWait]) -> str:
     rank, wait = next(((rank, wait) for rank, wait in waits.items() if wait.come), next(iter(waits.items())))
-    return f"nothing arrives between {names([rank, *wait.blockers])}, which have all come: the network drops it"
-
-
-# A watch within each rank, where a launcher has started the ranks and no process of Shardlab stands above them.
-#
-# The ranks of a host read one another's words. One of them, the first that still runs, reports for its host.
-
-
-LANDING = 0.5
-"""Seconds in which all ranks have noticed that one has gone."""
+    return f"nothing arrives between {rank_names([rank, *wait.blockers])}, which have all come: the network drops it"
 
 
 class Watchdog:
-    """Watches the ranks of this host from within one of them, inside `with`.
+    """Watch over the ranks of a host from a thread in each of them, as a context manager.
+
+    It is used if a launcher has started the ranks, so that no process of Shardlab stands above them.
 
     Args:
-        rank: whose process this is.
-        watching: how.
-        gathered: makes of this rank's word the list of all ranks' words; all ranks call it together.
-        failed: makes the failure of a verdict and a report.
-        is_lost: whether an error says only that another rank has gone.
-        own_words: whether an error is told by who raises it, so that nobody reports.
+        rank: rank of this process.
+        settings: settings of the watch.
+        gather: function that all ranks call together; it returns the argument of each rank.
+        failed: function that makes the error from a verdict and a report.
+        is_lost: function that returns whether an error only says that another rank has ended.
+        user_error: class of errors that are shown to the user without a report.
     """
 
     def __init__(
         self,
         rank: int,
-        watching: Watching,
-        gathered: Callable[[tuple[str, str]], list[tuple[str, str]]],
+        settings: WatchSettings,
+        gather: Callable[[tuple[str, str]], list[tuple[str, str]]],
         failed: Callable[[str, str], Exception],
         is_lost: Callable[[BaseException], bool],
-        own_words: type[Exception],
+        user_error: type[Exception],
     ) -> None:
         self._rank = rank
-        self._watching = watching
-        self._failed, self._is_lost, self._own_words = failed, is_lost, own_words
+        self._settings = settings
+        self._failed, self._is_lost, self._user_error = failed, is_lost, user_error
         self._mine = RankProgress()
         self._mine.take()
-        write_when_asked(self._mine)
+        write_stack_on_signal(self._mine)
         here = f"{socket.gethostname()} {_namespace()}"
         self._ranks: dict[int, RankProgress] = {}
-        for other, (host, path) in enumerate(gathered((here, self._mine.path))):
+        for other, (host, path) in enumerate(gather((here, self._mine.path))):
             if host == here:
                 with suppress(OSError):
                     self._ranks[other] = self._mine if other == rank else RankProgress.at(path)
-        self._watch = Watch(watching, self._ranks)
-        self._over = threading.Event()
-        gathered((here, ""))  # nobody ends before all have opened its words
+        self._watch = Watch(settings, self._ranks)
+        self._ended = threading.Event()
+        gather((here, ""))  # no rank may end before all have opened its progress
 
     def __enter__(self) -> None:
         threading.Thread(target=self._look, daemon=True).start()
@@ -207,14 +217,14 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._ended.set()
         if not isinstance(error, Exception):
             self._mine.ended = True
             return
-        if isinstance(error, self._own_words):
+        if isinstance(error, self._user_error):
             self._mine.reported = True
             return
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher has noticed too, and has some patience
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates this rank, but the report comes first
         lost = self._is_lost(error)
         self._mine.fail(time.monotonic_ns(), lost, stack_text(traceback.extract_tb(trace)))
         if not lost:
@@ -229,82 +239,78 @@ class Watchdog:
         fates = self._fates()
         gone = [rank for rank, fate in fates.items() if fate == _GONE]
         at_fault = [rank for rank, each in self._ranks.items() if (each.failed and not each.lost) or each.reported]
-        if at_fault or not self._speaks():
-            self._leave_it_to_others()
+        if at_fault or not self._reports():
+            self._await_report(0.0)
+            raise SystemExit(1)
         self._mine.reported = True
-        verdict = ended_with(*((gone, _GONE) if gone else ([self._rank], "lost its connection to another host")))
+        verdict = describe_end(*((gone, _GONE) if gone else ([self._rank], "lost its connection to another host")))
         raise self._failed(verdict, self._watch.report(fates)) from None
 
     def _look(self) -> None:
-        while not self._over.wait(self._watch.interval):
+        while not self._ended.wait(self._watch.interval):
             if self._watch.look():
-                self._hang()
+                self._end_hang()
 
-    def _hang(self) -> None:
-        """End this process: after the report, if it is the one that speaks."""
-        if not self._speaks():
-            deadline = time.monotonic() + 3 * PATIENCE + self._watch.interval
-            while time.monotonic() < deadline and not any(each.reported for each in self._ranks.values()):
-                time.sleep(0.02)
+    def _end_hang(self) -> None:
+        """Print the report, unless another rank of the host does, and end this process."""
+        if not self._reports():
+            self._await_report(self._watch.interval)
         if not any(each.reported for each in self._ranks.values()):
             report, verdict = self._watch.report_hang()
             self._mine.reported = True
-            saved = f"shardlab: the run failed; {self._watching.saved()}\n" if self._watching.saved else ""
+            saved = f"shardlab: the run failed; {self._settings.saved()}\n" if self._settings.saved else ""
             with suppress(OSError):
                 print(f"{saved}{report}\n\nshardlab: {verdict}", file=sys.stderr, flush=True)
             time.sleep(LANDING)
-            for rank, each in self._ranks.items():  # one that is stopped would keep the launcher waiting
+            for rank, each in self._ranks.items():  # the launcher would wait for a rank that is stopped
                 if rank != self._rank and each.pid and not each.ended:
                     with suppress(OSError):
                         os.kill(each.pid, signal.SIGKILL)
         os._exit(1)
 
-    def _speaks(self) -> bool:
-        """Whether this is the first rank of the host that runs; the first of all where each is stuck in the kernel."""
-        running = [rank for rank, each in self._ranks.items() if state_of(each.pid) is ProcessState.RUNS]
+    def _reports(self) -> bool:
+        """Return whether this rank reports for its host: the first that runs, or the first of all if none runs."""
+        running = [rank for rank, each in self._ranks.items() if process_state(each.pid) is ProcessState.RUNS]
         return self._rank == min(running or self._ranks)
 
-    def _leave_it_to_others(self) -> None:
-        deadline = time.monotonic() + 3 * PATIENCE
+    def _await_report(self, seconds: float) -> None:
+        """Wait until a rank of this host has reported, at most so many seconds more than its stacks may take."""
+        deadline = time.monotonic() + 3 * PATIENCE + seconds
         while time.monotonic() < deadline and not any(each.reported for each in self._ranks.values()):
             time.sleep(0.02)
-        raise SystemExit(1)
 
     def _fates(self) -> Mapping[int, str]:
-        found: dict[int, str] = {}
+        fates: dict[int, str] = {}
         for rank, each in self._ranks.items():
             if each.failed:
-                found[rank] = "lost its connection" if each.lost else "failed"
+                fates[rank] = "lost its connection" if each.lost else "failed"
             elif each.ended:
-                found[rank] = "has ended"
-            elif state_of(each.pid) is ProcessState.GONE:
-                found[rank] = _GONE
-        return found
+                fates[rank] = "has ended"
+            elif process_state(each.pid) is ProcessState.GONE:
+                fates[rank] = _GONE
+        return fates
 
 
 _GONE = "has gone (killed?)"
 
 
 def _namespace() -> str:
-    """What tells the process numbers of one container from another's."""
+    """Return a name of this process's PID namespace, since two containers may have equal process numbers."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return ""
 
 
-# Report of a run that failed or hangs: where every rank was, and its stack; ranks that agree have one line.
-
-
 @dataclass(frozen=True)
 class RankReport:
-    """A rank's part of a report: where it stands, and since when.
+    """A rank's part of a report.
 
     Attributes:
-        wait: where it is.
-        idle: seconds in which it has not got on.
-        fate: what became of its process (`was killed (SIGKILL)`, `is stopped`); empty if it just runs.
-        stack: its frames, the innermost last; none where it gave none.
+        wait: op in which the rank is, and the ranks that it waits for.
+        idle: seconds since its last progress.
+        fate: what became of its process (`was killed (SIGKILL)`, `is stopped`); empty if it runs.
+        stack: frames of its stack, the innermost last; empty if it wrote none.
     """
 
     wait: RankWait
@@ -313,65 +319,58 @@ class RankReport:
     stack: list[str]
 
 
-def names(ranks: tuple[int, ...] | list[int]) -> str:
-    """`rank 1` or `ranks 0-2`."""
+def rank_names(ranks: tuple[int, ...] | list[int]) -> str:
+    """Return the names of ranks, such as `rank 1` or `ranks 0-2`."""
     return f"{plural('rank', len(ranks))} {listed(sorted(ranks))}"
 
 
-def ended_with(ranks: list[int], fate: str) -> str:
-    """`rank 1 was killed (SIGKILL), and the run ended with it.`"""
-    return f"{said_of(ranks, fate)}, and the run ended with {'it' if len(ranks) == 1 else 'them'}."
+def describe_end(ranks: list[int], fate: str) -> str:
+    """Return a sentence such as `rank 1 was killed (SIGKILL), and the run ended with it.`"""
+    return f"{describe_fate(ranks, fate)}, and the run ended with {'it' if len(ranks) == 1 else 'them'}."
 
 
-def said_of(ranks: list[int], fate: str) -> str:
-    """`rank 1 is stopped`, `ranks 0-1 are stopped`."""
+def describe_fate(ranks: list[int], fate: str) -> str:
+    """Return a clause such as `rank 1 is stopped` or `ranks 0-1 are stopped`."""
     verb, _, rest = fate.partition(" ")
     several = {"is": "are", "was": "were", "has": "have"}.get(verb, verb)
-    return f"{names(ranks)} {verb if len(ranks) == 1 else several} {rest}"
+    return f"{rank_names(ranks)} {verb if len(ranks) == 1 else several} {rest}"
 
 
 def report_text(ranks: Mapping[int, RankReport]) -> str:
-    """The report, without a verdict: that is for who knows why the run ended."""
+    """Return a report of where every rank was, with its stack. Ranks that agree share a line. It has no verdict."""
     lines = ["where each rank was:"]
-    alike: dict[tuple[RankWait, str], list[int]] = defaultdict(list)
+    places: dict[tuple[RankWait, str], list[int]] = defaultdict(list)
     for rank, seen in ranks.items():
-        alike[seen.wait, seen.fate].append(rank)
-    for (wait, fate), members in alike.items():
-        lines.append(f"  {names(members)}: {_sentence(wait, max(ranks[rank].idle for rank in members), fate)}")
+        places[seen.wait, seen.fate].append(rank)
+    for (wait, fate), members in places.items():
+        lines.append(f"  {rank_names(members)}: {_sentence(wait, max(ranks[rank].idle for rank in members), fate)}")
     lines += ["", "stacks, innermost call last:"]
     stacks: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, seen in ranks.items():
         stacks[tuple(seen.stack) or (seen.fate or "gave none in time",)].append(rank)
     for frames, members in stacks.items():
         if ranks[members[0]].stack:
-            lines += [f"  {names(members)}:", *(f"    {frame}" for frame in frames)]
+            lines += [f"  {rank_names(members)}:", *(f"    {frame}" for frame in frames)]
         else:
-            lines.append(f"  {names(members)}: none, it {frames[0]}")
+            lines.append(f"  {rank_names(members)}: none, it {frames[0]}")
     return "\n".join(lines)
 
 
 def _sentence(wait: RankWait, idle: float, fate: str) -> str:
-    whom = f" for {names(wait.blockers)}" if wait.blockers else ""
+    whom = f" for {rank_names(wait.blockers)}" if wait.blockers else ""
     come = ", which came as well" if wait.come and wait.blockers else ""
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - idle))
     return f"{wait.what}{whom}{come}, since {since} ({idle:.0f} s)" + (f"; it {fate}" if fate else "")
 
 
-# Who waits for whom in what, from the ranks' positions on their tapes: nobody has to be asked.
-
-
-LineOf = Callable[[int, int], str]
-"""The strategy's file and line that wrote an op, by rank and op, as ` (FILE:LINE)`; empty where that is not known."""
-
-
 @dataclass(frozen=True)
 class RankWait:
-    """Where a rank is, in words.
+    """Place of a rank in its program, and the ranks that it waits for.
 
     Attributes:
-        what: the op; `waits in ...`, `is in ...`.
-        blockers: ranks that it waits for; none where it computes.
-        come: whether all that it waits for have issued their part, so that the network is to deliver it.
+        what: the op in words, such as `waits in ...` or `is in ...`.
+        blockers: ranks that it waits for; empty if it computes.
+        come: whether all of them have issued their part, so that only the network can be the cause.
     """
 
     what: str
@@ -379,11 +378,11 @@ class RankWait:
     come: bool = False
 
 
-class Tapes:
-    """The tapes that positions are on.
+class TapeWaits:
+    """Waits of ranks for one another, from their positions on the tapes of a program.
 
     Args:
-        checked: the program that trains.
+        checked: program of the training.
         line_of: see `LineOf`.
     """
 
@@ -392,14 +391,14 @@ class Tapes:
         self._line_of = line_of
 
     @cached_property
-    def _half(self) -> Checked:
+    def _forward(self) -> Checked:
         return check_forward(forward_only(self._checked))
 
     def waits(self, positions: Mapping[int, TapePosition | None]) -> dict[int, RankWait]:
-        """Say of each rank what it waits in for whom.
+        """Return for each rank the op in which it is and the ranks that it waits for.
 
         Args:
-            positions: of the ranks that can be seen; None before the first tape.
+            positions: position of each rank of this host; None before its first tape.
         """
         return {rank: self._wait(rank, positions) for rank in positions}
 
@@ -407,7 +406,7 @@ class Tapes:
         here = positions[rank]
         if here is None:
             return RankWait("has not begun")
-        checked = self._half if here.evaluates else self._checked
+        checked = self._forward if here.evaluates else self._checked
         tape = checked.program.tapes[rank]
         if here.op >= here.length:
             behind = tuple(
@@ -416,7 +415,7 @@ class Tapes:
             return RankWait(
                 f"is at the end of {'an evaluation' if here.evaluates else f'step {here.step + 1}'}", behind
             )
-        if here.length != len(tape):  # of a batch ramp's earlier steps, or a sample
+        if here.length != len(tape):  # an earlier stage of a batch ramp, or a sample
             return RankWait(f"is in op {here.op} of {here.length} of another program")
         line = "" if here.evaluates else self._line_of(rank, here.op)
         name = "evaluation" if here.evaluates else "step"
@@ -438,7 +437,7 @@ class Tapes:
 
     @staticmethod
     def _not_done(rank: int, positions: Mapping[int, TapePosition | None], tape_round: int) -> bool:
-        """Whether a rank is still in a round, or before it."""
+        """Return whether a rank is still in a round, or before it."""
         at = positions[rank]
         if at is None or at.round != tape_round:
             return at is None or at.round < tape_round
@@ -446,12 +445,12 @@ class Tapes:
 
 
 def _before(position: TapePosition | None, tape_round: int, op: int) -> bool:
-    """Whether a rank has not done an op of a round yet."""
+    """Return whether a rank has not done an op of a round yet."""
     return position is None or (position.round, position.op) <= (tape_round, op)
 
 
 def op_text(checked: Checked, rank: int, op: Op) -> str:
-    """An op with its layer and microbatches: `backward(layer 3) of microbatch 1`."""
+    """Return an op with its layer and microbatches, such as `backward(layer 3) of microbatch 1`."""
     numbers = [*op.inputs, *op.outputs]
     found = [checked.specs[rank][number].microbatches for number in numbers if number in checked.specs[rank]]
     about = next((mask for mask in found if mask), 0)
@@ -459,17 +458,14 @@ def op_text(checked: Checked, rank: int, op: Op) -> str:
     return text if not about or "microbatch" in text else f"{text} of {microbatches_text(about)}"
 
 
-def culprits(waits: Mapping[int, RankWait]) -> list[int]:
-    """Ranks for which others wait and that wait for nobody themselves; none where all wait in a circle."""
+def find_culprits(waits: Mapping[int, RankWait]) -> list[int]:
+    """Return the ranks for which others wait and that wait for none themselves; empty if all wait in a circle."""
     wanted = {rank for wait in waits.values() if not wait.come for rank in wait.blockers}
     return sorted(rank for rank in wanted if rank not in waits or not waits[rank].blockers)
 
 
-# State of a process of this host, as its kernel tells it.
-
-
 class ProcessState(Enum):
-    """What a process can do now: the words stand in a report."""
+    """State of a process, by its name in a report."""
 
     RUNS = "runs"
     STOPPED = "stopped"
@@ -486,11 +482,11 @@ _LETTERS = {
 }
 
 
-def state_of(pid: int) -> ProcessState:
-    """Look a process up, without asking it anything."""
+def process_state(pid: int) -> ProcessState:
+    """Return the state of a process of this host, as its kernel tells it."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except OSError:  # gone, or a system that has no /proc
+    except OSError:  # the process has gone, or the system has no /proc
         try:
             os.kill(pid, 0)
         except OSError:
@@ -499,53 +495,49 @@ def state_of(pid: int) -> ProcessState:
     return _LETTERS.get(letter, ProcessState.RUNS)
 
 
-# Python stacks of other processes: a signal has each write its own, also one that is deep in a library.
-
-
-WRITE_STACK = signal.SIGUSR2
-"""Has a rank write its main thread's stack; Python's own handler does it, wherever the thread is."""
-
-PATIENCE = 1.0
-"""Seconds in which a process that runs has written its stack."""
-
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _ENTERED = re.compile(r'executor\.py", line \d+ in _run$')
-"""The frame that runs a tape: which rank called it from where tells nothing of what it waits in."""
+"""Frame that runs a tape. The frames outside of it tell nothing of the op that a rank is in."""
 
 
-def write_when_asked(progress: RankProgress) -> None:
-    """Write this process's stack behind its words, whenever it is asked to."""
+def write_stack_on_signal(progress: RankProgress) -> None:
+    """Make this process write its stack to its progress file upon WRITE_STACK."""
     faulthandler.register(WRITE_STACK, file=progress.file, all_threads=False)
 
 
 def stack_text(frames: StackSummary) -> str:
-    """A traceback's frames as a stack is written here."""
+    """Format the frames of a traceback as `faulthandler` does."""
     lines = [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}\n' for frame in reversed(frames)]
     return "".join(["Current thread when it failed\n", *lines])
 
 
 def ask_for_stacks(progresses: Iterable[RankProgress]) -> None:
-    """Ask processes that run; one that is stopped, or has not taken its words yet, gives none."""
+    """Ask ranks to write their stacks. A rank that is stopped, or has not opened its progress yet, writes none."""
     for progress in progresses:
         if progress.pid == os.getpid():
-            signal.pthread_kill(threading.main_thread().ident or 0, WRITE_STACK)  # a kernel prefers who asks
+            signal.pthread_kill(threading.main_thread().ident or 0, WRITE_STACK)  # os.kill may pick another thread
         elif progress.pid:
             with suppress(ProcessLookupError):
                 os.kill(progress.pid, WRITE_STACK)
 
 
-def stacks_of(progresses: Mapping[int, RankProgress], awaited: Iterable[int]) -> dict[int, list[str]]:
-    """What ranks have written, innermost call last; waits a little for those that are awaited."""
-    deadline, found = time.monotonic() + PATIENCE, dict.fromkeys(awaited, "")
-    while found and time.monotonic() < deadline:
+def read_stacks(progresses: Mapping[int, RankProgress], awaited: Iterable[int]) -> dict[int, list[str]]:
+    """Return the stacks that ranks have written, innermost call last.
+
+    Args:
+        progresses: progress of each rank.
+        awaited: ranks whose stacks are awaited for PATIENCE seconds.
+    """
+    deadline, texts = time.monotonic() + PATIENCE, dict.fromkeys(awaited, "")
+    while texts and time.monotonic() < deadline:
         time.sleep(0.02)
-        now = {rank: progresses[rank].text for rank in found}
-        found = {rank: text for rank, text in now.items() if not text or text != found[rank]}  # it still writes
-    return {rank: frames_of(progress.text) for rank, progress in progresses.items()}
+        now = {rank: progresses[rank].text for rank in texts}
+        texts = {rank: text for rank, text in now.items() if not text or text != texts[rank]}  # still being written
+    return {rank: parse_frames(progress.text) for rank, progress in progresses.items()}
 
 
-def frames_of(text: str) -> list[str]:
-    """The frames of the last stack in a text, outermost first; of a rank on its tape, those that run the op."""
+def parse_frames(text: str) -> list[str]:
+    """Return the frames of the last stack in a text, outermost first; of a rank on its tape, those in the op."""
     last = re.split(r"^Current thread .*$", text, flags=re.MULTILINE)[-1]
     frames = [f'File "{file}", line {line} in {name}' for file, line, name in _FRAME.findall(last)][::-1]
     entered = [place for place, frame in enumerate(frames) if _ENTERED.search(frame)]

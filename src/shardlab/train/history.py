@@ -1,4 +1,10 @@
-"""Runs of the past, read off their folders: what they were, how far they came, how they ended."""
+"""Folders of earlier runs: how far a run came, how it ended, and what it has saved.
+
+`find_runs` reads folders for `shardlab history`; a `PastRun` is what one folder tells. `note_end` and
+`remove_incomplete` change a folder: the first records the end of a run, the second removes what a killed run has left
+incomplete. `lock_metrics` makes
+a folder belong to one process at a time. The last functions check that files can be written before a run begins.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +28,47 @@ from shardlab.language.rules.kinds import counted
 from shardlab.models.named import weights_at
 from shardlab.strategies.plan.plan import UNNAMED, Plan
 
-CONFIG = "config.toml"
+CONFIG, METRICS, RECORD = "config.toml", "metrics.jsonl", "run.json"
+WEIGHTS, AVERAGED = "weights.safetensors", "ema.safetensors"
+"""Names of files in the folder of a run."""
+
+CHECKPOINTS = "checkpoints"
+"""Name of the folder, inside the folder of a run, that has its checkpoints."""
+
+VALIDATION, VALIDATION_EMA = "validation_loss", "validation_loss_ema"
+"""Names of validation losses in records: of the weights, and of their moving averages."""
 
 WARNED = "warned by the scheduler (SIGUSR1)"
-"""Why a run was interrupted, where it was told that its time is nearly over; its job script looks for this."""
+"""Reason of an interruption by a scheduler's warning. Job scripts look for this text."""
+
+TAIL = 1 << 16
+"""Bytes at the end of the metrics that certainly hold the last line."""
+
+_UNFINISHED = re.compile(r"step-\d{6,}(\.old)?\.part")
 
 End = Literal["finished", "interrupted", "failed"]
 
 
-def record_in(out: Path) -> int | None:
-    """Find which file is a run's record: each start writes a new one, and no clock has to tell which is newer."""
+def record_inode(out: Path) -> int | None:
+    """Return the inode of a run's record. Each start of a run writes a new file, so the inode tells starts apart."""
     with suppress(OSError):
         return (out / RECORD).stat().st_ino
     return None
 
 
 def note_end(out: Path, how: End, before: int | None, why: str = "", validation: float | None = None) -> None:
-    """Put on a run's record how it ended, if its folder is this process's: the record was written since.
+    """Add to a run's record how it ended, unless the record is still the one from before this start.
 
     Args:
-        before: the record before the run (`record_in`).
-        why: a line.
-        validation: the validation loss of the weights that the run leaves.
+        out: folder of the run.
+        how: how the run ended.
+        before: inode of the record before this start (`record_inode`).
+        why: reason, in one line.
+        validation: validation loss of the weights that the run leaves.
     """
     path = out / RECORD
     with suppress(OSError, ValueError):  # the run has ended in any case
-        if record_in(out) == before:
+        if record_inode(out) == before:
             return
         ended = {"how": how, "at": datetime.now(UTC).isoformat(timespec="seconds"), "why": why}
         ended |= {} if validation is None else {VALIDATION: validation}
@@ -55,7 +76,7 @@ def note_end(out: Path, how: End, before: int | None, why: str = "", validation:
 
 
 def has_finished(out: Path) -> bool:
-    """Whether a run came to its end, and wrote its weights."""
+    """Return whether a run came to its end and wrote its weights."""
     try:
         how = json.loads((out / RECORD).read_text())["ended"]["how"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -65,18 +86,18 @@ def has_finished(out: Path) -> bool:
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run's folder.
+    """Content of a run's folder.
 
     Attributes:
-        folder: where it is.
-        record: what stands in run.json; empty if that cannot be read.
-        steps: optimizer steps on record.
-        wanted: steps that were asked for, if that is known.
-        last: the last figures on record.
-        validation_loss: the last validation loss on record, of the end or of a step; None if there is none.
-        ended: "finished", "interrupted", "failed", "running", "killed" (no end is on record), or "unreadable".
-        why: a line on that, if there is more to say.
-        checkpoints: steps of those that are complete, ascending.
+        folder: the folder.
+        record: content of run.json; empty if it cannot be read.
+        steps: number of recorded optimizer steps.
+        wanted: configured number of steps, if known.
+        last: last recorded figures.
+        validation_loss: last recorded validation loss, of the end or of a step; None if there is none.
+        ended: "finished", "interrupted", "failed", "running", "killed" (no end is recorded), or "unreadable".
+        why: reason of the end in one line; may be empty.
+        checkpoints: steps of the complete checkpoints, ascending.
     """
 
     folder: Path
@@ -91,45 +112,48 @@ class PastRun:
 
     @property
     def strategy(self) -> str:
-        """Name of the strategy; of a plan that was given none, its mesh."""
+        """Name of the strategy; for an unnamed plan, its mesh."""
         name, strategy = str(self.record.get("name", "")), self.record.get("strategy")
         if isinstance(strategy, dict) and name in ("", UNNAMED):
-            with suppress(UserError, TypeError):  # of another version
+            with suppress(UserError, TypeError):  # written by another version
                 return Plan.from_dict(cast(dict[str, Any], strategy)).title
         return name
 
     @property
     def resume(self) -> str | None:
-        """The command that goes on with the run; None if it is over or running, or has no checkpoint."""
+        """Command that resumes the run; None if the run has finished, is running, or has no checkpoint."""
         if not self.checkpoints or self.ended in ("finished", "running"):
             return None
         return f"shardlab train --resume {self.folder}"
 
     def as_dict(self) -> dict[str, Any]:
-        """What --json prints."""
+        """Return the entries that --json prints."""
         return {**vars(self), "folder": str(self.folder), "strategy": self.strategy, "resume": self.resume}
 
 
-def past_runs(folders: Sequence[Path]) -> list[PastRun]:
-    """Find the runs in some folders, each a run's or one with runs in it, in the order in which they began.
+def find_runs(folders: Sequence[Path]) -> list[PastRun]:
+    """Read the runs in some folders, ordered by their beginning.
+
+    Args:
+        folders: folders of runs, or folders that contain folders of runs.
 
     Raises:
-        UserError: when there is no such folder.
+        UserError: if a folder does not exist.
     """
-    found: dict[Path, PastRun] = {}
+    runs: dict[Path, PastRun] = {}
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}; name one of a run, or one with runs in it")
         inside = [folder] if (folder / RECORD).exists() else sorted(path.parent for path in folder.glob(f"*/{RECORD}"))
-        found |= {path.resolve(): past_run(path) for path in inside}
-    return sorted(found.values(), key=lambda run: str(run.record.get("began", "")))
+        runs |= {path.resolve(): read_run(path) for path in inside}
+    return sorted(runs.values(), key=lambda run: str(run.record.get("began", "")))
 
 
-def past_run(folder: Path) -> PastRun:
+def read_run(folder: Path) -> PastRun:
     """Read a run's folder.
 
     Raises:
-        UserError: when there is none.
+        UserError: if it is not the folder of a run.
     """
     if not (folder / RECORD).is_file():
         raise UserError(f"{folder} is not the folder of a run: it has no {RECORD}")
@@ -142,8 +166,8 @@ def past_run(folder: Path) -> PastRun:
         record, ended = {}, {"how": "unreadable", "why": f"{folder / RECORD} is not the record of a run"}
     last = last_figures(folder / METRICS)
     steps = int(last["step"] or 0) + 1 if "step" in last else 0
-    wanted = _wanted(folder)
-    how = ended.get("how") or _without_record(folder, wanted is not None and steps >= wanted)
+    wanted = _configured_steps(folder)
+    how = ended.get("how") or _guess_end(folder, wanted is not None and steps >= wanted)
     last_validation: Any = ended.get(VALIDATION)
     if not isinstance(last_validation, float):
         last_validation = _last_validation(folder)
@@ -152,28 +176,33 @@ def past_run(folder: Path) -> PastRun:
     )
 
 
-def records_of(folder: Path) -> list[dict[str, Any]]:
-    """A run's records of steps, as far as they are whole."""
-    found: list[dict[str, Any]] = []
-    with suppress(OSError, ValueError):  # the last line may be torn
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Return a run's records of steps, up to the first line that is incomplete."""
+    records: list[dict[str, Any]] = []
+    with suppress(OSError, ValueError):  # the last line may be incomplete
         for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
-            found.append(json.loads(line))
-    return found
+            records.append(json.loads(line))
+    return records
 
 
 def _last_validation(folder: Path) -> float | None:
-    losses = [record.get(VALIDATION) for record in records_of(folder)]
+    losses = [record.get(VALIDATION) for record in read_records(folder)]
     return next((loss for loss in reversed(losses) if loss is not None), None)
 
 
-def _without_record(folder: Path, complete: bool) -> str:
-    """How a run ended that did not say so."""
+def _guess_end(folder: Path, complete: bool) -> str:
+    """Return how a run ended whose record does not tell.
+
+    Args:
+        folder: folder of the run.
+        complete: whether all its steps are recorded.
+    """
     if _in_use(folder / METRICS):
         return "running"
     return "finished" if complete and weights_at(folder / WEIGHTS) else "killed"
 
 
-def _wanted(folder: Path) -> int | None:
+def _configured_steps(folder: Path) -> int | None:
     try:
         return int(read_file(folder / CONFIG, "TOML")["train"]["steps"])
     except (UserError, KeyError, TypeError, ValueError):
@@ -181,7 +210,7 @@ def _wanted(folder: Path) -> int | None:
 
 
 def _in_use(path: Path) -> bool:
-    """Whether a process has locked a run's metrics, as the one that writes them does."""
+    """Return whether a process has locked a run's metrics, as the process that writes them does."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -190,26 +219,8 @@ def _in_use(path: Path) -> bool:
     return False
 
 
-# Remains of a run that ended early, read off its files.
-
-
-CHECKPOINTS = "checkpoints"
-"""Name of the folder, in a run's, that has its checkpoints."""
-
-WEIGHTS, AVERAGED = "weights.safetensors", "ema.safetensors"
-METRICS, RECORD = "metrics.jsonl", "run.json"
-
-VALIDATION, VALIDATION_EMA = "validation_loss", "validation_loss_ema"
-"""Names of losses in records: of the weights, and of their averages."""
-
-TAIL = 1 << 16
-"""Bytes at the end of the metrics in which the last line is."""
-
-_UNFINISHED = re.compile(r"step-\d{6,}(\.old)?\.part")
-
-
-def sweep(out: Path) -> None:
-    """Remove what a run's processes were writing when they were killed, and nothing that others have put there."""
+def remove_incomplete(out: Path) -> None:
+    """Remove the incomplete files and checkpoints that a killed run has left, and nothing that others put there."""
     for part in out.glob(f"*{PART}"):
         part.unlink(missing_ok=True)
     for part in (out / CHECKPOINTS).glob("*"):
@@ -218,13 +229,13 @@ def sweep(out: Path) -> None:
 
 
 def checkpoints_in(out: Path) -> list[int]:
-    """Steps of a run's complete checkpoints, ascending."""
+    """Return the steps of a run's complete checkpoints, ascending."""
     numbers = (path.parent.name.removeprefix("step-") for path in (out / CHECKPOINTS).glob("step-*/manifest.json"))
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def last_figures(path: Path) -> dict[str, float | None]:
-    """The last whole line of a run's metrics; empty if there is none."""
+    """Return the last complete line of a run's metrics; empty if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
@@ -232,19 +243,19 @@ def last_figures(path: Path) -> dict[str, float | None]:
     except OSError:
         return {}
     for line in reversed(lines):
-        with suppress(ValueError):  # the last one may be torn
+        with suppress(ValueError):  # the last one may be incomplete
             return json.loads(line)
     return {}
 
 
-def saved_in(out: Path) -> str:
-    """A sentence on what there is in an output folder, and what is lost."""
+def describe_saved(out: Path) -> str:
+    """Return a sentence on what an output folder has: weights or figures, and the command that resumes the run."""
     steps = checkpoints_in(out)
-    again = f"; go on after step {steps[-1]} with: shardlab train --resume {out}" if steps else ""
-    return _left(out) + again
+    command = f"; go on after step {steps[-1]} with: shardlab train --resume {out}" if steps else ""
+    return _describe_weights(out) + command
 
 
-def _left(out: Path) -> str:
+def _describe_weights(out: Path) -> str:
     weights, metrics = weights_at(out / WEIGHTS), out / METRICS
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     if weights is not None:
@@ -258,22 +269,21 @@ def _left(out: Path) -> str:
 
 
 def _began(out: Path) -> float:
-    """When a run began, or was resumed for the last time, in seconds since 1970; 0 where its record does not say."""
+    """Return when a run began or was last resumed, in seconds since 1970; 0 if its record does not tell."""
     try:
         return datetime.fromisoformat(json.loads((out / RECORD).read_text())["began"]).timestamp()
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
 
 
-# A run's folder belongs to one process at a time: to the one that has locked its metrics.
+def lock_metrics(folder: Path) -> FileIO:
+    """Open and lock a run's metrics for appending, until the file is closed or this process ends.
 
-
-def locked(folder: Path) -> FileIO:
-    """Open a run's metrics to append to, which no other process can until the file is closed or this process ends.
+    The lock makes the folder belong to one process at a time.
 
     Raises:
-        OSError: when it cannot be opened.
-        UserError: when another process has it.
+        OSError: if the file cannot be opened.
+        UserError: if another process has locked it.
     """
     file = FileIO(folder / METRICS, "ab")
     try:
@@ -281,40 +291,37 @@ def locked(folder: Path) -> FileIO:
     except BlockingIOError:
         file.close()
         raise UserError(f"{folder} is in use by another process; wait until that has ended, or end it first") from None
-    except OSError:  # a file system that knows no locks
+    except OSError:  # a file system without locks
         pass
     return file
 
 
 def require_free(folder: Path) -> None:
-    """Refuse a folder that another process is at work in.
+    """Check that no other process is at work in a folder.
 
     Raises:
-        UserError: if so.
+        UserError: if one is.
     """
     if (folder / METRICS).is_file():
         with suppress(OSError):
-            locked(folder).close()
-
-
-# Where a run's files go, and that they can be written.
+            lock_metrics(folder).close()
 
 
 @contextmanager
-def written(path: Path) -> Generator[Path, None, None]:
-    """Make it the user's mistake that `path` cannot be written.
+def writing(path: Path) -> Generator[Path, None, None]:
+    """Convert an OSError in the context, which writes `path`, to a message for the user.
 
     Raises:
-        UserError: with the path and the reason.
+        UserError: with the path and the reason, if it cannot be written.
     """
     try:
         yield path
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise unwritable_error(path, error) from error
 
 
-def unwritable(path: Path, error: OSError) -> UserError:
-    """A sentence on a file that cannot be written."""
+def unwritable_error(path: Path, error: OSError) -> UserError:
+    """Return the error for a file that cannot be written."""
     return UserError(
         f"{path} cannot be written ({error.strerror or error}); free some space, or name a folder on another disk with "
         "--out"
@@ -322,10 +329,10 @@ def unwritable(path: Path, error: OSError) -> UserError:
 
 
 def require_writable(folder: Path) -> None:
-    """Refuse the folder of a run that cannot be made, or written into if it is there, before ranks find that out.
+    """Check that a run's folder can be made and written into, before any rank starts.
 
     Raises:
-        UserError: with the reason.
+        UserError: with the reason, if it cannot.
     """
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -337,8 +344,8 @@ def require_writable(folder: Path) -> None:
 
 
 def free_folder(parent: Path, name: str) -> Path:
-    """`parent/name-1`, or the first number that is not taken."""
+    """Return `parent/name-1`, or the same with the first number that does not exist yet."""
     number = 1
-    while os.path.exists(parent / f"{name}-{number}"):  # also where it may not be looked at
+    while os.path.exists(parent / f"{name}-{number}"):  # false instead of an error if permission is denied
         number += 1
     return parent / f"{name}-{number}"

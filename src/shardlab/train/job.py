@@ -1,4 +1,8 @@
-"""Job of a training run: a strategy, a model and the shape of a step; every process makes the same tapes of it."""
+"""Job of a training run: a strategy, a model and the shape of a step.
+
+Every process traces the same program from the same `Job`. `job_as_dict` and `job_from_dict` store a job in a file.
+`Tracing` says which steps of a run are recorded.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +29,20 @@ from shardlab.strategies.registry import StrategyEntry
 
 @dataclass(frozen=True)
 class Job:
-    """A strategy on a model.
+    """A strategy applied to a model, with the shape of a step.
 
     Attributes:
         strategy: a built-in name, path/to/file.py:function, or a plan.
-        ranks: how many processes.
-        microbatches: of the global batch.
-        model: what is trained; its blocks are the program's layers (see `cut`).
+        ranks: number of processes.
+        microbatches: microbatches of the global batch.
+        model: model that is trained. Its blocks are the program's layers (see `cut`).
         micro_batch_size: sequences of a microbatch.
-        precision: in which numbers, by name (see `shardlab.language.precision`).
-        seed: of weights, data and dropout.
-        name: what to call the strategy (nothing: its own name).
-        optimizer: what makes a step of a gradient, which says how large its state is.
-        ema: decay of the average of weights that is part of that state (None: there is none).
-        passes: what rewrites the program, by name (None: what the plan says, or else nothing); see `Plan.passes`.
+        precision: name of the precision (see `shardlab.language.precision`).
+        seed: seed of weights, data and dropout.
+        name: name of the strategy for titles; empty for the strategy's own name.
+        optimizer: name of the optimizer, which determines the size of the optimizer state.
+        ema: decay of the weights' moving average, which is part of the optimizer state (None: no average).
+        passes: names of the passes that rewrite the program (None: those of the plan, or none); see `Plan.passes`.
     """
 
     strategy: str | Plan
@@ -55,49 +59,49 @@ class Job:
 
     @property
     def title(self) -> str:
-        """Name of the strategy; of a plan that was given none, its mesh."""
+        """Name of the strategy; for an unnamed plan, its mesh."""
         if isinstance(self.strategy, str):
             return self.name or self.strategy
         return self.strategy.title if self.name in ("", UNNAMED) else self.name
 
     @property
     def entry(self) -> StrategyEntry:
-        """The strategy.
+        """The strategy's entry.
 
         Raises:
-            UserError: when there is no such strategy or pass.
+            UserError: if there is no such strategy or pass.
         """
         return load(self.strategy, self.passes)
 
     def checked(self) -> Checked:
-        """The strategy traced for this job, checked, and rewritten by its passes, which unit costs guide.
+        """Trace and check the strategy for this job, and rewrite the program by its passes at unit costs.
 
-        The job keeps the result, also when it is pickled: ranks that are started with the job do not trace again.
+        The job caches the result, and pickles it too, so that ranks which are started with the job do not trace again.
 
         Raises:
-            Refused: when the program is wrong.
-            UserError: when there is no such strategy, or sizes do not fit it.
+            Refused: if the program is wrong.
+            UserError: if there is no such strategy, or sizes do not fit it.
         """
         return self._checked
 
-    def keep(self, checked: Checked) -> None:
-        """Keep the checked program that the caller has made of this job's strategy and passes."""
+    def set_checked(self, checked: Checked) -> None:
+        """Cache a checked program that the caller has made from this job's strategy and passes."""
         self.__dict__["_checked"] = checked
 
     @cached_property
     def _checked(self) -> Checked:
         entry = self.entry
-        unbounded = bounded(sys.maxsize, math.inf)  # whoever made the job has traced it within bounds
+        unbounded = bounded(sys.maxsize, math.inf)  # the command has traced it within bounds already
         with unbounded, contextlib.redirect_stdout(sys.stderr):  # stdout is the command's, whatever the program prints
             checked = check(trace(entry.program, entry.grid(self.ranks), self.sizes, self.microbatches))
         return passed(checked, entry.passes_on(self.ranks))
 
     @cached_property
     def cut(self) -> Model:
-        """The model as the program's layers are: cut finer where the mesh, the plan, a tie or the pass `tile` says so.
+        """The model as the program's layers: blocks are split if the mesh, the plan, a tie or the pass `tile` needs it.
 
         Raises:
-            UserError: when the model does not divide.
+            UserError: if the model does not divide.
         """
         entry = self.entry
         mesh, plan = entry.grid(self.ranks), entry.plan and entry.plan(self.ranks)
@@ -109,7 +113,7 @@ class Job:
 
     @property
     def sizes(self) -> Sizes:
-        """Elements of the program's values."""
+        """Number of elements of the program's values."""
         numbers, entry = self.numbers, self.entry
         elements = self.cut.sizes(self.micro_batch_size, numbers.bytes(Kind.ACTIVATION))
         clips = want_norm(entry.passes_on(self.ranks))
@@ -118,10 +122,10 @@ class Job:
 
     @property
     def numbers(self) -> Precision:
-        """The dtypes of its values.
+        """Data types of the program's values.
 
         Raises:
-            UserError: when there is no such precision.
+            UserError: if there is no such precision.
         """
         return find_precision(self.precision)
 
@@ -131,42 +135,39 @@ class Job:
         return self.microbatches * self.micro_batch_size * self.model.seq_len
 
 
-# A job in words and numbers, for a file, and the job again.
-
-
 def job_as_dict(job: Job) -> dict[str, Any]:
-    """Describe a job in words and numbers, from which `job_of` makes it again."""
+    """Return a job as strings and numbers for a JSON file, from which `job_from_dict` restores it."""
     return {field.name: getattr(job, field.name) for field in fields(job)} | {
         "strategy": job.strategy if isinstance(job.strategy, str) else job.strategy.as_dict(),
         "model": {"kind": name_of(type(job.model)), **asdict(job.model)},
     }
 
 
-def model_from_dict(words: Mapping[str, Any]) -> Blocks:
-    """The model that was described, as that of a job."""
-    changes = dict(words)
+def model_from_dict(record: Mapping[str, Any]) -> Blocks:
+    """Restore the model of a job from the entry `model` of `job_as_dict`."""
+    changes = dict(record)
     kind = changes.pop("kind")
     return with_fields(find_model(kind), changes, kind)
 
 
-def job_from_dict(words: Mapping[str, Any]) -> Job:
-    """The job that was described.
+def job_from_dict(record: Mapping[str, Any]) -> Job:
+    """Restore a job from the result of `job_as_dict`.
 
     Raises:
-        UserError: when this version of Shardlab has no such model, plan or precision, or a model's file is not here.
+        UserError: if this version of Shardlab has no such model, plan or precision, or a model's file is missing.
     """
-    if (path := file_and_name(str(words.get("model", {}).get("kind")))[0]) is not None and not path.is_file():
+    if (path := file_and_name(str(record.get("model", {}).get("kind")))[0]) is not None and not path.is_file():
         raise UserError(
             f"the model of this trace is in {path}, which is not here; give the command in the run's folder"
         )
     try:
-        words = {"passes": None, **words}  # which a trace of an older version does not have
-        strategy = words["strategy"]
-        found: dict[str, Any] = {
+        record = {"passes": None, **record}  # traces of older versions lack this field
+        strategy = record["strategy"]
+        objects: dict[str, Any] = {
             "strategy": strategy if isinstance(strategy, str) else Plan.from_dict(strategy),
-            "model": model_from_dict(words["model"]),
+            "model": model_from_dict(record["model"]),
         }
-        return Job(**({field.name: words[field.name] for field in fields(Job)} | found))
+        return Job(**({field.name: record[field.name] for field in fields(Job)} | objects))
     except (KeyError, AttributeError, TypeError, UserError) as error:
         raise UserError(
             f"the job in this trace is none that this version of Shardlab knows ({type(error).__name__}: {error}); "
@@ -174,17 +175,14 @@ def job_from_dict(words: Mapping[str, Any]) -> Job:
         ) from None
 
 
-# Which of a run's steps are recorded.
-
-
 @dataclass(frozen=True)
 class Tracing:
-    """How much of a run is recorded.
+    """Steps of a run that are recorded for a trace.
 
     Attributes:
-        warm_up: steps before, in which memory is first taken and connections are made.
-        timed: steps whose ops are timed; they start together on all ranks, as simulated steps do.
-        measured: steps, after those, whose memory is measured; of these the last is kept.
+        warm_up: number of steps before the first recorded one. They allocate memory and open connections.
+        timed: number of steps whose ops are timed. They start together on all ranks, as simulated steps do.
+        measured: number of steps after those whose memory is measured. The trace has the last of them.
     """
 
     warm_up: int = 3
@@ -193,5 +191,5 @@ class Tracing:
 
     @property
     def steps(self) -> int:
-        """How many steps a run must have."""
+        """Number of steps that a run must have."""
         return self.warm_up + self.timed + self.measured

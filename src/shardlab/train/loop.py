@@ -29,8 +29,8 @@ from shardlab.train.batches import Batches
 from shardlab.train.callbacks import ProductKernels, Records, Sampling, TrainingProgress, Validation, Weights
 from shardlab.train.checkpoint import Checkpoint
 from shardlab.train.checkpoints import Saver
-from shardlab.train.evaluate import Evaluation, InOrder
-from shardlab.train.history import VALIDATION, saved_in
+from shardlab.train.evaluate import Evaluation, OrderedBatches
+from shardlab.train.history import VALIDATION, describe_saved
 from shardlab.train.huggingface import initial_from
 from shardlab.train.launch.interrupt import StopRequest
 from shardlab.train.launch.ranks import backend_of
@@ -54,7 +54,7 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
         UserError: if a loss is not finite, the folder cannot be made, or the ranks do not share one folder.
     """
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest(partial(saved_in, run.out) if rank == 0 else None))
+        stop = stack.enter_context(StopRequest(partial(describe_saved, run.out) if rank == 0 else None))
         setup = RankSetup(rank, device, run)
         stack.enter_context(kernel_choices({} if setup.checkpoint is None else setup.checkpoint.products))
         folder = setup.make_folder()
@@ -196,8 +196,10 @@ class RankSetup:
 
     def make_evaluation(self, executor: Executor) -> Evaluation:
         """Make the evaluation of an executor's weights on the validation text."""
-        job, batches = self._run.job, self.batches
-        sequences = InOrder(job.micro_batch_size, batches.validation_microbatches, job.microbatches, batches.validation)
+        job, data = self._run.job, self.batches
+        sequences = OrderedBatches(
+            job.micro_batch_size, data.validation_microbatches, job.microbatches, data.validation
+        )
         state = executor.state
         return Evaluation(job, self._checked, self._rank, self._device, sequences, of=state, groups=self._groups)
 
@@ -206,7 +208,7 @@ class RankSetup:
         every = self._run.config.train.audit_every
         if every is None:
             return []
-        return [Auditing([Audit(each) for each in executors], every, partial(saved_in, self._run.out))]
+        return [Auditing([Audit(each) for each in executors], every, partial(describe_saved, self._run.out))]
 
     def write_records(self, folder: OutputFolder) -> None:
         """Write the files that are complete before the first step: record, configuration, drawing and tokenizer."""

@@ -1,4 +1,8 @@
-"""The folder that a training run leaves behind."""
+"""Output folder of a training run.
+
+`OutputFolder` belongs to rank 0. It locks the folder, and writes run.json, config.toml, metrics.jsonl and the drawings.
+`history.py` reads such folders.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # matplotlib leaves some of its annotations out.
@@ -25,26 +29,34 @@ from shardlab.language import UserError
 from shardlab.simulate.timeline import simulate
 from shardlab.train.config import LoggingConfig
 from shardlab.train.data.tokenizers import Tokenizer
-from shardlab.train.history import METRICS, VALIDATION, last_figures, locked, sweep, written
+from shardlab.train.history import METRICS, VALIDATION, last_figures, lock_metrics, remove_incomplete, writing
 from shardlab.train.launch.interrupt import say
-from shardlab.train.report import Logger, loggers_of
+from shardlab.train.report import Logger, open_loggers
 
 
 class OutputFolder:
-    """run.json, config.toml, strategy.svg, loss.svg, and metrics.jsonl, a line a step; ranks add their weights.
+    """Folder with run.json, config.toml, strategy.svg, loss.svg, and metrics.jsonl (a line for each step).
 
-    A file that cannot be written once training has begun is a sentence on stderr; the others are still written.
+    If a file cannot be written once training has begun, a sentence on stderr says so, and the other files are still
+    written.
+
+    Attributes:
+        path: the folder.
+        loggers: loggers that receive the metrics as well.
     """
 
     def __init__(self, path: Path, needed: int = 0, since: int | None = None) -> None:
-        """Make the folder, for a run whose weights have `needed` bytes; or take it again, if a run is resumed.
+        """Make the folder, or open the folder of a run that is resumed.
 
         Args:
-            since: the step that is resumed at: records of later ones go, and so do checkpoints that are not complete.
+            path: the folder.
+            needed: bytes that the weights of the run will take on the disk.
+            since: step at which a run is resumed. Records of this and later steps are removed, and so are incomplete
+                checkpoints. None for a new run.
 
         Raises:
-            UserError: when it exists, or cannot be made, or the weights would find no room; when it is to be taken
-                again, and another process writes into it.
+            UserError: if the folder of a new run exists or cannot be made, if its disk is too full for the weights, or
+                if another process writes into the folder of a resumed run.
         """
         self.path = path
         try:
@@ -62,12 +74,12 @@ class OutputFolder:
             )
         self._history: list[dict[str, Any]] = []
         self._rewinds = False
-        with written(path / METRICS):
-            self._metrics = locked(path)
+        with writing(path / METRICS):
+            self._metrics = lock_metrics(path)
             if since is not None:
-                sweep(path)
+                remove_incomplete(path)
                 self._rewinds = int(last_figures(path / METRICS).get("step", -1) or 0) >= since
-                self._history = _cut(self._metrics, path / METRICS, since)
+                self._history = _truncate(self._metrics, path / METRICS, since)
         self._since = since
         self._pending = b""
         self.loggers: Sequence[Logger] = ()
@@ -75,7 +87,7 @@ class OutputFolder:
         self._unwritten: set[str] = set()
 
     def abandon(self) -> None:
-        """Take the folder away again, before anything was written into it, unless it is that of a resumed run."""
+        """Remove the folder of a new run that has ended before its first record."""
         self._metrics.close()
         if not self._history:
             with suppress(OSError):
@@ -89,37 +101,44 @@ class OutputFolder:
 
     @property
     def last_dt(self) -> float:
-        """Seconds of the last step on record."""
+        """Seconds of the last recorded step; NaN if there is none."""
         return self._history[-1]["dt"] if self._history else math.nan
 
     def begin(self, record: Mapping[str, Any], config: str, checked: Checked, name: str, tokenizer: Tokenizer) -> None:
-        """Write what is known before the first step: the run's record, its configuration, a drawing of its program in
-        unit costs, and the files of the data's tokenizer, if it has any.
+        """Write the files that are complete before the first step.
+
+        Args:
+            record: content of run.json.
+            config: content of config.toml.
+            checked: program, which strategy.svg shows at unit costs.
+            name: name of the run in the drawing's title.
+            tokenizer: tokenizer of the data, whose files are copied.
 
         Raises:
-            UserError: when they cannot be written.
+            UserError: if they cannot be written.
         """
-        with written(self.path / "run.json") as path:
+        with writing(self.path / "run.json") as path:
             write_whole(path, json.dumps(record, indent=1) + "\n")
-        with written(self.path / "config.toml") as path:
+        with writing(self.path / "config.toml") as path:
             write_whole(path, config)
-        with written(self.path / "strategy.svg") as path:
+        with writing(self.path / "strategy.svg") as path:
             save_timeline(simulate(checked), path, f"{name}: one optimizer step")
         for file, content in tokenizer.files().items():
-            with written(self.path / file) as path:
+            with writing(self.path / file) as path:
                 path.write_bytes(content)
 
     def log(self, config: LoggingConfig, record: Mapping[str, Any]) -> None:
-        """Log the records elsewhere as well, where that is asked for; a resumed run goes on with its own history."""
-        self.loggers = loggers_of(config, self.path, record, self._since, rewinds=self._rewinds)
+        """Open the loggers that the configuration asks for. A resumed run continues its history there."""
+        self.loggers = open_loggers(config, self.path, record, self._since, rewinds=self._rewinds)
 
     def write_metrics(self, metrics: Mapping[str, float | None], *, pending: bool = False) -> None:
-        """Append a step's figures; they are on disk when this returns, or are tried again with the next step's.
+        """Append the figures of a step to metrics.jsonl. If the disk is full, they are written with the next step's.
 
-        A figure that is not finite becomes null, since JSON has no other word for it.
+        A figure that is not finite becomes null, since JSON cannot express it.
 
         Args:
-            pending: write the figures only if no others come after them.
+            metrics: figures of the step.
+            pending: do not write the figures yet. They are dropped if another step follows.
         """
         line = {name: figure if figure is None or math.isfinite(figure) else None for name, figure in metrics.items()}
         self._last = line
@@ -136,14 +155,19 @@ class OutputFolder:
         self._flush()
 
     def note_unwritten(self, names: Iterable[str]) -> None:
-        """Note files that others could not write."""
+        """Add names of files that other code could not write."""
         self._unwritten.update(names)
 
     def write_plot(self, before: float, after: Mapping[str, float]) -> None:
-        """The training loss over the steps, with the validation losses at both ends; what is not finite is left out."""
+        """Write loss.svg: the training loss over the steps, and the validation losses. NaN and infinity are left out.
+
+        Args:
+            before: validation loss before the first step.
+            after: validation losses after the last step, by their names in metrics.jsonl.
+        """
         figure = Figure(figsize=(7, 4))
         FigureCanvasSVG(figure)
-        axes = figure.add_axes((0.1, 0.12, 0.88, 0.85))  # a layout by what is drawn would draw it twice
+        axes = figure.add_axes((0.1, 0.12, 0.88, 0.85))  # fixed, since an automatic layout draws everything twice
         steps = [metrics["step"] for metrics in self._history]
         losses = [math.nan if metrics["loss"] is None else metrics["loss"] for metrics in self._history]
         axes.plot(steps, losses, linewidth=1.2, label="training")
@@ -160,7 +184,7 @@ class OutputFolder:
             figure.savefig(part, format="svg")
 
     def close(self) -> None:
-        """Write what is still pending of the metrics; of a line that finds no room nothing stays."""
+        """Write the pending metrics, and close all files. A line that does not fit on the disk is removed whole."""
         self._append()
         for logger in self.loggers:
             logger.close()
@@ -171,15 +195,15 @@ class OutputFolder:
 
     def _flush(self) -> None:
         with self._noted(METRICS):
-            while self._pending:  # of a disk that is nearly full a write takes a part
+            while self._pending:  # a disk that is nearly full may write a part
                 self._pending = self._pending[self._metrics.write(self._pending) :]
 
     @contextmanager
     def _noted(self, name: str) -> Generator[Path, None, None]:
-        """Tell once, and note, that a file cannot be written."""
+        """Print once, and remember, that a file cannot be written."""
         path = self.path / name
         try:
-            with written(path):
+            with writing(path):
                 yield path
             self._unwritten.discard(name)
         except UserError as error:
@@ -188,9 +212,13 @@ class OutputFolder:
             self._unwritten.add(name)
 
 
-def _cut(file: FileIO, path: Path, step: int) -> list[dict[str, Any]]:
-    """Cut off the records of a step and later ones, and a line that a crash has torn; gives those that are left."""
-    found: list[dict[str, Any]] = []
+def _truncate(file: FileIO, path: Path, step: int) -> list[dict[str, Any]]:
+    """Remove the records of a step and later steps, and a line that a crash has cut off.
+
+    Returns:
+        The records that remain.
+    """
+    records: list[dict[str, Any]] = []
     end = 0
     for line in path.read_bytes().splitlines(keepends=True):
         try:
@@ -199,7 +227,7 @@ def _cut(file: FileIO, path: Path, step: int) -> list[dict[str, Any]]:
             break
         if record["step"] >= step or not line.endswith(b"\n"):
             break
-        found.append(record)
+        records.append(record)
         end += len(line)
     file.truncate(end)
-    return found
+    return records

@@ -1,8 +1,11 @@
-"""report.md: what a run came to, with plots, for people who were not there."""
+"""Reports of a run: report.md with its plots, and the loggers of TensorBoard and Weights & Biases.
+
+`write_report` runs after the last step. `draw_runs` plots the metrics of one or more runs. `open_loggers` gives the
+loggers that a run writes to at each step; their packages are imported only if they are used.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportMissingTypeStubs=false
-# matplotlib leaves some of its annotations out.
-# wandb and tensorboard leave some of their annotations out.
+# matplotlib, wandb and tensorboard leave some of their annotations out.
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from shardlab.common.files import whole_file, write_whole
 from shardlab.language import UserError
 from shardlab.language.rules.kinds import counted
 from shardlab.train.config import LoggingConfig
-from shardlab.train.history import METRICS, VALIDATION, written
+from shardlab.train.history import METRICS, VALIDATION, writing
 from shardlab.train.run import WARM_UP, Summary, TrainingRun
 
 PLOTS = "plots.svg"
@@ -31,15 +34,17 @@ def write_report(run: TrainingRun, summary: Summary, predicted: float | str) -> 
     """Write report.md and its plots into a run's folder.
 
     Args:
-        predicted: seconds that a step should take, or why that cannot be said.
+        run: settings of the run.
+        summary: results of the run.
+        predicted: predicted seconds of a step, or the reason why there is no prediction.
 
     Raises:
-        UserError: when they cannot be written.
+        UserError: if they cannot be written.
     """
     records = [json.loads(line) for line in (run.out / METRICS).read_text().splitlines()]
-    with written(run.out / PLOTS) as path:
+    with writing(run.out / PLOTS) as path:
         draw_runs({run.job.title: records}, path, summary.warm_up)
-    with written(run.out / "report.md") as path:
+    with writing(run.out / "report.md") as path:
         write_whole(path, _text(run, summary, predicted, records))
 
 
@@ -97,7 +102,7 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
 
 
 def _mfu(run: TrainingRun, summary: Summary, records: Sequence[Mapping[str, Any]]) -> str:
-    """Model FLOPs utilization of the run's typical step, or why it is not known."""
+    """Return the model FLOPs utilization of the run's typical step, or the reason why it is not known."""
     if run.peak is None:
         return "the device's peak is not known; shardlab bench compute measures it"
     known = [each["mfu"] * each["dt"] / summary.dt for each in records if each["mfu"] is not None]
@@ -119,10 +124,10 @@ def _mesh(place: dict[str, Any]) -> str:
 
 
 def usual_times(records: Sequence[Mapping[str, Any]], warm_up: int) -> list[float]:
-    """Seconds of the steps on record, in whose histogram the usual ones can be told apart.
+    """Return the seconds of the recorded steps without the outliers that would hide the rest of a histogram.
 
-    The first `warm_up` steps are left out, and those beyond the upper fence of Tukey 1977 ("Exploratory Data
-    Analysis"): three interquartile ranges above the third quartile, if they took half as long again as the median.
+    The first `warm_up` steps are left out. An outlier takes more than 1.5 times the median, and lies above the upper
+    fence of Tukey 1977 ("Exploratory Data Analysis"): three interquartile ranges above the third quartile.
     """
     times = [record["dt"] for record in records if record["step"] >= warm_up] or [record["dt"] for record in records]
     if len(times) < 2:
@@ -132,15 +137,15 @@ def usual_times(records: Sequence[Mapping[str, Any]], warm_up: int) -> list[floa
 
 
 def draw_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, warm_up: int = WARM_UP) -> None:
-    """Draw runs over each other: loss, speed, learning rate, gradient norm, memory from zero, and usual step times.
+    """Draw the metrics of runs over each other: loss, speed, learning rate, gradient norm, memory and step times.
 
     Args:
-        runs: the records of steps of each run, by its name.
-        path: file, in the format that its name ends in.
-        warm_up: first steps of each that are in no histogram.
+        runs: records of the steps of each run, by its name.
+        path: file to write; its suffix is the format.
+        warm_up: number of first steps of each run that are not in the histogram.
     """
     figure = Figure(figsize=(10, 9))
-    figure.subplots_adjust(0.1, 0.06, 0.98, 0.98, 0.25, 0.25)  # a layout by what is drawn would draw it twice
+    figure.subplots_adjust(0.1, 0.06, 0.98, 0.98, 0.25, 0.25)  # fixed, since an automatic layout draws everything twice
     grid = figure.subplots(3, 2)
     several = len(runs) > 1
     for number, (run, records) in enumerate(runs.items()):
@@ -176,33 +181,30 @@ def draw_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, warm_
 
 
 def _column(records: Sequence[Mapping[str, Any]], name: str, scale: float = 1.0) -> list[float]:
-    """A figure of every record; not a number where a record has none."""
+    """Return a figure of every record; NaN for records without it."""
     return [math.nan if record.get(name) is None else record[name] * scale for record in records]
 
 
-# Where figures go beside metrics.jsonl: TensorBoard, and Weights & Biases; they are imported when asked for.
-
-
 _START = re.compile(r"(?:offline-)?run-(\d+_\d+)-(.+?)(?:-\d+)?")
-"""Name of the folder that wandb keeps of a start: its date and time, and the id of the run."""
+"""Name of the folder that wandb makes for each start of a run: date and time, and the id of the run."""
 
 
 class Logger(Protocol):
-    """Takes a run's figures."""
+    """Receiver of a run's figures."""
 
     def log(self, metrics: Mapping[str, float | None]) -> None:
-        """A step's figures; None is one that is not known, or not finite."""
+        """Log the figures of a step. None stands for a figure that is not known, or not finite."""
 
     def close(self) -> None:
-        """The run has ended."""
+        """End the log."""
 
 
 class TensorBoard:
     """Event files in the run's folder, for `tensorboard --logdir`.
 
     Args:
-        folder: the run's.
-        since: the step at which it goes on, if it does: TensorBoard drops what it has of this step and later ones.
+        folder: folder of the run.
+        since: step at which the run is resumed, if it is. TensorBoard drops the figures of this and later steps.
     """
 
     def __init__(self, folder: Path, since: int | None = None) -> None:
@@ -211,7 +213,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=since)
 
     def log(self, metrics: Mapping[str, float | None]) -> None:
-        for name, figure in numbers(metrics).items():
+        for name, figure in known_figures(metrics).items():
             self._writer.add_scalar(name, figure, int(metrics["step"] or 0))
 
     def close(self) -> None:
@@ -219,13 +221,13 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, under its own environment variables: WANDB_MODE=offline sends nothing.
+    """A run of Weights & Biases. Its environment variables apply: WANDB_MODE=offline sends nothing.
 
     Args:
-        folder: the run's, in which wandb keeps a folder of each start, named by the id of the run there.
-        record: its settings.
-        since: the step at which it goes on, if it does; its history there goes on as well.
-        rewinds: whether that step or later ones were logged before. That history is cut off there.
+        folder: folder of the run, in which wandb makes a folder for each start, with its id of the run in the name.
+        record: settings of the run.
+        since: step at which the run is resumed, if it is. Its history at wandb continues.
+        rewinds: whether this or a later step was logged before. If so, the history is cut off at `since`.
     """
 
     def __init__(
@@ -245,13 +247,13 @@ class WeightsAndBiases:
             raise UserError(f"--wandb: {error}; log in with wandb login, or set WANDB_MODE=offline") from error
 
     def log(self, metrics: Mapping[str, float | None]) -> None:
-        self._run.log(numbers(metrics), step=int(metrics["step"] or 0))
+        self._run.log(known_figures(metrics), step=int(metrics["step"] or 0))
 
     def close(self) -> None:
         self._run.finish()
 
 
-def loggers_of(
+def open_loggers(
     config: LoggingConfig,
     folder: Path,
     record: Mapping[str, Any],
@@ -259,29 +261,30 @@ def loggers_of(
     *,
     rewinds: bool = False,
 ) -> list[Logger]:
-    """Open what is asked for.
+    """Open the loggers that a configuration asks for.
 
     Args:
-        folder: the run's.
-        record: its settings.
-        since: the step at which it goes on, if it does.
-        rewinds: whether that step or later ones were logged before.
+        config: section `logging` of the configuration.
+        folder: folder of the run.
+        record: settings of the run.
+        since: step at which the run is resumed, if it is.
+        rewinds: whether this or a later step was logged before.
     """
     loggers: list[Logger] = [TensorBoard(folder, since)] if config.tensorboard else []
     return [*loggers, WeightsAndBiases(folder, record, since, rewinds=rewinds)] if config.wandb else loggers
 
 
 def require_loggers(config: LoggingConfig) -> None:
-    """See that the packages are there, before anything is started.
+    """Check that the packages of the loggers are installed, before anything is started.
 
     Raises:
-        UserError: when one is missing.
+        UserError: if one is missing.
     """
     for name, asked in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
         if asked and find_spec(name) is None:
             raise UserError(f"--{name} needs the package {name}, which is missing: pip install {name}")
 
 
-def numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Figures that are known, without the step's number."""
+def known_figures(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the figures that are known, without the number of the step."""
     return {name: figure for name, figure in metrics.items() if figure is not None and name != "step"}

@@ -38,7 +38,7 @@ from shardlab.models.tensors.attention import to_device
 from shardlab.train.data import Corpus, Tokenizer
 from shardlab.train.data.evaluation_text import count_first_token_bytes
 from shardlab.train.data.stream import TokenRun
-from shardlab.train.history import saved_in
+from shardlab.train.history import describe_saved
 from shardlab.train.launch.interrupt import GRACE, WARNED_GRACE, StopRequest
 from shardlab.train.run import TrainingRun
 
@@ -330,7 +330,7 @@ def divergence_error(run: TrainingRun, what: str) -> UserError:
     now = "--clip 1" if run.job.checked().clips else "--clip 1 with a plan"
     limit = now if clip is None else f"a --clip of less than {clip:g}"
     return UserError(
-        f"{what} is not finite, so training has stopped; {saved_in(run.out)}; "
+        f"{what} is not finite, so training has stopped; {describe_saved(run.out)}; "
         f"try a --learning-rate of less than {run.config.optimizer.learning_rate:g}, or {limit}"
     )
 

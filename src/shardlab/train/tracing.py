@@ -1,4 +1,10 @@
-"""`train --trace`: a few steps early in a run are timed op by op, then a few have their memory measured."""
+"""Executors that a training puts around its own: traced, profiled, and with a batch ramp.
+
+`TracedExecutor` (`train --trace`) times each op in a few early steps, and then measures the memory of a few.
+`ProfiledExecutor` (`train --profile-steps`) runs torch.profiler over a few steps, in which ops have their names.
+`RampedExecutor` is what a training steps: it chooses the program with the microbatches of each step, and the executor
+around it.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -29,16 +35,23 @@ from shardlab.models import Model
 from shardlab.simulate.timeline.measured import rank_file, write_rank, write_trace
 from shardlab.train.batches import Batches
 from shardlab.train.data import Corpus
-from shardlab.train.history import written
+from shardlab.train.history import writing
 from shardlab.train.job import Job, Tracing, job_as_dict
 from shardlab.train.launch.ranks import backend_of
 from shardlab.train.run import TrainingRun
 
 
 class TracedExecutor:
-    """Takes the steps of one rank's executor, recording those that are to be.
+    """Executor that records some of one rank's steps.
 
-    What a rank has seen is on disk after each of them, also when it fails, and in one file for all ranks in the end.
+    Each rank writes its own file after every recorded step, even if the step fails. In the end, rank 0 merges the files
+    of all ranks into trace.json.
+
+    Args:
+        executor: executor of the rank's steps.
+        job: job, which the trace records.
+        folder: folder of the run.
+        tracing: steps that are recorded.
     """
 
     def __init__(self, executor: Executor, job: Job, folder: Path, tracing: Tracing) -> None:
@@ -65,7 +78,7 @@ class TracedExecutor:
         if step == tracing.warm_up:
             device, ranks = self._executor.state.settings.device, dist.get_world_size()
             self._record.offset, self._record.bound = clock_offset(self._record.rank, ranks, device)
-            self._folder.mkdir(parents=True, exist_ok=True)  # on a host whose disk is its own there is none yet
+            self._folder.mkdir(parents=True, exist_ok=True)  # hosts without a shared disk lack the folder
         try:
             if step < tracing.warm_up + tracing.timed:
                 dist.barrier()
@@ -76,9 +89,9 @@ class TracedExecutor:
             self._write()
 
     def finish(self) -> None:
-        """Put all ranks' records into one file, and the timeline into one for viewers.
+        """Merge the records of all ranks into one file, which trace viewers can open.
 
-        All ranks call this together, and more than once if they like.
+        All ranks call this together. A second call does nothing.
         """
         if self._merged or not self._record.steps:
             return
@@ -88,19 +101,19 @@ class TracedExecutor:
         dist.gather_object(self._record, records)
         if records is not None:
             everyone = {record.rank: record for record in records}
-            with written(self._folder / "trace.json") as path:
+            with writing(self._folder / "trace.json") as path:
                 seen = write_trace(self._folder, self._job, self._executor.state.checked, everyone)
                 save_trace_events({"measured": (seen.timeline, seen.counters)}, path)
-        dist.barrier()  # no rank's own file goes before the common one is there
+        dist.barrier()  # no rank may remove its own file before the merged one exists
         rank_file(self._folder, rank).unlink(missing_ok=True)
 
     def _write(self) -> None:
-        with written(rank_file(self._folder, self._record.rank)):
+        with writing(rank_file(self._folder, self._record.rank)):
             write_rank(self._folder, self._job, self._executor.state.checked.program.fingerprint(), self._record)
 
 
 def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing: Tracing) -> None:
-    """Run one rank's part of a training of no more steps than are recorded, on the default text; it leaves a trace."""
+    """Run one rank's part of a training on the default text that ends after the recorded steps."""
     corpus = Corpus.open((), job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
     settings = Settings(job.seed, job.numbers, device)
@@ -111,19 +124,19 @@ def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing:
     traced.finish()
 
 
-# `train --profile-steps 10:13`: torch's own profile of a few steps, in which the tape's ops have their names.
-
-
 class ProfiledExecutor:
-    """Takes an executor's steps, of which some are profiled; each rank writes `profile-RANK.json`, for Perfetto.
+    """Executor that profiles some steps with torch.profiler. Each rank writes `profile-RANK.json` for Perfetto.
 
-    Outside these steps an op costs a test more than before.
+    In other steps, an op takes as much longer as one comparison.
 
     Args:
-        executor: of which all ops are named.
-        steps: the first step that is profiled, and the one that no longer is.
-        folder: of the run.
-        memory: note every allocation as well.
+        executor: executor of the rank's steps, whose instructions are wrapped.
+        steps: first step that is profiled, and the first that no longer is.
+        folder: folder of the run.
+        memory: whether to record every allocation as well.
+
+    Attributes:
+        inner: executor that runs the steps; a `TracedExecutor` may take the place of `executor`.
     """
 
     def __init__(self, executor: Executor, steps: tuple[int, int], folder: Path, *, memory: bool = False) -> None:
@@ -157,12 +170,12 @@ class ProfiledExecutor:
             loss = self.inner.step()
         if step + 1 == self._steps.stop:
             self._profile.stop()
-            self._folder.mkdir(parents=True, exist_ok=True)  # on a host whose disk is its own there is none yet
-            with written(self._folder / f"profile-{self._state.rank}.json") as path:
+            self._folder.mkdir(parents=True, exist_ok=True)  # hosts without a shared disk lack the folder
+            with writing(self._folder / f"profile-{self._state.rank}.json") as path:
                 self._profile.export_chrome_trace(str(path))
             self._profile = None
             if self._memory and self._on_gpu:
-                with written(self._folder / f"memory-{self._state.rank}.pickle") as path:
+                with writing(self._folder / f"memory-{self._state.rank}.pickle") as path:
                     torch.cuda.memory._dump_snapshot(str(path))  # pyright: ignore[reportPrivateUsage]
                 torch.cuda.memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]
         return loss
@@ -177,29 +190,28 @@ class ProfiledExecutor:
         return run
 
     def _name(self, op: Op) -> str:
-        """As in trace.json: `forward 0 (layer 3)`."""
-        made = self._state.specs[op.outputs[0]] if op.outputs else None
-        microbatches = f" {listed(bits(made.microbatches))}" if made is not None and made.microbatches else ""
+        """Return the name of an op as in trace.json, such as `forward 0 (layer 3)`."""
+        output = self._state.specs[op.outputs[0]] if op.outputs else None
+        microbatches = f" {listed(bits(output.microbatches))}" if output is not None and output.microbatches else ""
         return op.kind.value.replace("_", "-") + microbatches + (f" (layer {op.layer})" if op.layer >= 0 else "")
 
 
-# Steps of one rank by several programs, one for each number of microbatches of a batch ramp.
-
-
-KEPT = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 0, OpKind.UPDATE: 1}
-"""Ops that load or step what a rank keeps, and which of their results it is."""
+KEPT_RESULTS = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 0, OpKind.UPDATE: 1}
+"""Ops that load or update what a rank keeps from step to step, and the number of that value among their outputs."""
 
 
 class RampedExecutor:
-    """Takes each step by the program that has its number of microbatches; weights and optimizer states are common.
+    """Executor that runs each step by the program with its number of microbatches.
+
+    The programs share weights and optimizer states.
 
     Args:
-        executors: by number of microbatches.
-        run: says which of them takes a step, and which steps are profiled or traced.
-        step: the first one.
+        executors: executors by number of microbatches.
+        run: settings of the run, with its batch ramp and the steps that are profiled or traced.
+        step: number of the first step.
 
     Attributes:
-        tracer: what records its steps, if they are traced.
+        tracer: executor that records steps; None if the run is not traced.
     """
 
     def __init__(self, executors: Mapping[int, Executor], run: TrainingRun, step: int = 0) -> None:
@@ -226,7 +238,7 @@ class RampedExecutor:
 
     @property
     def state(self) -> State:
-        """The rank's tensors, as the last step has left them; its `step` is the one that comes next."""
+        """The rank's tensors after the last step. Its `step` is the number of the next one."""
         return self._last.state
 
     def step(self) -> Tensor:
@@ -237,22 +249,26 @@ class RampedExecutor:
         return self._last.step()
 
     def read(self) -> tuple[float, float]:
-        """Seconds forward and backward since the last reading."""
+        """Return the seconds of forward and backward passes since the last call."""
         forward, backward = zip(*(clock.read() for clock in self._clocks), strict=True)
         return sum(forward), sum(backward)
 
 
-def want_same_slices(proofs: Mapping[int, Checked], model: Model) -> None:
-    """Refuse programs, by their numbers of microbatches, that would not find the tensors which the others keep.
+def require_same_slices(proofs: Mapping[int, Checked], model: Model) -> None:
+    """Check that the programs of a batch ramp keep the same slices from step to step.
+
+    Args:
+        proofs: programs by number of microbatches.
+        model: model of the programs.
 
     Raises:
-        UserError: naming two of the numbers.
+        UserError: if two of them keep different slices.
     """
     first, *others = proofs
     for count in others:
-        if _kept(proofs[count], model) == _kept(proofs[first], model):
+        if _kept_slices(proofs[count], model) == _kept_slices(proofs[first], model):
             continue
-        if _kept(proofs[count], model, carried=False) == _kept(proofs[first], model, carried=False):
+        if _kept_slices(proofs[count], model, carried=False) == _kept_slices(proofs[first], model, carried=False):
             raise UserError(
                 f"with {count} microbatches other weights are carried from step to step, gathered already, than with "
                 f"{first}, so they cannot follow one another in --batch-ramp; leave out the pass fuse-steps, or gather "
@@ -265,19 +281,21 @@ def want_same_slices(proofs: Mapping[int, Checked], model: Model) -> None:
         )
 
 
-def _kept(
+def _kept_slices(
     checked: Checked, model: Model, *, carried: bool = True
 ) -> tuple[list[int], list[set[tuple[OpKind, int, Holds, str]]]]:
-    """How long the layers' buffers are, and what each rank keeps of them, and where.
+    """Return the lengths of the layers' buffers, and what each rank keeps of them from step to step, and where.
 
     Args:
-        carried: with the weights that a step leaves gathered.
+        checked: the program.
+        model: model of the program.
+        carried: include the gathered weights that a step carries over to the next.
     """
     kept: list[set[tuple[OpKind, int, Holds, str]]] = []
     for tape, specs in zip(checked.program.tapes, checked.specs, strict=True):
         gathers = () if carried else {op.outputs[0] for op in tape if op.kind is OpKind.ALL_GATHER}
         gathered = {key for number, key in Kept(tape, specs).final.items() if number in gathers}
-        forms = [(op.kind, specs[op.outputs[KEPT[op.kind]]].form) for op in tape if op.kind in KEPT]
+        forms = [(op.kind, specs[op.outputs[KEPT_RESULTS[op.kind]]].form) for op in tape if op.kind in KEPT_RESULTS]
         alone = [(kind, form) for kind, form in forms if (form.layer, form.holds) not in gathered]
         kept.append({(kind, form.layer, form.holds, form.place) for kind, form in alone})
     return Shapes(checked, model, 1).flat, kept

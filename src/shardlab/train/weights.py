@@ -1,4 +1,9 @@
-"""A run's last weights, written by all its ranks: none of them ever has more than its own and one layer."""
+"""Files of a run's last weights, which all ranks write together.
+
+`save_weights` gathers one layer at a time on the rank that writes it, so no rank needs memory for more than its own
+slices and one layer. The files appear under their names together: each rank writes to a `PartialFile`, and all of them
+are renamed once every rank has succeeded.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -26,15 +31,18 @@ from shardlab.execute.state import State
 from shardlab.models.named import ENDING, SHARD_BYTES, index_of, index_text, shards_of
 from shardlab.models.tensors import whole_parameters
 from shardlab.train.checkpoint import Disk, bytes_of, header_of
-from shardlab.train.history import AVERAGED, WEIGHTS, written
+from shardlab.train.history import AVERAGED, WEIGHTS, writing
 from shardlab.train.launch.interrupt import say
 
 
 class PartialFile:
-    """A file that is filled bit by bit; after an error it drops the rest, since other ranks still give it.
+    """A file that is written piece by piece under a temporary name.
+
+    After an error, further pieces are dropped: other ranks still send them.
 
     Args:
-        path: its name once it is whole.
+        path: name of the file once it is complete.
+        beginning: first bytes.
     """
 
     def __init__(self, path: Path, beginning: bytes) -> None:
@@ -51,66 +59,73 @@ class PartialFile:
         """Append some bytes."""
         left = memoryview(chunk)
         try:
-            while left and self._file and not self._error:  # a disk that is nearly full takes a part
+            while left and self._file and not self._error:  # a disk that is nearly full may write a part
                 left = left[self._file.write(left) :]
         except OSError as error:
             self._error = error
 
     def end(self) -> None:
-        """Wait until all its bytes are on the disk itself.
+        """Wait until all bytes are safe on the disk.
 
         Raises:
-            UserError: when they could not be written.
+            UserError: if they could not be written.
         """
-        with written(self.path):
+        with writing(self.path):
             if self._error:
                 raise self._error
             Disk().sync(self._at)
 
     def rename(self) -> None:
-        """Give it its name.
+        """Give the file its final name.
 
         Raises:
-            UserError: when that cannot be.
+            UserError: if it cannot be renamed.
         """
-        with written(self.path):
+        with writing(self.path):
             self._at = self._at.replace(self.path)
             Disk().sync_folder(self.path.parent)
 
     def close(self, *, drop: bool) -> None:
-        """Close it, and remove it if it is to be dropped."""
+        """Close the file, and remove it if `drop` is true."""
         if self._file:
             self._file.close()
         if drop:
-            with suppress(OSError):  # there may be none, or no disk any more
+            with suppress(OSError):  # the file may not exist, or the disk may have failed
                 self._at.unlink()
 
 
 def save_weights(state: State, out: Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
-    """Write a run's weights, and their averages if there are any, unless some are not finite. Every rank calls this.
+    """Write a run's weights, and their moving averages if there are any. Every rank calls this.
+
+    Nothing is written if a weight is not finite.
+
+    Args:
+        state: this rank's tensors.
+        out: folder of the run.
+        shard_bytes: size above which the weights are split into several files.
 
     Returns:
-        names of the files that could not be written into the folder.
+        Names of the files that could not be written into the folder.
     """
-    if not _finite(state):
+    if not _all_finite(state):
         return []
-    lost = _written(state, out / WEIGHTS, shard_bytes)
+    unwritten = _write_somewhere(state, out / WEIGHTS, shard_bytes)
     if state.settings.optimizer.ema is not None:
         with averaged_weights(state):
-            lost += _written(state, out / AVERAGED, shard_bytes)
-    return lost
+            unwritten += _write_somewhere(state, out / AVERAGED, shard_bytes)
+    return unwritten
 
 
-def _finite(state: State) -> bool:
-    """Whether the weights of all ranks are numbers."""
+def _all_finite(state: State) -> bool:
+    """Return whether the weights of all ranks are finite."""
     mine = all(bool(kept.isfinite().all()) for kept in state.kept.values())
-    found = torch.tensor(int(mine), device=state.settings.device)
-    dist.all_reduce(found, dist.ReduceOp.MIN)
-    return bool(found)
+    finite = torch.tensor(int(mine), device=state.settings.device)
+    dist.all_reduce(finite, dist.ReduceOp.MIN)
+    return bool(finite)
 
 
-def _written(state: State, single: Path, shard_bytes: int) -> list[str]:
-    """Write weights into the run's folder, or else into one for temporary files; rank 0 says so."""
+def _write_somewhere(state: State, single: Path, shard_bytes: int) -> list[str]:
+    """Write weights into the run's folder. If that fails, write them into a temporary folder; rank 0 says where."""
     why = _write(state, single, shard_bytes)
     if not why:
         return []
@@ -128,7 +143,7 @@ def _written(state: State, single: Path, shard_bytes: int) -> list[str]:
 
 
 def _temporary_folder() -> str:
-    """A new folder for temporary files; nothing where none can be made."""
+    """Make a temporary folder. Returns an empty string if that fails."""
     try:
         return tempfile.mkdtemp(prefix="shardlab-")
     except OSError:
@@ -136,13 +151,13 @@ def _temporary_folder() -> str:
 
 
 def _write(state: State, single: Path, shard_bytes: int) -> str:
-    """Write all parameters by name, `layers.<l>.<name>`, into one file, or several and their index.
+    """Write all parameters by name, `layers.<l>.<name>`, into one file, or into several files and an index.
 
-    The files are dealt to the ranks. Each layer is put together on the rank that writes it; all first layers of files
-    come before the second ones, so that ranks write at the same time.
+    The files are distributed over the ranks, and each layer is gathered on the rank that writes its file. The first
+    layers of all files come before the second ones, so that the ranks write at the same time.
 
     Returns:
-        what went wrong on some rank, for all to know.
+        The error of the first rank that failed, on every rank; empty if none did.
     """
     model, rank, dtype = state.model, state.rank, torch_dtype(state.settings.precision.parameters)
     tensors = [
@@ -157,23 +172,23 @@ def _write(state: State, single: Path, shard_bytes: int) -> str:
     writers = {file: number % dist.get_world_size() for number, file in enumerate(layers)}
     mine = {
         file: PartialFile(
-            single.with_name(file), header_of({name: it for layer in own for name, it in tensors[layer].items()})
+            single.with_name(file), header_of({name: row for layer in part for name, row in tensors[layer].items()})
         )
-        for file, own in layers.items()
+        for file, part in layers.items()
         if writers[file] == rank
     }
     for layer in sorted(range(model.layers), key=lambda layer: layers[files[layer]].index(layer)):
-        _give(state, layer, writers[files[layer]], mine.get(files[layer]))
+        _gather_layer(state, layer, writers[files[layer]], mine.get(files[layer]))
     index: list[PartialFile] = []
     if len(layers) > 1 and rank == 0:
-        names = {name: file for its, file in zip(tensors, files, strict=True) for name in its}
+        names = {name: file for parameters, file in zip(tensors, files, strict=True) for name in parameters}
         index.append(PartialFile(index_of(single), index_text(names, sum(sizes)).encode()))
     shards, old = list(mine.values()), [partial(_remove_old, single)] if rank == 0 else []
     why = (
-        _agreed([file.end for file in (*shards, *index)])
-        or _agreed(old)  # or else a run that is killed now would leave an index of old files and new ones
-        or _agreed([file.rename for file in shards])
-        or _agreed([file.rename for file in index])
+        _run_on_all([file.end for file in (*shards, *index)])
+        or _run_on_all(old)  # before the renames, so that no index ever names old files and new ones
+        or _run_on_all([file.rename for file in shards])
+        or _run_on_all([file.rename for file in index])
     )
     for file in (*shards, *index):
         file.close(drop=bool(why))
@@ -181,8 +196,8 @@ def _write(state: State, single: Path, shard_bytes: int) -> str:
     return why
 
 
-def _give(state: State, layer: int, writer: int, file: PartialFile | None) -> None:
-    """Put a layer together on the rank that writes it, which then forgets it."""
+def _gather_layer(state: State, layer: int, writer: int, file: PartialFile | None) -> None:
+    """Gather a layer on the rank that writes it, and append it to that rank's file."""
     flat = gather_layer(state, state.kept, layer, writer)
     if flat is not None and file is not None:
         for _, _, tensor in whole_parameters(state.model, layer, flat):
@@ -190,25 +205,25 @@ def _give(state: State, layer: int, writer: int, file: PartialFile | None) -> No
 
 
 def _remove_old(single: Path) -> None:
-    """Remove weights that are to be replaced, first what names the others.
+    """Remove weights that are to be replaced: first the index, then the files that it names.
 
     Raises:
-        UserError: when that cannot be.
+        UserError: if they cannot be removed.
     """
     folder = single.parent
     shards = folder.glob(f"{glob.escape(single.stem)}-{'[0-9]' * 5}-of-{'[0-9]' * 5}{ENDING}")
-    with written(single):
+    with writing(single):
         for path in (index_of(single), single, *shards):
             path.unlink(missing_ok=True)
         Disk().sync_folder(folder)
 
 
-def _agreed(acts: Iterable[Callable[[], None]]) -> str:
-    """Act on every rank; what went wrong on the first on which something did, for all to know, or nothing."""
+def _run_on_all(actions: Iterable[Callable[[], None]]) -> str:
+    """Run actions on every rank, and return the error of the first rank that failed; empty if none did."""
     mine = ""
     try:
-        for act in acts:
-            act()
+        for action in actions:
+            action()
     except UserError as error:
         mine = str(error)
     everyone = [mine] * dist.get_world_size()

@@ -1,4 +1,8 @@
-"""World of a run: which rank is where, and with what."""
+"""Ranks of a run: their hosts and devices, and checks that all of them have the same inputs.
+
+`RunningWorld` is shown when a run starts, and recorded in run.json. `require_agreement` compares programs, data and
+checkpoints of the ranks, and `ranks_without_folder` finds ranks that do not see the output folder.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -29,21 +33,22 @@ from shardlab.language.rules.kinds import counted, listed
 from shardlab.train.launch.environment import as_ranges, launcher_of, usable_cpus
 
 VERSIONED = ("shardlab", "torch", "numpy", "safetensors")
+"""Packages whose versions run.json records."""
 
 SHOWN = 16
-"""Ranks that the table shows at most; run.json has all."""
+"""Most ranks that the table shows. run.json has all of them."""
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank is.
+    """Host and device of a rank.
 
     Attributes:
-        rank: its number.
-        host, device: on which it runs.
-        mesh: its coordinate on each axis of several ranks.
-        cpus: those on which it may run, such as 0-3.
-        threads: on which it computes; on a GPU, on which the host's part is computed.
+        rank: number of the rank.
+        host, device: host and device on which the rank runs.
+        mesh: coordinate of the rank on each mesh axis of several ranks.
+        cpus: CPUs on which the rank may run, such as 0-3.
+        threads: number of threads on which the rank computes; with a GPU, threads of the host's part.
     """
 
     rank: int
@@ -56,13 +61,13 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class RunningWorld:
-    """All ranks.
+    """All ranks of a run.
 
     Attributes:
-        places: of the ranks, in order.
-        backend: of torch.distributed.
-        launcher: what started them.
-        versions: of Python and of packages, on rank 0.
+        places: host and device of each rank, in order.
+        backend: backend of torch.distributed.
+        launcher: program that started the ranks.
+        versions: versions of Python and of packages on rank 0; None for a package that is not installed.
     """
 
     places: list[RankPlace]
@@ -82,18 +87,18 @@ class RunningWorld:
         return cls(places, str(dist.get_backend()), launcher_of(os.environ), versions())
 
     def as_dict(self) -> dict[str, Any]:
-        """What stands in run.json."""
+        """Return the entries in run.json."""
         return asdict(self)
 
     @property
     def bound(self) -> bool:
         """Whether ranks of the same host run on different CPUs."""
         hosts = {place.host for place in self.places}
-        own = {(place.host, place.cpus) for place in self.places}
-        return len(hosts) < len(own) == len(self.places)
+        pinned = {(place.host, place.cpus) for place in self.places}
+        return len(hosts) < len(pinned) == len(self.places)
 
     def print(self, console: Console) -> None:
-        """Print a row for each rank, and below them what is common to all."""
+        """Print a row for each rank, and below them a line with what all ranks have in common."""
         table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, show_edge=False)
         axes = list(self.places[0].mesh)
         bound = ["cpus"] * self.bound
@@ -107,21 +112,21 @@ class RunningWorld:
             console.print(f"and {left} more, in run.json", highlight=False)
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items() if number)
         each = f", {counted(self.places[0].threads, 'thread')} each" if self.backend == "gloo" else ""
-        said, whole = f"{self.backend}, started by {self.launcher}{each}; {versions}", not console.is_terminal
-        console.print(said, highlight=False, soft_wrap=whole)
+        line, whole = f"{self.backend}, started by {self.launcher}{each}; {versions}", not console.is_terminal
+        console.print(line, highlight=False, soft_wrap=whole)
         if self.backend == "gloo" and (gpus := gpu_count()):
             ranks, them = counted(len(self.places), "rank"), "GPU" if gpus == 1 else "GPUs"
-            said = f"{ranks} on {counted(gpus, 'GPU')}: all compute on the CPU; --ranks {gpus} takes the {them}"
-            console.print(said, highlight=False, soft_wrap=whole)
+            line = f"{ranks} on {counted(gpus, 'GPU')}: all compute on the CPU; --ranks {gpus} takes the {them}"
+            console.print(line, highlight=False, soft_wrap=whole)
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that training rests on; None for one that nobody installed."""
+    """Return the versions of Python and of the packages in VERSIONED; None for a package that is not installed."""
     return {"python": platform.python_version(), **{name: _version(name) for name in VERSIONED}}
 
 
 def _version(package: str) -> str | None:
-    """A package's version; None where it is run from a folder that nobody installed."""
+    """Return the version of a package; None if it runs from a folder without being installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -129,39 +134,39 @@ def _version(package: str) -> str | None:
 
 
 def ranks_without_folder(folder: Path, patience: float) -> str:
-    """Find the ranks that do not see what rank 0 writes into a folder; all ranks call this together.
+    """Find the ranks that do not see the files that rank 0 writes into a folder. Every rank calls this.
 
     Args:
-        folder: of the run, which rank 0 has made.
-        patience: seconds after which a file that another host has written should be seen.
+        folder: folder of the run, which rank 0 has made.
+        patience: seconds after which a file that another host has written should be visible.
 
     Returns:
-        A sentence with the ranks and their hosts; nothing if every rank sees the folder.
+        A sentence with the ranks and their hosts; empty if every rank sees the folder.
     """
-    words, rank = [secrets.token_hex(8)], dist.get_rank()
+    token, rank = [secrets.token_hex(8)], dist.get_rank()
     mark = folder / f"seen-by-all{PART}"
     if rank == 0:
-        mark.write_text(words[0])
-    dist.broadcast_object_list(words, 0)  # by then it is there
+        mark.write_text(token[0])
+    dist.broadcast_object_list(token, 0)  # after this, the file is written
     deadline = time.monotonic() + patience
-    while not (sees := _reads(mark, words[0])) and time.monotonic() < deadline:
+    while not (sees := _has_text(mark, token[0])) and time.monotonic() < deadline:
         time.sleep(0.1)
-    found = [(sees, socket.gethostname())] * dist.get_world_size()
-    dist.all_gather_object(found, found[0])
+    results = [(sees, socket.gethostname())] * dist.get_world_size()
+    dist.all_gather_object(results, results[0])
     if rank == 0:
         mark.unlink()
-    blind = {rank: host for rank, (sees, host) in enumerate(found) if not sees}
+    blind = {rank: host for rank, (sees, host) in enumerate(results) if not sees}
     if not blind:
         return ""
     hosts = ", ".join(dict.fromkeys(blind.values()))
     return (
-        f"{folder.absolute()}, which rank 0 has made on {found[0][1]}, is not seen by rank {listed(blind)} "
+        f"{folder.absolute()}, which rank 0 has made on {results[0][1]}, is not seen by rank {listed(blind)} "
         f"(on {hosts}); name a folder that all hosts share with --out, by an absolute path if they run in different "
         "folders"
     )
 
 
-def _reads(path: Path, text: str) -> bool:
+def _has_text(path: Path, text: str) -> bool:
     try:
         return path.read_text() == text
     except OSError:
@@ -169,16 +174,17 @@ def _reads(path: Path, text: str) -> bool:
 
 
 def require_agreement(checked: Checked, data: str, resumed: str = "") -> None:
-    """Make sure that all processes traced the same tapes, read the same data and resume from the same checkpoint.
+    """Check that all ranks have traced the same tapes, read the same data and resume from the same checkpoint.
 
-    Unequal tapes would silently give wrong numbers, since gloo sums whatever it is given.
+    Unequal tapes would silently give wrong numbers, since gloo sums whatever it receives.
 
     Args:
-        data: what is equal for equal data.
-        resumed: the checkpoint, if there is one.
+        checked: program of this rank.
+        data: identity of its data, such as a hash.
+        resumed: path of its checkpoint, if there is one.
 
     Raises:
-        RuntimeError: naming the ranks that differ from rank 0.
+        RuntimeError: if some ranks differ from rank 0; the message names them.
     """
     mine = (checked.program.fingerprint(), data, resumed)
     everyone = [mine] * dist.get_world_size()

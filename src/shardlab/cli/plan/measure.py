@@ -197,9 +197,9 @@ def _new_folders(parent: Path) -> Iterator[Path]:
 
 
 def _read_folder(path: Path, problem: Problem, model: str, cluster: str) -> Iterator[MeasuredStep]:
-    from shardlab.train.history import past_runs
+    from shardlab.train.history import find_runs
 
-    runs = past_runs([path])
+    runs = find_runs([path])
     if not runs:
         raise UserError(f"--measured {path}: this folder contains no run; give one that shardlab train has written")
     for run in runs:

@@ -26,7 +26,7 @@ from shardlab.simulate.passes import passed
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.registry import StrategyEntry
 from shardlab.train.faults import LineOf
-from shardlab.train.history import End, note_end, record_in, saved_in, sweep
+from shardlab.train.history import End, describe_saved, note_end, record_inode, remove_incomplete
 from shardlab.train.job import Job
 from shardlab.train.launch.environment import find_launch_environment
 from shardlab.train.launch.processes import RankFailed, is_lost
@@ -43,7 +43,7 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> C
     """
     entry.require_ops(job.ranks, job.model.layers, job.microbatches)
     proof = passed(checked(entry, job.ranks, job.sizes, job.microbatches), entry.passes_on(job.ranks))
-    job.keep(proof)
+    job.set_checked(proof)
     want_scalable(job.numbers, proof)
     if (clip := config.clip) is not None and not any(
         op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape
@@ -115,7 +115,7 @@ def refuse_restart(count: int, out: Path | None, save_every: int | str | None) -
         UserError: if --out or --save-every is missing.
     """
     if out is None or save_every is None:
-        kept = "its results are in the last folder of runs" if out is None else saved_in(out)
+        kept = "its results are in the last folder of runs" if out is None else describe_saved(out)
         raise UserError(
             f"the launcher restarted this run (restart {count}), and a restarted run does not begin again at "
             f"step 0; give --out FOLDER and --save-every 10m, so that it can resume; {kept}"
@@ -132,7 +132,7 @@ def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generato
         out: folder of a run that saves. The message says what is saved there.
         exits: whether to exit. Otherwise, `RankFailed` or `KeyboardInterrupt` is raised, for a caller in Python.
     """
-    before = out and record_in(out)
+    before = out and record_inode(out)
 
     def note(how: End, why: str) -> None:
         environment = find_launch_environment(os.environ)
@@ -146,8 +146,8 @@ def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generato
         note("failed", " ".join(dict.fromkeys((lines[0], lines[-1]))))
         if out is not None:
             if find_launch_environment(os.environ) is None:  # a launcher's other ranks may still write
-                sweep(out)
-            print(f"shardlab: the run failed; {saved_in(out)}", file=sys.stderr)
+                remove_incomplete(out)
+            print(f"shardlab: the run failed; {describe_saved(out)}", file=sys.stderr)
         if not exits:
             raise
         report = f"{failure.report}\n\n" if failure.report else ""
@@ -160,7 +160,7 @@ def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generato
         note("failed", f"{type(error).__name__}: {error}".splitlines()[0])
         environment = find_launch_environment(os.environ)
         if out is not None and environment is not None and environment.rank == 0:
-            print(f"shardlab: the run failed; {saved_in(out)}", file=sys.stderr)
+            print(f"shardlab: the run failed; {describe_saved(out)}", file=sys.stderr)
         if environment is None or not is_lost(error):
             raise
         print(f"shardlab: rank {environment.rank} lost its connection, because another rank ended", file=sys.stderr)
@@ -168,7 +168,7 @@ def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generato
     except KeyboardInterrupt as interrupt:
         note("interrupted", str(interrupt))
         if out is not None and find_launch_environment(os.environ) is None:  # a launcher's other ranks may still write
-            sweep(out)
+            remove_incomplete(out)
         report_interrupted(out, str(interrupt))
         if not exits:
             raise
@@ -177,5 +177,5 @@ def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generato
 
 def report_interrupted(out: Path | None, why: str = "") -> None:
     """Print that a run was interrupted, and what it has saved."""
-    words = ["interrupted", why and f": {why}", "" if out is None else f"; {saved_in(out)}"]
+    words = ["interrupted", why and f": {why}", "" if out is None else f"; {describe_saved(out)}"]
     print(f"shardlab: {''.join(words)}", file=sys.stderr)

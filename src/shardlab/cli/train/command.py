@@ -59,7 +59,7 @@ from shardlab.train.history import AVERAGED, WEIGHTS
 
 if TYPE_CHECKING:
     from shardlab.check import Checked
-    from shardlab.train.checkpoints import Resumed
+    from shardlab.train.checkpoints import ResumedRun
     from shardlab.train.launch.environment import LaunchEnvironment
     from shardlab.train.launch.interrupt import Heartbeat
     from shardlab.train.run import Summary, TrainingRun
@@ -160,7 +160,7 @@ class Train:
         if resumed is not None:
             config = resumed.config(config)
             if resumed.has_ended(config.train.steps):
-                done, wanted = resumed.taken, config.train.steps
+                done, wanted = resumed.steps_taken, config.train.steps
                 steps = f"all of its {done} steps" if done == wanted else f"{counted(done, 'step')} already"
                 if self.resume != "auto":
                     raise UserError(f"{resumed.out} has taken {steps}; give more --steps")
@@ -173,7 +173,7 @@ class Train:
         with Heartbeat("start", until=lambda: not first) as heartbeat:
             return self._run(caller, heartbeat, first, chosen, config, planned, sources, resumed, restart)
 
-    def _resumed(self, world: LaunchEnvironment | None) -> Resumed | None:
+    def _resumed(self, world: LaunchEnvironment | None) -> ResumedRun | None:
         """Return the run to resume, if there is one. The ranks of a launcher find it together.
 
         Raises:
@@ -183,20 +183,20 @@ class Train:
             if self.from_step is not None:
                 raise UserError("--from-step chooses a checkpoint of the run to resume; give --resume FOLDER, too")
             return None
-        from shardlab.train.checkpoints import Resumed
+        from shardlab.train.checkpoints import ResumedRun
         from shardlab.train.launch.commands import RankExchange
 
         if self.resume == "auto":
             if self.out is None:
                 raise UserError("--resume auto resumes the run in --out, or starts it; give --out FOLDER")
-            return Resumed.find(self.out, self.from_step, auto=True, together=RankExchange(world, self._start_limit))
+            return ResumedRun.find(self.out, self.from_step, auto=True, together=RankExchange(world, self._start_limit))
         others = {"--preset": self.preset, "--config": self.config, "--depth": self.depth, "--out": self.out}
         others["--init"] = self.settings.given()["train"].get("init")
         if given := [name for name, value in others.items() if value is not None]:
             raise UserError(
                 f"--resume and {given[0]} exclude each other, because a resumed run keeps its own; give one of them"
             )
-        return Resumed.find(Path(self.resume), self.from_step, together=RankExchange(world, self._start_limit))
+        return ResumedRun.find(Path(self.resume), self.from_step, together=RankExchange(world, self._start_limit))
 
     @property
     def _start_limit(self) -> timedelta:
@@ -208,7 +208,7 @@ class Train:
         usable = isinstance(timeout, float) and timeout > 0  # otherwise, it is refused later
         return start_limit(timeout) if usable else RENDEZVOUS.start
 
-    def _sources_of_resumed_run(self, resumed: Resumed, launched: int | None) -> list[ConfigSource]:
+    def _sources_of_resumed_run(self, resumed: ResumedRun, launched: int | None) -> list[ConfigSource]:
         """Return the sources of the settings of a resumed run: its checkpoint, and flags."""
         flags = self._flags()
         train = {name: value for name, value in flags.sections["train"].items() if name != "init"}
@@ -285,7 +285,7 @@ class Train:
         config: TrainingConfig,
         planned: PlannedRuns | None,
         sources: list[ConfigSource],
-        resumed: Resumed | None,
+        resumed: ResumedRun | None,
         restart: int,
     ) -> int:
         """Check the run, make its choices, run its ranks, and report the result.
@@ -300,8 +300,8 @@ class Train:
             restart: number of times that the launcher restarted the ranks.
         """
         from shardlab.cli.train.before_ranks import failures_as_exit, line_lookup, refuse_restart, report_interrupted
-        from shardlab.train.faults import Watching
-        from shardlab.train.history import WARNED, free_folder, note_end, record_in, require_writable, saved_in
+        from shardlab.train.faults import WatchSettings
+        from shardlab.train.history import WARNED, describe_saved, free_folder, note_end, record_inode, require_writable
         from shardlab.train.launch.ranks import LazyFunction, Rendezvous, run_ranks, start_limit, torch_limit
         from shardlab.train.report import require_loggers, write_report
         from shardlab.train.run import ByValue, Summary, TrainingRun
@@ -327,7 +327,7 @@ class Train:
         require_loggers(config.logging)
         corpus, prompt = run.corpus(verify=True), config.logging.prompt
         if resumed is not None and not self.settings.given()["data"]:
-            resumed.want_same_data(corpus.identity)
+            resumed.require_same_data(corpus.identity)
         if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
             raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
         timeout = config.train.timeout
@@ -351,9 +351,11 @@ class Train:
             print(f"shardlab: {change}", file=sys.stderr)
         heartbeat.doing = "start of the ranks"
         heartbeat.until = lambda: not first or (out.exists() and not again)  # from then on, rank 0 reports
-        before = record_in(out)
+        before = record_inode(out)
         with failures_as_exit(out, exits=not caller.in_python):
-            watching = Watching(config.train.timeout, proof, line_lookup(chosen, run.job), partial(saved_in, out))
+            watching = WatchSettings(
+                config.train.timeout, proof, line_lookup(chosen, run.job), partial(describe_saved, out)
+            )
             train_rank = LazyFunction[Summary | None]("shardlab.train.loop", "train_rank")
             summary = run_ranks(config.plan.ranks, train_rank, run, joining=joining, watching=watching)
         if summary is None:  # a rank of an existing world, but not the one that reports
@@ -406,9 +408,9 @@ class Train:
         jobs = [run.job, *(replace(run.job, microbatches=count) for count in others)]
         proofs = {job.microbatches: checked_to_run(chosen, job, run.config.optimizer) for job in jobs}
         if len(proofs) > 1:
-            from shardlab.train.tracing import want_same_slices
+            from shardlab.train.tracing import require_same_slices
 
-            want_same_slices(proofs, run.job.cut)
+            require_same_slices(proofs, run.job.cut)
         return proofs[run.job.microbatches]
 
     def _print_config(self, config: TrainingConfig, sources: list[ConfigSource]) -> None:

@@ -31,7 +31,7 @@ from typing import BinaryIO, TypeVar
 import torch.distributed as dist
 
 from shardlab.language import UserError
-from shardlab.train.faults import names
+from shardlab.train.faults import rank_names
 from shardlab.train.launch.environment import LaunchEnvironment, may_restart, port_in_use, restarts
 from shardlab.train.launch.interrupt import SILENCE, STOP_SIGNALS, say_waiting
 from shardlab.train.launch.processes import REPEAT_SECONDS, REPORT_SECONDS, sounds_lost
@@ -257,12 +257,12 @@ def _wait(
             ranks = missing()
             it, has, host = ("it", "has", "its host") if len(ranks) == 1 else ("they", "have", "their hosts")
             raise UserError(
-                f"rank {environment.rank} of {environment.world} waited {limit:g} s for {names(ranks)} at "
+                f"rank {environment.rank} of {environment.world} waited {limit:g} s for {rank_names(ranks)} at "
                 f"{environment.where}, and {it} {has} not answered{why()}; look at what {it} {has} printed, and at "
                 f"what the launcher says of {host}"
             )
         if now - told >= SAY_SECONDS and environment.local_rank == 0:
-            say_waiting(f"waiting for {names(missing())} at {environment.where}, {waited:.0f} s of {limit:g} s")
+            say_waiting(f"waiting for {rank_names(missing())} at {environment.where}, {waited:.0f} s of {limit:g} s")
             told = now
         time.sleep(min(limit - waited, max(PAUSE, min(waited / 20, LONGEST_PAUSE))))
 

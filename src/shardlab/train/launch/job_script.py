@@ -19,7 +19,7 @@ from typing import Literal
 
 from shardlab.common.files import whole_file
 from shardlab.language import UserError
-from shardlab.train.history import RECORD, WARNED, written
+from shardlab.train.history import RECORD, WARNED, writing
 
 Scheduler = Literal["slurm", "pbs"]
 
@@ -250,7 +250,7 @@ def keep_script(script: str, run: Path) -> Generator[None]:
     """
     made = not run.exists()
     try:
-        with written(run / SCRIPT):
+        with writing(run / SCRIPT):
             run.mkdir(parents=True, exist_ok=True)
             with whole_file(run / SCRIPT) as part:
                 part.write_text(script)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from shardlab.execute.progress import RankProgress
 from shardlab.language import UserError
-from shardlab.train.faults import Watch, Watching, ended_with, names, stack_text, write_when_asked
+from shardlab.train.faults import Watch, WatchSettings, describe_end, rank_names, stack_text, write_stack_on_signal
 from shardlab.train.launch.interrupt import (
     GRACE,
     KILL_SIGNALS,
@@ -93,7 +93,7 @@ def run_processes(
     preload: Sequence[str],
     function: Callable[..., Result],
     *arguments: Any,
-    watching: Watching | None = None,
+    watching: WatchSettings | None = None,
 ) -> Result:
     """Call `function(rank, *arguments)` in `count` processes, and return rank 0's result.
 
@@ -189,7 +189,7 @@ def _run_rank(
     StopRequest.starter = starter
     if progress is not None:
         progress.take()
-        write_when_asked(progress)
+        write_stack_on_signal(progress)
     sys.stdout, sys.stderr = ignore_errors(sys.stdout), ignore_errors(sys.stderr)
     try:
         answer = _Report(function(rank, *arguments))
@@ -320,7 +320,7 @@ class _Ranks:
         if silent:  # what the others then lost explains nothing
             code = next((self._ended[rank] for rank in silent if self._ended[rank] < 0), self._ended[silent[0]])
             alike = [rank for rank in silent if self._ended[rank] == code]
-            raise self._failure(ended_with(alike, how_ended(code)))
+            raise self._failure(describe_end(alike, how_ended(code)))
         rank = min(failed, key=lambda rank: failed[rank].time)
         raise self._failure(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
 
@@ -335,7 +335,7 @@ class _Ranks:
 
 
 def _late(ranks: Sequence[int], grace: int) -> str:
-    return f"{names([*ranks])} did not end within {grace} s"
+    return f"{rank_names([*ranks])} did not end within {grace} s"
 
 
 def how_ended(code: int) -> str:

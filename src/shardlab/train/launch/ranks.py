@@ -36,7 +36,7 @@ from shardlab.common.text import bytes_text
 from shardlab.execute.requirements import gpu_count
 from shardlab.language import UserError
 from shardlab.language.rules.kinds import counted
-from shardlab.train.faults import START, Watchdog, Watching
+from shardlab.train.faults import START, Watchdog, WatchSettings
 from shardlab.train.launch.environment import (
     LOOPBACK,
     CpuShare,
@@ -160,7 +160,7 @@ def run_ranks(
     function: Callable[..., Result],
     *arguments: Any,
     joining: Rendezvous = RENDEZVOUS,
-    watching: Watching | None = None,
+    watching: WatchSettings | None = None,
 ) -> Result:
     """Call `function(rank, device, *arguments)` on every rank of a process group.
 
@@ -263,7 +263,7 @@ def _gather(mine: tuple[str, str]) -> list[tuple[str, str]]:
 
 
 def _start_local(
-    ranks: int, joining: Rendezvous, watching: Watching | None, function: Callable[..., Result], *arguments: Any
+    ranks: int, joining: Rendezvous, watching: WatchSettings | None, function: Callable[..., Result], *arguments: Any
 ) -> Result:
     module = getattr(function, "module", function.__module__)
     preload = (module, "torch._dynamo") if joining.dynamo else (module,)
