@@ -36,7 +36,7 @@ from shardlab.strategies.load import load
 from shardlab.train import job as jobs
 from shardlab.train.batches import Batches
 from shardlab.train.checkpoint import Snapshot
-from shardlab.train.checkpoint.contents import held
+from shardlab.train.checkpoint.contents import kept_ranges
 from shardlab.train.data import Corpus
 from shardlab.train.job import Job, job_as_dict, job_from_dict
 from shardlab.train.launch.ranks import is_out_of_memory, out_of_memory, run_ranks, set_heap
@@ -333,7 +333,7 @@ def losses(rank: int, job: Job) -> list[float]:
     before = {name: each.clone() for name, each in list(Snapshot(executor.state).take().items())[:2]}
     for key in executor.state.opt_states:
         executor.state.make_moments(key, 2)
-    assert all(each.place == "disk" for each in held(executor.state)) == (job.passes != "none")
+    assert all(each.place == "disk" for each in kept_ranges(executor.state)) == (job.passes != "none")
     assert before
     return found
 

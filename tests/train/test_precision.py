@@ -24,7 +24,7 @@ from shardlab.simulate.timeline.memory import memory_in_bytes
 from shardlab.train.batches import Batches
 from shardlab.train.data import Corpus
 from shardlab.train.job import Job
-from shardlab.train.verification.cases import SHARDINGS, Case, alone
+from shardlab.train.verification.cases import SHARDINGS, Case, named_cases
 from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
 from tests.support.thorough import sampled
@@ -32,7 +32,7 @@ from tests.support.thorough import sampled
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
-ALONE = {case.row: case for case in alone()}
+ALONE = {case.row: case for case in named_cases()}
 SAMPLE = (
     "ddp",
     "zero-1",

@@ -52,7 +52,7 @@ from shardlab.train.checkpoint import (
     updates_of,
     write_shard,
 )
-from shardlab.train.checkpoint.contents import written_pieces
+from shardlab.train.checkpoint.contents import describe_layers
 from shardlab.train.checkpoint.write import PART, part_of, remove_shard
 from shardlab.train.config import TrainingConfig, with_default_schedule
 from shardlab.train.config_sources import ConfigSource, file_source, merge_fields, model_of, preset_source
@@ -283,7 +283,7 @@ class Saver(Callback):
         return {
             "plan": self._run.job.title,
             "model": job_as_dict(self._run.job)["model"],
-            "layers": written_pieces(self._state.model, self._state.shapes),
+            "layers": describe_layers(self._state.model, self._state.shapes),
             "versions": versions(),
             "folder": str(Path.cwd()),
             "threads": torch.get_num_threads(),

@@ -32,7 +32,15 @@ from shardlab.train.checkpoint import (
     updates_of,
     write_shard,
 )
-from shardlab.train.checkpoint.contents import EXACT, WEIGHTS, KeptRange, held, optimizer_of, stepped, written_pieces
+from shardlab.train.checkpoint.contents import (
+    EXACT,
+    WEIGHTS,
+    KeptRange,
+    describe_layers,
+    kept_ranges,
+    optimizer_of,
+    updated_keys,
+)
 from shardlab.train.job import Job
 
 
@@ -69,7 +77,7 @@ def states_of(job: Job, optimizer: OptimizerConfig | None = None) -> list[State]
         State(checked, rank, model, job.micro_batch_size, settings, None) for rank in range(len(checked.program.tapes))
     ]
     for state in found:  # as the executor's instructions do
-        for key in stepped(checked, state.rank):
+        for key in updated_keys(checked, state.rank):
             optimizer_of(state, key)
     return found
 
@@ -77,9 +85,9 @@ def states_of(job: Job, optimizer: OptimizerConfig | None = None) -> list[State]
 def fill(states: list[State]) -> list[State]:
     """Fill all that ranks keep, as after 3 updates."""
     for state in states:
-        for key in stepped(state.checked, state.rank):
+        for key in updated_keys(state.checked, state.rank):
             optimizer_of(state, key).make_moments(3)
-        for each in held(state):
+        for each in kept_ranges(state):
             each.tensor.detach().copy_(known(state, each))
         state.step = 3
     return states
@@ -102,7 +110,7 @@ def saved(states: list[State], run: Path, disk: Disk | None = None) -> Checkpoin
     words = {
         "step": first.step,
         "loss_scale": [first.loss_scale.scale, first.loss_scale.calm],
-        "layers": written_pieces(first.model, first.shapes),
+        "layers": describe_layers(first.model, first.shapes),
     }
     commit(disk, folder, len(states), {STATE: json.dumps(words), CONFIG: ""}, keep=2)
     return Checkpoint.open(folder).verify()

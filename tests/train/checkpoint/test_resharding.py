@@ -25,7 +25,7 @@ from shardlab.models import GPT, Blocks, Mixtral
 from shardlab.models.tensors.compute import KERNEL_CHOICES, Product
 from shardlab.strategies import Plan
 from shardlab.train.checkpoint import Checkpoint, updates_of
-from shardlab.train.checkpoint.contents import held
+from shardlab.train.checkpoint.contents import kept_ranges
 from shardlab.train.job import Job
 from shardlab.train.run import TrainingRun
 from tests.support.ranks import Ranks
@@ -85,11 +85,11 @@ def want_each_read(states: dict[str, list[State]], writer: str, readers: list[st
     checkpoint = saved(fill(states[writer]), folder)
     for reader in readers:
         for state in states[reader]:
-            for each in held(state):
+            for each in kept_ranges(state):
                 each.tensor.detach().fill_(torch.nan)
             read = checkpoint.restore(state)
-            assert read <= 1.1 * sum(each.tensor.nbytes for each in held(state))
-            for each in held(state):
+            assert read <= 1.1 * sum(each.tensor.nbytes for each in kept_ranges(state))
+            for each in kept_ranges(state):
                 assert torch.equal(each.tensor, known(state, each)), (each.kind, each.layer, each.start)
             assert (state.step, updates_of(state)) in ((3, 3), (3, 0))
 

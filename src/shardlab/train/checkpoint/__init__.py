@@ -1,4 +1,9 @@
-"""Checkpoints: what ranks keep, in folders that are complete or not there, and read back under any plan."""
+"""Format of checkpoints: folders that are complete or not there, and that any plan can read.
+
+Read `write.py` first: the files of a checkpoint, and the order in which they are written. `contents.py` says what a
+rank keeps from step to step, and which rank writes which part of it. `read.py` opens a checkpoint, and restores the
+state of a rank under a plan that may differ from the plan that wrote it. `train/checkpoints.py` decides when to save.
+"""
 
 from shardlab.train.checkpoint.contents import WEIGHTS as WEIGHTS_KIND
 from shardlab.train.checkpoint.contents import Snapshot, bytes_of, chunks_of, header_of, updates_of

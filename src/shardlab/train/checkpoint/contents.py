@@ -1,4 +1,10 @@
-"""What a rank keeps from step to step, as ranges of its layers' flat buffers, and which rank writes each of them."""
+"""Contents of a checkpoint: the state that ranks keep from step to step, as ranges of the layers' flat buffers.
+
+`kept_ranges` lists everything that a rank keeps. `Snapshot` copies those ranges that this rank writes: if several ranks
+keep the same range, one of them writes it. `describe_layers` records where each parameter of the whole model lies in
+the buffers of the plan's layers; `parse_pieces` reads that record. So a reader need not construct the layers of
+the plan that wrote the checkpoint. The last functions convert tensors to the bytes of a safetensors file.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -31,18 +37,19 @@ Key = tuple[int, Holds]
 """(layer, slices)."""
 
 WEIGHTS, EXACT = "weights", "exact"
+"""Kinds of tensors: weights in the precision of the computation, and their exact copies (master weights)."""
 
 
 class KeptRange(NamedTuple):
-    """A range of a layer's flat buffer, in memory that outlives the step.
+    """Range of a layer's flat buffer that a rank keeps from step to step.
 
     Attributes:
-        kind: what it is: weights, their exact copies, or a moment by the optimizer's name for it.
-        layer: whose.
-        start: its first element.
-        tensor: (elements,), a view of the memory itself, wherever that is.
-        key: the slices that it is a range of.
-        place: where it is.
+        kind: WEIGHTS, EXACT, or the optimizer's name of a moment.
+        layer: number of the layer.
+        start: first element of the range.
+        tensor: (elements,), a view of the memory itself.
+        key: slices to which the range belongs.
+        place: place of the memory, such as the host or the disk; empty for the device.
     """
 
     kind: str
@@ -54,73 +61,75 @@ class KeptRange(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The element after its last."""
+        """Element after the last one."""
         return self.start + len(self.tensor)
 
 
-def held(state: State) -> Iterator[KeptRange]:
-    """Everything that a rank keeps; whatever a run is to have again when it is resumed stands here."""
+def kept_ranges(state: State) -> Iterator[KeptRange]:
+    """Yield everything that a rank keeps from step to step. A resumed run restores exactly this."""
     for key, tensor in state.kept.items():
-        yield from _runs(state, WEIGHTS, key, [tensor], state.analysis.kept.places[key])
-    homes = {(op.layer, op.holds): op.place for op in state.tape if op.kind is OpKind.LOAD_OPT_STATE}
-    for key in stepped(state.checked, state.rank):
-        part, place = optimizer_of(state, key), homes.get(key, "")
+        yield from _split(state, WEIGHTS, key, [tensor], state.analysis.kept.places[key])
+    offloaded = {(op.layer, op.holds): op.place for op in state.tape if op.kind is OpKind.LOAD_OPT_STATE}
+    for key in updated_keys(state.checked, state.rank):
+        part, place = optimizer_of(state, key), offloaded.get(key, "")
         if state.analysis.kept.owner(*key) is None:
-            yield from _runs(state, WEIGHTS, key, part.weights)
-        yield from _runs(state, EXACT, key, [part.lying(exact) for exact in part.exact], place)
+            yield from _split(state, WEIGHTS, key, part.weights)
+        yield from _split(state, EXACT, key, [part.lying(exact) for exact in part.exact], place)
         yield from _moments(state, key, part, place)
 
 
 class Snapshot:
-    """A copy of the ranges that a rank writes; every range has one writer among the ranks.
+    """Copy of the ranges that a rank writes. Every range has one writer among the ranks.
 
-    What lies on the disk is copied there, all else into the host's memory. The copy's room is kept from one checkpoint
-    to the next, since taking it would be most of the time.
+    Ranges on the disk are copied to the disk, all others to the host's memory. The buffers are reused by the next
+    checkpoint, since allocating them takes most of the time.
     """
 
     def __init__(self, state: State) -> None:
         checked, every = state.checked, range(len(state.checked.program.tapes))
         self._state = state
-        self._weights = _mine(state, [weight_keys(checked, rank) for rank in every])
-        self._stepped = _mine(state, [stepped(checked, rank) for rank in every])
+        self._weights = _ranges_to_write(state, [weight_keys(checked, rank) for rank in every])
+        self._updated = _ranges_to_write(state, [updated_keys(checked, rank) for rank in every])
         self._buffers: dict[str, Tensor] = {}
 
     def take(self) -> dict[str, Tensor]:
-        """Copy the ranges as they are now; each by its name in the rank's file: kind, layer, first element."""
-        taken: dict[str, Tensor] = {}
-        for each in held(self._state):
-            ranges = self._weights if each.kind == WEIGHTS else self._stepped
+        """Copy the ranges as they are now.
+
+        Returns:
+            The copies by their names in the rank's file: `kind.layer.first element`.
+        """
+        copies: dict[str, Tensor] = {}
+        for each in kept_ranges(self._state):
+            ranges = self._weights if each.kind == WEIGHTS else self._updated
             for start, stop in ranges.get(each.key, ()):
                 first, last = max(start, each.start), min(stop, each.stop)
                 if first < last:
-                    name, part = (
-                        f"{each.kind}.{each.layer}.{first}",
-                        each.tensor[first - each.start : last - each.start],
-                    )
+                    name = f"{each.kind}.{each.layer}.{first}"
+                    part = each.tensor[first - each.start : last - each.start]
                     if name not in self._buffers:
                         where = DISK if each.place == DISK else HOST
                         self._buffers[name] = tensor_at(where, part.shape, part.dtype, torch.device("cpu"))
-                    taken[name] = self._buffers[name].copy_(part)
-        return taken
+                    copies[name] = self._buffers[name].copy_(part)
+        return copies
 
 
 def weight_keys(checked: Checked, rank: int) -> list[Key]:
-    """The slices of weights that a rank keeps: those that it loads, and those that only its optimizer has."""
+    """Return the slices of weights that a rank keeps: those that it loads, and those that only its optimizer has."""
     tape = checked.program.tapes[rank]
     loaded = [(op.layer, op.holds) for op in tape if op.kind is OpKind.LOAD_WEIGHT and op.holds is not None]
     kept = Kept(tape, checked.specs[rank])
-    return [*dict.fromkeys(loaded), *(key for key in stepped(checked, rank) if kept.owner(*key) is None)]
+    return [*dict.fromkeys(loaded), *(key for key in updated_keys(checked, rank) if kept.owner(*key) is None)]
 
 
-def stepped(checked: Checked, rank: int) -> list[Key]:
-    """The slices that a rank's updates step, each by an optimizer of its own."""
+def updated_keys(checked: Checked, rank: int) -> list[Key]:
+    """Return the slices that a rank's updates change. Each has an optimizer of its own."""
     specs = checked.specs[rank]
     updates = (op for op in checked.program.tapes[rank] if op.kind is OpKind.UPDATE)
     return list(dict.fromkeys((op.layer, specs[op.inputs[2]].holds) for op in updates))
 
 
 def optimizer_of(state: State, key: Key) -> Slice:
-    """The optimizer of some slices that this rank steps."""
+    """Return the optimizer of slices that this rank updates."""
     if key in state.opt_states:
         return state.opt_states[key]
     specs = state.specs
@@ -128,11 +137,18 @@ def optimizer_of(state: State, key: Key) -> Slice:
     return state.optimizer(next(specs[op.inputs[2]] for op in updates if (op.layer, specs[op.inputs[2]].holds) == key))
 
 
+def make_moments(state: State, updates: int) -> None:
+    """Make the moments of this rank's optimizers, as they are after so many updates. Their values are still to come."""
+    for key in updated_keys(state.checked, state.rank):
+        optimizer_of(state, key)
+        state.make_moments(key, updates)
+
+
 def updates_of(state: State) -> int:
-    """How many updates the optimizers of this rank have made: a step that is left out is none."""
+    """Return the number of updates that the optimizers of this rank have made. Skipped steps do not count."""
     counts = [
         int(cast(float, kept["step"]))
-        for key in stepped(state.checked, state.rank)
+        for key in updated_keys(state.checked, state.rank)
         for optimizer in optimizer_of(state, key).optimizers
         for kept in optimizer.state.values()
         if "step" in kept
@@ -140,8 +156,8 @@ def updates_of(state: State) -> int:
     return max(counts, default=0)
 
 
-def _runs(state: State, kind: str, key: Key, tensors: Iterable[Tensor], place: str = "") -> Iterator[KeptRange]:
-    """The ranges of some slices, whose elements lie in tensors one after the other."""
+def _split(state: State, kind: str, key: Key, tensors: Iterable[Tensor], place: str = "") -> Iterator[KeptRange]:
+    """Split tensors, which hold the elements of some slices one after the other, into the ranges of these slices."""
     ranges = iter(state.shapes.ranges(*key))
     for tensor in tensors:
         while len(tensor):
@@ -151,7 +167,7 @@ def _runs(state: State, kind: str, key: Key, tensors: Iterable[Tensor], place: s
 
 
 def _moments(state: State, key: Key, part: Slice, place: str) -> Iterator[KeptRange]:
-    """What the optimizers of a slice keep of each leaf, as long as the leaf."""
+    """Yield the moments that the optimizers of a slice keep, which have the shapes of its leaves."""
     starts = {leaf: start for start, leaf in part.leaves}
     for optimizer in part.optimizers:
         for leaf, kept in optimizer.state.items():
@@ -160,36 +176,34 @@ def _moments(state: State, key: Key, part: Slice, place: str) -> Iterator[KeptRa
                     yield KeptRange(name, key[0], starts[leaf], part.lying(moment).view(-1), key, place)
 
 
-def _mine(state: State, keys: list[list[Key]]) -> dict[Key, list[tuple[int, int]]]:
-    """For the slices of each key of this rank, the ranges that it writes of all that the ranks have.
+def _ranges_to_write(state: State, keys: list[list[Key]]) -> dict[Key, list[tuple[int, int]]]:
+    """Return the ranges that this rank writes, by the slices to which they belong.
 
-    Of a piece that several ranks have, one of them writes: in turn, by the numbers of layer and piece.
+    If several ranks have a piece, they take turns, by the numbers of layer and piece.
+
+    Args:
+        state: this rank's tensors.
+        keys: slices of each rank.
     """
     mine: dict[Key, list[tuple[int, int]]] = {}
     for layer in range(state.model.layers):
-        holders = [(rank, holds) for rank, theirs in enumerate(keys) for of, holds in theirs if of == layer]
+        holders = [(rank, holds) for rank, theirs in enumerate(keys) for each, holds in theirs if each == layer]
         pieces = math.lcm(*(holds.of for _, holds in holders))
-        having: list[list[tuple[int, Holds]]] = [[] for _ in range(pieces)]
+        owners: list[list[tuple[int, Holds]]] = [[] for _ in range(pieces)]
         for rank, holds in holders:
             for piece in bits(holds.refined(pieces).mask):
-                having[piece].append((rank, holds))
+                owners[piece].append((rank, holds))
         size = state.shapes.flat[layer] // pieces
-        for piece, those in enumerate(having):
-            if those:
-                rank, holds = those[(layer + piece) % len(those)]
+        for piece, candidates in enumerate(owners):
+            if candidates:
+                rank, holds = candidates[(layer + piece) % len(candidates)]
                 if rank == state.rank:
                     mine.setdefault((layer, holds), []).append((piece * size, (piece + 1) * size))
     return mine
 
 
-# Where each parameter of a whole model lies in the flat buffers of a plan's layers, written down and read again.
-#
-# A checkpoint has this of the plan that wrote it, so that no other plan, and no later version, has to make that
-# plan's layers again in order to read it.
-
-
-def written_pieces(model: Model, shapes: Shapes) -> list[dict[str, Any]]:
-    """Describe the layers of a model, whole or cut, for a JSON file: how long each is, and the pieces in it."""
+def describe_layers(model: Model, shapes: Shapes) -> list[dict[str, Any]]:
+    """Return for each layer of a model the length of its flat buffer and the pieces in it, for a JSON file."""
     return [
         {"length": shapes.flat[layer], "pieces": list(_pieces(model, layer, shapes.flat[layer]))}
         for layer in range(model.layers)
@@ -199,12 +213,12 @@ def written_pieces(model: Model, shapes: Shapes) -> list[dict[str, Any]]:
 def _pieces(model: Model, layer: int, length: int) -> Sequence[dict[str, Any]]:
     layout, run = model.layout(layer), model.run(layer)
     wholes = {whole.name: (block, whole) for block, whole in run.parameters()}
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    pieces: dict[tuple[Any, ...], dict[str, Any]] = {}
     for slice in range(layout.slices):
         for piece, offset in zip(layout.parameters, layout.offsets, strict=True):
             block, whole = wholes[piece.name]
             cuts = [(*cut, number) for cut, number in cuts_of(run, whole, slice)]
-            found.setdefault(  # slices that have the same of a parameter have the same numbers
+            pieces.setdefault(  # slices with the same part of a parameter share an entry
                 (piece.name, *cuts),
                 {
                     "block": block,
@@ -215,16 +229,16 @@ def _pieces(model: Model, layer: int, length: int) -> Sequence[dict[str, Any]]:
                     "cuts": cuts,
                 },
             )
-    return list(found.values())
+    return list(pieces.values())
 
 
 class ParameterPiece(NamedTuple):
-    """A part of a parameter in a layer's buffer, row after row.
+    """Part of a parameter in a layer's buffer, row after row.
 
     Attributes:
-        layer, start: the buffer, and the element at which it begins.
-        rows, columns: of each matrix here, with those that fill it up.
-        numbers: of the whole parameter's matrices, rows and columns that are here, ascending.
+        layer, start: number of the layer, and the element of its buffer at which the part begins.
+        rows, columns: rows and columns of each matrix in this part, including padding.
+        numbers: numbers of the matrices, rows and columns of the whole parameter that are in this part, ascending.
     """
 
     layer: int
@@ -234,9 +248,9 @@ class ParameterPiece(NamedTuple):
     numbers: tuple[Tensor, Tensor, Tensor]
 
 
-def read_pieces(layers: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], list[ParameterPiece]]:
-    """The pieces of each parameter, by block and name."""
-    found: dict[tuple[int, str], list[ParameterPiece]] = defaultdict(list)
+def parse_pieces(layers: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], list[ParameterPiece]]:
+    """Return the pieces of each parameter, by block and name, from the result of `describe_layers`."""
+    parameters: dict[tuple[int, str], list[ParameterPiece]] = defaultdict(list)
     for layer, written in enumerate(layers):
         for piece in written["pieces"]:
             numbers = [torch.arange(length) for length in piece["whole"]]
@@ -247,30 +261,36 @@ def read_pieces(layers: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], li
             numbers = [*numbers, one] if vector else numbers
             experts, rows, columns = [one, *numbers] if len(numbers) == 2 else numbers
             at = ParameterPiece(layer, piece["start"], shape[-2], shape[-1], (experts, rows, columns))
-            found[piece["block"], piece["name"]].append(at)
-    return found
-
-
-# Tensors as the bytes of a safetensors file, one after the other.
-#
-# The library's own writer wants them all at once, holds Python's lock while it writes, and tells no checksum. It is
-# what reads these files.
+            parameters[piece["block"], piece["name"]].append(at)
+    return parameters
 
 
 ALIGNMENT = 8
-"""Bytes; a header is filled up with spaces, so that tensors are aligned when the file is mapped."""
+"""Bytes to a multiple of which a header is padded with spaces, so that the tensors of a mapped file are aligned."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Names of data types in a safetensors file."""
 
 
 def chunks_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The chunks of a file with contiguous tensors of the CPU, by name."""
+    """Yield the bytes of a safetensors file chunk by chunk.
+
+    The writer of the library takes all tensors at once, holds the GIL while it writes, and computes no checksum. It
+    reads these files.
+
+    Args:
+        tensors: contiguous tensors on the CPU, by name.
+    """
     yield header_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
     yield from map(bytes_of, tensors.values())
 
 
 def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
-    """What stands before the bytes of tensors, which follow in this order: for each name its dtype and shape."""
+    """Return the header of a safetensors file. The bytes of the tensors follow it in the same order.
+
+    Args:
+        tensors: data type and shape of each tensor, by name.
+    """
     header: dict[str, Any] = {}
     at = 0
     for name, (dtype, shape) in tensors.items():
@@ -283,5 +303,5 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of the CPU."""
+    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
     return memoryview(cast(Any, tensor.flatten().view(torch.uint8).numpy()))

@@ -1,4 +1,9 @@
-"""A checkpoint's folder, of which each rank reads the ranges that it needs, whatever plan wrote it."""
+"""Reading a checkpoint under any plan.
+
+`Checkpoint.open` checks the files of a folder, and `Checkpoint.restore` fills in the state of a rank. A rank reads only
+the ranges that it needs. `CheckpointTensors` finds them: it gives rows and columns of the whole model's parameters,
+whatever plan wrote them.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -25,13 +30,14 @@ from shardlab.execute.state import State
 from shardlab.models import Parameter
 from shardlab.models.tensors.compute import Product
 from shardlab.models.tensors.weights import TensorFiles, read_range
-from shardlab.train.checkpoint.contents import EXACT, WEIGHTS, ParameterPiece, held, optimizer_of, read_pieces, stepped
+from shardlab.train.checkpoint.contents import EXACT, WEIGHTS, ParameterPiece, kept_ranges, make_moments, parse_pieces
 from shardlab.train.checkpoint.write import MANIFEST, VERSION, checksum_of
 
 STATE, CONFIG = "state.json", "config.toml"
+"""Files of a checkpoint besides those with tensors and the manifest."""
 
-HASHED = 2**20
-"""Bytes that are read at once to be hashed."""
+HASH_BYTES = 2**20
+"""Bytes that are read at once to compute a checksum."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,9 @@ class Checkpoint:
     """A complete checkpoint.
 
     Attributes:
-        folder: where it is.
-        files: for each file its size and checksum, and more of those with tensors.
-        state: all that is no tensor.
+        folder: folder of the checkpoint.
+        files: entries of the manifest by file: size, checksum, and for files with tensors the lengths of these.
+        state: state of the run besides tensors.
     """
 
     folder: Path
@@ -50,10 +56,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """A checkpoint whose files are all there, as long as they were written; those with tensors are not read.
+        """Open a checkpoint, and check that all files exist with the right sizes. Files with tensors are not read.
 
         Raises:
-            UserError: naming what is missing, cut off or of another version.
+            UserError: if a file is missing, truncated or of another version.
         """
         manifest = _table(folder / MANIFEST)
         if manifest.get("version") != VERSION:
@@ -77,10 +83,17 @@ class Checkpoint:
         return cls(folder, entries, _table(folder / STATE))
 
     def verify(self, rank: int = 0, ranks: int = 1) -> Checkpoint:
-        """Read every file, or those that fall to one of so many ranks, and compare their checksums.
+        """Compare the checksums of all files, or of this rank's share of the files.
+
+        Args:
+            rank: number of this rank.
+            ranks: number of ranks that share the work.
+
+        Returns:
+            This checkpoint.
 
         Raises:
-            UserError: naming the first file that differs.
+            UserError: if a file has changed.
         """
         by_size = sorted(self.files, key=lambda name: (-self.files[name]["size"], name))
         for name in by_size[rank::ranks]:
@@ -89,99 +102,97 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Steps that were taken before it."""
+        """Number of optimizer steps before the checkpoint."""
         return self.state["step"]
 
     @property
     def validation_before(self) -> float:
-        """Loss on the validation text before the run's first step; not a number if it was not."""
-        found = self.state["validation_before"]
-        return math.nan if found is None else found
+        """Validation loss before the run's first step; NaN if it was not finite."""
+        loss = self.state["validation_before"]
+        return math.nan if loss is None else loss
 
     @property
     def threads(self) -> int:
-        """Threads on which each rank computed; older versions of Shardlab took one."""
+        """Number of threads on which each rank computed. Older versions of Shardlab used one."""
         return self.state.get("threads", 1)
 
     @property
     def products(self) -> dict[Product, bool]:
-        """Kernels that computed products; older versions of Shardlab did not record them."""
+        """Kernels that were chosen for products. Older versions of Shardlab did not record them."""
         return choices_of(self.state.get("products", ()))
 
     @property
     def updates(self) -> int:
-        """Updates that optimizers had made: fewer than steps, where steps were left out."""
+        """Number of updates that the optimizers had made. Skipped steps do not count."""
         return max(entry.get("updates", 0) for entry in self.files.values())
 
     @property
     def ranks(self) -> int:
-        """How many ranks wrote it."""
+        """Number of ranks that wrote the checkpoint."""
         return sum("tensors" in entry for entry in self.files.values())
 
     @property
     def size(self) -> int:
-        """Bytes of all its files but the manifest."""
+        """Bytes of all files except the manifest."""
         return sum(entry["size"] for entry in self.files.values())
 
     @cached_property
     def ranges(self) -> dict[tuple[str, int], list[tuple[int, int, str, str]]]:
-        """By kind and layer, the ranges of its flat buffer: (start, stop, file, name there), ascending."""
-        found: dict[tuple[str, int], list[tuple[int, int, str, str]]] = defaultdict(list)
+        """Ranges of the flat buffer of each kind and layer, ascending: (start, stop, file, name in the file)."""
+        ranges: dict[tuple[str, int], list[tuple[int, int, str, str]]] = defaultdict(list)
         for file, entry in self.files.items():
             for name, length in entry.get("tensors", {}).items():
                 kind, layer, start = name.split(".")
-                found[kind, int(layer)].append((int(start), int(start) + length, file, name))
-        return {key: sorted(each) for key, each in found.items()}
+                ranges[kind, int(layer)].append((int(start), int(start) + length, file, name))
+        return {key: sorted(each) for key, each in ranges.items()}
 
     @cached_property
     def kinds(self) -> set[str]:
-        """The kinds of tensors that it has."""
+        """Kinds of tensors in the checkpoint."""
         return {kind for kind, _ in self.ranges}
 
     @cached_property
     def pieces(self) -> dict[tuple[int, str], list[ParameterPiece]]:
-        """Where each parameter lies."""
-        return read_pieces(self.state["layers"])
+        """Places of each parameter of the whole model, by block and name."""
+        return parse_pieces(self.state["layers"])
 
     def tensors(self, kind: str) -> CheckpointTensors:
-        """Its tensors of one kind, as parameters of the whole model."""
+        """Return the tensors of one kind, as parameters of the whole model."""
         return CheckpointTensors(self, kind)
 
     def restore(self, state: State) -> int:
-        """Fill in all that a rank keeps; it may be under another plan, and in other numbers.
+        """Fill in everything that a rank keeps. Its plan and data types may differ from those of the checkpoint.
 
         Returns:
-            bytes that were read of tensors.
+            Number of bytes that were read from tensors.
         """
         if self.kinds - {WEIGHTS, EXACT}:
-            for key in stepped(state.checked, state.rank):
-                optimizer_of(state, key)
-                state.make_moments(key, self.updates)
+            make_moments(state, self.updates)
         sources = {kind: self.tensors(kind) for kind in self.kinds}
-        for each in held(state):
+        for each in kept_ranges(state):
             source = self._source(each.kind, each.tensor.dtype, sources)
             length = state.shapes.flat[each.layer]
-            given = read_range(source, state.model, each.layer, length, each.start, each.stop, each.tensor.dtype)
-            each.tensor.detach().copy_(given)
+            saved = read_range(source, state.model, each.layer, length, each.start, each.stop, each.tensor.dtype)
+            each.tensor.detach().copy_(saved)
         state.step = self.step
         if state.settings.precision.scaled and self.state["loss_scale"] is not None:
             state.loss_scale.scale, state.loss_scale.calm = self.state["loss_scale"]
         return sum(source.bytes_read for source in sources.values())
 
     def _source(self, kind: str, dtype: torch.dtype, sources: Mapping[str, CheckpointTensors]) -> CheckpointTensors:
-        """Where to read what a rank keeps: weights in other numbers are those of the exact copy, if there is one."""
+        """Return the tensors from which a kind is restored: weights of another data type come from the exact copy."""
         if kind == EXACT and EXACT not in sources:
             return sources[WEIGHTS]
-        if kind == WEIGHTS and EXACT in sources and sources[WEIGHTS].numbers != dtype:
+        if kind == WEIGHTS and EXACT in sources and sources[WEIGHTS].stored_dtype != dtype:
             return sources[EXACT]
         return sources[kind]
 
 
 class CheckpointTensors:
-    """A checkpoint's tensors of one kind, as matrices of the whole model's parameters.
+    """Tensors of one kind in a checkpoint, as matrices of the whole model's parameters.
 
     Attributes:
-        bytes_read: of them so far.
+        bytes_read: number of bytes that were read so far.
     """
 
     def __init__(self, checkpoint: Checkpoint, kind: str) -> None:
@@ -191,20 +202,31 @@ class CheckpointTensors:
         self.bytes_read = 0
 
     @cached_property
-    def numbers(self) -> torch.dtype:
-        """The numbers that they are in."""
+    def stored_dtype(self) -> torch.dtype:
+        """Data type of all tensors of this kind."""
         key = next(key for key in self._checkpoint.ranges if key[0] == self._kind)
         _, _, file, name = self._checkpoint.ranges[key][0]
         return self._opened(file).dtype(name)
 
     def dtype(self, block: int, parameter: Parameter) -> torch.dtype:
-        """The numbers that a parameter is in."""
-        return self.numbers
+        """Return the data type of a parameter."""
+        return self.stored_dtype
 
     def read(self, block: int, parameter: Parameter, matrix: int, rows: Tensor, columns: Tensor) -> Tensor:
-        """Some rows, ascending, and columns, which follow one another, of a parameter's matrix: (rows, columns)."""
-        found = torch.zeros(len(rows), len(columns), dtype=self.numbers)
-        for piece in self._checkpoint.pieces[block, parameter.name] if found.numel() else ():
+        """Read a part of a parameter's matrix.
+
+        Args:
+            block: number of the block.
+            parameter: the parameter.
+            matrix: number of the matrix, of a parameter with several.
+            rows: numbers of the rows, ascending.
+            columns: numbers of the columns, consecutive.
+
+        Returns:
+            The elements, (rows, columns).
+        """
+        elements = torch.zeros(len(rows), len(columns), dtype=self.stored_dtype)
+        for piece in self._checkpoint.pieces[block, parameter.name] if elements.numel() else ():
             experts, mine, across = piece.numbers
             here = (experts == matrix).nonzero()
             wanted = torch.isin(rows, mine).nonzero()[:, 0]
@@ -214,11 +236,11 @@ class CheckpointTensors:
                 continue
             begins = torch.searchsorted(mine, rows[wanted]) + int(here) * piece.rows
             into = across[low:high] - columns[0]
-            found[wanted[:, None], into] = torch.cat(list(self._rows(piece, begins, low, high))).view(-1, high - low)
-        return found
+            elements[wanted[:, None], into] = torch.cat(list(self._rows(piece, begins, low, high))).view(-1, high - low)
+        return elements
 
     def _rows(self, piece: ParameterPiece, numbers: Tensor, low: int, high: int) -> Iterator[Tensor]:
-        """Columns `low` to `high` of some rows of a piece; rows that follow one another at once, if they are whole."""
+        """Yield the columns `low` to `high` of some rows of a piece. Whole consecutive rows are read together."""
         width = piece.columns
         breaks = torch.arange(1, len(numbers))
         if high - low == width:
@@ -228,7 +250,7 @@ class CheckpointTensors:
             yield from self._range(piece.layer, first + low, first + (len(run) - 1) * width + high)
 
     def _range(self, layer: int, start: int, stop: int) -> Iterator[Tensor]:
-        """A range of a layer's flat buffer, from as many files as it takes."""
+        """Yield a range of a layer's flat buffer, from all files that have a part of it."""
         ranges: Sequence[tuple[int, int, str, str]] = self._checkpoint.ranges.get((self._kind, layer), ())
         at = bisect_right(ranges, start, key=lambda each: each[0]) - 1
         while start < stop:
@@ -247,11 +269,15 @@ class CheckpointTensors:
 
 
 def _compare(path: Path, entry: Mapping[str, Any]) -> None:
-    """Refuse a file that has another checksum than when it was written."""
+    """Check that a file still has the checksum with which it was written.
+
+    Raises:
+        UserError: if it has another one, or cannot be read.
+    """
     hashed = hashlib.sha256()
     try:
         with path.open("rb", buffering=0) as file:
-            while chunk := file.read(HASHED):
+            while chunk := file.read(HASH_BYTES):
                 hashed.update(chunk)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
@@ -260,7 +286,7 @@ def _compare(path: Path, entry: Mapping[str, Any]) -> None:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    found = read_file(path, "JSON")
-    if not isinstance(found, dict):
+    table = read_file(path, "JSON")
+    if not isinstance(table, dict):
         raise UserError(f"{path} is no table of fields")
-    return cast(dict[str, Any], found)
+    return cast(dict[str, Any], table)

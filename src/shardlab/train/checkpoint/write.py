@@ -1,14 +1,15 @@
-"""How a checkpoint comes to be: all of it, or none of it, whenever the machine stops.
+"""Writing a checkpoint: all of it or none of it, whenever the machine stops.
 
-The order of operations is what makes it so:
+The order of operations guarantees that:
 
 1. Each rank writes its file into `step-000100.part`, and waits until it is on the disk (`write_shard`).
-2. When all have, rank 0 writes the documents and then the manifest, which has the checksum of every file, and waits
-   for each of them and for the folder's names.
-3. Rank 0 renames the folder to `step-000100`, at once, and waits for that name.
-4. Only then older checkpoints go, by a rename too, which is waited for as well before a file of theirs is removed.
+2. Once all ranks have, rank 0 writes the documents and then the manifest, which has the checksum of every file. It
+   waits until these files and the names in the folder are on the disk (`commit`).
+3. Rank 0 renames the folder to `step-000100`, and waits until that name is on the disk.
+4. Only then are older checkpoints removed. They are renamed too, and their files are removed once the new names are on
+   the disk.
 
-So a folder with a checkpoint's name is complete, and there is one as soon as `commit` has returned once.
+So a folder with the name of a checkpoint is complete, and after the first `commit` there always is one.
 """
 
 from __future__ import annotations
@@ -23,30 +24,31 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST, VERSION = "manifest.json", 1
+"""Name of the file that lists all others, and version of the format."""
 
 PART, OLD = ".part", ".old.part"
-"""Ends of the names of folders that are no checkpoints yet, or no longer."""
+"""Suffixes of folders that are not checkpoints yet, or no longer."""
 
 _NAME = re.compile(r"step-(\d{6,})")
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
-    """The folder of the checkpoint after so many steps."""
+    """Return the folder of the checkpoint after so many steps."""
     return checkpoints / f"step-{step:06}"
 
 
 def steps_in(disk: Disk, checkpoints: Path) -> list[int]:
-    """Steps of a folder's checkpoints, ascending."""
+    """Return the steps of the checkpoints in a folder, ascending."""
     return sorted(int(found[1]) for name in disk.names(checkpoints) if (found := _NAME.fullmatch(name)))
 
 
 def part_of(folder: Path) -> Path:
-    """Where a checkpoint is before it is complete."""
+    """Return the folder of a checkpoint before it is complete."""
     return folder.with_name(folder.name + PART)
 
 
 def file_of(rank: int) -> str:
-    """Name of the file with a rank's tensors."""
+    """Return the name of the file with a rank's tensors."""
     return f"rank-{rank:04}.safetensors"
 
 
@@ -54,8 +56,8 @@ def _note_of(rank: int) -> str:
     return f"rank-{rank:04}.json"
 
 
-class Hashed:
-    """Chunks that are counted and hashed on their way to a file."""
+class HashedChunks:
+    """Iterator over chunks that counts their bytes and computes their checksum."""
 
     def __init__(self, chunks: Iterable[bytes | memoryview]) -> None:
         self._chunks = chunks
@@ -70,28 +72,32 @@ class Hashed:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """The file's size in bytes and its checksum, as the manifest has them."""
+        """Size in bytes and checksum of the chunks so far, as in the manifest."""
         return {"size": self._size, "sha256": self._hash.hexdigest()}
 
 
 def write_shard(
     disk: Disk, folder: Path, rank: int, chunks: Iterable[bytes | memoryview], note: Mapping[str, Any]
 ) -> None:
-    """Write a rank's file, and beside it for rank 0 its checksum and a note, of which the manifest will tell.
+    """Write a rank's file, and beside it a file with its entry in the manifest, which rank 0 reads.
 
     Args:
-        folder: the checkpoint's, once it is complete.
+        disk: disk to write to.
+        folder: folder of the checkpoint once it is complete.
+        rank: number of the rank.
+        chunks: content of the file.
+        note: further fields of the entry.
     """
     part = part_of(folder)
     disk.make_folder(part)
-    hashed = Hashed(chunks)
+    hashed = HashedChunks(chunks)
     disk.write(part / file_of(rank), hashed)
     disk.sync(part / file_of(rank))
     disk.write(part / _note_of(rank), [json.dumps({**hashed.entry, **note}).encode()])
 
 
 def remove_shard(part: Path, rank: int) -> None:
-    """Remove what a rank has written of a checkpoint that was not completed, and its folder with the last rank's.
+    """Remove the files that a rank has written for an incomplete checkpoint, and its folder if it is empty then.
 
     Raises:
         OSError: if the disk fails, or other files remain in the folder.
@@ -102,27 +108,29 @@ def remove_shard(part: Path, rank: int) -> None:
 
 
 def checksum_of(manifest: Mapping[str, Any]) -> str:
-    """What a manifest has beside all else: it vouches for the files, and nothing else would vouch for it."""
+    """Return the checksum of a manifest. It stands in the manifest itself, since no other file has it."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def commit(disk: Disk, folder: Path, ranks: int, documents: Mapping[str, str], keep: int) -> None:
-    """Complete a checkpoint, once all ranks have written their files.
+    """Complete a checkpoint, once all ranks have written their files, and remove old ones.
 
     Args:
-        folder: its own, in the one of all checkpoints of the run.
-        ranks: how many have written.
-        documents: further files, by name.
-        keep: how many checkpoints are kept, this one too; those of later steps, from before the run was resumed, go.
+        disk: disk to write to.
+        folder: folder of the checkpoint, inside the folder of all checkpoints of the run.
+        ranks: number of ranks.
+        documents: texts of further files, by name.
+        keep: number of checkpoints to keep, including this one. Checkpoints of later steps are always removed: they are
+            from before the run was resumed at an earlier step.
 
     Raises:
-        OSError: when the disk fails, or a rank's file is not seen from here.
+        OSError: if the disk fails, or a rank's file is not visible on this host.
     """
     part, checkpoints = part_of(folder), folder.parent
     notes: Sequence[dict[str, Any]] = [json.loads(disk.read(part / _note_of(rank))) for rank in range(ranks)]
     files = {file_of(rank): note for rank, note in enumerate(notes)}
     for name, text in documents.items():
-        hashed = Hashed([text.encode()])
+        hashed = HashedChunks([text.encode()])
         disk.write(part / name, hashed)
         disk.sync(part / name)
         files[name] = hashed.entry
@@ -133,7 +141,7 @@ def commit(disk: Disk, folder: Path, ranks: int, documents: Mapping[str, str], k
         disk.remove(part / _note_of(rank))
     disk.sync_folder(part)
     if folder.name in disk.names(checkpoints):  # from before the run was resumed at an earlier step
-        _take_away(disk, folder)
+        _mark_old(disk, folder)
     disk.rename(part, folder)
     disk.sync_folder(checkpoints)
     disk.sync_folder(checkpoints.parent)
@@ -141,34 +149,34 @@ def commit(disk: Disk, folder: Path, ranks: int, documents: Mapping[str, str], k
     before = [other for other in steps_in(disk, checkpoints) if other < step]
     later = [other for other in steps_in(disk, checkpoints) if other > step]
     for other in (*before[: max(0, len(before) - keep + 1)], *later):
-        _take_away(disk, folder_of(checkpoints, other))
-    disk.sync_folder(checkpoints)  # or after a crash a file might be gone, and the name still be there
+        _mark_old(disk, folder_of(checkpoints, other))
+    disk.sync_folder(checkpoints)  # otherwise a crash could leave a checkpoint's name on a folder without its files
     for name in disk.names(checkpoints):
         if name.endswith(OLD):
             disk.remove(checkpoints / name)
 
 
-def _take_away(disk: Disk, folder: Path) -> None:
-    """Take a checkpoint's name from a folder, which is then removed."""
+def _mark_old(disk: Disk, folder: Path) -> None:
+    """Rename the folder of a checkpoint that is to be removed."""
     disk.rename(folder, folder.with_name(folder.name + OLD))
 
 
-# The few operations on a disk that a checkpoint is made of, so that tests can crash between any two of them.
-
-
 class Disk:
-    """The disk of this machine. What was written is safe from a crash after `sync`, and a name after `sync_folder`."""
+    """Operations on the disk that write a checkpoint. Tests replace them to crash between any two of them.
+
+    The bytes of a file are safe from a crash after `sync`, and names in a folder after `sync_folder`.
+    """
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and those above it, unless they are there."""
+        """Make a folder and its parents, unless they exist."""
         path.mkdir(parents=True, exist_ok=True)
 
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-        """Write a file anew."""
+        """Write a file, and replace an older one."""
         with path.open("wb", buffering=0) as file:
             for chunk in chunks:
                 left = memoryview(chunk).cast("B")
-                while left:  # a disk that is nearly full takes a part
+                while left:  # a disk that is nearly full may write a part
                     left = left[file.write(left) :]
 
     def read(self, path: Path) -> bytes:
@@ -176,23 +184,23 @@ class Disk:
         return path.read_bytes()
 
     def names(self, path: Path) -> list[str]:
-        """Names in a folder, ascending; none if there is no such folder."""
+        """Return the names in a folder, ascending; empty if the folder does not exist."""
         return sorted(os.listdir(path)) if path.is_dir() else []
 
     def sync(self, path: Path) -> None:
-        """Wait until a file's bytes are on the disk itself."""
+        """Wait until the bytes of a file are on the disk."""
         _sync(path, os.O_RDWR)
 
     def sync_folder(self, path: Path) -> None:
-        """Wait until a folder's names are on the disk itself."""
+        """Wait until the names in a folder are on the disk."""
         _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file or folder another name in the same folder, at once; nothing has the new name yet."""
+        """Rename a file or folder within its folder, atomically. The new name must not exist yet."""
         old.rename(new)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, or a folder with all that is in it."""
+        """Remove a file, or a folder with its content."""
         if path.is_dir():
             shutil.rmtree(path)
         else:

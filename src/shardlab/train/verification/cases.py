@@ -1,4 +1,9 @@
-"""Cases of `shardlab verify --all`: every strategy alone, and every sharding with every pipeline schedule."""
+"""Cases and verdicts of `shardlab verify`.
+
+`CASES` are those of `--all`: every strategy by name, and every sharding with every pipeline schedule. `verify` starts
+the ranks of one job and returns their `Verdict`. The comparison itself is in `verify.py`, which imports torch; the
+process that starts the ranks does not need it.
+"""
 
 from __future__ import annotations
 
@@ -35,32 +40,33 @@ SHARDINGS = {
     "ep": Plan(Mesh(ep=2)),
     "ep+fsdp": replace(FSDP, mesh=Mesh(dp_shard=2, ep=2)),
 }
-"""The columns: each is put on every pipeline. A new one is one line here."""
+"""Columns of the table: shardings, each of which runs with every pipeline. A new one is one line here."""
 
 WIDE = 16384
-"""Hidden features with which both products of a feed-forward are large, also in two slices."""
+"""Hidden features with which both products of a feed-forward layer are large, even in two slices."""
 
 NO_PIPELINE = "none"
 PIPELINES = (NO_PIPELINE, *SCHEDULES)
-"""The rows."""
+"""Rows of the table."""
 
 ALONE = "alone"
-"""The column of strategies by name."""
+"""Column of the strategies by name."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to verify.
+    """A strategy to verify, on a small model.
 
     Attributes:
-        row, column: its place in the table.
+        row, column: place in the table.
         strategy: a name or a plan.
-        ranks: how many processes it takes.
-        layers: of the model.
-        microbatches: of the step.
-        dropout: the model's.
-        passes: what rewrites the program, by name (None: what the plan says, or else nothing).
-        ffn_hidden_size: the model's (None: its usual one, whose products are small; see `WIDE`).
+        ranks: number of processes.
+        layers: layers of the model.
+        microbatches: microbatches of a step.
+        dropout: dropout of the model.
+        passes: names of the passes that rewrite the program (None: those of the plan, or none).
+        ffn_hidden_size: hidden features of the feed-forward layers (None: the model's default, whose products are
+            small; see `WIDE`).
     """
 
     row: str
@@ -88,18 +94,18 @@ class Case:
         return Job(self.strategy, self.ranks, self.microbatches, model, 2, "fp64", name=str(self), passes=self.passes)
 
 
-def alone() -> Iterator[Case]:
-    """Every strategy by name on its usual number of ranks."""
+def named_cases() -> Iterator[Case]:
+    """Yield every strategy by name on its default number of ranks."""
     for entry in STRATEGIES.values():
         layers = entry.default_layers(entry.ranks)
         yield Case(entry.name, ALONE, entry.name, entry.ranks, layers, 4)
 
 
-def pairs() -> Iterator[Case]:
-    """Every sharding with every pipeline of two ranks, at 2 to 4 microbatches on each data-parallel rank.
+def paired_cases() -> Iterator[Case]:
+    """Yield every sharding with every pipeline of two ranks, at 2 to 4 microbatches on each data-parallel rank.
 
-    With 3 microbatches the stages are uneven, weights are kept for a whole visit of a stage, there is dropout, and
-    feed-forwards are wide; with 4 layers keep only their input for the backward pass.
+    With 3 microbatches the stages are uneven, a stage gathers its weights once for all of its layers, there is dropout,
+    and feed-forward layers are wide. With 4 microbatches everything is recomputed in the backward pass.
     """
     for column, sharding in SHARDINGS.items():
         for row in PIPELINES:
@@ -116,23 +122,16 @@ def pairs() -> Iterator[Case]:
                 yield Case(row, column, plan, ranks, layers, microbatches, dropout, ffn_hidden_size=wide)
 
 
-CASES = [*alone(), *pairs()]
-"""Everything."""
-
-
-# Verdict on a strategy whose numbers are compared with one device's, and the start of the ranks that compare them.
-#
-# The comparison itself is in `shardlab.train.verification.verify`, which needs torch; the process that starts the
-# ranks needs none.
-
+CASES = [*named_cases(), *paired_cases()]
+"""All cases."""
 
 TOLERANCE = 1e-12
-"""Largest error of float64, whose rounding is 1e-16; sums in another order give gradients some 1e-15 of their largest
-element apart.
+"""Largest error that is accepted in float64, whose rounding is 1e-16.
 
-AdamW can make that more: it divides by the gradient's size, so an error d of a gradient g near eps (1e-8) moves the
-weight by rate * d * eps / (|g| + eps)^2 in the first step. The small MLP on which `column-parallel` is verified has a
-weight whose gradient is 3e-8 of a largest 2.5e-2: there 1.4e-18 becomes 3.5e-13 of the layer's largest weight.
+Another order of summation changes gradients by some 1e-15 of their largest element. AdamW can amplify that: it divides
+by the size of the gradient, so an error d of a gradient g near eps (1e-8) moves the weight by
+rate * d * eps / (|g| + eps)^2 in the first step. The small MLP of the case `column-parallel` has a weight whose
+gradient is 3e-8, where the largest is 2.5e-2. There an error of 1.4e-18 becomes 3.5e-13 of the layer's largest weight.
 """
 
 SMALL_NORM = 0.1
@@ -141,14 +140,14 @@ SMALL_NORM = 0.1
 
 @dataclass(frozen=True)
 class Errors:
-    """How far some numbers are from others.
+    """Differences between the results of two trainings.
 
     Attributes:
         loss_error: largest relative difference of a step's loss.
-        gradient_error, weight_error: of the worst layer (and step; averages are weights), max|a - b| / max|b| over all
-            its parameters together; elementwise, a gradient of zero (an attention's key bias has one) would make it
-            meaningless.
-        gradient_layer, weight_layer: the worst layers.
+        gradient_error, weight_error: error of the worst layer (and step; moving averages count as weights):
+            max|a - b| / max|b| over all parameters of the layer together. A relative error of single elements would be
+            meaningless for gradients that are zero, such as that of an attention's key bias.
+        gradient_layer, weight_layer: numbers of these layers.
     """
 
     loss_error: float
@@ -164,12 +163,13 @@ class Errors:
 
 @dataclass(frozen=True)
 class Verdict(Errors):
-    """How far a strategy's numbers are from one device's in the same precision.
+    """Differences between a strategy and one device that trains in the same precision.
 
     Attributes:
-        exact: how far they are from one device's in float64, as lengths of vectors (None: these are in float64).
-        one_device: how far one device's in the same precision are from those.
-        rounding: of the dtype that layers compute in: the distance from 1 to the next number.
+        exact: differences between the strategy and one device that trains in float64, as lengths of vectors (None: the
+            precision is float64 itself).
+        one_device: differences between one device in this precision and one device in float64.
+        rounding: distance from 1 to the next number of the data type that layers compute in.
     """
 
     exact: Errors | None = None
@@ -178,10 +178,11 @@ class Verdict(Errors):
 
     @property
     def ok(self) -> bool:
-        """Whether every error is within 1e-12; of lower precision, within twice one device's, and a rounding more.
+        """Whether the strategy is correct.
 
-        In lower precision sums in another order differ by its rounding, so what counts is that the strategy is as near
-        to the exact numbers as one device.
+        In float64, every error must be at most 1e-12. In lower precision another order of summation alone makes a
+        difference, so the strategy must be as close to the exact results as one device: within twice that device's
+        error, plus one rounding.
         """
         if self.exact is None or self.one_device is None:
             return max(self.all) <= TOLERANCE
@@ -191,24 +192,26 @@ class Verdict(Errors):
 
 
 def clip_for(checked: Checked, clip: float | None) -> float | None:
-    """The norm to which gradients are clipped: as given, or so small that every gradient is, if the program clips."""
+    """Return the norm to which gradients are clipped: `clip`, or SMALL_NORM if the program clips."""
     return SMALL_NORM if clip is None and checked.clips else clip
 
 
 def verify(job: Job, steps: int, clip: float | None = None, compile: bool = False) -> Verdict | None:
-    """Train `steps` steps under the job's strategy on its ranks, and on one device, and compare.
+    """Train a few steps under a job's strategy on its ranks, and on one device, and compare the results.
 
     Args:
-        clip: the largest norm of the gradient (None: see `clip_for`).
+        job: strategy and model.
+        steps: number of steps.
+        clip: largest norm of the gradient (None: see `clip_for`).
         compile: compile the layers of the ranks.
 
     Returns:
-        The verdict; None in a process of an existing world that is not rank 0.
+        The verdict; None if a launcher has started the ranks and this process is not rank 0.
 
     Raises:
-        Refused: when the program is wrong.
-        RankFailed: when a rank raised.
-        UserError: for a request that cannot be met.
+        Refused: if the program is wrong.
+        RankFailed: if a rank fails.
+        UserError: if the job cannot run here.
     """
     job.checked()  # in this process first: a refusal needs no ranks
     verdict_on_rank = LazyFunction[Verdict | None]("shardlab.train.verification.verify", "verdict_on_rank")

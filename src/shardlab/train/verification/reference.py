@@ -1,4 +1,4 @@
-"""Training on one device, written as one would without Shardlab: what every strategy must agree with."""
+"""Training on one device, written as one would without Shardlab. Every strategy must agree with it."""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -38,7 +38,7 @@ class Reference:
         losses: mean loss of each step.
         gradients: for each step and layer the flat gradient.
         weights: for each layer the flat weights after the last step.
-        averages: for each layer the average of the flat weights over the steps (none: nobody asked).
+        averages: for each layer the moving average of the flat weights; empty without `ema`.
     """
 
     losses: list[float]
@@ -48,7 +48,7 @@ class Reference:
 
     @property
     def all(self) -> list[list[Tensor]]:
-        """The gradients of each step, then the weights, and their averages if there are any."""
+        """Gradients of each step, then the weights, then their averages if there are any."""
         return [*self.gradients, self.weights, *([self.averages] if self.averages else [])]
 
 
@@ -62,14 +62,18 @@ def train_reference(
     trained: Sequence[Tensor] | None = None,
     device: torch.device = CPU,
 ) -> Reference:
-    """Plain autograd through all layers, one optimizer over all parameters, one microbatch after the other.
+    """Train a model on one device: autograd through all layers, one microbatch after the other.
 
     Args:
-        microbatches: of each step.
-        precision: of the parameters, their gradients, and the optimizer's copy of the parameters if it has one.
-        trained: for each layer, like its flat weights, 1 where parameters are trained and 0 where they are frozen
+        model: model in whole blocks.
+        batches: training data.
+        microbatches: number of microbatches of each step.
+        seed: seed of weights and dropout.
+        precision: data types of the parameters, their gradients, and the optimizer's copy of the parameters.
+        config: settings of the optimizer.
+        trained: for each layer a vector like its flat weights: 1 for parameters that are trained, 0 for frozen ones
             (None: all are trained).
-        device: on which all of it is computed.
+        device: device that computes.
 
     Returns:
         The results, on the CPU.
@@ -87,7 +91,7 @@ def train_reference(
         for layout, flat in zip(layouts, flats, strict=True)
     ]
     sums = [torch.zeros_like(flat, dtype=torch_dtype(precision.gradients)) for flat in flats]
-    stepped: list[tuple[Tensor, Tensor]] = []
+    updated: list[tuple[Tensor, Tensor]] = []
     roles: list[list[Tensor]] = [[], [], []]
     moving = map(torch.ones_like, flats) if trained is None else trained
     for layout, copy, total, moves in zip(layouts, exact, sums, moving, strict=True):
@@ -104,7 +108,7 @@ def train_reference(
             pair, role = ([tensor], [gradient]), 0 if parameter.decayed else 1
             if config.optimizer == "muon" and parameter.hidden_matrix:
                 pair, role = (_matrices(tensor, parameter), _matrices(gradient, parameter)), 2
-            stepped += zip(*pair, strict=True)
+            updated += zip(*pair, strict=True)
             roles[role] += pair[0]
     optimizers = torch_optimizers(replace(config, ema=None), *roles, fused=False)
     followed, counted = [torch.zeros_like(copy) for copy in exact], 0.0
@@ -127,10 +131,10 @@ def train_reference(
                 _add_gradients(parameter_views(layout, total), its)
         gradients.append([total.to(CPU, copy=True) for total in sums])
         losses.append(float(mean))
-        for tensor, gradient in stepped:
+        for tensor, gradient in updated:
             tensor.grad = gradient.to(tensor.dtype, copy=True)
         if config.clip is not None:
-            torch.nn.utils.clip_grad_norm_([tensor for tensor, _ in stepped], config.clip)
+            torch.nn.utils.clip_grad_norm_([tensor for tensor, _ in updated], config.clip)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = config.rate(step)
@@ -150,14 +154,14 @@ def train_reference(
 
 
 def _matrices(tensor: Tensor, parameter: Parameter) -> list[Tensor]:
-    """The matrices of a parameter: each expert's and each section's; Jordan 2024 has queries and keys apart."""
+    """Return the matrices of a parameter: one for each expert and section (Jordan 2024 separates queries and keys)."""
     each: Sequence[Tensor] = tensor.view(-1, *parameter.shape[-2:]).unbind()
     lengths = list(parameter.sections) or [parameter.shape[-2]]
     return [part for matrix in each for part in torch.split(matrix, lengths)]
 
 
 def _add_gradients(sums: list[Tensor], parameters: list[Tensor]) -> None:
-    """Add a microbatch's gradients to those of others."""
+    """Add the gradients of a microbatch to the sums, and clear them."""
     for total, parameter in zip(sums, parameters, strict=True):
         assert parameter.grad is not None
         total.add_(parameter.grad)

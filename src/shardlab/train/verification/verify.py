@@ -1,4 +1,8 @@
-"""The proof on real numbers: a strategy on many ranks against plain training on one device, in float64."""
+"""Comparison of a strategy on many ranks with plain training on one device.
+
+`verify_rank` is one rank's part: it trains a few steps, and compares every slice that it holds with the reference.
+`verify_all` runs many cases on ranks that are started once for each number of ranks.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -35,12 +39,14 @@ from shardlab.train.verification.reference import CPU, Reference, train_referenc
 from shardlab.train.world import require_agreement
 
 SMALL_EPS, LARGE_EPS = 1e-8, 0.1
-"""AdamW's usual eps; in lower precision one so large that a weight is moved by its gradient. With the usual one it is
-moved by the gradient's sign, which is that of its rounding where the gradient is nearly zero.
+"""eps of AdamW in float64 and in lower precision.
+
+With the usual small eps, AdamW moves a weight by the sign of its gradient. If the gradient is nearly zero, rounding
+decides that sign. With a large eps, the weight moves by the gradient itself.
 """
 
 SAFE_SCALE = 2.0**8
-"""Loss scale of verification in float16: gradients of its small models do not overflow, so that no step is left out."""
+"""Loss scale for float16, with which gradients of the small models do not overflow, so that no step is skipped."""
 
 
 def verdict_on_rank(
@@ -61,10 +67,19 @@ def verify_rank(
     compile: bool = False,
     trained: Callable[[State], object] | None = None,
 ) -> Verdict:
-    """Verify one rank's part: it compares every slice that it holds, so that replicas are judged as well.
+    """Verify one rank's part. It compares every slice that it holds, so that replicas are compared as well.
 
     Args:
-        trained: called with what this rank has after the last step.
+        rank, device: number of the rank, and the device on which it computes.
+        job: strategy and model.
+        steps: number of steps.
+        groups: process groups that are shared with other cases.
+        clip: largest norm of the gradient (None: see `clip_for`).
+        compile: compile the layers.
+        trained: function that is called with the state of this rank after the last step.
+
+    Returns:
+        The verdict, equal on all ranks.
     """
     batches = Batches(_random_corpus(job), job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
     checked = job.checked()
@@ -73,35 +88,35 @@ def verify_rank(
     limit = clip_for(checked, clip)
     optimizer = OptimizerConfig(job.optimizer, schedule_steps=steps, warmup_steps=1, clip=limit, eps=eps, ema=job.ema)
     settings = Settings(job.seed, job.numbers, device, optimizer, loss_scale=SAFE_SCALE, compile=compile)
-    seen: dict[tuple[int, Holds], Tensor] = {}
+    latest: dict[tuple[int, Holds], Tensor] = {}  # gradients of the last step
 
     def observe(layer: int, holds: Holds, gradient: Tensor) -> None:
-        seen[layer, holds] = gradient.clone()
+        latest[layer, holds] = gradient.clone()
 
     model = job.cut
     executor = Executor(checked, rank, model, batches, settings, backend_of(device.type), observe, groups)
 
     def one_device(numbers: Precision) -> Reference:
-        """Train on rank 0 alone, so that the others' cores are free; every rank calls this.
+        """Train the reference on rank 0 alone, so that the cores of the other ranks are free. Every rank calls this.
 
-        Float64 is computed on the CPU. Lower precision is computed on a device like the ranks': where a router's scores
-        are nearly equal, the rounding of other kernels chooses another expert, and that says nothing of the strategy.
+        Float64 is computed on the CPU, lower precision on a device like that of the ranks. If the scores of a router
+        are nearly equal, the rounding of other kernels would choose another expert, which is no fault of the strategy.
         """
-        task = job.model, batches, [job.microbatches] * steps, job.seed, numbers, settings.optimizer
+        arguments = job.model, batches, [job.microbatches] * steps, job.seed, numbers, settings.optimizer
         where = CPU if numbers is FP64 else device
-        found = [train_reference(*task, _unfrozen(job, checked), where) if rank == 0 else None]
-        dist.broadcast_object_list(found, device=device)
-        assert found[0] is not None
-        return found[0]
+        results = [train_reference(*arguments, _trained_mask(job, checked), where) if rank == 0 else None]
+        dist.broadcast_object_list(results, device=device)
+        assert results[0] is not None
+        return results[0]
 
-    alone = one_device(job.numbers)
+    reference = one_device(job.numbers)
     losses: list[float] = []
     gradients: list[Slices] = []
     for _ in range(steps):
         loss = executor.step().to(device)
         dist.all_reduce(loss)
         losses.append(float(loss[0] / loss[1]))
-        gradients.append(dict(seen))
+        gradients.append(dict(latest))
     state = executor.state
     if trained is not None:
         trained(state)
@@ -110,28 +125,29 @@ def verify_rank(
         with averaged_weights(state):
             kept.append({key: weight.clone() for key, weight in state.kept.items()})
 
-    def errors(expected: Reference, its: Reference | None = None) -> Errors:
-        """Of what this rank has, or of what one device has of the same slices."""
-        found = [abs(a - b) / abs(b) for a, b in zip(its.losses if its else losses, expected.losses, strict=True)]
-        given = [*gradients, *kept]
-        if its is not None:
-            given = [
+    def errors(expected: Reference, other: Reference | None = None) -> Errors:
+        """Compare this rank's slices, or the same slices of another reference, with those that are expected."""
+        pairs = zip(other.losses if other else losses, expected.losses, strict=True)
+        loss_errors = [abs(a - b) / abs(b) for a, b in pairs]
+        slices = [*gradients, *kept]
+        if other is not None:
+            slices = [
                 {key: _slice(state, whole, *key) for key in mine}
-                for mine, whole in zip(given, (_as_cut(model, each) for each in its.all), strict=True)
+                for mine, whole in zip(slices, (_as_cut(model, each) for each in other.all), strict=True)
             ]
-        worst = _worst if expected is alone else _worst_in_all
-        found_of = [worst(state, a, _as_cut(model, b)) for a, b in zip(given, expected.all, strict=True)]
-        return Errors(max(map(_number, found)), *max(found_of[:steps]), *max(found_of[steps:]))
+        worst = _worst_element if expected is reference else _worst_vector
+        tensor_errors = [worst(state, a, _as_cut(model, b)) for a, b in zip(slices, expected.all, strict=True)]
+        return Errors(max(map(_nan_as_inf, loss_errors)), *max(tensor_errors[:steps]), *max(tensor_errors[steps:]))
 
     if job.numbers is FP64:
-        return Verdict(**asdict(errors(alone)))
+        return Verdict(**asdict(errors(reference)))
     exact = one_device(FP64)
-    rounding = torch.finfo(torch_dtype(job.numbers.compute)).eps
-    return Verdict(**asdict(errors(alone)), exact=errors(exact), one_device=errors(exact, alone), rounding=rounding)
+    rounding, alone = torch.finfo(torch_dtype(job.numbers.compute)).eps, errors(exact, reference)
+    return Verdict(**asdict(errors(reference)), exact=errors(exact), one_device=alone, rounding=rounding)
 
 
 Slices = Mapping[tuple[int, Holds], Tensor]
-"""Tensors of slices, by layer and slices."""
+"""Tensors by layer and slices."""
 
 
 def _slice(state: State, layers: Sequence[Tensor], layer: int, holds: Holds) -> Tensor:
@@ -140,25 +156,25 @@ def _slice(state: State, layers: Sequence[Tensor], layer: int, holds: Holds) -> 
     return torch.cat([whole[start:stop] for start, stop in state.shapes.ranges(layer, holds)])
 
 
-def _worst(state: State, slices: Slices, expected: Sequence[Tensor]) -> tuple[float, int]:
-    """The largest error of a layer over all ranks' slices, and the layer."""
+def _worst_element(state: State, slices: Slices, expected: Sequence[Tensor]) -> tuple[float, int]:
+    """Return the largest error max|a - b| / max|b| of a layer over all ranks' slices, and the layer."""
     errors = torch.zeros(len(expected), dtype=torch.float64)
     for (layer, holds), ours in slices.items():
         if not ours.numel():
             continue
         theirs = _slice(state, expected, layer, holds).double()
         error = float((ours.cpu().double() - theirs).abs().max() / expected[layer].abs().max())
-        errors[layer] = max(float(errors[layer]), _number(error))
+        errors[layer] = max(float(errors[layer]), _nan_as_inf(error))
     errors = errors.to(state.settings.device)
     dist.all_reduce(errors, dist.ReduceOp.MAX)
     layer = int(errors.argmax())
     return float(errors[layer]), layer
 
 
-def _worst_in_all(state: State, slices: Slices, expected: Sequence[Tensor]) -> tuple[float, int]:
-    """The largest |a - b| / |b| of a layer, as lengths of vectors of all ranks' slices, and the layer.
+def _worst_vector(state: State, slices: Slices, expected: Sequence[Tensor]) -> tuple[float, int]:
+    """Return the largest error |a - b| / |b| of a layer, as lengths of vectors over all ranks' slices, and the layer.
 
-    A single element's rounding says little of how exact a strategy is.
+    In lower precision, the rounding of a single element would say little about the strategy.
     """
     squares = torch.zeros(2, len(expected), dtype=torch.float64)
     for (layer, holds), ours in slices.items():
@@ -173,12 +189,12 @@ def _worst_in_all(state: State, slices: Slices, expected: Sequence[Tensor]) -> t
 
 
 def _as_cut(model: Model, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Every layer's flat buffer, from every block's."""
+    """Convert the flat buffers of all blocks to those of the layers of the program."""
     return to_layers(model, blocks) if isinstance(model, CutModel) else blocks
 
 
-def _unfrozen(job: Job, checked: Checked) -> Sequence[Tensor]:
-    """Every block's flat buffer: 1 where its parameters are trained, and 0 where they are frozen."""
+def _trained_mask(job: Job, checked: Checked) -> Sequence[Tensor]:
+    """Return for each block a vector like its flat buffer: 1 for parameters that are trained, 0 for frozen ones."""
     blocks = [torch.ones(job.model.layout(layer).numel) for layer in range(job.model.layers)]
     model = job.cut
     layers = _as_cut(model, blocks)
@@ -187,20 +203,17 @@ def _unfrozen(job: Job, checked: Checked) -> Sequence[Tensor]:
     return to_blocks(model, layers) if isinstance(model, CutModel) else layers
 
 
-def _number(error: float) -> float:
-    """An error that is not a number is the largest of all."""
+def _nan_as_inf(error: float) -> float:
+    """Return infinity for NaN, so that it is the largest error."""
     return math.inf if math.isnan(error) else error
 
 
 def _random_corpus(job: Job) -> Corpus:
-    """Text of random bytes within the model's vocabulary."""
+    """Return a corpus of random bytes within the model's vocabulary."""
     generator = torch.Generator().manual_seed(job.seed)
     length = max(4096, 8 * (job.model.seq_len + 1))
     text = torch.randint(min(256, job.model.vocab_size), (length,), generator=generator, dtype=torch.uint8)
     return Corpus.from_text(text.numpy().tobytes(), job.model.seq_len)
-
-
-# Many strategies verified one after the other, on processes that are started once for each number of ranks.
 
 
 @dataclass(frozen=True)
@@ -208,9 +221,9 @@ class CaseResult:
     """Result of a case.
 
     Attributes:
-        case: what was verified.
-        error: the largest error of loss, gradients and weights; infinite if it did not run.
-        refused: why it did not run, if it did not.
+        case: the case.
+        error: largest error of loss, gradients and weights; infinity if the case did not run.
+        refused: reason why the case did not run; empty if it ran.
     """
 
     case: Case
@@ -223,20 +236,20 @@ class CaseResult:
 
 
 def verify_all(cases: Sequence[Case], steps: int) -> list[CaseResult]:
-    """Verify all cases, on each number of ranks those that need as many; progress is shown on stderr.
+    """Verify all cases, and show the progress on stderr. Ranks are started once for each number of ranks.
 
     Raises:
-        RankFailed: when a rank raised.
+        RankFailed: if a rank fails.
     """
-    found: dict[Case, CaseResult] = {}
+    results: dict[Case, CaseResult] = {}
     for ranks in sorted({case.ranks for case in cases}):
         here = [case for case in cases if case.ranks == ranks]
-        found |= {result.case: result for result in run_ranks(ranks, verify_cases, here, steps)}
-    return [found[case] for case in cases]
+        results |= {result.case: result for result in run_ranks(ranks, verify_cases, here, steps)}
+    return [results[case] for case in cases]
 
 
 def verify_cases(rank: int, device: torch.device, cases: Sequence[Case], steps: int) -> list[CaseResult]:
-    """Verify one rank's part of all cases, each on as many ranks as there are; rank 0 shows the progress."""
+    """Verify one rank's part of cases that take as many ranks as there are. Rank 0 shows the progress."""
     results: list[CaseResult] = []
     groups: Groups = {}
     with CaseProgress(cases, shown=rank == 0) as progress:
@@ -245,7 +258,7 @@ def verify_cases(rank: int, device: torch.device, cases: Sequence[Case], steps: 
                 verdict = verify_rank(rank, device, case.job(), steps, groups)
                 worst = max(verdict.loss_error, verdict.gradient_error, verdict.weight_error)
                 result = CaseResult(case, worst)
-            except (Refused, UserError) as error:  # every rank traces the same, so all come here or none
+            except (Refused, UserError) as error:  # all ranks trace the same program, so all come here or none
                 result = CaseResult(case, math.inf, str(error))
             results.append(result)
             progress.show(result)
@@ -253,7 +266,7 @@ def verify_cases(rank: int, device: torch.device, cases: Sequence[Case], steps: 
 
 
 class CaseProgress(Progress):
-    """A live bar in a terminal, and in a pipe a line for each case."""
+    """Progress of many cases: a live bar in a terminal, a line for each case in a pipe."""
 
     def __init__(self, cases: Sequence[Case], *, shown: bool) -> None:
         console = Console(file=sys.stderr, highlight=False)
@@ -270,7 +283,7 @@ class CaseProgress(Progress):
         self._task = self.add_task("starting", total=len(cases))
 
     def show(self, result: CaseResult) -> None:
-        """A case has ended."""
+        """Show the result of a case that has ended."""
         text = f"{result.case}: {result.refused or format(result.error, '.1e')}"
         self.update(self._task, advance=1, description=text)
         if self._printed:
