@@ -2,8 +2,8 @@
 
 `find_runs` reads folders for `shardlab history`; a `PastRun` is what one folder tells. `note_end` and
 `remove_incomplete` change a folder: the first records the end of a run, the second removes what a killed run has left
-incomplete. `lock_metrics` makes
-a folder belong to one process at a time. The last functions check that files can be written before a run begins.
+incomplete. `lock_metrics` makes a folder belong to one process at a time. The last functions check that files can be
+written before a run begins.
 """
 
 from __future__ import annotations
