@@ -13,7 +13,7 @@ from shardlab.language.rules.kinds import counted
 from shardlab.planner.problem import Candidate, Problem, family, model_kinds
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.predict.estimate import Estimate
-from shardlab.simulate.predict.forecast import enough, extended
+from shardlab.simulate.predict.forecast import extrapolate, microbatches_to_replay
 from shardlab.simulate.predict.workload import Workload
 from shardlab.simulate.timeline.critical_path import critical_path, path_parts
 from shardlab.strategies.plan.plan import Plan
@@ -279,7 +279,7 @@ def trace_seconds(workload: Workload) -> float:
     plan = workload.plan
     assert isinstance(plan, Plan), "programs of their own are not planned"
     each = workload.microbatches // plan.data_ranks
-    few, more = enough(plan, each)
+    few, more = microbatches_to_replay(plan, each)
     layers = 2 * workload.model.layers + 2
     return 2 * layers * (few if few == each else 2 * few + more) / PASSES_A_SECOND
 
@@ -290,13 +290,13 @@ def _extended(workload: Workload, parts: Callable[[Estimate], dict[str, float]])
     assert isinstance(plan, Plan), "programs of their own are not planned"
     ranks = plan.data_ranks
     each = workload.microbatches // ranks
-    few, more = enough(plan, each)
+    few, more = microbatches_to_replay(plan, each)
     seconds = parts(replace(workload, microbatches=few * ranks).estimate())
     if few < each:
         longer = parts(replace(workload, microbatches=(few + more) * ranks).estimate())
         times = (each - few) / more
         names = {*seconds, *longer}
-        seconds = {name: extended(seconds.get(name, 0.0), longer.get(name, 0.0), times) for name in names}
+        seconds = {name: extrapolate(seconds.get(name, 0.0), longer.get(name, 0.0), times) for name in names}
     return dict(sorted(seconds.items(), key=lambda part: (-part[1], part[0])))
 
 

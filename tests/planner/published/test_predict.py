@@ -27,7 +27,7 @@ from shardlab.planner.published.predict import (
 from shardlab.planner.published.reading import PublishedRun, read_run
 from shardlab.planner.published.records import GIB, Measurement, read_rows
 from shardlab.simulate.predict.estimate import peak_of
-from shardlab.simulate.predict.forecast import enough
+from shardlab.simulate.predict.forecast import microbatches_to_replay
 from shardlab.simulate.predict.memory import device_memory
 from shardlab.simulate.timeline.memory import memory_in_bytes
 from shardlab.simulate.timeline.prices import rank_of
@@ -146,7 +146,7 @@ def test_a_run_whose_room_was_misjudged_is_named() -> None:
 
 def held(run: PublishedRun) -> tuple[float, bool]:
     """What a run holds and whether it fits, told by enough microbatches and without asking how long they take."""
-    each = sum(enough(run.plan, run.each))
+    each = sum(microbatches_to_replay(run.plan, run.each))
     workload = replace(run.workload, microbatches=each * run.plan.data_ranks)
     traced = workload.traced
     memories = memory_in_bytes(traced, workload.kept_sizes)

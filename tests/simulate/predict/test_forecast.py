@@ -13,7 +13,7 @@ from shardlab.models import GPT
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.predict.estimate import estimate
 from shardlab.simulate.predict.folding import fold
-from shardlab.simulate.predict.forecast import enough, extended, forecast
+from shardlab.simulate.predict.forecast import extrapolate, forecast, microbatches_to_replay
 from shardlab.simulate.predict.recipe import Kernels, Recipe
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
@@ -53,14 +53,14 @@ def test_a_few_microbatches_tell_the_time_of_many(
     def step(microbatches: int) -> float:
         return estimate(fold(plan, Sizes.puzzle(layers), microbatches), prices).step
 
-    few, more = enough(plan, each)
+    few, more = microbatches_to_replay(plan, each)
     assert 2 * few + more < each
-    assert extended(step(few), step(few + more), (each - few) / more) == pytest.approx(step(each), rel=1e-3)
+    assert extrapolate(step(few), step(few + more), (each - few) / more) == pytest.approx(step(each), rel=1e-3)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_all_of_a_few_microbatches_are_replayed(schedule: str) -> None:
-    assert enough(Plan(Mesh(pp=4), schedule), 12) == (12, 0)
+    assert microbatches_to_replay(Plan(Mesh(pp=4), schedule), 12) == (12, 0)
 
 
 def test_what_a_step_takes_beside_its_ops_is_counted_once() -> None:

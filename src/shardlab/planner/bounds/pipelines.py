@@ -16,7 +16,7 @@ from shardlab.planner.bounds.layers import Array, Places, ShapeLayers
 from shardlab.planner.bounds.schedule_order import KINDS, NUMBER, RankOrder, rank_order
 from shardlab.planner.problem import PlanShape, Problem, blocks_of
 from shardlab.planner.space import few_of, follows
-from shardlab.simulate.predict.forecast import enough
+from shardlab.simulate.predict.forecast import microbatches_to_replay
 from shardlab.simulate.predict.memory_advice import ALL_AT_ONCE
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.schedules import BackwardWeight
@@ -76,7 +76,10 @@ class Pipelines:
         """So many microbatches of each data-parallel rank that the order of work then repeats itself; how many are
         left."""
         each = self.each(shape)
-        few = min(enough(plan, each)[0], few_of(each, plan.mesh.pp) if isinstance(plan.schedule, str) else each)
+        few = min(
+            microbatches_to_replay(plan, each)[0],
+            few_of(each, plan.mesh.pp) if isinstance(plan.schedule, str) else each,
+        )
         return few, each - few
 
     def counts(self, shape: PlanShape, plan: Plan) -> PassCounts:

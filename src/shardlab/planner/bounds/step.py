@@ -196,7 +196,7 @@ class WayFloors:
 
 
 EXTENDED = 0.999
-"""Share of the time of a step of many microbatches that its forecast has at least; see `enough`."""
+"""Share of the time of a step of many microbatches that its forecast has at least; see `microbatches_to_replay`."""
 
 
 class StepFloors:

@@ -1,15 +1,20 @@
-"""A step's time and memory, by replaying as little of it as tells them."""
+"""Forecast of a step's time and memory for a plan; it replays as little of the step as it needs.
+
+Two things make a forecast quick. `CompressedReplay` computes equal steps of a schedule once (see
+`shardlab.simulate.predict.compressed`). And of many microbatches only some are replayed: once the pipeline is full, a
+schedule repeats itself, so `extrapolate` extends the time of a short step to the whole one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from shardlab.language.world import gc_paused
 from shardlab.simulate.predict.compressed.clocks import step_seconds
 from shardlab.simulate.predict.compressed.sample import PricedSample
-from shardlab.simulate.predict.compressed.step import Outlines, RankKind
+from shardlab.simulate.predict.compressed.step import StepCompressor
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.predict.memory import DeviceMemory, device_memory
 from shardlab.simulate.predict.workload import Workload
@@ -19,12 +24,12 @@ from shardlab.strategies.plan.resolve import resolve
 
 @dataclass(frozen=True)
 class Forecast:
-    """PricedSample of a step.
+    """Forecast of a step.
 
     Attributes:
-        seconds: of the step.
-        peaks: the most that each rank of a pipeline holds at a time.
-        memory: what the fullest device holds, as the workload's recipe says.
+        seconds: duration of the step.
+        peaks: peak memory of tensors on each rank of a pipeline.
+        memory: all that the fullest device holds, as the workload's recipe says.
     """
 
     seconds: float
@@ -33,7 +38,7 @@ class Forecast:
 
 
 def forecast(workload: Workload) -> Forecast:
-    """Forecast a step of a plan; of many microbatches only some are replayed (see `enough`).
+    """Return the forecast of a step of a plan.
 
     Raises:
         UserError: for sizes that do not go together, more ranks than devices, or a dtype that the device does not
@@ -44,30 +49,31 @@ def forecast(workload: Workload) -> Forecast:
     workload.require()
     with gc_paused():
         each, rest = divmod(workload.microbatches, plan.data_ranks)
-        few, more = (each, 0) if rest else enough(plan, each)
-        replayed = Outlined(workload, few) if outlinable(workload) else partial(_replayed, workload)
+        few, more = (each, 0) if rest else microbatches_to_replay(plan, each)
+        replayed = CompressedReplay(workload, few) if can_compress(workload) else partial(_replay_every_op, workload)
         seconds, peaks = replayed(few + more)
         if few < each:
-            seconds = extended(replayed(few)[0], seconds, (each - few) / more)
+            seconds = extrapolate(replayed(few)[0], seconds, (each - few) / more)
         return Forecast(seconds, peaks, device_memory(workload, peaks))
 
 
 Replayed = tuple[float, Sequence[Peak]]
-"""Seconds of a step, and the most that each rank of its pipeline holds."""
+"""Seconds of a step, and the peak of each rank of its pipeline."""
 
 
-def _replayed(workload: Workload, each: int) -> Replayed:
-    """Replay every op of a step with so many microbatches for each data-parallel rank."""
+def _replay_every_op(workload: Workload, each: int) -> Replayed:
+    """Replay every op of a step with `each` microbatches for each data-parallel rank."""
     assert isinstance(workload.plan, Plan)
     estimate = replace(workload, microbatches=each * workload.plan.data_ranks).estimate()
     return estimate.step, estimate.peaks
 
 
-def outlinable(workload: Workload) -> bool:
-    """Whether outlines tell a plan's step exactly.
+def can_compress(workload: Workload) -> bool:
+    """Tell whether the compressed replay of a workload is exact.
 
-    No pass may rewrite its program, no block may be frozen, and the ranks of all stages must lie alike on the nodes.
-    And where communication takes time from compute, none may be hidden within a pass, as a ring of keys and values is.
+    It is not if passes rewrite the program, if blocks are frozen, or if the ranks of one stage lie otherwise on the
+    nodes than those of another. If communication slows compute down, there must be none that overlaps with compute
+    inside a layer's pass, as the ring of keys and values does.
     """
     plan, cluster = workload.plan, workload.cluster
     assert isinstance(plan, Plan)
@@ -79,11 +85,15 @@ def outlinable(workload: Workload) -> bool:
     return (alike or cluster.profile is not None) and not (hides and workload.sample.prices.slows)
 
 
-class Outlined:
-    """Steps of a workload, outlined; with any number of microbatches for each data-parallel rank.
+class CompressedReplay:
+    """Compressed replay of a workload. Call it with the number of microbatches for each data-parallel rank.
 
     Args:
-        each: one such number.
+        workload: the workload.
+        each: a number of microbatches for which the plan is resolved.
+
+    Attributes:
+        kinds: kinds of ranks, each with the steps that were computed for it.
     """
 
     def __init__(self, workload: Workload, each: int) -> None:
@@ -92,14 +102,10 @@ class Outlined:
         self._plan, mesh = plan, plan.mesh
         self._first = range(0, mesh.world, mesh.world // mesh.pp)
         self._plans = [resolve(plan, workload.sizes, each * plan.data_ranks, index) for index in self._first]
-        self._figures = PricedSample(workload, {type(step) for step in self._plans[0].steps})
-        self._outlines = Outlines(self._figures)
+        self._sample = PricedSample(workload, {type(step) for step in self._plans[0].steps})
+        self._compressor = StepCompressor(self._sample)
         self._beside = workload.beside
-
-    @property
-    def kinds(self) -> Collection[RankKind]:
-        """Kinds of ranks, with what was outlined of each."""
-        return self._outlines.kinds.values()
+        self.kinds = self._compressor.kinds
 
     def __call__(self, each: int) -> Replayed:
         steps = self._plan.steps(self._plans[0].model.pipeline_units, each * self._plan.data_ranks)
@@ -107,30 +113,35 @@ class Outlined:
             replace(plan, steps=mine, microbatches=range(each))
             for plan, mine in zip(self._plans, steps.of_ranks, strict=True)
         ]
-        ranks = [self._outlines.of(plan, index) for plan, index in zip(plans, self._first, strict=True)]
-        rows = [self._outlines.row(rank, index) for rank, index in zip(ranks, self._first, strict=True)]
-        seconds = step_seconds(rows, self._figures.prices.contention, self._figures.prices.lag)
-        peaks = [self._outlines.peak(*rank) for rank in zip(ranks, plans, self._first, strict=True)]
+        ranks = [self._compressor.compress(plan, index) for plan, index in zip(plans, self._first, strict=True)]
+        rows = [self._compressor.row(rank, index) for rank, index in zip(ranks, self._first, strict=True)]
+        seconds = step_seconds(rows, self._sample.prices.contention, self._sample.prices.lag)
+        peaks = [self._compressor.peak(*rank) for rank in zip(ranks, plans, self._first, strict=True)]
         return seconds + self._beside, peaks
 
 
-STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
-"""Schedules that repeat themselves once the pipeline is full, and from then on hold as much."""
+STEADY_SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
+"""Schedules that repeat themselves once the pipeline is full, and whose memory stays the same from then on."""
 
 
-def enough(plan: Plan, each: int) -> tuple[int, int]:
-    """(how many microbatches to replay, and how many more a second time); all of them, if that is hardly more work.
+def microbatches_to_replay(plan: Plan, each: int) -> tuple[int, int]:
+    """Return how many microbatches to replay, and how many more to replay a second time.
 
-    Once its pipeline is full a schedule repeats itself, so that the rest take as long as the last ones did. Its rhythm
-    is that of one microbatch from each rank, interleaved of two: where messages wait for their receives, a full
-    pipeline of n ranks does the same again after n microbatches, not after every one. It is full after as many, but
-    where backward passes are split only after three times as many.
+    If that is hardly less work than a whole replay, it returns all of them and 0.
 
-    So the time of a step is within 0.1 % of a whole replay's with stages that are alike, or of which the first or last
-    differ. A stage in the middle that is slower fills an interleaved pipeline more slowly (up to 2 % were seen).
+    Once its pipeline is full, a schedule repeats itself, so each further period takes as long as the last one. Messages
+    wait for their receives, so the period of a pipeline of n ranks is n microbatches, and 2 n if it is interleaved. The
+    pipeline is full after n microbatches, and after 3 n if backward passes are split.
+
+    The time of a step is then within 0.1 % of a whole replay's if all stages cost the same, or all but the first and
+    the last. A slower stage in the middle fills an interleaved pipeline more slowly; up to 2 % were seen.
+
+    Args:
+        plan: the plan.
+        each: microbatches of each data-parallel rank.
     """
     ranks, schedule = plan.mesh.pp, plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
-    if schedule not in STEADY:
+    if schedule not in STEADY_SCHEDULES:
         return each, 0
     full = max(2, (3 if schedule.startswith("zb") else 1) * ranks)
     more = 2 * ranks if schedule == "interleaved-1f1b" else ranks
@@ -138,6 +149,6 @@ def enough(plan: Plan, each: int) -> tuple[int, int]:
     return (few, more) if 2 * few + more < each else (each, 0)
 
 
-def extended(first: float, second: float, times: float) -> float:
-    """The time of a step, from those of two shorter ones whose difference comes so many times more."""
+def extrapolate(first: float, second: float, times: float) -> float:
+    """Return the time of a step from two shorter ones: `first`, plus their difference as often as `times` says."""
     return first + times * (second - first)

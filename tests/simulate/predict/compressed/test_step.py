@@ -1,4 +1,4 @@
-"""Outlines of plans: as long, and with as much memory, as when every op is traced and replayed."""
+"""Compressed replays: they take as long and hold as much as if every op were traced and replayed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardlab.models import GPT, Blocks, Llama, MoE
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.hardware.cluster import find_cluster
 from shardlab.simulate.hardware.profile import AlphaBeta, Machine, Profile, Rate
-from shardlab.simulate.predict.compressed.rank import Outline
-from shardlab.simulate.predict.forecast import Outlined, outlinable
+from shardlab.simulate.predict.compressed.rank import CompressedRank
+from shardlab.simulate.predict.forecast import CompressedReplay, can_compress
 from shardlab.simulate.predict.recipe import recipes
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
@@ -116,7 +116,7 @@ def workloads(draw: st.DrawFn) -> Workload:
             blocks = units // 2 if workload.sizes.blocks else units
             named = Plan.from_dict(plan.as_dict() | {"layers_per_stage": layers, "recompute": "full"})
             workload = replace(workload, plan=named, model=replace(model, layers=max(1, blocks)))
-        assume(outlinable(workload))
+        assume(can_compress(workload))
         workload.traced  # noqa: B018  # whatever is refused is refused here
     except UserError:
         assume(False)
@@ -125,11 +125,11 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 
 def compare(workload: Workload) -> None:
-    """The outline of a workload is as long, and its peaks are as high, as those of every op."""
+    """Compare the compressed replay of a workload with the replay of every op."""
     plan, whole = workload.plan, workload.estimate()
     assert isinstance(plan, Plan)
     each = workload.microbatches // plan.data_ranks
-    seconds, peaks = Outlined(workload, each)(each)
+    seconds, peaks = CompressedReplay(workload, each)(each)
     assert seconds == pytest.approx(whole.step, rel=1e-9)
     assert [asdict(replace(peak, microbatches=0)) for peak in whole.peaks] == list(map(asdict, peaks))
 
@@ -138,11 +138,11 @@ def compare(workload: Workload) -> None:
     max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
 )
 @given(workloads())
-def test_an_outline_is_the_whole_replay(workload: Workload) -> None:
+def test_a_compressed_replay_equals_the_replay_of_every_op(workload: Workload) -> None:
     compare(workload)
 
 
-def test_layers_of_three_blocks_tell_the_sizes_of_all() -> None:
+def test_the_layers_of_three_blocks_have_the_sizes_of_all() -> None:
     for name, model in MODELS.items():
         for mesh in (Mesh(), Mesh(tp=2), Mesh(cp=2), Mesh(cp=2, tp=2), Mesh(dp_shard=2)):
             workload = Workload(Plan(mesh), model(7), find_cluster("h100x64"), 8, 2, find_precision("bf16"))
@@ -152,23 +152,23 @@ def test_layers_of_three_blocks_tell_the_sizes_of_all() -> None:
             assert list(map(workload.repeated.place, layers)) == list(map(workload.cut.place, layers))
 
 
-def test_ranks_of_one_kind_share_what_was_outlined() -> None:
-    """All ranks of a deep pipeline but the first and the last are alike, and so are their steps once it is full."""
+def test_ranks_of_one_kind_share_their_compressed_steps() -> None:
+    """All ranks of a deep pipeline but the first and last are of one kind, and their steps repeat once it is full."""
     shards = dict.fromkeys(("shard_optimizer", "shard_gradients", "shard_parameters"), ("dp_shard",))
     plan = Plan.from_dict({"mesh": {"pp": 8, "dp_shard": 8}, "schedule": "1f1b"} | shards)
     model = MODELS["llama"](23)
     workload = Workload(plan, model, find_cluster("h100x64"), 8 * 40, 1, find_precision("bf16"))
-    outlined = Outlined(workload, 40)
-    outlined(40)
-    steps = sum(len(kind.known) for kind in outlined.kinds)
-    outlined(80)
-    assert sum(len(kind.known) for kind in outlined.kinds) == steps < 80
+    replay = CompressedReplay(workload, 40)
+    replay(40)
+    steps = sum(len(kind.transitions) for kind in replay.kinds.values())
+    replay(80)
+    assert sum(len(kind.transitions) for kind in replay.kinds.values()) == steps < 80
     compare(workload)
 
 
-def test_an_outlined_rank_has_every_verb_that_follows_plans() -> None:
-    """Types say so as well: what follows a plan takes a `PlanRank`, and is given either."""
+def test_a_compressed_rank_has_every_verb_that_plans_use() -> None:
+    """The type checker verifies this too: the code that follows a plan takes a `PlanRank`."""
     verbs = {name for name, each in vars(PlanRank).items() if inspect.isfunction(each) and not name.startswith("_")}
     assert {"all_gather", "update", "direction"} <= verbs
-    assert verbs <= set(dir(Outline))
+    assert verbs <= set(dir(CompressedRank))
     assert verbs <= set(dir(Rank))

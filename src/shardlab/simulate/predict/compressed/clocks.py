@@ -1,6 +1,11 @@
-"""What stands in an outline: seconds of compute, and where a rank meets others or waits.
+"""Entries of compressed steps, and the clocks that replay them.
 
-No entry says where in a step it stands, so that what is repeated stands in an outline as often as it is done.
+An entry is some seconds of compute, a communication, or a wait. A wait counts communications back from the latest one
+and has no absolute number, so the same step can be replayed at any place of a schedule.
+
+A row is the sequence of entries of one rank, which stands for its pipeline stage. `step_seconds` replays all rows
+together, as `shardlab.simulate.timeline.run` replays whole tapes. Messages are always rendezvous here, and every
+communicator has a stream of its own, as on NCCL.
 """
 
 from __future__ import annotations
@@ -13,12 +18,12 @@ from typing import NamedTuple
 
 from shardlab.language import Group
 from shardlab.language.pass_names import NO_LAG, Lag
-from shardlab.simulate.predict.compressed.sample import Crest, Held, SizedPart
+from shardlab.simulate.predict.compressed.sample import CategoryBytes, PassPeak, SizedPart
 from shardlab.simulate.timeline.run import Idle, waited_until
 
 
 class Compute:
-    """Seconds of compute, to which more may be added."""
+    """Seconds of compute. The recorder adds compute that follows directly to the same entry."""
 
     __slots__ = ("seconds",)
 
@@ -26,25 +31,28 @@ class Compute:
         self.seconds = seconds
 
 
-class Issue(NamedTuple):
-    """A collective of ranks that are alike; it takes its group's stream."""
+class LocalCollective(NamedTuple):
+    """Collective of ranks of one stage, which all arrive at the same time. It runs on the stream of its group."""
 
     group: Group
     seconds: float
 
 
-class Await(NamedTuple):
-    """A wait for a collective: the last one that was begun (1), or one before it."""
+class AwaitCollective(NamedTuple):
+    """Wait for the collective that was started `ago` collectives ago (1: the latest one)."""
 
     ago: int
 
 
-class Join(NamedTuple):
-    """A part in a communication with other rows, the next one on its channel.
+class Rendezvous(NamedTuple):
+    """One row's part in a communication with other rows: the next communication on its channel.
 
     Attributes:
-        stream: what it takes turns on: the group, or the two ranks of a message.
-        blocks: seconds for which nothing else is done.
+        channel: names the communication together with its number on the channel.
+        stream: communications on one stream take turns: those of a group, or of the two ranks of a message.
+        members: how many rows take part.
+        seconds: from the arrival of the last member to the end.
+        blocks: seconds in which the row computes nothing after it has arrived.
     """
 
     channel: Hashable
@@ -54,114 +62,109 @@ class Join(NamedTuple):
     blocks: float = 0.0
 
 
-class OutlinedMessage(NamedTuple):
-    """A message to or from another row, on one of the rank's ways."""
+class PostMessage(NamedTuple):
+    """Start of a message to or from another row: the send or the receive is posted."""
 
-    way: int
+    route: int
 
 
-class Take(NamedTuple):
-    """A wait for a message: the next one on its way that was not waited for (0), or one after it."""
+class AwaitMessage(NamedTuple):
+    """Wait for a message: of those on its route that nobody has waited for, the oldest (0) or a later one."""
 
-    way: int
+    route: int
     turn: int
 
 
-class Way(NamedTuple):
-    """A kind of message.
+class Route(NamedTuple):
+    """Messages of one kind between two pipeline ranks.
 
     Attributes:
-        sends: whether the rank sends it.
-        further: how much further the other rank is.
-        part: what it is.
-        layer: that it enters, or whose gradient it is, where it is received.
+        sends: whether this rank sends them.
+        offset: the peer's place in the pipeline, counted from this rank's.
+        part: the value that is sent.
+        layer: of a received value, the layer that it enters or whose gradient it is.
     """
 
     sends: bool
-    further: int
+    offset: int
     part: SizedPart
     layer: int = -1
 
 
-Entry = Compute | Issue | Await | Join | OutlinedMessage | Take
+Entry = Compute | LocalCollective | AwaitCollective | Rendezvous | PostMessage | AwaitMessage
 
 
-class OutlinedStep(NamedTuple):
-    """What a rank does in one step of its schedule.
+class CompressedStep(NamedTuple):
+    """One step of a rank's schedule: what its clock and its memory need to know of it.
 
     Attributes:
         entries: in order.
-        bytes, held: what it leaves behind, less what was there before, in all and by category.
-        crest: the most that it holds beyond what was held when it began (None: nothing is noted in it).
+        bytes, by_category: how much more the rank holds after the step than before, in all and by category.
+        peak: the most that the rank holds during the step, beyond what it held before (None: no op held anything).
     """
 
     entries: list[Entry]
     bytes: int
-    held: Held
-    crest: Crest | None
+    by_category: CategoryBytes
+    peak: PassPeak | None
 
 
-# The clocks of outlines: when ranks meet, as `shardlab.simulate.timeline.run` has it for whole tapes.
-#
-# Messages wait for their receives here, and every communicator has a stream of its own, as on NCCL.
+RendezvousKey = tuple[Hashable, int]
+"""A communication between rows: its channel, and its number on the channel."""
 
-
-Meeting = tuple[Hashable, int]
-"""A communication between rows: its channel, and its number on it."""
-
-
-Row = tuple[Sequence[Entry], Sequence[Join]]
-"""What a rank does, and its part in a message on each of its ways."""
+Row = tuple[Sequence[Entry], Sequence[Rendezvous]]
+"""Entries of a rank's step, and its part in the messages of each route."""
 
 
 def step_seconds(rows: Sequence[Row], contention: float = 0.0, lag: Lag = NO_LAG) -> float:
-    """Find how long it takes until the last row has ended.
+    """Return the seconds until the last row has ended.
 
     Args:
+        rows: one for each pipeline rank.
         contention, lag: see `Prices`.
     """
-    return _OutlineClocks(rows, contention, lag).run()
+    return _RowClocks(rows, contention, lag).run()
 
 
-NOT_YET = -1.0
+PENDING = -1.0
 
-Times = list[float]
-"""When a communication starts and ends (`NOT_YET`: others have still to come)."""
+StartEnd = list[float]
+"""When a communication starts and ends; both are `PENDING` until its last member has arrived."""
 
 
-class _OutlinedRow:
-    """Where a row has got to.
+class _RowState:
+    """Progress of a row.
 
     Attributes:
-        at, clock: the entry that is next, and when.
-        collectives: what it has begun, in order.
-        messages: those on each of its ways that were not waited for.
-        free: when each stream is, of groups that are not across rows.
-        joined: how many communications it has joined, by channel.
-        idle: when it stood still; noted where communication takes time from compute.
-        waits: for what it stands still (None: for nothing).
+        at, clock: index and start time of the next entry.
+        collectives: those that the row has started, in order.
+        messages: by route, those that the row has not waited for.
+        free: by stream, when it is free; streams between rows are not among them.
+        joined: by channel, how many communications with other rows the row has joined.
+        idle: when the row stood still, recorded if communication takes time from compute.
+        waits: the communication that the row waits for (None: it does not wait).
     """
 
     def __init__(self, row: Row) -> None:
-        self.entries, self.ways = row
+        self.entries, self.routes = row
         self.at, self.clock = 0, 0.0
-        self.collectives: list[Times] = []
-        self.messages: list[list[Times]] = [[] for _ in self.ways]
+        self.collectives: list[StartEnd] = []
+        self.messages: list[list[StartEnd]] = [[] for _ in self.routes]
         self.free: dict[Hashable, float] = defaultdict(float)
         self.joined: dict[Hashable, int] = defaultdict(int)
         self.idle: list[Idle] = []
-        self.waits: Times | None = None
+        self.waits: StartEnd | None = None
 
 
-class _OutlineClocks:
+class _RowClocks:
     def __init__(self, rows: Sequence[Row], contention: float, lag: Lag) -> None:
-        self._rows = [_OutlinedRow(row) for row in rows]
+        self._rows = [_RowState(row) for row in rows]
         self._contention, self._lag = contention, lag
         self._free: dict[Hashable, float] = defaultdict(float)  # streams across rows
-        self._joined: dict[Meeting, list[tuple[int, Join, Times]]] = defaultdict(list)  # rows, and their parts
+        self._joined = defaultdict[RendezvousKey, list[tuple[int, Rendezvous, StartEnd]]](list)  # rows, and their parts
         self._tie = count()
         # (time, tie, row to go on, or communication that all have joined)
-        self._heap: list[tuple[float, int, int | Meeting]] = []
+        self._heap: list[tuple[float, int, int | RendezvousKey]] = []
         self._end = 0.0
 
     def run(self) -> float:
@@ -172,15 +175,15 @@ class _OutlineClocks:
             if isinstance(coming, int):
                 self._advance(coming, now)
             else:
-                self._meet(coming, now)
+                self._run_rendezvous(coming, now)
         assert all(row.waits is None for row in self._rows), "every message is sent and received"
         return self._end
 
-    def _push(self, time: float, coming: int | Meeting) -> None:
+    def _push(self, time: float, coming: int | RendezvousKey) -> None:
         heapq.heappush(self._heap, (time, next(self._tie), coming))
 
     def _advance(self, number: int, now: float) -> None:
-        """Go on with a row until it meets others, in the order of time, or waits for them."""
+        """Advance a row to its next communication with other rows, or until it has to wait for one."""
         row = self._rows[number]
         clock, collectives, free, entries = row.clock, row.collectives, row.free, row.entries
         computed = latest = 0.0
@@ -188,7 +191,7 @@ class _OutlineClocks:
             entry = entries[at]
             if isinstance(entry, Compute):
                 clock = computed = clock + entry.seconds
-            elif isinstance(entry, Issue):
+            elif isinstance(entry, LocalCollective):
                 group, seconds = entry
                 start = free[group]
                 if start < clock:
@@ -197,17 +200,18 @@ class _OutlineClocks:
                 collectives.append([start, end])
                 if end > latest:
                     latest = end
-            elif isinstance(entry, Await) or isinstance(entry, Take):  # noqa: SIM101  # a union takes twice as long
-                alike, place = (
-                    (collectives, -entry.ago) if isinstance(entry, Await) else (row.messages[entry.way], entry.turn)
-                )
-                times = alike[place]
+            elif isinstance(entry, AwaitCollective) or isinstance(entry, AwaitMessage):  # noqa: SIM101  # a union takes twice as long
+                if isinstance(entry, AwaitCollective):
+                    started, place = collectives, -entry.ago
+                else:
+                    started, place = row.messages[entry.route], entry.turn
+                times = started[place]
                 start, end = times
-                if end == NOT_YET:
+                if end == PENDING:
                     row.waits = times
                     break
-                if isinstance(entry, Take):
-                    alike.pop(place)
+                if isinstance(entry, AwaitMessage):
+                    started.pop(place)
                 if self._contention or self._lag.most:
                     end = waited_until(row.idle, clock, start, end, self._contention, self._lag)
                     if end > clock:
@@ -218,32 +222,32 @@ class _OutlineClocks:
                 self._push(clock, number)
                 break
             else:
-                times = [NOT_YET, NOT_YET]
-                if isinstance(entry, OutlinedMessage):
-                    row.messages[entry.way].append(times)
-                    joins = row.ways[entry.way]
+                times = [PENDING, PENDING]
+                if isinstance(entry, PostMessage):
+                    row.messages[entry.route].append(times)
+                    part = row.routes[entry.route]
                 else:
                     collectives.append(times)
-                    joins = entry
-                self._join(number, joins, times, now)
-                clock += joins.blocks
+                    part = entry
+                self._join(number, part, times, now)
+                clock += part.blocks
         else:
             at = len(entries)
         row.at, row.clock = at, clock
         self._end = max(self._end, computed, latest)
 
-    def _join(self, number: int, entry: Join, times: Times, now: float) -> None:
+    def _join(self, number: int, entry: Rendezvous, times: StartEnd, now: float) -> None:
         joined, channel = self._rows[number].joined, entry.channel
-        meeting = channel, joined[channel]
+        rendezvous = channel, joined[channel]
         joined[channel] += 1
-        members = self._joined[meeting]
+        members = self._joined[rendezvous]
         members.append((number, entry, times))
         if len(members) == entry.members:
-            self._push(now, meeting)
+            self._push(now, rendezvous)
 
-    def _meet(self, meeting: Meeting, now: float) -> None:
-        """Run what all members have joined, when its stream is free; those who wait for it go on."""
-        members = self._joined.pop(meeting)
+    def _run_rendezvous(self, rendezvous: RendezvousKey, now: float) -> None:
+        """Run a communication that all members have joined when its stream is free, and wake who waits for it."""
+        members = self._joined.pop(rendezvous)
         stream, seconds = members[-1][1].stream, members[-1][1].seconds
         start = max(now, self._free[stream])
         end = self._free[stream] = start + seconds

@@ -1,4 +1,14 @@
-"""What an outlined rank does: a plan's order of work, with passes from a sample."""
+"""Runner that follows a rank's schedule on a compressed rank.
+
+`CompressedRunner` is a `PlanRunner`: the order of gathers, passes, reductions and updates is that of traced programs.
+It differs in two ways. Layers' passes are taken from the sample; if a stage only computes and adds to its gradients,
+all passes of the stage are one measured pass. And a step is given by a `StepKey` instead of a microbatch: the key has
+all that a step's time and memory depend on, beside the rank's state before it.
+
+The parts, in order: `CompressedRunner` with the passes of its layers; `StateSnapshots`, which captures the state of a
+rank between two steps and restores it; `step_keys`, which turns a schedule into a sequence of keys; `rank_kind_key`,
+which is equal for ranks that can share their steps.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +20,18 @@ from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 from shardlab.language import Group, Kind, OpKind
-from shardlab.simulate.predict.compressed.clocks import OutlinedStep
-from shardlab.simulate.predict.compressed.rank import Borders, Outline, OutlineHandle, OutlineValue
+from shardlab.simulate.predict.compressed.clocks import CompressedStep
+from shardlab.simulate.predict.compressed.rank import BoundaryStore, CompressedRank, SizedHandle, SizedValue
 from shardlab.simulate.predict.compressed.sample import (
-    NO_CRESTS,
-    NOTHING,
-    Crest,
+    NO_BYTES,
+    NO_PEAKS,
     Cuts,
-    Meeting,
-    Pass,
+    MeasuredPass,
+    PassCollective,
+    PassPeak,
     PricedSample,
     SizedPart,
-    corrected,
+    with_residual_bytes,
 )
 from shardlab.strategies.plan.program import PlanRunner
 from shardlab.strategies.plan.rank_plan import Keeps, RankPlan
@@ -31,225 +41,236 @@ from shardlab.strategies.schedules.steps import Message, Recv, Send, ShardedStep
 
 
 class _Layers:
-    """Passes of an outlined rank, in the place of a `LayerRunner`."""
+    """Passes of a compressed rank's layers, in the place of a `LayerRunner`."""
 
-    def __init__(self, rank: Outline, rank_plan: RankPlan) -> None:
-        self.rank, self.figures = rank, rank.figures
+    def __init__(self, rank: CompressedRank, rank_plan: RankPlan) -> None:
+        self.rank, self.sample = rank, rank.sample
         self.plan = rank_plan
         sizes = rank_plan.plan.mesh.sizes()
         self.slices = {l: math.prod(sizes[axis] for axis in w.cut_axes) for l, w in rank_plan.weights.items()}
         self.cuts = {l: block_cuts(rank_plan, l) for l in rank_plan.layers}
-        self.given_kept = self.figures.given_kept(rank_plan)
-        self.forwards: dict[tuple[int, Keeps, bool], Pass] = {}
+        self.shared_residuals = self.sample.shared_residuals(rank_plan)
+        self.forwards: dict[tuple[int, Keeps, bool], MeasuredPass] = {}
 
-    def key(self, layer: int) -> tuple[Cuts, int, bool]:
-        """Which sample's pass a layer takes, of which of the sample's layers, and whether it is given what is kept."""
-        return self.cuts[layer], self.figures.alike[layer], layer in self.given_kept
+    def pass_key(self, layer: int) -> tuple[Cuts, int, bool]:
+        """Return what a layer's passes depend on: cuts of its block, its sample layer, its incoming residual."""
+        return self.cuts[layer], self.sample.sample_layer[layer], layer in self.shared_residuals
 
-    def of(self, name: str, layer: int, *rest: object) -> Pass:
-        """A layer's pass, by its name and what else tells it apart."""
-        return self.figures.passes(self.cuts[layer]).by_key[name, self.figures.alike[layer], *rest]
+    def pass_of(self, name: str, layer: int, *rest: object) -> MeasuredPass:
+        """Return a layer's measured pass by name and, of a forward pass, what is kept and handed on."""
+        return self.sample.passes(self.cuts[layer]).by_key[name, self.sample.sample_layer[layer], *rest]
 
-    def forward_of(self, layer: int, keeps: Keeps, stores_outputs: bool) -> Pass:
-        """A layer's forward pass, with its residual stream where it is on this rank."""
+    def forward_of(self, layer: int, keeps: Keeps, stores_outputs: bool) -> MeasuredPass:
+        """Return a layer's forward pass, its residual stream counted as this rank holds it."""
         key = layer, keeps, stores_outputs
         done = self.forwards.get(key)
         if done is None:
-            done = self.of("forward", layer, keeps, stores_outputs)
-            cuts, like, given_kept = self.key(layer)
-            more = given_kept - (like in self.figures.measured_given_kept(cuts))
-            if more and keeps == self.plan.layers[layer].keeps:  # else it is computed again, as in the sample
-                residual = self.figures.border(Kind.RESIDUAL, layer)
-                done = corrected(done, keeps, more * residual.room, residual.slot)
+            done = self.pass_of("forward", layer, keeps, stores_outputs)
+            cuts, like, shared_residuals = self.pass_key(layer)
+            more = shared_residuals - (like in self.sample.sample_shared_residuals(cuts))
+            if more and keeps == self.plan.layers[layer].keeps:  # else this recomputes the layer, as in the sample
+                residual = self.sample.boundary(Kind.RESIDUAL, layer)
+                done = with_residual_bytes(done, keeps, more * residual.held_bytes, residual.slot)
             self.forwards[key] = done
         return done
 
     async def forward(
-        self, layer: int, m: int, weight: OutlineValue, keeps: Keeps, *, stores_outputs: bool = True
+        self, layer: int, m: int, weight: SizedValue, keeps: Keeps, *, stores_outputs: bool = True
     ) -> None:
-        self.rank.passed(self.forward_of(layer, keeps, stores_outputs), layer, weight)
+        self.rank.apply_pass(self.forward_of(layer, keeps, stores_outputs), layer, weight)
 
     async def loss(self, m: int) -> None:
         last = len(self.rank.layers)
-        self.rank.passed(self.figures.passes().by_key["loss", self.figures.alike[last]], last)
+        self.rank.apply_pass(self.sample.passes().by_key["loss", self.sample.sample_layer[last]], last)
 
-    async def backward(self, layer: int, m: int, weight: OutlineValue) -> OutlineValue:
-        return self.with_gradient(self.of("backward", layer), layer, weight)
+    async def backward(self, layer: int, m: int, weight: SizedValue) -> SizedValue:
+        return self.with_gradient(self.pass_of("backward", layer), layer, weight)
 
-    async def backward_input(self, layer: int, m: int, weight: OutlineValue) -> None:
-        self.rank.passed(self.of("backward_input", layer), layer, weight)
+    async def backward_input(self, layer: int, m: int, weight: SizedValue) -> None:
+        self.rank.apply_pass(self.pass_of("backward_input", layer), layer, weight)
 
-    def backward_weight(self, layer: int, m: int) -> OutlineValue:
-        return self.with_gradient(self.of("backward_weight", layer), layer, None)
+    def backward_weight(self, layer: int, m: int) -> SizedValue:
+        return self.with_gradient(self.pass_of("backward_weight", layer), layer, None)
 
     def discard(self, layer: int, m: int) -> None:
-        raise NotImplementedError("plans with frozen blocks are replayed, not outlined")
+        raise NotImplementedError("plans with frozen blocks are replayed, not compressed")
 
-    def gradient(self, layer: int) -> OutlineValue:
-        """The gradient that a layer's backward pass makes of its weight."""
+    def gradient(self, layer: int) -> SizedValue:
+        """Make the gradient that a layer's backward pass returns."""
         owner = self.plan.weight_of(layer)
-        return self.rank.made(Kind.GRAD_WEIGHT, owner, of=self.slices.get(owner, 1))
+        return self.rank.new_value(Kind.GRAD_WEIGHT, owner, of=self.slices.get(owner, 1))
 
-    def adds(self, layer: int) -> bool:
-        """Whether the backward pass itself adds a layer's gradient to an older one."""
+    def accumulates(self, layer: int) -> bool:
+        """Tell whether the backward pass adds a layer's gradient to an older one in place."""
         weight = self.plan.weights.get(owner := self.plan.weight_of(layer))
         return weight is not None and not weight.reduce_every_microbatch and owner in self.rank.grad_weights
 
-    def with_gradient(self, done: Pass, layer: int, weight: OutlineValue | None) -> OutlineValue:
+    def with_gradient(self, done: MeasuredPass, layer: int, weight: SizedValue | None) -> SizedValue:
         gradient = self.gradient(layer)
-        if self.adds(layer):
-            gradient.room = 0
-        self.rank.passed(done, layer, weight, gradient)
+        if self.accumulates(layer):
+            gradient.held_bytes = 0
+        self.rank.apply_pass(done, layer, weight, gradient)
         return gradient
 
 
-class OutlineRunner(PlanRunner[OutlineValue]):
-    """A plan's order of work; where a stage only computes, and adds to gradients, its passes are taken at once."""
+class CompressedRunner(PlanRunner[SizedValue]):
+    """Runner of a plan's steps on a compressed rank.
 
-    def __init__(self, rank: Outline, rank_plan: RankPlan) -> None:
+    Attributes:
+        passes: the passes of the rank's layers.
+        compressed: the rank.
+        key: the key of the step that is running.
+        stage_passes: by name and stage, the passes of all layers of a stage as one.
+        counts: stages whose gradients are reduced without a step of the schedule that says so.
+    """
+
+    def __init__(self, rank: CompressedRank, rank_plan: RankPlan) -> None:
         self.passes = _Layers(rank, rank_plan)
         super().__init__(rank, rank_plan, self.passes)
-        self.outline = rank
-        self.chains: dict[tuple[str, int], Pass] = {}
-        self.token = Token(None)
-        self.counts = {stage for stage, left in self.left.items() if left}  # stages that reduce by themselves
+        self.compressed = rank
+        self.stage_passes: dict[tuple[str, int], MeasuredPass] = {}
+        self.key = StepKey(None)
+        self.counts = {stage for stage, left in self.left.items() if left}
 
     @cached_property
-    def moments(self) -> RankMoments:
-        """RankMoments of this rank, whose weights are loaded."""
-        return RankMoments(self.outline, self.weights, self.gradients)
+    def snapshots(self) -> StateSnapshots:
+        """Snapshots of this rank's state; first asked for when its weights are loaded."""
+        return StateSnapshots(self.compressed, self.weights, self.gradients)
 
-    def take(self, token: Token) -> OutlinedStep:
-        """Take a step that is no message, or the end."""
-        self.token = token
-        running = self.end(token) if token.kind is None else self.step(self.step_of(token))
+    def run_step(self, key: StepKey) -> CompressedStep:
+        """Run a step that is no message, or the end of the schedule."""
+        self.key = key
+        running = self.finish(key) if key.kind is None else self.step(self.step_for(key))
         try:
             running.send(None)
         except StopIteration:
-            return self.outline.stretch()
-        raise AssertionError("an outline never waits for other ranks")
+            return self.compressed.finish_step()
+        raise AssertionError("a compressed rank never waits for other ranks")
 
-    def step_of(self, token: Token) -> ShardedStep:
-        """A step like those that a token stands for; what follows it decides which weights are gathered."""
-        kind, stage = token.kind, self.plan.own_stages[token.stage]
+    def step_for(self, key: StepKey) -> ShardedStep:
+        """Make a step with this key, and tell the gatherer of weights which passes follow it."""
+        kind, stage = key.kind, self.plan.own_stages[key.stage]
         if kind not in (Forward, Backward, BackwardInput, BackwardWeight):
             return cast(Any, kind)(stage)
         if stage in self.counts:
-            self.left[stage] = 1 if token.last else 2
+            self.left[stage] = 1 if key.last else 2
         step = cast(Any, kind)(stage, 0)
         if self.plan.gather_axes:
             ahead = [
-                *(each for each in token.ahead if each is not None),
-                *(StagePass(place, True) for place in token.later),
+                *(each for each in key.ahead if each is not None),
+                *(UpcomingPass(place, True) for place in key.later_stages),
             ]
             stages = self.plan.own_stages
             steps = [(Forward if p.forward else Backward)(stages[p.stage], 0) for p in ahead]
             self.weights.set_uses(weight_uses(self.plan, [step, *steps]))
         return step
 
-    async def end(self, token: Token) -> None:
-        """Update, and wait for all messages."""
+    async def finish(self, key: StepKey) -> None:
+        """Update the weights, and wait for all sends and collectives."""
         await self.gradients.update()
-        self.over(token)
-        self.outline.end()
+        self.wait_for_sends(key)
+        self.compressed.wait_for_all()
 
-    def message(self, token: Token) -> OutlinedStep:
-        """Send or receive."""
-        border = token.border
-        assert border is not None
-        self.over(token)
-        for layer, value in self.values(border, sends=token.kind is Send):
-            if token.kind is Send:
-                if value.kind is Kind.RESIDUAL and layer in self.passes.given_kept:  # now it counts by itself
-                    self.outline.hold(value)
-                    self.outline.note(OpKind.SEND, layer)
-                self.outline.send(value, border.further)
+    def message(self, key: StepKey) -> CompressedStep:
+        """Run a step that sends or receives."""
+        boundary = key.boundary
+        assert boundary is not None
+        self.wait_for_sends(key)
+        for layer, value in self.values(boundary, sends=key.kind is Send):
+            if key.kind is Send:
+                # the message may live longer than the saved activations in which it lies
+                if value.kind is Kind.RESIDUAL and layer in self.passes.shared_residuals:
+                    self.compressed.allocate(value)
+                    self.compressed.record_peak(OpKind.SEND, layer)
+                self.compressed.send(value, boundary.offset)
             else:
-                self.outline.receive(value, layer, border.further)
-        return self.outline.stretch()
+                self.compressed.receive(value, layer, boundary.offset)
+        return self.compressed.finish_step()
 
-    def over(self, token: Token) -> None:
-        """Wait for messages that were sent before."""
-        for border in token.over:
-            for _, value in self.values(border, sends=True):
-                self.outline.sent(value, border.further)
+    def wait_for_sends(self, key: StepKey) -> None:
+        """Wait for earlier sends that must have ended by this step."""
+        for boundary in key.awaited_sends:
+            for _, value in self.values(boundary, sends=True):
+                self.compressed.wait_sent(value, boundary.offset)
 
     async def receive(self, layer: int, m: int, *, forward: bool) -> None:
-        if self.token.takes is not None:
-            border, turn = self.token.takes
-            for layer, value in self.values(border, sends=False):
-                self.outline.received(value, layer, border.further, turn)
+        if self.key.input_message is not None:
+            boundary, turn = self.key.input_message
+            for layer, value in self.values(boundary, sends=False):
+                self.compressed.wait_received(value, layer, boundary.offset, turn)
 
-    def values(self, border: Border, *, sends: bool) -> list[tuple[int, OutlineValue]]:
-        """What passes a border between stages, each with the layer that it enters or whose gradient it is."""
-        layers = self.plan.stages[self.plan.own_stages[border.stage]]
-        layer = layers.stop if border.forward is sends else layers.start
-        return [(layer, cast(Borders, store).coming(layer)) for store in self.boundaries[layer, border.forward]]
+    def values(self, boundary: StageBoundary, *, sends: bool) -> list[tuple[int, SizedValue]]:
+        """List the values that cross a boundary between stages, each with the layer that it enters (or leaves)."""
+        layers = self.plan.stages[self.plan.own_stages[boundary.stage]]
+        layer = layers.stop if boundary.forward is sends else layers.start
+        return [
+            (layer, cast(BoundaryStore, store).value_at(layer)) for store in self.boundaries[layer, boundary.forward]
+        ]
 
     async def forward(self, stage: int, m: int) -> None:
-        chain = None if self.plan.gather_axes else self.chain("forward", stage)
-        if chain is None or self.outline.busy(chain):
+        stage_pass = None if self.plan.gather_axes else self.stage_pass("forward", stage)
+        if stage_pass is None or self.compressed.must_queue(stage_pass):
             await super().forward(stage, m)
             return
         layers = self.plan.stages[stage]
         if stage == 0:
-            self.outline.load_batch([m], None)
+            self.compressed.load_batch([m], None)
         await self.receive(layers[0], m, forward=True)
-        self.outline.passed(chain, layers[0])
+        self.compressed.apply_pass(stage_pass, layers[0])
 
     async def backward(self, stage: int, m: int) -> None:
-        chain = self.chain_of_gradients("backward", stage)
-        if chain is None:
+        stage_pass = self.accumulating_pass("backward", stage)
+        if stage_pass is None:
             await super().backward(stage, m)
             return
         await self.gradient_of_output(stage, m)
-        self.outline.passed(chain, self.plan.stages[stage][0])
+        self.compressed.apply_pass(stage_pass, self.plan.stages[stage][0])
         self.left[stage] -= 1
         if stage == 0:
             del self.rank.grad_activations[0, m]
 
     async def backward_input(self, stage: int, m: int) -> None:
-        chain = None if self.plan.gather_axes else self.chain("backward_input", stage)
-        if chain is None or self.outline.busy(chain):
+        stage_pass = None if self.plan.gather_axes else self.stage_pass("backward_input", stage)
+        if stage_pass is None or self.compressed.must_queue(stage_pass):
             await super().backward_input(stage, m)
             return
         await self.gradient_of_output(stage, m)
-        self.outline.passed(chain, self.plan.stages[stage][0])
+        self.compressed.apply_pass(stage_pass, self.plan.stages[stage][0])
         if stage == 0:
             del self.rank.grad_activations[0, m]
 
     async def backward_weight(self, stage: int, m: int) -> None:
-        chain = self.chain_of_gradients("backward_weight", stage)
-        if chain is None:
+        stage_pass = self.accumulating_pass("backward_weight", stage)
+        if stage_pass is None:
             await super().backward_weight(stage, m)
             return
-        self.outline.passed(chain, self.plan.stages[stage][0])
+        self.compressed.apply_pass(stage_pass, self.plan.stages[stage][0])
         self.left[stage] -= 1
 
-    def chain_of_gradients(self, name: str, stage: int) -> Pass | None:
-        """A stage's passes, if all that is done with the gradients is that they are added to older ones."""
+    def accumulating_pass(self, name: str, stage: int) -> MeasuredPass | None:
+        """Return a stage's passes as one, if its gradients are only added to older ones (None: they are reduced)."""
         if self.plan.gather_axes or self.left[stage] == 1:
             return None
         weightless = self.plan.weightless
-        if not all(self.passes.adds(l) for l in self.plan.stages[stage] if l not in weightless):
+        if not all(self.passes.accumulates(l) for l in self.plan.stages[stage] if l not in weightless):
             return None
-        chain = self.chain(name, stage)
-        return None if self.outline.busy(chain) else chain
+        stage_pass = self.stage_pass(name, stage)
+        return None if self.compressed.must_queue(stage_pass) else stage_pass
 
-    def chain(self, name: str, stage: int) -> Pass:
-        chain = self.chains.get((name, stage))
-        if chain is None:
-            known, layers = self.outline.figures.chains, self.plan.stages[stage]
-            key = (name, *map(self.passes.key, layers))
-            chain = known.get(key)
-            if chain is None:
-                chain = known[key] = chained(list(self.parts(name, layers)))
-            self.chains[name, stage] = chain
-        return chain
+    def stage_pass(self, name: str, stage: int) -> MeasuredPass:
+        stage_pass = self.stage_passes.get((name, stage))
+        if stage_pass is None:
+            known, layers = self.compressed.sample.stage_passes, self.plan.stages[stage]
+            key = (name, *map(self.passes.pass_key, layers))
+            stage_pass = known.get(key)
+            if stage_pass is None:
+                stage_pass = known[key] = join_passes(list(self.passes_in(name, layers)))
+            self.stage_passes[name, stage] = stage_pass
+        return stage_pass
 
-    def parts(self, name: str, layers: range) -> Iterator[tuple[Pass, int]]:
-        """A stage's passes in order, each with its layer's place in the stage."""
-        figures, of, first = self.outline.figures, self.passes.of, layers[0]
+    def passes_in(self, name: str, layers: range) -> Iterator[tuple[MeasuredPass, int]]:
+        """Yield a stage's passes in order, each with its layer's place in the stage."""
+        sample, pass_of, first = self.compressed.sample, self.passes.pass_of, layers[0]
         forward_of = self.passes.forward_of
         if name == "forward":
             for l in layers:
@@ -259,128 +280,136 @@ class OutlineRunner(PlanRunner[OutlineValue]):
             if name != "backward_weight":
                 for again in self.plan.layers[l].recompute:
                     yield forward_of(again, "all", again != l), again - first
-            yield of(name, l), l - first
-            if name != "backward_input" and l not in self.plan.weightless and not figures.prices.adds_in_backward:
-                seconds = figures.compute(OpKind.ADD, self.passes.gradient(l).part)
-                yield Pass(seconds, (), seconds, NOTHING, NO_CRESTS), l - first
+            yield pass_of(name, l), l - first
+            if name != "backward_input" and l not in self.plan.weightless and not sample.prices.adds_in_backward:
+                seconds = sample.compute(OpKind.ADD, self.passes.gradient(l).part)
+                yield MeasuredPass(seconds, (), seconds, NO_BYTES, NO_PEAKS), l - first
 
 
-def chained(parts: Sequence[tuple[Pass, int]]) -> Pass:
-    """Passes one after the other as one, each with its layer's place from the first one's."""
-    held, crest, after = list(NOTHING), None, 0.0
-    meetings: list[Meeting] = []
+def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
+    """Return several passes, one after the other, as one.
+
+    Args:
+        parts: the passes, each with its layer's place counted from the first layer.
+    """
+    held, peak, after = list(NO_BYTES), None, 0.0
+    collectives: list[PassCollective] = []
     for each, place in parts:
-        for meeting in each.meetings:
-            meetings.append(meeting._replace(after=after + meeting.after))
+        for collective in each.collectives:
+            collectives.append(collective._replace(after=after + collective.after))
             after = 0.0
         after += each.rest
-        for found in each.crests:
-            if found is not None and (crest is None or sum(held) + found.bytes > crest.bytes):
-                most = tuple([a + b for a, b in zip(held, found.held, strict=True)])
-                crest = Crest(sum(most), most, found.op, found.layer + place)
-        held = [a + b for a, b in zip(held, each.held, strict=True)]
-    return Pass(sum(each.seconds for each, _ in parts), tuple(meetings), after, tuple(held), (crest, None, None))
+        for found in each.peaks:
+            if found is not None and (peak is None or sum(held) + found.bytes > peak.bytes):
+                most = tuple([a + b for a, b in zip(held, found.by_category, strict=True)])
+                peak = PassPeak(sum(most), most, found.op, found.layer + place)
+        held = [a + b for a, b in zip(held, each.delta, strict=True)]
+    seconds = sum(each.seconds for each, _ in parts)
+    return MeasuredPass(seconds, tuple(collectives), after, tuple(held), (peak, None, None))
 
 
-# RankMoments of an outlined rank between two steps: told so that equal ones are equal, and brought back.
-
-
-class ToldValue(NamedTuple):
-    """A value, as of `OutlineValue`; the part by its `id`."""
+class ValueState(NamedTuple):
+    """State of a `SizedValue`. Its part is given by `id`, which is quicker to compare."""
 
     part: int
     layer: int
     pieces: int
     of: int
-    room: int
+    held_bytes: int
     slot: int
     keys: int
     updated: bool
 
 
-Place = tuple[int, Hashable]
-"""Where a value is: in which of the rank's stores, by which key."""
+StorePlace = tuple[int, Hashable]
+"""Where a value is stored: number of the store, and key in it."""
 
 
-class ToldHandle(NamedTuple):
-    """A collective, as of `OutlineHandle`: how many collectives ago it was begun instead of its number."""
+class HandleState(NamedTuple):
+    """State of a `SizedHandle`. It counts back from the latest collective, so that it does not depend on time."""
 
     group: Group
     ago: int
-    result: ToldValue | None
-    read: Place | ToldValue | None
+    result: ValueState | None
+    read: StorePlace | ValueState | None
 
 
-class RankMoment(NamedTuple):
-    """All that decides what a rank's next steps do, beside the plan.
+class RankState(NamedTuple):
+    """State of a rank between two steps: all that the next step depends on, beside the plan and its own key.
 
     Attributes:
-        held: values in stores. Weights that are not gathered and the optimizer's state are left out: no step but the
-            update changes them.
-        under_way: collectives, in order.
-        gathering, reducing: how far these are; handles by their places among the collectives.
+        values: in stores, as (number of the store, key, state). A rank's own slices of weights and the optimizer's
+            state are left out, since only the update changes them.
+        under_way: outstanding collectives, in order.
+        gathering, reducing: states of the `ParameterGatherer` and the `GradientReducer`, in which handles are given by
+            their places in `under_way`.
     """
 
-    held: frozenset[tuple[int, Hashable, ToldValue]]
-    under_way: tuple[ToldHandle, ...]
+    values: frozenset[tuple[int, Hashable, ValueState]]
+    under_way: tuple[HandleState, ...]
     gathering: Any
     reducing: Any
 
 
-class RankMoments:
-    """RankMoments of one rank."""
+class StateSnapshots:
+    """Captures the state of a rank between two steps, and restores it."""
 
     def __init__(
-        self, rank: Outline, weights: ParameterGatherer[OutlineValue], gradients: GradientReducer[OutlineValue]
+        self, rank: CompressedRank, weights: ParameterGatherer[SizedValue], gradients: GradientReducer[SizedValue]
     ) -> None:
         self._rank, self._weights, self._gradients = rank, weights, gradients
         self._stores = (rank.weights, rank.grad_weights, rank.scalars)
         self._lasting = frozenset(rank.weights)
 
-    def now(self, parts: dict[int, SizedPart]) -> RankMoment:
-        """Tell the present moment.
+    def capture(self, parts: dict[int, SizedPart]) -> RankState:
+        """Return the rank's present state.
 
         Args:
-            parts: gets all that are told by their `id`.
+            parts: gets every part that is in the state, by its `id`.
         """
         rank = self._rank
 
-        def told(value: OutlineValue) -> ToldValue:
+        def state_of(value: SizedValue) -> ValueState:
             part = value.part
             parts[id(part)] = part
-            return ToldValue(
-                id(part), value.layer, value.pieces, value.of, value.room, value.slot, value.keys, value.updated
+            return ValueState(
+                id(part), value.layer, value.pieces, value.of, value.held_bytes, value.slot, value.keys, value.updated
             )
 
-        places: dict[int, Place] = {}
-        held: list[tuple[int, Hashable, ToldValue]] = []
+        places: dict[int, StorePlace] = {}
+        held: list[tuple[int, Hashable, ValueState]] = []
         for number, store in enumerate(self._stores):
             for key, value in store.items():
                 places[id(value)] = (number, key)
                 if number or key not in self._lasting:
-                    held.append((number, key, told(value)))
+                    held.append((number, key, state_of(value)))
         under_way = tuple(
             [
-                ToldHandle(
+                HandleState(
                     each.group,
                     rank.collectives - each.number,
-                    each.result and told(each.result),
-                    each.read and (places.get(id(each.read)) or told(each.read)),
+                    each.result and state_of(each.result),
+                    each.read and (places.get(id(each.read)) or state_of(each.read)),
                 )
                 for each in rank.outstanding
             ]
         )
         numbers: dict[Any, int] = {handle: number for number, handle in enumerate(rank.outstanding)}
-        told_by = numbers.__getitem__
-        return RankMoment(frozenset(held), under_way, self._weights.state(told_by), self._gradients.state(told_by))
+        number_of = numbers.__getitem__
+        return RankState(frozenset(held), under_way, self._weights.state(number_of), self._gradients.state(number_of))
 
-    def back(self, moment: RankMoment, parts: dict[int, SizedPart]) -> None:
-        """Bring a moment back."""
+    def restore(self, state: RankState, parts: dict[int, SizedPart]) -> None:
+        """Set the rank to a state that it had before.
+
+        Args:
+            state: the state.
+            parts: parts by `id`, as `capture` has filled it.
+        """
         rank = self._rank
 
-        def made(told: ToldValue) -> OutlineValue:
-            value = OutlineValue(rank, parts[told.part], told.layer, told.pieces, told.of)
-            value.room, value.slot, value.keys, value.updated = told[4:]
+        def restored(saved: ValueState) -> SizedValue:
+            value = SizedValue(rank, parts[saved.part], saved.layer, saved.pieces, saved.of)
+            value.held_bytes, value.slot, value.keys, value.updated = saved[4:]
             return value
 
         for handle in rank.outstanding:
@@ -388,119 +417,125 @@ class RankMoments:
                 handle.read.reading = ()
         for number, store in enumerate(self._stores):
             store.reset({key: value for key, value in store.items() if not number and key in self._lasting})
-        for number, key, told in moment.held:
-            self._stores[number].put(key, made(told))
+        for number, key, saved in state.values:
+            self._stores[number].put(key, restored(saved))
         rank.outstanding.clear()
         rank.open.clear()
-        rank.collectives = max((told.ago for told in moment.under_way), default=0)
-        for told in moment.under_way:
-            read = told.read
-            value = made(read) if isinstance(read, ToldValue) else read and self._stores[read[0]][read[1]]
-            result = told.result and made(told.result)
-            rank.begin(OutlineHandle(rank, told.group, rank.collectives - told.ago, result, value))
+        rank.collectives = max((saved.ago for saved in state.under_way), default=0)
+        for saved in state.under_way:
+            read = saved.read
+            value = restored(read) if isinstance(read, ValueState) else read and self._stores[read[0]][read[1]]
+            result = saved.result and restored(saved.result)
+            rank.register(SizedHandle(rank, saved.group, rank.collectives - saved.ago, result, value))
         handles: list[Any] = list(rank.outstanding)
-        self._weights.restore(moment.gathering, handles.__getitem__)
-        self._gradients.restore(moment.reducing, handles.__getitem__)
+        self._weights.restore(state.gathering, handles.__getitem__)
+        self._gradients.restore(state.reducing, handles.__getitem__)
 
 
-# A rank's steps as a word, in which equal tokens are equal steps: of any microbatch, of any rank of its kind.
+PASS_STEPS = (Forward, Backward, BackwardInput)
+"""Types of steps that compute with weights."""
 
 
-USES = (Forward, Backward, BackwardInput)
-"""Steps that want weights."""
-
-
-class Border(NamedTuple):
-    """Where messages pass: the place of a stage among the rank's own, whether forward, the peer's place further on."""
-
-    stage: int
-    forward: bool
-    further: int
-
-
-class StagePass(NamedTuple):
-    """A stage's pass, as those that gather weights ahead see it."""
-
-    stage: int
-    forward: bool
-
-
-Ahead = tuple[tuple[StagePass | None, StagePass | None], frozenset[int]]
-"""What comes after a pass, as of `Token`."""
-
-ALONE: Ahead = ((None, None), frozenset())
-
-
-class Token(NamedTuple):
-    """A step.
+class StageBoundary(NamedTuple):
+    """Boundary of a pipeline stage over which a message goes.
 
     Attributes:
-        kind: its type (None: the end, after the last one).
-        stage: its place among the rank's own.
-        border: of a message.
-        over: messages that were sent before, and have to be there by now.
-        takes: the message with which a pass begins, and its turn among those that have come.
-        last: whether it makes the stage's last gradient.
-        ahead: the pass that is next, and the next one of another stage.
-        later: stages that have passes still to come.
+        stage: the stage's place among those of the rank.
+        forward: whether activations go over it, or gradients.
+        offset: the peer's place in the pipeline, counted from this rank's.
+    """
+
+    stage: int
+    forward: bool
+    offset: int
+
+
+class UpcomingPass(NamedTuple):
+    """Pass of a stage that comes later, for which weights may be gathered ahead."""
+
+    stage: int
+    forward: bool
+
+
+Lookahead = tuple[tuple[UpcomingPass | None, UpcomingPass | None], frozenset[int]]
+"""`ahead` and `later_stages` of a `StepKey`."""
+
+NO_LOOKAHEAD: Lookahead = ((None, None), frozenset())
+
+
+class StepKey(NamedTuple):
+    """Key of a step: all that its time and memory depend on, beside the rank's state before it.
+
+    Steps of different microbatches, and of different ranks of one kind, have equal keys if they do the same.
+
+    Attributes:
+        kind: the type of the step (None: the end of the schedule).
+        stage: the stage's place among those of the rank.
+        boundary: of a message (None: the step is no message).
+        awaited_sends: earlier sends that the step waits for.
+        input_message: of a pass, the message that it begins with, and its place among those not waited for yet.
+        last: whether the pass makes the last gradient of its stage.
+        ahead: the next pass, and the next pass of another stage.
+        later_stages: stages that still have passes after this one.
     """
 
     kind: type | None
     stage: int = 0
-    border: Border | None = None
-    over: tuple[Border, ...] = ()
-    takes: tuple[Border, int] | None = None
+    boundary: StageBoundary | None = None
+    awaited_sends: tuple[StageBoundary, ...] = ()
+    input_message: tuple[StageBoundary, int] | None = None
     last: bool = False
-    ahead: tuple[StagePass | None, StagePass | None] = (None, None)
-    later: frozenset[int] = frozenset()
+    ahead: tuple[UpcomingPass | None, UpcomingPass | None] = (None, None)
+    later_stages: frozenset[int] = frozenset()
 
 
-def word_of(steps: Sequence[ShardedStep], own_stages: Sequence[int], here: int, *, gathers: bool) -> list[Token]:
-    """A rank's steps, and the end.
+def step_keys(steps: Sequence[ShardedStep], own_stages: Sequence[int], here: int, *, gathers: bool) -> list[StepKey]:
+    """Return the keys of a rank's steps, and of the end of its schedule.
 
     Args:
-        own_stages: the rank's.
-        here: its place in the pipeline.
-        gathers: whether it gathers weights ahead.
+        steps: the rank's steps in order.
+        own_stages: the stages of the rank.
+        here: the rank's place in the pipeline.
+        gathers: whether the rank gathers weights ahead of their use.
     """
     places = {stage: place for place, stage in enumerate(own_stages)}
     last = {step.stage: at for at, step in enumerate(steps) if isinstance(step, Backward | BackwardWeight)}
     ahead = _ahead(steps, places) if gathers else {}
-    coming: dict[tuple[int, bool], list[tuple[int, Border]]] = defaultdict(list)
-    leaving: dict[int, Border] = {}
-    word: list[Token] = []
+    coming: dict[tuple[int, bool], list[tuple[int, StageBoundary]]] = defaultdict(list)
+    leaving: dict[int, StageBoundary] = {}
+    keys: list[StepKey] = []
     for at, step in enumerate(steps):
         kind, stage = type(step), places[step.stage]
         if isinstance(step, Message):
-            border = Border(stage, step.forward, step.peer - here)
+            boundary = StageBoundary(stage, step.forward, step.peer - here)
             if kind is Recv:
-                coming[stage, step.forward].append((step.microbatch, border))
-                word.append(Token(kind, stage, border))
+                coming[stage, step.forward].append((step.microbatch, boundary))
+                keys.append(StepKey(kind, stage, boundary))
             else:
                 before = leaving.pop(step.peer, None)
-                leaving[step.peer] = border
-                word.append(Token(kind, stage, border, () if before is None else (before,)))
-        elif isinstance(step, USES):
+                leaving[step.peer] = boundary
+                keys.append(StepKey(kind, stage, boundary, () if before is None else (before,)))
+        elif isinstance(step, PASS_STEPS):
             waiting, takes = coming[stage, kind is Forward], None
             turn = next((turn for turn, (m, _) in enumerate(waiting) if m == step.microbatch), None)
             if turn is not None:
                 takes = waiting.pop(turn)[1], turn
-            word.append(Token(kind, stage, None, (), takes, last.get(step.stage) == at, *ahead.get(at, ALONE)))
+            keys.append(StepKey(kind, stage, None, (), takes, last.get(step.stage) == at, *ahead.get(at, NO_LOOKAHEAD)))
         else:
-            word.append(Token(kind, stage, last=last.get(step.stage) == at))
-    return [*word, Token(None, over=tuple(leaving.values()))]
+            keys.append(StepKey(kind, stage, last=last.get(step.stage) == at))
+    return [*keys, StepKey(None, awaited_sends=tuple(leaving.values()))]
 
 
-def _ahead(steps: Sequence[ShardedStep], places: dict[int, int]) -> dict[int, Ahead]:
-    """Find what comes after each pass."""
-    found: dict[int, Ahead] = {}
-    after: StagePass | None = None
-    other: StagePass | None = None
+def _ahead(steps: Sequence[ShardedStep], places: dict[int, int]) -> dict[int, Lookahead]:
+    """Map the index of each pass to the passes that come after it."""
+    found: dict[int, Lookahead] = {}
+    after: UpcomingPass | None = None
+    other: UpcomingPass | None = None
     later: frozenset[int] = frozenset()
     for at in range(len(steps) - 1, -1, -1):
         step = steps[at]
-        if isinstance(step, USES):
-            here = StagePass(places[step.stage], isinstance(step, Forward))
+        if isinstance(step, PASS_STEPS):
+            here = UpcomingPass(places[step.stage], isinstance(step, Forward))
             if after is not None and after.stage != here.stage:
                 other = after
             found[at] = (after, other), later
@@ -510,7 +545,7 @@ def _ahead(steps: Sequence[ShardedStep], places: dict[int, int]) -> dict[int, Ah
 
 
 def block_cuts(plan: RankPlan, layer: int) -> Cuts:
-    """Where stages cut the block of a layer that is computed again."""
+    """Return the layers at which stages cut the block of a recomputed layer (None: it is not recomputed)."""
     if plan.layers[layer].keeps == "all":
         return None if plan.plan.recompute != "full" else ()
     blocks = plan.model.recomputable
@@ -518,10 +553,13 @@ def block_cuts(plan: RankPlan, layer: int) -> Cuts:
     return tuple(stage[0] - block[0] for stage in plan.stages if block[0] < stage[0] <= block[-1])
 
 
-def kind_of(figures: PricedSample, plan: RankPlan) -> Hashable:
-    """Everything about a rank but its steps that its outline depends on; ranks of one kind have alike layers."""
+def rank_kind_key(sample: PricedSample, plan: RankPlan) -> Hashable:
+    """Return a key that is equal for ranks that can share their compressed steps.
+
+    It has all of a rank's plan that a step depends on, but for the order of the steps.
+    """
     model, stages = plan.model, [plan.stages[stage] for stage in plan.own_stages]
-    given_kept = figures.given_kept(plan)
+    shared_residuals = sample.shared_residuals(plan)
     places = {layer: place for place, layer in enumerate(plan.layers)}
     layers = [
         (
@@ -529,7 +567,7 @@ def kind_of(figures: PricedSample, plan: RankPlan) -> Hashable:
             layer.recompute.start - l if layer.recompute else None,
             len(layer.recompute),
             block_cuts(plan, l),
-            l in given_kept,
+            l in shared_residuals,
             l in plan.weightless,
             places.get(plan.weight_of(l), -1),
             model.gathered_with(plan.weight_of(l)) - model.gathered_with(stage.start),
@@ -554,7 +592,7 @@ def kind_of(figures: PricedSample, plan: RankPlan) -> Hashable:
         for l, weight in plan.weights.items()
     ]
     around = [
-        (stage.start == 0, stage.stop == len(model.layers), figures.alike[stage.start : stage.stop + 1])
+        (stage.start == 0, stage.stop == len(model.layers), sample.sample_layer[stage.start : stage.stop + 1])
         for stage in stages
     ]
     adjacent = [after == before + 1 for before, after in zip(plan.own_stages, plan.own_stages[1:], strict=False)]

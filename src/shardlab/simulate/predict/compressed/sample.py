@@ -1,7 +1,13 @@
-"""Passes of a plan's layers, measured on a sample of the plan.
+"""Passes of layers, measured on three blocks of the model.
 
-All blocks of a model are alike, all microbatches are, and so are the ranks of a pipeline but for their layers. So the
-passes of three blocks, on one pipeline rank without data parallelism, tell those of all.
+The blocks of a model are identical, and so are microbatches. So a sample of the workload, three blocks on one pipeline
+rank without data parallelism, has every kind of pass that the workload has. `measure_passes` traces the sample with a
+runner that marks where passes begin and end, replays its tape, and makes a `MeasuredPass` of each marked part: its
+seconds, its collectives, its change of memory and its peaks.
+
+The parts, in order: how the sample is made and marked; `PassMeter`, which measures a part of its tape; `PricedSample`,
+which keeps passes, sizes and prices of one workload; the records `MeasuredPass` and `PassTable`; and a correction of
+residual streams, which a pass of the sample may hold otherwise than the same pass of a rank.
 """
 
 from __future__ import annotations
@@ -29,15 +35,15 @@ from shardlab.strategies.schedules import Action, Backward, BackwardInput, Backw
 from shardlab.strategies.schedules.steps import ShardedStep
 
 
-def passes_of(workload: Workload, done: Collection[type], cuts: Cuts) -> PassTable:
-    """Measure the passes of a workload's layers.
+def measure_passes(workload: Workload, step_types: Collection[type], cuts: Cuts) -> PassTable:
+    """Return the measured passes of a workload's layers.
 
     Args:
-        workload: a sample, with the plan of the whole model.
-        done: the kinds of steps that the plan has.
-        cuts: layers of a block that is computed again at which stages begin (None: measure others).
+        workload: a workload with few blocks, and the plan of the whole model.
+        step_types: types of the steps that the plan's schedule has.
+        cuts: layers at which pipeline stages cut a recomputed block (None: measure blocks that are not recomputed).
     """
-    sample = _on_one_rank(workload, done, cuts)
+    sample = _on_one_rank(workload, step_types, cuts)
     cut = sample.plan, sample.model, sample.cut.layers
     numbers = sample.precision, sample.optimizer, sample.ema, sample.micro_batch_size, sample.microbatches
     several, host_seconds = workload.mesh.world > 1, workload.prices.host_seconds
@@ -45,7 +51,7 @@ def passes_of(workload: Workload, done: Collection[type], cuts: Cuts) -> PassTab
     if key not in _MEASURED:
         if len(_MEASURED) == MOST_MEASURED:
             _MEASURED.clear()
-        _MEASURED[key] = sample, _measured(sample, workload.prices, workload.kept_sizes)
+        _MEASURED[key] = sample, _measure_sample(sample, workload.prices, workload.kept_sizes)
     return _MEASURED[key][1]
 
 
@@ -57,33 +63,33 @@ _MEASURED: dict[Hashable, tuple[Workload, PassTable]] = {}
 with them: no other object can get their `id` then."""
 
 
-def _measured(sample: Workload, prices: Prices, kept: Sizes) -> PassTable:
-    """Trace and replay a sample, and measure its passes."""
+def _measure_sample(sample: Workload, prices: Prices, kept: Sizes) -> PassTable:
+    """Trace and replay a sample, and measure each of its passes."""
     plan, sizes = sample.plan, sample.sizes
     assert isinstance(plan, Plan)
     marks: list[tuple[int, PassKey]] = []
-    borders: dict[tuple[Kind, int], Spec] = {}
+    boundaries: dict[tuple[Kind, int], Spec] = {}
 
     async def strategy(rank: Rank) -> None:
         rank_plan = resolve(plan, rank.sizes, sample.microbatches, rank.index)
-        await _MarkedRunner(rank, rank_plan, _MarkedLayers(rank, rank_plan, marks, borders)).run()
+        await _MarkedRunner(rank, rank_plan, _MarkedLayers(rank, rank_plan, marks, boundaries)).run()
 
     traced = fold(plan, sizes, sample.microbatches, strategy)
-    measuring = PassMeter(traced, prices, Bytes(kept))
-    by_key = {key: measuring.between(start, stop, key) for (start, key), (stop, _) in pairwise(marks) if key}
-    return PassTable(by_key, borders, resolve(plan, sizes, sample.microbatches, 0))
+    meter = PassMeter(traced, prices, Bytes(kept))
+    by_key = {key: meter.measure(start, stop, key) for (start, key), (stop, _) in pairwise(marks) if key}
+    return PassTable(by_key, boundaries, resolve(plan, sizes, sample.microbatches, 0))
 
 
-def _on_one_rank(workload: Workload, done: Collection[type], cuts: Cuts) -> Workload:
-    """Put a sample of a workload on one pipeline rank, without data parallelism."""
+def _on_one_rank(workload: Workload, step_types: Collection[type], cuts: Cuts) -> Workload:
+    """Return the workload on one pipeline rank without data parallelism, with as few microbatches as can be."""
     plan = workload.plan
     assert isinstance(plan, Plan)
-    split, both = BackwardInput in done, {Backward, BackwardInput} <= set(done)
+    split, both = BackwardInput in step_types, {Backward, BackwardInput} <= set(step_types)
     plain = "none" if plan.recompute == "full" or isinstance(plan.recompute, tuple) else plan.recompute
     sampled = replace(
         plan,
         mesh=replace(plan.mesh, pp=1, dp_replicate=1, dp_shard=1),
-        schedule=Schedule("sample", _last_in_halves if split else _one_by_one, stages_per_rank=None),
+        schedule=Schedule("sample", _last_split_schedule if split else _unsplit_schedule, stages_per_rank=None),
         stages_per_rank=1,
         layers_per_stage=(),
         shard_parameters=(),
@@ -103,14 +109,14 @@ def _on_one_rank(workload: Workload, done: Collection[type], cuts: Cuts) -> Work
     return sample
 
 
-def _one_by_one(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
+def _unsplit_schedule(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
     for i in range(microbatches):
         yield from (Forward(stage, i) for stage in range(stages_per_rank))
         yield from (Backward(stage, i) for stage in reversed(range(stages_per_rank)))
 
 
-def _last_in_halves(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    yield from _one_by_one(rank, ranks, microbatches - 1, stages_per_rank)
+def _last_split_schedule(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
+    yield from _unsplit_schedule(rank, ranks, microbatches - 1, stages_per_rank)
     yield from (Forward(stage, microbatches - 1) for stage in range(stages_per_rank))
     for stage in reversed(range(stages_per_rank)):
         yield BackwardInput(stage, microbatches - 1)
@@ -118,7 +124,7 @@ def _last_in_halves(rank: int, ranks: int, microbatches: int, stages_per_rank: i
 
 
 class _MarkedRunner(TracedRunner):
-    """A rank that marks where passes begin and end."""
+    """Runner that marks where the steps of the schedule end, and where a batch is loaded."""
 
     layers: _MarkedLayers
 
@@ -132,29 +138,32 @@ class _MarkedRunner(TracedRunner):
 
 
 class _MarkedLayers(LayerRunner):
-    """Passes that are marked, and the values between them."""
+    """Layers that mark where their passes begin and end, and note the specs of the values between them."""
 
     def __init__(
-        self, rank: Rank, plan: RankPlan, marks: list[tuple[int, PassKey]], borders: dict[tuple[Kind, int], Spec]
+        self, rank: Rank, plan: RankPlan, marks: list[tuple[int, PassKey]], boundaries: dict[tuple[Kind, int], Spec]
     ) -> None:
         super().__init__(rank, plan)
         self.marks = marks
-        self.borders = borders
+        self.boundaries = boundaries
         self.inputs = [[port.kind for port in layer.inputs] for layer in plan.model.layers]
 
     def mark(self, m: int, *key: object) -> None:
-        """Mark a pass's beginning; those of the first microbatch do not count, whose gradients are added to none."""
+        """Mark that a pass with this key begins here, and that the one before it ends.
+
+        Passes of the first microbatch have no key and are not measured, since there are no gradients to add theirs to.
+        """
         self.marks.append((len(self._rank.ops), key if m > 0 else ()))
 
-    def meet(self, layer: int, m: int, kinds: Mapping[Kind, Kind] | None = None) -> None:
-        """Note the values with which a layer's pass begins, or the gradients with which it ends."""
+    def note_boundary(self, layer: int, m: int, kinds: Mapping[Kind, Kind] | None = None) -> None:
+        """Note the specs of the values that enter a layer, or of their gradients."""
         for kind in self.inputs[layer]:
             made = kinds[kind] if kinds else kind
-            self.borders[made, layer] = self._rank.store(made)[layer, m].spec
+            self.boundaries[made, layer] = self._rank.store(made)[layer, m].spec
 
     async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps, *, stores_outputs: bool = True) -> None:
         self.mark(m, "forward", layer, keeps, stores_outputs)
-        self.meet(layer, m)
+        self.note_boundary(layer, m)
         await super().forward(layer, m, weight, keeps, stores_outputs=stores_outputs)
 
     async def loss(self, m: int) -> None:
@@ -164,14 +173,14 @@ class _MarkedLayers(LayerRunner):
     async def backward(self, layer: int, m: int, weight: Value) -> Value:
         self.mark(m, "backward", layer)
         gradient = await super().backward(layer, m, weight)
-        self.meet(layer, m, GRADIENT_OF)
+        self.note_boundary(layer, m, GRADIENT_OF)
         self.mark(-1)  # the sum of gradients comes next
         return gradient
 
     async def backward_input(self, layer: int, m: int, weight: Value) -> None:
         self.mark(m, "backward_input", layer)
         await super().backward_input(layer, m, weight)
-        self.meet(layer, m, GRADIENT_OF)
+        self.note_boundary(layer, m, GRADIENT_OF)
         self.mark(-1)
 
     def backward_weight(self, layer: int, m: int) -> Value:
@@ -181,28 +190,31 @@ class _MarkedLayers(LayerRunner):
         return gradient
 
 
-# Seconds and bytes of a sample's passes, from the replay of its tape.
-
-
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 MAIN = frozenset({OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
 
 
 class PassMeter:
-    """Measures passes, as parts of a sample's tape."""
+    """Meter of passes, which are parts of a sample's tape.
+
+    Attributes:
+        tape, times: the tape, and when its ops start and end.
+        memory: the bytes that are held at each op.
+        arrivals: for each op when compute arrives at it, in seconds.
+    """
 
     def __init__(self, traced: Folded, prices: Prices, size: Bytes) -> None:
         self.tape, self.times = traced.program.tapes[0], Clocks(traced, prices).run()
         self.memory = MemoryLedger(self.tape, traced.specs[0], size, real=True, counters=True, sizes=size.sizes).run()
-        self.moments = self._moments(prices.blocking_p2p)
+        self.arrivals = self._arrivals(prices.blocking_p2p)
 
-    def _moments(self, blocking: float) -> list[float]:
-        """When compute gets to each op."""
-        moments, clock = list[float](), 0.0
+    def _arrivals(self, blocking: float) -> list[float]:
+        """Find when compute arrives at each op."""
+        arrivals, clock = list[float](), 0.0
         issued: dict[int, int] = {}
         idle_until = {idle.op: idle.until for idle in self.times.idle[0]}
         for at, op in enumerate(self.tape):
-            moments.append(clock)
+            arrivals.append(clock)
             if op.kind is WAIT:
                 clock = idle_until.get(issued[op.handle], clock)
             elif op.handle >= 0:
@@ -210,44 +222,47 @@ class PassMeter:
                 clock += blocking * self._seconds(at) if op.kind is OpKind.SEND else 0.0
             elif op.kind is not FREE:
                 clock = self.times.ends[0][at]
-        return moments
+        return arrivals
 
     def _seconds(self, at: int) -> float:
         return self.times.ends[0][at] - self.times.starts[0][at]
 
-    def between(self, start: int, stop: int, key: PassKey) -> Pass:
-        """Measure a pass, from one op up to another."""
+    def measure(self, start: int, stop: int, key: PassKey) -> MeasuredPass:
+        """Measure the pass between two ops, the second one not included."""
         layer = key[1] if len(key) > 1 else 0
         assert isinstance(layer, int)
         tape = self.tape[start:stop]
         main = start + next((at for at, op in enumerate(tape) if op.kind in MAIN), len(tape))
-        meetings, rest = self._meetings(start, stop)
-        seconds = rest + sum(meeting.after + meeting.seconds for meeting in meetings)
+        collectives, rest = self._collectives(start, stop)
+        seconds = rest + sum(collective.after + collective.seconds for collective in collectives)
         if rest < 0:  # communication beside compute, on streams that nobody else uses
-            seconds, meetings = self.moments[stop] - self.moments[start], ()
-        return Pass(
+            seconds, collectives = self.arrivals[stop] - self.arrivals[start], ()
+        return MeasuredPass(
             seconds,
-            meetings,
+            collectives,
             rest if rest >= 0 else seconds,
-            _less(self.memory.at_starts[stop], self.memory.at_starts[start]),
+            _subtract(self.memory.at_starts[stop], self.memory.at_starts[start]),
             (
-                self._crest(start, range(start, main), layer),
-                self._crest(start, range(main, min(main + 1, stop)), layer),
-                self._crest(start, range(main + 1, stop), layer),
+                self._peak(start, range(start, main), layer),
+                self._peak(start, range(main, min(main + 1, stop)), layer),
+                self._peak(start, range(main + 1, stop), layer),
             ),
         )
 
-    def _crest(self, start: int, ops: range, layer: int) -> Crest | None:
+    def _peak(self, start: int, ops: range, layer: int) -> PassPeak | None:
         timed = [at for at in ops if self.tape[at].kind not in (FREE, WAIT)]
         if not timed:
             return None
         at = max(timed, key=self.memory.during.__getitem__)
-        held = _less(self.memory.counters[at], self.memory.at_starts[start])
-        return Crest(sum(held), held, self.tape[at].kind, self.tape[at].layer - layer)
+        held = _subtract(self.memory.counters[at], self.memory.at_starts[start])
+        return PassPeak(sum(held), held, self.tape[at].kind, self.tape[at].layer - layer)
 
-    def _meetings(self, start: int, stop: int) -> tuple[tuple[Meeting, ...], float]:
-        """Collectives that are awaited at once, and the seconds after the last one; below 0: others are not."""
-        found: list[Meeting] = []
+    def _collectives(self, start: int, stop: int) -> tuple[tuple[PassCollective, ...], float]:
+        """Return a pass's collectives, and the seconds of compute after the last one.
+
+        If a collective is not awaited as soon as it is issued, or a message is in the pass, it returns ((), -1.0).
+        """
+        found: list[PassCollective] = []
         after, issued = 0.0, -1
         for at in range(start, stop):
             op = self.tape[at]
@@ -264,102 +279,101 @@ class PassMeter:
             elif op.group is None:
                 return (), -1.0
             else:
-                found.append(Meeting(after, op.group, self._seconds(at)))
+                found.append(PassCollective(after, op.group, self._seconds(at)))
                 after, issued = 0.0, op.handle
         return tuple(found), after
 
 
-def _less(held: Held, other: Held) -> Held:
+def _subtract(held: CategoryBytes, other: CategoryBytes) -> CategoryBytes:
     return tuple([more - less for more, less in zip(held, other, strict=True)])
 
 
-# PricedSample that the outlines of one workload's ranks share: sizes, prices and passes, each found out once.
-
-
 class SizedPart(NamedTuple):
-    """A part of a weight, of its gradient or of its optimizer's state, of a layer of the sample.
+    """Value or part of a value, with its sizes: an activation, or a slice of a weight, gradient or optimizer state.
 
     Attributes:
-        wire, room: its bytes where it is communicated, and where it is held.
-        slot: the category that these count in, by its place.
+        wire_bytes, held_bytes: its bytes when it is communicated, and in memory.
+        slot: index of the category in which the latter count.
     """
 
     spec: Spec
-    wire: int
-    room: int
+    wire_bytes: int
+    held_bytes: int
     slot: int
 
 
 class PricedSample:
-    """Sizes, prices and passes of a workload, from its sample.
+    """Sizes, prices and measured passes of a workload, taken from its sample; each is computed once.
 
     Args:
-        done: the kinds of steps that its plan has.
+        workload: the whole workload.
+        step_types: types of the steps that its schedule has.
 
     Attributes:
-        alike: for each layer the sample's layer that it is like.
-        apart: how far one rank of a pipeline is from the next.
-        merges: whether communication that is awaited at once takes as long as compute does.
-        chains: passes of whole stages, by the passes in them.
+        sample_layer: for each layer, the layer of the sample that is identical to it.
+        rank_stride: difference between the numbers of neighbouring ranks of a pipeline.
+        merges: whether communication that is awaited at once can count as compute: it slows nothing down.
+        stage_passes: passes of whole stages, by the keys of their layers' passes.
     """
 
-    def __init__(self, workload: Workload, done: Collection[type]) -> None:
-        self._sample, self._done = workload.sample, done
-        self.alike = workload.repeated.alike
+    def __init__(self, workload: Workload, step_types: Collection[type]) -> None:
+        self._sample, self._step_types = workload.sample, step_types
+        self.sample_layer = workload.repeated.alike
         self.place = workload.repeated.place
-        self.apart = workload.mesh.world // workload.mesh.pp
+        self.rank_stride = workload.mesh.world // workload.mesh.pp
         self.sizes, self.prices = self._sample.sizes, self._sample.prices
         self.merges = not self.prices.slows
-        self.chains: dict[Hashable, Pass] = {}
-        self._wire, self._room = Bytes(self.sizes), Bytes(self._sample.kept_sizes)
+        self.stage_passes: dict[Hashable, MeasuredPass] = {}
+        self._wire_bytes, self._held_bytes = Bytes(self.sizes), Bytes(self._sample.kept_sizes)
         self._saves = self._sample.kept_sizes.saves_residual
         self._passes: dict[Cuts, PassTable] = {}
-        self._given_kept: dict[Cuts, frozenset[int]] = {}
+        self._shared_residuals: dict[Cuts, frozenset[int]] = {}
         self._parts: dict[Hashable, SizedPart] = {}
         self._seconds: dict[Hashable, float] = {}
 
     def passes(self, cuts: Cuts = None) -> PassTable:
-        """Passes of blocks that are computed again and are cut so by stages (None: of others)."""
+        """Return the passes of recomputed blocks that stages cut so (None: of blocks that are not recomputed)."""
         known = self._passes.get(cuts)
         if known is None:
-            known = self._passes[cuts] = passes_of(self._sample, self._done, cuts)
+            known = self._passes[cuts] = measure_passes(self._sample, self._step_types, cuts)
         return known
 
-    def given_kept(self, plan: RankPlan) -> frozenset[int]:
-        """The layers of a rank that are given a residual stream in what is kept of the layer before (`residuals`)."""
-        return layers_given_kept(plan, self.alike, self._saves)
+    def shared_residuals(self, plan: RankPlan) -> frozenset[int]:
+        """Return the layers of a rank whose incoming residual lies in what the layer before them saves."""
+        return shared_residual_layers(plan, self.sample_layer, self._saves)
 
-    def measured_given_kept(self, cuts: Cuts) -> frozenset[int]:
-        """The layers of the sample that were given one so when its passes were measured."""
-        known = self._given_kept.get(cuts)
+    def sample_shared_residuals(self, cuts: Cuts) -> frozenset[int]:
+        """Return the layers of the sample for which this was so when their passes were measured."""
+        known = self._shared_residuals.get(cuts)
         if known is None:
             plan = self.passes(cuts).plan
-            known = self._given_kept[cuts] = layers_given_kept(plan, range(len(plan.model.layers)), self._saves)
+            layers = range(len(plan.model.layers))
+            known = self._shared_residuals[cuts] = shared_residual_layers(plan, layers, self._saves)
         return known
 
     def part(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> SizedPart:
-        """So many of so many pieces of a layer's parameters, or of something as large."""
-        like = self.alike[layer]
+        """Return `pieces` of the `of` pieces of a layer's parameters, gradient or optimizer state."""
+        like = self.sample_layer[layer]
         key = (kind, like, pieces, of)
         known = self._parts.get(key)
         if known is None:
             spec = Spec(form_of(kind, like, 0, Space(0), Holds((1 << pieces) - 1, of)))
-            known = self._parts[key] = self.measured(spec)
+            known = self._parts[key] = self.size(spec)
         return known
 
-    def border(self, kind: Kind, layer: int) -> SizedPart:
-        """The value of a kind that enters a layer, or its gradient."""
-        key = (kind, self.alike[layer])
+    def boundary(self, kind: Kind, layer: int) -> SizedPart:
+        """Return the value of a kind that enters a layer, or that is the gradient of one."""
+        key = (kind, self.sample_layer[layer])
         known = self._parts.get(key)
         if known is None:
-            known = self._parts[key] = self.measured(self.passes().borders[key])
+            known = self._parts[key] = self.size(self.passes().boundaries[key])
         return known
 
-    def measured(self, spec: Spec) -> SizedPart:
-        return SizedPart(spec, self._wire(spec), self._room(spec), CATEGORY_OF_KIND[spec.kind])
+    def size(self, spec: Spec) -> SizedPart:
+        return SizedPart(spec, self._wire_bytes(spec), self._held_bytes(spec), CATEGORY_OF_KIND[spec.kind])
 
     def compute(self, kind: OpKind, part: SizedPart) -> float:
-        """Seconds of an op on parameters, their gradient or a scalar."""
+        """Return the seconds of an op on parameters, a gradient or a scalar."""
         form = part.spec.form
         key = (kind, form)
         known = self._seconds.get(key)
@@ -369,7 +383,7 @@ class PricedSample:
         return known
 
     def collective(self, kind: OpKind, bytes: int, group: Group) -> float:
-        """Seconds of a collective, from its last member's arrival."""
+        """Return the seconds of a collective from the arrival of its last member."""
         key = (kind, bytes, group)
         known = self._seconds.get(key)
         if known is None:
@@ -377,43 +391,40 @@ class PricedSample:
         return known
 
     def message(self, part: SizedPart, source: int, target: int) -> float:
-        """Seconds of a message."""
-        key = (part.spec.form, part.wire, source, target)
+        """Return the seconds of a message."""
+        key = (part.spec.form, part.wire_bytes, source, target)
         known = self._seconds.get(key)
         if known is None:
-            known = self._seconds[key] = self.prices.message_times(part.spec.kind, part.wire, source, target)[0]
+            known = self._seconds[key] = self.prices.message_times(part.spec.kind, part.wire_bytes, source, target)[0]
         return known
 
 
-# Passes: what a layer's forward or backward pass takes in seconds and bytes.
-
-
-Held = tuple[int, ...]
+CategoryBytes = tuple[int, ...]
 """Bytes, in the order of `CATEGORIES`."""
 
-NOTHING: Held = (0,) * len(CATEGORIES)
+NO_BYTES: CategoryBytes = (0,) * len(CATEGORIES)
 
 
-class Crest(NamedTuple):
-    """The most that a pass holds beyond what was held when it began.
+class PassPeak(NamedTuple):
+    """Largest memory during a part of a pass, beyond what was held when the pass began.
 
     Attributes:
-        bytes, held: how much, in all and by category.
-        op, layer: during which op, on which layer, counted from the pass's own.
+        bytes, by_category: in all and by category.
+        op, layer: the op that runs then; its layer, counted from the pass's first layer.
     """
 
     bytes: int
-    held: Held
+    by_category: CategoryBytes
     op: OpKind
     layer: int
 
 
-class Meeting(NamedTuple):
-    """A collective that is awaited at once.
+class PassCollective(NamedTuple):
+    """Collective of a pass that is awaited as soon as it is issued.
 
     Attributes:
-        after: seconds of compute before it, since the one before.
-        group, seconds: who meets, for how long.
+        after: seconds of compute between the collective before it and this one.
+        group, seconds: its members, and how long it takes.
     """
 
     after: float
@@ -421,72 +432,67 @@ class Meeting(NamedTuple):
     seconds: float
 
 
-NO_CRESTS = (None, None, None)
+NO_PEAKS = (None, None, None)
 
 
 @dataclass(frozen=True)
-class Pass:
-    """A layer's pass, or several one after the other.
+class MeasuredPass:
+    """Forward or backward pass of a layer, or of several layers one after the other.
 
     Attributes:
-        seconds: from its beginning to its end, on idle streams.
-        meetings: its collectives, where all are awaited at once.
+        seconds: from its start to its end, on idle streams.
+        collectives: its collectives, if each is awaited as soon as it is issued; otherwise their time is in `rest`.
         rest: seconds of compute after the last of these.
-        held: what it leaves behind, less what was there before.
-        crests: the most that it holds before, at and after the op that computes with the weight.
-        bytes, changes: `held` in all, and by those categories of which it is not 0.
-        groups: those that meet.
+        delta: bytes that are held after it and were not before, by category.
+        peaks: of the ops before the one that computes with the weight, of that op, and of the ops after it.
+        bytes, changes: `delta` in all, and (category, bytes) where it is not 0.
+        groups: those of the collectives.
     """
 
     seconds: float
-    meetings: tuple[Meeting, ...]
+    collectives: tuple[PassCollective, ...]
     rest: float
-    held: Held
-    crests: tuple[Crest | None, Crest | None, Crest | None]
+    delta: CategoryBytes
+    peaks: tuple[PassPeak | None, PassPeak | None, PassPeak | None]
     bytes: int = field(init=False)
     changes: tuple[tuple[int, int], ...] = field(init=False)
     groups: frozenset[Group] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bytes", sum(self.held))
-        object.__setattr__(self, "changes", tuple([(slot, change) for slot, change in enumerate(self.held) if change]))
-        object.__setattr__(self, "groups", frozenset(meeting.group for meeting in self.meetings))
+        object.__setattr__(self, "bytes", sum(self.delta))
+        object.__setattr__(self, "changes", tuple([(slot, change) for slot, change in enumerate(self.delta) if change]))
+        object.__setattr__(self, "groups", frozenset(collective.group for collective in self.collectives))
 
 
 PassKey = tuple[object, ...]
 
 Cuts = tuple[int, ...] | None
-"""Layers of a block, from its first one, at which stages begin, where it is computed again; None where it is not."""
+"""Layers at which pipeline stages cut a recomputed block, counted from its first; None: it is not recomputed."""
 
 
 class PassTable(NamedTuple):
-    """Passes of a sample's layers.
+    """Measured passes of a sample.
 
     Attributes:
-        by_key: each pass, by its name, its layer, and what else tells it apart.
-        borders: the value of a kind that enters a layer, or its gradient.
+        by_key: by name, layer of the sample, and of a forward pass what is kept and whether it is the last op.
+        boundaries: specs of the values that enter layers and of their gradients, by kind and layer.
         plan: of the sample's rank.
     """
 
-    by_key: Mapping[PassKey, Pass]
-    borders: Mapping[tuple[Kind, int], Spec]
+    by_key: Mapping[PassKey, MeasuredPass]
+    boundaries: Mapping[tuple[Kind, int], Spec]
     plan: RankPlan
 
 
-# Residual streams that lie in what layers keep, and so take no room of their own.
-#
-# `shardlab.simulate.timeline.memory.MemoryLedger` says when that is. A pass of a sample is measured beside the
-# sample's other layers, so it is corrected where the layer before it, on the rank that is outlined, keeps more or
-# less.
+def shared_residual_layers(plan: RankPlan, alike: Sequence[int], saves: Sequence[bool]) -> frozenset[int]:
+    """Return the layers whose incoming residual stream lies in the saved activations of the layer that makes it.
 
-
-def layers_given_kept(plan: RankPlan, alike: Sequence[int], saves: Sequence[bool]) -> frozenset[int]:
-    """The layers that are given a residual stream which lies in what the layer that makes it keeps.
+    Such a residual takes no memory of its own (see `shardlab.simulate.timeline.memory.MemoryLedger`).
 
     Args:
         plan: of the rank that has both layers.
-        alike: for each layer, the one whose sizes it has.
-        saves: whether a layer's saved activations have the residual stream in them (see `Sizes.saves_residual`).
+        alike: for each layer, the layer of the sample that has its sizes.
+        saves: whether a layer's saved activations contain the residual stream (see `Sizes.saves_residual`).
     """
     return frozenset(
         port.layer
@@ -497,26 +503,28 @@ def layers_given_kept(plan: RankPlan, alike: Sequence[int], saves: Sequence[bool
     )
 
 
-def corrected(done: Pass, keeps: Keeps, bytes: int, slot: int) -> Pass:
-    """A forward pass at whose end so many bytes more are held, since its residual stream was not measured as it is.
+def with_residual_bytes(done: MeasuredPass, keeps: Keeps, bytes: int, slot: int) -> MeasuredPass:
+    """Return a forward pass after which `bytes` more are held than after the sample's, for its incoming residual.
 
-    A layer that keeps all has read the residual by then. Others read it as something that may be there for longer than
-    what layers keep, so that it takes room from the layer's own op on.
+    A pass was measured beside the sample's other layers. On a rank, the layer before it may save more or less, so that
+    the residual shares memory with the saved activations in one case and not in the other. A layer that keeps all has
+    read the residual when its op is over. A layer that keeps less reads it as a value that may live longer, so the
+    residual takes memory of its own from the layer's op on.
 
     Args:
-        done: the pass of a sample.
+        done: the pass of the sample.
         keeps: what the layer keeps.
-        bytes: of the residual stream; below 0 where the sample's takes room that the rank's does not.
-        slot: the category that these count in, by its place.
+        bytes: of the residual stream; negative if the sample's takes memory of its own and the rank's does not.
+        slot: index of the category in which these count.
     """
-    before, main, after = done.crests
-    crests = before, main if keeps == "all" else _higher(main, bytes, slot), _higher(after, bytes, slot)
-    return replace(done, held=_more(done.held, bytes, slot), crests=crests)
+    before, main, after = done.peaks
+    peaks = before, main if keeps == "all" else _higher_peak(main, bytes, slot), _higher_peak(after, bytes, slot)
+    return replace(done, delta=_add_bytes(done.delta, bytes, slot), peaks=peaks)
 
 
-def _higher(crest: Crest | None, bytes: int, slot: int) -> Crest | None:
-    return crest and crest._replace(bytes=crest.bytes + bytes, held=_more(crest.held, bytes, slot))
+def _higher_peak(peak: PassPeak | None, bytes: int, slot: int) -> PassPeak | None:
+    return peak and peak._replace(bytes=peak.bytes + bytes, by_category=_add_bytes(peak.by_category, bytes, slot))
 
 
-def _more(held: Held, bytes: int, slot: int) -> Held:
+def _add_bytes(held: CategoryBytes, bytes: int, slot: int) -> CategoryBytes:
     return (*held[:slot], held[slot] + bytes, *held[slot + 1 :])

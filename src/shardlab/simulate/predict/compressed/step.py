@@ -1,4 +1,10 @@
-"""Plans, outlined: every rank of a pipeline, from the passes of a sample and the plan's own order of work."""
+"""Steps of the ranks of a pipeline, computed once for each state of a rank and each kind of step.
+
+A `StepCompressor` turns a rank's plan into a list of `CompressedStep`s: `row` gives their entries to the clocks, and
+`peak` adds up their bytes. Ranks whose layers, weights and neighbours are of the same kinds share one `RankKind`, which
+runs a single rank and remembers what each step did. With more microbatches the schedule is longer, but few of its steps
+are new.
+"""
 
 from __future__ import annotations
 
@@ -7,139 +13,151 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardlab.language import OpKind
-from shardlab.simulate.predict.compressed.clocks import Entry, Join, OutlinedStep, Row, Way
-from shardlab.simulate.predict.compressed.rank import Outline
-from shardlab.simulate.predict.compressed.runner import OutlineRunner, RankMoment, Token, kind_of, word_of
-from shardlab.simulate.predict.compressed.sample import NOTHING, Crest, PricedSample, SizedPart
+from shardlab.simulate.predict.compressed.clocks import CompressedStep, Entry, Rendezvous, Route, Row
+from shardlab.simulate.predict.compressed.rank import CompressedRank
+from shardlab.simulate.predict.compressed.runner import CompressedRunner, RankState, StepKey, rank_kind_key, step_keys
+from shardlab.simulate.predict.compressed.sample import NO_BYTES, PassPeak, PricedSample, SizedPart
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.timeline.memory import CATEGORIES
 from shardlab.strategies.plan.rank_plan import RankPlan
 
 
-class RankOutline(NamedTuple):
-    """A rank's step, outlined.
+class RankSteps(NamedTuple):
+    """Training step of one rank, as a sequence of compressed steps of its schedule.
 
     Attributes:
-        kind: the ranks like it, of which one was outlined.
-        stretches: what it does, in order.
+        kind: the kind of rank that it was computed for.
+        steps: in order; the first loads the weights, the last updates them.
     """
 
     kind: RankKind
-    stretches: list[OutlinedStep]
+    steps: list[CompressedStep]
 
 
-class Outlines:
-    """Outlines of a workload's ranks, for any number of microbatches."""
+class StepCompressor:
+    """Compressed steps of a workload's ranks, for any number of microbatches.
 
-    def __init__(self, figures: PricedSample) -> None:
-        self._figures = figures
+    Args:
+        sample: sizes, prices and measured passes of the workload.
+
+    Attributes:
+        kinds: the kinds of ranks seen so far.
+    """
+
+    def __init__(self, sample: PricedSample) -> None:
+        self._sample = sample
         self.kinds: dict[Hashable, RankKind] = {}
 
-    def of(self, plan: RankPlan, index: int) -> RankOutline:
-        """Outline the step of a rank, by its number and the plan made out for it."""
-        key = kind_of(self._figures, plan)
+    def compress(self, plan: RankPlan, index: int) -> RankSteps:
+        """Return the compressed step of a rank.
+
+        Args:
+            plan: the plan as resolved for the rank.
+            index: the rank's number.
+        """
+        key = rank_kind_key(self._sample, plan)
         kind = self.kinds.get(key)
         if kind is None:
-            kind = self.kinds[key] = RankKind(self._figures, plan, index)
+            kind = self.kinds[key] = RankKind(self._sample, plan, index)
         gathers = bool(plan.gather_axes) and not plan.explicit_gathers
-        return RankOutline(
-            kind, kind.follow(word_of(plan.steps, plan.own_stages, plan.pipeline.index(index), gathers=gathers))
-        )
+        keys = step_keys(plan.steps, plan.own_stages, plan.pipeline.index(index), gathers=gathers)
+        return RankSteps(kind, kind.steps_for(keys))
 
-    def row(self, rank: RankOutline, index: int) -> Row:
-        """What a rank does and when it meets others."""
+    def row(self, rank: RankSteps, index: int) -> Row:
+        """Return the entries of a rank's step, and its part in the messages of each route."""
         entries: list[Entry] = []
-        for stretch in rank.stretches:
-            entries += stretch.entries
-        return entries, [self._join(way, index) for way in rank.kind.ways]
+        for step in rank.steps:
+            entries += step.entries
+        return entries, [self._rendezvous(route, index) for route in rank.kind.routes]
 
-    def _join(self, way: Way, index: int) -> Join:
-        further = index + way.further * self._figures.apart
-        source, target = (index, further) if way.sends else (further, index)
-        seconds = self._figures.message(way.part, source, target)
-        blocks = self._figures.prices.blocking_p2p * seconds if way.sends else 0.0
-        return Join((source, target), frozenset((source, target)), 2, seconds, blocks)
+    def _rendezvous(self, route: Route, index: int) -> Rendezvous:
+        peer = index + route.offset * self._sample.rank_stride
+        source, target = (index, peer) if route.sends else (peer, index)
+        seconds = self._sample.message(route.part, source, target)
+        blocks = self._sample.prices.blocking_p2p * seconds if route.sends else 0.0
+        return Rendezvous((source, target), frozenset((source, target)), 2, seconds, blocks)
 
-    def peak(self, rank: RankOutline, plan: RankPlan, index: int) -> Peak:
-        """The most that a rank holds."""
+    def peak(self, rank: RankSteps, plan: RankPlan, index: int) -> Peak:
+        """Return the peak of a rank's memory in a step."""
         held = most = 0
-        crest, before = None, 0
-        for at, stretch in enumerate(rank.stretches):
-            if stretch.crest is not None and held + stretch.crest.bytes > most:
-                most, crest, before = held + stretch.crest.bytes, stretch.crest, at
-            held += stretch.bytes
-        if crest is None:
-            crest = Crest(0, NOTHING, OpKind.LOAD_WEIGHT, 0)
-        each = zip(crest.held, *[stretch.held for stretch in rank.stretches[:before]], strict=True)
+        peak, before = None, 0
+        for at, step in enumerate(rank.steps):
+            if step.peak is not None and held + step.peak.bytes > most:
+                most, peak, before = held + step.peak.bytes, step.peak, at
+            held += step.bytes
+        if peak is None:
+            peak = PassPeak(0, NO_BYTES, OpKind.LOAD_WEIGHT, 0)
+        each = zip(peak.by_category, *[step.by_category for step in rank.steps[:before]], strict=True)
         by_category = {category.value: sum(bytes) for category, bytes in zip(CATEGORIES, each, strict=True)}
-        layer = crest.layer if crest.layer < 0 else _layers(plan)[_layers(rank.kind.plan).index(crest.layer)]
-        part = "" if layer < 0 else "head" if layer == len(plan.model.layers) else self._figures.place(layer)
-        return Peak(index, most, by_category, crest.op, layer, 0, part)
+        layer = peak.layer if peak.layer < 0 else _layers(plan)[_layers(rank.kind.plan).index(peak.layer)]
+        part = "" if layer < 0 else "head" if layer == len(plan.model.layers) else self._sample.place(layer)
+        return Peak(index, most, by_category, peak.op, layer, 0, part)
 
 
 def _layers(plan: RankPlan) -> list[int]:
-    """A rank's layers, and those that follow its stages."""
+    """List a rank's layers, and the layer that follows each of its stages."""
     return [*plan.layers, *(plan.stages[stage].stop for stage in plan.own_stages)]
 
 
 class RankKind:
-    """Ranks that are alike but for the order of their steps.
+    """Kind of ranks: they differ in nothing but the order of their steps.
 
-    What a step does follows from the moment before it. So one is outlined of each moment and step that is met anywhere;
-    moments are brought back for that.
+    What a step does depends on its key and on the rank's state before it. So each pair of state and key is run once, on
+    one rank of this kind. To run a step from an earlier state, that state is restored first.
 
     Attributes:
-        plan: made out for the one that is outlined.
-        ways: its messages.
-        known: what a step does from a moment, and the moment after it.
+        plan: the plan of the rank that is run.
+        routes: the kinds of messages that it sends and receives.
+        transitions: number of a state and step key to the compressed step, and the number of the state after it.
     """
 
-    def __init__(self, figures: PricedSample, plan: RankPlan, index: int) -> None:
-        self._figures, self._index = figures, index
+    def __init__(self, sample: PricedSample, plan: RankPlan, index: int) -> None:
+        self._sample, self._index = sample, index
         self.plan = replace(plan, steps=tuple({type(step): step for step in plan.steps}.values()))
-        self.ways: list[Way] = []
+        self.routes: list[Route] = []
         self._parts: dict[int, SizedPart] = {}
-        self._numbers: dict[RankMoment, int] = {}
-        self._moments: list[RankMoment] = []
-        self.known: dict[tuple[int, Token], tuple[OutlinedStep, int]] = {}
-        self._messages: dict[Token, OutlinedStep] = {}
+        self._state_numbers: dict[RankState, int] = {}
+        self._states: list[RankState] = []
+        self.transitions: dict[tuple[int, StepKey], tuple[CompressedStep, int]] = {}
+        self._messages: dict[StepKey, CompressedStep] = {}
         self._load()
 
     def _load(self) -> None:
-        """Begin with the weights alone."""
-        self._runner = OutlineRunner(Outline(self._index, self.plan.plan.mesh, self._figures, self.ways), self.plan)
+        """Make a rank that has its weights loaded and has run no step."""
+        rank = CompressedRank(self._index, self.plan.plan.mesh, self._sample, self.routes)
+        self._runner = CompressedRunner(rank, self.plan)
         self._runner.gradients.load()
-        self._loaded = self._runner.outline.stretch()
-        self._moment = self._number()
+        self._loaded = self._runner.compressed.finish_step()
+        self._state = self._number()
 
-    def follow(self, word: Sequence[Token]) -> list[OutlinedStep]:
-        """Take a rank's steps."""
-        stretches, moment = [self._loaded], 0
-        for token in word:
-            if token.border is not None:
-                stretch = self._messages.get(token)
-                if stretch is None:
-                    stretch = self._messages[token] = self._runner.message(token)
+    def steps_for(self, keys: Sequence[StepKey]) -> list[CompressedStep]:
+        """Return the compressed steps of a sequence of step keys."""
+        steps, state = [self._loaded], 0
+        for key in keys:
+            if key.boundary is not None:
+                step = self._messages.get(key)
+                if step is None:
+                    step = self._messages[key] = self._runner.message(key)
             else:
-                known = self.known.get((moment, token))
+                known = self.transitions.get((state, key))
                 if known is None:
-                    known = self.known[moment, token] = self._step(moment, token)
-                stretch, moment = known
-            stretches.append(stretch)
-        return stretches
+                    known = self.transitions[state, key] = self._step(state, key)
+                step, state = known
+            steps.append(step)
+        return steps
 
-    def _step(self, moment: int, token: Token) -> tuple[OutlinedStep, int]:
-        if self._moment < 0:
+    def _step(self, state: int, key: StepKey) -> tuple[CompressedStep, int]:
+        if self._state < 0:
             self._load()
-        if self._moment != moment:
-            self._runner.moments.back(self._moments[moment], self._parts)
-        stretch = self._runner.take(token)
-        self._moment = self._number() if token.kind else -1  # the update changes what no moment tells
-        return stretch, self._moment
+        if self._state != state:
+            self._runner.snapshots.restore(self._states[state], self._parts)
+        step = self._runner.run_step(key)
+        self._state = self._number() if key.kind else -1  # the update changes values that no state has
+        return step, self._state
 
     def _number(self) -> int:
-        moment = self._runner.moments.now(self._parts)
-        number = self._numbers.setdefault(moment, len(self._moments))
-        if number == len(self._moments):
-            self._moments.append(moment)
+        state = self._runner.snapshots.capture(self._parts)
+        number = self._state_numbers.setdefault(state, len(self._states))
+        if number == len(self._states):
+            self._states.append(state)
         return number
