@@ -1,4 +1,8 @@
-"""Figures of a step, from its replay in seconds and bytes."""
+"""Estimate of a step: figures of its replay in seconds and bytes.
+
+`estimate` replays a traced program. An `Estimate` gives the step's duration, the shares of compute, exposed
+communication and bubble, and the memory peak (`Peak`) of each rank.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,15 @@ from shardlab.simulate.timeline.timeline import Timeline
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that one rank holds at a time, in bytes.
+    """Largest memory of one rank during a step.
 
     Attributes:
-        rank: which (of folded ranks, the one that stands for those of its stage).
-        bytes: how many.
-        by_category: what for.
-        op, layer, microbatches: during which op (None: the rank does nothing), on which of the program's layers and
-            which microbatches (a bit set).
-        part: of the model, if it is known: what that layer is to a reader.
+        rank: number of the rank; of a folded program, the one that stands for those of its stage.
+        bytes: bytes of tensors.
+        by_category: these bytes by purpose.
+        op, layer, microbatches: the op that runs then (None: the rank has no ops), its layer in the program, and its
+            microbatches as a bit set.
+        part: the name of that layer in the model ("": it is not known).
     """
 
     rank: int
@@ -40,7 +44,7 @@ class Peak:
 
     @property
     def cause(self) -> str:
-        """`backward of block 3, feed-forward, microbatch 0`; a part that is not in a block has an article."""
+        """The op at the peak in words, such as `backward of block 3, feed-forward, microbatch 0`."""
         if self.op is None:
             return "a rank without ops"
         part = self.part if not self.part or self.part.startswith("block") else f"the {self.part}"
@@ -52,14 +56,14 @@ class Peak:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One step of a traced program, timed by prices.
+    """Replay of one step of a traced program.
 
     Attributes:
-        traced: what was replayed.
-        times: when everything happened.
-        memory: what each row holds.
-        place: where a layer stands in the model (None: layers are only numbered).
-        beside: seconds of the step beside its ops, in which no rank computes.
+        traced: the program.
+        times: start and end of every op.
+        memory: memory of each row.
+        place: names a layer's place in the model (None: layers have only numbers).
+        beside: seconds of the step that belong to no op, in which no rank computes.
     """
 
     traced: Traced
@@ -70,13 +74,15 @@ class Estimate:
 
     @cached_property
     def step(self) -> float:
-        """How long the step takes."""
+        """Duration of the step."""
         return self.times.end + self.beside
 
     @cached_property
     def compute_share(self) -> float:
-        """Share of the step in which compute runs; the mean over ranks. With exposed communication and bubble it makes
-        1."""
+        """Share of the step in which compute runs, the mean over ranks.
+
+        Together with the shares of exposed communication and of the bubble it makes 1.
+        """
         busy = 0.0
         for row, tape in enumerate(self.traced.program.tapes):
             starts, ends = self.times.starts[row], self.times.ends[row]
@@ -85,9 +91,9 @@ class Estimate:
 
     @cached_property
     def exposed(self) -> dict[tuple[str, str], float]:
-        """Share of the step in which compute waits for communication, by (kind, axis); the mean over ranks.
+        """Share of the step in which compute waits for communication, by (kind, axis), the mean over ranks.
 
-        It counts from when all members have come; what is waited for then runs, or is queued behind another one.
+        A wait counts from the arrival of the last member: the communication then runs, or is queued behind another.
         """
         waited: dict[tuple[str, str], float] = defaultdict(float)
         for row, tape in enumerate(self.traced.program.tapes):
@@ -105,7 +111,7 @@ class Estimate:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the step in which a rank has nothing to do: it waits until others have come, or has ended."""
+        """Share of the step in which a rank waits until other ranks have arrived, or has ended."""
         return max(0.0, 1.0 - self.compute_share - self.exposed_share) if self.step else 0.0
 
     @cached_property
@@ -117,18 +123,18 @@ class Estimate:
 
     @property
     def peak(self) -> Peak:
-        """The largest."""
+        """The largest peak of all rows."""
         return max(self.peaks, key=lambda peak: peak.bytes)
 
     def timeline(self) -> Timeline:
-        """All events; of many ranks that takes longer than the estimate."""
+        """Return the timeline with all events. For many ranks this takes longer than the estimate itself."""
         return timeline_of(self.traced, self.times, [memory.during for memory in self.memory], in_seconds=True)
 
     def _part(self, peak: Peak) -> str:
         if self.place is None or peak.layer < 0:
             return ""
         if peak.layer == self.traced.program.layers:
-            return "head"  # the loss and the logits are numbered as what comes after the last layer
+            return "head"  # the loss and the logits have the number after the last layer's
         return self.place(peak.layer)
 
     def _share(self, seconds: float) -> float:
@@ -147,7 +153,9 @@ def estimate(
     """Replay a traced program in seconds and bytes.
 
     Args:
-        kept: how large values are in memory, if not as traced.
+        traced: the program.
+        prices: times of its ops.
+        kept: sizes of values in memory, if not as traced.
         place: see `Estimate`.
     """
     with gc_paused():
@@ -155,7 +163,7 @@ def estimate(
 
 
 def peak_of(traced: Traced, row: int, memory: RankMemory, rank: int) -> Peak:
-    """A row's peak, with what was done at that moment."""
+    """Return the peak of a row, with the op that runs then."""
     tape, specs = traced.program.tapes[row], traced.specs[row]
     by_category = {category.value: bytes for category, bytes in zip(CATEGORIES, memory.by_category, strict=True)}
     if not tape:

@@ -1,9 +1,16 @@
-"""Folding: of ranks that a plan makes behave alike, only one is traced and priced.
+"""Folding: of the ranks of a plan that do the same, only one is traced and priced.
 
-Along every axis but `pp` all ranks of a plan do the same with other slices. So one rank of each pipeline stage is
-traced, and whatever it meets there is made up of its own part: the other members of a group give what it gives, rotated
-along the axis, and a message along the axis is the one that it sends itself, rotated back. Every op's rule applies, but
-this is no check: that the others are alike is taken for granted.
+Along every axis but `pp`, all ranks of a plan run the same ops on other slices. So `fold` traces one rank of each
+pipeline stage, and makes up what the other members of its groups contribute: the traced rank's value, *rotated* along
+the axis of the group. A message along the axis is the one that the rank sends itself, rotated back. Every op's rule
+applies, but folding is no check: it takes for granted that the other ranks do the same.
+
+A value is a set of slices, stored as bits. The bits count slices in mixed radix, with one digit for each axis of the
+mesh that cuts. The rank one place further along an axis has the same slices with that digit one higher, and the last
+rank has those of the first. So a rotation (`Rotation`) is a cyclic shift of one digit of each number (`cycled`).
+
+The parts, in order: `fold` and its world, in which collectives and messages of absent ranks are made up; helpers about
+groups and channels; `Rotation`.
 """
 
 from __future__ import annotations
@@ -46,16 +53,16 @@ from shardlab.strategies.plan.rank_plan import model_layers
 SCALAR = Kind.SCALAR
 
 FREED_SCALAR = Spec(form_of(SCALAR, 0, 0, Space(0)))
-"""Stands for any scalar that was freed: all are of one size."""
+"""Spec that replaces that of any freed scalar; all scalars have one size."""
 
 
 @dataclass(frozen=True)
 class Folded:
-    """A folded trace of a plan: the tape of one rank of each pipeline stage, ready to be simulated.
+    """Folded trace of a plan: the tapes of one rank of each pipeline stage, ready to be simulated.
 
     Attributes:
-        program: as many tapes as there are pipeline ranks, on the whole mesh.
-        specs, communications, communication_of: as of a checked program; members of other rows are left out.
+        program: on the whole mesh, with as many tapes as there are pipeline ranks.
+        specs, communications, communication_of: as of a checked program, without the members that were not traced.
     """
 
     program: Program
@@ -68,7 +75,10 @@ def fold(plan: Plan, sizes: Sizes, microbatches: int, strategy: Strategy | None 
     """Trace one rank of each pipeline stage.
 
     Args:
-        strategy: what follows the plan (None: `program_from_plan`).
+        plan: the plan.
+        sizes: sizes of the values.
+        microbatches: microbatches of the global batch.
+        strategy: the program that follows the plan (None: `program_from_plan`).
 
     Raises:
         Refused: if an op breaks a rule.
@@ -83,22 +93,22 @@ def fold(plan: Plan, sizes: Sizes, microbatches: int, strategy: Strategy | None 
 
 
 class FoldedRank(Rank):
-    """A rank that tells the specs of all its values once it has ended."""
+    """Traced rank that keeps the specs of all its values until it has ended."""
 
     def _free(self, value: Value) -> None:
         super()._free(value)
-        if value.spec[0].kind is SCALAR:  # what it summed has a bit for each layer of each rank, and is done with
+        if value.spec[0].kind is SCALAR:  # its spec takes much memory: a bit for each layer of each rank
             self._values[value.number] = FREED_SCALAR
 
     def specs(self) -> dict[int, Spec]:
-        """Specs by the value's number. The values themselves are gone."""
+        """Return the specs by number of the value, and release the values."""
         known = {n: value if isinstance(value, Spec) else value.spec for n, value in enumerate(self._values)}
         self._values.clear()  # each refers to this rank; in a circle they would stay until the collector comes
         return known
 
 
 class FoldedWorld(World):
-    """A world in which only the first rank of each pipeline stage is there."""
+    """World with only the first rank of each pipeline stage."""
 
     most_ops = MAX_FOLDED
 
@@ -117,7 +127,11 @@ class FoldedWorld(World):
 
 
 class FoldedCollectives(OpenCollectives):
-    """Groups along the pipeline meet; any other member gives what the one that is there gives, rotated."""
+    """Collectives of a folded world.
+
+    The members of groups along the pipeline are all traced. In any other group, the contributions of absent members are
+    those of the traced member, rotated.
+    """
 
     def __init__(self, wake: Wake, rules: Rules, rotation: Rotation, stride: int) -> None:
         super().__init__(wake, rules)
@@ -149,7 +163,7 @@ class FoldedCollectives(OpenCollectives):
         handle.ready = True  # before its rank can have come to wait for it
 
     def _result(self, kind: OpKind, spec: Spec, group: Group) -> Spec:
-        """What the first member receives; layers of a kind are alike, so each is worked out once."""
+        """Return what the first member receives. It is computed once for identical layers."""
         form, cells, joined = spec
         layer = form.layer
         apart = _apart(self._rotation.mesh, group)
@@ -168,10 +182,10 @@ class FoldedCollectives(OpenCollectives):
         return Spec(of_layer(made[0], layer), made[1], made[2])
 
     def _united(self, kind: OpKind, spec: Spec, group: Group, members: int) -> Spec:
-        """What the first members of a group make together.
+        """Return the union of the contributions of the first `members` members of a group.
 
-        The second half of them makes what the first half makes, rotated. All members' parts at once would take memory
-        for the square of their number, since what one holds of the model has a bit for each of them.
+        It is computed from halves: the second half contributes the union of the first half, rotated. With all
+        contributions at once, memory would grow with the square of the members, since each has a bit for every member.
         """
         if members == 1:
             return spec
@@ -185,7 +199,7 @@ class FoldedCollectives(OpenCollectives):
 
 
 class FoldedChannels(Channels):
-    """Messages along the pipeline travel; those along another axis come back as the neighbour's, rotated."""
+    """Messages of a folded world. A message along another axis than `pp` returns to its sender, rotated."""
 
     def __init__(self, wake: Wake, rotation: Rotation, stride: int) -> None:
         super().__init__(wake)
@@ -204,7 +218,7 @@ class FoldedChannels(Channels):
 
 @cache
 def _apart(mesh: Mesh, group: Group) -> tuple[int, ...]:
-    """How far each of a group's ranks is from the first one, along its axis."""
+    """Return the distances of a group's ranks from its first one, along its axis."""
     if group.axis not in mesh.sizes():
         raise UserError(f"ranks that meet on {group} do not behave alike, so they cannot be folded")
     first, *others = (mesh.coordinate(rank, group.axis) for rank in group.ranks)
@@ -213,12 +227,12 @@ def _apart(mesh: Mesh, group: Group) -> tuple[int, ...]:
 
 @cache
 def _all_there(group: Group, stride: int) -> bool:
-    """Whether all of a group's ranks are traced, or it has but one."""
+    """Tell whether all ranks of a group are traced, or it has only one."""
     return len(group.ranks) == 1 or group.ranks[1] % stride == 0 == group.ranks[0] % stride
 
 
 def _along(mesh: Mesh, source: int, to: int) -> tuple[str, int]:
-    """The axis along which two ranks lie, and how far it is."""
+    """Return the axis along which two ranks differ, and their distance on it."""
     apart = [axis for axis in mesh.sizes() if mesh.coordinate(source, axis) != mesh.coordinate(to, axis)]
     if len(apart) != 1:
         raise UserError(f"a message goes from rank {source} to rank {to}, along no one axis; it cannot be folded")
@@ -226,7 +240,7 @@ def _along(mesh: Mesh, source: int, to: int) -> tuple[str, int]:
 
 
 def _twin(mesh: Mesh, source: int, to: int, stride: int) -> tuple[int, int]:
-    """The channel that stands for this one: the same, if it ends at a traced rank; else the alike one that does."""
+    """Return the channel that stands for this one: itself, or if its target is absent, one that ends at `source`."""
     if to % stride == 0:
         return source, to
     axis, by = _along(mesh, source, to)
@@ -235,7 +249,7 @@ def _twin(mesh: Mesh, source: int, to: int, stride: int) -> tuple[int, int]:
 
 
 def _channel(mesh: Mesh, stride: int, rank: int, op: Op) -> Channel:
-    """The channel of a traced rank's op; it is alone on that of a group whose other members were not traced."""
+    """Return the channel of a traced rank's op. If the group's other members are absent, the rank has it alone."""
     channel = channel_of(rank, op)
     assert channel is not None, "a traced op names its group or its peer"
     if isinstance(channel, Group):
@@ -244,19 +258,13 @@ def _channel(mesh: Mesh, stride: int, rank: int, op: Op) -> Channel:
     return _twin(mesh, source, to, stride)
 
 
-# Values of ranks that behave alike: one rank's slices, rotated along an axis of the mesh.
-#
-# A bit set counts pieces in mixed radix, one digit for each axis that cuts; the rank one further along an axis has
-# the same pieces with that digit one further, and the last one has the first one's.
-
-
 AXES_OF = {"head": ("tp", "cp"), "expert": ("cp", "ep")}
 """The mesh axes that cut an index, outermost first; all others are cut by `tp`."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotations of specs, for a plan on a model."""
+    """Rotations of specs along the axes of a plan's mesh."""
 
     plan: Plan
     sizes: Sizes
@@ -269,7 +277,7 @@ class Rotation:
 
     @cached_property
     def axes(self) -> dict[str, int]:
-        """How many ranks each axis has."""
+        """Number of ranks along each axis."""
         return self.mesh.sizes()
 
     @cached_property
@@ -277,7 +285,7 @@ class Rotation:
         return self.sizes.space(self.mesh, self.microbatches)
 
     def rotated(self, spec: Spec, axis: str, by: int) -> Spec:
-        """Make the value of the rank that stands `by` further along an axis."""
+        """Return the spec that the rank `by` places further along an axis has, in the place of `spec`."""
         form, cells, joined = spec
         if by == 0:
             return spec
@@ -293,12 +301,12 @@ class Rotation:
         return Spec(form if holds == form.holds else form.but(holds=holds), summed)
 
     def _joined(self, joined: tuple[Joined, ...], axis: str, by: int) -> tuple[Joined, ...]:
-        """Pieces that a value was put together from: its neighbour's, or its own where all ranks have equal ones."""
+        """Rotate the pieces that a value was put together from, unless all ranks have equal ones."""
         moved = tuple([(self._rows(cells, axis, by), self._joined(inner, axis, by)) for cells, inner in joined])
         return joined if {cells for cells, _ in moved} == {cells for cells, _ in joined} else moved
 
     def _row_form(self, spec: Spec, axis: str, by: int) -> Form:
-        """The form of an activation: its slices of a layer's parameters, and which terms are in it."""
+        """Rotate the form of an activation: its slices of a layer's parameters, and the terms in it."""
         form, term = spec.form, spec.form.term
         slices = tuple([(index, self._cycled((index,), mask, axis, by)) for index, mask in form.slices])
         if term is not None and term.over == KEY:
@@ -308,21 +316,21 @@ class Rotation:
         return form if (slices, term) == (form.slices, form.term) else form.but(slices=slices, term=term)
 
     def _cycled(self, indices: Sequence[str], mask: int, axis: str, by: int) -> int:
-        """Pieces of some indices, or tuples of them, which axes of the mesh cut, outermost first."""
+        """Rotate a bit set over the pieces of some indices, which axes of the mesh cut."""
         cuts = tuple([name for index in indices for name in AXES_OF.get(index, ("tp",))])
         if axis not in cuts:
             return mask
         outer, size = self._digit(cuts, axis)
-        if axis == "cp" and "head" in indices:  # those who exchange have several pieces each
+        if axis == "cp" and "head" in indices:  # ranks that exchange heads have several pieces each
             by = by % self.plan.ulysses * (size // self.plan.ulysses)
         count = math.prod(self.space.count(index) for index in indices)
         return cycled(mask, count, count // outer, size, by)
 
     def _rotated_kv_done(self, spec: Spec, kv_done: int, by: int) -> int:
-        """Which slices of the sequence the neighbour's value has met.
+        """Rotate the set of keys' slices that a value's queries have attended to.
 
-        Whose slices have been met tells more than which: of the masked ones nothing is noted, and each rank's last ones
-        are never masked in what travels.
+        Masked slices are not in the set, so the slices are grouped by the rank that has them: the last slices of each
+        rank are never masked, so they tell which ranks' keys have been seen.
         """
         sequence = self.space.sequence
         last = sequence - self.mesh.cp * self.mesh.tp
@@ -333,9 +341,10 @@ class Rotation:
         return sum(1 << slice for slice in range(sequence) if self._places[slice][0] in moved and slice >= lowest)
 
     def _rows(self, mask: int, axis: str, by: int, neighbours: int | None = None) -> int:
-        """Pieces of the batch: microbatch by microbatch, each in slices of its sequence.
+        """Rotate a bit set over the pieces of the batch: microbatch by microbatch, each in slices of its sequence.
 
-        Neighbours of `cp` may have put theirs together (None: those who exchange them for heads).
+        Args:
+            neighbours: number of neighbours along `cp` that have put their slices together (None: those of Ulysses).
         """
         sequence, total = self.space.sequence, self.space.cells
         sizes = self.axes
@@ -354,9 +363,9 @@ class Rotation:
         return moved
 
     def _slice(self, slice: int, axis: str, by: int, neighbours: int) -> int:
-        """Which slice of the sequence the rank `by` further has in the place of this one.
+        """Return the slice of the sequence that the rank `by` places further has in the place of this one.
 
-        A context-parallel rank's slices are shared by its tensor-parallel ranks in order.
+        The tensor-parallel ranks of a context-parallel rank share its slices in order.
         """
         rank, position = self._places[slice]
         held = len(self._dealt[rank])
@@ -367,23 +376,23 @@ class Rotation:
         return self._dealt[rank][position]
 
     def _neighbour(self, rank: int, by: int, neighbours: int) -> int:
-        """The context-parallel rank `by` further: its place among so many neighbours, and theirs, each by itself."""
+        """Return the context-parallel rank `by` places further, with places inside and between neighbourhoods apart."""
         outer, inner = divmod(rank, neighbours)
         return (outer + by // neighbours) * neighbours % self.mesh.cp + (inner + by) % neighbours
 
     @cached_property
     def _dealt(self) -> list[tuple[int, ...]]:
-        """Slices of every sequence that each context-parallel rank has."""
+        """By context-parallel rank, its slices of every sequence."""
         cp, tp = self.mesh.cp, self.mesh.tp
         return [slices_of_rank(place, cp, tp, self.plan.stripes) for place in range(cp)]
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
-        """The context-parallel rank that has a slice, and the slice's place among those of this rank."""
+        """By slice, the context-parallel rank that has it, and its place among the slices of this rank."""
         return {slice: (rank, at) for rank, mine in enumerate(self._dealt) for at, slice in enumerate(mine)}
 
     def _summed(self, form: Form, sums: int, axis: str, by: int) -> int:
-        """What a weight's gradient has summed; a tied one of each of its uses, a router's of each expert."""
+        """Rotate the set of pieces that a gradient sums; one set for each use of a tied weight or each expert."""
         total, moved = self.space.cells, 0
         for place in range(-(-sums.bit_length() // total)):
             cells = sums >> place * total & (1 << total) - 1
@@ -393,7 +402,7 @@ class Rotation:
         return moved
 
     def _slices(self, layer: int, holds: Holds, axis: str, by: int) -> Holds:
-        """Slices of a layer's parameters."""
+        """Rotate the slices of a layer's parameters."""
         order = self._orders[layer]
         if axis not in order or holds.complete:
             return holds
@@ -404,7 +413,7 @@ class Rotation:
         return holds if mask == fine.mask else Holds(mask, of)
 
     def _scalar(self, holds: Holds, axis: str, by: int) -> Holds:
-        """Parts of the model: of each layer the slices whose squares are in the sum."""
+        """Rotate the parts of a scalar: of each layer, the slices whose squares are in the sum."""
         layers = self.sizes.layers
         each = holds.of // layers
         made = Holds(0, holds.of)
@@ -419,7 +428,7 @@ class Rotation:
         return made
 
     def _bits_of_layers(self, order: tuple[str, ...], each: int) -> int:
-        """The bits of the layers whose parameters these axes cut, with `each` bits a layer."""
+        """Return the bits of the layers whose parameters these axes cut, with `each` bits a layer."""
         known = self._layer_bits.get((order, each))
         if known is None:
             ones = (1 << each) - 1
@@ -429,24 +438,27 @@ class Rotation:
 
     @cached_property
     def _orders(self) -> list[tuple[str, ...]]:
-        """Axes that cut each layer's parameters, outermost first."""
+        """By layer, the axes that cut its parameters, outermost first."""
         model = model_layers(self.sizes)
         return [(*model.cut_axes(layer), *self.plan.shard_optimizer) for layer in range(self.sizes.layers)]
 
     def _digit(self, order: tuple[str, ...], axis: str) -> tuple[int, int]:
-        """(into how many pieces the axes up to this one cut, its size)."""
+        """Return the number of pieces into which the axes up to this one cut, and the size of this one."""
         sizes = self.axes
         return math.prod(sizes[name] for name in order[: order.index(axis) + 1]), sizes[axis]
 
 
 def cycled(mask: int, total: int, stride: int, size: int, by: int) -> int:
-    """A bit set of numbers below `total` with one digit of each number `by` further.
+    """Return a bit set of numbers below `total` in which one digit of each number is `by` higher, cyclically.
 
     >>> bin(cycled(0b000011, 6, stride=2, size=3, by=1))
     '0b1100'
 
     Args:
-        stride, size: the digit's place and its radix.
+        mask: the bit set.
+        total: every number in it is smaller.
+        stride, size: place value and radix of the digit.
+        by: the amount.
     """
     by %= size
     if not by or not mask:

@@ -1,4 +1,10 @@
-"""Changes that save memory, as the flags that make them."""
+"""Advice on a workload: what to change if it does not fit, which limits it breaks, and which figures are assumed.
+
+- `require_memory` refuses a step that does not fit into memory, and `advice` names the change that helps most. The
+  changes that it tries come from `changes`, each with the flags that make it.
+- `broken_limit` says why a recipe's framework does not run a plan.
+- `assumed_figures` lists the figures of a prediction that no source gives and no runs settle.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +28,19 @@ from shardlab.strategies.grad_accum import grad_accum
 from shardlab.strategies.plan.plan import CUT_AXES, DATA_AXES, Plan
 
 MOST_MICROBATCHES = 1024
-"""Microbatches of one data-parallel rank at most: nobody takes a batch in more."""
+"""Largest number of microbatches of one data-parallel rank that is suggested."""
 
 ALL_AT_ONCE = {"gpipe": "1f1b", "breadth-first": "interleaved-1f1b"}
-"""Schedules that hold every microbatch at a time, and those that hold as many as the pipeline is deep."""
+"""Schedules that hold every microbatch at once, and those that hold only as many as the pipeline has stages."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A workload that may take less memory.
+    """Change of a workload that may save memory.
 
     Attributes:
-        flags: what is added to the command, after the flags that it has.
-        workload: what they make.
+        flags: flags to add to the command.
+        workload: the workload with this change.
     """
 
     flags: str
@@ -42,7 +48,7 @@ class Change:
 
     @property
     def short(self) -> Workload:
-        """This workload with enough microbatches for a schedule to be steady: later ones add nothing to the peak."""
+        """The workload with only as many microbatches as reach the peak; later ones add nothing to it."""
         plan, microbatches = self.workload.plan, self.workload.microbatches
         if self.workload.trace is accumulating:
             return replace(self.workload, microbatches=min(4, microbatches))
@@ -55,14 +61,17 @@ class Change:
 
 
 def accumulating(mesh: Mesh, sizes: Sizes, microbatches: int) -> Traced:
-    """The built-in program that takes one microbatch after the other, on one device."""
+    """Trace the built-in program that runs one microbatch after the other on one device."""
     return check(trace(grad_accum, mesh, sizes, microbatches))
 
 
 def changes(workload: Workload, whole: Blocks | None = None) -> Iterator[Change]:
-    """List changes: those that cost little time first, then several at once, then other devices, then a smaller batch.
+    """Yield changes that may save memory.
+
+    Those that cost little time come first, then several at once, then more devices, then a smaller batch.
 
     Args:
+        workload: the workload to change.
         whole: the model as a plan would run it, if the program runs another one.
     """
     plan = workload.plan
@@ -89,19 +98,19 @@ def changes(workload: Workload, whole: Blocks | None = None) -> Iterator[Change]
 
 
 def _here(workload: Workload, plan: Plan) -> Iterator[Change]:
-    """Changes on the same mesh, with the same batch."""
+    """Yield changes on the same mesh, with the same batch."""
     yield from _of_plan(workload, plan)
     if (few := _in_small_microbatches(workload)) is not None:
         flags = _rows_flags(few)
         if plan.mesh.pp > 1 and isinstance(plan.schedule, str) and plan.schedule in ALL_AT_ONCE:
-            plan = replace(plan, schedule=ALL_AT_ONCE[plan.schedule])  # all at once, they take as much as before
+            plan = replace(plan, schedule=ALL_AT_ONCE[plan.schedule])  # which would hold them all at once
             few, flags = replace(few, plan=plan), f"{flags} --schedule {plan.schedule}"
         yield Change(flags, few)
         yield from _prefixed(flags, _of_plan(few, plan))
 
 
 def _on_idle_devices(workload: Workload) -> Iterator[Change]:
-    """The devices that nobody uses as further data-parallel ranks, over which all is cut."""
+    """Yield changes that use idle devices as further data-parallel ranks and shard over them."""
     mesh, spare = workload.mesh, workload.cluster.size // workload.mesh.world
     if spare < 2:
         return
@@ -113,7 +122,7 @@ def _on_idle_devices(workload: Workload) -> Iterator[Change]:
     idle = workload.cluster.size - mesh.world
     devices = f"the {idle} devices" if idle > 1 else "the device"
     flags = f"{as_flags(wide.used)} --microbatches {wider.microbatches}"
-    # with the flags of every axis, since the command wants all of them
+    # with the flags of every axis, since the command needs all of them
     for change in _prefixed(flags, _of_plan(wider, plan)):
         yield Change(f"{change.flags}, which uses {devices} that are idle,", change.workload)
     if (few := _in_small_microbatches(wider)) is not None:
@@ -122,7 +131,7 @@ def _on_idle_devices(workload: Workload) -> Iterator[Change]:
 
 
 def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
-    """Try other plans: one change at a time, then the changes before it together with each that follows."""
+    """Yield changes of the plan: one field at a time, then each together with the cheaper changes before it."""
     cheap: dict[str, Any] = {}
     if plan.mesh.tp > 1 and not plan.sequence_parallel:
         cheap["sequence_parallel"] = True
@@ -151,12 +160,11 @@ def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
         try:
             yield Change(as_flags(fields), replace(workload, plan=replace(plan, **fields)))
         except UserError:
-            continue  # some words of the plan do not go with it
+            continue  # another field of the plan rules this one out
 
 
 def _in_small_microbatches(workload: Workload) -> Workload | None:
-    """Cut the same batch into microbatches of as few sequences as do not make too many; None if it is so cut
-    already."""
+    """Cut the same batch into the smallest microbatches that are not too many (None: it is so already)."""
     most = MOST_MICROBATCHES * (workload.plan.data_ranks if isinstance(workload.plan, Plan) else 1)
     for times in range(min(workload.micro_batch_size, most // workload.microbatches), 1, -1):
         micro_batch_size, rest = divmod(workload.micro_batch_size, times)
@@ -174,9 +182,6 @@ def _rows_flags(workload: Workload) -> str:
     return f"--micro-batch-size {workload.micro_batch_size} --microbatches {workload.microbatches}"
 
 
-# Advice on a step that does not fit into memory: by how much, what dominates, and which change helps.
-
-
 WORTH_SAYING = 0.99
 """A change that leaves more than this share of the peak is not named."""
 
@@ -185,13 +190,15 @@ ROOM = 0.98
 
 
 def require_memory(workload: Workload, estimate: Estimate, whole: Blocks | None = None) -> DeviceMemory:
-    """See that all that every rank holds fits on its device; say what the fullest holds.
+    """Return the memory of the fullest device, and raise an error if it does not fit.
 
     Args:
+        workload: the workload.
+        estimate: its replay.
         whole: the model as a plan would run it, if the program runs another one.
 
     Raises:
-        UserError: by how much it does not, what most of it is, and which change would make it fit.
+        UserError: if it does not fit: by how much, what most of it is, and which change would make it fit.
     """
     peak, held = estimate.peak, device_memory(workload, estimate.peaks)
     if held.fits:
@@ -209,7 +216,7 @@ def require_memory(workload: Workload, estimate: Estimate, whole: Blocks | None 
 
 
 def advice(workload: Workload, held: DeviceMemory, whole: Blocks | None = None) -> str:
-    """The first change of those tried that fits, or the one that leaves least; as they are without passes."""
+    """Name the first change with which the workload fits without passes, or the one that saves most."""
     workload = replace(workload, passes="none", tiles=1)
     least: tuple[float, Change] | None = None
     for change in changes(workload, whole):
@@ -228,15 +235,12 @@ def advice(workload: Workload, held: DeviceMemory, whole: Blocks | None = None) 
     )
 
 
-# Limits of a framework: plans that a model and a cluster allow, and that it does not run.
-
-
 SHARED = ("nothing", "the optimizer's state alone", "gradients and the optimizer's state", "everything")
-"""What data-parallel ranks share, by the stage of ZeRO."""
+"""What data-parallel ranks shard, by the stage of ZeRO."""
 
 
 def broken_limit(workload: Workload) -> str:
-    """Say in a sentence why the recipe's framework does not run a plan ("": it does, or a program is no plan)."""
+    """Say in a sentence why the recipe's framework does not run a plan ("": it does, or the program has no plan)."""
     plan, recipe = workload.plan, workload.recipe
     if not isinstance(plan, Plan):
         return ""
@@ -272,17 +276,17 @@ def broken_limit(workload: Workload) -> str:
 
 
 def _replicas_of_shards(plan: Plan) -> int:
-    """Data-parallel ranks that keep the same slice of the optimizer's state (0: all slices differ, or none is cut)."""
+    """Count the data-parallel ranks that keep the same slice of the optimizer's state (0: all differ, or no slices)."""
     sizes = plan.mesh.sizes()
     replicas = math.prod(sizes[axis] for axis in DATA_AXES if axis not in plan.shard_optimizer)
     return replicas if plan.shard_optimizer and replicas > 1 else 0
 
 
-# Assumed figures that a prediction rests on: those that no source gives and no runs settle.
-
-
 def assumed_figures(workload: Workload) -> dict[str, Figure]:
-    """Assumed figures of the recipe, the device and the links that a step uses; as in "h100 attention.flash2"."""
+    """Return the assumed figures that a step uses, by name, as in "h100 attention.flash2".
+
+    Assumed figures of the recipe, the device and the links are those that no source gives and no runs settle.
+    """
     return {name: figure for name, figure in _used(workload) if figure.assumed}
 
 

@@ -1,4 +1,10 @@
-"""A strategy on a model and a cluster: from names to a replay in seconds and bytes."""
+"""A workload: one training step of a plan or program, for a model on a cluster.
+
+`Workload` holds what the step is made of and derives the rest from it, each once: the model cut into the program's
+layers (`cut`), the sizes of its values (`sizes`), the traced program (`traced`), prices of its ops (`prices`), and the
+replay in seconds and bytes (`estimate`). A plan's identical ranks are folded, and sizes are computed on a `sample` of
+the model's blocks, so that large models cost as little as small ones.
+"""
 
 from __future__ import annotations
 
@@ -28,28 +34,28 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
 
 Trace = Callable[[Mesh, Sizes, int], Checked]
-"""Mesh, sizes and microbatches to a checked program."""
+"""Traces and checks a program, from its mesh, sizes and microbatches."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One step.
+    """One training step of a model on a cluster.
 
     Attributes:
-        plan: how the model is laid over the ranks; or the mesh of a program of its own.
-        model: what is trained, whole.
-        cluster: on what.
-        microbatches: of the global batch.
+        plan: the plan; of a strategy that is a program of its own, its mesh.
+        model: the whole model.
+        cluster: devices and links.
+        microbatches: microbatches of the global batch.
         micro_batch_size: sequences of a microbatch.
-        precision: in which numbers.
-        trace: what traces and checks the program of all ranks; without it, a plan's alike ranks are folded.
-        recipe: how the framework that runs it does so.
+        precision: dtypes and bytes of weights, gradients and optimizer state.
+        trace: traces and checks the program of all ranks (None: trace the plan, with its identical ranks folded).
         columns: whether that program wants every matrix cut by columns.
-        optimizer: what makes a step of a gradient, which says how large its state is.
-        ema: whether an average of the weights is part of that.
-        passes: what rewrites the program, by name (None: what the plan says, or else nothing); see `Plan.passes`.
-        tiles: in how many tiles each rank may compute a layer, as the pass `tile` wants it cut.
-        clips: whether programs that can clip compute the gradient's norm; not if `passes` say otherwise.
+        recipe: how the framework runs the step.
+        optimizer: decides how large its state is.
+        ema: whether that state has an exponential moving average of the weights.
+        passes: names of the passes that rewrite the program (None: those of the plan, if it names any).
+        tiles: the number of tiles in which a layer may be computed, for the pass `tile`.
+        clips: whether programs that can clip compute the gradient's norm, unless `passes` rule it out.
     """
 
     plan: Plan | Mesh
@@ -73,7 +79,7 @@ class Workload:
 
     @cached_property
     def cut(self) -> Model:
-        """The model in the program's layers."""
+        """The model, cut into the program's layers."""
         if isinstance(self.plan, Mesh):
             return cut_for(self.model, self.plan, columns=self.columns, tiles=self.tiles)
         return cut_for(
@@ -87,46 +93,46 @@ class Workload:
 
     @cached_property
     def traced(self) -> Traced:
-        """The program's tapes, as its passes leave them.
+        """The traced program, as its passes leave it.
 
         Raises:
-            Refused: for a wrong program.
-            UserError: for sizes that do not go together, or a pass that cannot apply.
+            Refused: if the program is wrong.
+            UserError: if sizes do not go together, or a pass cannot apply.
         """
         if self.pass_names != "none":
             return self.passed[-1].checked
         if self.trace is not None:
             return self.trace(self.mesh, self.sizes, self.microbatches)
         assert isinstance(self.plan, Plan), "a program of its own says how it is traced"
-        self.plan.require_ops(self.model.layers, self.microbatches, folded=True)  # before sizes are made of each layer
+        self.plan.require_ops(self.model.layers, self.microbatches, folded=True)  # before `sizes`, which take long
         return fold(self.plan, self.sizes, self.microbatches)
 
     @property
     def pass_names(self) -> str:
-        """What rewrites the program, by name."""
+        """Names of the passes that rewrite the program."""
         if self.passes is not None:
             return self.passes
         return (self.plan.passes or "none") if isinstance(self.plan, Plan) else "none"
 
     @cached_property
     def passed(self) -> list[Passed]:
-        """The program of all ranks as it was written, and as each pass left it, for the cluster's prices and memory."""
+        """The program of all ranks as it was written, and as each of its passes left it."""
         return self.rewritten(self.pass_names)
 
     def rewritten(
         self, names: str, most: float = math.inf, *, least: float = GAIN, lenient: bool = False
     ) -> list[Passed]:
-        """The program of all ranks as it was written, and as each of other passes left it.
+        """Return the program of all ranks as it was written, and as each of the named passes left it.
 
         Args:
-            names: of the passes (see `find_passes`).
-            most: ops of rewritten programs that are looked at (see `Goal`).
-            least: the share of a step that a pass must gain (see `Goal`).
-            lenient: leave passes out that are named and have nothing to do.
+            names: names of the passes (see `find_passes`).
+            most: most ops of rewritten programs that are replayed (see `Goal`).
+            least: least share of a step that a pass must gain (see `Goal`).
+            lenient: leave out a named pass that has nothing to do.
 
         Raises:
-            Refused: for a wrong program.
-            UserError: for sizes that do not go together, or a pass that is named and has nothing to do.
+            Refused: if the program is wrong.
+            UserError: if sizes do not go together, or a named pass has nothing to do and `lenient` is not set.
         """
         written = replace(self, passes="none", clips=want_norm(names), trace=self.trace or self._whole)
         assert isinstance(written.traced, Checked)
@@ -136,7 +142,7 @@ class Workload:
         return run_named(written.traced, names, goal)
 
     def _whole(self, mesh: Mesh, sizes: Sizes, microbatches: int) -> Checked:
-        """A plan's program of every rank."""
+        """Trace and check a plan's program of every rank."""
         assert isinstance(self.plan, Plan), "a program of its own says how it is traced"
         try:
             self.plan.require_ops(self.model.layers, microbatches)
@@ -146,7 +152,7 @@ class Workload:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Elements and bytes of the program's values."""
+        """Sizes of the program's values, in elements and bytes."""
         if isinstance(self.plan, Plan) and self.sample.model.layers < self.model.layers:
             return self.repeated.sizes(self.sample.sizes)
         elements = self.cut.sizes(self.micro_batch_size, self.precision.bytes(Kind.ACTIVATION))
@@ -156,19 +162,19 @@ class Workload:
 
     @cached_property
     def sample(self) -> Workload:
-        """Take few of the model's blocks, which are all alike."""
+        """This workload with few of the model's blocks, which are all identical."""
         return replace(self, model=sampled(self.model))
 
     @cached_property
     def repeated(self) -> Repeated:
-        """The program's layers, each like one of the sample's."""
+        """The program's layers, each with the identical layer of the sample."""
         return Repeated(self.sample.cut, self.model.layers - self.sample.model.layers)
 
     def require(self) -> None:
-        """Refuse more ranks than devices, and a device that does not compute in the precision's dtype.
+        """Raise an error if the workload cannot run on its cluster.
 
         Raises:
-            UserError: with what does not go together.
+            UserError: if there are more ranks than devices, or the device does not compute in the precision's dtype.
         """
         self.cluster.require(self.mesh.world)
         self.cluster.device.peak(self.precision.compute)
@@ -176,20 +182,23 @@ class Workload:
             self.plan.require_ops(self.model.layers, self.microbatches, folded=True)
 
     def estimate(self) -> Estimate:
-        """Replay it.
+        """Replay the step in seconds and bytes.
 
         Raises:
-            UserError: if it is refused (see `require`).
+            UserError: if the workload cannot run on its cluster (see `require`).
         """
         self.require()
         with gc_paused():  # from the first op to the last figure
-            made = estimate(self.traced, self.prices, self.kept_sizes, self.cut.place)
-        return replace(made, beside=self.beside)
+            replayed = estimate(self.traced, self.prices, self.kept_sizes, self.cut.place)
+        return replace(replayed, beside=self.beside)
 
     @property
     def beside(self) -> float:
-        """Seconds of the step beside its ops: what the recipe says of any step, and, where parameters are gathered
-        after the optimizer's step, copies of each rank's slice of each parameter of a pipeline's mean rank."""
+        """Seconds of the step beside its ops, as the recipe says.
+
+        Every step takes the recipe's `step_seconds`. If parameters are gathered after the optimizer's step, the host
+        copies each rank's slice of each parameter to its place; a pipeline's ranks have a mean share of the parameters.
+        """
         kernels, plan = self.recipe.kernels, self.plan
         if not isinstance(plan, Plan) or not kernels.gathered_copy_seconds:
             return kernels.step_seconds
@@ -200,19 +209,19 @@ class Workload:
         return kernels.step_seconds + kernels.gathered_copy_seconds * copies
 
     def timeline(self, traced: Traced) -> Timeline:
-        """The step of a program of this workload, such as a pass has left, in seconds and bytes."""
+        """Return the timeline of a program of this workload, such as one that a pass has rewritten."""
         return estimate(traced, self.prices, self.kept_sizes).timeline()
 
     @property
     def kept_sizes(self) -> Sizes:
-        """How large values are in memory, as the recipe keeps them."""
+        """Sizes of values in memory, as the recipe keeps them."""
         sequence_parallel = isinstance(self.plan, Plan) and self.plan.sequence_parallel
         slices = self.mesh.tp if sequence_parallel else 1
         return self.recipe.memory.kept_sizes(self.cut, self.sizes, self.micro_batch_size, slices)
 
     @property
     def prices(self) -> ClusterPrices:
-        """Prices of its ops, in seconds."""
+        """Prices of the program's ops, in seconds."""
         cluster = self.cluster.at_work(self.mesh.world)
         if self.recipe.overlap.single_nic:
             cluster = replace(cluster, nics=1)
@@ -221,7 +230,7 @@ class Workload:
         return ClusterPrices(self.cut, self.micro_batch_size, cluster, numbers, self.recipe, self.mesh)
 
     def peak_bytes(self) -> int:
-        """The most that any rank holds, without asking how long anything takes."""
+        """Return the bytes of tensors on the fullest rank at its peak, without timing the step."""
         return max(memory.peak for memory in memory_in_bytes(self.traced, self.kept_sizes))
 
     @property
@@ -231,11 +240,14 @@ class Workload:
 
     @property
     def flops(self) -> float:
-        """The model's FLOPs in a step: products of matrices, forward and twice as many backward, attention as a whole
-        square, nothing for what is computed again (Chowdhery et al. 2022, arXiv 2204.02311, appendix B)."""
+        """Model FLOPs of a step (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+
+        They are those of matrix products, forward and twice as many backward. Attention counts as a whole square, and
+        recomputation counts nothing.
+        """
         forward = sum(self.model.forward_flops(layer) for layer in range(self.model.layers))
         return 3.0 * forward * self.microbatches * self.micro_batch_size
 
     def mfu(self, step: float) -> float:
-        """Model FLOPs utilization: those FLOPs, of what all ranks' devices could do in a step of so many seconds."""
+        """Return the model FLOPs utilization: the share of all devices' peak FLOPs in a step of `step` seconds."""
         return self.flops / (step * self.mesh.world * self.cluster.device.peak(self.precision.compute))

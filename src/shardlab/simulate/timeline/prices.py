@@ -1,4 +1,9 @@
-"""Interface through which simulation asks how long things take."""
+"""Prices: the interface through which a simulation asks how long ops take, and unit costs, which implement it.
+
+`Prices` is the interface; `shardlab.simulate.predict.prices.ClusterPrices` implements it in seconds. `Costs` implements
+it in the time units of the puzzles. `PriceList` asks for each price once. `Traced`, at the end, is the interface of all
+programs that can be simulated.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +23,20 @@ Messages = Literal["buffered", "link", "rendezvous"]
 
 
 class Prices(Protocol):
-    """Times of ops, in one unit: steps of the puzzles, or seconds. The rest is, unless it is said, as on NCCL.
+    """Times of ops in one unit, and how communication behaves. The defaults are those of NCCL.
 
     Attributes:
-        one_stream: whether all communication of a rank takes turns on one stream. Otherwise each communicator, a group
-            or two ranks, has a stream of its own, as process groups have on NCCL.
-        messages: how they travel. "buffered": the sender's part comes first, then the receiver's, each on its rank's
-            stream; "link": the sender's part is spent on the link, which carries any number of messages at once;
-            "rendezvous": one transfer, which starts when both have come.
-        blocking_p2p: the share of a message's time for which its sender computes nothing.
-        contention: how much longer compute takes for each second in which a communication of its rank is in flight:
-            0 where they do not meet, about 1 where they take turns on one core.
-        lag: what a rank loses beside that where it waits for a collective or a message.
-        adds_in_backward: whether the time of a BACKWARD has in it that its gradient is added to an older one, so that
-            the ADD which the tape shows for it costs nothing (see `shardlab.check.in_place`).
+        one_stream: whether all communication of a rank takes turns on one stream. Otherwise each communicator (a group
+            or two ranks) has a stream of its own, as process groups have on NCCL.
+        messages: how messages travel. "buffered": first the sender's part, then the receiver's, each on its rank's
+            stream. "link": the sender's part is spent on the link, which carries any number of messages at once.
+            "rendezvous": one transfer, which starts when both ranks have arrived.
+        blocking_p2p: share of a message's time in which its sender computes nothing.
+        contention: seconds that compute loses for each second in which a communication of its rank is in flight. It is
+            0 if they do not share anything, and about 1 if they take turns on one core.
+        lag: time that a rank loses beyond that when it waits for a collective or a message.
+        adds_in_backward: whether the time of a BACKWARD includes adding its gradient to an older one. Then the ADD that
+            the tape shows for it costs nothing (see `shardlab.check.in_place`).
     """
 
     @property
@@ -59,25 +64,30 @@ class Prices(Protocol):
         return False
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
-        """How long an op that does not communicate takes."""
+        """Return the time of an op that does not communicate."""
         ...
 
     def collective_time(self, kind: OpKind, bytes: float, group: Group) -> float:
-        """Time of a collective from the moment the last member has come; `bytes` is the whole value's: what is reduced,
-        scattered or exchanged, the result of a gather."""
+        """Return the time of a collective from the arrival of its last member.
+
+        Args:
+            kind: the collective.
+            bytes: bytes of the whole value: the one that is reduced, scattered or exchanged, or the gathered result.
+            group: its members.
+        """
         ...
 
     def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:
-        """The sender's part and the receiver's; in a rendezvous both are the one transfer."""
+        """Return the sender's and the receiver's part of a message's time. In a rendezvous, both are the transfer's."""
         ...
 
     def copy_time(self, kind: OpKind, bytes: float, place: str) -> float:
-        """Time of a copy to a place beside the device, or from there."""
+        """Return the time of a copy to a place outside the device, or from there."""
         ...
 
 
 class PriceList:
-    """The prices of a program's ops, each asked for once: layers and microbatches are many, kinds of work are few."""
+    """Prices of a program's ops, each asked for once. There are many layers and microbatches, but few kinds of work."""
 
     def __init__(self, traced: Traced, prices: Prices) -> None:
         self._traced = traced
@@ -88,7 +98,7 @@ class PriceList:
         self._bytes = Bytes(self._sizes)
 
     def compute(self, op: Op, specs: Mapping[int, Spec]) -> float:
-        """The time of an op that does not communicate."""
+        """Return the time of an op that does not communicate."""
         kind, layer, inputs, outputs = op[0], op[1], op[2], op[3]
         row = kind.row
         if row.saved >= 0:
@@ -105,8 +115,10 @@ class PriceList:
         return time
 
     def collective(self, *together: Communication) -> float:
-        """The time of a collective, or of several that run as one: of each the whole value counts, the largest that any
-        member gives or receives."""
+        """Return the time of a collective, or of several that run as one.
+
+        Of each collective the bytes of the whole value count: the largest value that any member gives or receives.
+        """
         tapes, bytes = self._traced.program.tapes, 0
         op = None
         for communication in together:
@@ -125,7 +137,7 @@ class PriceList:
         return time
 
     def copy(self, op: Op, specs: Mapping[int, Spec]) -> float:
-        """The time of an OFFLOAD or a RELOAD."""
+        """Return the time of an OFFLOAD or a RELOAD."""
         there = specs[op[3][0] if op[0] is OpKind.OFFLOAD else op[2][0]]
         key = (op[0], there.form, self._bytes(there))
         time = self._known.get(key)
@@ -134,7 +146,7 @@ class PriceList:
         return time
 
     def message(self, send: Op, row: int, specs: Mapping[int, Spec]) -> tuple[float, float]:
-        """The sender's and the receiver's part of a message."""
+        """Return the sender's and the receiver's part of a message's time."""
         sent = specs[send[2][0]]
         bytes, source = self._bytes(sent), rank_of(self._traced.program, row)
         key = (sent.kind, source, send.peer, bytes)
@@ -144,10 +156,10 @@ class PriceList:
 
 
 class Bytes:
-    """How many bytes a value has; microbatches' values are alike, so each size is computed once.
+    """Bytes of values by spec. Values of different microbatches have equal sizes, so each size is computed once.
 
     Attributes:
-        sizes: which say it.
+        sizes: sizes of the program.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -164,9 +176,9 @@ class Bytes:
 
 
 def _work_key(spec: Spec) -> Hashable:
-    """What of a value can tell how much work it is: its slices and tokens, not what a gradient has summed.
+    """Return the part of a value's spec that decides how much work it is.
 
-    Of tokens it is how they lie in their sequences, whichever microbatch comes first.
+    These are its slices and its tokens, whichever microbatch comes first. What a gradient has summed does not count.
     """
     form, cells = spec[0], spec[1]
     if form.kind not in ROW_KINDS:
@@ -178,23 +190,20 @@ def _work_key(spec: Spec) -> Hashable:
 _ADD = OpKind.ADD
 
 
-# Unit costs: how long each op takes.
-
-
 @dataclass(frozen=True)
 class Costs(Prices):
     """Time units of each op; the defaults are those of the LLM Training Puzzles (Rush 2023, `Model.event`).
 
     Attributes:
-        forward, recompute, backward_input, backward_weight: for each microbatch acted on.
-        attend, attend_backward: causal attention of whole sequences, for each microbatch acted on; of a block, its
-            share of that work.
+        forward, recompute, backward_input, backward_weight: for each microbatch of the op.
+        attend, attend_backward: causal attention of whole sequences, for each microbatch of the op; a block of keys
+            takes its share of that.
         loss_stats, loss, add, norm, update: for each op.
-        collective: from the moment its last member arrives.
-        send, recv: for each message; a receive starts no earlier than its send has ended.
-        offload, reload: for each value that is copied elsewhere, or back.
-        link_latency: whether a send's time is spent on the link alone, which carries any number of messages at once
-            (as schedules are timed in papers). Otherwise messages take the streams of both ranks, one at a time.
+        collective: for each collective, from the arrival of its last member.
+        send, recv: for each message. A receive starts when its send has ended, or later.
+        offload, reload: for each value that is copied to another place, or back.
+        link_latency: whether a send's time is spent on the link alone, which carries any number of messages at once, as
+            papers about schedules assume. Otherwise messages take the streams of both ranks, one at a time.
     """
 
     forward: float = 1.0
@@ -217,12 +226,12 @@ class Costs(Prices):
 
     @property
     def backward(self) -> float:
-        """An unsplit backward pass: both halves."""
+        """Time units of an unsplit backward pass: both halves."""
         return self.backward_input + self.backward_weight
 
     @property
     def one_stream(self) -> bool:
-        """Messages and collectives of a rank take turns."""
+        """True: messages and collectives of a rank take turns."""
         return True
 
     @property
@@ -230,7 +239,7 @@ class Costs(Prices):
         return "link" if self.link_latency else "buffered"
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
-        """Time units of a compute op: its microbatches count, and of half-blocks the part that is computed."""
+        """Return the time units of a compute op: its microbatches count, and of half-blocks the part it computes."""
         acted_on: float = specs[op.inputs[0]].cells.bit_count() if op.inputs else 0
         if any(layer.sliced for layer in sizes.signatures) and op.inputs:
             acted_on *= _share(op, specs, sizes)
@@ -246,7 +255,7 @@ class Costs(Prices):
         return self.duration(kind, 1)
 
     def duration(self, kind: OpKind, microbatches: float) -> float:
-        """Time units of an op that acts on so many microbatches."""
+        """Return the time units of an op on `microbatches` microbatches."""
         price = kind.row.price
         if price is Price.NOTHING or price is Price.BYTES:
             return 0.0
@@ -255,9 +264,9 @@ class Costs(Prices):
 
 
 def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
-    """Share of a microbatch's work that an op on half-blocks does.
+    """Return the share of a microbatch's work that an op on half-blocks does.
 
-    A norm counts as none, a body by its slices, and attention by the pairs of slices that meet.
+    A norm counts as nothing, a body by its slices, and attention by the pairs of query and key slices.
     """
     if op.layer < sizes.layers and sizes.signatures[op.layer].name == "norm":
         return 0.0
@@ -275,13 +284,10 @@ _TELL_SLICES = AUTOGRAD_KINDS | {Kind.ACTIVATION}
 UNIT_COSTS = Costs()
 
 
-# Interface of whatever can be simulated: tapes, and what is known of their values and communications.
-
-
 class Traced(Protocol):
-    """A checked program, or a folded one, whose unlike ranks alone were traced (see `folding`).
+    """Program that can be simulated: a checked one, or a folded one (see `shardlab.simulate.predict.folding`).
 
-    A tape's place among the tapes is its row; a member of a communication names its row.
+    A tape's place among the tapes is its row. Members of communications are given by their rows.
     """
 
     @property
@@ -295,11 +301,11 @@ class Traced(Protocol):
 
 
 def rank_of(program: Program, row: int) -> int:
-    """The number of the rank whose tape stands in a row: its own, or of folded tapes that of a pipeline's first."""
+    """Return the number of the rank whose tape is in a row."""
     return row * (program.mesh.world // program.ranks)
 
 
 def stands_for(program: Program, row: int) -> range:
-    """The ranks for which a row stands: one, or of folded tapes those of its pipeline stage."""
+    """Return the ranks for which a row stands: one, or in a folded program those of its pipeline stage."""
     each = program.mesh.world // program.ranks
     return range(row * each, (row + 1) * each)

@@ -1,4 +1,14 @@
-"""Clocks and memory together: a checked program's timeline."""
+"""Clocks: when each op of a traced program starts and ends.
+
+Every rank has a compute stream, and one or more streams for communication. Compute runs in tape order and stops only at
+a WAIT. A communication starts when its last member has issued it and the streams of its members are free.
+Communications that are ready take a stream in the order in which they became ready. A message on a link that has only
+latency takes no stream: it arrives that long after it was issued. If communication takes time from compute
+(`Prices.contention`, `Prices.lag`), a rank pays for it at the WAIT.
+
+`simulate` gives the timeline in unit costs. `Clocks` replays with any prices and returns `Times`; `timeline_of` makes
+events of them, and `memory_counters` the memory over time that a trace viewer draws.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +30,17 @@ from shardlab.simulate.timeline.timeline import Event, Timeline, is_event
 
 
 def simulate(traced: Traced, costs: Costs = UNIT_COSTS) -> Timeline:
-    """When each op of a checked program starts and ends, and how many elements are live, in unit costs."""
+    """Return the timeline of a checked program in unit costs: its events, and the elements that are live at each."""
     return timeline_of(traced, Clocks(traced, costs).run(), live_memory(traced))
 
 
 def timeline_of(traced: Traced, times: Times, memory: Sequence[Sequence[int]], *, in_seconds: bool = False) -> Timeline:
-    """The events of a replay.
+    """Return the timeline of a replay.
 
     Args:
-        memory: for each row and op what is live when it starts.
+        traced: the program.
+        times: start and end of its ops.
+        memory: for each row and op, the memory that is live when the op starts.
         in_seconds: whether times are seconds and memory bytes.
     """
     program = traced.program
@@ -54,25 +66,16 @@ def timeline_of(traced: Traced, times: Times, memory: Sequence[Sequence[int]], *
     return Timeline(program, events, in_seconds)
 
 
-# The clocks: every rank has a compute stream, and one or more for communication.
-#
-# Compute goes on in tape order and stops only at a WAIT. A communication starts when its last member has issued it
-# and the streams of its members are free; those that are ready take a stream in the order in which they became ready.
-# Messages on links that have latency only take no stream: each arrives so long after it was issued.
-#
-# Where communication takes time from compute (`Prices.contention`, `Prices.lag`), a rank pays for it at the WAIT.
-
-
 FREE, WAIT, SEND = OpKind.FREE, OpKind.WAIT, OpKind.SEND
 COLLECTIVE, MESSAGE, COPY = Stream.COLLECTIVE, Stream.MESSAGE, Stream.COPY
 
 
 class Idle(NamedTuple):
-    """Compute that stands still in a WAIT.
+    """Interval in which a rank's compute stands still in a WAIT.
 
     Attributes:
-        op: index of the op that issued what is waited for.
-        since, until: from when to when.
+        op: index of the op that issued the communication.
+        since, until: start and end of the interval.
     """
 
     op: int
@@ -82,9 +85,12 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """When each op of each row starts and ends (WAIT and FREE: 0), and when its compute stood still.
+    """Times of a replay.
 
-    `ready` is when a communication could have started, its last member having come, were its streams free.
+    Attributes:
+        starts, ends: for each row, start and end of each op (WAIT and FREE: 0).
+        ready: for each row and communication, when its last member has arrived.
+        idle: for each row, the intervals in which its compute stands still.
     """
 
     starts: list[list[float]]
@@ -99,11 +105,11 @@ class Times:
 
 
 class Clocks:
-    """Replays tapes in the order of time.
+    """Clocks of all rows, which replay the tapes in the order of time.
 
     Args:
-        traced: what is replayed.
-        prices: how long things take.
+        traced: the program.
+        prices: times of its ops.
     """
 
     def __init__(self, traced: Traced, prices: Prices) -> None:
@@ -119,7 +125,7 @@ class Clocks:
         starts, ends, ready = ([[0.0] * len(tape) for tape in tapes] for _ in range(3))
         self._times = Times(starts, ends, ready, [[] for _ in tapes])
         self._stream_free: list[dict[Hashable, float]] = [{} for _ in tapes]
-        self._arrived: dict[int, int] = {}  # communication -> members that have come
+        self._arrived: dict[int, int] = {}  # communication -> members that have arrived
         self._together = together_of(traced)
         self._arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
         self._wanted: dict[int, float] = {}  # message -> when its receive was issued
@@ -134,7 +140,7 @@ class Clocks:
         """Replay to the end.
 
         Raises:
-            UserError: when ranks wait for ever, where messages are rendezvous and the program passes only with buffers.
+            UserError: if ranks wait for ever: messages are rendezvous, and the program needs buffered ones.
         """
         for rank in range(len(self._clock)):
             self._push(0.0, rank, -1)
@@ -157,7 +163,7 @@ class Clocks:
         heapq.heappush(self._heap, (time, next(self._tie), rank, communication))
 
     def _advance(self, rank: int, now: float) -> None:
-        """Go on with one rank: alone while it computes, in the order of time where it meets others."""
+        """Advance one rank to its next communication with others, or until it has to wait for one."""
         ops, specs = self._traced.program.tapes[rank], self._traced.specs[rank]
         starts, ends = self._times.starts[rank], self._times.ends[rank]
         handle_end, handle_op = self._handle_end[rank], self._handle_op[rank]
@@ -207,7 +213,10 @@ class Clocks:
         self._at[rank], self._clock[rank] = len(ops), clock
 
     def _issue(self, kind: OpKind, number: int, now: float) -> None:
-        """A part of a communication is issued: a buffered send is ready at once, all else when its last part comes."""
+        """Issue one member's part of a communication.
+
+        A buffered send is ready at once, any other communication when its last member has issued its part.
+        """
         communication = self._traced.communications[number]
         if communication.stream is not MESSAGE or self._messages == "rendezvous":
             together = self._together.get(number, (number,))
@@ -242,12 +251,12 @@ class Clocks:
             self._receive(number)
 
     def _receive(self, number: int) -> None:
-        """A receive is ready once it is issued and its message has arrived."""
+        """Make a buffered receive ready if it is issued and its message has arrived."""
         if number in self._arrives and number in self._wanted:
             self._push(max(self._wanted[number], self._arrives[number]), -1, number)
 
     def _run(self, communication: Communication, members: Sequence[Participant], now: float, duration: float) -> float:
-        """Some members' part of a communication; when it ends."""
+        """Run some members' part of a communication, and return when it ends."""
         on_link = communication.stream is MESSAGE and self._messages == "link"
         together = self._one_stream and communication.stream is not COPY
         stream = None if together else stream_of(self._traced.program, communication)
@@ -256,7 +265,7 @@ class Clocks:
             for rank, _, _ in members:
                 start = max(start, free[rank].get(stream, 0.0))
         end = start + duration
-        sent_away = on_link and members[0] is communication.participants[0]  # the link has it; the sender need not wait
+        sent_away = on_link and members[0] is communication.participants[0]  # so the sender need not wait
         times = self._times
         for rank, handle, op in members:
             if not on_link:
@@ -269,7 +278,7 @@ class Clocks:
 
 
 def together_of(traced: Traced) -> dict[int, tuple[int, ...]]:
-    """Map each collective that is issued together with others to all of them, by their places; they run as one."""
+    """Map each collective of a batch to all collectives of the batch, by number. They run as one."""
     tapes = traced.program.tapes
     batches: dict[tuple[int, int], list[int]] = defaultdict(list)
     for number, (stream, _, members) in enumerate(traced.communications):
@@ -283,13 +292,13 @@ def together_of(traced: Traced) -> dict[int, tuple[int, ...]]:
 def waited_until(
     idle: Sequence[Idle], clock: float, start: float, end: float, contention: float, lag: Lag = NO_LAG
 ) -> float:
-    """Find when a rank computes again that waits for a communication where that takes time from compute.
+    """Return when a rank computes again after a WAIT, if communication takes time from compute.
 
     Args:
-        idle: when the rank stood still before.
-        clock: when it comes to the WAIT.
-        start, end: of the communication.
-        contention, lag: see `Prices`; the lag is none where ranks do not meet, as for copies.
+        idle: intervals in which the rank stood still before.
+        clock: when it arrives at the WAIT.
+        start, end: start and end of the communication.
+        contention, lag: see `Prices`. Copies have no lag, since no ranks wait for each other.
     """
     again = clock if clock > end else end
     if end <= start:
@@ -302,7 +311,7 @@ def waited_until(
 
 
 def computing(idle: Sequence[Idle], since: float, until: float) -> float:
-    """How long a rank computes between two moments."""
+    """Return the seconds in which a rank computes between two moments."""
     seconds = until - since
     for each in reversed(idle):
         if seconds <= 0 or each.until <= since:
@@ -314,15 +323,12 @@ def computing(idle: Sequence[Idle], since: float, until: float) -> float:
     return seconds if seconds > 0 else 0.0
 
 
-# Memory by category over time, as a counter that a trace viewer draws.
-
-
 Counter = list[tuple[float, dict[str, int]]]
 """Moments, and the bytes of each category that are live from then on."""
 
 
 def memory_counters(traced: Traced, times: Times) -> list[Counter]:
-    """The counter of each row of a replay; one without an arena has no word of it."""
+    """Return the memory by category over time of each row. The arena is left out if there is none."""
     counters: list[Counter] = []
     for row, memory in enumerate(memory_in_bytes(traced, counters=True)):
         tape = traced.program.tapes[row]
@@ -338,7 +344,7 @@ def memory_counters(traced: Traced, times: Times) -> list[Counter]:
 
 
 def counter_of(samples: Iterable[tuple[float, dict[str, int]]]) -> Counter:
-    """Changes of what was live at each op, in tape order; the last of each moment."""
+    """Return the changes of samples of live memory, which are in tape order; of one moment the last sample counts."""
     counter: Counter = []
     for time, live in samples:
         if counter and counter[-1][0] == time:
@@ -349,7 +355,7 @@ def counter_of(samples: Iterable[tuple[float, dict[str, int]]]) -> Counter:
 
 
 def moments(tape: Sequence[Op], starts: Sequence[float], ends: Sequence[float]) -> list[float]:
-    """When compute has got to each op: compute counts from its start, a communication from its issue."""
+    """Return when compute arrives at each op: the start of a compute op, the issue of a communication."""
     clock, reached = 0.0, list[float]()
     issued: dict[int, int] = {}
     for at, op in enumerate(tape):
@@ -366,7 +372,7 @@ def moments(tape: Sequence[Op], starts: Sequence[float], ends: Sequence[float]) 
 
 
 def moments_of(timeline: Timeline, row: int) -> list[float]:
-    """When the compute of a timeline's row has got to each op; an op that has no event takes no time."""
+    """Return when compute arrives at each op of a timeline's row. An op without an event takes no time."""
     tape = timeline.program.tapes[row]
     starts, ends = [0.0] * len(tape), [0.0] * len(tape)
     for event in timeline.events[row]:
