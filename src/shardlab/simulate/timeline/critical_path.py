@@ -1,7 +1,8 @@
-"""The critical path of a step: the passes, messages and waits whose times, one after the other, are the step's.
+"""Critical path of a step: the ops whose times, one after the other, add up to the step's duration.
 
-It is followed from the step's end back to its beginning. A pass comes after what its rank did before; a rank that waits
-is held up by a communication; and that began when the last of its members had come, or when their stream was free.
+The path is followed from the end of the step back to its start. A compute op starts when its rank has done what comes
+before it. A WAIT ends with its communication. A communication starts when its last member arrives, or when the stream
+that it needs is free. `critical_path` returns the links of the path; `path_parts` adds them up by purpose.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ WAIT, SEND = OpKind.WAIT, OpKind.SEND
 
 
 class PathLink(NamedTuple):
-    """One link of the path.
+    """Link of a critical path: an interval that one op takes.
 
     Attributes:
-        row, op: the tape, and the index of the op that the time goes to.
-        start, end: from when to when.
-        held_up: whether a rank's compute goes on later, since a communication took time from it.
+        row, op: row and index of the op.
+        start, end: start and end of the interval.
+        held_up: whether the interval is time that a communication took from compute.
     """
 
     row: int
@@ -37,12 +38,12 @@ class PathLink(NamedTuple):
 
 
 class ClockMove(NamedTuple):
-    """What moves a rank's clock: an op that computes, or a WAIT in which it stands still.
+    """Op that moves a rank's clock: a compute op, or a WAIT in which the rank stands still.
 
     Attributes:
         at: index of the op in the tape.
-        cause: index of the op that issued what is waited for; of an op that computes, its own.
-        start, end: from when to when.
+        cause: of a WAIT the index of the op that issued the communication, of a compute op its own.
+        start, end: start and end of the op.
     """
 
     at: int
@@ -52,7 +53,7 @@ class ClockMove(NamedTuple):
 
 
 def critical_path(traced: Traced, times: Times) -> list[PathLink]:
-    """The links of the path, from the step's beginning to its end, each beginning where the one before ends."""
+    """Return the links of the critical path in order; each starts where the one before ends."""
     return _PathWalk(traced, times).run()
 
 
@@ -98,7 +99,11 @@ class _PathWalk:
         return items
 
     def _before(self, row: int, at: int, time: float) -> tuple[int, int, float] | None:
-        """Take the link that ends at a time, before an op of a row; what comes before it (None: nothing does)."""
+        """Add the link that ends at `time`, before op `at` of a row.
+
+        Returns:
+            Row, op and time where the path goes on (None: at the start of the step).
+        """
         items = self.items[row]
         place = bisect_left(items, at, key=lambda item: item.at) - 1
         if place < 0:
@@ -121,7 +126,7 @@ class _PathWalk:
         return self._through(row, item.cause)
 
     def _through(self, row: int, at: int) -> tuple[int, int, float] | None:
-        """Take a communication, and those that had its stream before; who came last to the first of them."""
+        """Add a communication and those that kept it waiting for its stream; return where its last member arrived."""
         while True:
             start, end, ready = (of[row][at] for of in (self.times.starts, self.times.ends, self.times.ready))
             self._link(row, at, start, end)
@@ -136,7 +141,7 @@ class _PathWalk:
             row, at = before
 
     def _on_the_stream(self, members: Sequence[Participant], start: float) -> tuple[int, int] | None:
-        """What had a member's stream until a communication started."""
+        """Find the communication that had a member's stream until this one started."""
         for rank, _, _ in members:
             before = self.ended[rank].get(start)
             if before is not None and self.times.starts[rank][before] < start:
@@ -144,18 +149,18 @@ class _PathWalk:
         return None
 
     def _under_way(self, members: Sequence[Participant], start: float) -> tuple[int, int] | None:
-        """The send of a message that arrived when its receive started."""
+        """Find the send of a message that arrived when its receive started."""
         sent = [(rank, op) for rank, _, op in members if self.times.ends[rank][op] == start]
         return next((each for each in sent if self.times.starts[each[0]][each[1]] < start), None)
 
     def _came(self, row: int, at: int) -> float:
-        """When a rank came to an op."""
+        """Return when a rank arrived at an op."""
         items = self.items[row]
         place = bisect_left(items, at, key=lambda item: item.at) - 1
         return items[place].end if place >= 0 else 0.0
 
     def _sent(self, row: int, since: int, until: int) -> int:
-        """The last message that was sent between two ops."""
+        """Return the last message that was sent between two ops."""
         tape = self.tapes[row]
         return next((at for at in range(until - 1, since - 1, -1) if tape[at][0] is SEND), since)
 
@@ -165,10 +170,12 @@ class _PathWalk:
 
 
 def path_parts(traced: Traced, links: list[PathLink], place: Callable[[int], str] | None = None) -> dict[str, float]:
-    """Seconds of a path by what they go to, largest first: `backward of feed-forward`, `all-gather on tp`.
+    """Return the seconds of a path by purpose, largest first, as in `backward of feed-forward`, `all-gather on tp`.
 
     Args:
-        place: where a layer stands in the model.
+        traced: the program.
+        links: links of the path.
+        place: names a layer's place in the model.
     """
     parts = defaultdict[str, float](float)
     for link in links:

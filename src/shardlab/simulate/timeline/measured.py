@@ -1,4 +1,10 @@
-"""Timeline of what really happened, from the ranks' records, in the form that simulation produces."""
+"""Measured steps: what the ranks of a run recorded, as a timeline in the form that simulation produces.
+
+`measured` puts the records of all ranks together; `compare` lays prediction and measurement side by side. At the end
+are the files of a traced run. Each rank writes one while the run goes on, and in the end there is one file for all
+ranks. The first line of a file says what ran. A line for each rank's first step follows, then one for each rank's
+second step and so on, then the memory. If a file is cut off, the lines before are read.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +32,16 @@ Spans = dict[int, tuple[float, float]]
 
 
 def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[int, float]) -> dict[int, Spans]:
-    """List for each rank the ops that it finished, in seconds since the first rank began.
+    """Return for each rank the spans of the ops that it finished, in seconds since the first rank began.
 
-    Compute is as it was seen. A communication ends when this rank's part was over, and starts when its last member had
-    come, or when the one that was over just before it on the same communicator was, if that is later: what a group has
-    in flight at the same time shares its links, and is listed one after the other, as on a stream.
+    Compute has the span that was recorded. A communication ends when this rank's part was over. It starts when its last
+    member had arrived, or when the communication before it on the same communicator was over, if that is later. So
+    communications that share the links of a group are listed one after the other, as on a stream.
 
     Args:
+        checked: the program that ran.
         steps: one step, by rank.
-        offsets: what to take from each rank's clock.
+        offsets: what to subtract from each rank's clock.
     """
     zero = min((step.began - offsets[rank] for rank, step in steps.items()), default=0.0)
     shift = {rank: -offsets[rank] - zero for rank in steps}
@@ -61,20 +68,19 @@ def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[in
 
 @dataclass(frozen=True)
 class Measured:
-    """A run's recorded steps.
+    """Recorded steps of a run.
 
     Attributes:
-        timeline: the step of median length, in seconds and bytes; if no step was whole, the last as far as it came.
-        seconds: for each rank, the time of each op, by place on the tape: the mean over the steps of usual length, so
-            that the times of several ops add up to what they take in such a step.
-        ranks: for each rank, the medians of where its time goes.
-        steps: how long each whole step took, from the first rank's beginning to the last one's end.
-        live: for each rank, bytes by category where the sum is largest at the start of an op; empty if not measured.
-        counters: for each rank, moments of that timeline and the bytes by category that are live from then on.
-        peaks: for each rank, the most bytes at any moment, what ops need only while they run included; 0 if not
-            measured.
-        bound: the most that clocks may be apart, in seconds.
-        missing: a sentence for everything that a whole trace has and this one has not.
+        timeline: the step of median length, in seconds and bytes; if no step is complete, the last one.
+        seconds: for each rank, the time of each op by index on the tape. It is the mean over the steps of usual length,
+            so that the times of several ops add up to what they take in such a step.
+        ranks: for each rank, the medians of its times.
+        steps: duration of each complete step, from the start of the first rank to the end of the last.
+        live: for each rank, live bytes by category at the op's start where their sum is largest; empty if not measured.
+        counters: for each rank, moments of the timeline and the bytes by category that are live from then on.
+        peaks: for each rank, the most bytes at any moment, temporary memory of ops included; 0 if not measured.
+        bound: largest possible difference of the ranks' clocks, in seconds.
+        missing: a sentence for everything that a complete trace has and this one has not.
     """
 
     timeline: Timeline
@@ -89,7 +95,7 @@ class Measured:
 
 
 def measured(checked: Checked, records: Mapping[int, RankRecord]) -> Measured:
-    """Put together what the ranks saw; ranks and steps may be missing."""
+    """Put together the records of the ranks. Ranks and steps may be missing."""
     ranks = range(checked.program.ranks)
     offsets = {rank: record.offset for rank, record in records.items()}
     numbered = [_step(records, number) for number in range(max((len(r.steps) for r in records.values()), default=0))]
@@ -124,15 +130,17 @@ def _length(steps: Mapping[int, StepRecord], offsets: Mapping[int, float]) -> fl
 
 
 def _middle(lengths: Sequence[float]) -> list[int]:
-    """The numbers of the steps that are left without the shortest and the longest quarter."""
+    """Return the numbers of the steps without the shortest and the longest quarter."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     quarter = len(order) // 4
     return order[quarter : len(order) - quarter]
 
 
 def _means(each: Sequence[Spans]) -> dict[int, float]:
-    """Mean of each op's durations. A communication is fast most times and slow at others: medians would add up to less
-    than a step has."""
+    """Return the mean duration of each op.
+
+    Medians would add up to less than a step: a communication is fast most times and slow sometimes.
+    """
     places = sorted({at for spans in each for at in spans})
     return {at: fmean(end - start for spans in each if at in spans for start, end in [spans[at]]) for at in places}
 
@@ -166,7 +174,7 @@ def _fullest(record: RankRecord | None) -> dict[str, int]:
 
 
 def _counter(record: RankRecord | None, step: StepRecord | None, zero: float) -> Counter:
-    """What was live when the rank came to each op; memory is of another step, which does the same."""
+    """Return the memory that was live when the rank arrived at each op. It was measured in another, equal step."""
     if record is None or record.memory is None or step is None:
         return []
     live, ops = record.memory.live, step.ops
@@ -198,19 +206,16 @@ def _place(tape: Sequence[Op], ops: Iterable[int]) -> str:
     return f"op {at} {tape[at]}"
 
 
-# Prediction and measurement of one step side by side: per rank and kind of op, and the step as a whole.
-
-
 @dataclass(frozen=True)
 class Pair:
-    """One figure, predicted and measured; None where there is none."""
+    """Figure, predicted and measured (None: unknown)."""
 
     predicted: float | None
     measured: float | None
 
     @property
     def ratio(self) -> float | None:
-        """Predicted over measured: 1 is right, less is too little (None: one of them is unknown)."""
+        """Predicted over measured: below 1 the prediction is too small (None: one of them is unknown)."""
         if self.predicted is None or not self.measured:
             return None
         return self.predicted / self.measured
@@ -218,13 +223,13 @@ class Pair:
 
 @dataclass(frozen=True)
 class KindRow:
-    """All ops of a kind on one rank.
+    """All ops of one kind on one rank.
 
     Attributes:
-        rank, kind: which.
-        ops: how many are on the tape.
-        seen: how many of them were measured; fewer if the run broke off.
-        seconds: of those that were measured, together.
+        rank, kind: the rank, and the kind of op.
+        ops: number of these ops on the tape.
+        seen: number of those that were measured; fewer if the run was interrupted.
+        seconds: time of those that were measured, in all.
     """
 
     rank: int
@@ -236,10 +241,10 @@ class KindRow:
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank's step.
+    """Step of one rank.
 
     Attributes:
-        rank: which.
+        rank: number of the rank.
         computing: seconds in which it computes.
         exposed: seconds in which it communicates and does not compute.
         idle: seconds in which it does neither, until the last rank has ended.
@@ -255,12 +260,12 @@ class RankRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step, predicted and measured.
+    """Comparison of a predicted and a measured step.
 
     Attributes:
-        step: seconds; measured, the median of the whole steps.
-        ranks, kinds: the rows of the tables.
-        missing: what a whole trace has and this one has not, in sentences.
+        step: seconds of the step; measured, the median of the complete steps.
+        ranks, kinds: rows by rank, and by rank and kind of op.
+        missing: a sentence for everything that a complete trace has and this one has not.
     """
 
     step: Pair
@@ -272,12 +277,12 @@ class Comparison:
 def compare(
     measured: Measured, predicted: Timeline | None = None, predicted_memory: Sequence[int] | None = None
 ) -> Comparison:
-    """Lay both side by side.
+    """Compare a measurement with a prediction.
 
     Args:
-        measured: what happened.
-        predicted: the same program's timeline in seconds; None to show the measurement alone.
-        predicted_memory: for each rank the most bytes that are live at the start of an op.
+        measured: the measurement.
+        predicted: timeline of the same program in seconds (None: show the measurement alone).
+        predicted_memory: for each rank, the most bytes that are live at the start of an op.
     """
     ranks = range(len(measured.timeline.events))
     return Comparison(
@@ -314,12 +319,6 @@ def _kinds(measured: Measured, predicted: Timeline | None, rank: int) -> list[Ki
     return rows
 
 
-# The files that a traced run leaves: one for each rank while it goes on, and in the end one for all.
-#
-# Each is a line that says what ran, then one for each rank's first step, each rank's second, ..., and for its memory:
-# of a file that was cut off, the lines before are read.
-
-
 FORMAT = 3
 MEASURED = "measured.jsonl"
 """The name of the file for all ranks."""
@@ -327,12 +326,12 @@ MEASURED = "measured.jsonl"
 
 @dataclass(frozen=True)
 class TraceFile:
-    """Trace of a run, as much as its folder has of it.
+    """Trace of a run, as far as its folder has it.
 
     Attributes:
-        job: what was trained, in words (see `shardlab.train.job`).
-        fingerprint: of the tapes that ran.
-        records: what the ranks saw, by rank.
+        job: the settings of what was trained (see `shardlab.train.job`).
+        fingerprint: fingerprint of the tapes that ran.
+        records: records of the ranks.
         lost: a sentence for each file that cannot be read to its end.
     """
 
@@ -342,10 +341,10 @@ class TraceFile:
     lost: list[str]
 
     def measured(self, checked: Checked) -> Measured:
-        """Put together what was measured, for the tapes that the job stands for.
+        """Put together the records, for the program that the job describes.
 
         Raises:
-            UserError: when these are not the tapes that ran.
+            UserError: if this is not the program that ran.
         """
         if checked.program.fingerprint() != self.fingerprint:
             raise UserError(
@@ -358,26 +357,26 @@ class TraceFile:
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes what it saw."""
+    """Return the path of a rank's file."""
     return folder / f"measured-rank-{rank}.jsonl"
 
 
 def write_rank(folder: Path, job: Mapping[str, Any], fingerprint: str, record: RankRecord) -> None:
-    """Write what one rank has seen so far; the file is whole at any moment."""
+    """Write what one rank has recorded so far. The file is complete at any moment."""
     _write(rank_file(folder, record.rank), job, fingerprint, {record.rank: record})
 
 
 def write_trace(folder: Path, job: Mapping[str, Any], checked: Checked, records: Mapping[int, RankRecord]) -> Measured:
-    """Write the file for all ranks; what is in it."""
+    """Write the file for all ranks, and return the measurement in it."""
     _write(folder / MEASURED, job, checked.program.fingerprint(), records)
     return measured(checked, records)
 
 
 def read_trace(folder: Path) -> TraceFile:
-    """The trace of a run: the file for all ranks, or else those of its ranks, as much as there is.
+    """Read the trace of a run: the file for all ranks, or else those of single ranks.
 
     Raises:
-        UserError: when there is none, or none that can be read.
+        UserError: if there is no file, or none that can be read.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; give the folder of a run, as in runs/fsdp-1")
@@ -401,7 +400,7 @@ def read_trace(folder: Path) -> TraceFile:
 
 @contextmanager
 def _complaining(name: str) -> Generator[None, None, None]:
-    """Name the file in any error about a file that is not as it was written."""
+    """Turn any error about content that was changed into a `UserError` that names the file."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -420,7 +419,7 @@ def _write(path: Path, job: Mapping[str, Any], fingerprint: str, records: Mappin
 
 
 def _entries(records: Mapping[int, RankRecord]) -> Iterator[dict[str, Any]]:
-    """Step after step, each of all ranks, and then their memory."""
+    """Yield the entries of a file: step after step, each of all ranks, and then their memory."""
     for number in range(max((len(record.steps) for record in records.values()), default=0)):
         for rank, record in records.items():
             if number < len(record.steps):
@@ -434,8 +433,8 @@ def _read(path: Path) -> TraceFile:
     """Read one file, as far as its lines can be read.
 
     Raises:
-        OSError, JSONDecodeError, TooDeep: not even its first line can be.
-        UserError: it is of another format, or an entry is not as it was written.
+        OSError, JSONDecodeError, TooDeep: if not even its first line can be read.
+        UserError: if it has another format, or an entry was changed.
     """
     first, *lines = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
     content: Any = parsed(json.loads, first)
@@ -458,7 +457,7 @@ def _read(path: Path) -> TraceFile:
 
 
 def _add(record: RankRecord, entry: Mapping[str, Any]) -> None:
-    """Put an entry where it belongs. In JSON numbers that are keys are text, and tuples lists."""
+    """Add an entry of a file to a record. In JSON, numbers that are keys are text, and tuples are lists."""
     if "step" in entry:
         step = entry["step"]
         ops = {int(at): Moments(*each) for at, each in step["ops"].items()}

@@ -1,4 +1,8 @@
-"""Timeline: what happened when, and how much memory was live; simulation and measurement both produce it."""
+"""Timeline of a step: when each op ran, and how much memory was live. Simulation and measurement both produce it.
+
+`Timeline` and its `Event`s come first, then figures that are computed from it: the bubble of a pipeline, the shares of
+a rank's time (`rank_times`), and the messages and bytes that ranks send (`traffic`).
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,15 @@ from shardlab.language.tape import Communication, communications_of
 
 
 class Event(NamedTuple):
-    """One op of one rank.
+    """Run of one op on one rank.
 
     Attributes:
-        rank, op: where it stands on the tapes.
-        kind, layer: what was done.
-        microbatches: the microbatches acted on, as a bit set.
-        start, end: when, in the cost model's unit, or in seconds.
-        memory: elements live on the rank when the op starts, before its own result is stored; in a priced step, bytes
-            live while it runs, its result among them.
+        rank, op: the rank, and the op's index on its tape.
+        kind, layer: kind and layer of the op.
+        microbatches: microbatches of the op, as a bit set.
+        start, end: in time units of unit costs, or in seconds.
+        memory: in unit costs, the elements that are live when the op starts, without its result. In seconds, the bytes
+            that are live while it runs, with its result.
     """
 
     rank: int
@@ -41,8 +45,8 @@ class Timeline:
     """All events of one step, by rank and in tape order.
 
     Attributes:
-        program: the tapes.
-        events: for each rank its events; WAIT and FREE are not among them.
+        program: the program that ran.
+        events: for each rank its events. WAIT and FREE have none.
         in_seconds: whether times are seconds and memory bytes, rather than unit costs and elements.
     """
 
@@ -67,12 +71,12 @@ class Timeline:
 
     @cached_property
     def peak_memory(self) -> int:
-        """The largest over the ranks."""
+        """The largest number of live elements, or bytes, on any rank."""
         return max(self.peak_memory_by_rank)
 
     @cached_property
     def communications(self) -> list[Communication]:
-        """The communications whose members all have rows; a member names its row."""
+        """Communications whose members all have rows. Members are given by their rows."""
         return communications_of(self.program)[0]
 
     def _repr_svg_(self) -> str | None:
@@ -80,19 +84,16 @@ class Timeline:
 
 
 def is_event(kind: OpKind) -> bool:
-    """Whether an op counts as something that happens; WAIT and FREE do not."""
+    """Tell whether ops of a kind are events; WAIT and FREE are not."""
     return kind not in BOOKKEEPING
 
 
-# The bubble of a pipeline: how much of its time the passes of the busiest rank do not fill.
-
-
 def bubble(timeline: Timeline) -> float:
-    """(cost - work) / cost, from 0 to 1 (Qi et al. 2023, arXiv 2401.10241, section 5.3).
+    """Return a pipeline's bubble: (cost - work) / cost, from 0 to 1 (Qi et al. 2023, arXiv 2401.10241, section 5.3).
 
-    The cost is the longest time, over the ranks, from the start of the first pass to the end of the last; the work is
-    all that the busiest rank computes meanwhile: m (F + B + W), where all ranks have as much to do. Updates and
-    communication count only where passes wait for them.
+    The cost is the time from the start of a rank's first pass to the end of its last, on the rank where it is longest.
+    The work is the time of all passes of the busiest rank, m (F + B + W) if all ranks have equal work. Updates and
+    communication count only as far as passes wait for them.
     """
     passes = [[e for e in events if e.kind.value in _PASSES] for events in timeline.events]
     cost = max((max(e.end for e in each) - min(e.start for e in each) for each in passes if each), default=0.0)
@@ -103,14 +104,11 @@ def bubble(timeline: Timeline) -> float:
 _PASSES = frozenset({"forward", "recompute", "backward", "backward_input", "backward_weight"})
 
 
-# Shares of a rank's time: computing, communication that nothing hides, and waiting.
-
-
 class RankTimes(NamedTuple):
-    """One rank's step; the three add up to the timeline's end.
+    """Times of one rank in a step, which add up to the end of the timeline.
 
     Attributes:
-        computing: time in which it computes.
+        computing: time in which the rank computes.
         exposed: time in which it communicates and does not compute.
         idle: time in which it does neither, until the last rank has ended.
     """
@@ -121,7 +119,7 @@ class RankTimes(NamedTuple):
 
 
 def rank_times(timeline: Timeline, rank: int) -> RankTimes:
-    """Where one rank's time goes."""
+    """Return how one rank's time is divided."""
     events = timeline.events[rank]
     work = covered((event.start, event.end) for event in events if event.kind not in COMMUNICATION)
     busy = covered((event.start, event.end) for event in events)
@@ -129,7 +127,7 @@ def rank_times(timeline: Timeline, rank: int) -> RankTimes:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The time that lies in at least one of some spans."""
+    """Return the length of the union of some spans."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -137,16 +135,13 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-# Messages and bytes that each rank sends in a step.
-
-
 @dataclass
 class Traffic:
     """Traffic of one rank in a step.
 
     Attributes:
-        collectives: how many it takes part in with others.
-        messages: how many it sends.
+        collectives: number of collectives with other ranks.
+        messages: number of messages that it sends.
         weights: bytes of weights and of their gradients.
         activations: bytes of activations, residuals, keys and values, and of their gradients.
         others: bytes of anything else, such as a gradient's norm or the loss's numbers.
@@ -164,14 +159,14 @@ class Traffic:
 
 
 def traffic(checked: Checked) -> list[Traffic]:
-    """Count what each rank sends in a step.
+    """Return what each rank sends in a step.
 
-    Collectives are counted as rings move them, which is the least that is possible: of the whole value a rank sends
+    Collectives count as rings move them, which is the least that is possible. Of the whole value, a rank sends
     (n - 1) / n in an all-gather or a reduce-scatter, and twice that in an all-reduce (nccl-tests, doc/PERFORMANCE.md;
-    Rabenseifner 2004, "Optimization of collective reduction operations"). In an all-to-all it sends all that it puts in
-    but its own share of 1 / n. A broadcast passes the whole value along a chain from the root, and a reduce towards it,
-    so each member but the last sends it once; the root of a scatter sends all pieces but its own, and in a gather all
-    others send theirs. A barrier moves nothing.
+    Rabenseifner 2004, "Optimization of collective reduction operations"). In an all-to-all it sends its input without
+    its own share of 1 / n. A broadcast passes the whole value along a chain from the root, and a reduce passes it
+    towards the root, so each member but the last sends it once. The root of a scatter sends all pieces but its own, and
+    in a gather all other members send theirs. A barrier moves nothing.
     """
     return [_of_rank(checked, rank) for rank in range(checked.program.ranks)]
 
@@ -195,7 +190,7 @@ def _of_rank(checked: Checked, rank: int) -> Traffic:
 
 
 def _times(op: Op, rank: int, ranks: tuple[int, ...]) -> float:
-    """How often a rank sends what it puts in, or passes on what it receives: the whole value, or a gather's piece."""
+    """Return how often a rank sends its input or passes on what it receives: the whole value, or a gather's piece."""
     members, others = len(ranks), len(ranks) - 1
     if op.kind is OpKind.BARRIER:
         return 0.0
