@@ -14,7 +14,7 @@ from shardlab.check import Checked, check, drifts_of
 from shardlab.check.replicas import FOLLOWS, replicas_of
 from shardlab.language import Kind, Mesh, Op, OpKind, Program, Rank, Refused, Sizes, Strategy, Value, trace
 from shardlab.models import GPT, MLP, MoE, cut
-from shardlab.simulate.passes.run import passed
+from shardlab.simulate.passes.run import apply_passes
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.column_parallel import column_parallel
 from shardlab.strategies.plan.plan import Plan
@@ -54,7 +54,7 @@ def test_no_plan_drifts(name: str) -> None:
 def test_no_plan_drifts_whose_reductions_run_in_buckets() -> None:
     """Ranks of `tp` have other slices of layers in their buckets, and replicas of norms beside them."""
     plan = Plan(Mesh(dp_replicate=4, tp=2))
-    proof = passed(check(trace(program_from_plan(plan), plan.mesh, Sizes.half_blocks(1), 4)), "bucket")
+    proof = apply_passes(check(trace(program_from_plan(plan), plan.mesh, Sizes.half_blocks(1), 4)), "bucket")
     assert any(op.batch >= 0 for op in proof.program.tapes[0])
     assert drifts_of(proof) == []
 

@@ -17,7 +17,7 @@ from shardlab.cli.console import print_fact, print_json, stdout_console, table_o
 from shardlab.cli.options import Flag
 from shardlab.common.text import bytes_text
 from shardlab.language.pass_names import OFFLOAD, Ahead, Homes
-from shardlab.simulate.passes import PASSES, Passed, settled
+from shardlab.simulate.passes import PASSES, PassResult, helpful_names
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ class PassesCommand:
         return 0
 
 
-def print_passed(passed: Sequence[Passed], time_text: Callable[[float], str], console: Console | None = None) -> None:
+def print_passed(
+    passed: Sequence[PassResult], time_text: Callable[[float], str], console: Console | None = None
+) -> None:
     """Print the end of the step and the peak memory before the first pass and after each pass.
 
     Args:
@@ -68,7 +70,7 @@ def print_passed(passed: Sequence[Passed], time_text: Callable[[float], str], co
             table.add_row("as written", *figures, "")
         else:
             what = Text(PASSES[each.name].does) if each.setting else Text(f"nothing: {each.why_not}", "dim")
-            table.add_row(settled([each]) if each.setting else each.name, *figures, what)
+            table.add_row(helpful_names([each]) if each.setting else each.name, *figures, what)
     console.print(table)
     console.print()
     if useless := useless_offload(passed):
@@ -76,7 +78,7 @@ def print_passed(passed: Sequence[Passed], time_text: Callable[[float], str], co
         console.print()
 
 
-def useless_offload(passed: Sequence[Passed]) -> str:
+def useless_offload(passed: Sequence[PassResult]) -> str:
     """Return a warning if offloading does not lower the peak memory, otherwise an empty text."""
     for before, after in pairwise(passed):
         if after.name == OFFLOAD and after.setting and after.peak >= before.peak:
@@ -88,16 +90,16 @@ def useless_offload(passed: Sequence[Passed]) -> str:
     return ""
 
 
-def as_json(passed: Sequence[Passed]) -> dict[str, Any]:
+def as_json(runs: Sequence[PassResult]) -> dict[str, Any]:
     """Return the end of the step and the peak memory before and after each pass, for --json.
 
     The field `settled` is the value of --passes that makes the same program with any prices. Without passes, the result
     is empty.
     """
-    return {"passes": [_pass_as_json(*pair) for pair in pairwise(passed)], "settled": settled(passed)} if passed else {}
+    return {"passes": [_pass_as_json(*pair) for pair in pairwise(runs)], "settled": helpful_names(runs)} if runs else {}
 
 
-def _pass_as_json(before: Passed, after: Passed) -> dict[str, Any]:
+def _pass_as_json(before: PassResult, after: PassResult) -> dict[str, Any]:
     return {
         "pass": after.name,
         "does": PASSES[after.name].does,

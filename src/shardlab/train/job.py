@@ -21,7 +21,7 @@ from shardlab.language.pass_names import want_norm
 from shardlab.language.precision import Optimizer, Precision, find_precision
 from shardlab.models import Blocks, Model, cut_for
 from shardlab.models.named import find_model, name_of, with_fields
-from shardlab.simulate.passes import passed
+from shardlab.simulate.passes import apply_passes
 from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import UNNAMED, Plan
 from shardlab.strategies.registry import StrategyEntry
@@ -94,7 +94,7 @@ class Job:
         unbounded = bounded(sys.maxsize, math.inf)  # the command has traced it within bounds already
         with unbounded, contextlib.redirect_stdout(sys.stderr):  # stdout is the command's, whatever the program prints
             checked = check(trace(entry.program, entry.grid(self.ranks), self.sizes, self.microbatches))
-        return passed(checked, entry.passes_on(self.ranks))
+        return apply_passes(checked, entry.passes_on(self.ranks))
 
     @cached_property
     def cut(self) -> Model:

@@ -14,7 +14,7 @@ from shardlab.common.errors import UserError
 from shardlab.language import Program, Strategy
 from shardlab.language.pass_names import ONLY_NAMED, PASS_NAMES, Ahead, named_passes
 from shardlab.models import GPT, MoE
-from shardlab.simulate.passes import PASSES, Goal, find_passes, run_named, run_passes, settled
+from shardlab.simulate.passes import PASSES, Goal, find_passes, helpful_names, run_named, run_passes
 from shardlab.strategies.ddp import ddp
 from shardlab.strategies.fsdp import fsdp
 from shardlab.strategies.load import load
@@ -87,7 +87,7 @@ def test_where_memory_has_no_room_for_all_that_may_start_early_the_rest_does(str
     assert within.peak == before.peak
     assert isinstance(within.setting, Ahead)
     assert within.setting.but
-    assert run_named(late, settled(found))[-1].checked.program == within.checked.program
+    assert run_named(late, helpful_names(found))[-1].checked.program == within.checked.program
 
 
 # What each pass makes of small programs that wait for what it moves, and where it says that it has nothing to do.
@@ -222,13 +222,15 @@ def test_all_stands_beside_names_of_which_each_must_apply() -> None:
     assert not found["receive-early"].applies
     with pytest.raises(UserError, match="the pass receive-early has nothing to do"):
         run_named(program, "receive-early,all")
-    assert settled(run_named(program, "offload=optimizer:host,all")).startswith("offload=optimizer:host,prefetch=")
+    assert helpful_names(run_named(program, "offload=optimizer:host,all")).startswith(
+        "offload=optimizer:host,prefetch="
+    )
 
 
 def test_what_is_settled_makes_the_same_program_again() -> None:
     found = run_named(checked(fsdp, 4), "all")
-    assert settled(found) == "prefetch=1,update-early"
-    again = run_named(checked(fsdp, 4), settled(found))
+    assert helpful_names(found) == "prefetch=1,update-early"
+    again = run_named(checked(fsdp, 4), helpful_names(found))
     assert again[-1].checked.program == found[-1].checked.program
 
 

@@ -21,7 +21,7 @@ from shardlab.language.pass_names import named_passes
 from shardlab.measure.side_by_side.results import Size, Spread, StrategyPair
 from shardlab.measure.side_by_side.sides import PassTurns, time_passes_rank
 from shardlab.simulate.hardware.cluster import DEVICE
-from shardlab.simulate.passes import GAIN, Passed, settled
+from shardlab.simulate.passes import GAIN, PassResult, helpful_names
 from shardlab.strategies.load import load
 from shardlab.train.launch.processes import RankFailed
 from shardlab.train.launch.ranks import run_ranks
@@ -37,7 +37,7 @@ def passes_row(pair: StrategyPair, size: Size, ranks: int, turns: int) -> Passes
     try:
         passed, cluster = run_passes_here(load(pair.name), pair.job(size, ranks), pair.passes, least=GAIN, lenient=True)
         row = replace(row, passed=passed, device=cluster.device.name)
-        variants = [settled(row.helped[: count + 1]) for count in range(len(row.helped))]
+        variants = [helpful_names(row.helped[: count + 1]) for count in range(len(row.helped))]
         if len(variants) == 1:
             return row
         timed = run_ranks(ranks, time_passes_rank, pair, size, variants, turns)
@@ -54,7 +54,7 @@ def settle_pair(pair: StrategyPair, size: Size, ranks: int) -> StrategyPair:
     if pair.passes == "none":
         return pair
     passed, _ = run_passes_here(load(pair.name), pair.job(size, ranks), pair.passes, lenient=True)
-    return replace(pair, passes=settled(passed))
+    return replace(pair, passes=helpful_names(passed))
 
 
 def print_passes(console: Console, rows: Sequence[PassesRow], ranks: int) -> None:
@@ -97,14 +97,14 @@ class PassesRow:
 
     pair: StrategyPair
     size: Size
-    passed: Sequence[Passed] = ()
+    passed: Sequence[PassResult] = ()
     device: str = ""
     timed: PassTurns | None = None
     why_not: str = ""
     failed: bool = False
 
     @property
-    def helped(self) -> list[Passed]:
+    def helped(self) -> list[PassResult]:
         """Program as written, and after each pass that improved it."""
         return [each for each in self.passed if each.setting or not each.name]
 
@@ -128,7 +128,7 @@ class PassesRow:
             "why_not": self.why_not or None,
             "passes": [
                 {
-                    "pass": settled([each]),
+                    "pass": helpful_names([each]),
                     "predicted_gain": predicted,
                     "measured_gain": spread and spread._asdict(),
                 }
@@ -152,7 +152,7 @@ def _cells(row: PassesRow) -> Iterator[tuple[str | Text, ...]]:
         yield Text("none", "dim"), "", "", ""
     measured = row.timed.gains if row.timed else [None] * len(row.predicted)
     for each, predicted, spread in zip(row.helped[1:], row.predicted, measured, strict=True):
-        yield settled([each]), *_gains(predicted, spread)
+        yield helpful_names([each]), *_gains(predicted, spread)
     if len(row.predicted) > 1:
         yield TOGETHER, *_gains(row.together, row.timed and row.timed.gain)
 

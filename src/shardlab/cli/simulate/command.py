@@ -41,7 +41,7 @@ from shardlab.common.text import seconds_text
 from shardlab.language import UserError, trace
 from shardlab.language.precision import Optimizer
 from shardlab.language.rules.kinds import counted, listed
-from shardlab.simulate.passes import Goal, Passed, find_passes, helped, run_named, run_passes
+from shardlab.simulate.passes import Goal, PassResult, find_passes, helpful_results, run_named, run_passes
 from shardlab.simulate.timeline import UNIT_COSTS, Costs, Timeline, bubble, simulate
 from shardlab.simulate.timeline.critical_path import critical_path, path_parts
 from shardlab.simulate.timeline.memory import peak_elsewhere
@@ -156,7 +156,7 @@ class Simulate:
             print_path_parts(path, "{:,.4g}".format)
         return 0
 
-    def _stages(self, passed: list[Passed], timeline: Callable[[Checked], Timeline]) -> dict[str, Timeline]:
+    def _stages(self, passed: list[PassResult], timeline: Callable[[Checked], Timeline]) -> dict[str, Timeline]:
         """Simulate the step before the first pass and after each useful pass, if a picture or --each-pass shows it."""
         if self.each_pass and not passed:
             raise UserError(
@@ -164,7 +164,7 @@ class Simulate:
             )
         if not self.each_pass and not self.pictures.files:
             return {}
-        return {name: timeline(each.checked) for name, each in helped(passed).items()}
+        return {name: timeline(each.checked) for name, each in helpful_results(passed).items()}
 
     def _save(
         self, timeline: Timeline, stages: dict[str, Timeline], name: str, counters: list[Counter] | None = None

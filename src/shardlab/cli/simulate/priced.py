@@ -32,7 +32,7 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry
 
 if TYPE_CHECKING:
-    from shardlab.simulate.passes import Passed
+    from shardlab.simulate.passes import PassResult
     from shardlab.simulate.predict.estimate import Estimate, Peak
     from shardlab.simulate.predict.memory import DeviceMemory
     from shardlab.simulate.predict.workload import Workload
@@ -80,7 +80,7 @@ class PricedStep:
     names: tuple[str, str]
     checked: bool
     notes: list[str]
-    passed: list[Passed]
+    passed: list[PassResult]
 
 
 def price(

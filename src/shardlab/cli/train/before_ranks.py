@@ -22,7 +22,7 @@ from shardlab.common.user_code import file_and_name
 from shardlab.execute.optimizers.settings import OptimizerConfig, want_scalable
 from shardlab.language import Op, OpKind, Refused, UserError, World
 from shardlab.language.pass_names import want_norm
-from shardlab.simulate.passes import passed
+from shardlab.simulate.passes import apply_passes
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.registry import StrategyEntry
 from shardlab.train.faults import LineOf
@@ -42,7 +42,7 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> C
             this host has too little free memory.
     """
     entry.require_ops(job.ranks, job.model.layers, job.microbatches)
-    proof = passed(checked(entry, job.ranks, job.sizes, job.microbatches), entry.passes_on(job.ranks))
+    proof = apply_passes(checked(entry, job.ranks, job.sizes, job.microbatches), entry.passes_on(job.ranks))
     job.set_checked(proof)
     want_scalable(job.numbers, proof)
     if (clip := config.clip) is not None and not any(

@@ -19,14 +19,14 @@ from shardlab.cli.plan_options import checked
 from shardlab.cli.train.this_machine import choose_on_first_rank, cluster_here, workload_of
 from shardlab.common.errors import Refused, UserError
 from shardlab.language.pass_names import UNSAID, named_passes
-from shardlab.simulate.passes import GAIN, settled
+from shardlab.simulate.passes import GAIN, helpful_names
 from shardlab.strategies.registry import StrategyEntry
 from shardlab.train.config_sources import ConfigSource, merge_fields, origin_of
 
 if TYPE_CHECKING:
     from shardlab.check import Checked
     from shardlab.simulate.hardware import Cluster
-    from shardlab.simulate.passes import Passed
+    from shardlab.simulate.passes import PassResult
     from shardlab.train.config import TrainingConfig
     from shardlab.train.job import Job
     from shardlab.train.run import TrainingRun
@@ -96,7 +96,7 @@ def settle_run(
 
 def run_passes_here(
     entry: StrategyEntry, job: Job, names: str, *, least: float | None = None, lenient: bool = False
-) -> tuple[list[Passed], Cluster]:
+) -> tuple[list[PassResult], Cluster]:
     """Run passes on the program of a job, and keep those that help by this machine's prices.
 
     On GPUs without prices, only passes that are named are run, because those that help CPUs may not help GPUs.
@@ -124,7 +124,7 @@ def run_passes_here(
     def trace(*_: object) -> Checked:
         return written
 
-    def on(cluster: Cluster, names: str) -> list[Passed]:
+    def on(cluster: Cluster, names: str) -> list[PassResult]:
         return replace(workload_of(timed, cluster), trace=trace).rewritten(
             names, MOST_TRIED, least=least, lenient=lenient
         )
@@ -152,14 +152,14 @@ def _choose_passes(entry: StrategyEntry, job: Job, others: Sequence[int], lenien
         if others:
             passed = [each for each in passed if each.name != "fuse-steps" or each.name in kept]
         for count in others:
-            other, _ = run_passes_here(entry, replace(job, microbatches=count), settled(passed), lenient=True)
+            other, _ = run_passes_here(entry, replace(job, microbatches=count), helpful_names(passed), lenient=True)
             idle = {each.name for each in other if not each.applies} - kept
             passed = [each for each in passed if each.name not in idle]
     except (UserError, Refused):
         return names  # every rank reports the error later; raised here, it would leave the others waiting
     if useless := useless_offload(passed):
         print(f"shardlab: {useless}", file=sys.stderr)
-    return settled(passed)
+    return helpful_names(passed)
 
 
 def _only_named(names: str) -> str:

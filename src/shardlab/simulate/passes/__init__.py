@@ -1,29 +1,35 @@
-"""Passes: from a checked program to a better one that computes the same. Each is checked again like any program."""
+"""Passes that rewrite a checked program to one that computes the same in less time or memory.
+
+A pass makes new tapes (`Tapes`) of a checked program by a setting. `run` tries the settings, checks every candidate
+like any program, replays it, and keeps the best. Read `run` first, for the table of passes at its end; then `reorder`,
+which moves ops of a tape as far as their dependences allow, and has the passes that do nothing else; then the passes
+that change more: `bucket`, `offload`, `fuse_steps` and `tile`.
+"""
 
 from shardlab.simulate.passes.run import (
     GAIN,
     PASSES,
     Goal,
-    Passed,
+    PassResult,
     TapePass,
+    apply_passes,
     find_passes,
-    helped,
-    passed,
+    helpful_names,
+    helpful_results,
     run_named,
     run_passes,
-    settled,
 )
 
 __all__ = [
     "GAIN",
     "PASSES",
     "Goal",
-    "Passed",
+    "PassResult",
     "TapePass",
+    "apply_passes",
     "find_passes",
-    "helped",
-    "passed",
+    "helpful_names",
+    "helpful_results",
     "run_named",
     "run_passes",
-    "settled",
 ]

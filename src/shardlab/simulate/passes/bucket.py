@@ -1,7 +1,12 @@
-"""Small collectives of one kind and group become one: it starts when all of them could, and costs one latency.
+"""Two passes about buffers: `bucket` joins small collectives, and `arena` gives buffers fixed places in one memory.
 
-PyTorch's DistributedDataParallel fills buckets of 25 MB (Li et al. 2020, arXiv 2006.15704, section 3.2.3); here their
-size follows from what collectives cost.
+`bucket` makes one collective of several of one kind and group. It starts when all of them could, and has one latency.
+PyTorch's DistributedDataParallel fills buckets of 25 MB (Li et al. 2020, arXiv 2006.15704, section 3.2.3); here the
+size of buckets follows from the prices of collectives.
+
+`arena` computes an offset in one arena for each buffer of a step, since the tape says when each begins and ends. It
+places buffers from the largest to the smallest ("greedy by size", Pisarchyk and Lee 2020, arXiv 2001.03288, section
+5.2), each in the smallest gap that is free while it lives (best fit; Wilson et al. 1995, "Dynamic storage allocation").
 """
 
 from __future__ import annotations
@@ -21,10 +26,10 @@ from shardlab.simulate.timeline.prices import Bytes
 
 
 def bucket(checked: Checked, parts: int) -> Tapes:
-    """Fill buckets, so many at least of all that a rank communicates alike.
+    """Join collectives to buckets: at least `parts` buckets for all collectives of one kind on a rank.
 
     Raises:
-        CannotApply: when no two collectives are alike.
+        CannotApply: if no two collectives are of one kind, group and dtype.
     """
     before = checked.program.tapes
     groups = _all_buckets(checked, parts)
@@ -38,13 +43,13 @@ def bucket(checked: Checked, parts: int) -> Tapes:
 
 
 def _all_buckets(checked: Checked, parts: int) -> list[list[list[int]]]:
-    """The buckets of each rank."""
+    """Return the buckets of each rank."""
     bytes_of = Bytes(checked.program.sizes)
     return [_buckets(tape, checked.specs[rank], bytes_of, parts) for rank, tape in enumerate(checked.program.tapes)]
 
 
 def _buckets(tape: Sequence[Op], specs: Mapping[int, Spec], bytes_of: Bytes, parts: int) -> list[list[int]]:
-    """The indices of the collectives that go together, in the order of the tape."""
+    """Return for each bucket of a tape the indices of its collectives."""
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for at, op in enumerate(tape):
         if op.kind in BUCKETED and op.batch < 0 and (given := specs[op.inputs[0]]).kind in FLAT:
@@ -64,7 +69,7 @@ def _buckets(tape: Sequence[Op], specs: Mapping[int, Spec], bytes_of: Bytes, par
 
 
 def _wish(groups: Sequence[list[list[int]]], order: Ordering) -> None:
-    """Gathers start with the first of their bucket, reductions with the last, and are awaited where they are needed."""
+    """Start gathers with the first of their bucket and reductions with the last, and await each where it is needed."""
     tape = order.needs.tape
     for together in groups[order.rank]:
         first, last = together[0], together[-1]
@@ -77,13 +82,13 @@ def _wish(groups: Sequence[list[list[int]]], order: Ordering) -> None:
 
 
 def _after(order: Ordering, at: int, first: int) -> bool:
-    """Whether a gather needs what comes after the first of its bucket."""
+    """Tell whether a gather needs an op that comes after the first gather of its bucket."""
     channel = {first, *order.needs.after[first]}
     return any(other > first and other not in channel for other in order.needs.before[at])
 
 
 def _issued_together(tape: list[Op], together: Sequence[Sequence[int]]) -> list[Op]:
-    """The tape with each run of neighbours of a bucket as one batch."""
+    """Return the tape with neighbouring collectives of a bucket as one batch."""
     bucket_of = {handle: number for number, handles in enumerate(together) for handle in handles}
     batch = max((op.batch for op in tape), default=-1)
     made: list[Op] = []
@@ -100,20 +105,14 @@ def _issued_together(tape: list[Op], together: Sequence[Sequence[int]]) -> list[
     return made
 
 
-# An offset in one arena for every buffer of a step, found beforehand, since it is known when each begins and ends.
-#
-# The largest comes first, each goes into the smallest gap that holds it while it lives ("greedy by size", Pisarchyk
-# and Lee 2020, arXiv 2001.03288, section 5.2; best fit is among the oldest rules for dynamic storage allocation,
-# Wilson et al. 1995). What layers keep stays where torch puts it.
-
-
 def arena(checked: Checked, _: int) -> Tapes:
-    """Put all that the executor makes room for in an arena, as long as the fullest moment of the step gets no fuller.
+    """Put the executor's buffers into an arena, as far as the peak of the step does not rise.
 
-    An arena is there for the whole step, so what would lie beside activations that are gone by then stays where it is.
+    The arena exists for the whole step. So a buffer stays outside if the arena would grow for it at the peak. Saved
+    activations stay where PyTorch allocates them.
 
     Raises:
-        CannotApply: when the executor makes room for nothing.
+        CannotApply: if the executor has no buffers.
     """
     program = checked.program
     plain = [[op._replace(offset=-1) if op.offset >= 0 else op for op in tape] for tape in program.tapes]
@@ -136,11 +135,11 @@ def arena(checked: Checked, _: int) -> Tapes:
 
 
 def best_fit(rooms: Sequence[tuple[Room, int, int]], live: Sequence[int]) -> list[tuple[Room, int]]:
-    """Find the first byte of each room in the arena; rooms with which the step would need more are left out.
+    """Return the first byte in the arena of each buffer, without those that would raise the step's peak.
 
     Args:
-        rooms: each with its bytes, and with those that it counts for in `live`.
-        live: bytes that are live during each op, all rooms among them.
+        rooms: the buffers, each with its bytes and with the bytes for which it counts in `live`.
+        live: bytes that are live during each op, all buffers included.
     """
     rest, most = np.array(live), max(live, default=0)
     top = 0
@@ -158,7 +157,7 @@ def best_fit(rooms: Sequence[tuple[Room, int, int]], live: Sequence[int]) -> lis
 
 
 def _gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
-    """Where the smallest gap between these bytes begins that holds so many; after the last if none does."""
+    """Return where the smallest gap of at least `size` bytes begins; behind all taken bytes if there is none."""
     free, best, least = 0, -1, 0
     for first, end in taken:
         if size <= first - free and (best < 0 or first - free < least):

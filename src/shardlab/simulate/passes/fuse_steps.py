@@ -1,9 +1,9 @@
-"""The first gathers of the next step are made in this step's tail, beside the updates that are left.
+"""The pass `fuse-steps`: the first gathers of the next step run at the end of this step, beside its last updates.
 
-A tape says so without a word of its own, for what it leaves is what the next step loads. A gathered weight that is
-loaded beside the rank's slice of it, and gathered again from the new slice before the step ends, is carried from step
-to step. So the check of one tape is that of any two that follow each other: it wants every slice that was loaded to be
-left one update on. The first step loads what the rank keeps before it, and so does one after a checkpoint was read.
+No new op is needed for that, since a step loads what the step before it leaves. On the new tape, a gathered weight is
+loaded at the start, beside the rank's slice of it, and gathered again from the updated slice before the step ends. The
+check of one tape covers any number of steps: it demands that every slice that was loaded is left one update later. The
+first step, and the first after a checkpoint, gather these weights before they start.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LOAD_WEIGHT, ALL_GATHER = OpKind.LOAD_WEIGHT, OpKind.ALL_GATHER
 
 
 def fuse_steps(checked: Checked, count: int) -> Tapes:
-    """Make so many of each rank's first gathers in the step before, and so many of the last updates after they start.
+    """Run each rank's first `count` gathers in the step before, and its last `count` updates after these have started.
 
     Raises:
-        CannotApply: when no step begins with gathers of weights that are kept on the device.
+        CannotApply: if no step begins with gathers of weights that are kept on the device.
     """
     chosen = _chosen(checked, count)
     if not chosen:
@@ -42,14 +42,14 @@ def fuse_steps(checked: Checked, count: int) -> Tapes:
 
 
 def _chosen(checked: Checked, count: int) -> set[tuple[int, int]]:
-    """The gathers that can be made in the step before, as (rank, index), if all that meet in one can."""
+    """Return the gathers that can run in the step before, as (rank, index); all members of a gather must agree."""
     able = {(rank, at) for rank in range(checked.program.ranks) for at in _first(checked, rank, count)}
     together = [{(each.rank, each.op) for each in every.participants} for every in checked.communications]
     return {place for meeting in together if meeting <= able for place in meeting}
 
 
 def _first(checked: Checked, rank: int, count: int) -> list[int]:
-    """A rank's first gathers of weights that it loads, each for another layer; those of one batch count as one."""
+    """Return a rank's first gathers of weights that it loads, one for each layer. A batch counts as one gather."""
     tape, specs = checked.program.tapes[rank], checked.specs[rank]
     kept = Kept(tape, specs)
     left = {key for number, key in kept.final.items() if not specs[number].form.place}
@@ -65,7 +65,7 @@ def _first(checked: Checked, rank: int, count: int) -> list[int]:
 
 
 def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], chosen: Set[int]) -> tuple[list[Op], Mapping[int, Spec]]:
-    """One rank's tape with these gathers in its tail, each as soon as its slice is new; and what its values are."""
+    """Return a rank's tape with these gathers at its end, each as soon as its slice is updated, and the new specs."""
     kept = Kept(tape, specs)
     new = {kept.final[number]: number for number in kept.final}
     waits = {op.handle: at for at, op in enumerate(tape) if op.kind is WAIT}
@@ -88,7 +88,7 @@ def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], chosen: Set[int]) -> t
 
 
 def _wish(handles: Set[int], count: int, order: Ordering) -> None:
-    """The gathers with these handles start as soon as they can, before the last updates of other slices."""
+    """Start the gathers with these handles as soon as possible, before the last updates of other slices."""
     tape, needs, batches = order.needs.tape, order.needs, batches_of(order.needs.tape)
     gathers = [at for at, op in enumerate(tape) if op.kind is ALL_GATHER and op.handle in handles]
     sources = {tape[at].inputs[0] for at in gathers}

@@ -1,8 +1,8 @@
-"""What a rank keeps for later goes to its host's memory or to the disk, and comes back for each use.
+"""The pass `offload`: values that a rank keeps for later go to the host's memory or the disk, and return for each use.
 
-ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840) and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857), on any
-tape. Where weights and optimizer states both lie in the host's memory, the
-host's processors update them there (ZeRO-Offload, section 4).
+This is ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840) and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857)
+on any tape. If weights and optimizer state both lie in the host's memory, the host's processors update them there
+(ZeRO-Offload, section 4).
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ FREE, WAIT, UPDATE, ADD = OpKind.FREE, OpKind.WAIT, OpKind.UPDATE, OpKind.ADD
 OFFLOAD, RELOAD = OpKind.OFFLOAD, OpKind.RELOAD
 FORWARDS = frozenset({OpKind.FORWARD, OpKind.SEND})
 SUMMED = frozenset({ADD, OpKind.NORM, UPDATE, OpKind.DIRECTION})
-"""What reads a gradient of weights that may wait elsewhere for it."""
+"""Ops that may read an offloaded gradient."""
 
 
 def offload(checked: Checked, homes: Homes) -> Tapes:
-    """Every rank's tape with what `homes` names kept there. Each copy is awaited at once (see `early_copies`).
+    """Keep weights, gradients, optimizer state and activations in the places that `homes` names.
 
-    What a program keeps elsewhere by itself stays where it is.
+    Each copy is awaited at once; `early_copies` overlaps them. Values that the program offloads itself stay where they
+    are.
 
     Raises:
-        CannotApply: for activations of layers in tiles.
+        CannotApply: if activations of layers in tiles are to be offloaded.
     """
     if homes.activations and checked.program.sizes.tiles > 1:
         raise CannotApply("an activation that is read by several tiles cannot leave; offload something else")
@@ -38,24 +39,24 @@ def offload(checked: Checked, homes: Homes) -> Tapes:
 
 
 class OffloadedTape:
-    """One rank's tape, op by op, with copies between.
+    """Tape of one rank with offloaded values: its ops, with copies between them.
 
     Attributes:
-        tape: the new one.
+        tape: the new tape.
     """
 
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], homes: Homes) -> None:
         self.tape: list[Op] = []
         self._specs, self._homes = specs, homes
-        self._on_host = homes.parameters == homes.optimizer == HOST  # updates
+        self._updates_on_host = homes.parameters == homes.optimizer == HOST
         self._values = max(specs, default=-1) + 1
         self._handles = max((op.handle for op in tape), default=-1) + 1
-        self._away: dict[int, int] = {}  # number of a value to that of its copy elsewhere, the only one that stays
-        self._back: dict[int, int] = {}  # of an activation or a state, to that of its copy that has come back
-        self._again: set[int] = set()  # what layers kept and compute again
-        self._arriving: dict[int, tuple[int, ...]] = {}  # handle to what it brings
+        self._away: dict[int, int] = {}  # value to its copy elsewhere, the only one that stays
+        self._back: dict[int, int] = {}  # activation or optimizer state to its copy that is back
+        self._recomputed: set[int] = set()  # saved activations that are recomputed
+        self._arriving: dict[int, tuple[int, ...]] = {}  # handle to the results of its communication
         self._reading: dict[int, list[int]] = {}  # handle to the copies that it reads
-        self._readers: dict[int, list[OpKind]] = defaultdict(list)  # those still to come
+        self._readers: dict[int, list[OpKind]] = defaultdict(list)  # ops that will still read a value
         final = {number for op in tape for number in op.outputs if specs[number].step}
         for op in tape:
             final.difference_update(op.inputs[place] for place in op.kind.row.ends)
@@ -64,7 +65,7 @@ class OffloadedTape:
                     self._readers[number].append(op.kind)
         for op in tape:
             self._put(op)
-        for number in final - self._away.keys():  # what others have read after its update
+        for number in final - self._away.keys():  # values that were read after their update
             self._leave([number])
 
     def _put(self, op: Op) -> None:
@@ -88,7 +89,7 @@ class OffloadedTape:
             self._put_computing(op)
 
     def _put_computing(self, op: Op) -> None:
-        """An op with the copies that it needs, and what it makes on its way to where that is kept."""
+        """Put an op with the copies that it needs, and offload its results."""
         for number in op.inputs:
             self._readers[number].remove(op.kind)
         if op.kind is UPDATE:
@@ -113,10 +114,10 @@ class OffloadedTape:
             self._leave_activation(op)
 
     def _put_update(self, op: Op) -> None:
-        """On the host where weight and state lie there, else on the device."""
+        """Put an update: on the host if weight and optimizer state lie there, else on the device."""
         gradient, weight, state, *others = op.inputs
         directed = any(self._specs[number].kind is Kind.DIRECTION for number in others)
-        if self._on_host and {weight, state} <= self._away.keys() and not directed:
+        if self._updates_on_host and {weight, state} <= self._away.keys() and not directed:
             (given,), copies = self._there((gradient,))
             self.tape.append(op._replace(inputs=(given, self._away[weight], self._away[state], *others)))
             self._away |= {number: number for number in op.outputs}
@@ -132,7 +133,7 @@ class OffloadedTape:
             self._free(number)
 
     def _here(self, op: Op) -> tuple[tuple[int, ...], list[int]]:
-        """An op's inputs on the device, and which of these are copies that end with it."""
+        """Return an op's inputs on the device, and those of them that are copies for this one use."""
         inputs: list[int] = []
         copies: list[int] = []
         for number in op.inputs:
@@ -151,7 +152,7 @@ class OffloadedTape:
         return tuple(inputs), copies
 
     def _there(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
-        """Gradients in the host's memory, and which of these are copies for this one use."""
+        """Return gradients in the host's memory, and those of them that are copies for this one use."""
         copies: dict[int, int] = {}
         for number in numbers:
             if number not in self._away:
@@ -159,33 +160,33 @@ class OffloadedTape:
         return tuple(copies.get(number, self._away.get(number, number)) for number in numbers), list(copies.values())
 
     def _saving(self, op: Op, before: Op) -> Op:
-        """An op that reads what its layer keeps: computed again where the first pass no longer keeps it."""
+        """Return an op with its saved activation, which is recomputed if the forward pass does not keep it any more."""
         if op.kind is OpKind.FORWARD and self._leaves(before):
-            self._again.add(op.outputs[-1])
+            self._recomputed.add(op.outputs[-1])
             return op._replace(outputs=op.outputs[:-1])
         saved = op.kind.row.saved
-        if saved >= 0 and op.inputs[saved] in self._again:
+        if saved >= 0 and op.inputs[saved] in self._recomputed:
             made = self._new()
             self.tape.append(Op(OpKind.RECOMPUTE, op.layer, (op.inputs[0], op.inputs[2]), (made,)))
             return op._replace(inputs=(*op.inputs[:saved], made, *op.inputs[saved + 1 :]))
         return op
 
     def _leaves(self, op: Op) -> bool:
-        """Whether a FORWARD's activation leaves once it has run: a backward pass alone still reads it."""
+        """Tell whether a FORWARD's input is offloaded after it: only a backward pass still reads it."""
         given = self._specs[op.inputs[0]]
         plain = len(op.inputs) == 2 and len(op.outputs) == 2 and self._specs[op.outputs[-1]].kind is Kind.SAVED
         kept = given.layer > 0 and given.form.term is None and given.kind is Kind.ACTIVATION
         return bool(self._homes.activations) and plain and kept and not FORWARDS & {*self._readers[op.inputs[0]]}
 
     def _leave_activation(self, op: Op) -> None:
-        """Offload what a forward pass has read last."""
+        """Offload the activation that a forward pass has just read, if it was the last to read it."""
         number = op.inputs[0]
-        if self._again and op.kind is OpKind.FORWARD and len(op.outputs) == 1 and self._readers[number]:
+        if self._recomputed and op.kind is OpKind.FORWARD and len(op.outputs) == 1 and self._readers[number]:
             self._away[number] = self._copy(OFFLOAD, number, self._homes.activations)
             self._free(number)
 
     def _leave(self, numbers: Sequence[int]) -> None:
-        """Offload what has come to be: gradients, if only sums and the update read them, and what the step leaves."""
+        """Offload new values: gradients that only sums and updates read, and the weights and states the step leaves."""
         for number in numbers:
             spec, readers = self._specs[number], {*self._readers[number]}
             if spec.form.place:

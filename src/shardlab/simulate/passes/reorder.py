@@ -1,4 +1,9 @@
-"""A new order for one tape: some ops are wished elsewhere, and what depends on them, or they on, goes along."""
+"""Passes that put the ops of tapes in another order, and `Ordering`, which finds the order.
+
+A pass asks an `Ordering` to start some ops earlier and to end others later. `Ordering.tape` moves each as far as the
+dependences allow. Light ops that prepare a moved op go along; all other ops stay in their order. The passes below it
+only say what moves where: `defer`, `prefetch`, `early_copies`, `early_receives` and `early_updates`.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +18,18 @@ from shardlab.language.pass_names import Ahead
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
 LIGHT = frozenset({OpKind.ADD, OpKind.SCALE, OpKind.CAST, OpKind.SLICE, OpKind.CONCATENATE, OpKind.NORM})
-"""Ops that follow what is moved, as reloads follow what starts earlier. Others stay, and hold back what they need."""
+"""Ops that go along with a moved op. All others stay, and bound how far the ops around them can move."""
 
 
 class Ordering:
-    """Wishes for one tape. Ops that nobody moves stay in their order.
+    """New order of one tape, given by requests to move ops. Ops that are not moved stay in their order.
 
     Args:
-        needs: what must come before what on it.
+        needs: dependences between the ops of the tape.
 
     Attributes:
-        needs: as given.
-        rank: whose tape it is.
+        needs: these dependences.
+        rank: the rank of the tape.
     """
 
     def __init__(self, needs: Dependences) -> None:
@@ -39,21 +44,21 @@ class Ordering:
         self._sunk: dict[int, float] = {}
 
     def start_before(self, at: int, other: int) -> None:
-        """Have an op start before another, or as soon afterwards as what it needs is there."""
+        """Start an op before another, or if it needs something that comes later, right after that."""
         self._raise(at, self._places[max(0, other)] - 0.5)
 
     def start_at_once(self, *together: int) -> None:
-        """Have ops start as soon as what they need is there; what follows them comes with them, and no earlier."""
+        """Start ops together, as soon as all that they need is there."""
         place = max(map(self._ready, together))
         for at in together:
             self._raise(at, place)
 
     def end_before(self, at: int, other: int) -> None:
-        """Have an op go down to just before another (the tape's length: to the end), or to the first that needs it."""
+        """Move an op down to just before another (the tape's length: to the end), or before the first that needs it."""
         self._sunk[at] = len(self._tape) if other >= len(self._tape) else self._places[other] - 0.5
 
     def start_ahead(self, starts: Sequence[int], ahead: int | Ahead) -> None:
-        """Have communications start so many uses of what they bring ahead, and be awaited just before their own use."""
+        """Start communications `ahead` uses of their results early, and await each just before its result is used."""
         ahead, but = (ahead.number, ahead.but) if isinstance(ahead, Ahead) else (ahead, frozenset[int]())
         brought = [self.needs.readers[self._tape[at].outputs[0]] for at in starts]
         uses = [min(readers, default=at) for at, readers in zip(starts, brought, strict=True)]
@@ -72,12 +77,12 @@ class Ordering:
                     self._raise(other, place)
 
     def _ready(self, at: int) -> float:
-        """Where the last of what an op needs is, but for what follows it."""
+        """Return the place of the last op that an op needs, without those that go along with it."""
         needed = self.needs.before[at]
         return max((self._ready(each) if each in self._follows else self._place(each) for each in needed), default=-1.0)
 
     def tape(self) -> list[Op]:
-        """The tape in its new order."""
+        """Return the tape in its new order."""
         if not self._raised and not self._sunk:
             return list(self._tape)
         tape, before, after = self._tape, self.needs.before, self.needs.after
@@ -103,7 +108,7 @@ class Ordering:
 
 
 def _places(tape: Sequence[Op]) -> list[float]:
-    """Where each op stands: what is issued together, at its first op's place, so that nothing comes between."""
+    """Return the place of each op. Ops of a batch share the place of the first, so that nothing comes between them."""
     places: list[float] = []
     for at, op in enumerate(tape):
         together = op.batch >= 0 and at > 0 and tape[at - 1].batch == op.batch
@@ -111,18 +116,15 @@ def _places(tape: Sequence[Op]) -> list[float]:
     return places
 
 
-# Tapes in another order, on every rank alike.
-
-
 Tapes = list[list[Op]]
 
 
 class CannotApply(Exception):
-    """A pass has nothing to do on a program; its text, half a sentence, says why."""
+    """Raised if a pass has nothing to do on a program. Its text is half a sentence that says why."""
 
 
 def reordered(checked: Checked, wish: Callable[[Ordering], None]) -> Tapes:
-    """Every rank's tape, in the order that its wishes give; `wish` says what goes where on one tape."""
+    """Return every rank's tape in a new order; `wish` requests the moves of one tape."""
     found: Tapes = []
     for needs in checked.dependences:
         order = Ordering(needs)
@@ -131,17 +133,16 @@ def reordered(checked: Checked, wish: Callable[[Ordering], None]) -> Tapes:
     return found
 
 
-# Gradients are reduced while earlier layers' are computed: a reduction is awaited as late as memory allows.
-
-
 REDUCTIONS = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_REDUCE, OpKind.REDUCE})
 
 
 def defer(checked: Checked, ahead: int) -> Tapes:
-    """Await each reduction of a gradient, and update by it, when so many more have been started.
+    """Await each reduction of a gradient, and update by it, after `ahead` more reductions have started.
+
+    So gradients are reduced while those of earlier layers are computed.
 
     Raises:
-        CannotApply: when no gradient is reduced.
+        CannotApply: if no gradient is reduced.
     """
     if not any(map(_reductions, checked.program.tapes, checked.specs)):
         raise CannotApply("no gradient of weights is reduced, so none can be awaited later")
@@ -159,7 +160,7 @@ def _wish_defer(checked: Checked, ahead: int, order: Ordering) -> None:
 
 
 def _updates(order: Ordering, awaited: int) -> Iterator[int]:
-    """The updates that an op's result goes to, at once or by what follows it."""
+    """Yield the updates that read an op's result, directly or through light ops."""
     for at in order.needs.after[awaited]:
         kind = order.needs.tape[at].kind
         if kind is OpKind.UPDATE:
@@ -172,16 +173,14 @@ def _reductions(tape: Sequence[Op], specs: Mapping[int, Spec]) -> list[int]:
     return [at for at, op in enumerate(tape) if op.kind in REDUCTIONS and specs[op.inputs[0]].kind is Kind.GRAD_WEIGHT]
 
 
-# Weights are gathered ahead of their use, while earlier layers compute.
-#
-# FSDP's prefetching (Zhao et al. 2023, arXiv 2304.11277, section 3.3.2), on any tape.
-
-
 def prefetch(checked: Checked, ahead: int | Ahead) -> Tapes:
-    """Start each gather of weights so many uses of gathered weights ahead.
+    """Start each gather of weights `ahead` uses of gathered weights early, while earlier layers compute.
+
+    This is FSDP's prefetching (Zhao et al. 2023, arXiv 2304.11277, section 3.3.2) on any tape. Programs that follow a
+    plan prefetch by themselves (`shardlab.strategies.plan.sharding.ParameterGatherer`).
 
     Raises:
-        CannotApply: when none are gathered before they are used.
+        CannotApply: if no weights are gathered before they are used.
     """
     if not any(map(gathers_ahead, checked.program.tapes, checked.specs)):
         raise CannotApply("no weights are gathered for a pass, so there is nothing to gather ahead")
@@ -193,23 +192,20 @@ def _wish(checked: Checked, ahead: int | Ahead, order: Ordering) -> None:
 
 
 def gathers_ahead(tape: Sequence[Op], specs: Mapping[int, Spec]) -> list[int]:
-    """Where a tape gathers weights that this step uses; new ones are for the next."""
+    """Return the indices of gathers of weights that this step uses; updated weights are for the next step."""
     gathered = [at for at, op in enumerate(tape) if op.kind is OpKind.ALL_GATHER]
     wholes = [specs[tape[at].outputs[0]] for at in gathered]
     return [at for at, whole in zip(gathered, wholes, strict=True) if whole.kind is Kind.WEIGHT and not whole.step]
-
-
-# Copies from the host or the disk start ahead of their use, and copies to there go on beside what follows.
 
 
 OFFLOAD, RELOAD = OpKind.OFFLOAD, OpKind.RELOAD
 
 
 def early_copies(checked: Checked, ahead: int) -> Tapes:
-    """Start each reload so many uses of reloaded values ahead, and await each offload when so many more have begun.
+    """Start each reload `ahead` uses of reloaded values early, and await each offload after `ahead` more have started.
 
     Raises:
-        CannotApply: when nothing is copied.
+        CannotApply: if nothing is copied.
     """
     if not any(_copies(tape, RELOAD) or _copies(tape, OFFLOAD) for tape in checked.program.tapes):
         raise CannotApply("nothing is kept on the host or the disk")
@@ -229,14 +225,11 @@ def _copies(tape: Sequence[Op], kind: OpKind) -> list[int]:
     return [at for at, op in enumerate(tape) if op.kind is kind]
 
 
-# Receives are posted before what they bring is needed, so that messages travel while their receiver computes.
-
-
 def early_receives(checked: Checked, ahead: int | Ahead) -> Tapes:
-    """Post each receive so many uses of received values ahead.
+    """Post each receive `ahead` uses of received values early, so that messages travel while the receiver computes.
 
     Raises:
-        CannotApply: when there are none, or all stand in exchanges, whose messages are issued together.
+        CannotApply: if there are no receives, or all are part of exchanges, whose messages are issued together.
     """
     if not any(map(receives_ahead, checked.program.tapes, checked.specs)):
         raise CannotApply("no rank receives a message, or only in exchanges, which are issued whole")
@@ -248,18 +241,15 @@ def _wish_early_receives(ahead: int | Ahead, order: Ordering) -> None:
 
 
 def receives_ahead(tape: Sequence[Op], _: Mapping[int, Spec]) -> list[int]:
-    """Where a tape posts receives that stand alone."""
+    """Return the indices of receives that are not part of an exchange."""
     return [at for at, op in enumerate(tape) if op.kind is OpKind.RECV and op.batch < 0]
 
 
-# The optimizer steps a layer as soon as its gradient is final, beside the communication that is left.
-
-
 def early_updates(checked: Checked, _: int) -> Tapes:
-    """Have every update follow its gradient.
+    """Run every update as soon as its gradient is final, beside the communication that is left.
 
     Raises:
-        CannotApply: when nothing is updated, or no gradient is final before the norm of all is known.
+        CannotApply: if nothing is updated, or gradients are clipped: then none is final before the norm of all.
     """
     if not checked.trains:
         raise CannotApply("nothing is updated")

@@ -1,4 +1,9 @@
-"""Passes one after the other: each candidate is checked and replayed, and the best one is kept."""
+"""Passes, one after the other: each candidate is checked and replayed, and the best is kept.
+
+`run_passes` runs passes over a program and returns a `PassResult` for each. Which program is better depends on the
+`Goal`: prices and memory. If the ops that a pass starts early do not fit into memory, `crowding` finds those that are
+under way at the peak, and they stay where they were. The table of all passes, `PASSES`, is at the end.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +37,22 @@ from shardlab.simulate.timeline.prices import UNIT_COSTS, Prices
 from shardlab.simulate.timeline.run import Clocks
 
 GAIN = 1e-9
-"""A share of the step: what gains less is left as it is."""
+"""Least share of a step that a change must gain to be kept."""
 
 MOST_TRIED = 24
-"""Programs that a pass makes of one at most, where memory has no room for all that it starts early."""
+"""Most candidates that a pass makes of one program, if not all that it starts early fits into memory."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What makes a program better than another: it is faster, or as fast with less memory.
+    """Goal of passes: a faster program, or one that is as fast with less memory.
 
     Attributes:
-        prices: how long things take.
-        memory: bytes of a rank that must not be exceeded; a program that needs more already must not need more still.
-        kept: how large values are in memory, if not as traced.
-        most: ops of rewritten programs that are looked at; passes share them evenly.
-        least: the share of a step that a pass must gain whose number is not given, if it saves no memory.
+        prices: times of ops.
+        memory: most bytes of a rank; if the program needs more already, passes must not add to it.
+        kept: sizes of values in memory, if not as traced.
+        most: most ops of candidates that are replayed; passes share them evenly.
+        least: least share of a step that a pass must gain, if its setting is not given and it saves no memory.
     """
 
     prices: Prices = UNIT_COSTS
@@ -57,23 +62,23 @@ class Goal:
     least: float = GAIN
 
     def of(self, checked: Checked) -> tuple[float, int]:
-        """When a program's step ends, and the bytes of its fullest rank."""
+        """Return when a program's step ends, and the bytes of its fullest rank."""
         end = Clocks(checked, self.prices).run().end
         return end, max(memory.peak for memory in memory_in_bytes(checked, self.kept))
 
 
 @dataclass(frozen=True)
-class Passed:
-    """A program after a pass, or before the first.
+class PassResult:
+    """Result of a pass, or the program before the first pass.
 
     Attributes:
-        name: of the pass ("": there was none yet).
-        checked: the program.
+        name: name of the pass ("": the program before the first).
+        checked: the program after the pass.
         end: when its step ends.
         peak: bytes of its fullest rank.
-        setting: with which the pass has found a better one (None: it has found none).
-        why_not: why it has found none, in half a sentence.
-        applies: whether it had anything to do.
+        setting: the setting with which the pass has improved the program (None: it has not).
+        why_not: why it has not, in half a sentence.
+        applies: whether the pass had anything to do.
     """
 
     name: str
@@ -84,26 +89,31 @@ class Passed:
     why_not: str = ""
     applies: bool = True
 
-    def better(self, other: Passed, memory: float) -> bool:
-        """Whether this is to be preferred to another."""
+    def better(self, other: PassResult, memory: float) -> bool:
+        """Tell whether this program is better than another."""
         if self.peak > max(memory, other.peak):
             return False
         least = GAIN * other.end
         return self.end < other.end - least or (self.end <= other.end + least and self.peak < other.peak)
 
 
-def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None = None) -> list[Passed]:
+def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None = None) -> list[PassResult]:
     """Run passes over a program.
 
-    No pass makes it slower, takes more memory than allowed, or makes it unfit for a backend on which it ran; one whose
-    number was given may do the first two.
+    No pass makes the program slower, exceeds the memory, or breaks a backend on which it ran. If the setting of a pass
+    was given, the pass may do the first two.
+
+    Args:
+        checked: the program.
+        passes: passes in the order in which they run.
+        goal: prices and memory (None: unit costs and any memory).
 
     Returns:
         The program as it was, and as each pass left it.
     """
     goal, passes = goal or Goal(), list(passes)
     each_most = goal.most / max(1, len(passes) * sum(map(len, checked.program.tapes)))
-    found = [Passed("", checked, *goal.of(checked))]
+    found = [PassResult("", checked, *goal.of(checked))]
     for each in passes:
         before = replace(found[-1], name=each.name, setting=None)
         try:
@@ -114,8 +124,15 @@ def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None =
     return found
 
 
-def _best(each: TapePass, before: Passed, goal: Goal, most: float) -> tuple[Passed, str]:
-    """The best that a pass makes of a program by so many of its settings; or the program as it was, and why."""
+def _best(each: TapePass, before: PassResult, goal: Goal, most: float) -> tuple[PassResult, str]:
+    """Return the best candidate of a pass, or the program as it was and the reason.
+
+    Args:
+        each: the pass.
+        before: the program.
+        goal: what is better.
+        most: most settings that are tried.
+    """
     best, why_not = before, "the program is so already" if each.tried else "it is not told what to do"
     settings = each.tried if each.chosen or most >= len(each.tried) else each.tried[: int(most)]
     if each.tried and not settings:
@@ -137,7 +154,7 @@ def _best(each: TapePass, before: Passed, goal: Goal, most: float) -> tuple[Pass
         if not set(before.checked.backends()) <= set(candidate.backends()):
             why_not = "on a backend its ranks would wait for one another" if best is before else ""
             continue
-        passed = Passed(each.name, candidate, *goal.of(candidate), setting)
+        passed = PassResult(each.name, candidate, *goal.of(candidate), setting)
         if len(tried) < MOST_TRIED and (fewer := _fewer(each, before, passed, best, goal)):
             waiting.appendleft(fewer)
         if each.chosen or passed.better(best, goal.memory):
@@ -150,8 +167,8 @@ def _best(each: TapePass, before: Passed, goal: Goal, most: float) -> tuple[Pass
     return best, why_not
 
 
-def _fewer(each: TapePass, before: Passed, passed: Passed, best: Passed, goal: Goal) -> Ahead | None:
-    """The setting of what is faster but too large, with what stands at its peak left where it was; None: none is."""
+def _fewer(each: TapePass, before: PassResult, passed: PassResult, best: PassResult, goal: Goal) -> Ahead | None:
+    """Return a setting that starts less early, if a candidate is faster but too large (None: it is not, or cannot)."""
     too_large = passed.peak > max(goal.memory, before.peak)
     if each.chosen or each.moves is None or not too_large or not passed.better(best, math.inf):
         return None
@@ -161,14 +178,14 @@ def _fewer(each: TapePass, before: Passed, passed: Passed, best: Passed, goal: G
     return replace(setting, but=setting.but | more) if more else None
 
 
-def run_named(checked: Checked, names: str, goal: Goal | None = None) -> list[Passed]:
-    """Run the passes that a text stands for (see `find_passes`).
+def run_named(checked: Checked, names: str, goal: Goal | None = None) -> list[PassResult]:
+    """Run the passes that a text names (see `find_passes`).
 
     Returns:
         The program as it was, and as each pass left it.
 
     Raises:
-        UserError: for a name that there is not, and for a pass that is named itself and cannot apply.
+        UserError: if a name is unknown, or a pass that is named itself has nothing to do.
     """
     found = run_passes(checked, find_passes(names), goal)
     by_name = {each.name for each in named_passes(names) if each.by_name}
@@ -178,35 +195,33 @@ def run_named(checked: Checked, names: str, goal: Goal | None = None) -> list[Pa
     return found
 
 
-def passed(checked: Checked, names: str) -> Checked:
-    """A program after the passes that a text stands for, which unit costs guide (see `run_named`)."""
+def apply_passes(checked: Checked, names: str) -> Checked:
+    """Return a program after the passes that a text names, guided by unit costs (see `run_named`)."""
     return run_named(checked, names)[-1].checked if names != "none" else checked
 
 
-def helped(found: Iterable[Passed]) -> dict[str, Passed]:
-    """The program as it was, and as each pass left it that has found something: by what `find_passes` reads of it."""
-    return {settled([each]) if each.name else "as written": each for each in found if each.setting or not each.name}
+def helpful_results(found: Iterable[PassResult]) -> dict[str, PassResult]:
+    """Return the program as it was and after each pass that improved it, by what `find_passes` reads for that pass."""
+    improved = (each for each in found if each.setting or not each.name)
+    return {helpful_names([each]) if each.name else "as written": each for each in improved}
 
 
-def settled(found: Iterable[Passed]) -> str:
-    """The passes that have found something, with their settings, as `find_passes` reads them."""
+def helpful_names(found: Iterable[PassResult]) -> str:
+    """Return the names of the passes that improved the program, with their settings, as `find_passes` reads them."""
     words = [f"{each.name}={each.setting}" if PASS_NAMES[each.name] else each.name for each in found if each.setting]
     return ",".join(words) or "none"
 
 
-# Where memory has no room for all that a pass starts early: which of it stands at the peak, and stays where it was.
-
-
 def crowding(moves: Moves, before: Checked, after: Checked, kept: Sizes | None = None) -> set[int]:
-    """The moves of a pass that are under way at the fullest rank's peak, and were not there before it.
+    """Find the ops that a pass has moved before the peak of the fullest rank.
 
     Args:
-        moves: the ops of a tape that the pass starts early.
-        before, after: a program, and the same in another order.
-        kept: how large values are in memory, if not as traced.
+        moves: lists the ops of a tape that the pass starts early.
+        before, after: the program before and after the pass.
+        kept: sizes of values in memory, if not as traced.
 
     Returns:
-        Their places among the moves.
+        Their places in the list of `moves`.
     """
     peaks = memory_in_bytes(after, kept)
     rank = max(range(len(peaks)), key=lambda rank: peaks[rank].peak)
@@ -217,25 +232,22 @@ def crowding(moves: Moves, before: Checked, after: Checked, kept: Sizes | None =
     return {number for number, at in enumerate(started) if at > then and place[old[at].handle] <= at_peak}
 
 
-# The table of passes.
-
-
 Moves = Callable[[Sequence[Op], Mapping[int, Spec]], list[int]]
-"""A tape and the specs of its values to the indices of some ops."""
+"""Lists the indices of some ops of a tape, given the specs of its values."""
 
 
 @dataclass(frozen=True)
 class TapePass:
-    """One way to a better program.
+    """Pass over tapes.
 
     Attributes:
-        name: what the command line calls it.
-        does: in a few words.
-        rewrite: makes other tapes of a program, by a setting: a number, or of `offload` the homes. It raises
-            CannotApply where it has nothing to do.
-        tried: settings of which the best is taken (none: it does nothing unless it is told what).
-        chosen: whether the setting was given: then what it makes is taken, if it is right.
-        moves: the ops of a tape that it starts early; where memory has no room for all, some stay where they are.
+        name: its name on the command line.
+        does: what it does, in a few words.
+        rewrite: makes new tapes of a program by a setting: a number, or the targets of `offload`. It raises
+            `CannotApply` if it has nothing to do.
+        tried: settings of which the best is taken (empty: the pass needs a setting to do anything).
+        chosen: whether the setting was given; then its candidate is taken if it is correct.
+        moves: lists the ops of a tape that it starts early. If they do not all fit into memory, some stay in place.
     """
 
     name: str
@@ -247,7 +259,7 @@ class TapePass:
 
     @property
     def means(self) -> str:
-        """What its setting says ("": it takes none)."""
+        """Meaning of its setting ("": it has none)."""
         return PASS_NAMES[self.name]
 
 
@@ -266,14 +278,14 @@ PASSES = {
         TapePass("arena", "puts buffers in one memory, taken once", arena, (1,)),
     )
 }
-"""By name, in the order in which they are run: that of `shardlab.language.pass_names`."""
+"""All passes by name, in the order in which they run, which is that of `shardlab.language.pass_names`."""
 
 
 def find_passes(text: str) -> list[TapePass]:
-    """The passes that a text stands for (see `named_passes`).
+    """Return the passes that a text names (see `named_passes`).
 
     Raises:
-        UserError: for a name that there is not, with the nearest one; for a number that is none.
+        UserError: if a name is unknown, or a number is not one.
     """
     return [
         PASSES[name] if setting is None else replace(PASSES[name], tried=(setting,), chosen=True)

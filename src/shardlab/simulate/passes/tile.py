@@ -1,8 +1,11 @@
-"""A layer too large for a device is computed in tiles, one after the other, of which one alone is whole at a time.
+"""The pass `tile`: a layer too large for a device is computed in tiles, one after the other.
 
-Memory-centric tiling (Rajbhandari et al. 2021, arXiv 2104.07857, section 5.3), as tensor parallelism on one rank: a
-slice of a layer's parameters makes a term of its result. Each slice is gathered for its own pass and freed after it,
-and its gradient is reduced before the next one's is made.
+This is memory-centric tiling (Rajbhandari et al. 2021, arXiv 2104.07857, section 5.3), as tensor parallelism on one
+rank. A tile is a slice of a layer's parameters, which makes a term of the layer's result. Each tile is gathered for its
+own pass and freed after it, and its gradient is reduced before the next tile's is made. So one tile at a time is whole.
+
+`TiledTape` walks over a rank's tape and puts each op on a cut layer once for each tile. Gathers of weights are deferred
+until a tile is used, and so are recomputations.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ ALL_GATHER, REDUCE_SCATTER = OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER
 LOADS = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.ZERO_GRADIENT})
 COMPUTE_WITH_WEIGHTS = frozenset({FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT})
 SLICED = frozenset({Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT, Kind.DIRECTION, Kind.SAVED, Kind.SAVED_FOR_WEIGHT})
-"""Kinds of value of which each tile of a layer has its own."""
+"""Kinds of values of which each tile of a layer has its own."""
 
 
 def tile(checked: Checked, tiles: int) -> Tapes:
-    """Compute each layer that can be cut in so many tiles.
+    """Compute each layer that can be cut in `tiles` tiles.
 
     Raises:
-        CannotApply: when layers cannot be cut so, the program's sizes do not, or no rank gathers a layer for its use.
+        CannotApply: if layers cannot be cut so, the program was not traced for these tiles, or no layer is gathered.
     """
     program = checked.program
     cut = [layer for layer in program.sizes.signatures if layer.cut]
@@ -48,16 +51,16 @@ def tile(checked: Checked, tiles: int) -> Tapes:
 
 
 def _makes_terms(layer: Layer) -> bool:
-    """Whether slices of a layer make terms of its result, or logits, from one whole input."""
+    """Tell whether slices of a layer make terms of its result, or logits, from one whole input."""
     own = any(node.takes_own for node in layer.nodes) and "vocab" not in layer.cut
     return layer.recomputed and not own and not layer.routes and "expert" not in layer.cut
 
 
 class TiledTape:
-    """One rank's tape, with ops on layers that are cut done for one tile after the other.
+    """Tape of one rank, with ops on cut layers done for one tile after the other.
 
     Attributes:
-        tape: the new one.
+        tape: the new tape.
         gathers: whether tiles are gathered for their use.
     """
 
@@ -69,17 +72,17 @@ class TiledTape:
         self._directed = program.sizes.directed.__contains__
         self._values = max(specs, default=-1) + 1
         self._handles = max((op.handle for op in tape), default=-1) + 1
-        self._tiled: dict[int, tuple[int, ...]] = {}  # number of a value to those of its tiles
-        self._awaited: dict[int, tuple[int, ...]] = {}  # handle to those that stand for it (none: they were awaited)
-        self._late: dict[int, Op] = {}  # weight to its gather, which is done for each use of a tile
-        self._again: dict[int, Op] = {}  # what layers keep to its RECOMPUTE, which is done before a tile's backward
-        self._freed: set[int] = set()  # what only such gathers still read
-        self._reduced: set[int] = set()  # gradients of which each tile's was reduced as soon as it was made
+        self._tiled: dict[int, tuple[int, ...]] = {}  # value to its tiles
+        self._awaited: dict[int, tuple[int, ...]] = {}  # handle to the tiles' handles (none: awaited already)
+        self._deferred_gathers: dict[int, Op] = {}  # weight to its gather, done for each use of a tile
+        self._recomputes: dict[int, Op] = {}  # saved activation to its RECOMPUTE, done before a tile's backward
+        self._freed: set[int] = set()  # weights that only deferred gathers still read
+        self._reduced: set[int] = set()  # gradients whose tiles are reduced as soon as they are made
         self._readers: dict[int, list[Op]] = defaultdict(list)
         for op in tape:
             for number in op.inputs if op.kind is not FREE else ():
                 self._readers[number].append(op)
-        self._is_late = cache(self._only_computes)
+        self._is_deferred = cache(self._only_computes)
         for op in tape:
             self._put(op)
 
@@ -88,14 +91,14 @@ class TiledTape:
         if kind is WAIT:
             self.tape += [op._replace(handle=handle) for handle in self._awaited.get(op.handle, (op.handle,))]
         elif kind is FREE:
-            self._end(op.inputs[0])
+            self._free_tiles(op.inputs[0])
         elif not any(map(self._is_cut, (*op.inputs, *op.outputs))):
             self.tape.append(op)
-        elif kind is ALL_GATHER and self._is_late(op.outputs[0]):
-            self._late[op.outputs[0]], self._awaited[op.handle] = op, ()
+        elif kind is ALL_GATHER and self._is_deferred(op.outputs[0]):
+            self._deferred_gathers[op.outputs[0]], self._awaited[op.handle] = op, ()
             self.gathers = True
         elif kind is RECOMPUTE:
-            self._again[op.outputs[0]] = op
+            self._recomputes[op.outputs[0]] = op
         elif kind is not REDUCE_SCATTER or op.inputs[0] not in self._reduced:
             REWRITTEN.get(kind, TiledTape.put_each)(self, op)
 
@@ -105,29 +108,29 @@ class TiledTape:
             self._put_one(op, t)
 
     def put_forward(self, op: Op) -> None:
-        """Each tile makes a term of the result, or its logits."""
+        """Put a forward pass: each tile makes a term of the result, or its logits."""
         (x, weight), (output, *saved), total = op.inputs, op.outputs, -1
         for t in self._tiles:
             tile, logits = self._gathered(weight, t), self._is_cut(output)
-            made = self._own(output, t) if logits else self._new()
-            outputs = (made, *(self._own(number, t) for number in saved))
+            made = self._new_tile(output, t) if logits else self._new()
+            outputs = (made, *(self._new_tile(number, t) for number in saved))
             self.tape.append(op._replace(inputs=(x, tile), outputs=outputs))
             self._release(weight, tile)
             total = made if logits or not t else self._sum(total, made, output, t)
 
     def put_backward(self, op: Op) -> None:
-        """Each tile makes a term of the input's gradient, and its own gradient or what its second half needs."""
+        """Put a backward pass: each tile makes a term of the input's gradient, and its own or what that needs."""
         (x, gradient, weight, saved), total, whole = op.inputs, -1, op.kind is BACKWARD
         own, output = op.outputs if whole else op.outputs[::-1]
-        tokens = not self._specs[output].layer  # have no gradient that could be summed
+        tokens = not self._specs[output].layer  # of tokens there is no gradient to sum
         for t in self._tiles:
-            tile, kept = self._gathered(weight, t), self._own(saved, t)
-            if saved in self._again:
-                self.tape.append(self._again[saved]._replace(inputs=(x, tile), outputs=(kept,)))
-            made, last = self._own(own, t), t == self._tiles[-1]
+            tile, kept = self._gathered(weight, t), self._new_tile(saved, t)
+            if saved in self._recomputes:
+                self.tape.append(self._recomputes[saved]._replace(inputs=(x, tile), outputs=(kept,)))
+            made, last = self._new_tile(own, t), t == self._tiles[-1]
             term = output if tokens and last else self._new()
             outputs = (made, term) if whole else (term, made)
-            self.tape.append(op._replace(inputs=(x, self._of(gradient, t), tile, kept), outputs=outputs))
+            self.tape.append(op._replace(inputs=(x, self._tile_of(gradient, t), tile, kept), outputs=outputs))
             self._release(weight, tile)
             if whole:
                 self._reduce(own, t)
@@ -136,21 +139,21 @@ class TiledTape:
             total = term if tokens or not t else self._sum(total, term, output, t)
 
     def put_backward_weight(self, op: Op) -> None:
-        """Each tile makes its own gradient."""
+        """Put the weight half of a backward pass: each tile makes its own gradient."""
         for t in self._tiles:
             self._put_one(op, t)
             self._reduce(op.outputs[0], t)
 
     def put_norm(self, op: Op) -> None:
-        """The squares of all tiles are summed."""
+        """Put a norm: the squares of all tiles are summed."""
         total = -1
         for t in self._tiles:
             made = self._new()
-            self.tape.append(op._replace(inputs=(self._of(op.inputs[0], t),), outputs=(made,)))
+            self.tape.append(op._replace(inputs=(self._tile_of(op.inputs[0], t),), outputs=(made,)))
             total = self._sum(total, made, op.outputs[0], t) if t else made
 
     def put_update(self, op: Op) -> None:
-        """Each tile takes its step; where whole matrices are stepped, the directions of all tiles are put together."""
+        """Put an update of each tile. If whole matrices are updated, the directions of all tiles are joined first."""
         if not self._directed(op.layer):
             self.put_each(op)
             return
@@ -159,7 +162,7 @@ class TiledTape:
         norm = [number for number in others if number not in given]
         tiles = self._tiled[given[0]] if given else [self._new() for _ in self._tiles]
         for t in self._tiles if not given else ():
-            read = (self._of(gradient, t), self._of(opt_state, t), *norm)
+            read = (self._tile_of(gradient, t), self._tile_of(opt_state, t), *norm)
             self.tape.append(Op(OpKind.DIRECTION, op.layer, read, (tiles[t],)))
         direction = self._join(tiles, op.layer, self._new())
         for each in tiles if not given else ():
@@ -168,7 +171,7 @@ class TiledTape:
         self._free(direction)
 
     def put_loss(self, op: Op) -> None:
-        """Each tile's logits take the statistics of all; those of other ranks' are in them if they are given."""
+        """Put a loss: each tile's logits need the statistics of all tiles, or those that the tape gives."""
         logits, *given = op.inputs
         stats = given[0] if given else self._stats(logits, op.layer, self._new())
         self.put_each(op._replace(inputs=(logits, stats)))
@@ -176,13 +179,13 @@ class TiledTape:
             self._free(stats)
 
     def put_loss_stats(self, op: Op) -> None:
-        """The statistics of all tiles' logits are put together."""
+        """Put the statistics of logits: those of all tiles are joined."""
         self._stats(op.inputs[0], op.layer, op.outputs[0])
 
-    # What stands for a value, or for its end
+    # Tiles of values
 
     def _is_cut(self, number: int) -> bool:
-        """Whether each tile has its own of a value: of a layer's parameters, or the logits."""
+        """Tell whether a value is cut into tiles: it belongs to a layer's parameters, or is the logits."""
         spec, layers = self._specs[number], self._layers
         if spec.kind in SLICED:
             return bool(layers[spec.layer].cut)
@@ -190,23 +193,23 @@ class TiledTape:
         return logits and bool(layers[-1].cut)
 
     def _only_computes(self, number: int) -> bool:
-        """Whether a gathered weight is read by passes through layers alone, perhaps once it is gathered again."""
+        """Tell whether only passes through layers read a gathered weight, perhaps after it is gathered further."""
         spec = self._specs[number]
         return (
             spec.kind is Kind.WEIGHT
             and not spec.step
             and all(
-                op.kind in COMPUTE_WITH_WEIGHTS or (op.kind is ALL_GATHER and self._is_late(op.outputs[0]))
+                op.kind in COMPUTE_WITH_WEIGHTS or (op.kind is ALL_GATHER and self._is_deferred(op.outputs[0]))
                 for op in self._readers[number]
             )
         )
 
-    def _of(self, number: int, t: int) -> int:
-        """A tile of a value, or what all tiles share."""
+    def _tile_of(self, number: int, t: int) -> int:
+        """Return a tile of a value, or the value itself if all tiles share it."""
         return self._tiled[number][t] if number in self._tiled else number
 
-    def _own(self, number: int, t: int) -> int:
-        """A tile of a value, which may be new."""
+    def _new_tile(self, number: int, t: int) -> int:
+        """Return a tile of a value that is cut; its tiles get numbers when the first is asked for."""
         if number not in self._tiled:
             self._tiled[number] = tuple([self._new() for _ in self._tiles])
         return self._tiled[number][t]
@@ -215,15 +218,15 @@ class TiledTape:
         self._values += 1
         return self._values - 1
 
-    def _end(self, number: int) -> None:
-        """End a value's tiles; what is yet to be gathered from them ends first."""
-        if any(op.inputs[0] == number for op in self._late.values()):
+    def _free_tiles(self, number: int) -> None:
+        """Free a value's tiles, or if deferred gathers still read them, wait until these are freed."""
+        if any(op.inputs[0] == number for op in self._deferred_gathers.values()):
             self._freed.add(number)
             return
-        gather = self._late.pop(number, None)
+        gather = self._deferred_gathers.pop(number, None)
         if gather is not None:
             if gather.inputs[0] in self._freed:
-                self._end(gather.inputs[0])
+                self._free_tiles(gather.inputs[0])
         elif number not in self._reduced:
             for each in self._tiled.get(number, (number,)):
                 self._free(each)
@@ -231,7 +234,7 @@ class TiledTape:
     def _free(self, number: int) -> None:
         self.tape.append(Op(FREE, -1, (number,)))
 
-    # What is put for one tile
+    # Ops of one tile
 
     def _put_one(self, op: Op, t: int) -> None:
         holds, handle = op.holds, op.handle
@@ -242,21 +245,21 @@ class TiledTape:
                 self._awaited[handle] = tuple(range(self._handles, self._handles + len(self._tiles)))
                 self._handles += len(self._tiles)
             handle = self._awaited[handle][t]
-        inputs = tuple([self._of(number, t) for number in op.inputs])
-        outputs = tuple([self._own(number, t) for number in op.outputs])
+        inputs = tuple([self._tile_of(number, t) for number in op.inputs])
+        outputs = tuple([self._new_tile(number, t) for number in op.outputs])
         self.tape.append(op._replace(inputs=inputs, outputs=outputs, handle=handle, holds=holds))
 
     def _slice(self, holds: Holds, t: int) -> Holds:
-        """A tile of some slices: each tensor-parallel rank's slice of a layer has its own tiles."""
+        """Return a tile of some slices. Each tensor-parallel rank's slice of a layer has its own tiles."""
         fine, tiles = holds.refined(math.lcm(holds.of, self._tp)), len(self._tiles)
         size = fine.of // self._tp
         return Holds(mask_of((p // size * tiles + t) * size + p % size for p in bits(fine.mask)), fine.of * tiles)
 
     def _gathered(self, number: int, t: int) -> int:
-        """A tile of a weight, gathered now if the tape gathers it."""
-        op = self._late.get(number)
+        """Return a tile of a weight, and gather it now if the tape gathers it."""
+        op = self._deferred_gathers.get(number)
         if op is None:
-            return self._of(number, t)
+            return self._tile_of(number, t)
         source, made = self._gathered(op.inputs[0], t), self._new()
         self._communicate(op, source, made)
         self._release(op.inputs[0], source)
@@ -264,7 +267,7 @@ class TiledTape:
 
     def _release(self, number: int, tile: int) -> None:
         """Free a tile of a weight if it was gathered for one use."""
-        if number in self._late:
+        if number in self._deferred_gathers:
             self._free(tile)
 
     def _reduce(self, gradient: int, t: int) -> None:
@@ -272,8 +275,8 @@ class TiledTape:
         readers = self._readers[gradient]
         if [op.kind for op in readers] != [REDUCE_SCATTER]:
             return
-        (op,), made = readers, self._own(gradient, t)
-        self._communicate(op, made, self._own(op.outputs[0], t))
+        (op,), made = readers, self._new_tile(gradient, t)
+        self._communicate(op, made, self._new_tile(op.outputs[0], t))
         self._free(made)
         self._reduced.add(gradient)
         self._awaited[op.handle] = ()
@@ -288,7 +291,7 @@ class TiledTape:
         ]
 
     def _sum(self, total: int, term: int, output: int, t: int) -> int:
-        """Add a term to the sum of those before it; the last sum is the value that the tape names."""
+        """Add a term to the sum of the terms before it. The last sum gets the number that the tape uses."""
         made = output if t == self._tiles[-1] else self._new()
         self.tape.append(Op(ADD, self._specs[output].layer, (total, term), (made,)))
         self._free(total)
@@ -297,7 +300,7 @@ class TiledTape:
 
     def _stats(self, logits: int, layer: int, output: int) -> int:
         found = [self._new() for _ in self._tiles]
-        self.tape += [Op(LOSS_STATS, layer, (self._of(logits, t),), (found[t],)) for t in self._tiles]
+        self.tape += [Op(LOSS_STATS, layer, (self._tile_of(logits, t),), (found[t],)) for t in self._tiles]
         self._join(found, layer, output)
         for each in found:
             self._free(each)
@@ -318,4 +321,4 @@ REWRITTEN: Mapping[OpKind, Callable[[TiledTape, Op], None]] = {
     OpKind.LOSS: TiledTape.put_loss,
     LOSS_STATS: TiledTape.put_loss_stats,
 }
-"""Ops that are not simply done once for each tile."""
+"""Methods for ops that are not simply put once for each tile."""

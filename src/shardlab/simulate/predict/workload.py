@@ -21,7 +21,7 @@ from shardlab.language.world import gc_paused
 from shardlab.models import Blocks, Model, cut_for
 from shardlab.models.cutting import Repeated, sampled
 from shardlab.simulate.hardware import Cluster
-from shardlab.simulate.passes import GAIN, Goal, Passed, find_passes, run_named, run_passes
+from shardlab.simulate.passes import GAIN, Goal, PassResult, find_passes, run_named, run_passes
 from shardlab.simulate.predict.estimate import Estimate, estimate
 from shardlab.simulate.predict.folding import fold
 from shardlab.simulate.predict.memory import tensor_budget
@@ -115,13 +115,13 @@ class Workload:
         return (self.plan.passes or "none") if isinstance(self.plan, Plan) else "none"
 
     @cached_property
-    def passed(self) -> list[Passed]:
+    def passed(self) -> list[PassResult]:
         """The program of all ranks as it was written, and as each of its passes left it."""
         return self.rewritten(self.pass_names)
 
     def rewritten(
         self, names: str, most: float = math.inf, *, least: float = GAIN, lenient: bool = False
-    ) -> list[Passed]:
+    ) -> list[PassResult]:
         """Return the program of all ranks as it was written, and as each of the named passes left it.
 
         Args:

@@ -334,11 +334,9 @@ def memory_counters(traced: Traced, times: Times) -> list[Counter]:
         tape = traced.program.tapes[row]
         arena = any(live[CATEGORIES.index(Category.ARENA)] for live in memory.counters[:1])
         names = {
-            place: category.value
-            for place, category in enumerate(CATEGORIES)
-            if arena or category is not Category.ARENA
+            at: category.value for at, category in enumerate(CATEGORIES) if arena or category is not Category.ARENA
         }
-        named = ({name: live[place] for place, name in names.items()} for live in memory.counters)
+        named = ({name: live[at] for at, name in names.items()} for live in memory.counters)
         counters.append(counter_of(zip(moments(tape, times.starts[row], times.ends[row]), named, strict=True)))
     return counters
 
