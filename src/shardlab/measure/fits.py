@@ -22,7 +22,7 @@ from shardlab.models.layout import Kernel
 from shardlab.simulate.hardware import AlphaBeta, Rate
 from shardlab.simulate.hardware.collectives import COSTS
 from shardlab.simulate.hardware.device import algorithm_bandwidth, bus_bandwidth, cs336_bandwidth
-from shardlab.simulate.hardware.profile import families, way_of
+from shardlab.simulate.hardware.profile import families, profiled_name
 from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import Plan
 
@@ -220,7 +220,7 @@ def collective_seconds(points: Sequence[Point]) -> dict[tuple[str, int], dict[in
     found: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     for point in points:
         if isinstance(point, CollectivePoint):
-            found[way_of(point.kind, point.bytes, point.ranks), point.ranks][point.bytes] = point.seconds
+            found[profiled_name(point.kind, point.bytes, point.ranks), point.ranks][point.bytes] = point.seconds
     return found
 
 

@@ -1,4 +1,17 @@
-"""A cluster: so many nodes of so many devices, and the links inside a node and between nodes."""
+"""Clusters: nodes of devices, the links inside and between nodes, and the time that communication takes on them.
+
+`Link` and `Cluster` come first. `find_cluster` finds a cluster by name: `h100x16`, the path of a TOML file, or a
+profile (`local` for this machine's, or the path of its JSON file). A TOML file names a device and its nodes, and may
+replace figures of the tables:
+
+    device = "h100"                 # or [device] with base = "h100" and, say, memory = 96e9
+    nodes = 4
+    per_node = 8
+    intra_node = "nvlink4"          # or [intra_node] with base = "nvlink4" and, say, efficiency = 0.7
+    inter_node = "infiniband-ndr"
+    host = "pcie5"                  # between a device and the host's memory
+    nics = 8
+"""
 
 from __future__ import annotations
 
@@ -20,25 +33,23 @@ from shardlab.simulate.hardware.collectives import COSTS, START, GroupSpan, coll
 from shardlab.simulate.hardware.device import CONSTANTS, DEVICES, Device, Figure, find_device, rows
 from shardlab.simulate.hardware.profile import AlphaBeta, Machine, Profile, Rate, device_of_profile, measured_seconds
 
-# Links between devices and between nodes, from `links.toml`.
-
 
 @dataclass(frozen=True)
 class Link:
-    """One kind of link.
+    """Kind of link.
 
     Attributes:
-        name: how a cluster file calls it.
-        bandwidth: bytes per second that one device (inside a node) or one NIC (between nodes) sends, all its lanes
-            together, in one direction.
+        name: its name in a cluster file.
+        bandwidth: bytes per second that one device (inside a node) or one NIC (between nodes) sends over all its lanes,
+            in one direction.
         latency: seconds of a hop.
-        efficiency: the share of the bandwidth that a large collective gets.
-        pair: bytes per second of a message between two devices; less than `bandwidth` where the lanes go to different
+        efficiency: share of the bandwidth that a large collective gets.
+        pair: bytes per second of a message between two devices; less than `bandwidth` if the lanes go to different
             peers and no switch joins them.
-        net_step: seconds that each step of a ring or a tree over several nodes takes at least, also inside them (0: as
-            its hop; gathers are then priced by what is fastest, and not as NCCL's rings).
-        source: where the figures are from.
-        figures: where latency and efficiency are from, which links of a kind share.
+        net_step: least seconds of each step of a ring or a tree over several nodes, also inside nodes (0: those of its
+            hop; then gathers take the fastest algorithm, not NCCL's ring).
+        source: source of the figures.
+        figures: sources of latency and efficiency, which links of a kind share.
     """
 
     name: str
@@ -68,10 +79,10 @@ LINKS = {name: Link(name, **(_KINDS[row.pop("kind")] | row)) for name, row in ro
 
 
 def find_link(name: str) -> Link:
-    """The link of that name.
+    """Return the link of a name.
 
     Raises:
-        UserError: there is none; the nearest names are suggested.
+        UserError: if there is none; the nearest names are suggested.
     """
     return find(LINKS, name, "link")
 
@@ -84,17 +95,17 @@ HOST_MEMORY: float = CONSTANTS["host_memory"].value
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """Devices on nodes; global ranks are placed on the nodes in order.
+    """Devices on nodes. Global ranks are placed on the nodes in order.
 
     Attributes:
-        device: what every rank runs on.
-        per_node: how many of them share a node.
-        nodes: how many nodes.
+        device: the device of every rank.
+        per_node: number of devices of a node.
+        nodes: number of nodes.
         intra_node: the link between devices of a node.
         inter_node: the link between nodes; its bandwidth is that of one NIC.
         host: the link between a device and its host's memory.
-        nics: how many NICs a node has, shared evenly by its devices.
-        profile: what was measured on this machine; it stands in for the links.
+        nics: number of NICs of a node, shared evenly by its devices.
+        profile: measurements of this machine, which replace the links.
     """
 
     device: Device
@@ -108,14 +119,14 @@ class Cluster:
 
     @classmethod
     def of_profile(cls, profile: Profile) -> Cluster:
-        """The machine that the profile was measured on: as many ranks as it has cores or devices, on one node."""
+        """Return the machine of a profile: one node with as many ranks as the machine has cores or devices."""
         link = Link("measured", 1.0, 0.0, 1.0, "a profile")
         most = max((processes for _, processes in profile.peaks), default=0)
         crowd = replace(profile, peaks={key: peak for key, peak in profile.peaks.items() if key[1] == most})
         return cls(device_of_profile(crowd), profile.machine.places, 1, link, link, link, 1, profile)
 
     def at_work(self, ranks: int) -> Cluster:
-        """This cluster with so many of its devices at work: as measured, one alone has the memory to itself."""
+        """Return this cluster with `ranks` devices at work. A single rank has a measured machine's memory to itself."""
         if self.profile is None or ranks > 1 or not self.profile.alone:
             return self
         peaks = {key: peak for key, peak in self.profile.peaks.items() if key[1] == 1}
@@ -123,27 +134,27 @@ class Cluster:
 
     @property
     def contention(self) -> float:
-        """Seconds that a second of communication takes from the compute of its rank; of data sheets none."""
+        """Seconds of compute that a rank loses in a second of communication; 0 for data sheets."""
         return self.profile.contention if self.profile is not None else 0.0
 
     @property
     def lag(self) -> Lag:
-        """What a rank loses beside that where it waits for others; of data sheets nothing."""
+        """Time that a rank loses beyond that when it waits for others; none for data sheets."""
         return self.profile.lag if self.profile is not None else NO_LAG
 
     @property
     def size(self) -> int:
-        """How many devices there are."""
+        """Number of devices."""
         return self.per_node * self.nodes
 
     def __str__(self) -> str:
         return f"{self.nodes} x {self.per_node} {self.device.name}"
 
     def require(self, ranks: int) -> None:
-        """See that so many ranks have a device each.
+        """Raise an error if there are more ranks than devices.
 
         Raises:
-            UserError: there are more ranks than devices.
+            UserError: if there are more ranks than devices.
         """
         if ranks > self.size:
             raise UserError(
@@ -152,7 +163,7 @@ class Cluster:
             )
 
     def span(self, ranks: Sequence[int]) -> GroupSpan:
-        """Where a group lies. Other groups of its axis use the rest of a node's NICs at the same time."""
+        """Return the layout of a group. Other groups of its axis use the rest of a node's NICs at the same time."""
         nodes, members = nodes_of(ranks, self.per_node)
         return GroupSpan(
             size=len(ranks),
@@ -166,17 +177,17 @@ class Cluster:
         )
 
     def collective_seconds(self, kind: str, bytes: float, ranks: Sequence[int]) -> float:
-        """How long a collective of these global ranks takes.
+        """Return the seconds of a collective.
 
         Args:
             kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather",
                 "scatter" or "barrier".
-            bytes: of the whole value: the tensor that is reduced or broadcast, the gathered result, what is scattered,
+            bytes: bytes of the whole value: the tensor that is reduced, broadcast or scattered, the gathered result, or
                 one rank's whole input of an all_to_all.
             ranks: global numbers of the members.
 
         Raises:
-            UserError: no collective has that name, the profile has not measured it, or bytes or ranks cannot be.
+            UserError: if no collective has that name, the profile does not have it, or bytes or ranks are not valid.
         """
         find(COSTS, kind, "collective")
         self._want_bytes(bytes)
@@ -186,10 +197,10 @@ class Cluster:
         return collective_seconds(kind, bytes, self.span(ranks))
 
     def message_seconds(self, bytes: float, source: int, target: int) -> float:
-        """How long a message takes from one global rank to another.
+        """Return the seconds of a message from one global rank to another.
 
         Raises:
-            UserError: the profile has not measured it, or bytes or ranks cannot be.
+            UserError: if the profile has no messages, or bytes or ranks are not valid.
         """
         self._want_bytes(bytes)
         self._want_ranks([source, target] if source != target else [source])
@@ -205,10 +216,10 @@ class Cluster:
         return START + self.inter_node.latency + bytes / own
 
     def copy_seconds(self, bytes: float, place: str) -> float:
-        """How long a device takes to copy to or from the host's memory or the disk; a CPU's ranks copy their own.
+        """Return the seconds of a copy between a device and the host's memory or the disk; CPU ranks copy in memory.
 
         Raises:
-            UserError: bytes cannot be, or the profile is one of GPUs, whose copies are not measured.
+            UserError: if bytes are not valid, or the profile is one of GPUs, whose copies are not measured.
         """
         self._want_bytes(bytes)
         if self.on_cpu:
@@ -219,7 +230,7 @@ class Cluster:
         return START + link.latency + bytes / link.speed
 
     def host_seconds(self, bytes: float) -> float:
-        """How long a device's share of its host's processors takes to read and write so many bytes."""
+        """Return the seconds in which a device's share of its host's processors reads and writes some bytes."""
         if self.on_cpu:
             return self.device.seconds(Pointwise("host", bytes / 4, 0.0), "float32")
         return bytes / HOST_MEMORY
@@ -243,15 +254,6 @@ class Cluster:
             raise UserError(f"ranks {list(ranks)} name one twice; give each member once")
 
 
-# Clusters by name: `h100x16`, a TOML file, or a profile: `local` for this machine's, or a JSON file.
-#
-# A file names a device and its nodes, and may put its own figures in the place of the table's:
-#
-# device = "h100" # or [device] with base = "h100" and, say, memory = 96e9 nodes = 4 per_node = 8 intra_node =
-# "nvlink4" # or [intra_node] with base = "nvlink4" and, say, efficiency = 0.7 inter_node = "infiniband-ndr" host =
-# "pcie5" # between a device and the host's memory nics = 8
-
-
 T = TypeVar("T", Device, Link)
 
 MOST_EFFICIENT = 1.1
@@ -260,7 +262,7 @@ MOST_EFFICIENT = 1.1
 
 @dataclass(frozen=True)
 class NodeType:
-    """How many devices a usual node has, its links by name, its NICs, and where that was looked up."""
+    """Usual node of a device: number of devices, names of its links, number of NICs, and the source."""
 
     devices: int
     intra_node: str
@@ -275,16 +277,16 @@ NODES = {name: NodeType(**row) for name, row in rows("nodes", "node").items()}
 
 
 def find_cluster(name: str, *, here: Machine | None = None, other_machine: bool = False) -> Cluster:
-    """The cluster of that name.
+    """Return the cluster of a name.
 
     Args:
         name: DEVICExCOUNT, such as "h100x16"; or the path of a TOML file; or "local", what `shardlab bench` measured,
             or the path of the JSON file that its --profile wrote.
-        here: this machine, which a profile has to be from.
-        other_machine: take a profile from another machine.
+        here: this machine, from which a profile has to be.
+        other_machine: accept a profile from another machine.
 
     Raises:
-        UserError: there is no such device, the count is not whole nodes, or the file does not describe a cluster.
+        UserError: if there is no such device, it is not whole nodes, or the file does not describe a cluster.
     """
     if is_measured(name):
         path = Path(name) if name.endswith(".json") else None
@@ -309,7 +311,7 @@ def find_cluster(name: str, *, here: Machine | None = None, other_machine: bool 
 
 
 def _other_order(name: str) -> str | None:
-    """What to write for a name such as 4x8xh100 or h100x4x8: nodes, their devices, and which ones."""
+    """Say what to write instead of a name such as 4x8xh100 or h100x4x8 (None: the name is not of that form)."""
     devices = "|".join(map(re.escape, sorted(DEVICES, key=len, reverse=True)))
     counts = r"[1-9]\d*"
     found = re.fullmatch(rf"(?:({counts})x)?({counts})x({devices})|({devices})x({counts})x({counts})", name)
@@ -330,15 +332,15 @@ def _other_order(name: str) -> str | None:
 
 
 def is_measured(name: str) -> bool:
-    """Whether a cluster of that name is what `shardlab bench` measured."""
+    """Tell whether a name is that of a measured machine."""
     return name.strip().lower() == "local" or name.endswith(".json")
 
 
 def cluster_of(device: Device, count: int) -> Cluster:
-    """Make a cluster of `count` devices on their usual nodes; fewer than a node's are part of one.
+    """Return a cluster of `count` devices on their usual nodes, or on part of one node.
 
     Raises:
-        UserError: they do not fill whole nodes.
+        UserError: if they do not fill whole nodes.
     """
     node = NODES[device.name]
     per_node = min(count, node.devices)
@@ -353,7 +355,7 @@ def cluster_of(device: Device, count: int) -> Cluster:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster that a TOML file describes; what it leaves out is as in the device's usual node.
+    """Read the cluster that a TOML file describes; the rest is as in the device's usual node.
 
     Raises:
         UserError: the file cannot be read, or an entry is missing, unknown or not of its type.
@@ -397,12 +399,12 @@ def link_of(path: Path, data: dict[str, Any], key: str, default: str) -> Link:
 
 
 def base_of(given: Any, default: str | None) -> object:
-    """The name in an entry that is either a name, or a table that says what it is based on."""
+    """Return the name in an entry: the entry itself, or if it is a table, the name of its base."""
     return cast(dict[str, Any], given).get("base", default) if isinstance(given, dict) else given
 
 
 def changed(path: Path, row: T, given: Any) -> T:
-    """The table's row, with the numbers that the file gives instead."""
+    """Return the row of a table with the numbers of a file in their places."""
     if not isinstance(given, dict):
         return row
     numbers = [field.name for field in fields(row) if isinstance(getattr(row, field.name), (int, float))]
@@ -418,7 +420,7 @@ def changed(path: Path, row: T, given: Any) -> T:
 
 
 def what_else(key: str, value: float) -> str | None:
-    """Say what a number of a device or a link should be; None if it may be as it is."""
+    """Say what a number of a device or a link should be (None: it is valid)."""
     if key == "sms":
         return None if isinstance(value, int) and value >= 1 else "a whole number of at least 1"
     if key == "efficiency":
@@ -429,29 +431,26 @@ def what_else(key: str, value: float) -> str | None:
     return None if 0 < value < float("inf") else "a number above 0"
 
 
-# Cores of the machine that this process runs on.
-
-
 def cores() -> int:
-    """Count the cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# Ranks on CPU cores that nobody has measured, from `unmeasured.toml`: prices to choose by, not to predict with.
-
-
 FIGURES = {name: Figure(**row) for name, row in packaged("simulate/hardware/unmeasured.toml")["figure"].items()}
-"""Every figure, with where it is from."""
+"""Figures of an unmeasured machine, each with its source, from `unmeasured.toml`."""
 
 DEVICE = "unmeasured cores"
-"""What such a machine's device is called."""
+"""Name of the device of an unmeasured machine."""
 
 SPEEDS = {"float64": 0.5, "float32": 1.0, "bfloat16": 1.0, "float16": 1.0}
-"""By dtype, a core's FLOP/s as a share of those in float32."""
+"""FLOP/s of a core by dtype, as a share of those in float32."""
 
 
 def unmeasured(ranks: int, memory: float) -> Cluster:
-    """A machine on which so many ranks run, of so many bytes that they have together."""
+    """Return an unmeasured machine with `ranks` ranks on CPU cores, which share `memory` bytes.
+
+    Its prices are good enough to choose a plan, but not to predict a time.
+    """
     value = {name: figure.value for name, figure in FIGURES.items()}
     line = AlphaBeta(value["latency"], 1 / value["bandwidth"])
     rates = {

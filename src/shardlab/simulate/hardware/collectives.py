@@ -1,11 +1,12 @@
-"""How long a collective takes, by algorithm, for a group of ranks that lie on some nodes.
+"""Durations of collectives by algorithm, for a group of ranks that lie on some nodes.
 
 Costs are latency and bandwidth (alpha and beta) as in Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
-communication operations in MPICH" (not opened); what is fastest is taken, as NCCL does from its own model (NVIDIA/nccl
-src/graph/tuning.cc). A ring visits the nodes one after another, so it enters and leaves each once: its speed is that of
-its slowest part. A hierarchy works inside every node first, then between nodes with every member at once. Where the
-network's overhead of a step is known, every step of a ring or a tree over several nodes takes as long, inside nodes
-too, as in tuning.cc ("inter-node rings still have to launch nsteps * net overhead"); gathers are rings then.
+communication operations in MPICH" (not opened). The fastest algorithm is taken, as NCCL does from its own model
+(NVIDIA/nccl src/graph/tuning.cc). A ring visits the nodes one after another, so it enters and leaves each once, and its
+speed is that of its slowest part. A hierarchy works inside every node first, then between nodes with every member at
+once. If the network's overhead of a step is known (`net_step`), every step of a ring or a tree over several nodes takes
+at least that long, also inside nodes, as in tuning.cc ("inter-node rings still have to launch nsteps * net overhead").
+Gathers are rings then.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ START: float = CONSTANTS["start"].value
 
 @dataclass(frozen=True)
 class GroupSpan:
-    """Where a group lies, and what its members can send.
+    """Layout of a group on nodes, and the speeds of its members.
 
     Attributes:
-        size: how many ranks it has.
-        nodes: over how many nodes they are spread.
-        members: how many are on the fullest node.
+        size: number of ranks.
+        nodes: number of nodes over which they are spread.
+        members: number of ranks on the fullest node.
         intra_node: bytes/s that a member sends to members on its node.
         inter_node: bytes/s that a member sends to other nodes: its share of its node's NICs.
         hop_intra_node, hop_inter_node: seconds of a hop.
@@ -54,12 +55,14 @@ class GroupSpan:
         return crossing if self.members == 1 else min(self.intra_node, crossing)
 
     def around(self) -> float:
-        """Seconds of latency, once around the ring."""
+        """Return the seconds of latency once around the ring."""
         return (self.size - self.nodes) * self._step_inside + (self.nodes - 1) * self.hop_inter_node
 
     def deep(self) -> float:
-        """Seconds of latency, once down a binary tree over the nodes, and then along the members of a node: in another
-        tree, or, where a step over nodes is known, in NCCL's chain."""
+        """Return the seconds of latency once down a binary tree over the nodes, and then along the members of a node.
+
+        The members of a node form another tree, or NCCL's chain if `net_step` is known.
+        """
         chained = self.net_step and self.nodes > 1
         inside = self.members - 1 if chained else steps(self.members)
         return steps(self.nodes) * self.hop_inter_node + inside * self._step_inside
@@ -70,12 +73,12 @@ class GroupSpan:
 
 
 def steps(count: int) -> int:
-    """How often `count` is halved until one is left."""
+    """Return how often `count` is halved until one is left."""
     return ceil(log2(count)) if count > 1 else 0
 
 
 def nodes_of(ranks: Sequence[int], per_node: int) -> tuple[int, int]:
-    """Over how many nodes the ranks lie, placed in order, and how many are on the fullest one."""
+    """Return the number of nodes over which ranks lie, placed in order, and the number of ranks on the fullest node."""
     return _nodes_of(tuple(ranks), per_node)
 
 
@@ -86,12 +89,12 @@ def _nodes_of(ranks: tuple[int, ...], per_node: int) -> tuple[int, int]:
 
 
 def _ring(span: GroupSpan, bytes: float) -> float:
-    """All_gather of `bytes` in all, or its mirror image reduce_scatter, around a ring."""
+    """Return the seconds of an all_gather of `bytes` in all, or of a reduce_scatter, around a ring."""
     return span.around() + bytes * (span.size - 1) / span.size / span.ring
 
 
 def _hierarchy(span: GroupSpan, bytes: float) -> float:
-    """All_gather or reduce_scatter inside every node, and between nodes with every member at once."""
+    """Return the seconds of an all_gather or reduce_scatter in a hierarchy of nodes."""
     if span.nodes == 1 or span.members == 1:
         return _ring(span, bytes)
     between = (span.nodes - 1) * span.hop_inter_node + bytes / span.members * (1 - 1 / span.nodes) / span.inter_node
@@ -100,33 +103,33 @@ def _hierarchy(span: GroupSpan, bytes: float) -> float:
 
 
 def _scattering(span: GroupSpan, bytes: float) -> float:
-    """All_gather or reduce_scatter: what is fastest, or, where a step is known, NCCL's ring."""
+    """Return the seconds of an all_gather or reduce_scatter: the fastest, or NCCL's ring if `net_step` is known."""
     ring = _ring(span, bytes)
     return ring if span.net_step else min(ring, _hierarchy(span, bytes))
 
 
 def _all_reduce(span: GroupSpan, bytes: float) -> float:
-    """A ring or a hierarchy is reduce_scatter and all_gather; a tree goes up and down with all of it."""
+    """Return the seconds of an all_reduce: reduce_scatter and all_gather, or a tree up and down with all bytes."""
     tree = 2 * span.deep() + 2 * bytes / span.ring
     return min(2 * _ring(span, bytes), 2 * _hierarchy(span, bytes), tree)
 
 
 def _rooted(span: GroupSpan, bytes: float) -> float:
-    """Broadcast or reduce: a pipelined ring, or a binomial tree that sends all at every step."""
+    """Return the seconds of a broadcast or reduce: a pipelined ring, or a binomial tree that sends all each step."""
     ring = span.around() + bytes / span.ring
     tree = span.deep() + (steps(span.nodes) + steps(span.members)) * bytes / span.ring
     return min(ring, tree)
 
 
 def _gathering(span: GroupSpan, bytes: float) -> float:
-    """Gather or scatter: everything passes the root's own link, what is on other nodes its NIC."""
+    """Return the seconds of a gather or scatter: all pieces pass the root's link, those of other nodes its NIC."""
     near = (span.members - 1) / span.size * bytes / span.intra_node if span.members > 1 else 0.0
     far = (span.size - span.members) / span.size * bytes / span.inter_node if span.nodes > 1 else 0.0
     return span.deep() + max(near, far)
 
 
 def _all_to_all(span: GroupSpan, bytes: float) -> float:
-    """Every pair exchanges its part; parts for the node and for other nodes go at the same time."""
+    """Return the seconds of an all_to_all: parts for the own node and for other nodes go at the same time."""
     near = span.hop_intra_node + (span.members - 1) / span.size * bytes / span.intra_node if span.members > 1 else 0.0
     far = 0.0
     if span.nodes > 1:
@@ -154,5 +157,5 @@ gathered result, the input that is scattered, one rank's whole input of an all_t
 
 
 def collective_seconds(kind: str, bytes: float, span: GroupSpan) -> float:
-    """How long the collective takes for a group of that span; nothing for a group of one."""
+    """Return the seconds of a collective for a group; 0 for a group of one."""
     return START + COSTS[kind](span, bytes) if span.size > 1 else 0.0

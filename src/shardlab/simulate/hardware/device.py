@@ -1,12 +1,15 @@
-"""A device, and how long it takes for a kernel: a roofline whose roof depends on the kernel's size.
+"""Devices, and the time that a kernel takes on one: a roofline whose roof depends on the kernel's size.
 
 A kernel takes its launch and then the longer of two times: its arithmetic at the FLOP/s that its shape can reach, and
 its memory traffic at the bytes/s that its size can reach (Williams et al. 2009, "Roofline").
 
-A product of matrices is cut into tiles, one at a time on each of the device's SMs, so it takes whole waves
-of tiles: the last one may leave SMs idle, and tiles at the edge compute what nobody needs (NVIDIA's "Matrix
-multiplication background user's guide", tile and wave quantization). A short inner dimension does not fill the
-pipeline, and rows that are not whole 16-byte words are read slowly (the same guide).
+A product of matrices is cut into tiles. Each of the device's SMs computes one tile at a time, so the product takes
+whole waves of tiles: the last wave may leave SMs idle, and tiles at the edge compute elements that are not needed
+(NVIDIA's "Matrix multiplication background user's guide", tile and wave quantization). A short inner dimension does not
+fill the pipeline, and rows that are not whole 16-byte words are read slowly (the same guide).
+
+The parts, in order: `Figure`, a number with its source; `Efficiency` and `Device`; the tables of devices, nodes and
+links, which are TOML files beside this one; formulas of the sources, to compare their figures with ours.
 """
 
 from __future__ import annotations
@@ -24,19 +27,17 @@ from shardlab.language import UserError
 from shardlab.language.rules.kinds import bytes_of
 from shardlab.models.layout import FusedAttention, Kernel, Matmul, Pointwise
 
-# Figures with where they are from: a source, the runs that they were fitted to, or that they are assumed.
-
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a recipe, a device or a link.
+    """Figure of a recipe, a device or a link, with its source.
 
     Attributes:
-        value: what it is.
+        value: the number, or several.
         source: where it is described, or on what an assumption rests.
         fitted_to: the measurements that it was fitted to ("": it was not fitted).
         runs: ids of these measurements in a file of published runs; `*` stands for any characters.
-        assumed: no source gives it, and no runs settle it.
+        assumed: whether no source gives it and no runs settle it.
     """
 
     value: Any
@@ -47,19 +48,19 @@ class Figure:
 
     @property
     def count(self) -> int:
-        """Numbers in it, each a degree of freedom of a fit."""
+        """Number of its numbers; each is a degree of freedom of a fit."""
         value: Any = self.value
         return len(cast(list[float], value)) if isinstance(value, list | tuple | dict) else 1
 
 
 def figures_of(row: Mapping[str, Any], base: Mapping[str, Figure]) -> dict[str, Figure]:
-    """Figures of a table's row by name, as in "matmul.bfloat16", from its list `fit`.
+    """Return the figures of a table's row by name, as in "matmul.bfloat16", from its list `fit`.
 
-    Each entry of `fit` names `figures` (`*` stands for any characters), and says source, fitted_to, runs or assumed.
+    Each entry of `fit` names `figures` (`*` stands for any characters), and gives source, fitted_to, runs or assumed.
 
     Args:
-        row: the whole row, with what it has from its base.
-        base: the figures of that; what the row does not name is as there.
+        row: the whole row, with the values of its base.
+        base: figures of the base, which hold for all values that the row does not change.
     """
     values = _leaves(row)
     found = {name: figure for name, figure in base.items() if values[name] == figure.value}
@@ -86,7 +87,7 @@ CONSTANTS = {
     name: Figure(**(row | {"runs": tuple(row.get("runs", ()))}))
     for name, row in packaged("simulate/hardware/constants.toml")["constant"].items()
 }
-"""What all devices and links share, from `constants.toml`."""
+"""Figures that all devices and links share, from `constants.toml`."""
 
 
 TILES = tuple((int(rows), int(columns), float(speed)) for rows, columns, speed in CONSTANTS["tiles"].value)
@@ -125,15 +126,15 @@ class Efficiency:
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """One device of a cluster.
+    """Device of a cluster.
 
     Attributes:
-        name: how it is asked for.
+        name: its name on the command line.
         flops: peak FLOP/s by dtype, dense; torch's names, and "float8".
         memory: bytes.
         bandwidth: bytes/s of its memory.
-        sms: streaming multiprocessors: how many tiles it works on at once (a TPU's matrix units).
-        efficiency: what it reaches of all this.
+        sms: number of streaming multiprocessors (a TPU's matrix units): tiles that it computes at once.
+        efficiency: the shares of these figures that it reaches.
         source: where the figures are from.
         attention: the fused attention kernel that is run, one of the efficiency's; a recipe names it.
     """
@@ -148,23 +149,23 @@ class Device:
     attention: str = "flash2"
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of the data sheet.
+        """Return the FLOP/s of the data sheet.
 
         Raises:
-            UserError: the device does not compute in that dtype.
+            UserError: if the device does not compute in that dtype.
         """
         if dtype not in self.flops:
             raise UserError(f"{self.name} does not compute in {dtype}; it does in {', '.join(self.flops)}")
         return self.flops[dtype]
 
     def seconds(self, kernel: Kernel, dtype: str) -> float:
-        """How long the kernel takes, its operands in `dtype`.
+        """Return the seconds of a kernel with operands in `dtype`.
 
-        In less than two bytes only products with parameters are computed, their first operand cast before; all else is
-        in bfloat16 (of float8: Micikevicius et al. 2022, arXiv 2209.05433).
+        In a dtype of less than two bytes only products with parameters are computed, after a cast of their first
+        operand. All other kernels compute in bfloat16 (of float8: Micikevicius et al. 2022, arXiv 2209.05433).
 
         Raises:
-            UserError: the device does not compute in that dtype.
+            UserError: if the device does not compute in that dtype.
         """
         if (bytes := bytes_of(dtype)) < 2:
             self.peak(dtype)
@@ -185,11 +186,11 @@ class Device:
 
     @property
     def adds_in_backward(self) -> bool:
-        """Whether what a backward pass takes has in it that its gradient is added to an older one."""
+        """Whether the time of a backward pass includes adding its gradient to an older one."""
         return False
 
     def overhead(self, op: str, dtype: str) -> float:
-        """Seconds that an op of the tape takes beside its kernels: on a device that is kept busy, nothing."""
+        """Return the seconds that an op takes beside its kernels: 0 on a device that is kept busy."""
         return 0.0
 
     def _matmul(self, kernel: Matmul, dtype: str) -> float:
@@ -216,20 +217,17 @@ class Device:
 
 @cache
 def alignment(kernel: Matmul, dtype: str) -> float:
-    """The share of its speed that a product keeps if a row of its operands is not whole 16-byte words."""
+    """Return the share of its speed that a product keeps if a row of its operands is not whole 16-byte words."""
     word = 16 // bytes_of(dtype)
     if kernel.k % word == 0 and kernel.n % word == 0:
         return 1.0
     return MISALIGNED if kernel.batch == 1 else MISALIGNED_BATCH
 
 
-# Tables of devices, nodes and links: the TOML files beside this one, in which each row says where it was looked up.
-
-
 def rows(file: str, table: str) -> dict[str, dict[str, Any]]:
-    """Rows of a table by name, whole: what one leaves out is as in its base, and the pages of its source are named.
+    """Return the rows of a TOML table by name, each with the values of its base and the pages of its source.
 
-    Of a row with a list `fit`, `figures` says where each figure is from (see `figures_of`).
+    If a row has a list `fit`, its `figures` gives the source of each figure (see `figures_of`).
     """
     pages = packaged("simulate/hardware/pages.toml")
     found: dict[str, dict[str, Any]] = {}
@@ -240,9 +238,6 @@ def rows(file: str, table: str) -> dict[str, dict[str, Any]]:
             found[name]["figures"] = figures_of(base | row, base.get("figures", {}))
             del found[name]["fit"]
     return {name: row | {"source": row["source"].format(**pages)} for name, row in found.items()}
-
-
-# Devices by name, from `devices.toml`.
 
 
 _EFFICIENCIES = {name: Efficiency(**row) for name, row in rows("devices", "efficiency").items()}
@@ -259,29 +254,26 @@ DEVICES = {
     )
     for name, row in rows("devices", "device").items()
 }
-"""Every device by name."""
+"""Every device by name, from `devices.toml`."""
 
 ALIASES: dict[str, str] = packaged("simulate/hardware/devices.toml")["alias"]
 
 
 def find_device(name: str) -> Device:
-    """The device of that name, in any case; "a100" is the one of 80 GB.
+    """Return the device of a name, in upper or lower case; "a100" is the one with 80 GB.
 
     Raises:
-        UserError: there is none; the nearest names are suggested.
+        UserError: if there is none; the nearest names are suggested.
     """
     name = name.strip().lower()
     return find(DEVICES, ALIASES.get(name, name), "device")
-
-
-# Formulas of the sources, as they write them, so that their figures can be compared with ours.
 
 
 GIB = 2.0**30
 
 
 def algorithm_bandwidth(bytes: float, seconds: float) -> float:
-    """Size over time (NVIDIA/nccl-tests doc/PERFORMANCE.md, "Algorithm bandwidth"), in bytes/s.
+    """Return size over time in bytes/s (NVIDIA/nccl-tests doc/PERFORMANCE.md, "Algorithm bandwidth").
 
     The size is that of the whole value: the tensor that is reduced, the gathered result, the input that is scattered.
     """
@@ -289,7 +281,7 @@ def algorithm_bandwidth(bytes: float, seconds: float) -> float:
 
 
 def bus_factor(kind: str, ranks: int) -> float:
-    """Factor that makes algorithm bandwidth comparable to a link's (NVIDIA/nccl-tests doc/PERFORMANCE.md, "Summary").
+    """Return the factor from algorithm bandwidth to a link's (NVIDIA/nccl-tests doc/PERFORMANCE.md, "Summary").
 
     All_reduce 2(n - 1)/n; reduce_scatter, all_gather and all_to_all (n - 1)/n; broadcast and reduce 1. Gather and
     scatter, which that page leaves out, are (n - 1)/n in nccl-tests' own code (src/gather.cu, src/scatter.cu), and a
@@ -301,19 +293,22 @@ def bus_factor(kind: str, ranks: int) -> float:
 
 
 def bus_bandwidth(kind: str, bytes: float, ranks: int, seconds: float) -> float:
-    """Algorithm bandwidth times the collective's factor, in bytes/s: what each rank's link carried."""
+    """Return the bytes/s that each rank's link carried: algorithm bandwidth times the collective's factor."""
     return algorithm_bandwidth(bytes, seconds) * bus_factor(kind, ranks)
 
 
 def cs336_bandwidth(kind: str, bytes: float, ranks: int, seconds: float) -> float | None:
-    """Bandwidth that CS336 (lecture 8, spring 2025) prints as "GB/s", in 2^30 bytes/s (None: it does not measure it).
+    """Return what CS336 (lecture 8, spring 2025) prints as "GB/s", in 2^30 bytes/s (None: it does not measure it).
 
-    Of an all_reduce: bytes of the tensor times 2 (n - 1), over n times the duration; that is bus bandwidth. Of a
-    reduce_scatter: bytes of the OUTPUT times (n - 1), over n times the duration. Bus bandwidth counts the whole input,
-    which is n times as much, so that is bus bandwidth over n.
+    For an all_reduce it is the bytes of the tensor times 2 (n - 1), over n times the duration: the bus bandwidth. For a
+    reduce_scatter it is the bytes of the OUTPUT times (n - 1), over n times the duration. Bus bandwidth counts the
+    whole input, which is n times as large, so this is bus bandwidth over n.
 
     Args:
-        bytes: of the whole value, as everywhere here: of a reduce_scatter one rank's input.
+        kind: the collective.
+        bytes: bytes of the whole value; of a reduce_scatter, of one rank's input.
+        ranks: number of ranks.
+        seconds: duration.
     """
     if kind not in ("all_reduce", "reduce_scatter"):
         return None

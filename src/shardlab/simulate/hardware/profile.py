@@ -1,6 +1,8 @@
-"""A profile: what `shardlab bench` measured on one machine, in a file.
+"""Profiles: the measurements of `shardlab bench` on one machine, and the JSON file that keeps them.
 
-Times are `launch + bytes * per byte` for communication; for a kernel, launch, arithmetic and memory together.
+The time of a communication is a start and a time per byte (`AlphaBeta`). The time of a kernel is the sum of its launch,
+its arithmetic and its memory traffic (`Rate`). `MeasuredDevice` and `measured_seconds`, at the end, price kernels and
+collectives by a profile instead of data sheets.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ Measured = TypeVar("Measured", "AlphaBeta", "Rate", "Lag")
 
 @dataclass(frozen=True)
 class Machine:
-    """Marks that tell machines apart, without a name of the host.
+    """Properties by which machines are told apart, without the host's name.
 
     Attributes:
-        processor: the CPU's or the GPU's model.
-        places: how many ranks have one to themselves: CPU cores, or devices.
-        torch: its version.
-        backend: of torch.distributed: "gloo" or "nccl".
+        processor: model of the CPU or the GPU.
+        places: number of CPU cores or devices; each rank has one.
+        torch: version of PyTorch.
+        backend: backend of torch.distributed: "gloo" or "nccl".
     """
 
     processor: str
@@ -43,7 +45,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """Alpha and beta: seconds to start, and seconds for each byte."""
+    """Time of a communication: `alpha` seconds to start, and `beta` seconds for each byte."""
 
     alpha: float
     beta: float
@@ -54,14 +56,14 @@ class AlphaBeta:
 
 @dataclass(frozen=True)
 class Rate:
-    """Rate of a family of kernels: seconds to start, FLOP/s, and bytes/s of memory; 0 where it does not matter."""
+    """Speed of a family of kernels: seconds to launch, FLOP/s, and bytes/s of memory (0: the term does not count)."""
 
     launch: float
     flops: float
     bytes: float
 
     def seconds(self, flops: float, bytes: float) -> float:
-        """Sum of the terms: what a linear fit finds, and what a core does that waits for its memory."""
+        """Return the sum of the terms, as a linear fit finds them and a core that waits for its memory needs them."""
         computing = flops / self.flops if self.flops else 0.0
         moving = bytes / self.bytes if self.bytes else 0.0
         return self.launch + computing + moving
@@ -69,7 +71,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class FastestProduct:
-    """The fastest product of matrices: FLOP/s of one process, and the threads on which it computes."""
+    """Fastest product of matrices: FLOP/s of one process, and the number of its threads."""
 
     flops: float
     threads: int
@@ -80,21 +82,21 @@ class Profile:
     """Measurements of one machine.
 
     Attributes:
-        machine: on what.
-        collectives: by the collective's name and the number of ranks, from when all have come; bytes are those of the
-            whole value; of large sums apart (see `shardlab.simulate.hardware.profile.way_of`).
-        messages: from one rank to another; None if they were not measured.
+        machine: the machine that was measured.
+        collectives: by name and number of ranks, from the arrival of the last member; bytes are those of the whole
+            value. Large sums have entries of their own (see `profiled_name`).
+        messages: from one rank to another (None: not measured).
         kernels: by family and dtype, while all places are busy. Families are "matmul", "attention", "update",
             "pointwise", "pointwise:NAME" for one pointwise kernel of its own speed, all but the update's also with
             "_backward" at the end; "op:NAME", whose launch is what each op of that name takes beside its kernels; and
             "op:NAME:entry", of half a backward pass, for each entry of a matrix (see `shardlab.models.layer.Run`).
-        memory: bytes that all ranks have together, or each device.
-        layers: the raw points that the kernels were fitted to, as measured.
+        memory: bytes that all CPU ranks share, or that each device has.
+        layers: the measured points to which the kernels were fitted.
         alone: `kernels` while one place is busy and has the memory to itself.
-        contention: seconds that compute loses for each second in which a collective is in flight: 0 if they do not
-            meet, 1 if they take turns.
-        lag: what a rank loses beside that where it waits for a collective or a message; measured of collectives.
-        peaks: by dtype and the number of processes that computed at once.
+        contention: seconds that compute loses for each second in which a collective is in flight: 0 if they share
+            nothing, 1 if they take turns.
+        lag: time that a rank loses beyond that when it waits for a collective or a message; measured of collectives.
+        peaks: by dtype and number of processes that compute at once, the fastest product of matrices.
     """
 
     machine: Machine
@@ -109,12 +111,14 @@ class Profile:
     peaks: Mapping[tuple[str, int], FastestProduct] = field(default_factory=dict[tuple[str, int], FastestProduct])
 
     def peak_flops(self, dtype: str, ranks: int, threads: int) -> float | None:
-        """FLOP/s that so many ranks reach at most, together; None if nothing was measured in this dtype.
+        """Return the most FLOP/s that ranks reach together (None: nothing was measured in this dtype).
 
-        Ranks that were not measured as such have their share of the fastest that all places together have reached.
+        If this number of ranks and threads was not measured, they have their share of what all places reached together.
 
         Args:
-            threads: of each rank; as many as all places have CPUs compute at once.
+            dtype: the dtype.
+            ranks: number of ranks.
+            threads: threads of each rank. No more threads compute at once than there are CPUs.
         """
         exact = self.peaks.get((dtype, ranks))
         if exact is not None and exact.threads == threads:
@@ -126,7 +130,7 @@ class Profile:
         return found[most].flops / found[most].threads * min(ranks * threads, max(most * found[most].threads, 1))
 
     def write(self, path: Path | None = None) -> Path:
-        """Write it as JSON, by default where `read` looks; returns where."""
+        """Write the profile as JSON, by default where `read` looks, and return the path."""
         path = path or default_path()
         data = {
             "version": VERSION,
@@ -156,12 +160,12 @@ class Profile:
         """Read a profile.
 
         Args:
-            path: the file; by default the one that `shardlab bench` wrote last.
-            here: this machine; without it, nothing is compared.
-            other_machine: take the profile although it is from another one.
+            path: the file (None: the one that `shardlab bench` wrote last).
+            here: this machine (None: do not compare).
+            other_machine: accept a profile from another machine.
 
         Raises:
-            UserError: there is no such file, it is not a profile, or it is from another machine.
+            UserError: if there is no such file, it is not a profile, or it is from another machine.
         """
         path = path or default_path()
         try:
@@ -186,10 +190,10 @@ class Profile:
 
 
 def profile_of(data: dict[str, Any]) -> Profile:
-    """The profile in a file's data.
+    """Return the profile in a file's data.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not one.
+        KeyError, TypeError, ValueError: if it is not a profile.
     """
     machine, memory = Machine(**data["machine"]), number(data["memory"])
     if machine.places < 1 or memory == 0:
@@ -212,10 +216,10 @@ def profile_of(data: dict[str, Any]) -> Profile:
 
 
 def number(value: Any) -> float:
-    """A measured figure.
+    """Return a value of a file as a number.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: if it cannot be a measured figure.
     """
     figure = float(value)
     if not 0 <= figure < float("inf"):
@@ -224,7 +228,7 @@ def number(value: Any) -> float:
 
 
 def _figures(kind: type[Measured], row: Mapping[str, Any]) -> Measured:
-    """A line or a rate, of a row that has its figures by name."""
+    """Make a record of a row that has its figures by name."""
     return kind(*(number(row[each.name]) for each in fields(kind)))
 
 
@@ -233,12 +237,12 @@ def _rates(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Rate]:
 
 
 def rate_rows(rates: Mapping[tuple[str, str], Rate]) -> list[dict[str, Any]]:
-    """Rates for a JSON file."""
+    """Return rates as rows of a JSON file."""
     return [{"family": family, "dtype": dtype, **asdict(rate)} for (family, dtype), rate in sorted(rates.items())]
 
 
 def differences(there: Machine, here: Machine) -> str:
-    """How two machines differ, in words."""
+    """Say how two machines differ."""
     mine = asdict(here)
     return ", ".join(
         f"{key} {value} there, {mine[key]} here" for key, value in asdict(there).items() if value != mine[key]
@@ -246,28 +250,25 @@ def differences(there: Machine, here: Machine) -> str:
 
 
 def default_path() -> Path:
-    """Where this machine's profile lies: $XDG_CACHE_HOME or ~/.cache, then shardlab/profile.json."""
+    """Return the path of this machine's profile: $XDG_CACHE_HOME or ~/.cache, then shardlab/profile.json."""
     return cache_folder() / "profile.json"
 
 
-# A measured machine in the place of a data sheet: kernels and collectives as its profile has them.
-
-
 LARGE_SUMS = "large_all_reduce"
-"""All-reduces that go around a ring, in a profile."""
+"""Name in a profile of all-reduces that are large enough to go around a ring."""
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredDevice(Device):
-    """A device whose kernels take what a profile says."""
+    """Device whose kernels are priced by a profile."""
 
     profile: Profile = field(kw_only=True)
 
     def seconds(self, kernel: Kernel, dtype: str) -> float:
-        """How long the kernel takes, its operands in `dtype`.
+        """Return the seconds of a kernel with operands in `dtype`.
 
         Raises:
-            UserError: no kernel of its family was measured in that dtype.
+            UserError: if no kernel of its family was measured in that dtype.
         """
         return self._rate(kernel, dtype).seconds(kernel.flops, kernel.elements * bytes_of(dtype))
 
@@ -290,7 +291,7 @@ class MeasuredDevice(Device):
 
 
 def families(kernel: Kernel) -> tuple[str, ...]:
-    """The names under which a profile may have the kernel, the nearest first."""
+    """Return the names under which a profile may have a kernel, the most specific first."""
     if isinstance(kernel, Pointwise):
         names = ("update",) if kernel.name == "adamw" else (f"pointwise:{kernel.name}", "pointwise")
     else:
@@ -299,8 +300,11 @@ def families(kernel: Kernel) -> tuple[str, ...]:
 
 
 def device_of_profile(profile: Profile) -> MeasuredDevice:
-    """The device that the profile was measured on; its peaks are the fastest product and the best that a kernel is
-    said to reach, or without a limit where small layers alone were measured, which memory holds up."""
+    """Return the device on which a profile was measured.
+
+    Its peak FLOP/s are those of the fastest product, or of the fastest kernel if that is faster. There is no limit if
+    only small layers were measured, which are bound by memory.
+    """
     flops: dict[str, float] = {}
     for (_, dtype), rate in profile.kernels.items():
         flops[dtype] = max(flops.get(dtype, 0.0), rate.flops)
@@ -322,21 +326,24 @@ def device_of_profile(profile: Profile) -> MeasuredDevice:
     return MeasuredDevice(name, flops, profile.memory, bandwidth, 1, reached, "shardlab bench", profile=profile)
 
 
-def way_of(kind: str, bytes: float, ranks: int) -> str:
-    """What a profile calls a collective of this size: sums of more than a member receives by messages go another way
-    (see `shardlab.execute.transport.collectives`), and have a line of their own."""
+def profiled_name(kind: str, bytes: float, ranks: int) -> str:
+    """Return a profile's name for a collective of this size.
+
+    All-reduces of more bytes than a member receives by messages go around a ring instead (see
+    `shardlab.execute.transport.collectives`), and have a name of their own.
+    """
     return LARGE_SUMS if kind == "all_reduce" and (ranks - 1) * bytes > BY_MESSAGES else kind
 
 
 def measured_seconds(profile: Profile, kind: str, bytes: float, ranks: int) -> float:
-    """How long a collective takes: between two measured group sizes on the straight line, outside them as the nearest.
+    """Return the seconds of a collective: interpolated between measured group sizes, outside them as of the nearest.
 
     Raises:
-        UserError: the collective was not measured.
+        UserError: if the collective was not measured.
     """
     if ranks == 1:
         return 0.0
-    name = way_of(kind, bytes, ranks)
+    name = profiled_name(kind, bytes, ranks)
     if not any(name == measured for measured, _ in profile.collectives):
         name = kind  # no sum so large was measured
     lines: dict[int, AlphaBeta] = {size: line for (found, size), line in profile.collectives.items() if found == name}
