@@ -50,9 +50,7 @@ class PassesCommand:
         return 0
 
 
-def print_passed(
-    passed: Sequence[PassResult], time_text: Callable[[float], str], console: Console | None = None
-) -> None:
+def print_passed(passed: list[PassResult], time_text: Callable[[float], str], console: Console | None = None) -> None:
     """Print the end of the step and the peak memory before the first pass and after each pass.
 
     Args:

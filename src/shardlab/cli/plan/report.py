@@ -177,7 +177,7 @@ def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str,
             "seconds": found.seconds,
             "complete": found.left is None,
             "floor_of_the_rest": found.left,
-            "uncounted_memory": choice.missed,
+            "left_out": choice.missed,
         },
     }
 

@@ -156,10 +156,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
             self.left[stage] = 1 if key.last else 2
         step = cast(Any, kind)(stage, 0)
         if self.plan.gather_axes:
-            ahead = [
-                *(each for each in key.ahead if each is not None),
-                *(UpcomingPass(place, True) for place in key.later_stages),
-            ]
+            ahead = [*filter(None, key.ahead), *(UpcomingPass(place, True) for place in key.later_stages)]
             stages = self.plan.own_stages
             steps = [(Forward if p.forward else Backward)(stages[p.stage], 0) for p in ahead]
             self.weights.set_uses(weight_uses(self.plan, [step, *steps]))
