@@ -151,7 +151,7 @@ Slices = Mapping[tuple[int, Holds], Tensor]
 
 
 def _slice(state: State, layers: Sequence[Tensor], layer: int, holds: Holds) -> Tensor:
-    """Some slices of a layer's flat buffer."""
+    """Return some slices of a layer's flat buffer."""
     whole = pad_runs(state.shapes.layouts[layer], layers[layer], state.shapes.flat[layer])
     return torch.cat([whole[start:stop] for start, stop in state.shapes.ranges(layer, holds)])
 
