@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from shardlab.language.precision import find_precision
 from shardlab.models import GPT
-from shardlab.planner.bounds import Floors
+from shardlab.planner.bounds import LowerBounds
 from shardlab.planner.problem import Limits, PlanShape, Problem
-from shardlab.planner.workers import Answer, Asked, answer, with_memory
+from shardlab.planner.workers import Answer, Query, answer_request, with_memory
 from shardlab.simulate.hardware import find_cluster
 from shardlab.strategies.plan.plan import Plan
 
@@ -25,17 +25,17 @@ def problem(
     return Problem(replace(SMALL, **model), cluster, sequences, (find_precision("bf16"),), limits=limits or Limits())
 
 
-def passes_of(floors: Floors, shape: PlanShape, plan: Plan) -> float:
+def passes_of(bounds: LowerBounds, shape: PlanShape, plan: Plan) -> float:
     """Seconds of a pipeline's passes alone, at least."""
-    return float(floors.pipelines.seconds(shape, floors.pipelines.laid(shape, [plan]))[0])
+    return float(bounds.pipelines.seconds(shape, bounds.pipelines.laid(shape, [plan]))[0])
 
 
-def asked_at_once(asked: Problem) -> Callable[[Asked], Future[Answer | None]]:
+def asked_at_once(asked: Problem) -> Callable[[Query], Future[Answer | None]]:
     """What answers questions in this process, as they are asked."""
 
-    def ask(question: Asked) -> Future[Answer | None]:
+    def ask(question: Query) -> Future[Answer | None]:
         future: Future[Answer | None] = Future()
-        future.set_result(answer(asked, question))
+        future.set_result(answer_request(asked, question))
         return future
 
     return ask

@@ -8,12 +8,12 @@ from typing import Any
 from shardlab.language import Mesh
 from shardlab.language.precision import find_precision
 from shardlab.models import Llama
-from shardlab.planner.alternatives import Alternative, better_than, neighbours, sentence
+from shardlab.planner.alternatives import Alternative, alternative_text, better_than, neighbours
 from shardlab.planner.describe import StepShares
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.results import PlanOutcome
 from shardlab.planner.space import SHARDED
-from shardlab.planner.workers import Answer, Asked, answer
+from shardlab.planner.workers import Answer, Query, answer_request
 from shardlab.simulate.predict.recipe import find_recipe
 from shardlab.strategies.plan.plan import Plan
 from tests.planner.problems import problem
@@ -73,22 +73,22 @@ def test_memory_is_as_much_only_where_a_hundredth_differs() -> None:
         asked, cluster=cluster, recipe=replace(asked.recipe, memory=replace(asked.recipe.memory, context_bytes=0.0))
     )
     one, two = (Candidate(Plan(Mesh(dp_shard=2)), size, find_precision("bf16")) for size in (1, 2))
-    chosen, other = (answer(plain, Asked(each, shares=True)) for each in (one, two))
+    chosen, other = (answer_request(plain, Query(each, shares=True)) for each in (one, two))
     assert isinstance(chosen, Answer)
     assert isinstance(other, Answer)
-    assert sentence(Alternative("batch", "", two, other), chosen, plain).startswith("+")
-    assert sentence(Alternative("batch", "", one, chosen), chosen, plain).startswith("as much memory")
+    assert alternative_text(Alternative("batch", "", two, other), chosen, plain).startswith("+")
+    assert alternative_text(Alternative("batch", "", one, chosen), chosen, plain).startswith("as much memory")
 
 
 def test_shares_below_nothing_are_said_to_be_nothing() -> None:
     """As parts of a step are when they are extended to all microbatches."""
     asked = problem(2, 4)
     one = Candidate(Plan(Mesh(dp_shard=2)), 1, find_precision("bf16"))
-    made = answer(asked, Asked(one, shares=True))
+    made = answer_request(asked, Query(one, shares=True))
     assert isinstance(made, Answer)
     chosen = replace(made, shares=StepShares({"compute": 1.0004, "bubble": -0.0004}))
     other = replace(made, shares=StepShares({"compute": 0.891, "bubble": 0.109 + 0.002}))
-    assert sentence(Alternative("speed", "", one, other), chosen, asked).endswith("(bubble 0.0% → 11.1%)")
+    assert alternative_text(Alternative("speed", "", one, other), chosen, asked).endswith("(bubble 0.0% → 11.1%)")
 
 
 def test_a_plan_found_with_as_many_ranks_along_an_axis_is_named_where_it_is_faster() -> None:
@@ -96,7 +96,7 @@ def test_a_plan_found_with_as_many_ranks_along_an_axis_is_named_where_it_is_fast
     bf16 = find_precision("bf16")
     chosen, alone = Candidate(Plan(Mesh(dp_shard=4)), 1, bf16), Candidate(Plan(Mesh(dp_shard=2, tp=2)), 1, bf16)
     with_more = Candidate(Plan(Mesh(dp_shard=2, tp=2), sequence_parallel=True), 4, bf16)
-    made = answer(asked, Asked(chosen))
+    made = answer_request(asked, Query(chosen))
     assert isinstance(made, Answer)
     slow, fast = (replace(made.forecast, seconds=made.forecast.seconds * times) for times in (1.8, 1.012))
     found = [PlanOutcome(chosen, made.forecast), PlanOutcome(with_more, fast), PlanOutcome(alone, slow)]
@@ -104,6 +104,8 @@ def test_a_plan_found_with_as_many_ranks_along_an_axis_is_named_where_it_is_fast
     assert better == found[1]
     assert better_than(with_more, chosen, found) is None
     assert better_than(replace(chosen, micro_batch_size=2), chosen, found) is None, "it names no axis"
-    told = sentence(Alternative("speed", "", alone, Answer(slow, None), better), made, asked)
+    told = alternative_text(Alternative("speed", "", alone, Answer(slow, None), better), made, asked)
     assert told == "as much memory, step +80.0%; with others changed too, step +1.2%: replicate 2, tp 2, mb 4"
-    assert "others changed" not in sentence(Alternative("speed", "", alone, Answer(fast, None), better), made, asked)
+    assert "others changed" not in alternative_text(
+        Alternative("speed", "", alone, Answer(fast, None), better), made, asked
+    )

@@ -13,8 +13,8 @@ from rich.console import Console
 from shardlab.cli.plan.report import as_json, print_choice, print_explained, searched
 from shardlab.common.text import seconds_text
 from shardlab.common.user_code import bounded
-from shardlab.planner.choose import STEPS, PlanChoice, choose, contenders
-from shardlab.planner.explain import decisions
+from shardlab.planner.choose import STEPS, PlanChoice, choose, find_contenders
+from shardlab.planner.explain import explain_choice
 from shardlab.planner.problem import Limits
 from shardlab.planner.workers import workers
 from tests.planner.problems import asked_at_once, problem
@@ -63,13 +63,13 @@ def test_what_there_was_no_time_for_is_said_to_be_left_out() -> None:
 
 def test_what_a_search_has_left_is_told_as_the_step_that_it_could_take() -> None:
     whole = chosen()
-    left = replace(whole, found=replace(whole.found, left=whole.best.seconds / 2))
+    left = replace(whole, results=replace(whole.results, left=whole.best.seconds / 2))
     assert searched(left).endswith(", 50% less: give more --seconds")
     assert f"could take {seconds_text(whole.best.seconds / 2)} instead of" in searched(left)
 
 
 def test_a_small_model_is_not_said_to_have_no_parameters() -> None:
-    first = decisions(chosen())[0].lines[0]
+    first = explain_choice(chosen())[0].lines[0]
     assert first.startswith(f"{problem().model.parameter_count:,} parameters in bf16")
 
 
@@ -96,24 +96,24 @@ def choice() -> PlanChoice:
 
 
 def test_the_plan_that_is_predicted_fastest_comes_first_and_none_is_far_slower(choice: PlanChoice) -> None:
-    found = contenders(choice, inf)
+    found = find_contenders(choice, inf)
     assert found[0] == choice.best
     assert len(found) > 1
-    assert all(each.seconds <= choice.best.seconds * (1 + choice.sure.mean) for each in found)
+    assert all(each.seconds <= choice.best.seconds * (1 + choice.published_errors.mean) for each in found)
     assert len({each.candidate for each in found}) == len(found)
 
 
 def test_no_more_take_turns_than_there_is_time_for(choice: PlanChoice) -> None:
-    found = contenders(choice, inf)
+    found = find_contenders(choice, inf)
     two = STEPS * sum(each.seconds for each in found[:2])
-    assert contenders(choice, 1.001 * two) == found[:2]
-    assert contenders(choice, 0.999 * two) == found[:1]
-    assert contenders(choice, -1.0) == found[:1]
+    assert find_contenders(choice, 1.001 * two) == found[:2]
+    assert find_contenders(choice, 0.999 * two) == found[:1]
+    assert find_contenders(choice, -1.0) == found[:1]
 
 
 def test_those_that_take_turns_lie_in_memory_at_once(choice: PlanChoice) -> None:
-    found = contenders(choice, inf)
+    found = find_contenders(choice, inf)
     room = sum(each.forecast.memory.total for each in found[:2]) + choice.problem.recipe.memory.margin_bytes
     device = replace(choice.problem.cluster.device, memory=1.001 * room)
     tight = replace(choice.problem, cluster=replace(choice.problem.cluster, device=device))
-    assert contenders(replace(choice, problem=tight), inf) == found[:2]
+    assert find_contenders(replace(choice, problem=tight), inf) == found[:2]

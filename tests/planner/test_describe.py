@@ -8,7 +8,7 @@ from dataclasses import replace
 from shardlab.language import Mesh
 from shardlab.language.precision import find_precision
 from shardlab.models import Llama
-from shardlab.planner.describe import described, short
+from shardlab.planner.describe import describe, summary
 from shardlab.planner.problem import Candidate, Limits, family
 from shardlab.planner.space import candidates, shapes
 from shardlab.strategies.plan.plan import Plan
@@ -21,7 +21,7 @@ def test_plans_that_differ_read_otherwise_in_a_table() -> None:
     most = {"pp": 2, "micro_batch_size": 2}
     asked = replace(problem(8, 8, limits=Limits({"recompute": "none"}, most)), model=LLAMA)
     found = [candidate for shape in shapes(asked) for candidate in candidates(asked, shape)]
-    texts = Counter(f"{family(each.plan)}: {short(each)}" for each in found)
+    texts = Counter(f"{family(each.plan)}: {summary(each)}" for each in found)
     assert len(found) > 1000
     assert [text for text, times in texts.items() if times > 1] == []
 
@@ -30,11 +30,13 @@ def test_the_ranks_that_share_the_model_are_named() -> None:
     shared = ("dp_shard", "cp")
     plan = Plan(Mesh(cp=4), shard_parameters=shared, shard_gradients=shared, shard_optimizer=shared)
     candidate = Candidate(plan, 1, find_precision("bf16"))
-    assert described(problem(4), candidate)[0] == "ZeRO-3 over the 4 ranks of cp, weights gathered for each use"
+    assert describe(problem(4), candidate)[0] == "ZeRO-3 over the 4 ranks of cp, weights gathered for each use"
 
 
 def test_ranks_that_share_nothing_are_replicas() -> None:
     bf16 = find_precision("bf16")
-    assert short(Candidate(Plan(Mesh(dp_shard=8)), 2, bf16)) == "replicate 8, mb 2"
-    assert short(Candidate(Plan(Mesh(dp_shard=4, tp=2)), 1, bf16)) == "replicate 4, tp 2, no sequence parallelism, mb 1"
-    assert short(Candidate(Plan(Mesh(dp_shard=8), shard_optimizer=("dp_shard",)), 2, bf16)) == "shard 8, mb 2"
+    assert summary(Candidate(Plan(Mesh(dp_shard=8)), 2, bf16)) == "replicate 8, mb 2"
+    assert (
+        summary(Candidate(Plan(Mesh(dp_shard=4, tp=2)), 1, bf16)) == "replicate 4, tp 2, no sequence parallelism, mb 1"
+    )
+    assert summary(Candidate(Plan(Mesh(dp_shard=8), shard_optimizer=("dp_shard",)), 2, bf16)) == "shard 8, mb 2"

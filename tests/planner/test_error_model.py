@@ -1,4 +1,4 @@
-"""Beliefs: measured steps correct what is predicted of other plans."""
+"""Measured steps correct the predicted step times of other plans."""
 
 from __future__ import annotations
 
@@ -14,20 +14,28 @@ from shardlab.language import Mesh
 from shardlab.language.precision import PRECISIONS
 from shardlab.models import GPT
 from shardlab.planner.choose import PlanChoice, choose
-from shardlab.planner.error_model import FEW, ON_PROFILES, Beliefs, MeasuredStep, errors_of, experiments, known_errors
+from shardlab.planner.error_model import (
+    FEW,
+    ON_PROFILES,
+    ErrorModel,
+    MeasuredStep,
+    choose_experiments,
+    find_errors,
+    known_errors,
+)
 from shardlab.planner.problem import Candidate, Limits, Problem
 from shardlab.planner.published.records import read_rows
-from shardlab.planner.workers import Answer, Asked, workers
+from shardlab.planner.workers import Answer, Query, workers
 from shardlab.simulate.hardware import DEVICES, find_cluster
 from shardlab.simulate.predict.recipe import recipes
 from shardlab.strategies.plan.plan import Plan
-from tests.planner.beliefs import DDP, GPIPE, PP, TP, ZERO_1, D, Row, beliefs
+from tests.planner.error_models import DDP, GPIPE, PP, TP, ZERO_1, D, Row, error_model_of
 
 
 def test_nothing_measured_leaves_predictions_as_they_are() -> None:
-    found = beliefs([D, (TP, 1.2, {"all-reduce on tp": 0.2})])
+    found = error_model_of([D, (TP, 1.2, {"all-reduce on tp": 0.2})])
     assert found.seconds == [1.0, 1.2]
-    assert found.sure[0] == pytest.approx(0.05)
+    assert found.expected_errors[0] == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.0, 1.1, 2.15, 5.0])
@@ -40,46 +48,46 @@ def test_what_all_measured_plans_share_leaves_the_ranking_as_it_was(factor: floa
         (PP, 1.02, {"bubble": 0.4}),
         (GPIPE, 1.0201, {"bubble": 0.4}),
     ]
-    found = beliefs(plans, {at: factor * plans[at][1] for at in ran})
+    found = error_model_of(plans, {at: factor * plans[at][1] for at in ran})
     assert found.seconds == pytest.approx([factor * seconds for _, seconds, _ in plans])
     assert [*found.factors.values()] == pytest.approx([factor] * len(found.factors))
-    assert max(found.sure) < 0.06
+    assert max(found.expected_errors) < 0.06
 
 
 def test_what_measured_plans_do_not_share_is_shrunk_around_what_they_do() -> None:
     plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.0, {"all-reduce on tp": 0.3}), (PP, 1.0, {}), (GPIPE, 1.0, {})]
-    found = beliefs(plans, {0: 2.0, 1: 2.2})
+    found = error_model_of(plans, {0: 2.0, 1: 2.2})
     assert 2.0 < found.seconds[2] < 2.2
     assert 2.0 < found.factors["compute"] < found.factors["communication on tp"] < 2.3
 
 
 def test_one_measured_step_corrects_all_by_the_same_factor_and_stands_for_itself() -> None:
     plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.2, {"all-reduce on tp": 0.2}), (PP, 1.1, {"bubble": 0.3})]
-    found = beliefs(plans, {0: 1.1})
+    found = error_model_of(plans, {0: 1.1})
     assert found.seconds[0] == 1.1
     for seconds, (_, predicted, _) in zip(found.seconds[1:], plans[1:], strict=True):
         assert seconds / predicted == pytest.approx(1.1)
-    assert found.sure[0] < found.sure[1] < 0.05
+    assert found.expected_errors[0] < found.expected_errors[1] < 0.05
 
 
 def test_several_measured_steps_tell_which_part_was_predicted_wrongly() -> None:
     """Communication on tp takes twice as long as predicted, and nothing else does."""
     plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.0, {"all-reduce on tp": 0.3}), (PP, 1.0, {}), (GPIPE, 1.0, {})]
-    found = beliefs([*plans, (TP, 1.2, {"all-gather on tp": 0.5})], {0: 1.0, 1: 1.3, 2: 1.0, 3: 1.0})
+    found = error_model_of([*plans, (TP, 1.2, {"all-gather on tp": 0.5})], {0: 1.0, 1: 1.3, 2: 1.0, 3: 1.0})
     assert found.factors["communication on tp"] > found.factors["compute"]
     assert found.seconds[-1] > 1.3
 
 
 def test_what_is_like_a_measured_plan_is_surer_than_what_is_not() -> None:
     rest: list[Row] = [(ZERO_1, 1.0, {"all-gather on dp_shard": 0.01}), (PP, 1.0, {"bubble": 0.4})]
-    found = beliefs([D, *rest], {0: 1.0})
-    assert found.sure[0] < found.sure[1] < found.sure[2]
+    found = error_model_of([D, *rest], {0: 1.0})
+    assert found.expected_errors[0] < found.expected_errors[1] < found.expected_errors[2]
 
 
 def test_steps_that_contradict_each_other_make_all_less_sure() -> None:
     plans: list[Row] = [(DDP, 1.0, {}), (PP, 1.0, {}), (GPIPE, 1.0, {})]
-    agreeing, apart = beliefs(plans, {0: 1.2, 1: 1.2}), beliefs(plans, {0: 1.2, 1: 1.6})
-    assert apart.sure[2] > 2 * agreeing.sure[2]
+    agreeing, apart = error_model_of(plans, {0: 1.2, 1: 1.2}), error_model_of(plans, {0: 1.2, 1: 1.6})
+    assert apart.expected_errors[2] > 2 * agreeing.expected_errors[2]
 
 
 # Experiments: plans whose measured steps could change the choice, and that tell of different things.
@@ -93,12 +101,12 @@ NEAR: list[Row] = [
 ]
 
 
-def plans(found: Beliefs, count: int) -> list[object]:
-    return [each.outcome.candidate.plan for each in experiments(found, count)]
+def plans(found: ErrorModel, count: int) -> list[object]:
+    return [each.outcome.candidate.plan for each in choose_experiments(found, count)]
 
 
 def test_the_fastest_is_first_and_the_others_differ_in_what_is_unsure() -> None:
-    chosen = experiments(beliefs(NEAR), 3)
+    chosen = choose_experiments(error_model_of(NEAR), 3)
     assert [each.outcome.candidate.plan for each in chosen] == [DDP, TP, PP]
     assert "compared" in chosen[0].why
     assert "expected 1.0% slower" in chosen[1].why
@@ -106,20 +114,20 @@ def test_the_fastest_is_first_and_the_others_differ_in_what_is_unsure() -> None:
 
 
 def test_no_more_are_named_than_were_asked_for() -> None:
-    assert plans(beliefs(NEAR), 2) == [DDP, TP]
+    assert plans(error_model_of(NEAR), 2) == [DDP, TP]
 
 
 def test_plans_beyond_the_error_are_not_worth_a_run() -> None:
-    assert plans(beliefs([NEAR[0], (TP, 1.3, {"all-reduce on tp": 0.2})]), 3) == [DDP]
+    assert plans(error_model_of([NEAR[0], (TP, 1.3, {"all-reduce on tp": 0.2})]), 3) == [DDP]
 
 
 def test_what_was_measured_is_not_run_again() -> None:
-    assert DDP not in plans(beliefs(NEAR, {0: 1.0}), 4)
-    assert plans(beliefs([NEAR[0]], {0: 1.0}), 3) == []
+    assert DDP not in plans(error_model_of(NEAR, {0: 1.0}), 4)
+    assert plans(error_model_of([NEAR[0]], {0: 1.0}), 3) == []
 
 
 def test_plans_that_do_the_same_are_run_once() -> None:
-    assert len(plans(beliefs([NEAR[0], (PP, 1.02, {"bubble": 0.3}), (GPIPE, 1.02, {"bubble": 0.3})]), 3)) == 2
+    assert len(plans(error_model_of([NEAR[0], (PP, 1.02, {"bubble": 0.3}), (GPIPE, 1.02, {"bubble": 0.3})]), 3)) == 2
 
 
 # How sure a prediction is said to be: by the published runs that are most like it.
@@ -143,23 +151,23 @@ def test_no_row_has_more_runs_than_were_published() -> None:
 
 
 def test_a_recipe_with_runs_of_its_own_takes_those() -> None:
-    own = errors_of("megatron-core", "h100")
+    own = find_errors("megatron-core", "h100")
     assert (own.recipes, own.device) == (("megatron-core",), "h100")
     told = f"± {own.mean:.1%} over {own.runs} published runs of megatron-core on h100, each source left out of the fit"
     assert str(own).startswith(told)
-    assert errors_of("nanotron", "h100").recipes == ("nanotron",)
+    assert find_errors("nanotron", "h100").recipes == ("nanotron",)
 
 
 def test_others_take_all_runs_on_the_device_and_name_whose_they_are() -> None:
-    others = errors_of("shardlab", "h100")
+    others = find_errors("shardlab", "h100")
     assert others.recipes == ("llm-foundry", "megatron-core", "nanotron")
-    assert others.runs == sum(errors_of(name, "h100").runs for name in others.recipes)
+    assert others.runs == sum(find_errors(name, "h100").runs for name in others.recipes)
     assert "of llm-foundry, megatron-core, nanotron on h100" in str(others)
 
 
 @pytest.mark.parametrize(("recipe", "device"), [("nanogpt", "a100-40gb"), ("torchtitan", "h100-96gb")])
 def test_few_runs_of_a_recipe_do_not_stand_alone(recipe: str, device: str) -> None:
-    found = errors_of(recipe, device)
+    found = find_errors(recipe, device)
     assert recipe in found.recipes
     assert len(found.recipes) > 1
     assert found.runs >= FEW
@@ -168,7 +176,7 @@ def test_few_runs_of_a_recipe_do_not_stand_alone(recipe: str, device: str) -> No
 
 @pytest.mark.parametrize("device", ["h200", "tpu-v4"])
 def test_few_runs_on_a_device_do_not_stand_alone_either(device: str) -> None:
-    found = errors_of("torchtitan-2025", device)
+    found = find_errors("torchtitan-2025", device)
     assert found.runs == sum(row.runs for row in known_errors())
     assert found.device == ""
     assert f"of {len(found.recipes)} recipes, each" in str(found)
@@ -199,25 +207,25 @@ def test_a_plan_that_was_measured_slow_loses_and_the_next_one_is_chosen() -> Non
     after = chosen(PROBLEM, [step, other])
     assert after.best.candidate == other.candidate
     assert after.best.seconds == before.seconds
-    assert after.found.fitting[0] == after.best
-    assert next(each.seconds for each in after.found.fitting if each.candidate == before.candidate) == step.seconds
+    assert after.results.fitting[0] == after.best
+    assert next(each.seconds for each in after.results.fitting if each.candidate == before.candidate) == step.seconds
 
 
 def test_a_plan_that_ran_out_of_memory_does_not_fit_whatever_was_predicted() -> None:
     before = chosen(PROBLEM, None)
-    first, second = before.found.fitting[:2]
+    first, second = before.results.fitting[:2]
     after = chosen(PROBLEM, [MeasuredStep(first.candidate, None, "here")])
     assert after.best.candidate == second.candidate
-    (out,) = [each for each in after.found.outcomes if each.candidate == first.candidate]
+    (out,) = [each for each in after.results.outcomes if each.candidate == first.candidate]
     assert out.ran_out
     assert not out.fits
-    assert first.candidate not in {each.candidate for each in after.beliefs.plans} if after.beliefs else True
+    assert first.candidate not in {each.candidate for each in after.error_model.plans} if after.error_model else True
 
 
 def test_of_several_measurements_the_median_counts() -> None:
     best = chosen(PROBLEM, None).best.candidate
     made = chosen(PROBLEM, [MeasuredStep(best, seconds, "here") for seconds in (9.0, 1e-3, 2e-3)])
-    assert 2e-3 in [each.seconds for each in made.found.fitting]
+    assert 2e-3 in [each.seconds for each in made.results.fitting]
 
 
 @pytest.mark.parametrize("times", [1000, 1 / 11, 1e9, 11])
@@ -258,16 +266,16 @@ def test_what_is_no_plan_of_the_problem_is_refused(candidate: Candidate, told: s
 
 def test_what_is_to_be_measured_is_told_in_the_time_that_there_is() -> None:
     """When it is up, it is not known what plans' time goes to; that is said, and plans are told all the same."""
-    asked: list[Asked] = []
+    asked: list[Query] = []
     with workers(PROBLEM, 1) as ask:
 
-        def noting(question: Asked) -> Future[Answer | None]:
+        def noting(question: Query) -> Future[Answer | None]:
             asked.append(question)
             return ask(question)
 
         choice = choose(PROBLEM, noting, seconds=1e-9, measured=())
     assert asked
     assert not any(question.shares for question in asked)
-    assert choice.beliefs is not None
-    assert choice.beliefs.plans
+    assert choice.error_model is not None
+    assert choice.error_model.plans
     assert "what a plan's time goes to" in choice.missed

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardlab.language import UserError
-from shardlab.planner.grade import GradedCell, Grades, TriedPlan, candidate_of, cells_of
+from shardlab.planner.grade import GradedCell, Grades, TriedPlan, group_cells, predict_plan
 from shardlab.simulate.predict.recipe import find_recipe
 from tests.planner.nanotron_rows import row
 
@@ -67,7 +67,9 @@ def test_equal_predictions_share_a_rank_and_one_run_has_no_correlation() -> None
 def test_a_cell_is_a_model_on_some_devices_in_which_something_ran() -> None:
     one, other = tried(1.0), replace(tried(1.0), devices=16)
     crashed = replace(tried(None), model="another")
-    assert [(found.model, found.devices, len(found.candidates)) for found in cells_of([one, other, one, crashed])] == [
+    assert [
+        (found.model, found.devices, len(found.candidates)) for found in group_cells([one, other, one, crashed])
+    ] == [
         ("model", 8, 2),
         ("model", 16, 1),
     ]
@@ -84,7 +86,7 @@ def test_errors_are_those_of_good_configurations() -> None:
 
 
 def test_a_row_is_predicted_by_the_recipe_that_is_given() -> None:
-    own, nanotron = (candidate_of(row(tp=2, dp=4), find_recipe(name)) for name in ("shardlab", "nanotron"))
+    own, nanotron = (predict_plan(row(tp=2, dp=4), find_recipe(name)) for name in ("shardlab", "nanotron"))
     assert own.legal
     assert nanotron.legal
     assert own.predicted
@@ -94,7 +96,7 @@ def test_a_row_is_predicted_by_the_recipe_that_is_given() -> None:
 
 
 def test_a_row_that_breaks_a_limit_says_which() -> None:
-    found = candidate_of(row(pp=8, micro_batch=64))
+    found = predict_plan(row(pp=8, micro_batch=64))
     assert not found.legal
     assert found.breaks_limit
     assert found.predicted is None
@@ -102,11 +104,11 @@ def test_a_row_that_breaks_a_limit_says_which() -> None:
         "nanotron's 1f1b needs at least pp - 1 microbatches; with pp 8 give at least 7 to each data-parallel rank, "
         "not 4"
     )
-    assert "leaves nothing for the last of 16" in candidate_of(row(pp=16, dp=1, micro_batch=1)).reason
+    assert "leaves nothing for the last of 16" in predict_plan(row(pp=16, dp=1, micro_batch=1)).reason
 
 
 def test_a_row_whose_numbers_do_not_go_together_says_so() -> None:
-    found = candidate_of(row(pp=2) | {"batch": {"global_sequences": 5, "micro_batch": 2}})
+    found = predict_plan(row(pp=2) | {"batch": {"global_sequences": 5, "micro_batch": 2}})
     assert not found.legal
     assert not found.breaks_limit
     assert found.reason
@@ -115,15 +117,15 @@ def test_a_row_whose_numbers_do_not_go_together_says_so() -> None:
 def test_what_a_row_leaves_open_is_assumed_aloud() -> None:
     silent = row(tp=2, dp=16)
     silent["hardware"]["interconnect"] = "a fast network"
-    found = candidate_of(silent)
+    found = predict_plan(silent)
     assert found.legal
     assert "network: 8 x efa-100 a node" not in found.assumed
     assert "network: 8 x infiniband-ndr a node, since a fast network is none that is known here" in found.assumed
-    assert "network: 32 x efa-100 a node" in candidate_of(row(tp=2, dp=16)).assumed
+    assert "network: 32 x efa-100 a node" in predict_plan(row(tp=2, dp=16)).assumed
 
 
 def test_a_row_that_breaks_a_limit_says_what_it_leaves_open_all_the_same() -> None:
-    assert candidate_of(row(pp=8, micro_batch=64)).assumed
+    assert predict_plan(row(pp=8, micro_batch=64)).assumed
 
 
 @pytest.mark.parametrize(
@@ -146,16 +148,16 @@ def test_a_name_or_a_speed_that_is_none_is_refused(section: str, fields: dict[st
     wrong = row(pp=2, dp=8)
     (wrong[section] if section else wrong).update(fields)
     with pytest.raises(UserError, match=r"^run playbook-small ") as refused:
-        candidate_of(wrong)
+        predict_plan(wrong)
     assert told in str(refused.value)
 
 
 def test_a_run_out_of_memory_is_one_that_has_no_speed() -> None:
-    out = candidate_of(row() | {"measured": {"tokens_per_s_per_gpu": "OOM"}})
+    out = predict_plan(row() | {"measured": {"tokens_per_s_per_gpu": "OOM"}})
     assert out.legal
     assert out.measured is None
 
 
 def test_a_row_that_says_too_little_is_named() -> None:
     with pytest.raises(UserError, match=r"run playbook-small does not say layers; every run that is graded needs it"):
-        candidate_of(row() | {"model": {"hidden": 2048, "heads": 32, "seq_len": 4096}})
+        predict_plan(row() | {"model": {"hidden": 2048, "heads": 32, "seq_len": 4096}})

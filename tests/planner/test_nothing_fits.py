@@ -9,7 +9,7 @@ import pytest
 
 from shardlab.language.precision import PRECISIONS
 from shardlab.models import find_model
-from shardlab.planner.nothing_fits import nothing_to_search
+from shardlab.planner.nothing_fits import explain_empty_space
 from shardlab.planner.problem import Limits, Problem
 from shardlab.planner.space import candidates, shapes
 from shardlab.simulate.hardware import find_cluster
@@ -35,7 +35,7 @@ def has_plan(asked: Problem) -> bool:
 
 def told(asked: Problem) -> str:
     assert not has_plan(asked)
-    return nothing_to_search(asked)
+    return explain_empty_space(asked)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from math import inf
 import pytest
 
 from shardlab.language import Mesh
-from shardlab.planner.bounds import Floors
+from shardlab.planner.bounds import LowerBounds
 from shardlab.planner.problem import Candidate, Limits, PlanShape, Problem, family
-from shardlab.planner.results import Found, PlanOutcome
+from shardlab.planner.results import PlanOutcome, Results
 from shardlab.planner.search import Search, SmallestPlans
 from shardlab.planner.space import candidates, pipelined, shapes
-from shardlab.planner.workers import Answer, Asked, answer
+from shardlab.planner.workers import Answer, Query, answer_request
 from shardlab.simulate.predict.forecast import forecast
 from shardlab.simulate.predict.recipe import OWN
 from shardlab.strategies.plan.plan import Plan
@@ -24,7 +24,7 @@ from tests.planner.problems import GIB, asked_at_once, problem
 def every(asked: Problem) -> list[tuple[Candidate, Answer]]:
     """Every candidate that can be run, and its forecast."""
     found = [
-        (candidate, answer(asked, Asked(candidate)))
+        (candidate, answer_request(asked, Query(candidate)))
         for shape in shapes(asked)
         for candidate in candidates(asked, shape)
     ]
@@ -62,14 +62,14 @@ def test_what_a_search_leaves_when_it_is_interrupted_is_no_faster_than_it_says()
     seconds = {repr(candidate): each.forecast.seconds for candidate, each in every(asked)}
     cut = 0
     for most in range(1, 16, 3):
-        questions: list[Asked] = []
+        questions: list[Query] = []
 
-        def ask(question: Asked, most: int = most, questions: list[Asked] = questions) -> Future[Answer | None]:
+        def ask(question: Query, most: int = most, questions: list[Query] = questions) -> Future[Answer | None]:
             if len(questions) == most:
                 raise KeyboardInterrupt
             questions.append(question)
             future: Future[Answer | None] = Future()
-            future.set_result(answer(asked, question))
+            future.set_result(answer_request(asked, question))
             return future
 
         found = Search(asked, ask, ahead=2).run()
@@ -89,23 +89,23 @@ def test_a_search_whose_time_is_up_at_once_finds_a_plan_that_fits(memory: float)
     assert len(found.outcomes) + len(found.refused) <= 24
 
 
-# The smallest plan of each family is known before any search, and floors of memory tell which it is.
+# The smallest plan of each family is known before any search, and lower bounds of memory tell which it is.
 
 
 PROBLEM = problem(devices=8, sequences=64, hidden_size=1024, limits=Limits(most={"micro_batch_size": 2}))
 
 
 def smallest(asked: Problem) -> list[tuple[float, Candidate]]:
-    floors = Floors(asked)
-    plans = SmallestPlans(floors)
+    bounds = LowerBounds(asked)
+    plans = SmallestPlans(bounds)
     for shape in shapes(asked):
-        if (least := floors.of_shape(shape).bytes) < inf:
+        if (least := bounds.of_shape(shape).bytes) < inf:
             plans.note(shape, least)
     return plans.candidates()
 
 
 def bytes_of(asked: Problem, candidate: Candidate) -> float:
-    found = answer(asked, Asked(candidate))
+    found = answer_request(asked, Query(candidate))
     return inf if found is None else found.forecast.memory.unlimited
 
 
@@ -117,10 +117,10 @@ def test_every_family_has_one_and_hardly_any_plan_takes_less() -> None:
         assert found[family(each.plan)] <= 1.1 * bytes_of(PROBLEM, each), each
 
 
-def test_floors_say_which_comes_first_and_are_floors() -> None:
+def test_lower_bounds_say_which_comes_first_and_are_lower_bounds() -> None:
     found = smallest(PROBLEM)
-    assert [floor for floor, _ in found] == sorted(floor for floor, _ in found)
-    assert all(floor <= bytes_of(PROBLEM, candidate) for floor, candidate in found)
+    assert [bound for bound, _ in found] == sorted(bound for bound, _ in found)
+    assert all(bound <= bytes_of(PROBLEM, candidate) for bound, candidate in found)
 
 
 def test_a_search_without_time_finds_a_plan_if_only_small_ones_fit() -> None:
@@ -132,17 +132,17 @@ def test_a_search_without_time_finds_a_plan_if_only_small_ones_fit() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "breadth-first"])
-def test_a_schedule_that_holds_all_microbatches_has_a_floor_of_all(schedule: str) -> None:
+def test_a_schedule_that_holds_all_microbatches_has_a_lower_bound_of_all(schedule: str) -> None:
     """Its order of work is made of few, but it keeps as many more as there are."""
     fixed = {"pp": 2, "dp_shard": 1, "tp": 1, "schedule": schedule, "recompute": "none"}
     asked = problem(devices=2, sequences=64, memory=1000 * GIB, limits=Limits(fixed, {}, 1))
-    floors = Floors(asked)
+    bounds = LowerBounds(asked)
     pipelines: list[tuple[PlanShape, Plan]] = [(s, plan) for s in shapes(asked) for plan in pipelined(asked, s)]
     assert pipelines
     for shape, plan in pipelines:
         wanted = bytes_of(asked, Candidate(plan, 1, shape.precision)) - OWN.memory.context_bytes
-        floor = floors.memory.of_pipeline(shape, plan) - OWN.memory.context_bytes
-        assert 0.8 * wanted < floor <= wanted
+        bound = bounds.memory.of_pipeline(shape, plan) - OWN.memory.context_bytes
+        assert 0.8 * wanted < bound <= wanted
 
 
 # What a search has found is told alike, in whatever order the forecasts came.
@@ -159,8 +159,8 @@ def test_misses_are_in_a_tables_order_and_the_nearest_of_their_family() -> None:
     plans = [Plan(Mesh(tp=4)), Plan(mesh, shard_optimizer=("dp_shard",)), Plan(Mesh(dp_replicate=4))]
     outcomes = [outcome(asked, plan, size) for size in (2, 1) for plan in plans]
     assert not any(each.fits for each in outcomes)
-    misses = Found(outcomes).misses()
+    misses = Results(outcomes).misses()
     assert [*misses] == ["data parallel", "ZeRO-1", "TP"]
     assert {candidate.micro_batch_size for _, candidate in misses.values()} == {1}
-    again = Found(outcomes[::-1]).misses()
+    again = Results(outcomes[::-1]).misses()
     assert [*again.items()] == [*misses.items()]

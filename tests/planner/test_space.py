@@ -11,11 +11,11 @@ import pytest
 from shardlab.common.errors import UserError
 from shardlab.language import Mesh
 from shardlab.models import Llama
-from shardlab.planner.bounds import Floors
-from shardlab.planner.nothing_fits import nothing_to_search
+from shardlab.planner.bounds import LowerBounds
+from shardlab.planner.nothing_fits import explain_empty_space
 from shardlab.planner.problem import Limits, Problem
 from shardlab.planner.space import candidates, shapes
-from shardlab.planner.workers import Asked, answer
+from shardlab.planner.workers import Query, answer_request
 from shardlab.simulate.predict.recipe import find_recipe
 from shardlab.strategies.plan.plan import Plan
 from tests.planner.problems import problem
@@ -56,17 +56,17 @@ def test_every_field_of_a_plan_is_fixed_once_here() -> None:
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_a_field_that_is_fixed_has_its_value_in_every_plan_and_floors_hold(name: str) -> None:
+def test_a_field_that_is_fixed_has_its_value_in_every_plan_and_lower_bounds_hold(name: str) -> None:
     asked = fixing(None, **{"recompute": "none", name: FIXED[name]})
-    floors, seen = Floors(asked), 0
+    bounds, seen = LowerBounds(asked), 0
     found = [(shape, each) for shape in shapes(asked) for each in candidates(asked, shape)]
     assert {getattr(each.plan, name) for _, each in found} == {FIXED[name]}
     assert len(set(found)) == len(found), "none is there twice"
     for shape, each in islice(found, 0, None, 1 + len(found) // 12):
-        if (made := answer(asked, Asked(each))) is not None:
+        if (made := answer_request(asked, Query(each))) is not None:
             seen += 1
-            assert floors.seconds(shape, each) <= made.forecast.seconds, each
-            assert floors.memory.of(shape, each) <= made.forecast.memory.unlimited, each
+            assert bounds.seconds(shape, each) <= made.forecast.seconds, each
+            assert bounds.memory.of(shape, each) <= made.forecast.memory.unlimited, each
     assert seen
 
 
@@ -106,4 +106,4 @@ def test_who_asks_for_what_a_framework_does_not_have_is_told_so(fixed: dict[str,
     given: dict[str, Any] = {**fixed, **({"shard_optimizer": ("dp_shard",)} if "dp_replicate" in fixed else {})}
     asked = replace(fixing(recompute="none", tp=1, pp=1, **given), recipe=find_recipe("nanotron"))
     assert plans(asked) == []
-    assert f"nanotron has no {said}" in nothing_to_search(asked)
+    assert f"nanotron has no {said}" in explain_empty_space(asked)

@@ -17,23 +17,23 @@ import pytest
 
 from shardlab.planner import search
 from shardlab.planner import workers as module
-from shardlab.planner.bounds import Floors
+from shardlab.planner.bounds import LowerBounds
 from shardlab.planner.problem import Limits, PlanShape, Problem
-from shardlab.planner.results import Waiting
+from shardlab.planner.results import QueueEntry
 from shardlab.planner.search import Search
-from shardlab.planner.space import candidates, dealt, follows, pipelined, shapes
+from shardlab.planner.space import candidates, candidates_of_pipeline, follows, pipelined, shapes
 from shardlab.planner.workers import (
     Answer,
-    Asked,
-    AskedDeal,
-    Dealer,
-    Deals,
-    Dealt,
-    InTime,
+    Expanded,
+    Expander,
+    Expansion,
+    ExpansionRequest,
+    Query,
+    TimedQueries,
     Workers,
-    answer,
-    changed,
-    deal,
+    answer_request,
+    apply_change,
+    expand,
     workers,
 )
 from shardlab.simulate.predict.recipe import OWN
@@ -44,7 +44,7 @@ LONG = 600.0
 """Seconds for which nobody waits."""
 
 
-def _never(problem: Problem, asked: Asked) -> None:
+def _never(problem: Problem, asked: Query) -> None:
     time.sleep(LONG)
 
 
@@ -52,8 +52,8 @@ def test_workers_answer_as_this_process_does() -> None:
     asked = problem()
     candidate = next(candidates(asked, next(iter(shapes(asked)))))
     with workers(asked, 2) as ask:
-        found = ask(Asked(candidate)).result()
-    expected = answer(asked, Asked(candidate))
+        found = ask(Query(candidate)).result()
+    expected = answer_request(asked, Query(candidate))
     assert found is not None
     assert expected is not None
     assert found.forecast.seconds == expected.forecast.seconds
@@ -68,7 +68,7 @@ def test_nobody_waits_for_what_a_worker_is_at_when_time_is_up() -> None:
         workers(asked, 2) as ask,
     ):
         for _ in range(4):
-            ask(Asked(candidate))
+            ask(Query(candidate))
         time.sleep(0.2)  # they are at it
     left = _others(others)
     while left and time.monotonic() - began < LONG / 2:
@@ -83,33 +83,33 @@ def _others(processes: Sequence[BaseProcess]) -> set[BaseProcess]:
     return {*multiprocessing.active_children()} - {*processes}
 
 
-def _knows(asked: AskedDeal) -> Deals:
-    """Whether a worker has a dealer before it deals, as a number."""
-    known = module._dealers.get(asked.change)  # pyright: ignore[reportPrivateUsage]
-    return Deals(seen=0 if known is None else len(known.floors.sharing._known))  # pyright: ignore[reportPrivateUsage]
+def _knows(asked: ExpansionRequest) -> Expansion:
+    """Whether a worker has a expander before it deals, as a number."""
+    known = module._expanders.get(asked.change)  # pyright: ignore[reportPrivateUsage]
+    return Expansion(seen=0 if known is None else len(known.bounds.sharing._known))  # pyright: ignore[reportPrivateUsage]
 
 
-def test_workers_begin_with_the_floors_that_are_known_at_the_first_question() -> None:
+def test_workers_begin_with_the_lower_bounds_that_are_known_at_the_first_question() -> None:
     asked = problem()
     with patch.object(module, "_deal_here", _knows), workers(asked, 2) as ask:
-        dealer = ask.dealer(asked, "")
+        expander = ask.expander(asked, "")
         for shape in shapes(asked):
-            dealer.floors.of_shape(shape)
-        found = ask.deal(AskedDeal([], 1.0)).result()
-        other = ask.deal(AskedDeal([], 1.0, "memory")).result()
-    assert found.seen == len(dealer.floors.sharing._known) > 0  # pyright: ignore[reportPrivateUsage]
+            expander.bounds.of_shape(shape)
+        found = ask.expand(ExpansionRequest([], 1.0)).result()
+        other = ask.expand(ExpansionRequest([], 1.0, "memory")).result()
+    assert found.seen == len(expander.bounds.sharing._known) > 0  # pyright: ignore[reportPrivateUsage]
     assert other.seen == 0
 
 
 def test_a_process_deals_a_problem_with_what_it_has_worked_out() -> None:
     asked = problem()
-    larger = changed(asked, "batch")
+    larger = apply_change(asked, "batch")
     with workers(asked, 2) as ask:
-        dealer = ask.dealer(asked, "")
-        assert ask.dealer(asked, "") is dealer
-        assert ask.dealer(larger, "batch").problem is larger
-        assert ask.dealer(asked, "") is dealer
-        assert ask.dealer(larger, "").problem is larger  # never another problem's floors
+        expander = ask.expander(asked, "")
+        assert ask.expander(asked, "") is expander
+        assert ask.expander(larger, "batch").problem is larger
+        assert ask.expander(asked, "") is expander
+        assert ask.expander(larger, "").problem is larger  # never another problem's lower bounds
 
 
 # Candidates that are dealt many at a time, in another process or here, are those that are dealt one by one.
@@ -118,44 +118,44 @@ def test_a_process_deals_a_problem_with_what_it_has_worked_out() -> None:
 PROBLEM = problem(limits=Limits(fixed={"recompute": "none"}, most={"tp": 2, "micro_batch_size": 2}))
 
 
-def asked_of(dealer: Dealer, least: float = math.inf) -> AskedDeal:
+def asked_of(expander: Expander, least: float = math.inf) -> ExpansionRequest:
     """All shapes of the problem, to be dealt."""
-    floors = [(shape, dealer.floors.of_shape(shape)) for shape in shapes(dealer.problem)]
+    bounds = [(shape, expander.bounds.of_shape(shape)) for shape in shapes(expander.problem)]
     waiting = [
-        Waiting(0.0, 0, each.seconds, each.bytes, each.passes, shape, passes=each.passes) for shape, each in floors
+        QueueEntry(0.0, 0, each.seconds, each.bytes, each.passes, shape, passes=each.passes) for shape, each in bounds
     ]
-    return AskedDeal(waiting, least)
+    return ExpansionRequest(waiting, least)
 
 
 def test_all_candidates_are_dealt_if_all_are_fast_enough() -> None:
-    dealer = Dealer(PROBLEM)
-    dealt = [each.plan for each in dealer.all(asked_of(dealer)).candidates]
+    expander = Expander(PROBLEM)
+    dealt = [each.plan for each in expander.all(asked_of(expander)).candidates]
     assert dealt == [each for shape in shapes(PROBLEM) for each in candidates(PROBLEM, shape)]
 
 
 def test_a_worker_deals_as_this_process_does() -> None:
-    dealer = Dealer(PROBLEM)
-    seconds = sorted(each.seconds for each in dealer.all(asked_of(dealer)).candidates)
-    asked = asked_of(dealer, seconds[len(seconds) // 4])
+    expander = Expander(PROBLEM)
+    seconds = sorted(each.seconds for each in expander.all(asked_of(expander)).candidates)
+    asked = asked_of(expander, seconds[len(seconds) // 4])
     with workers(PROBLEM, 2) as ask:
-        found = ask.deal(asked).result()
-    assert found == Dealer(PROBLEM).all(asked)
+        found = ask.expand(asked).result()
+    assert found == Expander(PROBLEM).all(asked)
     assert 0 < len(found.candidates) < len(seconds)
 
 
 @pytest.mark.parametrize("beside", [1, 3])
 def test_a_search_finds_the_same_plans_when_workers_deal_beside_it(beside: int) -> None:
-    dealer, handed = Dealer(PROBLEM), list[int]()
+    expander, handed = Expander(PROBLEM), list[int]()
 
-    def forecast(asked: Asked) -> Future[Answer | None]:
+    def forecast(asked: Query) -> Future[Answer | None]:
         future: Future[Answer | None] = Future()
-        future.set_result(answer(PROBLEM, asked))
+        future.set_result(answer_request(PROBLEM, asked))
         return future
 
-    def deal(asked: AskedDeal) -> Future[Deals]:
+    def deal(asked: ExpansionRequest) -> Future[Expansion]:
         handed.append(len(asked.waiting))
-        future: Future[Deals] = Future()
-        future.set_result(dealer.all(asked))
+        future: Future[Expansion] = Future()
+        future.set_result(expander.all(asked))
         return future
 
     with patch.object(search, "HANDED_OUT", 2), patch.object(search, "SCOUTS", 0):
@@ -178,8 +178,8 @@ LITTLE = problem(
 )
 
 
-def dealt_by(floors: Floors, shape: PlanShape, plan: Plan, least: float, *, whole: bool = True) -> Dealt:
-    return deal(floors, shape, plan, passes_of(floors, shape, plan), least=least, whole=whole)
+def dealt_by(bounds: LowerBounds, shape: PlanShape, plan: Plan, least: float, *, whole: bool = True) -> Expanded:
+    return expand(bounds, shape, plan, passes_of(bounds, shape, plan), least=least, whole=whole)
 
 
 def pipelines(asked: Problem) -> list[tuple[PlanShape, Plan]]:
@@ -191,8 +191,8 @@ def forecasts_of_what_fits() -> dict[str, float]:
     """Forecast step times in seconds of all candidates that fit."""
     forecasts: dict[str, float] = {}
     for shape, plan in pipelines(LITTLE):
-        for candidate in dealt(LITTLE, shape, plan):
-            found = answer(LITTLE, Asked(candidate))
+        for candidate in candidates_of_pipeline(LITTLE, shape, plan):
+            found = answer_request(LITTLE, Query(candidate))
             if found is not None and found.forecast.memory.fits and found.forecast.memory.safe:
                 forecasts[repr(candidate)] = found.forecast.seconds
     return forecasts
@@ -200,24 +200,24 @@ def forecasts_of_what_fits() -> dict[str, float]:
 
 @pytest.mark.parametrize("share", [0.4, 0.8])
 def test_what_fits_and_is_fast_enough_is_dealt(share: float) -> None:
-    floors, forecasts, every = Floors(LITTLE), forecasts_of_what_fits(), pipelines(LITTLE)
+    bounds, forecasts, every = LowerBounds(LITTLE), forecasts_of_what_fits(), pipelines(LITTLE)
     assert len(every) > 5
     least = sorted(forecasts.values())[int(share * len(forecasts))]
     wanted = {name for name, seconds in forecasts.items() if seconds <= least}
     for whole in (False, True):
-        found = [each for shape, plan in every for each in dealt_by(floors, shape, plan, least, whole=whole).candidates]
+        found = [each for shape, plan in every for each in dealt_by(bounds, shape, plan, least, whole=whole).candidates]
         assert wanted <= {repr(each.candidate) for each in found}
         assert all(each.seconds <= least for each in found)
-        assert len(found) < sum(1 for shape, plan in every for _ in dealt(LITTLE, shape, plan))
+        assert len(found) < sum(1 for shape, plan in every for _ in candidates_of_pipeline(LITTLE, shape, plan))
 
 
 # Questions are asked, and answers waited for, until time is up.
 
 
-ASKED = Asked(next(candidates(problem(), next(shapes(problem())))))
+ASKED = Query(next(candidates(problem(), next(shapes(problem())))))
 
 
-def never(_: Asked) -> Future[Answer | None]:
+def never(_: Query) -> Future[Answer | None]:
     return Future()
 
 
@@ -226,7 +226,7 @@ def test_an_answer_that_does_not_come_in_time_is_missed_and_its_question_withdra
 ) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    timed = InTime(problem(), never, now + 0.05)
+    timed = TimedQueries(problem(), never, now + 0.05)
     coming = timed.ask(ASKED)
     assert timed.answer(coming, "an alternative") is None
     assert coming is not None
@@ -235,20 +235,20 @@ def test_an_answer_that_does_not_come_in_time_is_missed_and_its_question_withdra
 
 
 def test_nothing_is_asked_when_time_is_up() -> None:
-    asked: list[Asked] = []
+    asked: list[Query] = []
 
-    def ask(question: Asked) -> Future[Answer | None]:
+    def ask(question: Query) -> Future[Answer | None]:
         asked.append(question)
         return Future()
 
-    timed = InTime(problem(), ask, time.monotonic() - 1)
+    timed = TimedQueries(problem(), ask, time.monotonic() - 1)
     assert timed.answer(timed.ask(ASKED), "why") is timed.answer(timed.ask(ASKED), "why") is None
     assert not asked
     assert str(timed) == "why (2)"
 
 
 def test_no_trace_is_begun_that_would_take_longer_than_there_is_time() -> None:
-    timed = InTime(problem(sequences=2**20), never, time.monotonic() + 60)
+    timed = TimedQueries(problem(sequences=2**20), never, time.monotonic() + 60)
     unsteady = replace(ASKED.candidate, plan=replace(ASKED.candidate.plan, schedule="gpipe"))
     assert timed.ask(replace(ASKED, shares=True)) is not None, "few microbatches tell it"
     assert timed.ask(replace(ASKED, candidate=unsteady)) is not None, "a forecast is no trace"
@@ -258,6 +258,6 @@ def test_no_trace_is_begun_that_would_take_longer_than_there_is_time() -> None:
 def test_a_refusal_is_no_answer_that_was_missed() -> None:
     refused: Future[Answer | None] = Future()
     refused.set_result(None)
-    timed = InTime(problem(), lambda _: refused, inf)
+    timed = TimedQueries(problem(), lambda _: refused, inf)
     assert timed.answer(timed.ask(ASKED), "why") is None
     assert not str(timed)

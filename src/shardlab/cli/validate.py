@@ -20,11 +20,11 @@ from shardlab.planner.published.predict import (
     ErrorSummary,
     Figure,
     Outcome,
-    assumed_by,
-    by_source,
-    misjudged,
-    outcomes_of,
-    worst_of,
+    errors_by_source,
+    group_assumptions,
+    predict_outcomes,
+    worst_errors,
+    wrong_fits,
 )
 from shardlab.planner.published.records import GIB, read_rows
 
@@ -64,7 +64,7 @@ class Validate:
     def run(self) -> int:
         rows = read_rows(self.runs)
         stderr = Console(stderr=True)
-        results = outcomes_of(rows, None if self.recipe is None else recipe_called(self.recipe))
+        results = predict_outcomes(rows, None if self.recipe is None else recipe_called(self.recipe))
         quiet = not stderr.is_terminal
         outcomes = list(track(results, "predicting", len(rows), console=stderr, transient=True, disable=quiet))
         if self.json:
@@ -98,10 +98,10 @@ def print_report(outcomes: Sequence[Outcome], console: Console, *, assumed: bool
         assumed: whether to list the assumptions about details that runs do not state.
     """
     for figure in FIGURES:
-        if found := by_source(outcomes, figure):
+        if found := errors_by_source(outcomes, figure):
             console.print(_table(FIGURES[figure][0], found), "")
     for figure in FIGURES:
-        if worst := worst_of(outcomes, figure, WORST):
+        if worst := worst_errors(outcomes, figure, WORST):
             console.print(_worst_table(figure, worst), "")
     console.print(f"{NOTE}\n", style="dim")
     _print_memory_verdicts(outcomes, console)
@@ -116,7 +116,7 @@ def print_report(outcomes: Sequence[Outcome], console: Console, *, assumed: bool
 def _print_memory_verdicts(outcomes: Sequence[Outcome], console: Console) -> None:
     """Print how many runs out of memory were predicted, and the runs with a wrong prediction of whether they fit."""
     ended = [outcome for outcome in outcomes if outcome.measured.out_of_memory and outcome.prediction is not None]
-    wrong = misjudged(outcomes)
+    wrong = wrong_fits(outcomes)
     if ended:
         foreseen = len(ended) - sum(outcome in wrong for outcome in ended)
         console.print(f"{foreseen} of {len(ended)} runs that ran out of memory are predicted not to fit.")
@@ -133,7 +133,7 @@ def _print_memory_verdicts(outcomes: Sequence[Outcome], console: Console) -> Non
 
 def _print_assumed(outcomes: Sequence[Outcome], console: Console, *, each: bool) -> None:
     """Print the number of runs with assumptions or, if `each` is set, the assumptions with their runs."""
-    runs = assumed_by(outcomes)
+    runs = group_assumptions(outcomes)
     if not runs:
         return
     if not each:

@@ -1,4 +1,8 @@
-"""Alternatives to a plan: of each of its choices the nearest other one, and what is predicted of that."""
+"""Alternatives to a plan: for each of its choices the nearest other one, with its predicted cost.
+
+`neighbours` generates candidates that differ in one choice, and in what must follow from it. `nearest_alternatives`
+simulates them, and `alternative_text` says in one line what an alternative would cost.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,25 @@ from typing import Any, Literal
 from shardlab.common.errors import UserError
 from shardlab.common.fields import as_flags
 from shardlab.common.text import bytes_text
-from shardlab.planner.describe import short
+from shardlab.planner.describe import summary
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.results import PlanOutcome
 from shardlab.planner.space import SHARDED, layers_of_stages
-from shardlab.planner.workers import Answer, Asked, InTime
+from shardlab.planner.workers import Answer, Query, TimedQueries
 from shardlab.strategies.plan.plan import Plan
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that differs in one choice.
+    """Plan that differs from the chosen one in one choice.
 
     Attributes:
-        topic: what the choice is about.
-        choice: which, in words: `tp 4 instead of 8`.
+        topic: topic of the choice.
+        choice: the choice in words: `tp 4 instead of 8`.
         candidate: the plan.
-        answer: its forecast, and what its step's time goes to (None: the code that runs plans does not accept it).
-        better: the fastest plan found with as many ranks along that axis, where that is another one (None: none is).
+        answer: its forecast, with the parts of its step time (None: it cannot be run).
+        better: the fastest other plan in the results with as many ranks along the axis of the choice (None: there is
+            none).
     """
 
     topic: Topic
@@ -36,16 +41,16 @@ class Alternative:
     better: PlanOutcome | None = None
 
 
-def nearest(
-    problem: Problem, chosen: Candidate, timed: InTime, fitting: Sequence[PlanOutcome] = ()
+def nearest_alternatives(
+    problem: Problem, chosen: Candidate, timed: TimedQueries, fitting: Sequence[PlanOutcome] = ()
 ) -> list[Alternative]:
-    """The nearest alternative of each choice, forecast; those that cannot be run are left out.
+    """Return the nearest alternative of each choice with its forecast, without those that cannot be run.
 
     Args:
-        fitting: plans that were found, fastest first.
+        fitting: plans of the search that fit, fastest first.
     """
     near = [each for each in neighbours(problem, chosen) if problem.limits.allow(each[2].plan)]
-    coming = [(*each, timed.ask(Asked(each[2]))) for each in near]
+    coming = [(*each, timed.ask(Query(each[2]))) for each in near]
     found = [
         Alternative(topic, choice, other, timed.answer(future, "an alternative"), better_than(other, chosen, fitting))
         for topic, choice, other, future in coming
@@ -54,8 +59,10 @@ def nearest(
 
 
 def better_than(other: Candidate, chosen: Candidate, fitting: Sequence[PlanOutcome]) -> PlanOutcome | None:
-    """The fastest plan with as many ranks as an alternative along the axis that it names (None: it is that, or names
-    none)."""
+    """Return the fastest plan with as many ranks as an alternative along the axis of its choice.
+
+    None: the alternative is that plan, or its choice is not about an axis.
+    """
     one, mesh = chosen.plan.mesh, other.plan.mesh
     axis = next((axis for axis in MODEL_AXES if getattr(mesh, axis) != getattr(one, axis)), None)
     if axis is None:
@@ -65,10 +72,14 @@ def better_than(other: Candidate, chosen: Candidate, fitting: Sequence[PlanOutco
     return found if found and found.candidate != other else None
 
 
-def explained(near: Sequence[Alternative], timed: InTime) -> Callable[[], list[Alternative]]:
-    """Ask what the time of alternatives' steps goes to; what is given back waits for the answers, and adds them."""
+def add_shares(near: Sequence[Alternative], timed: TimedQueries) -> Callable[[], list[Alternative]]:
+    """Ask for the parts of the alternatives' step times.
+
+    Returns:
+        Function that waits for the answers and returns the alternatives with them.
+    """
     coming = [
-        timed.ask(Asked(each.candidate, each.answer.forecast, shares=True)) for each in near if each.answer is not None
+        timed.ask(Query(each.candidate, each.answer.forecast, shares=True)) for each in near if each.answer is not None
     ]
     return lambda: [
         replace(each, answer=timed.answer(future, "why an alternative differs") or each.answer)
@@ -76,21 +87,18 @@ def explained(near: Sequence[Alternative], timed: InTime) -> Callable[[], list[A
     ]
 
 
-# Neighbours of a plan: candidates that differ in one choice, and in what must follow.
-
-
 ZERO = ("data parallelism", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-"""How much of the model data-parallel ranks share, least first."""
+"""Names of the stages of ZeRO."""
 
 MODEL_AXES = ("tp", "pp", "cp", "ep")
 """Axes along which ranks share the model or a sequence."""
 
 Topic = Literal["fit", "batch", "speed"]
-"""The question that a choice answers: whether the model fits, what batch a rank takes, or how fast a step is."""
+"""Question that a choice affects: whether the model fits, which batch a rank has, or how fast a step is."""
 
 
 def neighbours(problem: Problem, chosen: Candidate) -> Iterator[tuple[Topic, str, Candidate]]:
-    """Candidates that differ in one choice: what it is about, the choice in words, and the candidate."""
+    """Yield (topic, choice in words, candidate) of candidates that differ in one choice."""
     plan = chosen.plan
     for topic, choice, words, follow in (*_meshes(problem, plan), *_sharing(problem, plan), *_words(plan)):
         try:
@@ -111,11 +119,11 @@ def neighbours(problem: Problem, chosen: Candidate) -> Iterator[tuple[Topic, str
 
 
 Neighbour = tuple[Topic, str, dict[str, Any], dict[str, Any]]
-"""What a choice is about, the choice in words, the fields of a plan that it names, and those that must follow."""
+"""(topic, choice in words, changed fields of the plan, fields that must change with them)."""
 
 
 def _meshes(problem: Problem, plan: Plan) -> Iterator[Neighbour]:
-    """Twice or half as many ranks along an axis, and half or twice as many that share the batch."""
+    """Yield meshes with twice or half as many ranks along an axis, and half or twice as many along `dp_shard`."""
     mesh = plan.mesh
     for axis in MODEL_AXES:
         size = getattr(mesh, axis)
@@ -136,7 +144,7 @@ def _meshes(problem: Problem, plan: Plan) -> Iterator[Neighbour]:
 
 
 def _sharing(problem: Problem, plan: Plan) -> Iterator[Neighbour]:
-    """The next more and the next less of what data-parallel ranks share, and replicas."""
+    """Yield the next higher and lower stage of ZeRO, and other numbers of replicas."""
     mesh = plan.mesh
     axes = plan.shard_optimizer or (("dp_shard",) if mesh.dp_shard > 1 else ())
     if not axes:
@@ -163,7 +171,7 @@ def _sharing(problem: Problem, plan: Plan) -> Iterator[Neighbour]:
 
 
 def _words(plan: Plan) -> Iterator[Neighbour]:
-    """The other words of a plan."""
+    """Yield other values of recomputation, gathering, sequence parallelism, schedule and context parallelism."""
     if plan.recompute != "none":
         yield "fit", "without recomputation", {"recompute": "none"}, {}
     if plan.recompute != "full":
@@ -187,15 +195,12 @@ def _words(plan: Plan) -> Iterator[Neighbour]:
                 yield "speed", f"context {context} instead of {plan.context}", {"context": context}, follow
 
 
-# Reasons for a plan: what each alternative to it would cost, in a sentence.
-
-
 TELLING = 0.005
-"""A share of the step that differs by less is not named."""
+"""Smallest difference in a part of the step time, as a share of the step, that is reported."""
 
 
-def sentence(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
-    """What an alternative would cost, in one line: `+3.1 GiB, step -6.0% (compute 88.1% → 82.0%)`."""
+def alternative_text(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
+    """Return the cost of an alternative in one line: `+3.1 GiB, step -6.0% (compute 88.1% → 82.0%)`."""
     room, margin = problem.cluster.device.memory, problem.recipe.memory.margin_bytes
     answer = alternative.answer
     assert answer is not None, "it can be run"
@@ -218,18 +223,18 @@ def sentence(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
 
 
 def _better(alternative: Alternative, chosen: Answer) -> str:
-    """The plan found with as many ranks along that axis, and other choices changed too, where its step is shorter."""
+    """Return words for the alternative's `better` plan, if its step is shorter."""
     better, answer = alternative.better, alternative.answer
     if better is None or answer is None:
         return ""
     seconds, own = better.forecast.seconds, answer.forecast.seconds if answer.forecast.memory.fits else float("inf")
     if seconds > own * (1 - TELLING):
         return ""
-    return f"; with others changed too, step {seconds / chosen.forecast.seconds - 1:+.1%}: {short(better.candidate)}"
+    return f"; with others changed too, step {seconds / chosen.forecast.seconds - 1:+.1%}: {summary(better.candidate)}"
 
 
 def _why(answer: Answer, chosen: Answer) -> str:
-    """The part of the step, in seconds, that differs most, if both are known: before and after, of the chosen step."""
+    """Return the part of the step that differs most, before and after, as shares of the chosen step."""
     if answer.shares is None or chosen.shares is None:
         return ""
     theirs, ours = answer.shares.parts, chosen.shares.parts

@@ -1,4 +1,8 @@
-"""The whole answer: the best plan, the families' best, the reasons, and what would help."""
+"""The complete answer of the planner: the best plan, the best of each family, the reasons, and what would help.
+
+`choose` runs the search and then asks further questions as long as there is time. `find_contenders` picks the plans
+that `shardlab train --plan auto` measures before a run.
+"""
 
 from __future__ import annotations
 
@@ -9,59 +13,59 @@ from dataclasses import dataclass
 from shardlab.common.errors import UserError
 from shardlab.common.files import toml_value
 from shardlab.language.rules.kinds import counted
-from shardlab.planner.alternatives import Alternative, explained, nearest
-from shardlab.planner.describe import UNTRACED, path_of, trace_seconds
+from shardlab.planner.alternatives import Alternative, add_shares, nearest_alternatives
+from shardlab.planner.describe import UNTRACED, path_seconds, trace_seconds
 from shardlab.planner.error_model import (
     ON_PROFILES,
-    Beliefs,
+    ErrorModel,
     MeasuredStep,
     RunErrors,
-    corrected,
-    errors_of,
-    experiments,
+    choose_experiments,
+    find_errors,
+    fit_errors,
     measured_outcomes,
-    ran_out,
+    out_of_memory,
     slack,
 )
-from shardlab.planner.nothing_fits import nothing_found, nothing_to_search
-from shardlab.planner.problem import Problem, by_order
-from shardlab.planner.results import Found, PlanOutcome
-from shardlab.planner.search import Search, Told
+from shardlab.planner.nothing_fits import explain_empty_space, explain_no_fit
+from shardlab.planner.problem import Problem, family_order
+from shardlab.planner.results import PlanOutcome, Results
+from shardlab.planner.search import OnProgress, Search
 from shardlab.planner.space import candidates, shapes
-from shardlab.planner.workers import Answer, Ask, Asked, Change, InTime, Workers, changed, traced
+from shardlab.planner.workers import Answer, Ask, Change, Query, TimedQueries, Workers, apply_change, trace_or_none
 
 EQUAL = 0.005
-"""Share of a step by which what is left may be faster when the search ends: predictions are not so exact."""
+"""Share of the step time by which other plans may be faster when the search ends; predictions are less exact."""
 
 NOTABLE = 0.02
-"""Share of a step that more memory must save to be looked for."""
+"""Smallest share of the step time that a plan with more memory must save to be reported."""
 
 SEARCHED = 0.75
-"""Share of the time that the search may take; the rest is for reasons."""
+"""Share of the time for the search; the rest is for the reasons."""
 
 LIMITS = "what limits a family"
 
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """A plan that was chosen, and why.
+    """Chosen plan, with its reasons.
 
     Attributes:
-        problem: what was planned.
-        found: what the search has found.
+        problem: the problem.
+        results: results of the search.
         best: the chosen plan.
-        answer: its forecast, and what its step's time goes to.
-        families: the best of each family that was seen, and what its step's time goes to.
-        path: seconds of the step by what its critical path is made of (empty: it is not known).
+        answer: forecast of the chosen plan, with the parts of its step time.
+        families: the best plan of each family, with the parts of its step time.
+        path: seconds of the parts of the critical path (empty: unknown).
         alternatives: the nearest alternative of each choice.
-        helps: share of tokens/s that twice as much of something gains: this plan, or with more memory the best one, if
-            that was searched to the end or is faster.
-        missed: what was not found out in time ("": nothing).
-        beliefs: what is believed of plans, and measured (None: nobody asks).
+        helps: gain in tokens/s from twice as much of a resource. For memory it is the gain of the then best plan, if
+            that search was completed or found a faster plan; otherwise the gain of this plan.
+        missed: what was left out because time was up ("": nothing).
+        error_model: model of the prediction errors (None: nothing is to be measured).
     """
 
     problem: Problem
-    found: Found
+    results: Results
     best: PlanOutcome
     answer: Answer
     families: list[tuple[PlanOutcome, Answer]]
@@ -69,28 +73,29 @@ class PlanChoice:
     alternatives: list[Alternative]
     helps: dict[Change, float]
     missed: str = ""
-    beliefs: Beliefs | None = None
+    error_model: ErrorModel | None = None
 
     @property
-    def sure(self) -> RunErrors:
-        """How far such predictions were off."""
-        return sure_of(self.problem)
+    def published_errors(self) -> RunErrors:
+        """Errors of similar predictions in the past."""
+        return published_errors(self.problem)
 
     @property
-    def sure_now(self) -> float:
-        """How far the chosen plan's time may be off: the mean size of the error, by what was measured too."""
-        return self.beliefs.sure_of(self.best.candidate) if self.beliefs and self.beliefs.measured else self.sure.mean
+    def expected_error(self) -> float:
+        """Expected size of the error of the chosen plan's time, as a share, including measured steps."""
+        model = self.error_model
+        return model.expected_error_of(self.best.candidate) if model and model.measured else self.published_errors.mean
 
     @property
     def unknown(self) -> str:
-        """Why it is not known what the step's time goes to, where it is not."""
+        """Reason why the parts of the step time are unknown."""
         return "time was up" if self.missed else UNTRACED
 
     def as_toml(self, commands: Iterable[str]) -> str:
-        """The chosen plan, as a file that --plan takes.
+        """Return the chosen plan as a TOML file for --plan.
 
         Args:
-            commands: that run it. The file says them, since model, batch and precision are theirs.
+            commands: commands that run the plan, for a comment. They set model, batch and precision.
         """
         candidate, sequences = self.best.candidate, self.problem.sequences
         batch = f"{counted(sequences, 'sequence')} a step in microbatches of {candidate.micro_batch_size}"
@@ -101,10 +106,10 @@ class PlanChoice:
         return "".join(lines + [f"{name} = {toml_value(value)}\n" for name, value in candidate.plan.as_dict().items()])
 
 
-def sure_of(problem: Problem) -> RunErrors:
-    """How far such predictions were off: of published runs, or of steps on a machine that was measured."""
+def published_errors(problem: Problem) -> RunErrors:
+    """Return the errors of similar predictions: on published runs, or on machines with a measured profile."""
     cluster = problem.cluster
-    return ON_PROFILES if cluster.profile is not None else errors_of(problem.recipe.name, cluster.device.name)
+    return ON_PROFILES if cluster.profile is not None else find_errors(problem.recipe.name, cluster.device.name)
 
 
 def choose(
@@ -113,42 +118,44 @@ def choose(
     *,
     seconds: float = float("inf"),
     ahead: int = 1,
-    told: Told | None = None,
+    on_progress: OnProgress | None = None,
     measured: Sequence[MeasuredStep] | None = None,
 ) -> PlanChoice:
-    """Search, and derive the reasons.
+    """Search for the best plan, and derive the reasons.
 
     Args:
-        seconds: that all may take: the search most of them, the reasons the rest.
-        ahead: how many forecasts are asked for at a time.
-        told: is told of the search's progress.
-        measured: steps that were measured, if there are any yet (None: nothing is to be measured). Then plans are
-            found, too, that may be the fastest although they are predicted slower.
+        problem: the problem.
+        ask: function that simulates a candidate.
+        seconds: time for everything: most of it for the search, the rest for the reasons.
+        ahead: number of candidates that are simulated at a time.
+        on_progress: callback for progress of the search.
+        measured: measured steps, possibly none (None: nothing is to be measured). If given, the search also keeps plans
+            that may be the fastest although they are predicted to be slower.
 
     Raises:
-        UserError: when no plan fits, or none divides, or what was measured is no plan of the problem.
+        UserError: if no plan fits, no plan divides the devices and the batch, or a measured plan is not in the space.
     """
     began = time.monotonic()
     if not any(True for shape in shapes(problem) for _ in candidates(problem, shape)):
-        raise UserError(nothing_to_search(problem))
-    error, ran = sure_of(problem).mean, measured_outcomes(problem, measured or (), ask)
+        raise UserError(explain_empty_space(problem))
+    error, ran = published_errors(problem).mean, measured_outcomes(problem, measured or (), ask)
     within = EQUAL if measured is None else -slack(ran, error)
-    unfit = ran_out(measured or ())
-    searched = SEARCHED * seconds
-    found = Search(problem, ask, deadline=searched, ahead=ahead, told=told, within=within, ran_out=unfit).run()
-    timed = InTime(problem, ask, began + seconds)
-    beliefs = None if measured is None or not (found.best or ran) else corrected(found, ran, error, timed)
+    deadline, unfit = SEARCHED * seconds, out_of_memory(measured or ())
+    search = Search(problem, ask, deadline=deadline, ahead=ahead, on_progress=on_progress, within=within, ran_out=unfit)
+    found = search.run()
+    timed = TimedQueries(problem, ask, began + seconds)
+    model = None if measured is None or not (found.best or ran) else fit_errors(found, ran, error, timed)
     best = found.best
     if best is None:
-        raise UserError(nothing_found(problem, found))
-    own = timed.ask(Asked(best.candidate, best.forecast, shares=True))
+        raise UserError(explain_no_fit(problem, found))
+    own = timed.ask(Query(best.candidate, best.forecast, shares=True))
     doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
-    more = [timed.ask(Asked(best.candidate, change=change)) for change in doubled]
-    near = nearest(problem, best.candidate, timed, found.fitting)
-    rows = sorted(found.families().values(), key=lambda each: by_order(each.family))
+    more = [timed.ask(Query(best.candidate, change=change)) for change in doubled]
+    near = nearest_alternatives(problem, best.candidate, timed, found.fitting)
+    rows = sorted(found.families().values(), key=lambda each: family_order(each.family))
     others = [each for each in rows if each.candidate != best.candidate]
     roomy = Search(
-        changed(problem, "memory"),
+        apply_change(problem, "memory"),
         ask,
         deadline=min(seconds / 4, timed.left / 2),
         ahead=ahead,
@@ -156,12 +163,12 @@ def choose(
         best=best.forecast.seconds,
         within=NOTABLE,
     ).run()
-    coming = [timed.ask(Asked(each.candidate, each.forecast, shares=True)) for each in others]
-    reasons = explained(near, timed)
+    coming = [timed.ask(Query(each.candidate, each.forecast, shares=True)) for each in others]
+    reasons = add_shares(near, timed)
     answer = timed.answer(own, "what the step's time goes to") or Answer(best.forecast, None)
     workload, path = problem.workload(best.candidate), dict[str, float]()
     if timed.left > trace_seconds(workload):
-        path = traced(lambda: path_of(workload)) or {}
+        path = trace_or_none(lambda: path_seconds(workload)) or {}
     studied = {each.family: timed.answer(future, LIMITS) for each, future in zip(others, coming, strict=True)}
     helps: dict[Change, float] = {}
     for change, future in zip(doubled, more, strict=True):
@@ -173,28 +180,25 @@ def choose(
     families = [
         (each, answer if each is best else studied.get(each.family) or Answer(each.forecast, None)) for each in rows
     ]
-    return PlanChoice(problem, found, best, answer, families, path, reasons(), helps, str(timed), beliefs)
-
-
-# Plans that take turns before a run begins: the one that is predicted fastest, and those that may be faster.
+    return PlanChoice(problem, found, best, answer, families, path, reasons(), helps, str(timed), model)
 
 
 MOST = 6
-"""How many take turns at most."""
+"""Largest number of plans that are measured before a run."""
 
 STEPS = 7
-"""How many steps each takes at least: one at first, and two in each of three rounds."""
+"""Smallest number of measured steps of a plan: one at first, and two in each of three rounds."""
 
 
-def contenders(choice: PlanChoice, seconds: float) -> list[PlanOutcome]:
-    """Find what is worth measuring before a run: the plan that is predicted fastest, and then those that may be faster.
+def find_contenders(choice: PlanChoice, seconds: float) -> list[PlanOutcome]:
+    """Return the plans worth measuring before a run: the predicted fastest, and plans that may be faster.
 
     Args:
-        choice: what was planned, with beliefs; nothing was measured.
-        seconds: that their steps may take; with too little the first plan is alone. All lie in memory at once.
+        choice: a choice with an error model, before anything was measured.
+        seconds: time for all measured steps. All plans must fit into memory together. The first plan is always kept.
     """
-    assert choice.beliefs is not None, "it was asked what may be measured"
-    found = [each.outcome for each in experiments(choice.beliefs, MOST)]
+    assert choice.error_model is not None, "it was asked what may be measured"
+    found = [each.outcome for each in choose_experiments(choice.error_model, MOST)]
     while len(found) > 1 and not (
         least_seconds(found) <= seconds and sum(each.forecast.memory.total for each in found) <= choice.problem.room
     ):
@@ -203,5 +207,5 @@ def contenders(choice: PlanChoice, seconds: float) -> list[PlanOutcome]:
 
 
 def least_seconds(found: Sequence[PlanOutcome]) -> float:
-    """Seconds of the least steps that contenders take, as predicted."""
+    """Return the predicted seconds of the smallest number of steps of all contenders."""
     return STEPS * sum(each.seconds for each in found)

@@ -1,4 +1,4 @@
-"""A plan in the words of the field, and where its ranks are."""
+"""Descriptions of a plan: in words, as flags, as a picture of its ranks, and by what its step time is made of."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN_DEVICES = 16
 """Devices of a node that a picture shows one by one."""
 
 
-def described(problem: Problem, candidate: Candidate) -> list[str]:
+def describe(problem: Problem, candidate: Candidate) -> list[str]:
     """The choices that make a plan, one to a line."""
     plan, cluster = candidate.plan, problem.cluster
     mesh = plan.mesh
@@ -100,7 +100,7 @@ def _within(mesh: Mesh, axis: str, cluster: Cluster) -> str:
     return " of a node" if nodes == 1 else f" of {nodes} nodes"
 
 
-def picture(mesh: Mesh, cluster: Cluster) -> list[str]:
+def draw_mesh(mesh: Mesh, cluster: Cluster) -> list[str]:
     """The mesh on nodes: a line for each node, a number for each device, which is its place along the innermost axis;
     brackets hold the ranks of one of its groups."""
     inner = next((axis for axis in reversed(AXES) if getattr(mesh, axis) > 1), None)
@@ -142,7 +142,7 @@ def chosen_fields(plan: Plan) -> dict[str, Any]:
     return {**plan.mesh.used, **{name: value for name, value in said.items() if value != defaults[name]}}
 
 
-def flags_of(problem: Problem, candidate: Candidate, plan: str | None = None) -> str:
+def simulate_flags(problem: Problem, candidate: Candidate, plan: str | None = None) -> str:
     """The flags that make simulate run a step of this candidate; `plan` is a file that holds the plan."""
     layout = f"--plan {plan}" if plan else layout_flags(problem, candidate.plan)
     return (
@@ -183,7 +183,7 @@ def layout_flags(problem: Problem, plan: Plan) -> str:
     return as_flags(fields) or "--dp-shard 1"
 
 
-def short(candidate: Candidate) -> str:
+def summary(candidate: Candidate) -> str:
     """A candidate in a table's cell, beside its family: all by which it may differ from its neighbours."""
     plan, mesh = candidate.plan, candidate.plan.mesh
     used = {axis.removeprefix("dp_"): size for axis, size in mesh.used.items()}
@@ -216,14 +216,10 @@ def _particulars(plan: Plan) -> dict[str, bool]:
     }
 
 
-# What a step's time goes to: compute, exposed communication by kind and axis, and the bubble.
-
-
 COMPUTE, BUBBLE = "compute", "bubble"
 
 UNTRACED = "the step has more ops than are traced"
 """Why there are no shares of a step that has a forecast."""
-
 
 PASSES_A_SECOND = 1000
 """Layers' passes that a slow core traces and times in a second."""
@@ -254,7 +250,7 @@ class StepShares:
         return max(others, key=lambda part: part[1], default=(COMPUTE, self.compute))
 
 
-def shares_of(workload: Workload) -> StepShares:
+def step_shares(workload: Workload) -> StepShares:
     """What a step's time goes to, the mean over ranks.
 
     Raises:
@@ -265,7 +261,7 @@ def shares_of(workload: Workload) -> StepShares:
     return StepShares({name: part / step for name, part in seconds.items()})
 
 
-def path_of(workload: Workload) -> dict[str, float]:
+def path_seconds(workload: Workload) -> dict[str, float]:
     """Seconds of a step by what its critical path is made of, the largest first."""
 
     def parts(estimate: Estimate) -> dict[str, float]:

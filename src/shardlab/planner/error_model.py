@@ -1,15 +1,20 @@
-"""Beliefs on how long plans' steps take: predictions, corrected by the steps that were measured.
+"""Model of the errors of predicted step times, corrected by measured steps.
 
-The error of a predicted step, the logarithm of measured over predicted, is taken for the sum of random numbers: one
-that all plans of a problem share; one of each part of a step (compute, communication on an axis), in proportion to the
-part; one that plans share to the extent to which their ranks compute alike; and one of its own, which plans share only
-if their steps go to the same in nearly the same shares. Given some errors, the others' best linear prediction follows
-(Rasmussen and Williams 2006, "Gaussian processes for machine learning", equations 2.25 and 2.26).
+The error of a predicted step, log(measured / predicted), is modelled as a sum of random numbers:
 
-The number that all share may be any: what all measured plans have in common counts in full for those that were not
-measured (a basis function with a vague prior, section 2.7 there). Else a machine that is twice as slow as predicted
-would have plans win that nobody measured. One measured step so corrects all plans by the same factor; more of them tell
-parts apart.
+- one that all plans of a problem share;
+- one for each part of a step (compute, communication on an axis), in proportion to the part;
+- one that plans share to the extent to which their ranks compute alike;
+- one of its own, which plans share only if the parts of their steps are nearly equal.
+
+Given measured errors, the best linear prediction of the others follows (Rasmussen and Williams 2006, "Gaussian
+processes for machine learning", equations 2.25 and 2.26). The common number has a vague prior (section 2.7 there), so
+the common part of all measured errors applies in full to plans that were not measured. Otherwise, on a machine that is
+twice as slow as predicted, plans that nobody measured would win. One measured step therefore corrects all plans by the
+same factor, and several steps separate the parts.
+
+`ErrorModel` is the model. `choose_experiments` picks the plans to measure next, `find_errors` looks up the errors on
+published runs, `measured_outcomes` checks measured steps, and `fit_errors` ranks the results of a search again.
 """
 
 from __future__ import annotations
@@ -28,38 +33,41 @@ from shardlab.common.files import packaged
 from shardlab.language.rules.kinds import counted
 from shardlab.planner.alternatives import TELLING
 from shardlab.planner.bounds.layers import Array
-from shardlab.planner.describe import BUBBLE, COMPUTE, StepShares, chosen_fields, short
+from shardlab.planner.describe import BUBBLE, COMPUTE, StepShares, chosen_fields, summary
 from shardlab.planner.problem import Candidate, Problem, family
-from shardlab.planner.results import Found, PlanOutcome
-from shardlab.planner.workers import Ask, Asked, InTime
+from shardlab.planner.results import PlanOutcome, Results
+from shardlab.planner.workers import Ask, Query, TimedQueries
 
 COMMON, OF_PARTS, OF_COMPUTING, OWN = 0.5, 0.1, 0.25, 0.15
-"""Shares of the variance of an error.
+"""Shares of the variance of an error: common to all plans, of parts, of plans that compute alike, and of one plan.
 
-The first counts only until something is measured. Of the 17 steps of docs/agreement.md 60 % were common to all. Of 154
-good runs of the ultra-scale playbook nothing was, since nanotron's recipe was fitted to them, but 63 % to plans that
-compute alike. The share of parts is assumed.
+The first share counts only until something is measured. In the 17 steps of docs/agreement.md, 60 % of the variance was
+common to all plans. In 154 good runs of the ultra-scale playbook nothing was common, since the recipe of nanotron was
+fitted to them, but 63 % was common to plans that compute alike. The share of parts is an assumption.
 """
 
 STEEP = 3
-"""With which power of their likeness plans share errors: in those 154 runs, plans of which half, 0.7 and all that ranks
-compute by was the same had covariances of 0.1, 0.25 and 0.63 of the variance."""
+"""Power of the similarity of two plans in their covariance.
+
+In those 154 runs, plans with half, 0.7 and all of their choices equal had covariances of 0.1, 0.25 and 0.63 of the
+variance.
+"""
 
 NOISE = 0.01
-"""Standard deviation of a median over ten steps, as a share of it, on a machine that does nothing else."""
+"""Relative standard deviation of the median of ten steps on an idle machine."""
 
 TO_MEAN = sqrt(2 / pi)
-"""Mean size of a normal error over its standard deviation."""
+"""Mean absolute value of a normal error, divided by its standard deviation."""
 
 
 @dataclass(frozen=True)
-class Beliefs:
-    """How long plans' steps take, as far as predictions and measured steps tell.
+class ErrorModel:
+    """Step times of plans, corrected by measured steps.
 
     Attributes:
-        plans: as predicted.
-        shares: what each one's step goes to (None: nobody asked).
-        measured: seconds of those that were measured, by place.
+        plans: the plans with their predictions.
+        shares: parts of each plan's step time (None: unknown).
+        measured: seconds of the measured plans, by their number in `plans`.
         error: mean size of a prediction's error, as a share of the step.
     """
 
@@ -75,8 +83,7 @@ class Beliefs:
 
     @cached_property
     def variance(self) -> float:
-        """Variance of an error: as predictions were off elsewhere, or more where measured steps differ more from each
-        other than that would have it."""
+        """Variance of an error: that of earlier predictions, or more if measured errors differ more."""
         usual, known = (self.error / TO_MEAN) ** 2, [*self.measured]
         if len(known) < 2:
             return usual
@@ -85,17 +92,17 @@ class Beliefs:
         return usual * max(1.0, float(apart @ np.linalg.solve(inner, apart)) / (len(known) - 1))
 
     def _covariance(self, variance: float, known: Sequence[int]) -> Array:
-        """Covariance of the errors of some measured plans, but for what all plans share: (known, known)."""
+        """Return the covariance of some measured errors without the common part: (known, known)."""
         return variance * self.kernel[np.ix_(known, known)] + NOISE**2 * np.eye(len(known))
 
     def _common(self, inner: Array) -> float:
-        """The error that all measured plans have in common, given what they do not share: (known, known)."""
+        """Return the common error of the measured plans, given their other covariance `inner`: (known, known)."""
         ones = np.linalg.solve(inner, np.ones(len(inner)))
         return float(ones @ self.errors / ones.sum())
 
     @cached_property
     def kernel(self) -> Array:
-        """What of an error's variance two plans share, beside what all do: (plans, plans)."""
+        """Covariance of the errors without the common part, as a share of the variance: (plans, plans)."""
         choices = [computing(each.candidate) for each in self.plans]
         said = [np.array([repr(each[name]) for each in choices]) for name in choices[0]]
         same = [values[:, None] == values for values in said if len({*values}) > 1]
@@ -110,28 +117,32 @@ class Beliefs:
 
     @cached_property
     def entries(self) -> list[str]:
-        """All that steps go to, by the names that shares have."""
+        """Names of all entries of the shares."""
         return sorted({name for each in self.shares if each for name in each.parts})
 
     @cached_property
     def names(self) -> list[str]:
-        """The parts of steps."""
+        """Names of the parts of steps."""
         return sorted({*map(_part, self.entries)})
 
     @cached_property
     def parts(self) -> Array:
-        """The share of each part in each step: (plans, parts); nothing where nobody asked."""
+        """Share of each part in each step, or 0 if unknown: (plans, parts)."""
         table = np.zeros((len(self.plans), len(self.names)))
         for row, each in zip(table, self.shares, strict=True):
             for name, share in each.parts.items() if each else ():
                 row[self.names.index(_part(name))] += share
         return table
 
-    def given(self, places: Sequence[int]) -> tuple[Array, Array]:
-        """What steps at some places tell of the error of each plan: how it follows from theirs, (plans, places), and
-        the covariance that is left, (plans, plans).
+    def condition_on(self, places: Sequence[int]) -> tuple[Array, Array]:
+        """Return the prediction of all errors from those of some measured plans.
 
-        Each plan's weights sum to 1, so that errors which are all the same are every plan's.
+        Args:
+            places: numbers of the measured plans.
+
+        Returns:
+            The weights of the measured errors, (plans, places), and the remaining covariance, (plans, plans). The
+            weights of a plan sum to 1, so equal errors of all measured plans apply to every plan.
         """
         known = list(places)
         if not known:
@@ -139,35 +150,36 @@ class Beliefs:
         apart, inner = self.variance * self.kernel, self._covariance(self.variance, known)
         gain: Array = np.linalg.solve(inner, apart[known]).T.astype(np.float64)
         ones = np.linalg.solve(inner, np.ones(len(known)))
-        rest = 1 - gain.sum(axis=1)  # of what all plans share, as far as the plan's own likes do not tell it
+        rest = 1 - gain.sum(axis=1)  # weight of the common error that similar plans do not provide
         left = apart - gain @ apart[known] + np.outer(rest, rest) / ones.sum()
         return gain + np.outer(rest, ones / ones.sum()), left
 
     @cached_property
     def errors(self) -> Array:
-        """Errors of the measured plans' predictions: (measured,)."""
+        """Measured errors, log(measured / predicted): (measured,)."""
         return np.array([log(seconds / self.plans[at].seconds) for at, seconds in self.measured.items()])
 
     @cached_property
     def seconds(self) -> list[float]:
-        """Seconds of each plan's step: as measured, or the prediction corrected."""
-        off = self.given([*self.measured])[0] @ self.errors
+        """Seconds of each plan's step: measured, or predicted and corrected."""
+        off = self.condition_on([*self.measured])[0] @ self.errors
         made = [each.seconds * exp(float(more)) for each, more in zip(self.plans, off, strict=True)]
         return [self.measured.get(at, seconds) for at, seconds in enumerate(made)]
 
     @cached_property
-    def sure(self) -> list[float]:
-        """The mean size of what `seconds` may be wrong by, as a share of it."""
-        left = np.diag(self.given([*self.measured])[1])
+    def expected_errors(self) -> list[float]:
+        """Expected size of the error of each of `seconds`, as a share."""
+        left = np.diag(self.condition_on([*self.measured])[1])
         return [TO_MEAN * (NOISE if at in self.measured else sqrt(max(0.0, float(v)))) for at, v in enumerate(left)]
 
-    def sure_of(self, candidate: Candidate) -> float:
-        """How sure the time of one of the plans is."""
-        return next(sure for each, sure in zip(self.plans, self.sure, strict=True) if each.candidate == candidate)
+    def expected_error_of(self, candidate: Candidate) -> float:
+        """Return the expected size of the error of one plan's time, as a share."""
+        at = next(at for at, each in enumerate(self.plans) if each.candidate == candidate)
+        return self.expected_errors[at]
 
     @cached_property
     def factors(self) -> dict[str, float]:
-        """How many times as long as predicted each part of a step takes, as far as measured steps tell."""
+        """Factors of measured over predicted time of each part of a step, estimated from the measured steps."""
         known = [*self.measured]
         if not known:
             return dict.fromkeys(self.names, 1.0)
@@ -179,96 +191,91 @@ class Beliefs:
 
 
 def _part(name: str) -> str:
-    """The part of a step that an entry of its shares belongs to; a bubble is the others' compute."""
+    """Return the part of an entry of the shares. The bubble counts as compute, since it is that of other ranks."""
     return COMPUTE if name in (COMPUTE, BUBBLE) else f"communication{name[name.rindex(' on ') :]}"
 
 
 COMPUTING = ("schedule", "stages_per_rank", "sequence_parallel", "recompute", "context", "ulysses_degree")
-"""Fields of a plan on which it depends how its ranks compute, beside the mesh."""
+"""Fields of a plan that decide how its ranks compute, in addition to the mesh."""
 
 
 def computing(candidate: Candidate) -> dict[str, Any]:
-    """The choices of a candidate on which it depends how its ranks compute, by name."""
+    """Return the choices of a candidate that decide how its ranks compute, by name."""
     sizes = {axis: size for axis, size in candidate.plan.mesh.sizes().items() if not axis.startswith("dp_")}
     said = {name: getattr(candidate.plan, name) for name in COMPUTING}
     return {**sizes, **said, "micro_batch_size": candidate.micro_batch_size, "precision": candidate.precision.name}
 
 
-# Plans that are worth running next: those whose measured steps could change the choice, and that tell of different
-# things.
-
-
 WORTH = 0.001
-"""Share of the step that a run is to be expected to save, at least."""
+"""Smallest expected gain of an experiment, as a share of the step time."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A plan to run.
+    """Plan to measure.
 
     Attributes:
-        outcome: the plan, and what is predicted of it.
-        why: what its measured step can tell.
+        outcome: the plan with its prediction.
+        why: what its measured step can tell, in words.
     """
 
     outcome: PlanOutcome
     why: str
 
 
-def experiments(beliefs: Beliefs, count: int) -> list[Experiment]:
-    """Choose plans to run next, at most so many.
+def choose_experiments(model: ErrorModel, count: int) -> list[Experiment]:
+    """Return at most `count` plans to measure next.
 
-    The first is the fastest, unless it has been measured: the others are compared with it. Each of the others is the
-    one that, given that those before it are measured, is expected to save most of the fastest one's step (expected
-    improvement: Jones et al. 1998, "Efficient global optimization of expensive black-box functions"). What is much like
-    a plan that is measured has little uncertainty left of its own, and so is not chosen.
+    The first is the fastest plan, unless it has been measured, because the others are compared with it. Each further
+    plan is the one with the largest expected improvement over the fastest plan, given that the plans before it are
+    measured (Jones et al. 1998, "Efficient global optimization of expensive black-box functions"). A plan that is very
+    similar to a measured one has little uncertainty left, so it is not chosen.
     """
-    best = min(range(len(beliefs.plans)), key=lambda at: (beliefs.seconds[at], at))
-    known, chosen = [*beliefs.measured], list[Experiment]()
-    if best not in beliefs.measured:
+    best = min(range(len(model.plans)), key=lambda at: (model.seconds[at], at))
+    known, chosen = [*model.measured], list[Experiment]()
+    if best not in model.measured:
         known.append(best)
-        chosen.append(Experiment(beliefs.plans[best], "the fastest so far: what others are compared with"))
+        chosen.append(Experiment(model.plans[best], "the fastest so far: what others are compared with"))
     while len(chosen) < count:
-        left = beliefs.given(known)[1]
+        left = model.condition_on(known)[1]
         near = [
             at
-            for at, seconds in enumerate(beliefs.seconds)
-            if seconds <= beliefs.seconds[best] * (1 + beliefs.error)
-            and not any(_same(beliefs, at, one) for one in known)
+            for at, seconds in enumerate(model.seconds)
+            if seconds <= model.seconds[best] * (1 + model.error) and not any(_same(model, at, one) for one in known)
         ]
-        gains = {at: _improvement(beliefs, best, at, left)[0] for at in near}
+        gains = {at: _improvement(model, best, at, left)[0] for at in near}
         at = max(gains, key=lambda place: (gains[place], -place), default=best)
         if at == best or gains[at] < WORTH:
             break
-        chance = _improvement(beliefs, best, at, left)[1]
-        chosen.append(Experiment(beliefs.plans[at], _why(beliefs, best, at, chance)))
+        chance = _improvement(model, best, at, left)[1]
+        chosen.append(Experiment(model.plans[at], _why(model, best, at, chance)))
         known.append(at)
     return chosen
 
 
-def _same(beliefs: Beliefs, one: int, other: int) -> bool:
-    """Whether two plans do the same, such as schedules of a single microbatch: to the last digit."""
-    return isclose(beliefs.plans[one].seconds, beliefs.plans[other].seconds, rel_tol=1e-9)
+def _same(model: ErrorModel, one: int, other: int) -> bool:
+    """Return whether two plans are equally fast to the last digits, such as schedules of a single microbatch."""
+    return isclose(model.plans[one].seconds, model.plans[other].seconds, rel_tol=1e-9)
 
 
-def _improvement(beliefs: Beliefs, best: int, at: int, left: Array) -> tuple[float, float]:
-    """By how much, as a share of its step, a plan is expected to be below the best one, and its chance to be.
+def _improvement(model: ErrorModel, best: int, at: int, left: Array) -> tuple[float, float]:
+    """Return the expected improvement of a plan over the best one, as a share of the step, and its probability.
 
     Args:
         left: covariance of the errors.
     """
-    slower = beliefs.seconds[at] / beliefs.seconds[best] - 1
+    slower = model.seconds[at] / model.seconds[best] - 1
     spread = sqrt(max(1e-12, float(left[at, at] + left[best, best] - 2 * left[at, best])))
     chance = 0.5 * (1 + erf(-slower / spread / sqrt(2)))
     return spread * exp(-0.5 * (slower / spread) ** 2) / sqrt(2 * pi) - slower * chance, chance
 
 
-def _why(beliefs: Beliefs, best: int, at: int, chance: float) -> str:
-    """How likely a plan is the faster one, and what the two of them differ in that is unsure."""
-    slower = beliefs.seconds[at] / beliefs.seconds[best] - 1
-    one, another = beliefs.plans[best].candidate, beliefs.plans[at].candidate
+def _why(model: ErrorModel, best: int, at: int, chance: float) -> str:
+    """Return in words how likely a plan is faster than the best one, and in which uncertain parts they differ."""
+    slower = model.seconds[at] / model.seconds[best] - 1
+    one, another = model.plans[best].candidate, model.plans[at].candidate
     tells = _differing(computing(one), computing(another))
-    mine, other = beliefs.shares[best], beliefs.shares[at]
+    mine, other = model.shares[best], model.shares[at]
     if mine and other:
         apart = {name: other.parts.get(name, 0.0) - mine.parts.get(name, 0.0) for name in {*mine.parts, *other.parts}}
         name = max(sorted(apart), key=lambda name: apart[name])
@@ -280,30 +287,27 @@ def _why(beliefs: Beliefs, best: int, at: int, chance: float) -> str:
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Names of what differs, as flags have them."""
+    """Return the names of different values, spelled as flags."""
     return [name.replace("_", "-") for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name)]
 
 
-# How sure a prediction is: errors on published runs that its constants were not fitted to.
-
-
 FEW = 5
-"""Runs of a kind below which those of a wider kind are taken."""
+"""Smallest number of runs of a kind; if there are fewer, a wider kind is taken."""
 
 NAMED = 3
-"""Recipes that are named at most; more are counted."""
+"""Largest number of recipes that are named; more are counted."""
 
 
 @dataclass(frozen=True)
 class RunErrors:
-    """Errors of predicted step times, of runs of one kind.
+    """Errors of predicted step times of runs of one kind.
 
     Attributes:
-        recipes: that ran them (none: they are no published runs).
-        device: of the runs ("": of several).
-        runs: how many.
-        mean, worst: of the sizes of their errors, predicted over measured, less 1.
-        what: the runs.
+        recipes: recipes of the runs (empty: they are not published runs).
+        device: device of the runs ("": several).
+        runs: number of runs.
+        mean, worst: mean and largest size of the errors, predicted / measured - 1.
+        what: word for a run.
     """
 
     recipes: tuple[str, ...]
@@ -314,7 +318,7 @@ class RunErrors:
     what: str = "published run"
 
     def __str__(self) -> str:
-        """Words for these runs: `± 13.1% over 27 published runs of llm-foundry on h100, ..., at most 38%`."""
+        """Return the errors in words: `± 13.1% over 27 published runs of llm-foundry on h100, ..., at most 38%`."""
         where = f" on {self.device}" if self.device else ""
         names = self.recipes if len(self.recipes) <= NAMED else (counted(len(self.recipes), "recipe"),)
         whose = f" of {', '.join(names)}" if names else ""
@@ -324,21 +328,23 @@ class RunErrors:
 
 
 ON_PROFILES = RunErrors((), "two CPU cores", 34, 0.061, 0.192, "step")
-"""Errors on a machine that is planned by its own profile: the steps of runs 7 and 8 of docs/agreement.md."""
+"""Errors on a machine with a measured profile: the steps of runs 7 and 8 of docs/agreement.md."""
 
 
 @cache
 def known_errors() -> tuple[RunErrors, ...]:
-    """Errors of every recipe on every device of which there are published runs."""
+    """Return the errors of every recipe on every device with published runs."""
     return tuple(
         RunErrors((row["recipe"],), row["device"], row["runs"], row["mean"], row["worst"])
         for row in packaged("planner/errors.toml")["error"]
     )
 
 
-def errors_of(recipe: str, device: str) -> RunErrors:
-    """Errors of the runs that are most like a step: of its recipe on its device; of all recipes on its device, if those
-    are few; of all, if those are few too."""
+def find_errors(recipe: str, device: str) -> RunErrors:
+    """Return the errors of the most similar runs with enough of them.
+
+    These are runs of the recipe on the device, or else of all recipes on the device, or else all runs.
+    """
     known = known_errors()
     here = [row for row in known if row.device == device]
     own = [row for row in here if row.recipes == (recipe,)]
@@ -353,22 +359,19 @@ def errors_of(recipe: str, device: str) -> RunErrors:
     )
 
 
-# Measured steps of plans that were run, and why some are refused.
-
-
 FARTHEST = 10
-"""How many times longer or shorter than predicted a step may be said to take: what is further off has another unit."""
+"""Largest factor between a step time that a user wrote and its prediction; beyond it the unit must be wrong."""
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A plan that was run.
+    """Measured step of a plan.
 
     Attributes:
-        candidate: which.
-        seconds: of a step (None: it ran out of memory).
-        source: the file or folder that says so.
-        by_hand: whether somebody has written the seconds, maybe in another unit; a run's own record is in seconds.
+        candidate: the plan.
+        seconds: seconds of a step (None: it ran out of memory).
+        source: file or folder of the measurement.
+        by_hand: whether a user wrote the seconds, possibly in another unit.
     """
 
     candidate: Candidate
@@ -378,22 +381,22 @@ class MeasuredStep:
 
 
 MeasuredOutcome = tuple[PlanOutcome, float]
-"""A plan as predicted, and the seconds of a step that were measured."""
+"""Plan with its prediction, and the measured seconds of a step."""
 
 
-def ran_out(measured: Sequence[MeasuredStep]) -> frozenset[Candidate]:
-    """Plans that have run out of memory, whatever they took where they had not."""
+def out_of_memory(measured: Sequence[MeasuredStep]) -> frozenset[Candidate]:
+    """Return the plans that ran out of memory in any of their runs."""
     return frozenset(each.candidate for each in measured if each.seconds is None)
 
 
 def measured_outcomes(problem: Problem, measured: Sequence[MeasuredStep], ask: Ask) -> list[MeasuredOutcome]:
-    """Forecasts of plans that were measured and fit, and the seconds of a step; of several measurements the median.
+    """Return the predictions of measured plans that fit, with the median of the measured seconds of a step.
 
     Raises:
-        UserError: when a plan is not one that the problem has, or a time is so far off that its unit must be another.
+        UserError: if a plan is not in the space of the problem, or a time is so far off that its unit must be wrong.
     """
     candidates = [each.candidate for each in measured if _is_of(problem, each)]
-    coming = {each: ask(Asked(each)) for each in candidates if each not in ran_out(measured)}
+    coming = {each: ask(Query(each)) for each in candidates if each not in out_of_memory(measured)}
     found: list[MeasuredOutcome] = []
     for candidate, future in coming.items():
         own = [(each.seconds, each.source) for each in measured if each.candidate == candidate and each.seconds]
@@ -408,10 +411,10 @@ def measured_outcomes(problem: Problem, measured: Sequence[MeasuredStep], ask: A
 
 
 def _is_of(problem: Problem, step: MeasuredStep) -> bool:
-    """See that a measured plan is one of a problem's.
+    """Check that a measured plan is in the space of a problem.
 
     Raises:
-        UserError: saying why it is not.
+        UserError: if it is not, with the reason.
     """
     plan, limits, source = step.candidate.plan, problem.limits, step.source
     ranks, devices, size = plan.mesh.world, problem.cluster.size, step.candidate.micro_batch_size
@@ -431,46 +434,44 @@ def _is_of(problem: Problem, step: MeasuredStep) -> bool:
 
 
 def _want_seconds(step: MeasuredStep, predicted: float) -> None:
-    """Refuse a time that somebody wrote and that cannot be in seconds.
+    """Check that a time that a user wrote can be in seconds.
 
     Raises:
-        UserError: with the plan, and with both times.
+        UserError: if not, with the plan and both times.
     """
     if step.by_hand and step.seconds and not 1 / FARTHEST <= step.seconds / predicted <= FARTHEST:
-        plan = f"{family(step.candidate.plan)}, {short(step.candidate)}"
+        plan = f"{family(step.candidate.plan)}, {summary(step.candidate)}"
         raise UserError(
             f"{step.source}: {plan} is said to take {step.seconds:g} s, and {predicted:.3g} s are predicted, more than "
             f"{FARTHEST} times off; is it in seconds? give those of one step, or leave it out"
         )
 
 
-# Corrections of what a search has found, by the steps that were measured.
-
-
 LOOKED_FOR = "what a plan's time goes to"
-"""What reports say is left out, if time is up before it is known."""
+"""Words for a missing answer in reports, if time is up."""
 
 LOOKED_AT = 24
-"""How many plans, the fastest ones, are asked what their time goes to."""
+"""Number of fastest plans whose parts of the step time are computed."""
 
 
 def slack(measured: Sequence[MeasuredOutcome], error: float) -> float:
-    """How much slower than the fastest one a plan may be predicted, as a share, that corrections may make the fastest.
+    """Return by which share a plan may be predicted slower than the fastest one and still become the fastest.
 
     Args:
-        error: mean size of a prediction's.
+        error: mean size of the error of a prediction.
     """
     times = [seconds / outcome.seconds for outcome, seconds in measured]
     return max(error, max(times, default=1.0) / min(times, default=1.0) - 1)
 
 
-def corrected(found: Found, measured: Sequence[MeasuredOutcome], error: float, timed: InTime) -> Beliefs:
-    """Rank again what was found, by what was measured: outcomes then have corrected seconds.
+def fit_errors(found: Results, measured: Sequence[MeasuredOutcome], error: float, timed: TimedQueries) -> ErrorModel:
+    """Fit an error model to measured steps, and correct the seconds of the results of a search.
 
     Args:
-        measured: plans that fit, since they ran; they are added to those that were found.
-        error: mean size of a prediction's.
-        timed: tells what steps' time goes to, as long as there is time; of other plans it is not known.
+        found: results of the search. Measured plans are added to them, and their order changes.
+        measured: measured plans that fit.
+        error: mean size of the error of a prediction.
+        timed: source of the parts of step times, as long as there is time.
     """
     ran = [outcome for outcome, _ in measured]
     others = [each for each in found.outcomes if each.candidate not in {one.candidate for one in ran}]
@@ -478,14 +479,14 @@ def corrected(found: Found, measured: Sequence[MeasuredOutcome], error: float, t
     known: dict[int, StepShares | None] = {}
     places = {at: seconds for at, (_, seconds) in enumerate(measured)}
     while True:
-        beliefs = Beliefs(plans, [known.get(at) for at in range(len(plans))], places, error)
-        fastest = sorted(range(len(plans)), key=lambda at: beliefs.seconds[at])[:LOOKED_AT]
+        model = ErrorModel(plans, [known.get(at) for at in range(len(plans))], places, error)
+        fastest = sorted(range(len(plans)), key=lambda at: model.seconds[at])[:LOOKED_AT]
         if not (unknown := {*places, *fastest} - known.keys()):
             break
-        coming = {at: timed.ask(Asked(plans[at].candidate, plans[at].forecast, shares=True)) for at in unknown}
+        coming = {at: timed.ask(Query(plans[at].candidate, plans[at].forecast, shares=True)) for at in unknown}
         answers = {at: timed.answer(future, LOOKED_FOR) for at, future in coming.items()}
         known |= {at: answer and answer.shares for at, answer in answers.items()}
     if measured:
-        again = [replace(each, corrected=seconds) for each, seconds in zip(plans, beliefs.seconds, strict=True)]
+        again = [replace(each, corrected=seconds) for each, seconds in zip(plans, model.seconds, strict=True)]
         found.outcomes = [*again, *(each for each in others if not each.fits)]
-    return beliefs
+    return model

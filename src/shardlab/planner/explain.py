@@ -1,4 +1,4 @@
-"""The decisions in the order in which an expert takes them: does it fit, what batch, how fast; with their numbers."""
+"""Explanation of a choice in three questions: does it fit, which batch, how fast. Each has its numbers."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from shardlab.common.text import bytes_text, room_text, seconds_text
 from shardlab.language import Kind, Mesh
 from shardlab.language.rules.kinds import counted
-from shardlab.planner.alternatives import Topic, sentence
-from shardlab.planner.bounds import Floors
+from shardlab.planner.alternatives import Topic, alternative_text
+from shardlab.planner.bounds import LowerBounds
 from shardlab.planner.choose import PlanChoice
 from shardlab.planner.problem import PlanShape
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One decision: a question, and what answers it, a line each."""
+    """Question with the lines that answer it."""
 
     question: str
     lines: list[str]
 
 
-def decisions(choice: PlanChoice) -> list[Decision]:
-    """Explain a choice."""
+def explain_choice(choice: PlanChoice) -> list[Decision]:
+    """Return the decisions behind a choice, in the order in which an expert takes them."""
     return [
         Decision("1. Does it fit?", [*_state(choice), *_instead(choice, "fit")]),
         Decision("2. What batch?", [*_batch(choice), *_instead(choice, "batch")]),
@@ -31,7 +31,7 @@ def decisions(choice: PlanChoice) -> list[Decision]:
 
 
 def _state(choice: PlanChoice) -> list[str]:
-    """What the model takes on one device, and what each way of sharing it leaves."""
+    """Return lines about the model state on one device, and on each device under each stage of ZeRO."""
     problem, precision = choice.problem, choice.best.candidate.precision
     room, devices, count = problem.cluster.device.memory, problem.cluster.size, problem.model.parameter_count
     weights, gradients = count * precision.bytes(Kind.WEIGHT), count * precision.bytes(Kind.GRAD_WEIGHT)
@@ -45,21 +45,21 @@ def _state(choice: PlanChoice) -> list[str]:
         f"{bytes_text(whole, 1)}, {than} the {room_text(room)} of a device"
     ]
     if devices > 1:
-        ways = {
+        options = {
             "ZeRO-1": weights + gradients + optimizer / devices,
             "ZeRO-2": weights + (gradients + optimizer) / devices,
             "ZeRO-3": whole / devices,
         }
-        shown = ", ".join(f"{name} {bytes_text(bytes, 1)}" for name, bytes in ways.items())
+        shown = ", ".join(f"{name} {bytes_text(bytes, 1)}" for name, bytes in options.items())
         lines.append(f"shared over {devices:,} devices: {shown} on each")
-    floors, shape = Floors(problem), PlanShape(Mesh(), 1, precision)
-    none, full = floors.passes(shape), floors.passes(shape, "full")
+    bounds, shape = LowerBounds(problem), PlanShape(Mesh(), 1, precision)
+    none, full = bounds.passes(shape), bounds.passes(shape, "full")
     lines.append(
         f"a sequence of {problem.model.seq_len:,} tokens keeps {bytes_text(none.kept[-1], 1)} of activations, and "
         f"{bytes_text(none.logits, 1)} at the loss; {bytes_text(full.kept[-1] + full.least_again, 1)} if every block "
         "is computed again"
     )
-    memory, misses = choice.best.forecast.memory, choice.found.misses()
+    memory, misses = choice.best.forecast.memory, choice.results.misses()
     lines.append(f"the chosen plan holds {bytes_text(memory.total, 1)} on the fullest device")
     lines += [f"{name} needs {bytes_text(bytes, 1)} or more" for name, (bytes, _) in misses.items()]
     return lines
@@ -99,6 +99,6 @@ def _speed(choice: PlanChoice) -> list[str]:
 
 
 def _instead(choice: PlanChoice, topic: Topic) -> list[str]:
-    """The alternatives that are about one topic, a line each."""
+    """Return one line for each alternative about a topic."""
     about = [each for each in choice.alternatives if each.topic == topic]
-    return [f"{each.choice}: {sentence(each, choice.answer, choice.problem)}" for each in about]
+    return [f"{each.choice}: {alternative_text(each, choice.answer, choice.problem)}" for each in about]

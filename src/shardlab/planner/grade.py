@@ -1,7 +1,8 @@
-"""Choices graded: how good the configuration is that predictions choose among measured ones.
+"""Grades of the planner: how good is the configuration that predictions choose among measured ones?
 
-A cell is a model on a number of devices, with all the configurations of it that were tried. Those that crashed count as
-not run: they can be chosen, but have no speed.
+A cell is a model on a number of devices, with all of its configurations that were tried. Configurations that crashed
+can be chosen but have no speed. `predict_plan` predicts one configuration, `group_cells` makes the cells, and
+`Grades.of` computes the figures.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from typing import Any
 from shardlab.language import Refused, UserError
 from shardlab.planner.published.predict import measured_as
 from shardlab.planner.published.reading import assumptions, recipe_of, workload_of
-from shardlab.planner.published.records import Incomplete, Unknown, measured_of, record_of, wrong_measurement
+from shardlab.planner.published.records import Incomplete, Unknown, read_figures, read_record, wrong_measurement
 from shardlab.simulate.predict.forecast import forecast
 from shardlab.simulate.predict.memory_advice import broken_limit
 from shardlab.simulate.predict.recipe import Recipe
 
 GOOD = 0.5
-"""A configuration is good that reaches this share of the best speed of its cell."""
+"""Share of the best speed of a cell that a good configuration reaches."""
 
 FIRST = 3
-"""How many of the configurations that are predicted fastest are tried."""
+"""Number of configurations that a user would try, in the predicted order."""
 
 
 @dataclass(frozen=True)
 class GradedCell:
-    """A model on a number of devices.
+    """Model on a number of devices, with all configurations that were tried.
 
     Attributes:
-        model, devices, nodes: which.
-        candidates: all configurations that were tried, at least one of which ran.
+        model, devices, nodes: the model, and the numbers of devices and nodes.
+        candidates: the configurations. At least one ran.
     """
 
     model: str
@@ -44,45 +45,45 @@ class GradedCell:
 
     @property
     def ranking(self) -> list[TriedPlan]:
-        """All that can be chosen, the predicted fastest first: legal, and safe; if none is, all that fit."""
+        """Configurations in predicted order: the safe ones, or else those that fit, or else all legal ones."""
         legal = [each for each in self.candidates if each.predicted]
         some = [each for each in legal if each.safe] or [each for each in legal if each.fits] or legal
         return sorted(some, key=lambda each: -(each.predicted or 0.0))
 
     @property
     def best(self) -> TriedPlan:
-        """The measured fastest."""
+        """Configuration with the highest measured speed."""
         return max(self.candidates, key=lambda each: each.measured or 0.0)
 
     @property
     def chosen(self) -> TriedPlan | None:
-        """The first of the ranking that ran."""
+        """First configuration of the ranking that ran (None: none ran)."""
         return next(iter(self._ran), None)
 
     @property
     def first_runs(self) -> bool:
-        """Whether the very first of the ranking ran."""
+        """Whether the first configuration of the ranking ran."""
         return bool(self.ranking) and self.ranking[0].measured is not None
 
     @property
     def regret(self) -> float:
-        """Share of the best speed that is lost with the one chosen."""
+        """Share of the best speed that the chosen configuration loses."""
         return self._lost(self._ran[:1])
 
     @property
     def regret_of_first(self) -> float:
-        """Share of the best speed that is lost with the best of the first few."""
+        """Share of the best speed that the best of the first few configurations loses."""
         return self._lost(self._ran[:FIRST])
 
     @property
     def rank_correlation(self) -> float | None:
-        """Spearman's, of predicted and measured speeds of what ran (None: of fewer than two)."""
+        """Spearman correlation of predicted and measured speeds (None: fewer than two ran)."""
         ran = [(each.predicted, each.measured) for each in self.candidates if each.predicted and each.measured]
         return _correlation(_ranks([one for one, _ in ran]), _ranks([other for _, other in ran]))
 
     @property
     def good(self) -> list[TriedPlan]:
-        """Configurations that ran nearly as fast as the best, and have a prediction."""
+        """Configurations with a prediction that reach the share `GOOD` of the best speed."""
         least = GOOD * (self.best.measured or 0.0)
         return [each for each in self.candidates if each.measured and each.predicted and each.measured >= least]
 
@@ -94,8 +95,8 @@ class GradedCell:
         return 1 - max((each.measured or 0.0 for each in some), default=0.0) / (self.best.measured or 1.0)
 
 
-def cells_of(candidates: Iterable[TriedPlan]) -> list[GradedCell]:
-    """Cells of some candidates, in the order in which they come; those in which nothing ran are left out."""
+def group_cells(candidates: Iterable[TriedPlan]) -> list[GradedCell]:
+    """Group candidates into cells, in order, without cells in which nothing ran."""
     found: dict[tuple[str, int], list[TriedPlan]] = {}
     for each in candidates:
         found.setdefault((each.model, each.devices), []).append(each)
@@ -105,16 +106,16 @@ def cells_of(candidates: Iterable[TriedPlan]) -> list[GradedCell]:
 
 @dataclass(frozen=True)
 class Grades:
-    """Figures over some cells; shares of 1, and means.
+    """Mean figures over some cells, as shares of 1.
 
     Attributes:
-        cells: how many.
-        regret, regret_of_first: of the one chosen, and of the best of the first few.
-        first_runs: of how many cells the very first choice ran.
-        time, memory: sizes of the errors of good configurations.
-        time_bias, memory_bias: the same with signs.
-        refused: share of what ran that is said not to fit.
-        seconds: of a prediction.
+        cells: number of cells.
+        regret, regret_of_first: mean regret of the chosen configuration, and of the best of the first few.
+        first_runs: number of cells in which the first choice ran.
+        time, memory: mean sizes of the errors of good configurations.
+        time_bias, memory_bias: mean errors with their signs.
+        refused: share of the configurations that ran but are predicted not to fit.
+        seconds: mean duration of a prediction.
     """
 
     cells: int
@@ -130,7 +131,7 @@ class Grades:
 
     @classmethod
     def of(cls, cells: Sequence[GradedCell]) -> Grades:
-        """Grade some cells, at least one."""
+        """Return the figures of one or more cells."""
         good = [each for cell in cells for each in cell.good]
         all = [each for cell in cells for each in cell.candidates]
         ran = [each for each in all if each.measured and each.predicted]
@@ -156,7 +157,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Each value's place; equal ones share the mean of theirs."""
+    """Return the rank of each value. Equal values share their mean rank."""
     places: dict[float, list[int]] = {}
     for place, value in enumerate(sorted(values)):
         places.setdefault(value, []).append(place)
@@ -171,25 +172,22 @@ def _correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
     return products / (sum((x - a) ** 2 for x in one) * sum((y - b) ** 2 for y in other)) ** 0.5
 
 
-# A configuration that others have tried, with what is predicted of it.
-
-
 @dataclass(frozen=True)
 class TriedPlan:
-    """A configuration that was tried.
+    """Configuration that was tried, with its prediction.
 
     Attributes:
-        id, model, devices, nodes: which, of what, and on how many.
+        id, model, devices, nodes: name of the run, the model, and the numbers of devices and nodes.
         measured: tokens/s of each device (None: it did not run).
-        measured_bytes: of the fullest device (None: not given).
-        predicted: tokens/s of each device (None: there is no prediction).
-        bytes: predicted, of the fullest device, as they were measured.
-        fits: whether they find room.
-        safe: whether they leave free what the recipe wants free of a plan that is chosen.
-        assumed: what the prediction takes for granted because the row does not say it.
+        measured_bytes: bytes of the fullest device (None: not given).
+        predicted: predicted tokens/s of each device (None: there is no prediction).
+        bytes: predicted bytes of the fullest device, counted as they were measured.
+        fits: whether the prediction fits into memory.
+        safe: whether it leaves the recipe's margin free.
+        assumed: assumptions of the prediction about what the row does not say.
         reason: why there is no prediction.
-        breaks_limit: whether the reason is a limit of the framework; else it is that the row's numbers make no plan.
-        seconds: that the prediction took.
+        breaks_limit: whether the reason is a limit of the framework. Otherwise the row's numbers do not make a plan.
+        seconds: duration of the prediction.
     """
 
     id: str
@@ -209,23 +207,27 @@ class TriedPlan:
 
     @property
     def legal(self) -> bool:
-        """Whether the row is a plan at all, and the framework runs it."""
+        """Whether the row is a valid plan that the framework can run."""
         return not self.reason
 
 
-def candidate_of(row: dict[str, Any], recipe: Recipe | None = None) -> TriedPlan:
-    """Predict one row of a file of runs, as this recipe runs it (None: as the row's framework does).
+def predict_plan(row: dict[str, Any], recipe: Recipe | None = None) -> TriedPlan:
+    """Predict one row of a file of runs.
+
+    Args:
+        row: the row.
+        recipe: recipe of the prediction (None: that of the row's framework).
 
     Raises:
-        UserError: it says too little to be graded, names what is unknown here, or has a speed that is none.
+        UserError: if the row is incomplete, has an unknown name, or has a speed that is no number.
     """
     try:
-        record = record_of(row)
+        record = read_record(row)
     except Incomplete as error:
         raise UserError(f"run {row['id']} {error}; every run that is graded needs it") from None
     if wrong := wrong_measurement(row):
         raise UserError(f"run {row['id']} {wrong}")
-    measured, written = measured_of(row), row["model"]
+    measured, written = read_figures(row), row["model"]
     devices, tokens = record.hardware.gpus, record.batch.global_sequences * record.model.seq_len
     name = str(written.get("name") or f"{written['layers']} layers of {written['hidden']}")
     nodes = math.ceil(devices / (record.hardware.gpus_per_node or 8))

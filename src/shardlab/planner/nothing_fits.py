@@ -1,4 +1,9 @@
-"""Sentences for a search in which no plan fits: what hinders, what comes nearest, and which limit could go."""
+"""Error messages for problems without a solution.
+
+`explain_no_fit` is for a search in which no plan fits: it names the nearest plan, the missing memory, and a limit to
+drop. `explain_empty_space` is for a problem without any plan: it looks for the size or limit that cannot be met. It
+checks the given axes against the devices first, then what model, plan and framework allow, and last the batch.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +18,26 @@ from shardlab.common.text import bytes_text
 from shardlab.language import AXES, Kind, Mesh
 from shardlab.language.rules.kinds import counted
 from shardlab.models.architectures import MoE
-from shardlab.planner.describe import short
+from shardlab.planner.describe import summary
 from shardlab.planner.problem import Candidate, Limits, PlanShape, Problem
-from shardlab.planner.results import Found
+from shardlab.planner.results import Results
 from shardlab.planner.space import candidates, meshes, shapes, sharded
 from shardlab.simulate.predict.forecast import forecast
 from shardlab.simulate.predict.memory_advice import broken_limit
 from shardlab.strategies.plan.plan import Plan
 
 
-def nothing_found(problem: Problem, found: Found) -> str:
-    """Say what comes nearest, and what is missing, where no plan of a search fits."""
+def explain_no_fit(problem: Problem, found: Results) -> str:
+    """Return the error message of a search in which no plan fits."""
     room, margin, misses = problem.room, problem.recipe.memory.margin_bytes, found.misses()
     nearest = min(misses.items(), key=lambda miss: miss[1][0], default=None)
     if found.refused and not found.outcomes:
-        return refused(problem, reason_of(problem, found.refused[0]))
+        return refusal_text(problem, refusal_reason(problem, found.refused[0]))
     if found.left is not None or nearest is None:
         seen = f"of {counted(found.space['shapes'], 'shape')} {counted(len(found.outcomes), 'plan')} were simulated"
         if nearest is not None:
             over = bytes_text(nearest[1][0] - room, 1)
-            seen = f"{seen}, and {nearest[0]} ({short(nearest[1][1])}) comes nearest, with {over} too many"
+            seen = f"{seen}, and {nearest[0]} ({summary(nearest[1][1])}) comes nearest, with {over} too many"
         return f"no plan that fits was found in the time ({seen}); give more --seconds, or limits such as --max-tp 8"
     name, (bytes, candidate) = nearest
     limits, more = str(problem.limits), "more devices"
@@ -56,24 +61,24 @@ def nothing_found(problem: Problem, found: Found) -> str:
             more = f"at least {least:,} devices"
     return (
         f"no plan{under} fits into {bytes_text(room + margin, 1)} a device{free}: {name} comes nearest "
-        f"({short(candidate)}) and takes at least {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many"
+        f"({summary(candidate)}) and takes at least {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many"
         f"{reused}{state}; take {more}, or larger ones{f', or leave out {lifted}' if lifted else ''}"
     )
 
 
 def _state(problem: Problem, candidate: Candidate) -> float:
-    """Bytes on each device of the weights and of the optimizer's state, if all devices share them."""
+    """Return the bytes of weights and optimizer state on each device, if they are sharded over all devices."""
     precision = candidate.precision
     each = precision.bytes(Kind.WEIGHT) + precision.under(problem.optimizer).optimizer
     return problem.model.parameter_count * each / problem.cluster.size
 
 
 SAVING = ("recompute", "micro_batch_size", "shard_parameters", "shard_gradients", "shard_optimizer")
-"""Choices that save memory, those that cost least first."""
+"""Choices that save memory, cheapest first."""
 
 
 def _lifted(limits: Limits, candidate: Candidate) -> str:
-    """The limit without which a step could take less memory ("": there is none)."""
+    """Return the limit without which a step could need less memory ("": none)."""
     fixed = {**limits.fixed, **({"micro_batch_size": size} if (size := limits.micro_batch_size) else {})}
     least = {"recompute": "full", "micro_batch_size": 1}
     for name in SAVING:
@@ -88,18 +93,11 @@ def _lifted(limits: Limits, candidate: Candidate) -> str:
     return ""
 
 
-# Sentences for a space without any plan: which size or limit that the user gave cannot be met.
-#
-# The causes are looked for in the order in which a user would: the axes that are given against the devices; then what
-# the model, the plan and the framework allow, with a batch that any number of data-parallel ranks can share; and then
-# the batch and its microbatches.
-
-
 T = TypeVar("T")
 
 
-def nothing_to_search(problem: Problem) -> str:
-    """Say why the space of plans is empty."""
+def explain_empty_space(problem: Problem) -> str:
+    """Return the error message of a problem without any plan."""
     if reason := _wrong_axes(problem):
         return reason
     roomy = _with_room(problem)
@@ -108,21 +106,21 @@ def nothing_to_search(problem: Problem) -> str:
         return _wrong_batch(problem, least)
     reasons = [*_reasons(roomy)]
     if not reasons:
-        return refused(problem, f"no plan divides {counted(problem.cluster.size, 'device')}; give other limits")
+        return refusal_text(problem, f"no plan divides {counted(problem.cluster.size, 'device')}; give other limits")
     mesh, reason = reasons[0]
     if any(other != reason for _, other in reasons):
         reason = f"{reason} (with {mesh})"
-    return refused(problem, reason)
+    return refusal_text(problem, reason)
 
 
-def refused(problem: Problem, reason: str) -> str:
-    """Say that nothing can be run under a problem's limits, and why."""
+def refusal_text(problem: Problem, reason: str) -> str:
+    """Return the message that no plan can be run under the limits, with a reason."""
     under = f" under the limits {problem.limits}" if str(problem.limits) else ""
     return f"no plan{under} can be run: {reason or 'give other limits or another --global-batch'}"
 
 
-def reason_of(problem: Problem, candidate: Candidate) -> str:
-    """Why a candidate is refused ("": it is not)."""
+def refusal_reason(problem: Problem, candidate: Candidate) -> str:
+    """Return why a candidate cannot be run ("": it can)."""
     workload = problem.workload(candidate)
     try:
         if not (reason := broken_limit(workload)):
@@ -133,7 +131,7 @@ def reason_of(problem: Problem, candidate: Candidate) -> str:
 
 
 def least_data_ranks(problem: Problem) -> int | None:
-    """The fewest data-parallel ranks of any plan (None: there is no plan)."""
+    """Return the smallest number of data-parallel ranks of any plan (None: there is no plan)."""
     found = sorted(shapes(problem), key=lambda shape: _data_ranks(shape.mesh))
     return next((_data_ranks(shape.mesh) for shape in found if _has_plan(problem, shape)), None)
 
@@ -147,8 +145,7 @@ def _has_plan(problem: Problem, shape: PlanShape) -> bool:
 
 
 def _with_room(problem: Problem) -> Problem:
-    """Make a problem that differs in its batch: a sequence for each device, in microbatches of one, which ranks of any
-    mesh can share."""
+    """Return the problem with a batch that every mesh can share: a sequence per device, in microbatches of one."""
     limits = replace(problem.limits, most=_without(problem.limits.most, "micro_batch_size"), micro_batch_size=1)
     return replace(problem, sequences=problem.cluster.size, limits=limits)
 
@@ -158,7 +155,7 @@ def _without(table: Mapping[str, T], name: str) -> dict[str, T]:
 
 
 def _wrong_axes(problem: Problem) -> str:
-    """Say which sizes of axes no plan on so many devices has ("": some plan may have them)."""
+    """Return the error message for axis sizes that do not fit the devices ("": they fit)."""
     limits, model, devices = problem.limits, problem.model, problem.cluster.size
     fixed = {axis: limits.fixed[axis] for axis in AXES if axis in limits.fixed}
     ranks, there = prod(fixed.values()), counted(devices, "device")
@@ -185,7 +182,7 @@ def _wrong_axes(problem: Problem) -> str:
 
 
 def _reasons(problem: Problem) -> Iterator[tuple[Mesh, str]]:
-    """Why plans with the values that are fixed, and nothing else, are refused: a sentence for each mesh."""
+    """Yield (mesh, reason) for plans that set only the fixed values and cannot be run."""
     limits = problem.limits
     for mesh in meshes(problem):
         try:
@@ -195,15 +192,15 @@ def _reasons(problem: Problem) -> Iterator[tuple[Mesh, str]]:
         except UserError as error:
             yield mesh, str(error)
         else:
-            if reason := reason_of(problem, candidate):
+            if reason := refusal_reason(problem, candidate):
                 yield mesh, reason
 
 
 def _wrong_batch(problem: Problem, least: int) -> str:
-    """Say why data-parallel ranks cannot share the batch in whole microbatches.
+    """Return the error message for a batch that data-parallel ranks cannot share in whole microbatches.
 
     Args:
-        least: the fewest data-parallel ranks of any plan.
+        least: smallest number of data-parallel ranks of any plan.
     """
     sequences, size, limits = problem.sequences, problem.limits.micro_batch_size or 1, str(problem.limits)
     there, ranks = counted(sequences, "sequence"), counted(least, "data-parallel rank")
@@ -224,4 +221,4 @@ def _wrong_batch(problem: Problem, least: int) -> str:
         )
     reasons = [*_reasons(problem)]
     fewest = min((_data_ranks(mesh) for mesh, _ in reasons), default=0)
-    return refused(problem, next((reason for mesh, reason in reasons if _data_ranks(mesh) == fewest), ""))
+    return refusal_text(problem, next((reason for mesh, reason in reasons if _data_ranks(mesh) == fewest), ""))

@@ -1,4 +1,9 @@
-"""Problems that the planner solves: a model, a cluster and a batch, and the limits that a user sets."""
+"""Problems of the planner: a model, a cluster and a batch, with the limits that a user sets.
+
+`Problem` and `Limits` are the input, and `Candidate` is a plan with its microbatch and precision. `PlanShape` is the
+part of a candidate that decides the time of a microbatch's passes. `family` names the kind of a plan in tables.
+`IdenticalBlocks` represents a model by three blocks, since all blocks in the middle are identical.
+"""
 
 from __future__ import annotations
 
@@ -148,9 +153,6 @@ class Problem:
         return self.sequences * self.model.seq_len
 
 
-# Shape of a plan: what the time of a microbatch's own passes depends on.
-
-
 SHARES = {"none": 0.0, "1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "3/4": 0.75, "7/8": 0.875, "full": 1.0}
 """Shares of a stage's blocks that are computed again."""
 
@@ -210,19 +212,16 @@ def divides(problem: Problem, shape: PlanShape) -> bool:
         return False
 
 
-def blocks_of(problem: Problem, shape: PlanShape) -> AlikeBlocks:
+def blocks_of(problem: Problem, shape: PlanShape) -> IdenticalBlocks:
     """The model in the layers of a shape's plans."""
     found = _blocks(problem, shape)
     assert found is not None, "shapes are of models that divide"
     return found
 
 
-def _blocks(problem: Problem, shape: PlanShape) -> AlikeBlocks | None:
+def _blocks(problem: Problem, shape: PlanShape) -> IdenticalBlocks | None:
     ulysses = shape.ulysses_degree or (shape.mesh.cp if shape.context == "ulysses" else 1)
-    return alike_blocks(problem.model, shape.mesh, apart=shape.recompute == "selective", ulysses=ulysses)
-
-
-# Families of plans, by the names that the field gives them.
+    return identical_blocks(problem.model, shape.mesh, apart=shape.recompute == "selective", ulysses=ulysses)
 
 
 ORDER = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "HSDP")
@@ -253,16 +252,13 @@ def model_kinds(mesh: Mesh) -> str:
     return f"{len(used) + 1}D: {named}" if len(used) > 1 and mesh.dp_shard * mesh.dp_replicate > 1 else named
 
 
-def by_order(name: str) -> tuple[int, str]:
+def family_order(name: str) -> tuple[int, str]:
     """A key that sorts families as a table has them."""
     known = [place for place, each in enumerate(ORDER) if name.startswith(each)]
     return (known[-1] if known else len(ORDER) + name.count("+"), name)
 
 
-# A model cut into a plan's layers, known by three of its blocks: all in the middle are alike.
-
-
-class AlikeBlocks:
+class IdenticalBlocks:
     """A model in the layers of a plan.
 
     Args:
@@ -293,13 +289,13 @@ class AlikeBlocks:
 
 
 @lru_cache(maxsize=256)
-def _alike(model: Any, mesh: Mesh, apart: bool, ulysses: int) -> AlikeBlocks | None:
+def _alike(model: Any, mesh: Mesh, apart: bool, ulysses: int) -> IdenticalBlocks | None:
     try:
-        return AlikeBlocks(model, mesh, apart, ulysses)
+        return IdenticalBlocks(model, mesh, apart, ulysses)
     except UserError:
         return None
 
 
-def alike_blocks(model: Blocks, mesh: Mesh, *, apart: bool = False, ulysses: int = 1) -> AlikeBlocks | None:
+def identical_blocks(model: Blocks, mesh: Mesh, *, apart: bool = False, ulysses: int = 1) -> IdenticalBlocks | None:
     """The model in the layers of plans on a mesh; None: the code that cuts models does not accept it."""
     return _alike(model, Mesh(pp=min(mesh.pp, 2), cp=mesh.cp, tp=mesh.tp, ep=mesh.ep), apart or mesh.cp > 1, ulysses)

@@ -1,24 +1,28 @@
-"""What a search has found: plans with their forecasts, and what does not fit."""
+"""Results of a search, and the queue entries from which it takes the next plan.
+
+`Results` has the simulated plans and what was left out. `QueueEntry` is a shape, a pipeline or a plan that waits in the
+search, and `priority_of` decides which comes first.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from shardlab.planner.problem import Candidate, PlanShape, by_order, family, model_kinds
+from shardlab.planner.problem import Candidate, PlanShape, family, family_order, model_kinds
 from shardlab.simulate.predict.forecast import Forecast
 from shardlab.strategies.plan.plan import Plan
 
 
 @dataclass(frozen=True)
 class PlanOutcome:
-    """A candidate and what was found of it.
+    """Candidate with its predicted time and memory.
 
     Attributes:
-        candidate: which.
-        forecast: its time and memory.
-        corrected: seconds of a step by what was measured, of it or of others (None: nothing was).
-        ran_out: whether it was run, and ran out of memory.
+        candidate: the plan, microbatch and precision.
+        forecast: predicted time and memory.
+        corrected: seconds of a step, corrected by measured steps (None: nothing was measured).
+        ran_out: whether it was run and ran out of memory.
     """
 
     candidate: Candidate
@@ -32,7 +36,7 @@ class PlanOutcome:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room, and as much beside it as the recipe wants of a plan that is chosen, or it ran."""
+        """Whether the plan ran, or fits into memory with the margin that the recipe keeps free."""
         fits = self.corrected is not None or (self.forecast.memory.fits and self.forecast.memory.safe)
         return fits and not self.ran_out
 
@@ -42,21 +46,21 @@ class PlanOutcome:
 
     @property
     def rank(self) -> tuple[float, float, str]:
-        """A key that sorts the better one first, always the same of those that are equal."""
+        """Sort key: fastest first, with a fixed order of equally fast plans."""
         return self.seconds, self.forecast.memory.total, repr(self.candidate)
 
 
 @dataclass
-class Found:
-    """What a search has found.
+class Results:
+    """Results of a search.
 
     Attributes:
-        outcomes: every candidate that was forecast.
-        space: how many shapes and candidates were seen; those of shapes that a floor discards were not generated.
-        refused: candidates that the code which runs plans does not accept.
-        left: the lowest floor of what was not forecast, 0 if not all was generated (None: nothing is left that could be
-            faster).
-        seconds: how long it took.
+        outcomes: all candidates that were simulated.
+        space: numbers of shapes and candidates that were generated. Candidates of discarded shapes are not.
+        refused: candidates that cannot be run.
+        left: lowest lower bound of the candidates that were not simulated, 0 if not all shapes were generated (None:
+            none of them could be faster).
+        seconds: duration of the search.
     """
 
     outcomes: list[PlanOutcome] = field(default_factory=list[PlanOutcome])
@@ -67,7 +71,7 @@ class Found:
 
     @property
     def fitting(self) -> list[PlanOutcome]:
-        """Those that fit, fastest first."""
+        """Outcomes that fit, fastest first."""
         return sorted((each for each in self.outcomes if each.fits), key=lambda each: each.rank)
 
     @property
@@ -76,52 +80,49 @@ class Found:
         return fitting[0] if fitting else None
 
     def families(self) -> dict[str, PlanOutcome]:
-        """The best of each family that fits."""
+        """Return the fastest outcome of each family that fits."""
         best: dict[str, PlanOutcome] = {}
         for each in self.fitting:
             best.setdefault(each.family, each)
         return best
 
     def misses(self) -> dict[str, tuple[float, Candidate]]:
-        """Tell which plan comes nearest, of each family of which none fits, and its bytes; in a table's order."""
+        """Return bytes and candidate of the smallest plan of each family of which no plan fits."""
         fitting, nearest = self.families(), dict[str, tuple[float, Candidate]]()
         for each in sorted(self.outcomes, key=lambda each: (each.forecast.memory.unlimited, repr(each.candidate))):
             if each.family not in fitting:
                 nearest.setdefault(each.family, (each.forecast.memory.unlimited, each.candidate))
-        return dict(sorted(nearest.items(), key=lambda miss: by_order(miss[0])))
-
-
-# What waits in a search, and what comes first: shapes, the pipelines of shapes, and candidates.
+        return dict(sorted(nearest.items(), key=lambda miss: family_order(miss[0])))
 
 
 AHEAD = 0.85
-"""By how much what was worked out further comes earlier than its guess: a shape, its pipelines, their candidates."""
+"""Factor on the priority for each level of expansion: from shape to pipeline, and from pipeline to candidate."""
 
 TIGHT = 0.8
-"""Share of the room above which a floor of bytes lets a plan come later."""
+"""Share of the room above which a lower bound of bytes lets a plan come later."""
 
 UNLIKELY = 3.0
-"""So many times later comes a plan that would not fit if its floor were as far below as the nearest one was."""
+"""Factor on the priority of a plan that likely does not fit, judging by earlier plans of its family."""
 
 MANY = 2**15
-"""Microbatches' passes through a pipeline's ranks for which a plan comes as late as one of twice the time."""
+"""Number of microbatch passes of a pipeline that doubles the priority value, since it takes long to simulate."""
 
-Phase = Literal["scouts", "all"]
-"""A phase of the search: it forecasts some plans of each family, or all that may be faster."""
+Phase = Literal["warm start", "all"]
+"""Phase of the search: simulate some plans of each family, or all that may be faster."""
 
 
-class Waiting(NamedTuple):
-    """What waits, first by its key: a shape, a shape's pipeline, or a candidate.
+class QueueEntry(NamedTuple):
+    """Entry of the queue: a shape, a pipeline of a shape, or a candidate.
 
     Attributes:
-        key: what comes first has the least.
-        tie: its number.
-        seconds, bytes: its floors.
-        guess: seconds, if nothing ran beside passes.
-        shape: whose it is.
-        plan: the pipeline or the candidate (None: the shape itself).
-        passes: seconds of passes alone, at least; of a candidate they are not kept.
-        timed: whether its order of work is in its floor.
+        key: priority; the lowest comes first.
+        tie: serial number, which orders equal keys.
+        seconds, bytes: lower bounds of the step time and of memory.
+        guess: expected seconds of a step, if no communication overlaps with passes.
+        shape: the plan shape.
+        plan: the pipeline or the candidate (None: the entry is the shape).
+        passes: lower bound of the seconds of passes alone; not kept for candidates.
+        timed: whether the lower bound includes the order of the schedule.
     """
 
     key: float
@@ -136,27 +137,28 @@ class Waiting(NamedTuple):
 
     @property
     def kinds(self) -> str:
-        """The kinds of parallelism beside the data's."""
+        """Kinds of parallelism other than data parallelism."""
         return model_kinds(self.shape.mesh)
 
     @property
     def depth(self) -> int:
-        """How far it was worked out: a shape, its pipeline, that one's candidate."""
+        """Level of expansion: 0 for a shape, 1 for a pipeline, 2 for a candidate."""
         return 0 if self.plan is None else 1 if isinstance(self.plan, Plan) else 2
 
 
-def key_of(waiting: Waiting, phase: Phase, full: float, passes: int) -> float:
-    """The key of what waits: soon comes what is worked out further, takes few passes, or leaves room.
+def priority_of(waiting: QueueEntry, phase: Phase, full: float, passes: int) -> float:
+    """Return the priority of an entry; low values come first.
 
-    Scouts take the lowest floors, so that they tell the best of each family.
+    Expanded entries, entries with few passes, and entries that leave memory free come early. The warm start takes the
+    lowest lower bounds, so that it finds the best plan of each family.
 
     Args:
-        waiting: what.
-        phase: of the search.
-        full: the share of the room that it takes, likely.
-        passes: microbatches' passes through its pipeline's ranks.
+        waiting: the entry.
+        phase: phase of the search.
+        full: expected share of the memory that it needs.
+        passes: number of microbatch passes through the ranks of its pipeline.
     """
-    if phase == "scouts":
+    if phase == "warm start":
         return waiting.seconds
     tight = (1 + max(0.0, full - TIGHT)) * (UNLIKELY if full > 1 else 1.0)
     return waiting.guess * AHEAD**waiting.depth * (1 + passes / MANY) * tight

@@ -39,7 +39,7 @@ from typing import Any, get_args
 from shardlab.common.errors import UserError
 from shardlab.language import Mesh
 from shardlab.models.architectures import MoE
-from shardlab.planner.problem import SHARES, Candidate, PlanShape, Problem, alike_blocks, blocks_of, divides
+from shardlab.planner.problem import SHARES, Candidate, PlanShape, Problem, blocks_of, divides, identical_blocks
 from shardlab.simulate.predict.memory_advice import broken_limit
 from shardlab.simulate.predict.recipe import stages_by_cost
 from shardlab.strategies.plan.plan import Context, Plan
@@ -106,10 +106,10 @@ def candidates(problem: Problem, shape: PlanShape) -> Iterator[Candidate]:
     """Every candidate of a shape."""
     for plan in pipelined(problem, shape):
         if follows(problem, shape, plan):
-            yield from dealt(problem, shape, plan)
+            yield from candidates_of_pipeline(problem, shape, plan)
 
 
-def dealt(problem: Problem, shape: PlanShape, plan: Plan) -> Iterator[Candidate]:
+def candidates_of_pipeline(problem: Problem, shape: PlanShape, plan: Plan) -> Iterator[Candidate]:
     """Every candidate of a shape's plan that shards nothing yet, and that the recipe's framework runs."""
     for each in sharded(problem, plan):
         if (candidate := legal(problem, shape, each)) is not None:
@@ -120,9 +120,6 @@ def legal(problem: Problem, shape: PlanShape, plan: Plan) -> Candidate | None:
     """A shape's candidate with a plan, if the limits allow it and the recipe's framework runs it."""
     candidate = Candidate(plan, shape.micro_batch_size, shape.precision)
     return candidate if problem.limits.allow(plan) and not broken_limit(problem.workload(candidate)) else None
-
-
-# Ways to share a model: data-parallel ranks as replicas and shards, and over which axes who keeps what.
 
 
 Axes = tuple[str, ...]
@@ -189,9 +186,6 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-# Pipelines of a shape: every schedule and number of stages, and which blocks each stage computes again.
-
-
 def pipelined(problem: Problem, shape: PlanShape) -> Iterator[Plan]:
     """The plans of a shape with every schedule and number of stages, that shard nothing; `follows` knows the legal."""
     model, limits, pp = blocks_of(problem, shape).layers, problem.limits, shape.mesh.pp
@@ -215,7 +209,7 @@ def layers_of_stages(problem: Problem, plan: Plan) -> tuple[int, ...]:
         return problem.limits.fixed["layers_per_stage"]
     if plan.mesh.pp == 1 or problem.recipe.defaults.stages == "even":
         return ()
-    found = alike_blocks(problem.model, plan.mesh, apart=plan.attention_apart, ulysses=plan.ulysses)
+    found = identical_blocks(problem.model, plan.mesh, apart=plan.attention_apart, ulysses=plan.ulysses)
     return stages_by_cost(problem.model, plan.mesh.pp, halves=bool(found and found.layers.blocks))
 
 

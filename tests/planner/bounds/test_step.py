@@ -1,4 +1,4 @@
-"""Floors of ways to share a model are floors, whatever recipe, schedule and sharing come together."""
+"""Lower bounds of sharding options are lower bounds, whatever recipe, schedule and sharing come together."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from shardlab.language import UserError
 from shardlab.language.precision import find_precision
 from shardlab.models import GPT, Llama
-from shardlab.planner.bounds import Floors
-from shardlab.planner.bounds.step import shared_as
+from shardlab.planner.bounds import LowerBounds
+from shardlab.planner.bounds.step import with_sharding_option
 from shardlab.planner.problem import Candidate, Limits, PlanShape, Problem
 from shardlab.planner.space import follows, legal, pipelined, shapes
-from shardlab.planner.workers import Asked, answer, with_memory
+from shardlab.planner.workers import Query, answer_request, with_memory
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.predict.recipe import find_recipe
 from tests.planner.problems import GIB
@@ -29,8 +29,8 @@ MODELS = (
 )
 
 
-def sampled(seed: int) -> tuple[Floors, PlanShape, Candidate, float]:
-    """Floors of a problem and, of one of its pipelines, a candidate and its floor; drawn at random."""
+def sampled(seed: int) -> tuple[LowerBounds, PlanShape, Candidate, float]:
+    """Lower bounds of a problem and, of one of its pipelines, a candidate and its lower bound; drawn at random."""
     draw = random.Random(seed)
     cluster = with_memory(find_cluster(draw.choice(("h100x16", "a100x32", "h100x8"))), 800 * GIB)
     sequences = cluster.size * draw.choice((1, 2, 4, 8))
@@ -38,36 +38,36 @@ def sampled(seed: int) -> tuple[Floors, PlanShape, Candidate, float]:
     limits = Limits(fixed={"pp": pp}, most={"micro_batch_size": 2})
     model, recipe = draw.choice(MODELS), find_recipe(draw.choice(RECIPES))
     asked = Problem(model, cluster, sequences, (find_precision("bf16"),), recipe, limits=limits)
-    floors, all = Floors(asked), list(shapes(asked))
+    bounds, all = LowerBounds(asked), list(shapes(asked))
     while True:
         shape = draw.choice(all)
         plans = [plan for plan in pipelined(asked, shape) if follows(asked, shape, plan)]
         if not plans:
             continue
-        plan, ways = draw.choice(plans), floors.ways(shape).plans
-        place = draw.randrange(len(ways))
+        plan, options = draw.choice(plans), bounds.options(shape).plans
+        place = draw.randrange(len(options))
         try:
-            candidate = legal(asked, shape, shared_as(plan, ways[place]))
+            candidate = legal(asked, shape, with_sharding_option(plan, options[place]))
         except UserError:
             continue
         if candidate is not None:
-            return floors, shape, candidate, float(floors.seconds_of_ways(shape, plan, np.array([place]))[0])
+            return bounds, shape, candidate, float(bounds.seconds_of_options(shape, plan, np.array([place]))[0])
 
 
 @pytest.mark.parametrize("seed", range(48))
-def test_the_floor_of_a_way_never_exceeds_the_forecast(seed: int) -> None:
-    floors, shape, candidate, floor = sampled(seed)
-    found = answer(floors.problem, Asked(candidate))
-    assert found is None or max(floor, floors.seconds(shape, candidate)) <= found.forecast.seconds, candidate
+def test_the_lower_bound_of_a_sharding_option_never_exceeds_the_forecast(seed: int) -> None:
+    bounds, shape, candidate, bound = sampled(seed)
+    found = answer_request(bounds.problem, Query(candidate))
+    assert found is None or max(bound, bounds.seconds(shape, candidate)) <= found.forecast.seconds, candidate
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved-1f1b", "zb-h1"])
-def test_a_way_that_shares_nothing_has_nearly_the_floor_of_the_whole_step(schedule: str) -> None:
+def test_a_sharding_option_that_shares_nothing_has_nearly_the_lower_bound_of_the_whole_step(schedule: str) -> None:
     """Messages, and forward passes after a rank's first backward pass, were left out before."""
     cluster = with_memory(find_cluster("h100x64"), 800 * GIB)
     asked = Problem(replace(MODELS[1], layers=32), cluster, 64, (find_precision("bf16"),))
     shape = next(each for each in shapes(asked) if each.mesh.pp == 8 and each.mesh.tp == each.mesh.cp == 1)
-    floors = Floors(asked)
+    bounds = LowerBounds(asked)
     plan = next(each for each in pipelined(asked, shape) if each.schedule == schedule)
-    way = float(floors.seconds_of_ways(shape, plan, np.array([0]))[0])
-    assert 0.9 * floors.steps.of_pipeline(shape, plan) <= way
+    option = float(bounds.seconds_of_options(shape, plan, np.array([0]))[0])
+    assert 0.9 * bounds.steps.of_pipeline(shape, plan) <= option

@@ -15,14 +15,14 @@ from shardlab.planner.published.predict import (
     ErrorSummary,
     Outcome,
     Prediction,
-    by_source,
+    errors_by_source,
     measured_as,
-    misjudged,
     model_state_bytes,
-    outcome_of,
-    outcomes_of,
     predict,
-    worst_of,
+    predict_outcome,
+    predict_outcomes,
+    worst_errors,
+    wrong_fits,
 )
 from shardlab.planner.published.reading import PublishedRun, read_run
 from shardlab.planner.published.records import GIB, Measurement, read_rows
@@ -40,7 +40,7 @@ SILENT = "llama3-405B-t4-8192gpu-s8192"
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in (STATE, SILENT)])
 def test_a_published_run_is_predicted_within_a_fifth(name: str) -> None:
-    outcome = outcome_of(ROWS[name])
+    outcome = predict_outcome(ROWS[name])
     assert outcome.prediction is not None
     error = outcome.error("seconds")
     assert error is not None
@@ -49,7 +49,7 @@ def test_a_published_run_is_predicted_within_a_fifth(name: str) -> None:
 
 
 def test_a_run_that_says_too_little_is_listed_with_its_reason() -> None:
-    outcome = outcome_of(ROWS[SILENT])
+    outcome = predict_outcome(ROWS[SILENT])
     assert outcome.prediction is None
     assert "neither the seconds of a step nor memory" in outcome.reason
 
@@ -90,7 +90,7 @@ def test_a_block_takes_what_table_4_of_korthikanti_measured(
     row: dict[str, Any] = deepcopy(ROWS["korthikanti-t5-22B-full"]) | {"recompute": recompute}
     row["parallelism"]["sequence_parallel"] = sequence_parallel
     row["measured"] = {"layer_forward_ms": milliseconds / 3, "layer_backward_ms": milliseconds * 2 / 3}
-    outcome = outcome_of(row)
+    outcome = predict_outcome(row)
     assert outcome.measured.of_block
     error = outcome.error("seconds")
     assert error is not None
@@ -118,16 +118,16 @@ def test_errors_lie_in_order(each: list[float]) -> None:
 
 
 def test_of_nothing_there_are_no_errors() -> None:
-    assert by_source([], "seconds") == {}
+    assert errors_by_source([], "seconds") == {}
 
 
 def test_sources_are_grouped_and_signs_kept() -> None:
     runs = [outcome("a", "vTrain", 1.1), outcome("b", "vTrain", 0.7), outcome("c", "elsewhere", 1.0)]
-    found = by_source(runs, "seconds")
+    found = errors_by_source(runs, "seconds")
     assert list(found) == ["vTrain", "elsewhere", "all"]
     assert found["all"].count == 3
     assert (round(found["vTrain"].mean, 9), round(found["vTrain"].bias, 9)) == (0.2, -0.1)
-    assert [run.id for _, run in worst_of(runs, "seconds", 2)] == ["b", "a"]
+    assert [run.id for _, run in worst_errors(runs, "seconds", 2)] == ["b", "a"]
 
 
 def test_a_run_whose_room_was_misjudged_is_named() -> None:
@@ -138,7 +138,7 @@ def test_a_run_whose_room_was_misjudged_is_named() -> None:
         outcome("thought to fit", "", 1.0, out=True),
         Outcome("not asked", "", Measurement(1.0, None, "allocated"), None, "says nothing"),
     ]
-    assert [run.id for run in misjudged(runs)] == ["thought too large", "thought to fit"]
+    assert [run.id for run in wrong_fits(runs)] == ["thought too large", "thought to fit"]
 
 
 # Memory as published: within bands, and runs that ran out of it are told from those that did not.
@@ -279,5 +279,5 @@ RUNS = Path(__file__).parent / "published_runs.json"
 def test_processes_say_what_one_would_say_in_the_order_of_the_rows() -> None:
     rows = [row for row in read_rows(RUNS) if row["parallelism"]["pp"] == 1]
     assert len(rows) > 2
-    assert list(outcomes_of(rows)) == [outcome_of(row) for row in rows]
-    assert list(outcomes_of(rows[:1])) == [outcome_of(rows[0])]
+    assert list(predict_outcomes(rows)) == [predict_outcome(row) for row in rows]
+    assert list(predict_outcomes(rows[:1])) == [predict_outcome(rows[0])]

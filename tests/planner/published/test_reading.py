@@ -11,8 +11,8 @@ import pytest
 
 from shardlab.language import Mesh, UserError
 from shardlab.planner.published import reading
-from shardlab.planner.published.reading import layers_per_stage, named, read_run
-from shardlab.planner.published.records import GIB, Incomplete, RunRecord, measured_of, read_rows
+from shardlab.planner.published.reading import find_name, layers_per_stage, read_run
+from shardlab.planner.published.records import GIB, Incomplete, RunRecord, read_figures, read_rows
 from shardlab.simulate.predict.recipe import Recipe, find_recipe
 
 RUNS = Path(__file__).parent / "published_runs.json"
@@ -50,8 +50,8 @@ def test_sequence_parallel_selective_recomputation_is_read() -> None:
 
 def test_tokens_per_second_give_the_seconds_of_a_step() -> None:
     row: dict[str, Any] = ROWS["titan-t1-8B-8gpu-eager"] | {"derived": {}}
-    assert measured_of(row).seconds == pytest.approx(16 * 8192 / (5762 * 8))
-    assert measured_of(row).bytes == 82.4 * GIB
+    assert read_figures(row).seconds == pytest.approx(16 * 8192 / (5762 * 8))
+    assert read_figures(row).bytes == 82.4 * GIB
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_network_that_is_called_by_its_family_is_that_of_its_cloud() -> None:
     ],
 )
 def test_a_name_counts_where_it_stands_whole_in_any_case(text: str | None, names: list[str], found: str | None) -> None:
-    assert named(text, names) == found
+    assert find_name(text, names) == found
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardlab.planner.published.predict import outcome_of
+from shardlab.planner.published.predict import predict_outcome
 from shardlab.planner.published.records import (
     HardwareRecord,
     Incomplete,
     ParallelismRecord,
-    made,
     number,
+    parse,
     ran_out_of_memory,
 )
 from tests.planner.published.test_reading import ROWS
@@ -60,27 +60,27 @@ def test_a_run_that_ran_is_not_taken_for_one_that_did_not(row: dict[str, Any]) -
 @given(st.integers(1, 4096))
 def test_a_whole_number_may_be_written_in_three_ways(value: int) -> None:
     for written in (value, float(value), str(value)):
-        assert made(HardwareRecord, {"gpu": "H100", "gpus": written}).gpus == value
+        assert parse(HardwareRecord, {"gpu": "H100", "gpus": written}).gpus == value
 
 
 @pytest.mark.parametrize("value", [0, -8, 8.5, "many", [8], True, float("nan"), float("inf"), 10**9])
 def test_what_is_no_number_of_gpus_is_said(value: Any) -> None:
     with pytest.raises(Incomplete, match="as gpus, which is"):
-        made(HardwareRecord, {"gpu": "H100", "gpus": value})
+        parse(HardwareRecord, {"gpu": "H100", "gpus": value})
 
 
 @pytest.mark.parametrize("value", [-1, 4, 1.5, "two", True])
 def test_what_is_no_zero_stage_is_said(value: Any) -> None:
     with pytest.raises(Incomplete, match="as zero stage, which is"):
-        made(ParallelismRecord, {"tp": 1, "pp": 1, "zero_stage": value})
-    assert made(ParallelismRecord, {"tp": 1, "pp": 1, "zero_stage": "0"}).zero_stage == 0
+        parse(ParallelismRecord, {"tp": 1, "pp": 1, "zero_stage": value})
+    assert parse(ParallelismRecord, {"tp": 1, "pp": 1, "zero_stage": "0"}).zero_stage == 0
 
 
 def test_a_field_that_is_absent_or_null_is_not_made_up() -> None:
-    record = made(HardwareRecord, {"gpu": "H100", "gpus": 8.0, "gpus_per_node": None, "colour": "red"})
+    record = parse(HardwareRecord, {"gpu": "H100", "gpus": 8.0, "gpus_per_node": None, "colour": "red"})
     assert (record.gpus, record.gpus_per_node, record.network) == (8, None, None)
     with pytest.raises(Incomplete, match="does not say gpus"):
-        made(HardwareRecord, {})
+        parse(HardwareRecord, {})
 
 
 @given(st.one_of(st.none(), st.booleans(), st.floats(), st.text(), st.lists(st.integers())))
@@ -127,6 +127,6 @@ def test_an_odd_row_has_a_prediction_or_a_reason(name: str, changes: list[tuple[
             place.pop(key, None)
         else:
             place[key] = value
-    outcome = outcome_of(row)
+    outcome = predict_outcome(row)
     assert (outcome.prediction is None) == bool(outcome.reason)
     assert "\n" not in outcome.reason

@@ -31,8 +31,8 @@ from shardlab.strategies.plan.plan import Plan
 if TYPE_CHECKING:
     from shardlab.planner.choose import PlanChoice
     from shardlab.planner.problem import Limits, Problem
-    from shardlab.planner.results import Found
-    from shardlab.planner.search import Told
+    from shardlab.planner.results import Results
+    from shardlab.planner.search import OnProgress
 
 
 ELSEWHERE = {
@@ -165,7 +165,7 @@ class PlanCommand:
             read_measured,
         )
         from shardlab.planner.choose import choose
-        from shardlab.planner.error_model import experiments
+        from shardlab.planner.error_model import choose_experiments
         from shardlab.planner.workers import workers
         from shardlab.simulate.hardware.cluster import cores
 
@@ -178,8 +178,8 @@ class PlanCommand:
         measured = read_measured(self.measured, problem, self.model, self.cluster)
         wanted = measured if self.measured or self.measure else None
         with workers(problem) as ask, SearchLine(Console(stderr=True)) as told:
-            choice = choose(problem, ask, seconds=self.seconds, ahead=2 * cores(), told=told, measured=wanted)
-        asked = experiments(choice.beliefs, self.measure) if choice.beliefs and self.measure else []
+            choice = choose(problem, ask, seconds=self.seconds, ahead=2 * cores(), on_progress=told, measured=wanted)
+        asked = choose_experiments(choice.error_model, self.measure) if choice.error_model and self.measure else []
         run = commands(asked, problem, self._model_words())
         how = self._commands(choice)
         if self.out is not None:
@@ -196,11 +196,11 @@ class PlanCommand:
         shown = choice, self.model, self.cluster, how, self.out
         if self.explain:
             print_explained(*shown, stdout_console())
-            if choice.beliefs and choice.beliefs.measured:
-                print_measured(choice.beliefs, self.top, stdout_console())
+            if choice.error_model and choice.error_model.measured:
+                print_measured(choice.error_model, self.top, stdout_console())
         else:
             print_choice(*shown, self.top, stdout_console())
-        print_ran_out(choice.found, stdout_console())
+        print_ran_out(choice.results, stdout_console())
         if self.measure:
             print_experiments(asked, run, choice, self._next_command(problem), stdout_console())
         return 0
@@ -258,12 +258,12 @@ class PlanCommand:
 
     def _commands(self, choice: PlanChoice) -> dict[str, str]:
         """Return the commands that simulate and train the chosen plan. Plans of another framework are not trained."""
-        from shardlab.planner.describe import flags_of, train_command
+        from shardlab.planner.describe import simulate_flags, train_command
         from shardlab.simulate.predict.recipe import OWN
 
         problem, candidate = choice.problem, choice.best.candidate
         plan = shlex.quote(str(self.out)) if self.out else None
-        texts = {"simulate": f"shardlab simulate {self._problem_words()} {flags_of(problem, candidate, plan)}"}
+        texts = {"simulate": f"shardlab simulate {self._problem_words()} {simulate_flags(problem, candidate, plan)}"}
         if problem.recipe.name == OWN.name:
             texts["train"] = train_command(problem, candidate, self._model_words(), plan)
         return texts
@@ -311,7 +311,7 @@ class SearchLine:
         )
         self._next = 0.0
 
-    def __enter__(self) -> Told:
+    def __enter__(self) -> OnProgress:
         self._task = self._progress.add_task("generating plans")
         self._progress.start()
         return self._tell
@@ -319,7 +319,7 @@ class SearchLine:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def _tell(self, found: Found, waiting: int) -> None:
+    def _tell(self, found: Results, waiting: int) -> None:
         if (now := time.monotonic()) < self._next:
             return
         self._next = now + REFRESHED

@@ -17,8 +17,8 @@ from rich.progress import track
 from shardlab.cli.console import print_json, stdout_console, table_of
 from shardlab.cli.validate import print_phrases
 from shardlab.language import UserError
-from shardlab.planner.grade import FIRST, GradedCell, Grades, TriedPlan, candidate_of, cells_of
-from shardlab.planner.published.predict import assumed_by, on_every_core
+from shardlab.planner.grade import FIRST, GradedCell, Grades, TriedPlan, group_cells, predict_plan
+from shardlab.planner.published.predict import group_assumptions, on_every_core
 from shardlab.planner.published.records import GIB, read_rows
 from shardlab.simulate.predict.recipe import Recipe
 
@@ -55,10 +55,10 @@ def print_grades(runs: Path, recipe: Recipe | None, *, json: bool) -> None:
         UserError: if the file contains no runs, or none with a measured step time.
     """
     rows, stderr = read_rows(runs), Console(stderr=True)
-    predictions = on_every_core(candidate_of, rows, recipe)
+    predictions = on_every_core(predict_plan, rows, recipe)
     quiet = not stderr.is_terminal
     seen = list(track(predictions, "predicting", len(rows), console=stderr, transient=True, disable=quiet))
-    cells = cells_of(seen)
+    cells = group_cells(seen)
     if not cells:
         raise UserError(f"{runs}: none of its {len(rows)} runs has a measured step time, so there is nothing to grade")
     few = [cell for cell in cells if cell.nodes < MANY_NODES]
@@ -122,7 +122,7 @@ def _print(cells: Sequence[GradedCell], grades: dict[str, Grades], seen: Sequenc
         if some:
             console.print(f"{len(some)} of {len(seen)} runs {what}, such as:", style="dim")
             console.print(f"  {some[0].id}: {some[0].reason}", style="dim", markup=False, soft_wrap=True)
-    if assumed := assumed_by(seen):
+    if assumed := group_assumptions(seen):
         open = sum(bool(each.assumed) for each in seen)
         console.print(f"{open} of {len(seen)} runs do not state all details. Assumptions:")
         print_phrases(assumed, console)

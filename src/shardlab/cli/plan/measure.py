@@ -28,7 +28,7 @@ from shardlab.language import UserError
 from shardlab.language.precision import find_precision
 from shardlab.language.rules.kinds import counted
 from shardlab.models import Blocks
-from shardlab.planner.describe import described, short, train_command
+from shardlab.planner.describe import describe, summary, train_command
 from shardlab.planner.error_model import Experiment
 from shardlab.planner.problem import family
 from shardlab.simulate.predict.recipe import OWN
@@ -36,9 +36,9 @@ from shardlab.strategies.plan.plan import Plan
 
 if TYPE_CHECKING:
     from shardlab.planner.choose import PlanChoice
-    from shardlab.planner.error_model import Beliefs, MeasuredStep
+    from shardlab.planner.error_model import ErrorModel, MeasuredStep
     from shardlab.planner.problem import Problem
-    from shardlab.planner.results import Found
+    from shardlab.planner.results import Results
 
 
 STEPS = 13
@@ -95,11 +95,11 @@ def print_experiments(
     console.print("\nworth running next", style="dim")
     for number, each in enumerate(experiments):
         candidate = each.outcome.candidate
-        print_fact(console, f"  {number + 1}", f"{family(candidate.plan)}, {short(candidate)}: {each.why}", indent=4)
+        print_fact(console, f"  {number + 1}", f"{family(candidate.plan)}, {summary(candidate)}: {each.why}", indent=4)
         if run:
             console.print(Text(f"    {run[number][0]}"), soft_wrap=True)
         else:
-            print_fact(console, "", "; ".join(described(problem, candidate)), indent=4)
+            print_fact(console, "", "; ".join(describe(problem, candidate)), indent=4)
     if not experiments:
         print_fact(console, "", "nothing: no other plan that may be as fast would give new information", indent=4)
     elif run:
@@ -110,7 +110,7 @@ def print_experiments(
         print_fact(console, "  then", f"run them in {name}, and give {again} what --json prints, with measured_seconds")
 
 
-def measured_as_json(beliefs: Beliefs) -> dict[str, Any]:
+def measured_as_json(model: ErrorModel) -> dict[str, Any]:
     """Return the measured steps and the corrected predictions for --json."""
     rows: list[dict[str, Any]] = [
         {
@@ -119,50 +119,50 @@ def measured_as_json(beliefs: Beliefs) -> dict[str, Any]:
             "micro_batch_size": outcome.candidate.micro_batch_size,
             "precision": outcome.candidate.precision.name,
             "predicted_seconds": outcome.seconds,
-            "measured_seconds": beliefs.measured.get(at),
-            "step_seconds": beliefs.seconds[at],
-            "error": beliefs.sure[at],
+            "measured_seconds": model.measured.get(at),
+            "step_seconds": model.seconds[at],
+            "error": model.expected_errors[at],
         }
-        for at, outcome in enumerate(beliefs.plans)
+        for at, outcome in enumerate(model.plans)
     ]
-    return {"factors": beliefs.factors, "plans": sorted(rows, key=lambda row: row["step_seconds"])}
+    return {"factors": model.factors, "plans": sorted(rows, key=lambda row: row["step_seconds"])}
 
 
-def print_measured(beliefs: Beliefs, top: int, console: Console) -> None:
+def print_measured(model: ErrorModel, top: int, console: Console) -> None:
     """Print the measured plans and the best plans, ranked by their corrected times."""
     table = table_of("", "after measuring", "predicted", "measured", "corrected", "sure to", words=2)
     table.columns[1].no_wrap = False
-    order = sorted(range(len(beliefs.plans)), key=lambda at: beliefs.seconds[at])
-    for at in [at for place, at in enumerate(order) if place <= top or at in beliefs.measured]:
-        outcome, seconds = beliefs.plans[at], beliefs.measured.get(at)
+    order = sorted(range(len(model.plans)), key=lambda at: model.seconds[at])
+    for at in [at for place, at in enumerate(order) if place <= top or at in model.measured]:
+        outcome, seconds = model.plans[at], model.measured.get(at)
         table.add_row(
             outcome.family,
-            short(outcome.candidate),
+            summary(outcome.candidate),
             seconds_text(outcome.seconds),
             "" if seconds is None else seconds_text(seconds),
-            seconds_text(beliefs.seconds[at]),
-            f"± {beliefs.sure[at]:.1%}",
+            seconds_text(model.seconds[at]),
+            f"± {model.expected_errors[at]:.1%}",
         )
     console.print()
     console.print(table)
-    factors = ", ".join(f"{name} {factor:.2f}" for name, factor in beliefs.factors.items())
+    factors = ", ".join(f"{name} {factor:.2f}" for name, factor in model.factors.items())
     console.print()
     print_fact(console, "corrected by", f"{factors} times as long as predicted, and what alike plans took")
 
 
-def print_ran_out(found: Found, console: Console) -> None:
+def print_ran_out(found: Results, console: Console) -> None:
     """Print the plans that ran out of memory when they were measured."""
     for each in (each for each in found.outcomes if each.ran_out):
-        print_fact(console, "does not fit", f"{each.family}, {short(each.candidate)}: it ran out of memory")
+        print_fact(console, "does not fit", f"{each.family}, {summary(each.candidate)}: it ran out of memory")
 
 
 def expected_error_text(choice: PlanChoice) -> str:
     """Return the expected error of the chosen plan's time as text."""
-    beliefs = choice.beliefs
-    if beliefs is None or not beliefs.measured:
-        return f"{choice.sure}; plans that are closer are as good as equal"
-    steps = counted(len(beliefs.measured), "measured step")
-    now = f"± {choice.sure_now:.1%} after {steps}, ± {choice.sure.mean:.1%} before"
+    model = choice.error_model
+    if model is None or not model.measured:
+        return f"{choice.published_errors}; plans that are closer are as good as equal"
+    steps = counted(len(model.measured), "measured step")
+    now = f"± {choice.expected_error:.1%} after {steps}, ± {choice.published_errors.mean:.1%} before"
     return f"{now}; plans that are closer are as good as equal"
 
 

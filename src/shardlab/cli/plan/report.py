@@ -19,10 +19,10 @@ from shardlab.cli.console import INDENT, print_fact, print_figures, print_path, 
 from shardlab.cli.plan.measure import expected_error_text, measured_as_json, print_measured
 from shardlab.common.text import bytes_text, room_text, seconds_text, share_text, unit_of
 from shardlab.language.rules.kinds import counted
-from shardlab.planner.alternatives import TELLING, sentence
+from shardlab.planner.alternatives import TELLING, alternative_text
 from shardlab.planner.choose import EQUAL, NOTABLE
-from shardlab.planner.describe import described, picture, short
-from shardlab.planner.explain import decisions
+from shardlab.planner.describe import describe, draw_mesh, summary
+from shardlab.planner.explain import explain_choice
 from shardlab.planner.problem import family
 from shardlab.simulate.predict.memory import uncounted_memory
 from shardlab.simulate.predict.memory_advice import assumed_figures
@@ -88,7 +88,7 @@ def print_choice(
     console.print(Text.assemble(("plan", "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
     batch = f"{counted(problem.sequences, 'sequence')} of {problem.model.seq_len:,} tokens"
     console.print(f"{batch}, {problem.tokens:,} tokens a step; recipe {problem.recipe.name}\n", style="dim")
-    for number, line in enumerate(described(problem, best.candidate)):
+    for number, line in enumerate(describe(problem, best.candidate)):
         print_fact(console, "" if number else "plan", line)
     console.print()
     print_figures(console, figures(choice))
@@ -97,12 +97,12 @@ def print_choice(
     if assumed := assumed_figures(problem.workload(best.candidate)):
         print_fact(console, "assumed", ", ".join(assumed))
     console.print()
-    for line in picture(best.candidate.plan.mesh, problem.cluster):
+    for line in draw_mesh(best.candidate.plan.mesh, problem.cluster):
         print_fact(console, line[:NODE_WIDTH], line[NODE_WIDTH:], indent=NODE_WIDTH)
     print_families(choice, console)
     print_misses(choice, console)
-    if choice.beliefs is not None and choice.beliefs.measured:
-        print_measured(choice.beliefs, top, console)
+    if choice.error_model is not None and choice.error_model.measured:
+        print_measured(choice.error_model, top, console)
     else:
         print_runners_up(choice, console, top)
     console.print()
@@ -120,19 +120,19 @@ def print_explained(
 ) -> None:
     """Print the decisions one by one. The arguments are those of `print_choice`."""
     console.print(Text.assemble(("plan", "bold cyan"), f" of {model} on {cluster}, decision by decision"))
-    for decision in decisions(choice):
+    for decision in explain_choice(choice):
         console.print(f"\n{decision.question}", style="bold")
         for line in decision.lines:
             print_fact(console, "  -", line, indent=4)
     console.print("\nchosen", style="bold")
-    for line in described(choice.problem, choice.best.candidate):
+    for line in describe(choice.problem, choice.best.candidate):
         print_fact(console, "  -", line, indent=4)
     _print_end(choice, commands, out, console)
 
 
 def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str, str], top: int) -> dict[str, Any]:
     """Return the choice and its reasons for --json. The arguments are those of `print_choice`."""
-    problem, found = choice.problem, choice.found
+    problem, found, errors = choice.problem, choice.results, choice.error_model
     tokens, workload = problem.tokens, problem.workload(choice.best.candidate)
     return {
         "model": model,
@@ -144,18 +144,18 @@ def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str,
         "chosen": {**_outcome(problem, choice.best), **_shares(choice.answer)},
         "commands": dict(commands),
         "families": [{**_outcome(problem, outcome), **_shares(answer)} for outcome, answer in choice.families],
-        "decisions": [vars(decision) for decision in decisions(choice)],
+        "decisions": [vars(decision) for decision in explain_choice(choice)],
         "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1 : top + 1]],
-        "error_on_published_runs": vars(choice.sure),
+        "error_on_published_runs": vars(choice.published_errors),
         "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
-        "measured": measured_as_json(choice.beliefs) if choice.beliefs and choice.beliefs.measured else None,
+        "measured": measured_as_json(errors) if errors and errors.measured else None,
         "critical_path": choice.path,
         "alternatives": [
             {
                 "choice": each.choice,
                 **_candidate(problem, each.candidate),
                 **_forecast(problem, each.answer),
-                "text": sentence(each, choice.answer, problem),
+                "text": alternative_text(each, choice.answer, problem),
             }
             for each in choice.alternatives
             if each.answer is not None
@@ -184,7 +184,7 @@ def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str,
 
 def searched(choice: PlanChoice) -> str:
     """Return how much was searched, and whether the rest may contain a better plan."""
-    found = choice.found
+    found = choice.results
     seen = f"{found.space['shapes']:,} shapes and {found.space['candidates']:,} plans"
     done = f"{seen}, {len(found.outcomes):,} simulated in {found.seconds:.1f} s"
     if found.left is None:
@@ -217,7 +217,7 @@ def print_families(choice: PlanChoice, console: Console) -> None:
             limit = f"{name.replace(' on', '')} {share:.0%}"
         table.add_row(
             outcome.family,
-            short(outcome.candidate),
+            summary(outcome.candidate),
             seconds_text(outcome.seconds),
             bytes_text(outcome.forecast.memory.total, 1),
             limit,
@@ -229,17 +229,17 @@ def print_families(choice: PlanChoice, console: Console) -> None:
 
 def print_runners_up(choice: PlanChoice, console: Console, top: int) -> None:
     """Print up to `top` plans that are the fastest after the chosen one."""
-    shown = choice.found.fitting[1 : top + 1]
+    shown = choice.results.fitting[1 : top + 1]
     if not shown:
         return
     table = table_of("", "runners-up", "step", "slower by", "memory", words=2)
     table.columns[1].no_wrap = False
     for outcome in shown:
         slower = outcome.seconds / choice.best.seconds - 1
-        equal = " (equal)" if slower < choice.sure_now else ""
+        equal = " (equal)" if slower < choice.expected_error else ""
         memory = bytes_text(outcome.forecast.memory.total, 1)
         table.add_row(
-            outcome.family, short(outcome.candidate), seconds_text(outcome.seconds), f"{slower:.1%}{equal}", memory
+            outcome.family, summary(outcome.candidate), seconds_text(outcome.seconds), f"{slower:.1%}{equal}", memory
         )
     console.print()
     console.print(table)
@@ -249,7 +249,7 @@ def print_reasons(choice: PlanChoice, console: Console) -> None:
     """Print the nearest alternative to each choice, and its cost."""
     if not choice.alternatives:
         return
-    predicted = ", as predicted" if choice.beliefs and choice.beliefs.measured else ""
+    predicted = ", as predicted" if choice.error_model and choice.error_model.measured else ""
     heading = f"why, choice by choice: another one, all else as it is{predicted} (shares of this step)"
     console.print(f"\n{heading}", style="dim")
     table = table_of("", "", words=2)
@@ -258,13 +258,13 @@ def print_reasons(choice: PlanChoice, console: Console) -> None:
     for column in table.columns:
         column.no_wrap = False
     for each in choice.alternatives:
-        table.add_row(each.choice, sentence(each, choice.answer, choice.problem))
+        table.add_row(each.choice, alternative_text(each, choice.answer, choice.problem))
     console.print(table)
 
 
 def print_misses(choice: PlanChoice, console: Console) -> None:
     """Print the families of which no plan fits, and how many bytes they exceed the memory by."""
-    if misses := choice.found.misses():
+    if misses := choice.results.misses():
         console.print("\nwhat does not fit", style="dim")
     for name, (bytes, _) in misses.items():
         over = bytes_text(bytes - choice.problem.room, 1)

@@ -228,8 +228,8 @@ def _choose_plans(layout: PlanOptions, config: TrainingConfig, ranks: int, *, me
         JSON object. `plans`: the plan that is predicted fastest, then those to measure beside it, each with the
         division of its batch. `seconds`: time for measuring.
     """
-    from shardlab.planner.choose import choose, contenders, least_seconds
-    from shardlab.planner.describe import described, short
+    from shardlab.planner.choose import choose, find_contenders, least_seconds
+    from shardlab.planner.describe import describe, summary
     from shardlab.planner.problem import Candidate, Limits, Problem, family
     from shardlab.planner.workers import workers
 
@@ -248,9 +248,9 @@ def _choose_plans(layout: PlanOptions, config: TrainingConfig, ranks: int, *, me
     with workers(problem, 1) as ask:
         choice = choose(problem, ask, measured=() if measure else None)
     seconds = MEASURING_SHARE * config.train.steps * choice.best.seconds - SETUP_SECONDS
-    outcomes = contenders(choice, seconds) if measure else [choice.best]
+    outcomes = find_contenders(choice, seconds) if measure else [choice.best]
     if tell:
-        words = "; ".join(described(problem, choice.best.candidate))
+        words = "; ".join(describe(problem, choice.best.candidate))
         chose = "chose" if len(outcomes) == 1 else "predicts to be the fastest"
         step = seconds_text(choice.best.seconds)
         print(f"shardlab: --plan auto {chose} {words}; predicted {step} a step", file=sys.stderr)
@@ -258,7 +258,7 @@ def _choose_plans(layout: PlanOptions, config: TrainingConfig, ranks: int, *, me
     def as_dict(candidate: Candidate) -> dict[str, Any]:
         size = candidate.micro_batch_size
         cut = {"microbatches": problem.sequences // size, "micro_batch_size": size}
-        name = f"{family(candidate.plan)}, {short(candidate)}"
+        name = f"{family(candidate.plan)}, {summary(candidate)}"
         return {"words": name, "plan": candidate.plan.as_dict(), "train": cut}
 
     plans = [as_dict(each.candidate) for each in outcomes]

@@ -1,10 +1,14 @@
-"""Floors: seconds and bytes that no plan of a shape, or no such candidate, can go below.
+"""Lower bounds of the time and memory of plans, computed without a simulation.
 
-A floor leaves things out, and puts nothing in. In time, the kernels of a rank's passes follow one another, what a
-layer's slices exchange is waited for at once, the messages of a ring follow one another, and before a pipeline's rank
-has its first microbatch, and after it has handed back its last, the stages before it work. What the ranks of an axis
-exchange takes turns. Left out is all else that may run beside that. `StepFloors` counts more of a step's time,
-`WayFloors` a part of that for all ways to share the model at once, and `MemoryFloors` says what is counted of memory.
+The search simulates only plans whose lower bound is below the best step time so far. A bound leaves costs out and adds
+none. Each module counts more and costs more; the search uses the cheapest first:
+
+- `layers`: seconds and bytes of the layers on one microbatch. The kernels of a rank's passes follow one another.
+- `pipelines`: which layers each stage has, and the fill and drain times of a pipeline.
+- `communication`: gathers and reductions of data-parallel ranks. Collectives over one axis follow one another.
+- `step`: `OptionBounds`, for all sharding options of one pipeline at once, and `StepBounds`, for one plan.
+- `schedule_order` and `passes`: the earliest times of all passes in the order of a schedule.
+- `memory`: bytes on the fullest device.
 """
 
 from __future__ import annotations
@@ -15,22 +19,22 @@ from typing import NamedTuple
 import numpy as np
 
 from shardlab.planner.bounds.communication import StepTraffic
-from shardlab.planner.bounds.layers import Array, LayerFloors, Places, ShapeLayers
-from shardlab.planner.bounds.memory import SURE, MemoryFloors
+from shardlab.planner.bounds.layers import Array, LayerBounds, Places, ShapeLayers
+from shardlab.planner.bounds.memory import SURE, MemoryBounds
 from shardlab.planner.bounds.passes import TimedPasses
 from shardlab.planner.bounds.pipelines import Pipelines, PlacedEnds, StageMessages
-from shardlab.planner.bounds.step import PipelineFloors, SharingFloors, SharingTable, StepFloors, WayFloors
+from shardlab.planner.bounds.step import OptionBounds, PipelineBounds, SharingBounds, SharingTable, StepBounds
 from shardlab.planner.problem import Candidate, PlanShape, Problem
 from shardlab.strategies.plan.plan import Plan
 
 
-class ShapeFloor(NamedTuple):
-    """Floors of all candidates of a shape.
+class ShapeBound(NamedTuple):
+    """Lower bounds of all candidates of a shape.
 
     Attributes:
         passes, sharing: seconds of passes, and of communication among data-parallel ranks.
         seconds: of the step: of these the longer one, and what follows the passes.
-        bytes: of the fullest device (inf: there is no way to share the model).
+        bytes: of the fullest device (inf: there is no sharding option).
     """
 
     passes: float
@@ -39,12 +43,13 @@ class ShapeFloor(NamedTuple):
     bytes: float
 
 
-class WaysToShare(NamedTuple):
-    """The ways to share the model.
+class ShardingOptions(NamedTuple):
+    """The sharding options.
 
     Attributes:
-        plans: one that shares it so, of each way.
-        sharing, after: seconds of communication, and of that and the update after all passes, at least: (ways,) each.
+        plans: one that shares it so, of each option.
+        sharing, after: seconds of communication, and of that and the update after all passes, at least: (options,)
+            each.
     """
 
     plans: list[Plan]
@@ -52,29 +57,29 @@ class WaysToShare(NamedTuple):
     after: Array
 
     def seconds(self, passes: float) -> Array:
-        """Seconds of a step of each way at least, if its passes take so many."""
+        """Seconds of a step of each option at least, if its passes take so many."""
         return np.maximum(self.sharing, passes + self.after)
 
 
-class Floors:
-    """Floors of a problem's shapes and candidates, each worked out once."""
+class LowerBounds:
+    """Lower bounds of a problem's shapes and candidates, each worked out once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._layers, self._pipelines = ShapeLayers(problem), Pipelines(problem)
-        self.memory = MemoryFloors(self._layers, self._pipelines)
-        self.pipelines = PipelineFloors(self._layers, self._pipelines)
+        self.memory = MemoryBounds(self._layers, self._pipelines)
+        self.pipelines = PipelineBounds(self._layers, self._pipelines)
         traffic, ends = StepTraffic(self._layers), PlacedEnds(self._layers, self._pipelines)
-        self.sharing = SharingFloors(self._layers, self.memory, traffic)
+        self.sharing = SharingBounds(self._layers, self.memory, traffic)
         messages = StageMessages(self._layers)
         self.timed = TimedPasses(self._layers, self._pipelines, traffic, ends, messages)
-        self.steps = StepFloors(self._layers, self._pipelines, self.timed, traffic, ends)
-        self._shared: dict[tuple[SharingTable, int], WaysToShare] = {}
-        self._ways = WayFloors(self._layers, self._pipelines, ends, messages)
+        self.steps = StepBounds(self._layers, self._pipelines, self.timed, traffic, ends)
+        self._shared: dict[tuple[SharingTable, int], ShardingOptions] = {}
+        self._options = OptionBounds(self._layers, self._pipelines, ends, messages)
 
-    def passes(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> LayerFloors:
+    def passes(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> LayerBounds:
         """Seconds and bytes of the shape's layers, if so much is computed again."""
-        return self._layers.floors(shape, recompute)
+        return self._layers.bounds(shape, recompute)
 
     def each(self, shape: PlanShape) -> int:
         """Microbatches of each data-parallel rank."""
@@ -84,36 +89,39 @@ class Floors:
         """Whether a plan's schedule can be followed with as many microbatches as there are."""
         return self._pipelines.follows(shape, plan)
 
-    def of_shape(self, shape: PlanShape) -> ShapeFloor:
+    def of_shape(self, shape: PlanShape) -> ShapeBound:
         """What no candidate of a shape goes below, however the model is shared."""
         table, passes = self.sharing.of(shape), self.passes_of(shape)
         bytes = self.memory.reserved(table.bytes(self.memory.kept_of_shape(shape)))
-        ways, fits = self.ways(shape), bytes <= self.problem.room
-        sharing, seconds = ways.sharing[fits], ways.seconds(passes)[fits]
-        return ShapeFloor(passes, *(float(each.min(initial=inf)) for each in (sharing, seconds, bytes)))
+        options, fits = self.options(shape), bytes <= self.problem.room
+        sharing, seconds = options.sharing[fits], options.seconds(passes)[fits]
+        return ShapeBound(passes, *(float(each.min(initial=inf)) for each in (sharing, seconds, bytes)))
 
     def filled(self, shape: PlanShape) -> float:
-        """Bytes by which the smallest plans of shapes are compared, and no floor: of the fullest device, and once more
-        of activations, with as many microbatches under way as there are pipeline ranks."""
+        """Return bytes by which the smallest plans of shapes are compared (no lower bound).
+
+        Sum of the fullest device's bytes and of the activations of as many microbatches as there are pipeline ranks.
+        """
         kept = self.memory.kept_of_shape(shape) * shape.mesh.pp
         return float(self.memory.reserved(self.sharing.of(shape).bytes(kept) + kept).min(initial=inf))
 
-    def ways(self, shape: PlanShape) -> WaysToShare:
-        """Every way to share the model on a shape's mesh."""
+    def options(self, shape: PlanShape) -> ShardingOptions:
+        """Every sharding option on a shape's mesh."""
         table, each = self.sharing.of(shape), self._pipelines.each(shape)
         if (table, each) not in self._shared:
-            self._shared[table, each] = WaysToShare(list(table.ways.values()), table.seconds(each), SURE * table.after)
+            plans = list(table.options.values())
+            self._shared[table, each] = ShardingOptions(plans, table.seconds(each), SURE * table.after)
         return self._shared[table, each]
 
     def least(self, shape: PlanShape, passes: Array) -> Array:
         """Seconds of a step at least, for each of several seconds of passes, however the model is shared so that it may
         fit."""
-        table, ways = self.sharing.of(shape), self.ways(shape)
+        table, options = self.sharing.of(shape), self.options(shape)
         fits = self.memory.reserved(table.bytes(self.memory.kept_of_shape(shape))) <= self.problem.room
-        return np.maximum(ways.sharing[fits], passes[:, None] + ways.after[fits]).min(axis=1)
+        return np.maximum(options.sharing[fits], passes[:, None] + options.after[fits]).min(axis=1)
 
-    def bytes_of_ways(self, shape: PlanShape, plan: Plan) -> Array:
-        """Bytes below which no candidate with this pipeline is that shares the model in a way, in the order of `ways`;
+    def bytes_of_options(self, shape: PlanShape, plan: Plan) -> Array:
+        """Bytes below which no candidate with this pipeline is with a sharding option, in the order of `options`;
         what is gathered is left out, and the gradients of a pass itself."""
         mean = self.passes(shape).weights[-1] / shape.mesh.pp
         ranks = self.memory.kept_of_ranks(shape, plan)
@@ -129,14 +137,14 @@ class Floors:
             seconds += shape.share * (again.backward[-1] - passes.backward[-1])
         return SURE * self._pipelines.each(shape) * seconds / shape.mesh.pp
 
-    def seconds_of_ways(self, shape: PlanShape, plan: Plan, ways: Places) -> Array:
-        """Seconds below which no candidate with this pipeline is that shares the model in one of some ways: (ways,).
+    def seconds_of_options(self, shape: PlanShape, plan: Plan, options: Places) -> Array:
+        """Seconds below which no candidate with this pipeline is that has one of some sharding options: (options,).
 
         Args:
             shape, plan: the pipeline.
-            ways: places of some, in the order of `ways`.
+            options: places of some, in the order of `options`.
         """
-        return self._ways.of(shape, plan, self.sharing.of(shape), ways)
+        return self._options.of(shape, plan, self.sharing.of(shape), options)
 
     def seconds(self, shape: PlanShape, candidate: Candidate) -> float:
         """Seconds below which a candidate is not."""

@@ -1,6 +1,8 @@
-"""Floors of what the ranks that see different tokens exchange: gathered weights and reduced gradients, in seconds.
+"""Lower bounds of the communication of data-parallel ranks: gathered weights and reduced gradients, in seconds.
 
-Collectives of one axis take turns. So together they are a floor of a step, whatever runs beside them.
+Collectives over one axis follow one another, so their sum is a lower bound of the step time, whatever runs beside them.
+The parts: the collectives of one plan (`gathered`, `reduced`), the traffic of all sharding options (`OptionTraffic`),
+the reductions at the end of a step (`reduced_at`), and passes while weights are gathered (`gathering_passes`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from shardlab.language import Kind, OpKind
-from shardlab.planner.bounds.layers import Array, LayerFloors, Places, ShapeLayers, between
+from shardlab.planner.bounds.layers import Array, LayerBounds, Places, ShapeLayers, between
 from shardlab.planner.bounds.memory import shards
 from shardlab.planner.bounds.pipelines import StageEnds, StageSums
 from shardlab.planner.bounds.schedule_order import LaidOrder
@@ -42,20 +44,20 @@ class StepTraffic:
         self._layers = layers
         self._known: dict[Hashable, Array] = {}
 
-    def sums(self, shape: PlanShape, candidate: Candidate, floors: LayerFloors, on: Collective) -> Array:
+    def sums(self, shape: PlanShape, candidate: Candidate, bounds: LayerBounds, on: Collective) -> Array:
         """Seconds of a collective on each layer's weight, as sums up to each layer."""
         mesh = candidate.plan.mesh
-        key = id(floors.weights), on, mesh
+        key = id(bounds.weights), on, mesh
         if key not in self._known:
             model, prices, group = (
                 blocks_of(self.problem, shape).layers,
                 self._layers.prices(candidate),
                 mesh.group(0, on.axis),
             )
-            layers, of_layers = floors.kinds
+            layers, of_layers = bounds.kinds
             seconds = np.zeros(len(layers))
             for place, layer in enumerate(layers.tolist()):
-                bytes = on.bytes * between(floors.weights, range(layer, layer + 1))
+                bytes = on.bytes * between(bounds.weights, range(layer, layer + 1))
                 apart = not bytes or on.axis in model.cut_axes(layer)  # experts are not on all of the axis's ranks
                 seconds[place] = 0.0 if apart else prices.collective_time(on.kind, bytes, group)
             self._known[key] = np.concatenate([[0.0], np.cumsum(seconds[of_layers])])
@@ -103,15 +105,12 @@ def reduced(candidate: Candidate, *, often: bool) -> Iterator[Collective]:
         bytes /= sizes[axis] if scatters else 1
 
 
-# What every way to share a model exchanges over the axes of its mesh.
-
-
 RESHARDS: tuple[Reshard, ...] = get_args(Reshard)
 """When gathered weights are let go of."""
 
 
 class StageTraffic(NamedTuple):
-    """Seconds of what the ways to share a model exchange on a pipeline's stages and ranks.
+    """Seconds of what the sharding options exchange on a pipeline's stages and ranks.
 
     Attributes:
         gathers: over each axis that has any: (axes, gatherings, stages).
@@ -128,8 +127,8 @@ class StageTraffic(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class WayTraffic:
-    """What each way to share a model exchanges; the collectives of a gathering or a reduction are told by their rows.
+class OptionTraffic:
+    """What each sharding option exchanges; the collectives of a gathering or a reduction are told by their rows.
 
     Attributes:
         sums: seconds of each collective on the layers' weights, as sums up to each layer, and of none in the last row:
@@ -138,7 +137,7 @@ class WayTraffic:
         ahead: over the first axis: (gatherings,).
         often, once: reductions over each axis at every microbatch, and once a step before all passes have ended:
             (axes, reductions) each.
-        gathering, reshard, reduction: of each way, by their places: (ways,) each.
+        gathering, reshard, reduction: of each option, by their places: (options,) each.
     """
 
     sums: Array
@@ -152,7 +151,7 @@ class WayTraffic:
 
     @property
     def totals(self) -> tuple[Array, Array]:
-        """Seconds of what each way exchanges once, and of what it exchanges at every microbatch: (axes, ways) each."""
+        """Seconds of communication of each option, once a step and once a microbatch: (axes, options) each."""
         all = self.sums[:, -1]
         once = all[self.gathers][:, self.gathering] + all[self.once][:, self.reduction]
         return once, all[self.often][:, self.reduction]
@@ -168,16 +167,16 @@ class WayTraffic:
 
 def exchanged(
     layers: ShapeLayers, traffic: StepTraffic, shape: PlanShape, candidates: Sequence[Candidate]
-) -> WayTraffic:
-    """List what some ways to share a model exchange.
+) -> OptionTraffic:
+    """List what some sharding options exchange.
 
     Args:
         layers: of the problem's shapes.
         traffic: what collectives on their weights take.
-        shape: whose ways they are.
-        candidates: one that shares it so, of each way.
+        shape: whose options they are.
+        candidates: one that shares it so, of each option.
     """
-    floors = layers.floors(shape)
+    bounds = layers.bounds(shape)
     gathers = [tuple(gathered(each)) for each in candidates]
     often = [tuple(reduced(each, often=True)) for each in candidates]
     once = [tuple(reduced(each, often=False)) if each.plan.reduce_at != "step" else () for each in candidates]
@@ -188,30 +187,30 @@ def exchanged(
     rows: dict[Hashable, int] = {}
     sums: list[Array] = []
 
-    def row(way: int, on: Collective) -> int:
-        key = meshes[way], on
+    def row(option: int, on: Collective) -> int:
+        key = meshes[option], on
         if key not in rows:
             rows[key] = len(sums)
-            sums.append(traffic.sums(shape, candidates[way], floors, on))
+            sums.append(traffic.sums(shape, candidates[option], bounds, on))
         return rows[key]
 
-    def of_axes(ways: Sequence[int], collectives: Sequence[tuple[Collective, ...]]) -> Places:
-        """Rows of the collectives over each axis; the last one where there are none: (axes, ways)."""
-        found = np.full((len(axes), len(ways)), -1)
-        for place, way in enumerate(ways):
-            for on in collectives[way]:
-                found[axes.index(on.axis), place] = row(way, on)
+    def of_axes(options: Sequence[int], collectives: Sequence[tuple[Collective, ...]]) -> Places:
+        """Rows of the collectives over each axis; the last one where there are none: (axes, options)."""
+        found = np.full((len(axes), len(options)), -1)
+        for place, option in enumerate(options):
+            for on in collectives[option]:
+                found[axes.index(on.axis), place] = row(option, on)
         return found
 
-    return WayTraffic(
+    return OptionTraffic(
         gathers=of_axes(gatherings, gathers),
-        ahead=np.array([row(way, gathers[way][0]) if gathers[way] else -1 for way in gatherings], np.intp),
+        ahead=np.array([row(option, gathers[option][0]) if gathers[option] else -1 for option in gatherings], np.intp),
         often=of_axes(reductions, often),
         once=of_axes(reductions, once),
         gathering=gathering,
         reshard=np.array([RESHARDS.index(each.plan.reshard_after) for each in candidates], np.intp),
         reduction=reduction,
-        sums=np.array([*sums, np.zeros(len(floors.weights))]),
+        sums=np.array([*sums, np.zeros(len(bounds.weights))]),
     )
 
 
@@ -220,9 +219,6 @@ def _distinct(keys: Sequence[Hashable]) -> tuple[list[int], Places]:
     first = dict[Hashable, tuple[int, int]]()
     found = [first.setdefault(key, (len(first), place))[0] for place, key in enumerate(keys)]
     return [place for _, place in first.values()], np.array(found, np.intp)
-
-
-# How long the reductions of a step's gradients take at least: over one axis in turn, beside passes or after them.
 
 
 class Spent(NamedTuple):
@@ -297,9 +293,6 @@ def _least(axes: Sequence[Array], weights: Array) -> float:
     return float(np.diff(np.sum(axes, axis=0))[np.diff(weights) > 0].min()) if axes else 0.0
 
 
-# Passes while weights are gathered for them: how long they take, and how long the gathers of each rank.
-
-
 class GatheringPasses(NamedTuple):
     """Seconds of each kind of pass on each stage, when weights are gathered.
 
@@ -315,7 +308,7 @@ class GatheringPasses(NamedTuple):
 
 
 def gathering_passes(
-    floors: LayerFloors, stages: StageEnds, plain: Array, ahead: StageSums, awaited: StageSums
+    bounds: LayerBounds, stages: StageEnds, plain: Array, ahead: StageSums, awaited: StageSums
 ) -> GatheringPasses:
     """Time passes while weights are gathered.
 
@@ -323,12 +316,12 @@ def gathering_passes(
     with which a pass begins may be there already, if the pass before was on the same stage.
 
     Args:
-        floors: of the layers.
+        lower bounds: of the layers.
         stages: where they are.
         plain: seconds of each kind of pass without gathers: (kinds, stages).
         ahead, awaited: seconds of gathers over the first axis and over others.
     """
-    forward, backward, inputs, _ = floors.passes
+    forward, backward, inputs, _ = bounds.passes
     again = np.array(np.broadcast_to(plain, (*ahead.all.shape[:-1], *plain.shape)))
     opening = again.copy()
     for kind, layer in ((0, forward[stages.last]), (1, backward[stages.first]), (2, inputs[stages.first])):
@@ -341,7 +334,7 @@ def gathering_passes(
 
 
 def while_gathering(
-    plan: Plan, order: LaidOrder, plain: Array, stages: StageEnds, floors: LayerFloors, gathers: Sequence[Array]
+    plan: Plan, order: LaidOrder, plain: Array, stages: StageEnds, bounds: LayerBounds, gathers: Sequence[Array]
 ) -> tuple[Array, Array]:
     """Seconds of each pass when weights are gathered, and of each kind of pass on each stage that always gathers
     them: (passes,) and (kinds, stages).
@@ -351,11 +344,11 @@ def while_gathering(
         order: of the passes.
         plain: seconds of each kind of pass without gathers: (kinds, stages).
         stages: where they are.
-        floors: of their layers.
+        lower bounds: of their layers.
         gathers: seconds of gathers over each axis, as sums up to each layer.
     """
     ahead, awaited = gathers[0], np.sum(gathers[1:], axis=0) if gathers[1:] else np.zeros(len(gathers[0]))
-    again, opening, begins = gathering_passes(floors, stages, plain, stages.sums(ahead), stages.sums(awaited))
+    again, opening, begins = gathering_passes(bounds, stages, plain, stages.sums(ahead), stages.sums(awaited))
     seconds = plain[order.kind, order.stage]
     if plan.reshard_after != "step":
         if plan.reshard_after == "layer":

@@ -1,4 +1,7 @@
-"""Seconds and bytes of a shape's layers on one microbatch, priced without a trace."""
+"""Seconds and bytes of the layers of a plan shape on one microbatch, priced without a trace.
+
+`ShapeLayers` has the sums over layers that all other bounds use; `LayerPrices` prices the kernels of a layer.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from shardlab.common.errors import UserError
 from shardlab.language import Group, Kind, OpKind, Sizes
 from shardlab.language.mesh import group_of
 from shardlab.models import CutModel, Model, MoE
-from shardlab.planner.problem import Candidate, PlanShape, Problem, alike_blocks, blocks_of
+from shardlab.planner.problem import Candidate, PlanShape, Problem, blocks_of, identical_blocks
 from shardlab.simulate.predict.prices import ClusterPrices, backward_input
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.rank_plan import Completion, Keeps, LayerPlan, model_layers
@@ -24,7 +27,7 @@ from shardlab.strategies.plan.resolve import resolve
 
 
 class SumArrays(NamedTuple):
-    """Sums of `LayerFloors`: (layers + 1,) each."""
+    """Sums of `LayerBounds`: (layers + 1,) each."""
 
     forward: Array
     backward: Array
@@ -36,7 +39,7 @@ class SumArrays(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LayerFloors:
+class LayerBounds:
     """Seconds of a shape's layers on one microbatch, and bytes that they keep of it; lists are sums up to each layer.
 
     Attributes:
@@ -89,16 +92,16 @@ class LayerFloors:
 
 
 class ShapeLayers:
-    """Floors of the layers of a problem's shapes, each worked out once."""
+    """Lower bounds of the layers of a problem's shapes, each worked out once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._floors: dict[Any, LayerFloors] = {}
+        self._bounds: dict[Any, LayerBounds] = {}
         self._kernels: dict[Any, Any] = {}
         self._of_one: dict[Any, tuple[Sizes, Mapping[int, LayerPlan]]] = {}
         self._priced: dict[Any, ClusterPrices] = {}
 
-    def floors(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> LayerFloors:
+    def bounds(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> LayerBounds:
         """Seconds and bytes of the shape's layers, if so much is computed again."""
         mesh = shape.mesh
         key = (
@@ -106,26 +109,26 @@ class ShapeLayers:
             (shape.sequence_parallel, shape.recompute == "selective", recompute, shape.context, shape.ulysses_degree),
             shape.stripes,
         )
-        if key not in self._floors:
+        if key not in self._bounds:
             if isinstance(recompute, tuple):
-                self._floors[key] = self._some(shape, recompute)
+                self._bounds[key] = self._some(shape, recompute)
             else:
-                self._floors[key] = self._of_layers(shape, recompute)
-        return self._floors[key]
+                self._bounds[key] = self._of_layers(shape, recompute)
+        return self._bounds[key]
 
     def prices(self, candidate: Candidate) -> ClusterPrices:
         """Prices of a candidate's ops, whatever its layers are."""
         key = (candidate.plan.mesh, candidate.precision.name)
         if key not in self._priced:
-            blocks = alike_blocks(self.problem.model, candidate.plan.mesh)
+            blocks = identical_blocks(self.problem.model, candidate.plan.mesh)
             assert blocks is not None, "candidates are of models that divide"
             short = replace(self.problem, model=blocks.whole)
             self._priced[key] = short.workload(candidate).prices
         return self._priced[key]
 
-    def _some(self, shape: PlanShape, recompute: tuple[int, ...]) -> LayerFloors:
-        """Floors of the shape's layers, if the blocks with these numbers are computed again."""
-        layers, none, full = blocks_of(self.problem, shape).layers, self.floors(shape), self.floors(shape, "full")
+    def _some(self, shape: PlanShape, recompute: tuple[int, ...]) -> LayerBounds:
+        """Lower bounds of the shape's layers, if the blocks with these numbers are computed again."""
+        layers, none, full = blocks_of(self.problem, shape).layers, self.bounds(shape), self.bounds(shape, "full")
         blocks = tuple(layers.recomputable[block] for block in recompute)
         again = np.zeros(len(layers.layers), bool)
         again[[layer for block in blocks for layer in block]] = True
@@ -139,7 +142,7 @@ class ShapeLayers:
         )
         return replace(none, backward=backward, inputs=inputs, kept=kept, again=blocks, least_again=full.least_again)
 
-    def _of_layers(self, shape: PlanShape, recompute: str) -> LayerFloors:
+    def _of_layers(self, shape: PlanShape, recompute: str) -> LayerBounds:
         """What resolving a plan of one pipeline stage says of each layer, priced."""
         mesh, blocks = replace(shape.mesh, pp=1, dp_shard=1), blocks_of(self.problem, shape)
         model = blocks.short
@@ -171,7 +174,7 @@ class ShapeLayers:
         given = [pricing.given(sizes, layer) for layer in range(model.layers)]
         given.append(pricing.given(kept_sizes, model.layers))
         again = tuple(blocks.layers.recomputable) if recompute == "full" else ()
-        return LayerFloors(
+        return LayerBounds(
             *(_sums(blocks.all(each)) for each in (seconds, backward, inputs, halves, kept)),
             whole=whole,
             halved=_sums(blocks.all(halved)),
@@ -220,9 +223,6 @@ def _like(values: list[Any]) -> list[int]:
 def between(sums: list[float], layers: range) -> float:
     """What consecutive layers add to a sum."""
     return sums[layers.stop] - sums[layers.start]
-
-
-# Seconds and bytes of a shape's layers on one microbatch, from their kernels.
 
 
 PASSES = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
@@ -422,8 +422,6 @@ class LayerPrices:
         return elements * self.sizes.element_bytes[kind] / (self.slices(layer) * self.mesh.cp)
 
 
-# Arrays that the planner computes with: numbers, and places in other arrays.
-
-
 Array = NDArray[np.float64]
+
 Places = NDArray[np.intp]

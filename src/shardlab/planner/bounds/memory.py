@@ -1,7 +1,8 @@
-"""Floors of memory: bytes that a candidate's fullest device is sure to hold.
+"""Lower bounds of memory: bytes that the fullest device of a plan holds at some time.
 
-Counted is what the strategy that follows plans holds when a backward pass begins and activations are kept of most
-microbatches: these, the rank's own slices, gathered weights, and gradients on their way.
+`MemoryBounds` counts the state at the start of a backward pass when activations of most microbatches are kept: these,
+the rank's slices of the model state, gathered weights, and gradients in flight. `PassHolds` has the bytes during one
+backward pass of a stage, and `Sharing` the share of the model state that each rank stores.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from math import inf, prod
 from typing import Literal, NamedTuple, TypeVar
 
 from shardlab.language import Kind, OpKind
-from shardlab.planner.bounds.layers import Array, LayerFloors, ShapeLayers, between
+from shardlab.planner.bounds.layers import Array, LayerBounds, ShapeLayers, between
 from shardlab.planner.bounds.pipelines import Pipelines
 from shardlab.planner.bounds.schedule_order import Moment, Part, RankOrder
 from shardlab.planner.problem import Candidate, PlanShape, blocks_of
@@ -27,7 +28,7 @@ from shardlab.strategies.plan.sharding import mark_kept_weights, weight_visits
 from shardlab.strategies.schedules.steps import Steps
 
 SURE = 1 - 1e-9
-"""Floors are multiplied by this, since sums of numbers depend on their order."""
+"""Lower bounds are multiplied by this, since sums of numbers depend on their order."""
 
 Amount = TypeVar("Amount", float, Array)
 
@@ -55,8 +56,8 @@ class KeptOfRanks(NamedTuple):
     weights: Array
 
 
-class MemoryFloors:
-    """Floors of memory of a problem's shapes, pipelines and candidates; in bytes, with all that the recipe adds."""
+class MemoryBounds:
+    """Lower bounds of the memory of shapes, pipelines and candidates, in bytes, with what the recipe adds."""
 
     def __init__(self, layers: ShapeLayers, pipelines: Pipelines) -> None:
         self.problem = layers.problem
@@ -69,13 +70,13 @@ class MemoryFloors:
     def kept_of_shape(self, shape: PlanShape) -> float:
         """Bytes that the mean rank keeps at least of the first microbatch, when it has passed all of its stages."""
         word = shape.recompute
-        floors = self._layers.floors(shape, word if word in ("none", "selective") else "full")
-        return (floors.kept[-1] + (floors.logits if shape.mesh.pp == 1 else 0.0)) / shape.mesh.pp
+        bounds = self._layers.bounds(shape, word if word in ("none", "selective") else "full")
+        return (bounds.kept[-1] + (bounds.logits if shape.mesh.pp == 1 else 0.0)) / shape.mesh.pp
 
     def kept_of_ranks(self, shape: PlanShape, plan: Plan) -> KeptOfRanks:
         """What pipeline ranks keep of microbatches."""
-        floors, placed = self._layers.floors(shape, plan.recompute), self._pipelines.placed(shape, plan)
-        sums = floors.arrays.kept, floors.arrays.halved, floors.arrays.weights
+        bounds, placed = self._layers.bounds(shape, plan.recompute), self._pipelines.placed(shape, plan)
+        sums = bounds.arrays.kept, bounds.arrays.halved, bounds.arrays.weights
         kept, halved, weights = (each[placed.stop] - each[placed.start] for each in sums)
         counts = self._pipelines.kept(shape, plan)
         bytes = counts.flights @ kept + counts.halves @ halved
@@ -124,24 +125,24 @@ class MemoryFloors:
 
     def _of_ranks(self, shape: PlanShape, plan: Plan, sharing: Sharing) -> Iterator[tuple[float, float]]:
         """Bytes of tensors that pipeline ranks hold at least, and elements of their weights."""
-        floors, numbers, passes = self._layers.floors(shape, plan.recompute), self.bytes_of(shape), sharing.passes
+        bounds, numbers, passes = self._layers.bounds(shape, plan.recompute), self.bytes_of(shape), sharing.passes
         state = numbers.weight / sharing.parameters + numbers.optimizer / sharing.optimizer
         ranges: list[range] = []
         for order in self._pipelines.orders(shape, plan):
-            key = id(floors), id(order), numbers, passes
+            key = id(bounds), id(order), numbers, passes
             if key not in self._most:
                 ranges = ranges or self._pipelines.stages(shape, plan)
                 stages = [ranges[stage] for stage in order.stages]
-                self._most[key] = self._at_most(shape, floors, order, stages, passes)
+                self._most[key] = self._at_most(shape, bounds, order, stages, passes)
             most, weights = self._most[key]
             yield SURE * (weights * state + max(most, weights * numbers.gradient / sharing.late)), weights
 
     def _at_most(
-        self, shape: PlanShape, floors: LayerFloors, order: RankOrder, stages: list[range], sharing: Sharing
+        self, shape: PlanShape, bounds: LayerBounds, order: RankOrder, stages: list[range], sharing: Sharing
     ) -> tuple[float, float]:
         """Bytes that a rank holds beside its own slices of weights and state, and elements of its weights."""
-        kept, halved = ([between(sums, stage) for stage in stages] for sums in (floors.kept, floors.halved))
-        weights = [between(floors.weights, stage) for stage in stages]
+        kept, halved = ([between(sums, stage) for stage in stages] for sums in (bounds.kept, bounds.halved))
+        weights = [between(bounds.weights, stage) for stage in stages]
         weight, gradient, _ = self.bytes_of(shape)
         most = 0.0
         for moment in order.moments:
@@ -156,20 +157,17 @@ class MemoryFloors:
             if sharing.reshard == "step":  # those of other stages, which are used again
                 others = [all for stage, all in enumerate(weights) if moment.flight[stage] and stage != moment.stage]
                 held += weight * sum(others)
-            most = max(most, held + self._crest(shape, floors, stages[moment.stage], how))
+            most = max(most, held + self._crest(shape, bounds, stages[moment.stage], how))
         return most, sum(weights)
 
-    def _crest(self, shape: PlanShape, floors: LayerFloors, stage: range, held: PassHolds) -> float:
+    def _crest(self, shape: PlanShape, bounds: LayerBounds, stage: range, held: PassHolds) -> float:
         """The most that is held of a stage, and of this microbatch, during its backward pass."""
-        key = id(floors), stage, held
+        key = id(bounds), stage, held
         if key not in self._crests:
             if key[:2] not in self._holds:
-                self._holds[key[:2]] = pass_holds(floors, blocks_of(self.problem, shape).layers, stage)
+                self._holds[key[:2]] = pass_holds(bounds, blocks_of(self.problem, shape).layers, stage)
             self._crests[key] = max(held.bytes(layer) for layer in self._holds[key[:2]])
         return self._crests[key]
-
-
-# What a rank holds during a backward pass of a stage: activations, gathered weights, gradients on their way.
 
 
 Gathers = Literal["", "layers", "left"]
@@ -223,33 +221,33 @@ class PassHolds:
         return layer.kept[self.part] + gathered * self.weight_bytes + gradients
 
 
-def pass_holds(floors: LayerFloors, model: ModelLayers, stage: range) -> list[LayerHolds]:
+def pass_holds(bounds: LayerBounds, model: ModelLayers, stage: range) -> list[LayerHolds]:
     """List what a rank holds during the backward pass of each of a stage's layers, the last layer first.
 
     Where the stage ends the model, the entry before them is of the loss.
     """
-    elements = {layer: between(floors.weights, range(layer, layer + 1)) for layer in stage}
+    elements = {layer: between(bounds.weights, range(layer, layer + 1)) for layer in stage}
     order = [layer for layer in reversed(stage) if elements[layer]]
     gathered, moving = _gathered(model, order, elements), _moving(model, order, elements)
     nothing, all = (0.0, 0.0), sum(elements.values())
     found: list[LayerHolds] = []
     if stage.stop == len(model.layers):
-        kept = between(floors.kept, stage) + floors.logits
+        kept = between(bounds.kept, stage) + bounds.logits
         none: dict[Gradients, float] = {"": 0.0, "new": 0.0, "moving": 0.0, "ending": all}
         found.append(
             LayerHolds({"whole": kept, "input": kept, "weight": 0.0}, *gathered.get(stage[-1], nothing), all, none)
         )
-    again = {layer: run.start for run in floors.again for layer in run}
+    again = {layer: run.start for run in bounds.again for layer in run}
     for layer in reversed(stage):
         first = max(again.get(layer, layer + 1), stage.start)
-        kept = between(floors.kept, range(stage.start, first)) + between(floors.whole, range(first, layer + 1))
-        halved = between(floors.halved, range(stage.start, layer + 1))
+        kept = between(bounds.kept, range(stage.start, first)) + between(bounds.whole, range(first, layer + 1))
+        halved = between(bounds.halved, range(stage.start, layer + 1))
         parts: dict[Part, float] = {
             "whole": kept,
-            "input": kept + between(floors.halved, range(layer + 1, stage.stop)),
+            "input": kept + between(bounds.halved, range(layer + 1, stage.stop)),
             "weight": halved,
         }
-        rest = between(floors.weights, range(stage.start, layer))
+        rest = between(bounds.weights, range(stage.start, layer))
         reduced = moving.get(layer, 0.0)
         gradients: dict[Gradients, float] = {
             "": 0.0,
@@ -291,9 +289,6 @@ def _moving(model: ModelLayers, order: Sequence[int], elements: dict[int, float]
             in_flight.popleft()
         in_flight.append(elements[layer])
     return found
-
-
-# Sharings: how the ranks that see different tokens share a model, and what a backward pass then holds of it.
 
 
 @dataclass(frozen=True)

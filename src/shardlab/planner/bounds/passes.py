@@ -1,4 +1,9 @@
-"""When the ranks of a pipeline have done their passes at the earliest, however weights are gathered."""
+"""Earliest times of the passes of a pipeline, with messages, gathers of weights and sums of gradients.
+
+`earliest_passes` needs only the number of passes of each stage. `TimedPasses` follows the order of the schedule: a pass
+waits for its inputs, for the message that brings them, and for weights that are gathered meanwhile. It times as many
+microbatches as a forecast simulates, and adds the work of the rest.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from shardlab.planner.bounds.communication import (
     reduced,
     while_gathering,
 )
-from shardlab.planner.bounds.layers import Array, LayerFloors, ShapeLayers
+from shardlab.planner.bounds.layers import Array, LayerBounds, ShapeLayers
 from shardlab.planner.bounds.pipelines import (
     PassCounts,
     Pipelines,
@@ -50,7 +55,7 @@ class EarliestPasses(NamedTuple):
 
 def earliest_passes(
     plan: Plan,
-    floors: LayerFloors,
+    bounds: LayerBounds,
     stages: StageEnds,
     counts: PassCounts,
     more: int,
@@ -61,15 +66,15 @@ def earliest_passes(
 
     Args:
         plan: the pipeline.
-        floors: of its layers.
+        lower bounds: of its layers.
         stages: where they are.
         counts: of passes.
         more: microbatches that are not counted.
         traffic: what is gathered.
         messages: seconds of a message after a forward pass (0) or a backward pass (1) on a stage: (2, stages).
     """
-    plain = np.array([stages.all(sums) for sums in floors.arrays[:4]])
-    again, opening, begins = gathering_passes(floors, stages, plain, traffic.ahead, traffic.awaited)
+    plain = np.array([stages.all(sums) for sums in bounds.arrays[:4]])
+    again, opening, begins = gathering_passes(bounds, stages, plain, traffic.ahead, traffic.awaited)
     placed = stages.placed
     # The first forward pass on a stage gathers all of its weights; no other one on it is earlier
     first = opening[:, 0].copy()
@@ -86,7 +91,7 @@ def earliest_passes(
             passes[:, 0] += opening[:, 0] - plain[0]
         passes[:, 0] += first - opening[:, 0]
     begun = entered[:, -1][:, None]
-    handed_back = floors.arrays.backward[stages.start] + np.cumsum(messages[1])
+    handed_back = bounds.arrays.backward[stages.start] + np.cumsum(messages[1])
     after = handed_back[stages.lowest] if hands_back_last(plan) else 0.0
     handed = np.minimum(plain[1], plain[2]) + messages[1]
     later = handed.sum() - np.cumsum(handed)  # backward passes on the stages after each one
@@ -115,12 +120,6 @@ def _gathers(counts: PassCounts, more: int, gathers: StageSums, placed: Array) -
     kept = visited + (again[0] + more) * gathers.but_head + (again[1] + again[2] + more) * gathers.but_tail
     of = {"layer": kept, "stage": visited, "step": gathers.all}
     return np.stack([of[reshard] @ placed for reshard in RESHARDS], axis=1)
-
-
-# Passes of a pipeline, timed: with messages, gathers of weights, and sums of gradients.
-#
-# A pass waits for what others make, for the message that brings it, and for the weights that are gathered while it
-# runs. As many microbatches are timed as a forecast replays; the ranks' work on the others is added.
 
 
 class Timed(NamedTuple):
@@ -202,14 +201,14 @@ class TimedPasses:
         """A pipeline's passes, whatever is gathered."""
         key = shape, plan.schedule, plan.stages_per_rank, plan.layers_per_stage, plan.recompute
         if key not in self._timed:
-            floors, stages = self._layers.floors(shape, plan.recompute), self._ends.of(shape, plan)
+            bounds, stages = self._layers.bounds(shape, plan.recompute), self._ends.of(shape, plan)
             order, more = self._laid(shape, plan)
-            seconds = np.array([stages.all(sums) for sums in floors.arrays[:4]])
+            seconds = np.array([stages.all(sums) for sums in bounds.arrays[:4]])
             messages = self._messages.of(shape, stages)
             prices = self._layers.prices(shape.candidate)
             adds = np.zeros(len(stages.rank))
             if not prices.adds_in_backward:
-                weights: list[float] = stages.all(floors.arrays.weights).tolist()
+                weights: list[float] = stages.all(bounds.arrays.weights).tolist()
                 adds = np.array([prices.add_seconds(int(elements)) for elements in weights])
             times = _extended(
                 order.times(seconds[order.kind, order.stage], messages, prices.blocking_p2p), more, seconds, stages
@@ -235,16 +234,16 @@ class TimedPasses:
         }
         if not missing:
             return
-        order, floors, pp = timed.order, self._layers.floors(shape, plan.recompute), plan.mesh.pp
-        last = np.minimum(np.diff(floors.arrays.backward), np.diff(floors.arrays.halves))[stages.last]
+        order, bounds, pp = timed.order, self._layers.bounds(shape, plan.recompute), plan.mesh.pp
+        last = np.minimum(np.diff(bounds.arrays.backward), np.diff(bounds.arrays.halves))[stages.last]
         asked: list[Array] = []
         works: list[Array] = []
         gathers: list[dict[str, Array]] = []
         for key, candidate in missing.items():
             seconds, work, found = timed.seconds[order.kind, order.stage], timed.seconds, dict[str, Array]()
             if key.gathers:
-                sums = [self._traffic.sums(shape, candidate, floors, on) for on in key.gathers]
-                seconds, work = while_gathering(candidate.plan, order, timed.seconds, stages, floors, sums)
+                sums = [self._traffic.sums(shape, candidate, bounds, on) for on in key.gathers]
+                seconds, work = while_gathering(candidate.plan, order, timed.seconds, stages, bounds, sums)
                 for on, of_axis in zip(key.gathers, sums, strict=True):
                     found[on.axis] = gathers_of_ranks(candidate.plan, order, timed.more, stages, of_axis)
             if key.adds:

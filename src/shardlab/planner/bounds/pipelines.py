@@ -1,4 +1,8 @@
-"""Pipelines of a problem's shapes: the layers of their stages, where these are, and the orders of their ranks."""
+"""Pipelines of plan shapes: the layers of their stages, the ranks of the stages, and the order of their steps.
+
+`Pipelines` caches this by schedule. `StageEnds` has the first and last layers of stages, `PassCounts` the number of
+passes of each stage, and `StageMessages` the seconds of messages between stages.
+"""
 
 from __future__ import annotations
 
@@ -164,9 +168,6 @@ class Pipelines:
         return self._kept[key]
 
 
-# Where a pipeline's stages begin and end, and what their layers add.
-
-
 class StageSums(NamedTuple):
     """What a pipeline's stages add to sums up to each layer: (..., stages) each.
 
@@ -233,7 +234,7 @@ class PlacedEnds:
         key = id(placed), shape.mesh.tp, shape.mesh.ep
         if key not in self._known:
             model = blocks_of(self._layers.problem, shape).layers
-            weights = self._layers.floors(shape).weights
+            weights = self._layers.bounds(shape).weights
             block = [model.gathered_with(layer) for layer in range(len(weights) - 1)]
             ends: list[list[int]] = []
             for start, stop in zip(placed.start.tolist(), placed.stop.tolist(), strict=True):
@@ -244,9 +245,6 @@ class PlacedEnds:
                 ends.append([first, last, head, tail])
             self._known[key] = StageEnds(placed.start, placed.stop, placed.rank, *np.array(ends, np.intp).T)
         return self._known[key]
-
-
-# How often each stage of a pipeline passes a microbatch, and how often it does so after another stage of its rank.
 
 
 UNSPLIT = ("gpipe", "1f1b", "interleaved-1f1b", "breadth-first")
@@ -298,9 +296,6 @@ def pass_counts(steps: Steps) -> PassCounts:
     return PassCounts(all, visits, begins, ahead, turns)
 
 
-# Seconds of the messages between a pipeline's stages, alone on their links.
-
-
 class StageMessages:
     """Messages between the stages of a problem's pipelines, each priced once."""
 
@@ -320,7 +315,7 @@ class StageMessages:
 
     def _priced(self, shape: PlanShape, stages: StageEnds) -> Array:
         prices, apart = self._layers.prices(shape.candidate), shape.mesh.world // shape.mesh.pp
-        found, given = np.zeros((2, len(stages.rank))), self._layers.floors(shape).given
+        found, given = np.zeros((2, len(stages.rank))), self._layers.bounds(shape).given
         model, least = blocks_of(self._layers.problem, shape).layers, min(each for each in given if each)
         known = self._between.setdefault((shape.mesh, shape.precision.name), {})
         ranks: list[int] = stages.rank.tolist()

@@ -1,7 +1,8 @@
-"""Events of a pipeline's order of work: passes, messages and what is done to send them, each after two others.
+"""Events of a schedule: passes, messages and sends, each of which follows at most two others.
 
-A message begins when its sender and its receiver have come to it; before a rank sends another one to the same rank, it
-waits for the one before.
+A message starts when both its sender and its receiver are ready. Before a rank sends to a peer again, it waits for the
+previous message. `OrderEvents` lists the events of a schedule, and `LaidOrder` computes their times for any seconds of
+passes. `RankOrder` says which microbatches a rank keeps at each time, whatever the layers are.
 """
 
 from __future__ import annotations
@@ -136,12 +137,6 @@ class OrderEvents:
         return True
 
 
-# When the ranks of a pipeline do their passes, if they wait for nothing but messages: their orders of work, timed.
-#
-# An order is laid out once, as events, and timed with the seconds of any plan that follows it. What waits for as much
-# is timed together.
-
-
 KINDS = (Forward, Backward, BackwardInput, BackwardWeight)
 """Kinds of passes, by their place in tables of seconds."""
 
@@ -248,12 +243,8 @@ class LaidOrder:
         return [PassTimes(*(np.ascontiguousarray(of[:, place]) for of in found)) for place in range(len(seconds))]
 
 
-# What the order of a pipeline rank's work says of its memory, whatever its layers are.
-
-
 Part = Literal["whole", "input", "weight"]
 """A backward pass, or a half of one: the gradient of its input, or of its weights."""
-
 
 PARTS: dict[type, Part] = {Backward: "whole", BackwardInput: "input", BackwardWeight: "weight"}
 

@@ -1,9 +1,8 @@
-"""Floors of every way in which data-parallel ranks can share a model, whatever its pipeline's order of work is.
+"""Lower bounds of whole steps, for all sharding options of a pipeline and for single plans.
 
-They are means over pipeline ranks, and so no more than the fullest or slowest rank's. A rank holds its slices, and
-gradients of all its layers when the last backward pass has ended; or what it keeps of the first microbatch when that
-has passed all of its stages, and all gathered weights, if these are freed after their last use. What is gathered is
-gathered once at least, and collectives over an axis take turns.
+`SharingTable` has the memory and communication of all sharding options on a mesh, as means over pipeline ranks; the
+fullest or slowest rank cannot be below the mean. `OptionBounds` combines them with the passes of a pipeline, and
+`StepBounds` bounds one plan with the order of its schedule. `PipelineBounds` bounds all pipelines of a shape at once.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from numpy.typing import NDArray
 
 from shardlab.planner.bounds.communication import (
     Collective,
+    OptionTraffic,
     Spent,
     StageTraffic,
     StepTraffic,
-    WayTraffic,
     exchanged,
     gathered_after,
     reduced,
     reduced_at,
     seconds_in_turn,
 )
-from shardlab.planner.bounds.layers import Array, LayerFloors, Places, ShapeLayers
-from shardlab.planner.bounds.memory import SURE, KeptOfRanks, MemoryFloors, shards
+from shardlab.planner.bounds.layers import Array, LayerBounds, Places, ShapeLayers
+from shardlab.planner.bounds.memory import SURE, KeptOfRanks, MemoryBounds, shards
 from shardlab.planner.bounds.passes import TimedPasses, earliest_passes
 from shardlab.planner.bounds.pipelines import Pipelines, PlacedEnds, StageEnds, StageMessages, hands_back_last
 from shardlab.planner.problem import Candidate, PlanShape, blocks_of
@@ -39,20 +38,21 @@ from shardlab.strategies.schedules.steps import Steps
 
 @dataclass(frozen=True, eq=False)
 class SharingTable:
-    """The ways to share a model on a mesh; seconds and bytes of the mean pipeline rank.
+    """The sharding options on a mesh; seconds and bytes of the mean pipeline rank.
 
     Attributes:
-        ways: each way by its words, in the order of the arrays.
-        state: bytes of slices of weights and of the optimizer's state: (ways,).
-        whole: bytes of weights that are gathered at a time: (ways,).
-        gradients: bytes of gradients when the last backward pass has ended: (ways,).
-        summed: bytes of gradients of some microbatches: (ways,).
-        once, often: seconds of collectives that a step has once, and at every microbatch, by their axis: (axes, ways).
-        after: seconds of what follows these: (ways,).
+        options: each option by its words, in the order of the arrays.
+        state: bytes of slices of weights and of the optimizer's state: (options,).
+        whole: bytes of weights that are gathered at a time: (options,).
+        gradients: bytes of gradients when the last backward pass has ended: (options,).
+        summed: bytes of gradients of some microbatches: (options,).
+        once, often: seconds of collectives that a step has once, and at every microbatch, by their axis: (axes,
+            options).
+        after: seconds of what follows these: (options,).
         traffic: what is exchanged, collective by collective.
     """
 
-    ways: Mapping[Hashable, Plan]
+    options: Mapping[Hashable, Plan]
     state: Array
     whole: Array
     gradients: Array
@@ -60,14 +60,14 @@ class SharingTable:
     once: Array
     often: Array
     after: Array
-    traffic: WayTraffic
+    traffic: OptionTraffic
 
     def bytes(self, kept: float) -> Array:
-        """Bytes of tensors of each way, if so many are kept of a microbatch."""
+        """Bytes of tensors of each option, if so many are kept of a microbatch."""
         return SURE * (self.state + np.maximum(kept + self.whole, self.gradients))
 
     def bytes_of_ranks(self, ranks: KeptOfRanks, mean: float) -> Array:
-        """Bytes of tensors of each way on the fullest of some ranks.
+        """Bytes of tensors of each option on the fullest of some ranks.
 
         Args:
             ranks: what they keep of microbatches.
@@ -78,23 +78,23 @@ class SharingTable:
         return SURE * (weights * self.state + np.maximum(kept, weights * self.gradients)).max(axis=0)
 
     def seconds(self, each: int) -> Array:
-        """Seconds of communication of each way with so many microbatches, and of what follows."""
+        """Seconds of communication of each option with so many microbatches, and of what follows."""
         return SURE * ((self.once + each * self.often).max(axis=0, initial=0.0) + self.after)
 
 
-class SharingFloors:
-    """Floors of sharing on a problem's meshes, each worked out once."""
+class SharingBounds:
+    """Lower bounds of sharing on a problem's meshes, each worked out once."""
 
-    def __init__(self, layers: ShapeLayers, memory: MemoryFloors, traffic: StepTraffic) -> None:
+    def __init__(self, layers: ShapeLayers, memory: MemoryBounds, traffic: StepTraffic) -> None:
         self.problem = layers.problem
         self._layers, self._memory, self._traffic = layers, memory, traffic
         self._known: dict[Hashable, SharingTable] = {}
 
     def of(self, shape: PlanShape) -> SharingTable:
-        """Every way to share the model on a shape's mesh."""
+        """Every sharding option on a shape's mesh."""
         key = shape.mesh, shape.precision.name, shape.recompute == "selective"
         if key not in self._known:
-            plans = {words(plan): plan for plan in sharded(self.problem, shape.candidate.plan)}
+            plans = {sharding_key(plan): plan for plan in sharded(self.problem, shape.candidate.plan)}
             candidates = [Candidate(plan, 1, shape.precision) for plan in plans.values()]
             traffic = exchanged(self._layers, self._traffic, shape, candidates)
             once, often = (seconds / shape.mesh.pp for seconds in traffic.totals)
@@ -105,7 +105,7 @@ class SharingFloors:
         return self._known[key]
 
     def _held(self, shape: PlanShape, plan: Plan) -> tuple[float, float, float, float]:
-        """Bytes of one way: the columns of the table, from `state` to `summed`."""
+        """Bytes of one option: the columns of the table, from `state` to `summed`."""
         weights, numbers = self._weights(shape), self._memory.bytes_of(shape)
         parameters, optimizer = shards(plan, plan.shard_parameters), shards(plan, plan.shard_optimizer)
         gradients = shards(plan, plan.shard_gradients)
@@ -118,11 +118,11 @@ class SharingFloors:
         )
 
     def _after(self, shape: PlanShape, candidate: Candidate) -> float:
-        """Seconds of one way after all else: reductions that wait for all passes, the update, gathers of weights."""
-        floors, plan = self._layers.floors(shape), candidate.plan
+        """Seconds of one option after all else: reductions that wait for all passes, the update, gathers of weights."""
+        bounds, plan = self._layers.bounds(shape), candidate.plan
 
         def took(on: Collective) -> float:
-            return float(self._traffic.sums(shape, candidate, floors, on)[-1]) / shape.mesh.pp
+            return float(self._traffic.sums(shape, candidate, bounds, on)[-1]) / shape.mesh.pp
 
         late = reduced(candidate, often=False) if plan.reduce_at == "step" else ()
         after = max(map(took, late), default=0.0) + sum(map(took, gathered_after(candidate)))
@@ -131,76 +131,66 @@ class SharingFloors:
 
     def _weights(self, shape: PlanShape) -> float:
         """Elements of the mean pipeline rank's weights."""
-        return self._layers.floors(shape).weights[-1] / shape.mesh.pp
+        return self._layers.bounds(shape).weights[-1] / shape.mesh.pp
 
 
-def shared_as(plan: Plan, way: Plan) -> Plan:
+def with_sharding_option(plan: Plan, option: Plan) -> Plan:
     """A plan whose data-parallel ranks share the model as those of another one do.
 
     Raises:
         UserError: its pipeline does not go together with that.
     """
-    shared = {name: getattr(way, name) for name in (*SHARDED, "reshard_after", "reduce_at")}
-    return replace(plan, mesh=way.mesh, **shared)
+    shared = {name: getattr(option, name) for name in (*SHARDED, "reshard_after", "reduce_at")}
+    return replace(plan, mesh=option.mesh, **shared)
 
 
-def words(plan: Plan) -> Hashable:
+def sharding_key(plan: Plan) -> Hashable:
     """What a plan says of how its data-parallel ranks share the model."""
     shared = tuple(getattr(plan, name) for name in SHARDED)
     return plan.mesh.dp_replicate, shared, plan.reshard_after, plan.reduce_at
 
 
-# Floors of steps of every way to share a model on a pipeline, from how often its ranks do what; all in one go.
-#
-# Nothing is followed from pass to pass. A rank has all of its passes to do after the stages before it have passed a
-# microbatch, and all of its backward passes after all stages have. What it gathers and reduces over an axis takes
-# turns. These floors are mostly lower than `StepFloors`, and discard most plans in a fraction of the time.
+class OptionBounds:
+    """Lower bounds of the step time for all sharding options of a pipeline, vectorized over the options.
 
-
-class WayFloors:
-    """Floors of steps of all ways to share a problem's model on its pipelines."""
+    A rank runs all of its passes after the previous stages have passed one microbatch, and all of its backward passes
+    after all stages have. Its collectives over one axis follow one another. These bounds are mostly lower than those of
+    `StepBounds`, but discard most plans in a fraction of the time.
+    """
 
     def __init__(self, layers: ShapeLayers, pipelines: Pipelines, ends: PlacedEnds, messages: StageMessages) -> None:
         self._layers, self._pipelines, self._ends, self._messages = layers, pipelines, ends, messages
         self._known: dict[tuple[SharingTable, StageEnds], StageTraffic] = {}
 
-    def of(self, shape: PlanShape, plan: Plan, table: SharingTable, ways: Places) -> Array:
-        """Seconds below which no candidate with this pipeline is that shares the model in one of some ways: (ways,).
+    def of(self, shape: PlanShape, plan: Plan, table: SharingTable, options: Places) -> Array:
+        """Seconds below which no candidate with this pipeline is that has one of some sharding options: (options,).
 
         Args:
             shape, plan: the pipeline.
-            table: all ways.
-            ways: the places of those that are asked for.
+            table: all options.
+            options: the places of those that are asked for.
         """
         all, stages = table.traffic, self._ends.of(shape, plan)
         if (table, stages) not in self._known:
             self._known[table, stages] = all.on(stages)
         traffic, (few, more) = self._known[table, stages], self._pipelines.timed(shape, plan)
-        floors, counts = self._layers.floors(shape, plan.recompute), self._pipelines.counts(shape, plan)
-        times = earliest_passes(plan, floors, stages, counts, more, traffic, self._messages.of(shape, stages))
+        bounds, counts = self._layers.bounds(shape, plan.recompute), self._pipelines.counts(shape, plan)
+        times = earliest_passes(plan, bounds, stages, counts, more, traffic, self._messages.of(shape, stages))
         reduced = (few + more) * traffic.often + traffic.once
-        way, reduction = (all.reshard[ways], all.gathering[ways]), all.reduction[ways]
-        seconds = times.done[way].max(-1)
+        option, reduction = (all.reshard[options], all.gathering[options]), all.reduction[options]
+        seconds = times.done[option].max(-1)
         for gathers, reductions in zip(times.gathers, reduced, strict=True):
-            busy = reductions[reduction] + np.maximum(gathers[way], times.begun[way])
+            busy = reductions[reduction] + np.maximum(gathers[option], times.begun[option])
             seconds = np.maximum(seconds, busy.max(-1))
-        return sure(plan, more) * (seconds + SURE * table.after[ways])
-
-
-# Floors of a whole step: its passes in their order, what they wait for, and what comes after them.
-#
-# When the last gradient of a stage is made, it is reduced, and so are those of the stages after it, over one axis in
-# turn. Ranks of a pipeline meet when all of that is done, for the norm of the gradient. Then each takes its
-# optimizer's step. What is left out: messages that wait for those before them, streams that are not free, and what
-# runs beside.
+        return extension_share(plan, more) * (seconds + SURE * table.after[options])
 
 
 EXTENDED = 0.999
 """Share of the time of a step of many microbatches that its forecast has at least; see `microbatches_to_replay`."""
 
 
-class StepFloors:
-    """Floors of steps of a problem's candidates."""
+class StepBounds:
+    """Lower bounds of steps of a problem's candidates."""
 
     def __init__(
         self,
@@ -217,17 +207,17 @@ class StepFloors:
     def of_pipeline(self, shape: PlanShape, plan: Plan) -> float:
         """Seconds below which no candidate with this pipeline is."""
         timed = self._passes.of(shape, plan)
-        return sure(plan, timed.more) * float(timed.times.done.max())
+        return extension_share(plan, timed.more) * float(timed.times.done.max())
 
     def of(self, shape: PlanShape, candidate: Candidate) -> float:
         """Seconds below which a candidate is not."""
         plan, prices = candidate.plan, self._layers.prices(candidate)
-        floors = self._layers.floors(shape, plan.recompute)
+        bounds = self._layers.bounds(shape, plan.recompute)
         timed, stages = self._passes.of(shape, plan), self._ends.of(shape, plan)
-        weights = floors.arrays.weights
+        weights = bounds.arrays.weights
 
         def spent(collectives: Iterable[Collective]) -> list[Spent]:
-            return [self._spent(shape, candidate, floors, stages, on) for on in collectives]
+            return [self._spent(shape, candidate, bounds, stages, on) for on in collectives]
 
         followed = self._passes.followed(shape, candidate)
         often, once = (list(reduced(candidate, often=each)) for each in (True, False))
@@ -250,13 +240,13 @@ class StepFloors:
         after = np.array([updates[elements] for elements in ranks])
         for found in spent(gathered_after(candidate)):
             after += found.ranks
-        return sure(plan, timed.more) * float(ready.max() + after.max())
+        return extension_share(plan, timed.more) * float(ready.max() + after.max())
 
     def _spent(
-        self, shape: PlanShape, candidate: Candidate, floors: LayerFloors, stages: StageEnds, on: Collective
+        self, shape: PlanShape, candidate: Candidate, bounds: LayerBounds, stages: StageEnds, on: Collective
     ) -> Spent:
         """Seconds of a collective on the weights of a candidate's layers, stages and ranks."""
-        sums = self._traffic.sums(shape, candidate, floors, on)
+        sums = self._traffic.sums(shape, candidate, bounds, on)
         key = id(sums), id(stages)
         if key not in self._known:
             of_stages = stages.all(sums)
@@ -265,13 +255,10 @@ class StepFloors:
         return self._known[key]
 
 
-def sure(plan: Plan, more: int) -> float:
+def extension_share(plan: Plan, more: int) -> float:
     """The share of a time that no forecast goes below, if so many microbatches were not timed: one pipeline rank does
     the same again and again."""
     return EXTENDED if more and plan.mesh.pp > 1 else SURE
-
-
-# Floors of all pipelines of a shape at once: their ranks' passes, whatever is sharded and in which order they come.
 
 
 class LaidPipelines(NamedTuple):
@@ -296,8 +283,8 @@ class LaidPipelines(NamedTuple):
     hands_back: NDArray[np.bool_]
 
 
-class PipelineFloors:
-    """Floors of the pipelines of a problem's shapes."""
+class PipelineBounds:
+    """Lower bounds of the pipelines of a problem's shapes."""
 
     def __init__(self, layers: ShapeLayers, pipelines: Pipelines) -> None:
         self._layers, self._pipelines = layers, pipelines
@@ -330,12 +317,12 @@ class PipelineFloors:
 
         A rank begins when those before it have passed a microbatch; what its order says is left out.
         """
-        floors = self._layers.floors(shape, "selective" if shape.recompute == "selective" else "none")
+        bounds = self._layers.bounds(shape, "selective" if shape.recompute == "selective" else "none")
         each = self._pipelines.each(shape)
-        forward, backward = floors.arrays[:2]
+        forward, backward = bounds.arrays[:2]
         sums = np.broadcast_to(backward, (len(laid.plans), len(backward)))
         if laid.again.any():
-            full = self._layers.floors(shape, "full").arrays.backward
+            full = self._layers.bounds(shape, "full").arrays.backward
             sums = np.zeros(sums.shape)
             np.cumsum(np.where(laid.again, np.diff(full), np.diff(backward)), axis=1, out=sums[:, 1:])
         work = forward[laid.stop] - forward[laid.start] + sums[laid.place, laid.stop] - sums[laid.place, laid.start]

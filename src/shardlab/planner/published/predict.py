@@ -1,4 +1,8 @@
-"""Predicting a published run: the time of a step of its plan, and its memory as the run measured it."""
+"""Predictions of published runs, and their errors.
+
+`predict` predicts one run, `predict_outcomes` all rows of a file on every core. `ErrorSummary` sums up the errors, and
+`model_state_bytes` predicts runs that only report the model state under ZeRO.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,9 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from shardlab.language import Mesh, OpKind, Refused, Sizes, UserError
 from shardlab.language.precision import find_precision
+from shardlab.planner.published import records
 from shardlab.planner.published.reading import PublishedRun, read_run
-from shardlab.planner.published.records import Incomplete, Measurement, Memory, StateRecord, made, measured_of, section
+from shardlab.planner.published.records import Incomplete, Measurement, Memory, StateRecord, read_figures
 from shardlab.simulate.predict.folding import fold
 from shardlab.simulate.predict.forecast import Forecast, forecast
 from shardlab.simulate.predict.memory import DeviceMemory
@@ -32,9 +37,9 @@ class Prediction:
     """Predicted figures of a run.
 
     Attributes:
-        seconds: of a step (None: there was none).
-        bytes: of the fullest GPU's memory, as it was measured: with what the allocator or CUDA adds if that counts.
-        fits: whether all that the GPU holds finds room on it.
+        seconds: seconds of a step (None: not predicted).
+        bytes: memory of the fullest GPU, counted as it was measured (with or without allocator and CUDA).
+        fits: whether everything fits into the GPU's memory.
     """
 
     seconds: float | None
@@ -43,7 +48,7 @@ class Prediction:
 
 
 def predict(run: PublishedRun) -> Prediction:
-    """Forecast a step of a run."""
+    """Predict a step of a run."""
     if run.measured.of_block:
         alone = _forecast(run, 1).memory
         return Prediction(_block_seconds(run), measured_as(run.measured.memory, alone), True)
@@ -52,12 +57,12 @@ def predict(run: PublishedRun) -> Prediction:
 
 
 def measured_as(memory: Memory, held: DeviceMemory) -> float:
-    """Bytes of the fullest GPU, as a run measured them."""
+    """Return the bytes of the fullest GPU, counted as a run measured them."""
     return {"allocated": held.allocated, "reserved": held.logged}.get(memory, held.total)
 
 
 def _block_seconds(run: PublishedRun) -> float:
-    """What one more block adds to a step of one microbatch, but for its update."""
+    """Return the seconds that one more block adds to a step of one microbatch, without its update."""
     recipe = run.workload.recipe
     recipe = replace(recipe, kernels=replace(recipe.kernels, update_bytes=1e-9))  # such a kernel still starts
 
@@ -72,30 +77,26 @@ def _forecast(run: PublishedRun, each: int) -> Forecast:
     return forecast(replace(run.workload, microbatches=each * run.plan.data_ranks))
 
 
-# Outcomes of the runs of a file: the prediction of each, or why there is none.
-
-
 T = TypeVar("T")
 
 Figure = Literal["seconds", "bytes"]
 """Figures in which predictions are compared: the time of a step, and memory."""
 
-
 LONGEST = 40
-"""Characters of a source in a table, where a row does not say how tables call it."""
+"""Largest width of a source in a table, if the row has no short name."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run, measured and predicted.
+    """Run with its measured and predicted figures.
 
     Attributes:
-        id: as in the file.
-        source: where it was published, as the file calls that for tables.
-        measured: what the run measured.
-        prediction: what the simulator says (None: it was not asked).
-        reason: why it was not asked.
-        assumed: what the prediction takes for granted because the row does not say it.
+        id: name of the run in the file.
+        source: short name of its publication.
+        measured: measured figures.
+        prediction: predicted figures (None: there is no prediction).
+        reason: why there is no prediction.
+        assumed: assumptions of the prediction about what the row does not say.
     """
 
     id: str
@@ -106,15 +107,15 @@ class Outcome:
     assumed: tuple[str, ...] = ()
 
     def error(self, figure: Figure) -> float | None:
-        """Relative error: predicted over measured, less 1 (None: one of them is unknown)."""
+        """Return the relative error, predicted / measured - 1 (None: one of them is unknown)."""
         predicted, measured = self.prediction and getattr(self.prediction, figure), getattr(self.measured, figure)
         return predicted / measured - 1 if predicted and measured else None
 
 
-def outcome_of(row: dict[str, Any], recipe: Recipe | None = None) -> Outcome:
-    """Predict one row of a file, as this recipe runs it (None: as the row's framework does)."""
+def predict_outcome(row: dict[str, Any], recipe: Recipe | None = None) -> Outcome:
+    """Predict one row of a file with a recipe (None: that of the row's framework)."""
     name, source = str(row["id"]), str(row.get("publication") or _short(str(row.get("source") or "unknown")))
-    measured = measured_of(row)
+    measured = read_figures(row)
     try:
         if measured.memory == "model state":
             return Outcome(name, source, measured, _state(row))
@@ -125,28 +126,28 @@ def outcome_of(row: dict[str, Any], recipe: Recipe | None = None) -> Outcome:
 
 
 def _short(source: str) -> str:
-    """A source as a table has room for it: up to its first comma or parenthesis, and no longer than a line bears."""
+    """Return a source up to its first comma or parenthesis, shortened for a table."""
     return textwrap.shorten(re.split("[,;(]", source)[0], LONGEST, placeholder=" ...") or source[:LONGEST]
 
 
 def _state(row: dict[str, Any]) -> Prediction:
-    """The memory of a row that gives nothing but the state of a model of so many parameters."""
-    state = made(StateRecord, section(row, "model") | section(row, "parallelism"))
+    """Predict the memory of a row that only has the model state for a number of parameters."""
+    state = records.parse(StateRecord, records.section(row, "model") | records.section(row, "parallelism"))
     return Prediction(None, model_state_bytes(state.params, state.dp, state.zero_stage), True)
 
 
-def outcomes_of(rows: Sequence[dict[str, Any]], recipe: Recipe | None = None) -> Iterator[Outcome]:
-    """Predict all rows; give outcomes in the order of the rows, each as soon as it is known."""
-    return on_every_core(outcome_of, rows, recipe)
+def predict_outcomes(rows: Sequence[dict[str, Any]], recipe: Recipe | None = None) -> Iterator[Outcome]:
+    """Predict all rows on every core. Yield outcomes in the order of the rows."""
+    return on_every_core(predict_outcome, rows, recipe)
 
 
 def on_every_core(
     predict: Callable[[dict[str, Any], Recipe | None], T], rows: Sequence[dict[str, Any]], recipe: Recipe | None
 ) -> Iterator[T]:
-    """Call a function of each row and a recipe, on every core; give results in order, each as soon as it is known.
+    """Call a function of each row and a recipe on every core. Yield results in the order of the rows.
 
-    Processes are spawned, since a progress bar's thread would not survive a fork; when the user interrupts, they end
-    with the command and say nothing of their own.
+    Processes are spawned, because the thread of a progress bar would not survive a fork. If the user interrupts, they
+    end without a traceback.
     """
     processes = min(len(rows), os.cpu_count() or 1)
     if processes < 2:
@@ -162,17 +163,20 @@ def _end_when_interrupted() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-# Bytes of a model's state that ZeRO leaves on each rank: a plan on a model that is nothing but parameters.
-
-
 LAYERS = 16
+
 SHARD = ("dp_shard",)
 
 
 def model_state_bytes(parameters: float, ranks: int, stage: int) -> int:
-    """Bytes of parameters, gradients and optimizer state on each of some data-parallel ranks, in half precision.
+    """Return the bytes of parameters, gradients and optimizer state on each data-parallel rank in half precision.
 
-    Gradients count as they stay from one microbatch to the next (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+    Gradients count as kept between microbatches (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+
+    Args:
+        parameters: number of parameters.
+        ranks: number of data-parallel ranks.
+        stage: stage of ZeRO.
     """
     each = round(parameters / LAYERS)
     sizes = Sizes((each,) * LAYERS, (2 * each,) * LAYERS, (0,) * (LAYERS + 1), (0,) * LAYERS)
@@ -194,17 +198,14 @@ def model_state_bytes(parameters: float, ranks: int, stage: int) -> int:
     return state[place[Category.PARAMETERS]] + state[place[Category.OPTIMIZER]] + gradients
 
 
-# How far predictions are from measurements: mean, median, worst and bias, by source.
-
-
 @dataclass(frozen=True)
 class ErrorSummary:
-    """Errors of some predictions, as shares of what was measured.
+    """Summary of relative errors of predictions.
 
     Attributes:
-        count: how many.
-        mean, median, worst: of their sizes.
-        bias: their mean, signs kept: above zero, predictions are too large.
+        count: number of predictions.
+        mean, median, worst: mean, median and largest size of the errors.
+        bias: mean of the errors. Above zero, predictions are too large.
     """
 
     count: int
@@ -215,13 +216,13 @@ class ErrorSummary:
 
     @classmethod
     def of(cls, errors: Sequence[float]) -> ErrorSummary:
-        """Sum up some errors, one at least."""
+        """Return the summary of one or more errors."""
         sizes = [abs(error) for error in errors]
         return cls(len(errors), mean(sizes), median(sizes), max(sizes), mean(errors))
 
 
-def by_source(outcomes: Sequence[Outcome], figure: Figure) -> dict[str, ErrorSummary]:
-    """The errors of each source that has any, in the order of the file, and then of all together."""
+def errors_by_source(outcomes: Sequence[Outcome], figure: Figure) -> dict[str, ErrorSummary]:
+    """Return the errors of each source in the order of the file, and of all sources together."""
     grouped: dict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:
         if (error := outcome.error(figure)) is not None:
@@ -231,14 +232,14 @@ def by_source(outcomes: Sequence[Outcome], figure: Figure) -> dict[str, ErrorSum
     return {title: ErrorSummary.of(errors) for title, errors in grouped.items()}
 
 
-def worst_of(outcomes: Sequence[Outcome], figure: Figure, count: int) -> list[tuple[float, Outcome]]:
-    """The runs whose predictions are farthest off, with their errors, the worst first."""
+def worst_errors(outcomes: Sequence[Outcome], figure: Figure, count: int) -> list[tuple[float, Outcome]]:
+    """Return the runs with the largest errors, largest first."""
     found = [(error, outcome) for outcome in outcomes if (error := outcome.error(figure)) is not None]
     return sorted(found, key=lambda each: -abs(each[0]))[:count]
 
 
-def misjudged(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Runs that are said to fit and did not, or that ran and are said not to fit."""
+def wrong_fits(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return runs that are predicted to fit and did not, or ran although they are predicted not to fit."""
     return [
         outcome
         for outcome in outcomes
@@ -247,7 +248,7 @@ def misjudged(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 class Assuming(Protocol):
-    """A prediction of a run, with what it takes for granted."""
+    """Prediction of a run with its assumptions."""
 
     @property
     def id(self) -> str: ...
@@ -256,8 +257,8 @@ class Assuming(Protocol):
     def assumed(self) -> tuple[str, ...]: ...
 
 
-def assumed_by(outcomes: Sequence[Assuming]) -> dict[str, list[str]]:
-    """List what predictions take for granted, with the ids of the runs that leave it open."""
+def group_assumptions(outcomes: Sequence[Assuming]) -> dict[str, list[str]]:
+    """Return the assumptions of predictions, each with the ids of its runs."""
     runs: dict[str, list[str]] = {}
     for outcome in outcomes:
         for phrase in outcome.assumed:

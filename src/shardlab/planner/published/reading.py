@@ -1,4 +1,8 @@
-"""Reads a published run's record as what the simulator takes: a model, a plan, a cluster, a batch and a recipe."""
+"""Conversion of a published run to a workload of the simulator: model, plan, cluster, batch and recipe.
+
+`read_run` converts a row of a file. Names that stand only in texts of a row are looked up by `find_name`. What a row
+does not say is assumed, and `assumptions` lists these assumptions.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,8 @@ from shardlab.planner.published.records import (
     ParallelismRecord,
     RunRecord,
     Unknown,
-    measured_of,
-    record_of,
+    read_figures,
+    read_record,
     wrong_measurement,
 )
 from shardlab.simulate.hardware import DEVICES, LINKS, Cluster, Device, find_device, find_link
@@ -47,12 +51,12 @@ DTYPES = {"fp8": "float8", "float8": "float8", "bf16": "bfloat16", "bfloat16": "
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run.
+    """Published run as a workload, with its measured figures.
 
     Attributes:
-        workload: one step of it.
-        measured: what was measured.
-        assumed: what the prediction takes for granted because the row does not say it.
+        workload: one step of the run.
+        measured: measured figures.
+        assumed: assumptions about what the row does not say.
     """
 
     workload: Workload
@@ -61,7 +65,7 @@ class PublishedRun:
 
     @property
     def each(self) -> int:
-        """Microbatches of a data-parallel rank."""
+        """Number of microbatches of a data-parallel rank."""
         return self.workload.microbatches // self.plan.data_ranks
 
     @property
@@ -71,17 +75,21 @@ class PublishedRun:
 
 
 def read_run(row: dict[str, Any], recipe: Recipe | None = None) -> PublishedRun:
-    """A run from its row, as this recipe runs it (None: as its own framework does).
+    """Convert a row to a run.
+
+    Args:
+        row: the row.
+        recipe: recipe of the prediction (None: that of the row's framework).
 
     Raises:
-        Incomplete: it does not say all that a prediction needs.
+        Incomplete: if the row lacks something that a prediction needs.
     """
     if wrong := wrong_measurement(row):
         raise Incomplete(wrong)
-    measured = measured_of(row)
+    measured = read_figures(row)
     if measured.seconds is None and measured.bytes is None and not measured.out_of_memory:
         raise Incomplete("measured neither the seconds of a step nor memory")
-    record = record_of(row)
+    record = read_record(row)
     try:
         workload = workload_of(record, recipe or recipe_of(record))
     except UserError as error:
@@ -90,14 +98,14 @@ def read_run(row: dict[str, Any], recipe: Recipe | None = None) -> PublishedRun:
 
 
 def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
-    """A step of a run.
+    """Return the workload of a run.
 
     Raises:
-        Unknown: it names something that is unknown here.
-        Incomplete: its numbers do not go together.
-        UserError: no plan or model has such sizes.
+        Unknown: if a name is unknown.
+        Incomplete: if its numbers do not fit together.
+        UserError: if no plan or model has such sizes.
     """
-    recompute = named(record.recompute or "none", RECOMPUTE)
+    recompute = find_name(record.recompute or "none", RECOMPUTE)
     if recompute is None:
         near = nearest(str(record.recompute), RECOMPUTE)
         raise Unknown(f"recomputes {record.recompute}, which is unknown here; {near}")
@@ -117,14 +125,14 @@ def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
 
 
 def recipe_of(record: RunRecord) -> Recipe:
-    """How the run's framework runs a step; where it names none, one that its source names, or that is usual.
+    """Return the recipe of the run's framework, or else one that its source names, or else a usual one.
 
     Raises:
-        Unknown: the framework or the device is unknown here; the nearest is named.
+        Unknown: if the framework or the device is unknown. The message suggests the nearest name.
     """
     if record.framework is not None:
         return _known(find_recipe, record.framework)
-    return find_recipe(named(record.source, recipes()) or _usual(record))
+    return find_recipe(find_name(record.source, recipes()) or _usual(record))
 
 
 def _known(find: Callable[[str], T], name: str) -> T:
@@ -136,7 +144,7 @@ def _known(find: Callable[[str], T], name: str) -> T:
 
 
 def _usual(record: RunRecord) -> str:
-    """The recipe that is assumed of devices of that age, for FSDP or for Megatron's kinds of parallelism."""
+    """Return the usual recipe of the device's generation, for FSDP or for Megatron."""
     sharded, recent = record.parallelism.zero_stage == 3, "float8" in device_of(record.hardware).flops
     if sharded:
         return "fsdp2" if recent else "deepspeed"
@@ -144,7 +152,7 @@ def _usual(record: RunRecord) -> str:
 
 
 def mesh_of(record: RunRecord) -> Mesh:
-    """The ranks as a mesh; data-parallel ranks are what the other axes leave, where the run does not say."""
+    """Return the mesh of a run. If the data-parallel ranks are not given, they are the remaining GPUs."""
     axes, gpus = record.parallelism, record.hardware.gpus
     cp = axes.cp or 1
     mesh = Mesh(pp=axes.pp, dp_shard=axes.dp or max(1, gpus // (axes.tp * axes.pp * cp)), cp=cp, tp=axes.tp)
@@ -154,8 +162,8 @@ def mesh_of(record: RunRecord) -> Mesh:
 
 
 def device_of(hardware: HardwareRecord) -> Device:
-    """The device that a run used; where no field says, the one whose name stands in what it calls its GPU."""
-    name = hardware.device or named(hardware.gpu, [*DEVICES, *ALIASES])
+    """Return the device of a run, by its field or else by the name in the text of its GPU."""
+    name = hardware.device or find_name(hardware.gpu, [*DEVICES, *ALIASES])
     if name is None:
         if hardware.gpu is None:
             raise Incomplete("does not say device")
@@ -164,7 +172,7 @@ def device_of(hardware: HardwareRecord) -> Device:
 
 
 def cluster_of(record: RunRecord) -> Cluster:
-    """The devices that a run used, on nodes joined by their links."""
+    """Return the cluster of a run."""
     hardware, device = record.hardware, device_of(record.hardware)
     usual = NODES[device.name]
     per_node = min(hardware.gpus_per_node or usual.devices, hardware.gpus)
@@ -177,9 +185,9 @@ def cluster_of(record: RunRecord) -> Cluster:
 
 
 def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
-    """The model that was trained, its vocabulary padded where ranks or the recipe want it.
+    """Return the model of a run, with a padded vocabulary if tensor parallelism or the recipe needs it.
 
-    With ZeRO-3 a tied head is a matrix of its own here: whole blocks, which FSDP gathers, share none.
+    With ZeRO-3 a tied head becomes a separate matrix, because FSDP gathers whole blocks, which share no matrix.
     """
     written, parallelism = record.model, record.parallelism
     vocabulary, to = written.vocab or recipe.defaults.vocab_size, 128 * parallelism.tp
@@ -208,7 +216,7 @@ def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
 
 
 def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blocks, recompute: Any) -> Plan:
-    """How the model was laid over the ranks."""
+    """Return the plan of a run."""
     parallelism = record.parallelism
     chunks = parallelism.interleave_v or 0
     schedule = _schedule(record) or ("interleaved-1f1b" if chunks > 1 else "1f1b")
@@ -258,7 +266,7 @@ def _schedule(record: RunRecord) -> str | None:
     if text is None or text == "none":
         return None
     text = BY_HAND.get(text, text)
-    if (name := named(text, SCHEDULES)) is None:
+    if (name := find_name(text, SCHEDULES)) is None:
         raise Unknown(f"has a schedule that is unknown here, {text}; {nearest(text, SCHEDULES)}")
     return name
 
@@ -271,7 +279,7 @@ def precision_of(record: RunRecord, recipe: Recipe, zero: int) -> Precision:
         Unknown: for a dtype that is unknown here.
     """
     text = record.precision or "fp16"
-    name = named(text, DTYPES)
+    name = find_name(text, DTYPES)
     if name is None:
         raise Unknown(f"computes in {text}, which is unknown here; {nearest(text, DTYPES)}")
     compute = DTYPES[name]
@@ -281,9 +289,6 @@ def precision_of(record: RunRecord, recipe: Recipe, zero: int) -> Precision:
     optimizer = 10 if zero == 3 else 12
     half = "bfloat16"
     return Precision(name, compute, half, dtype, half, "float32", True, optimizer, "the run's own row")
-
-
-# How many layers each pipeline stage of a published run had, where its source says so in words.
 
 
 def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool) -> tuple[int, ...]:
@@ -323,9 +328,6 @@ def _even(count: int, stages: int) -> list[int]:
     return [each + (first <= stage < first + more) for stage in range(stages)]
 
 
-# Known names in the text of a row that has no field for what it names: what is found is an assumption, and told.
-
-
 NETWORKS = {"efa": ("efa-100", 4)}
 """Networks that are called by a family's name: the link, and how many of them a device has (AWS p5: 32 of 100 Gb/s)."""
 
@@ -336,13 +338,13 @@ def network_in(text: str | None) -> tuple[str, int] | None:
     >>> network_in("NVLink; EFA"), network_in("a fast network")
     (('efa-100', 4), None)
     """
-    if (family := named(text, NETWORKS)) is not None:
+    if (family := find_name(text, NETWORKS)) is not None:
         return NETWORKS[family]
-    link = named(text, LINKS)
+    link = find_name(text, LINKS)
     return None if link is None else (link, 1)
 
 
-def named(text: str | None, names: Iterable[str]) -> str | None:
+def find_name(text: str | None, names: Iterable[str]) -> str | None:
     """The known name whose words all stand in a text: the first one, and of those that begin alike the longest.
 
     The end of a compound does not begin a name: Megatron-DeepSpeed is not DeepSpeed.
@@ -361,9 +363,6 @@ def named(text: str | None, names: Iterable[str]) -> str | None:
         if (first := name.partition("-")[0]) in starts and words.issuperset(name.split("-"))
     ]
     return min(found)[2] if found else None
-
-
-# Assumptions of a prediction: what it takes for granted because a run does not say it.
 
 
 def assumptions(record: RunRecord, workload: Workload, *, told: bool = False) -> tuple[str, ...]:

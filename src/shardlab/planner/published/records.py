@@ -1,4 +1,4 @@
-"""A published run as its file gives it: typed fields, of which some may be absent."""
+"""Records of published runs as a file gives them: typed fields, some of which may be absent, and measured figures."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ T = TypeVar("T")
 
 
 class Incomplete(Exception):
-    """A run does not say enough to be predicted; the message says what is missing."""
+    """Error for a run that cannot be predicted because something is missing. The message says what."""
 
 
 class Unknown(Incomplete):
-    """A run names a device, a network, a framework or the like that is unknown here; the message says which."""
+    """Error for a run with an unknown name, such as that of a device or framework. The message says which."""
 
 
-def limited(most: int, *, least: int = 1, wanted: bool = False) -> Any:
-    """A field that is a whole number of `least` to `most`; what is replayed op by op has a limit."""
+def bounded_int(most: int, *, least: int = 1, wanted: bool = False) -> Any:
+    """Return a dataclass field for a whole number from `least` to `most`, which bounds the cost of a simulation."""
     limits = {"least": least, "most": most}
     return field(metadata=limits) if wanted else field(default=None, metadata=limits)
 
@@ -32,7 +32,7 @@ def limited(most: int, *, least: int = 1, wanted: bool = False) -> Any:
 class ModelRecord:
     """A model's sizes, and its activation function."""
 
-    layers: int = limited(4096, wanted=True)
+    layers: int = bounded_int(4096, wanted=True)
     hidden: int
     heads: int
     seq_len: int
@@ -55,24 +55,24 @@ class HardwareRecord:
     """
 
     device: str | None = None
-    gpus: int = limited(32768, wanted=True)
+    gpus: int = bounded_int(32768, wanted=True)
     gpus_per_node: int | None = None
     network: str | None = None
-    nics: int | None = limited(1024)
+    nics: int | None = bounded_int(1024)
     gpu: str | None = None
     interconnect: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismRecord:
-    """How the model was laid over the GPUs."""
+    """Parallelism of a run."""
 
-    tp: int = limited(32768, wanted=True)
-    pp: int = limited(4096, wanted=True)
-    dp: int | None = limited(32768)
-    cp: int | None = limited(32768)
-    zero_stage: int | None = limited(3, least=0)
-    interleave_v: int | None = limited(4096)
+    tp: int = bounded_int(32768, wanted=True)
+    pp: int = bounded_int(4096, wanted=True)
+    dp: int | None = bounded_int(32768)
+    cp: int | None = bounded_int(32768)
+    zero_stage: int | None = bounded_int(3, least=0)
+    interleave_v: int | None = bounded_int(4096)
     schedule: str | None = None
     sequence_parallel: bool | None = None
     reshard_after: str | None = None
@@ -89,16 +89,16 @@ class BatchRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StateRecord:
-    """The parameters of a model of which nothing else is told, and the ranks that share them."""
+    """Number of parameters of a model without further sizes, and the ranks that share it."""
 
     params: float
-    dp: int = limited(32768, wanted=True)
+    dp: int = bounded_int(32768, wanted=True)
     zero_stage: int = field(default=0, metadata={"least": 0, "most": 3})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run of a file, but for what it measured.
+    """Run of a file, without its measured figures.
 
     Attributes:
         framework: the recipe that describes it, by name.
@@ -118,32 +118,32 @@ class RunRecord:
     recompute: str | None = None
 
 
-def record_of(row: dict[str, Any]) -> RunRecord:
-    """The record of a file's row.
+def read_record(row: dict[str, Any]) -> RunRecord:
+    """Return the record of a row.
 
     Raises:
-        Incomplete: it lacks a field that a prediction needs, or has something else where a number must stand.
+        Incomplete: if a required field is missing, or a number is something else.
     """
     sections = {
-        "model": made(ModelRecord, section(row, "model")),
-        "hardware": made(HardwareRecord, section(row, "hardware")),
-        "parallelism": made(ParallelismRecord, section(row, "parallelism")),
-        "batch": made(BatchRecord, section(row, "batch")),
+        "model": parse(ModelRecord, section(row, "model")),
+        "hardware": parse(HardwareRecord, section(row, "hardware")),
+        "parallelism": parse(ParallelismRecord, section(row, "parallelism")),
+        "batch": parse(BatchRecord, section(row, "batch")),
     }
-    return made(RunRecord, {"source": ""} | {name: row[name] for name in row if row[name] is not None} | sections)
+    return parse(RunRecord, {"source": ""} | {name: row[name] for name in row if row[name] is not None} | sections)
 
 
 def section(row: dict[str, Any], name: str) -> dict[str, Any]:
-    """One of a row's objects; an absent one is empty."""
+    """Return one object of a row, or an empty one if it is absent."""
     value = row.get(name)
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
-def made(kind: type[T], written: dict[str, Any]) -> T:
-    """A record of what is written; `8`, `8.0` and `"8"` are all 8, and null is as if it were absent.
+def parse(kind: type[T], written: dict[str, Any]) -> T:
+    """Return a record of a JSON object. `8`, `8.0` and `"8"` are all 8, and null means absent.
 
     Raises:
-        Incomplete: a field is absent that the record needs, or is no number where one must stand.
+        Incomplete: if a required field is missing, or a number is something else.
     """
     known: list[Field[Any]] = list(fields(cast(Any, kind)))
     values = {each.name: _read(each, written[each.name]) for each in known if written.get(each.name) is not None}
@@ -154,7 +154,7 @@ def made(kind: type[T], written: dict[str, Any]) -> T:
 
 
 def _read(each: Field[Any], value: Any) -> Any:
-    """A field's value in the field's type."""
+    """Return a value converted to the type of a field."""
     kind = str(each.type).split()[0]
     if kind == "bool":
         return bool(value)
@@ -172,7 +172,7 @@ def _read(each: Field[Any], value: Any) -> Any:
 
 
 def _finite(value: Any) -> float | None:
-    """A number, written as such or in quotes; None for anything else."""
+    """Return a number, which may be in quotes (None: it is no number)."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -183,12 +183,9 @@ def _finite(value: Any) -> float | None:
 
 
 def number(value: Any) -> float | None:
-    """A positive number, written as such or in quotes; None for anything else."""
+    """Return a positive number, which may be in quotes (None: it is no positive number)."""
     found = _finite(value)
     return found if found is not None and found > 0 else None
-
-
-# Reading a file of published runs: rows as they are written, with what they measured.
 
 
 Memory = Literal["allocated", "reserved", "nvidia-smi", "model state"]
@@ -233,7 +230,7 @@ class Measurement:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The runs in a file: a JSON list of objects, each with an `id`.
+    """Return the rows of a file: a JSON list of objects, each with a unique `id`.
 
     Raises:
         UserError: for anything else.
@@ -252,8 +249,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def measured_of(row: dict[str, Any]) -> Measurement:
-    """Find the measured figures of a row; seconds come from tokens/s where only these are given."""
+def read_figures(row: dict[str, Any]) -> Measurement:
+    """Return the measured figures of a row. If it only gives tokens/s, they are converted to seconds."""
     measured, out = section(row, "measured"), ran_out_of_memory(row)
     seconds = number(measured.get("iteration_s")) or number(section(row, "derived").get("iteration_s"))
     seconds = seconds or _from_tokens(row, measured)

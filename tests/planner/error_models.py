@@ -8,7 +8,7 @@ from typing import Any, cast
 from shardlab.language import Mesh
 from shardlab.language.precision import PRECISIONS
 from shardlab.planner.describe import StepShares
-from shardlab.planner.error_model import Beliefs
+from shardlab.planner.error_model import ErrorModel
 from shardlab.planner.problem import Candidate
 from shardlab.planner.results import PlanOutcome
 from shardlab.simulate.predict.forecast import Forecast
@@ -31,12 +31,12 @@ def outcome(plan: Plan, seconds: float, size: int = 1) -> PlanOutcome:
     return PlanOutcome(Candidate(plan, size, PRECISIONS["fp32"]), Forecast(seconds, [], cast(Any, None)))
 
 
-def beliefs(
+def error_model_of(
     plans: Sequence[Row],
     measured: Mapping[int, float] | None = None,
     error: float = 0.05,
-) -> Beliefs:
-    """Beliefs on plans."""
+) -> ErrorModel:
+    """Return an error model of plans."""
     outcomes = [outcome(plan, seconds) for plan, seconds, _ in plans]
     shares = [StepShares({"compute": 1 - sum(parts.values()), **parts}) for *_, parts in plans]
-    return Beliefs(outcomes, shares, measured or {}, error)
+    return ErrorModel(outcomes, shares, measured or {}, error)
