@@ -19,18 +19,18 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 60,
     "check": 2270,
-    "cli": 6100,
+    "cli": 6110,
     "common": 680,
     "draw": 1140,
     "execute": 3520,
     "language": 4130,
     "learn": 1140,
     "measure": 2200,
-    "models": 3630,
+    "models": 3670,
     "planner": 4450,
     "simulate": 5680,
     "strategies": 2460,
-    "train": 8360,
+    "train": 8390,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 
