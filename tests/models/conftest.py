@@ -14,8 +14,8 @@ from shardlab.language import Kind
 from shardlab.models import Model
 from shardlab.models.mixture import Routing
 from shardlab.models.tensors import (
+    Context,
     Dropout,
-    LayerContext,
     PreparedLayer,
     Share,
     initial_weights,
@@ -77,7 +77,7 @@ class Watched(SavedTensors):
 
 def forward(
     model: Model, layer: int, inputs: Sequence[Tensor], weights: Sequence[Tensor], share: Share = WHOLE_LAYER
-) -> tuple[list[Tensor], LayerContext, list[Tensor]]:
+) -> tuple[list[Tensor], Context, list[Tensor]]:
     """What a layer makes, its pass, and the tensors that stay for the backward pass."""
     dropout = Dropout(model.dropout, 0, 0, layer, (0,))
     with patch.object(autograd, "SavedTensors", Watched):

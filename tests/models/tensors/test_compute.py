@@ -23,7 +23,7 @@ from shardlab.language.rules.layer_graph import Held, Layer
 from shardlab.language.rules.spec import Space
 from shardlab.models.attention import Attend
 from shardlab.models.primitives import Add, Embed, Primitive
-from shardlab.models.tensors import Dropout, LayerContext, Share, combine_loss, cross_entropy, loss_gradient, loss_stats
+from shardlab.models.tensors import Context, Dropout, Share, combine_loss, cross_entropy, loss_gradient, loss_stats
 from shardlab.models.tensors.backward import autograd
 from shardlab.models.tensors.backward.workspace import TensorPlaces, make_passes
 from shardlab.models.tensors.compute import compute, look_up, with_auxiliary_loss
@@ -185,7 +185,7 @@ def test_its_passes_keep_what_it_declares(primitive: Primitive) -> None:
     Watched.kept.clear()
     with patch.object(autograd, "SavedTensors", Watched):
         both = make_passes(primitive, at) or autograd.autograd_passes(primitive, at)
-        its = LayerContext([None] * at.count, weights, Share(), dropout, ROWS_imported, T)
+        its = Context([None] * at.count, weights, Share(), dropout, ROWS_imported, T)
         for name, x in tensors.items():
             its.tensors[read[name]] = (x if "expert" in primitive.reads[name] else x.flatten(0, 1)).detach()
         both.forward(its)

@@ -179,9 +179,8 @@ def rotate(features: Tensor, turns: Tensor, heads: int) -> Tensor:
     Returns:
         A tensor of the same shape, in memory of its own.
     """
-    assert len(turns) == features.shape[1], (
-        f"rotations of {len(turns)} tokens, but {features.shape[1]} tokens are given"
-    )
+    tokens = features.shape[1]
+    assert len(turns) == tokens, f"rotations of {len(turns)} tokens, but {tokens} tokens are given"
     if not turns.is_complex():
         return _rotate_by_parts(features, turns, heads)
     output = features.to(turns.dtype.to_real(), copy=True, memory_format=torch.contiguous_format)

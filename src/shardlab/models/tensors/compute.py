@@ -141,12 +141,8 @@ def _(primitive: Projection, operands: Operands) -> tuple[Tensor, ...]:
 @compute.register
 def _(primitive: Attend, operands: Operands) -> tuple[Tensor, ...]:
     of, size = operands.share.piece("head")[1], primitive.hidden_size // primitive.heads
-    heads, kv_heads, queries, kv = (
-        primitive.heads // of,
-        primitive.kv_heads // of,
-        operands.tensors["q"],
-        operands.tensors["kv"],
-    )
+    heads, kv_heads = primitive.heads // of, primitive.kv_heads // of
+    queries, kv = operands.tensors["q"], operands.tensors["kv"]
     rows, tokens, _ = queries.shape
     q = queries.view(rows, tokens, heads, size).transpose(1, 2)  # (rows, heads, T, size)
     if operands.cache is not None:

@@ -92,9 +92,7 @@ class TensorLayer:
                 yield None
                 continue
             masks = None if dropout is None else dropout.of_block(step.block)
-            yield factor_function(
-                step.primitive, factor_inputs if masks is None else replace(factor_inputs, dropout=masks)
-            )
+            yield factor_function(step.primitive, replace(factor_inputs, dropout=masks) if masks else factor_inputs)
 
     def compute(
         self,

@@ -19,14 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from shardlab.models.primitives import Primitive
-from shardlab.models.tensors.backward.workspace import (
-    Accumulate,
-    BothPasses,
-    LayerContext,
-    TensorPlaces,
-    Weights,
-    are_buffers,
-)
+from shardlab.models.tensors.backward.workspace import Accumulate, BothPasses, Context, TensorPlaces, Weights, is_buffer
 from shardlab.models.tensors.compute import Operands, compute
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.layers import TensorLayer
@@ -123,16 +116,14 @@ def autograd_passes(primitive: Primitive, places: TensorPlaces) -> BothPasses:
     """Prepare both passes of a primitive: autograd differentiates its definition, `compute`."""
     names = [*(parameter.name for parameter in primitive.parameters()), *primitive.borrows]
     held = [places.weights[name] for name in names]
-    read = {name: (places.tensors[name], are_buffers(indices)) for name, indices in primitive.reads.items()}
-    results = [(places.make(name), are_buffers(indices)) for name, indices in primitive.makes.items()]
+    read = {name: (places.tensors[name], is_buffer(indices)) for name, indices in primitive.reads.items()}
+    results = [(places.make(name), is_buffer(indices)) for name, indices in primitive.makes.items()]
     graph, block = places.make(), places.block
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         tensors, factor = ctx.tensors, ctx.factor(primitive, block)
         sequences = ctx.rows, ctx.tokens
-        inputs = [
-            tensors[place] if buffers else tensors[place].unflatten(0, sequences) for place, buffers in read.values()
-        ]
+        inputs = [tensors[at] if buffers else tensors[at].unflatten(0, sequences) for at, buffers in read.values()]
         weights = [ctx.weights[place] for place in held]
 
         def function(parameters: Weights, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -150,7 +141,7 @@ def autograd_passes(primitive: Primitive, places: TensorPlaces) -> BothPasses:
             result = each.clone() if shared else each
             tensors[place] = result if buffers else result.flatten(0, 1)
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         arrived = [(ctx.gradients[place], buffers) for place, buffers in results]
         output_gradients = [each if buffers or each is None else ctx.of_sequences(each) for each, buffers in arrived]
         for place, _ in results:

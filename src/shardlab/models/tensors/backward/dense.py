@@ -21,7 +21,7 @@ from shardlab.models.attention import Attend, Projection
 from shardlab.models.mixture import ExpertActivate
 from shardlab.models.primitives import Activate, Activation, Add, Embed, Linear, Lookup, Norm, Scores
 from shardlab.models.tensors.attention import consecutive_runs, rotate, rotate_back, select_rows
-from shardlab.models.tensors.backward.workspace import BothPasses, LayerContext, TensorPlaces, Weights, make_passes
+from shardlab.models.tensors.backward.workspace import BothPasses, Context, TensorPlaces, Weights, make_passes
 from shardlab.models.tensors.compute import (
     activate,
     linear_backward,
@@ -45,7 +45,7 @@ def _(primitive: Scores, places: TensorPlaces) -> BothPasses:
     multiply, backward, keeps = _linear(places, "x", "x", weight, -1)
     logits = places.tensors["x"]
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         multiply(ctx)
         mask_padding(ctx.tensors[logits], primitive.outputs, ctx.share)
 
@@ -60,7 +60,7 @@ def _(primitive: Projection, places: TensorPlaces) -> BothPasses:
     heads, rotary = primitive.heads + primitive.kv_heads, primitive.rope_theta is not None
     share, of_all = primitive.hidden_size, primitive.outputs
 
-    def rotated(ctx: LayerContext, whole: Tensor, rotation: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
+    def rotated(ctx: Context, whole: Tensor, rotation: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
         """Apply `rotate` or `rotate_back` to queries and keys, if positions are rotary."""
         if not rotary:
             return whole
@@ -68,13 +68,13 @@ def _(primitive: Projection, places: TensorPlaces) -> BothPasses:
         assert angles is not None, "rotary positions have angles"
         return rotation(ctx.of_sequences(whole), angles, heads // ctx.share.piece("head")[1]).flatten(0, 1)
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         project(ctx)
         whole, ctx.tensors[features] = rotated(ctx, ctx.tensors[features], rotate), None
         queries = whole.shape[-1] * share // of_all
         ctx.tensors[q], ctx.tensors[kv] = whole.split_with_sizes((queries, whole.shape[-1] - queries), -1)
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         whole = side_by_side(ctx.pop_gradient(q), ctx.pop_gradient(kv))
         ctx.gradients[features] = rotated(ctx, whole, rotate_back)
         backward_of(ctx)
@@ -87,7 +87,7 @@ def _linear(places: TensorPlaces, read: str, makes: str, weight: int, bias: int)
     x, result = places.tensors[read], places.make(makes)
     recompute = places.recompute.get(x)
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         weights = ctx.weights
         ctx.tensors[result] = linear_forward(ctx.tensors[x], weights[weight], weights[bias] if bias >= 0 else None)
 
@@ -96,7 +96,7 @@ def _linear(places: TensorPlaces, read: str, makes: str, weight: int, bias: int)
         if bias >= 0:
             add_rows(totals[bias], gradient)
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         if recompute is not None:
             recompute(ctx)
         gradient = ctx.pop_gradient(result)
@@ -143,9 +143,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 @make_passes.register
 def _(primitive: Norm, places: TensorPlaces) -> BothPasses | None:
     if primitive.rms:
-        return (
-            None if places.device == "cuda" else _rms(primitive, places)
-        )  # torch has a fused kernel there, so autograd is faster
+        # On a GPU torch has a fused kernel, so autograd is faster.
+        return None if places.device == "cuda" else _rms(primitive, places)
     return _layer_norm(primitive, places)
 
 
@@ -155,7 +154,7 @@ def _layer_norm(primitive: Norm, places: TensorPlaces) -> BothPasses:
     eps, wanted = primitive.eps, [True, True, bias >= 0]
     layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         x, weights = ctx.tensors[s], ctx.weights
         found = torch.native_layer_norm(x, x.shape[-1:], weights[weight], weights[bias] if bias >= 0 else None, eps)
         ctx.tensors[result], ctx.tensors[mean], ctx.tensors[scale] = found
@@ -165,7 +164,7 @@ def _layer_norm(primitive: Norm, places: TensorPlaces) -> BothPasses:
         if bias >= 0:
             totals[bias].add_(of_bias)
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         kept, weights = ctx.tensors, ctx.weights
         x, shift = kept[s], weights[bias] if bias >= 0 else None
         of_x, of_weight, of_bias = layer_norm_backward(
@@ -182,14 +181,14 @@ def _rms(primitive: Norm, places: TensorPlaces) -> BothPasses:
     weight = places.weights[f"{primitive.name}.weight"]
     s, result, scale = places.tensors["s"], places.make("x"), places.make()
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         normalised, ctx.tensors[scale] = rms_normalize(ctx.tensors[s], primitive.eps)
         ctx.tensors[result] = normalised * ctx.weights[weight]
 
     def add(totals: Weights, of_weight: Tensor, _: Tensor) -> None:
         totals[weight].add_(of_weight)
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         gradient = ctx.pop_gradient(result)
         normalised = ctx.tensors[s] * ctx.tensors[scale]
         given = gradient * ctx.weights[weight]
@@ -213,10 +212,10 @@ def _(primitive: ExpertActivate, places: TensorPlaces) -> BothPasses:
 def _activate(activation: Activation, name: str, places: TensorPlaces) -> BothPasses:
     x, result = places.tensors[name], places.make(name)
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         ctx.tensors[result] = activate(activation, ctx.tensors[x])
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         ctx.add_gradient(x, _activated_backward(activation, ctx.pop_gradient(result), ctx.tensors[x]))
 
     return BothPasses(forward, backward, (x,))
@@ -236,15 +235,10 @@ def _activated_backward(activation: Activation, gradient: Tensor, x: Tensor) -> 
 @make_passes.register
 def _(primitive: Add, places: TensorPlaces) -> BothPasses:
     bias = places.weights[primitive.bias] if primitive.bias else -1
-    x, s, total, mask, block = (
-        places.tensors[primitive.branch],
-        places.tensors["s"],
-        places.make("s"),
-        places.make(),
-        places.block,
-    )
+    x, s, block = places.tensors[primitive.branch], places.tensors["s"], places.block
+    total, mask = places.make("s"), places.make()
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         tensors = ctx.tensors
         branch = tensors[x] + ctx.weights[bias] if bias >= 0 else tensors[x]
         dropped = ctx.factor(primitive, block) if primitive.drops else None
@@ -257,7 +251,7 @@ def _(primitive: Add, places: TensorPlaces) -> BothPasses:
     def add(totals: Weights, of_bias: Tensor, _: Tensor) -> None:
         totals[bias].add_(of_bias)
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         gradient = ctx.pop_gradient(total)
         of_branch = gradient if ctx.tensors[mask] is None else gradient * ctx.tensors[mask]
         ctx.add_shared_gradient(x, of_branch)
@@ -276,7 +270,7 @@ def _(primitive: Lookup, places: TensorPlaces) -> BothPasses:
     # On a GPU, index_add_ adds rows in no fixed order; embedding_dense_backward is the op of torch's own gradient.
     in_order = places.device == "cpu"
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         table, (number, of) = ctx.weights[weight], ctx.share.piece("vocab")
         x: Tensor = ctx.tensors[tokens]
         ctx.tensors[result] = F.embedding(x, table) if of == 1 else look_up(table, x, number * len(table))
@@ -291,7 +285,7 @@ def _(primitive: Lookup, places: TensorPlaces) -> BothPasses:
         else:
             total.add_(torch.ops.aten.embedding_dense_backward.default(gradient, read, len(total), -1, False))
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         ctx.accumulate(partial(add, *ctx.share.piece("vocab")), ctx.pop_gradient(result), ctx.tensors[tokens])
 
     return BothPasses(forward, backward, (tokens,))
@@ -303,7 +297,7 @@ def _(primitive: Embed, places: TensorPlaces) -> BothPasses:
     place = places.weights["wpe.weight"] if primitive.positions else -1
     x, result, mask, block = places.tensors["x"], places.make("s"), places.make(), places.block
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         given: Tensor = ctx.of_sequences(ctx.tensors[x])
         s = given
         if place >= 0:
@@ -318,7 +312,7 @@ def _(primitive: Embed, places: TensorPlaces) -> BothPasses:
         for start, stop in consecutive_runs(tokens):
             totals[place][tokens[start] : tokens[stop - 1] + 1].add_(total[start:stop])
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         gradient = ctx.pop_gradient(result)
         if ctx.tensors[mask] is not None:
             gradient = (ctx.of_sequences(gradient) * ctx.tensors[mask]).flatten(0, 1)
@@ -348,14 +342,14 @@ def _(primitive: Attend, places: TensorPlaces) -> BothPasses | None:
         """Reshape (rows, heads, T, size) to (rows x T, features)."""
         return x.transpose(1, 2).reshape(-1, x.shape[1] * size)
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         tensors = ctx.tensors
         each = [heads(part, ctx.tokens) for part in (tensors[q], *tensors[kv].chunk(2, -1))]
         tensors[queries], tensors[keys], tensors[values] = each
         tensors[mixed], tensors[lse] = attend(*each, 0.0, True)
         tensors[result] = features(tensors[mixed])
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         kept = [ctx.tensors[place] for place in keeps]
         each = attend_backward(heads(ctx.pop_gradient(result), ctx.tokens), *kept, 0.0, True)
         of_queries, *of_kv = [features(gradient) for gradient in each]

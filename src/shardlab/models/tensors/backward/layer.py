@@ -23,10 +23,10 @@ from shardlab.models.tensors.backward.autograd import autograd_passes
 from shardlab.models.tensors.backward.workspace import (
     Accumulate,
     BothPasses,
-    LayerContext,
+    Context,
     TensorPlaces,
     Weights,
-    are_buffers,
+    is_buffer,
     make_passes,
 )
 from shardlab.models.tensors.dropout import Dropout
@@ -44,8 +44,8 @@ class _Step(NamedTuple):
         free_after_backward: places that nobody reads after the backward pass.
     """
 
-    forward: Callable[[LayerContext], None]
-    backward: Callable[[LayerContext], None]
+    forward: Callable[[Context], None]
+    backward: Callable[[Context], None]
     free_after_forward: Sequence[int]
     free_without_backward: Sequence[int]
     free_after_backward: Sequence[int]
@@ -121,7 +121,7 @@ class PreparedLayer:
         dropout: Dropout | None = None,
         *,
         keeps: bool = True,
-    ) -> tuple[list[Tensor], LayerContext]:
+    ) -> tuple[list[Tensor], Context]:
         """Compute the layer's outputs.
 
         Args:
@@ -136,7 +136,7 @@ class PreparedLayer:
         """
         shape = inputs[-1].shape  # the first may be experts' buffers
         tensors: list[Any] = [None] * self._count
-        ctx = LayerContext(tensors, weights, share, dropout, shape[0], shape[1], keeps)
+        ctx = Context(tensors, weights, share, dropout, shape[0], shape[1], keeps)
         for port, x in zip(self._inputs, inputs, strict=True):
             port.spread(x, tensors)
         for step in self._steps:
@@ -150,7 +150,7 @@ class PreparedLayer:
         return outputs, ctx
 
     def backward(
-        self, ctx: LayerContext, gradients: Sequence[Tensor], weights: Weights, accumulate: Accumulate
+        self, ctx: Context, gradients: Sequence[Tensor], weights: Weights, accumulate: Accumulate
     ) -> list[Tensor | None]:
         """Turn the gradients of the outputs into those of the inputs (None for tokens), and empty the context.
 
@@ -170,7 +170,7 @@ class PreparedLayer:
         ctx.end()
         return [self._gradient(ctx, port) for port in self._inputs]
 
-    def _output(self, ctx: LayerContext, port: _Port) -> Tensor:
+    def _output(self, ctx: Context, port: _Port) -> Tensor:
         """Return an output. Several tensors are concatenated in the dtype of the activation."""
         tensors = ctx.tensors
         output: Tensor = tensors[port.places[0]]
@@ -181,7 +181,7 @@ class PreparedLayer:
             output = output.clone()
         return output if port.buffers else ctx.of_sequences(output)
 
-    def _gradient(self, ctx: LayerContext, port: _Port) -> Tensor | None:
+    def _gradient(self, ctx: Context, port: _Port) -> Tensor | None:
         """Return the gradient of an input; zeros for those of its tensors that have none."""
         gradient: Tensor | None = ctx.gradients[port.places[0]]  # no integers come first
         if gradient is None:
@@ -205,10 +205,7 @@ def prepare_layer(run: Run, names: Sequence[str], device: str, *, attended: bool
     places = TensorPlaces({name: place for place, name in enumerate(names)}, device)
     steps = [step.primitive for step in run.steps]
     input_names = [run.inputs[:1], *run.carried_inputs.values()]
-    inputs = [
-        _port(tuple(places.make(name) for name in names), names, _first_reader(steps, names[0]))
-        for names in input_names
-    ]
+    inputs = [_port(tuple(map(places.make, names)), names, _first_reader(steps, names[0])) for names in input_names]
     prepared: list[BothPasses] = []
     last = dict.fromkeys(chain(*(port.places for port in inputs)), -1)
     recomputed = {made.step for made in run.made_again}
@@ -227,16 +224,14 @@ def prepare_layer(run: Run, names: Sequence[str], device: str, *, attended: bool
             places.recompute[places.tensors[next(iter(primitive.makes))]] = passes.forward
     carried = ((name,) for name in run.outputs[1:]) if run.attend else run.carried_outputs.values()
     makers = {name: primitive.makes[name] for primitive in steps for name in primitive.makes}
-    outputs = [
-        _port(tuple(places.tensors[name] for name in names), names, makers[names[0]])
-        for names in (run.outputs[:1], *carried)
-    ]
+    output_names = (run.outputs[:1], *carried)
+    outputs = [_port(tuple(places.tensors[name] for name in each), each, makers[each[0]]) for each in output_names]
     return PreparedLayer(prepared, last, inputs, outputs, run.attend is not None)
 
 
 def _port(places: tuple[int, ...], names: Sequence[str], indices: str) -> _Port:
     integers = tuple(place for place, name in zip(places, names, strict=True) if name in INTEGERS)
-    return _Port(places, integers, are_buffers(indices))
+    return _Port(places, integers, is_buffer(indices))
 
 
 def _first_reader(steps: Sequence[Primitive], name: str) -> str:
@@ -252,12 +247,12 @@ def _mixed(name: str, places: TensorPlaces) -> BothPasses:
     """
     attention_output, mixed, kind = places.tensors[name], places.make(name), places.make()
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         x, matrix = ctx.tensors[attention_output], ctx.weights[0]
         ctx.tensors[mixed] = x[:, : matrix.shape[1]].to(matrix.dtype)
         ctx.tensors[kind] = x.shape[1], x.dtype
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         gradient, (features, dtype) = ctx.pop_gradient(mixed), ctx.tensors[kind]
         ctx.add_gradient(attention_output, F.pad(gradient.to(dtype), (0, features - gradient.shape[1])))
 

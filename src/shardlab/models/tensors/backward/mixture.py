@@ -16,7 +16,7 @@ from torch import Tensor
 from shardlab.models.mixture import Combine, Dispatch, ExpertLinear, Place, Route
 from shardlab.models.tensors import mixture
 from shardlab.models.tensors.backward.dense import add_product
-from shardlab.models.tensors.backward.workspace import BothPasses, LayerContext, TensorPlaces, Weights, make_passes
+from shardlab.models.tensors.backward.workspace import BothPasses, Context, TensorPlaces, Weights, make_passes
 
 
 @make_passes.register
@@ -24,7 +24,7 @@ def _(primitive: Route, places: TensorPlaces) -> BothPasses:
     weight, router = places.weights["mlp.router.weight"], primitive.router
     x, gates, choices, probabilities = places.tensors["x"], places.make("gates"), places.make("choices"), places.make()
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         tensors = ctx.tensors
         scores = mixture.router_scores(tensors[x], ctx.weights[weight])
         tensors[gates], tensors[choices], tensors[probabilities] = mixture.choose_experts(scores, router.top_k)
@@ -32,7 +32,7 @@ def _(primitive: Route, places: TensorPlaces) -> BothPasses:
     def add(totals: Weights, gradient: Tensor, read: Tensor) -> None:
         add_product(totals[weight], gradient.t(), read.to(gradient.dtype))
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         read, kept = ctx.tensors[x], (ctx.tensors[probabilities], ctx.tensors[choices])
         gradient = mixture.scores_gradient(router, ctx.share, ctx.pop_gradient(gates), *kept)
         ctx.add_gradient(x, (gradient @ ctx.weights[weight].to(gradient.dtype)).to(read.dtype))
@@ -46,10 +46,10 @@ def _(primitive: Place, places: TensorPlaces) -> BothPasses:
     """Slots are integers and have no gradient."""
     choices, slots = places.tensors["choices"], places.make("slots")
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         ctx.tensors[slots] = mixture.assign_slots(primitive.router, ctx.tensors[choices], ctx.share)
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         pass
 
     return BothPasses(forward, backward)
@@ -59,10 +59,10 @@ def _(primitive: Place, places: TensorPlaces) -> BothPasses:
 def _(primitive: Dispatch, places: TensorPlaces) -> BothPasses:
     x, slots, result = places.tensors["x"], places.tensors["slots"], places.make("x")
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         ctx.tensors[result] = mixture.dispatch(primitive.router, ctx.tensors[x], ctx.tensors[slots], ctx.share)
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         ctx.add_gradient(x, mixture.gather_slots(ctx.pop_gradient(result), ctx.tensors[slots]).sum(-2))
 
     return BothPasses(forward, backward, (slots,))
@@ -75,7 +75,7 @@ def _(primitive: ExpertLinear, places: TensorPlaces) -> BothPasses:
     x, result = places.tensors["x"], places.make("x")
     recompute, sums = places.recompute.get(x), primitive.in_index == "ffn"
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         shift = ctx.weights[bias] if bias >= 0 else None
         if shift is not None and sums:
             shift = mixture.pad_bias(shift, ctx.share)
@@ -90,7 +90,7 @@ def _(primitive: ExpertLinear, places: TensorPlaces) -> BothPasses:
             own_features = gradient.narrow(-1, number * features, features) if sums else gradient
             totals[bias].add_(own_features.view(-1, experts, *own_features.shape[1:]).sum((0, 2)))
 
-    def backward(ctx: LayerContext) -> None:
+    def backward(ctx: Context) -> None:
         if recompute is not None:
             recompute(ctx)
         gradient, matrix = ctx.pop_gradient(result), ctx.weights[weight]
@@ -107,14 +107,12 @@ def _(primitive: Combine, places: TensorPlaces) -> BothPasses:
     x, gates, slots = (places.tensors[name] for name in ("x", "gates", "slots"))
     result = places.make("x")
 
-    def forward(ctx: LayerContext) -> None:
+    def forward(ctx: Context) -> None:
         ctx.tensors[result] = mixture.combine(ctx.tensors[x], ctx.tensors[gates], ctx.tensors[slots])
 
-    def backward(ctx: LayerContext) -> None:
-        gradient, (buffers, weights, where) = (
-            ctx.pop_gradient(result),
-            (ctx.tensors[place] for place in (x, gates, slots)),
-        )
+    def backward(ctx: Context) -> None:
+        gradient = ctx.pop_gradient(result)
+        buffers, weights, where = (ctx.tensors[place] for place in (x, gates, slots))
         weighted = gradient[..., None, :] * weights[..., None].to(gradient.dtype)
         of_gates = (mixture.gather_slots(buffers, where) * gradient[..., None, :]).sum(-1).to(weights.dtype)
         ctx.add_gradient(gates, of_gates)

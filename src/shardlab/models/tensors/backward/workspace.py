@@ -1,6 +1,6 @@
 """The interface of a primitive's two passes: their context, their places, and the function that prepares them.
 
-- `LayerContext` (`ctx`, as in torch.autograd.Function) holds the tensors and gradients of one pass through a layer.
+- `Context` (`ctx`, as in torch.autograd.Function) holds the tensors and gradients of one pass through a layer.
 - `TensorPlaces` numbers these tensors once, when a layer is prepared. A pass then finds them by index in a list.
 - `make_passes` prepares both passes of a primitive. A primitive registers a function there if it has a backward pass
   that is written out.
@@ -38,7 +38,7 @@ def _nothing(add: AddGradients, gradient: Tensor, read: Tensor) -> None:
 
 
 @dataclass(slots=True)
-class LayerContext:
+class Context:
     """Context of one forward pass of a layer and of the backward pass that follows it.
 
     Attributes:
@@ -102,14 +102,14 @@ class BothPasses(NamedTuple):
         keeps: places of the tensors that the backward pass reads.
     """
 
-    forward: Callable[[LayerContext], None]
-    backward: Callable[[LayerContext], None]
+    forward: Callable[[Context], None]
+    backward: Callable[[Context], None]
     keeps: tuple[int, ...] = ()
 
 
 @dataclass
 class TensorPlaces:
-    """Numbering of a layer's tensors: each one's index in the lists of `LayerContext`.
+    """Numbering of a layer's tensors: each one's index in the lists of `Context`.
 
     Attributes:
         weights: index of each parameter, by name, in the list of parameters.
@@ -124,9 +124,7 @@ class TensorPlaces:
     device: str
     block: int = 0
     tensors: dict[str, int] = field(default_factory=dict[str, int])
-    recompute: dict[int, Callable[[LayerContext], None]] = field(
-        default_factory=dict[int, Callable[[LayerContext], None]]
-    )
+    recompute: dict[int, Callable[[Context], None]] = field(default_factory=dict[int, Callable[[Context], None]])
     count: int = 0
 
     def make(self, name: str = "") -> int:
@@ -145,7 +143,7 @@ class TensorPlaces:
         return self.weights[f"{name}.weight"], self.weights[f"{name}.bias"] if bias else -1
 
 
-def are_buffers(indices: str) -> bool:
+def is_buffer(indices: str) -> bool:
     """Return whether a tensor with these indices is an experts' buffer, (experts, capacity, features)."""
     return "expert" in indices.split()
 
