@@ -16,7 +16,7 @@ from shardlab.execute.offload import Parked, copy, storage_at, tensor_at
 from shardlab.execute.optimizers.flat_slice import Slice
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.language.rules.refusals import PLACES
-from tests.support.one_device import stepped
+from tests.support.stepped import stepped
 
 CPU = torch.device("cpu")
 

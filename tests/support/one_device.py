@@ -6,9 +6,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from shardlab.execute.optimizers.flat_slice import Slice, step_together
 from tests.support.pieces import ELEMENTS, PRIME, Array, BrokenTape, Piece
 from tests.support.toy_layers import EVERYWHERE
 from tests.support.toy_network import HANDS_ON, Network
@@ -106,12 +104,3 @@ def gradients(network: Network, microbatches: int) -> list[Array]:
     if network.tied:
         found[0] = (found[0] + found.pop()) % PRIME
     return found
-
-
-# One slice's update.
-
-
-def stepped(kept: Slice, gradient: Tensor, step: int, squared_norm: float | None = None) -> None:
-    """Step a slice by a gradient, unless that is dropped."""
-    if kept.take(gradient, kept.config.rate(step), squared_norm):
-        step_together([kept])

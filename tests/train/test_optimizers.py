@@ -34,8 +34,8 @@ from shardlab.train.job import Job
 from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.verification.cases import SHARDINGS
 from shardlab.train.verification.verify import verify_rank
-from tests.support.one_device import stepped
 from tests.support.ranks import Ranks
+from tests.support.stepped import stepped
 from tests.support.thorough import examples, sampled
 from tests.train.jobs import run_of, train_plainly
 from tests.train.verify_cases import ROOTED

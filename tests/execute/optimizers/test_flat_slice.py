@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardlab.execute.optimizers.flat_slice import Slice
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.language.precision import Optimizer
-from tests.support.one_device import stepped
+from tests.support.stepped import stepped
 
 
 @given(st.integers(1, 6), st.integers(0, 60), st.integers(0, 5))
