@@ -64,7 +64,7 @@ def test_nobody_waits_for_what_a_worker_is_at_when_time_is_up() -> None:
     candidate = next(candidates(asked, next(iter(shapes(asked)))))
     began = time.monotonic()
     with (
-        patch.object(module, "answer", _never),
+        patch.object(module, "answer_request", _never),
         workers(asked, 2) as ask,
     ):
         for _ in range(4):
@@ -84,14 +84,14 @@ def _others(processes: Sequence[BaseProcess]) -> set[BaseProcess]:
 
 
 def _knows(asked: ExpansionRequest) -> Expansion:
-    """Whether a worker has a expander before it deals, as a number."""
+    """Whether a worker has an expander before the first question, as a number."""
     known = module._expanders.get(asked.change)  # pyright: ignore[reportPrivateUsage]
     return Expansion(seen=0 if known is None else len(known.bounds.sharing._known))  # pyright: ignore[reportPrivateUsage]
 
 
 def test_workers_begin_with_the_lower_bounds_that_are_known_at_the_first_question() -> None:
     asked = problem()
-    with patch.object(module, "_deal_here", _knows), workers(asked, 2) as ask:
+    with patch.object(module, "_expand_here", _knows), workers(asked, 2) as ask:
         expander = ask.expander(asked, "")
         for shape in shapes(asked):
             expander.bounds.of_shape(shape)
@@ -158,7 +158,7 @@ def test_a_search_finds_the_same_plans_when_workers_deal_beside_it(beside: int) 
         future.set_result(expander.all(asked))
         return future
 
-    with patch.object(search, "HANDED_OUT", 2), patch.object(search, "SCOUTS", 0):
+    with patch.object(search, "HANDED_OUT", 2), patch.object(search, "FIRST_FORECASTS", 0):
         alone = Search(PROBLEM, forecast, ahead=2).run()
         found = Search(PROBLEM, Workers(forecast, deal, beside), ahead=2).run()
     assert len(handed) > 2
