@@ -87,7 +87,7 @@ def job_for(strategy: str) -> Job:
 @pytest.mark.parametrize("strategy", FORCED, ids=lambda name: name.rpartition(":")[2])
 def test_passes_change_no_bit(ranks: World, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks add in one order only, so that even buckets do not round otherwise. All passes are forced."""
-    monkeypatch.setattr(jobs, "passed", forced)  # jobs are checked here, for all ranks
+    monkeypatch.setattr(jobs, "apply_passes", forced)  # jobs are checked here, for all ranks
     written = job_for(strategy)
     rewritten = replace(written, passes=FORCED[strategy])
     before, after = (ranks(2).call(trained, job) for job in (written, rewritten))
@@ -99,7 +99,7 @@ def test_passes_change_no_bit(ranks: World, strategy: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("strategy", FORCED, ids=lambda name: name.rpartition(":")[2])
 def test_the_passes_of_that_test_move_something(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "passed", forced)
+    monkeypatch.setattr(jobs, "apply_passes", forced)
     written = job_for(strategy)
     assert replace(written, passes=FORCED[strategy]).checked().program.tapes != written.checked().program.tapes
 
