@@ -28,7 +28,7 @@ from shardlab.draw.canvas import (
 from shardlab.language import Holds, Kind, Mesh, OpKind, Rank, Spec, trace
 from shardlab.language.rules import layer_graph
 from shardlab.language.rules.kinds import bits, listed
-from shardlab.language.rules.layer_graph import Held, Layer, Node, Port
+from shardlab.language.rules.layer_graph import Extent, Layer, Node, Port
 from shardlab.language.rules.spec import Space
 from shardlab.simulate.timeline import Costs, bubble, simulate
 from shardlab.strategies import STRATEGIES
@@ -112,8 +112,8 @@ def layer(path: Path) -> None:
     """What every tensor of an MLP and every gradient holds where its hidden features are cut in two."""
     space = Space(microbatches=1, pieces=(("slice", SLICES),))
     cut = {"slice": SLICE}
-    held = layer_graph.forward(MLP, {"x": Held({})}, cut, space)
-    gradients = layer_graph.backward(MLP, held, {"y": Held({})}, cut, space).of_tensors
+    held = layer_graph.forward(MLP, {"x": Extent({})}, cut, space)
+    gradients = layer_graph.backward(MLP, held, {"y": Extent({})}, cut, space).of_tensors
     indices = {"x": "in"} | {name: of for node in MLP.nodes for name, of in node.makes.items()}
     with style():
         page = Page(9.6, 3.9)
@@ -327,7 +327,7 @@ def _indices(*tensors: Mapping[str, str]) -> set[str]:
     return {index for indices in tensors for of in indices.values() for index in of.split()}
 
 
-def _tensor(page: Page, box: Box, name: str, held: Held, color: str) -> None:
+def _tensor(page: Page, box: Box, name: str, held: Extent, color: str) -> None:
     """A tensor by what is held of it; a term of a sum is hatched."""
     left, _, right, bottom = box
     middle = (left + right) / 2

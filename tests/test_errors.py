@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 
 from shardlab.common import errors
-from shardlab.common.errors import UserError, closest, find, nearest, unknown
+from shardlab.common.errors import UserError, closest_name, find_by_name, suggest_name, unknown_name
 
 SOURCE = Path(errors.__file__).parent
 
 
 def test_the_nearest_name_is_found_in_any_case_of_letters() -> None:
-    assert closest("unshardd", ["UNSHARD", "RESHARD"]) == "UNSHARD"
-    assert closest("FSDQ", ["ddp", "fsdp"]) == "fsdp"
-    assert closest("zzz", ["ddp", "fsdp"]) is None
-    assert find({"ddp": 1}, " DDP ", "strategy") == 1
+    assert closest_name("unshardd", ["UNSHARD", "RESHARD"]) == "UNSHARD"
+    assert closest_name("FSDQ", ["ddp", "fsdp"]) == "fsdp"
+    assert closest_name("zzz", ["ddp", "fsdp"]) is None
+    assert find_by_name({"ddp": 1}, " DDP ", "strategy") == 1
 
 
 def test_a_name_like_no_other_is_answered_with_all() -> None:
-    assert str(unknown("puzzle", 8, ["ddp", "fsdp"])) == "there is no puzzle 8; there are ddp, fsdp"
-    assert nearest("zzz", ["ddp", "fsdp"], " and FILE.py") == "there are ddp, fsdp and FILE.py"
+    assert str(unknown_name("puzzle", 8, ["ddp", "fsdp"])) == "there is no puzzle 8; there are ddp, fsdp"
+    assert suggest_name("zzz", ["ddp", "fsdp"], " and FILE.py") == "there are ddp, fsdp and FILE.py"
     with pytest.raises(UserError, match=r"there is no strategy 'fsdq'; did you mean fsdp\?"):
-        find({"ddp": 1, "fsdp": 2}, "fsdq", "strategy")
+        find_by_name({"ddp": 1, "fsdp": 2}, "fsdq", "strategy")
 
 
 def test_the_examples_are_true() -> None:

@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardlab.check import ChannelModel, check
-from shardlab.check.deadlock import Replay, empties
+from shardlab.check.deadlock import Replay, queues_empty
 from shardlab.language import Mesh, OpKind, Program, Refused, Spec, Strategy, World, trace
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan.plan import Plan
@@ -398,7 +398,7 @@ def test_a_single_queue_that_empties_is_one_that_a_replay_with_all_waits_ends(se
     assert program is not None
     checked = check(program)
     replay = Replay(program, checked.communications, checked.communication_of, ChannelModel.QUEUED)
-    assert empties(program, checked.communications) == (replay.deadlock() is None)
+    assert queues_empty(program, checked.communications) == (replay.deadlock() is None)
 
 
 def agree(program: Program, models: Mapping[ChannelModel, str | None], random: Random) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from examples.parameter_server import parameter_server
 from shardlab.check import Checked, check, drifts_of
-from shardlab.check.replicas import FOLLOWS, replicas_of
+from shardlab.check.replicas import FOLLOWING_CAUSE, replicas_of
 from shardlab.language import Kind, Mesh, Op, OpKind, Program, Rank, Refused, Sizes, Strategy, Value, trace
 from shardlab.models import GPT, MLP, MoE, cut
 from shardlab.simulate.passes.run import apply_passes
@@ -76,7 +76,7 @@ def test_attention_and_experts_dealt_at_random_do_not_drift(seed: int, random: C
 
 def apart_at_once(proof: Checked) -> set[int]:
     """The layers that are said to drift in the first step, and not because others do."""
-    return {layer for drift in drifts_of(proof) if drift.cause != FOLLOWS for layer in drift.layers}
+    return {layer for drift in drifts_of(proof) if drift.cause != FOLLOWING_CAUSE for layer in drift.layers}
 
 
 @settings(max_examples=examples(150))

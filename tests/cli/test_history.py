@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from shardlab.cli import main
-from shardlab.common.files import write_whole
+from shardlab.common.files import write_atomically
 from shardlab.train.history import find_runs, note_end, read_run, record_inode
 
 Captured = pytest.CaptureFixture[str]
@@ -88,7 +88,7 @@ def test_the_end_is_noted_only_of_a_run_that_this_process_began(tmp_path: Path) 
     before = record_inode(folder)
     note_end(folder, "failed", before)
     assert read_run(folder).ended == "killed"
-    write_whole(folder / "run.json", (folder / "run.json").read_text())
+    write_atomically(folder / "run.json", (folder / "run.json").read_text())
     os.utime(folder / "run.json", (0, 0))  # the clock has been set back
     note_end(folder, "finished", before)
     assert read_run(folder).ended == "finished"

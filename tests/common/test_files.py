@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from shardlab.common.errors import UserError
-from shardlab.common.files import anchored, whole_file, whole_folder, write_whole
+from shardlab.common.files import atomic_file, atomic_folder, path_from_here, write_atomically
 
 
 def test_what_was_there_stays_until_the_new_file_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with suppress(ValueError), whole_file(path) as part:
+    with suppress(ValueError), atomic_file(path) as part:
         part.write_text("ne")
         assert path.read_text() == "old"
         raise ValueError
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path], "no part is left"
-    write_whole(path, "new")
+    write_atomically(path, "new")
     assert path.read_text() == "new"
 
 
@@ -29,7 +29,7 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
     path, link = tmp_path / "file", tmp_path / "link"
     path.write_text("old")
     link.symlink_to(path)
-    write_whole(link, "new")
+    write_atomically(link, "new")
     assert link.is_symlink()
     assert path.read_text() == "new"
 
@@ -39,7 +39,7 @@ def test_a_pipe_is_written_into_and_stays_one(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        write_whole(pipe, "text")
+        write_atomically(pipe, "text")
         assert os.read(reader, 10) == b"text"
     finally:
         os.close(reader)
@@ -48,11 +48,11 @@ def test_a_pipe_is_written_into_and_stays_one(tmp_path: Path) -> None:
 
 def test_a_folder_appears_when_it_is_full_and_not_at_all_if_that_fails(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "folder"
-    with suppress(ValueError), whole_folder(path) as part:
+    with suppress(ValueError), atomic_folder(path) as part:
         (part / "file").touch()
         raise ValueError
     assert not list((tmp_path / "deep").iterdir()), "no part is left"
-    with whole_folder(path) as part:
+    with atomic_folder(path) as part:
         (part / "file").touch()
         assert not path.exists()
     assert [file.name for file in path.iterdir()] == ["file"]
@@ -61,9 +61,12 @@ def test_a_folder_appears_when_it_is_full_and_not_at_all_if_that_fails(tmp_path:
 
 def test_what_is_where_a_folder_should_go_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UserError, match="file exists; name a new folder"), whole_folder(tmp_path / "file"):
+    with pytest.raises(UserError, match="file exists; name a new folder"), atomic_folder(tmp_path / "file"):
         pass
-    with pytest.raises(UserError, match=r"cannot be written \(Not a directory"), whole_folder(tmp_path / "file" / "in"):
+    with (
+        pytest.raises(UserError, match=r"cannot be written \(Not a directory"),
+        atomic_folder(tmp_path / "file" / "in"),
+    ):
         pass
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -77,13 +80,13 @@ def test_a_relative_path_is_found_from_another_folder_with_what_stands_after_it(
         for name in names:
             (folder / name).touch()
     monkeypatch.chdir(there)
-    assert anchored("a.txt", str(here)) == f"{here}/a.txt"
-    assert anchored("a.txt:0.7", str(here)) == f"{here}/a.txt:0.7"
-    assert anchored("a:0.5", str(here)) == f"{here}/a:0.5"
-    assert anchored("gone.py:Name", str(here)) == f"{here}/gone.py:Name"
-    assert anchored("own.txt", str(here)) == "own.txt"
-    assert anchored(f"{there}/own.txt:2", str(here)) == f"{there}/own.txt:2"
-    assert anchored("a.txt", str(there)) == anchored("a.txt", None) == "a.txt"
+    assert path_from_here("a.txt", str(here)) == f"{here}/a.txt"
+    assert path_from_here("a.txt:0.7", str(here)) == f"{here}/a.txt:0.7"
+    assert path_from_here("a:0.5", str(here)) == f"{here}/a:0.5"
+    assert path_from_here("gone.py:Name", str(here)) == f"{here}/gone.py:Name"
+    assert path_from_here("own.txt", str(here)) == "own.txt"
+    assert path_from_here(f"{there}/own.txt:2", str(here)) == f"{there}/own.txt:2"
+    assert path_from_here("a.txt", str(there)) == path_from_here("a.txt", None) == "a.txt"
 
 
 def test_a_folder_that_another_process_sweeps_away_before_it_is_locked_is_made_again(
@@ -100,7 +103,7 @@ def test_a_folder_that_another_process_sweeps_away_before_it_is_locked_is_made_a
         return place
 
     monkeypatch.setattr(os, "open", open_swept)
-    with whole_folder(tmp_path / "new") as part:
+    with atomic_folder(tmp_path / "new") as part:
         (part / "file").write_text("text")
     assert len(swept) == 1
     assert (tmp_path / "new" / "file").read_text() == "text"

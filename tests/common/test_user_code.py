@@ -11,7 +11,7 @@ from types import FrameType, SimpleNamespace
 
 import pytest
 
-from shardlab.common.user_code import SourceLine, Stalled, Stoppable, bounded, line_of, run_stoppable
+from shardlab.common.user_code import SourceLine, Stalled, Stoppable, run_stoppable, trace_limits, user_line_of
 from shardlab.language import Rank, trace
 from shardlab.learn.puzzles import Model, PuzzleRefused
 from shardlab.strategies.ddp import ddp
@@ -51,7 +51,7 @@ def test_a_line_is_the_students_own_although_the_standard_library_runs() -> None
         inside = sys._getframe().f_back
         assert inside is not None
         assert inside.f_code.co_filename == re.__file__
-        lines.append(line_of(inside))
+        lines.append(user_line_of(inside))
         return ""
 
     re.sub("x", note, "x")
@@ -65,7 +65,7 @@ def test_a_named_tuple_being_made_is_not_the_students_line() -> None:
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_filename == "<string>":
-            lines.append(line_of(frame))
+            lines.append(user_line_of(frame))
 
     sys.setprofile(profile)
     try:
@@ -102,11 +102,11 @@ def test_the_time_counts_for_each_op_and_not_for_all() -> None:
             spend(0.3)
             rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
 
-    with bounded(seconds=1):
+    with trace_limits(seconds=1):
         trace(slow, 2, 4, 2)
-    with bounded(seconds=0.1), refuses("stalled", error=Stalled):
+    with trace_limits(seconds=0.1), refuses("stalled", error=Stalled):
         trace(slow, 2, 4, 2)
-    with bounded(seconds=math.inf):
+    with trace_limits(seconds=math.inf):
         trace(slow, 1, 1, 1)
 
 
@@ -115,7 +115,7 @@ def test_a_program_that_sleeps_takes_no_cpu_time() -> None:
         time.sleep(0.5)
         await ddp(rank)
 
-    with bounded(seconds=0.1):
+    with trace_limits(seconds=0.1):
         trace(sleeps, 2, 2, 2)
 
 
@@ -137,7 +137,7 @@ def test_an_import_may_take_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
         del takes_long
         await ddp(rank)
 
-    with bounded(seconds=0.2):
+    with trace_limits(seconds=0.2):
         trace(imports, 2, 2, 2)
     assert "takes_long" in sys.modules
 
@@ -149,7 +149,7 @@ def test_what_was_stopped_does_not_go_on() -> None:
         while True:
             turns[0] += 1
 
-    with bounded(seconds=0.2), pytest.raises(Stalled):
+    with trace_limits(seconds=0.2), pytest.raises(Stalled):
         trace(endless, 2, 2, 2)
     before = turns[0]
     time.sleep(0.1)

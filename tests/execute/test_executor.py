@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardlab.check import ChannelModel, check
-from shardlab.check.in_place import ends_of
+from shardlab.check.in_place import ending_ops
 from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.executor import FIRST_STEPS, GRAPHS, StepInputs
 from shardlab.execute.tape_analysis import Analysis
@@ -101,13 +101,13 @@ async def gathered_once(rank: Rank) -> None:
 def test_a_new_weight_is_gathered_into_the_place_of_the_old_one() -> None:
     found = analysis_of(user_programs.zero_1, 2, 3, 2)
     gathers = [op.outputs[0] for op in found.tape if op.kind is OpKind.ALL_GATHER]
-    assert found.kept.arrives == set(gathers) == set(found.kept.final)
+    assert found.kept.arriving == set(gathers) == set(found.kept.final)
     assert found.slots == 0
 
 
 def ends_there(found: Analysis, root: int) -> int:
     """When the last value ends that lies in the memory of one."""
-    ends = ends_of(found.tape)
+    ends = ending_ops(found.tape)
     return max(ends[number] for number in (root, *found.homes) if found.homes.get(number, number) == root)
 
 
@@ -115,7 +115,7 @@ def ends_there(found: Analysis, root: int) -> int:
 def test_a_buffer_is_emptied_when_the_last_value_ends_that_lies_there(program: Strategy) -> None:
     """Also what an update has written there, and all slices."""
     found = analysis_of(program, 2, 2, 2)
-    assert found.kept.carried
+    assert found.kept.copied_updates
     for root, slot in found.slot.items():
         assert found.empties[ends_there(found, root)] == slot
 

@@ -25,7 +25,7 @@ from shardlab.language import (
     World,
     trace,
 )
-from shardlab.language.collective_calls import Call, collective, want_sound
+from shardlab.language.collective_calls import Call, collective_results, require_valid_call
 from shardlab.language.rules import arithmetic, optimizer_step
 from shardlab.language.rules.kinds import WHOLE
 from shardlab.language.rules.layer_rules import rules_of
@@ -74,29 +74,29 @@ def by(reduction: Reduction, kind: OpKind = OpKind.ALL_REDUCE) -> Call:
 
 def test_a_broadcast_is_the_roots_value_on_all_others() -> None:
     value = gradient(0b11, shard(1))
-    assert collective(BROADCAST, [None, value, None], RANKS, RULES) == [value, None, value]
+    assert collective_results(BROADCAST, [None, value, None], RANKS, RULES) == [value, None, value]
 
 
 def test_scattered_parameters_are_cut_as_a_reduce_scatter_cuts_them() -> None:
     for value in (gradient(0b11), gradient(0b11, Holds(0b110, 3))):
         parts = [value._replace(cells=0b100), value, value._replace(cells=0)]
-        scattered = collective(SCATTER, [None, value._replace(cells=0b111), None], RANKS, RULES)
-        assert scattered == collective(Call(OpKind.REDUCE_SCATTER), parts, RANKS, RULES)
+        scattered = collective_results(SCATTER, [None, value._replace(cells=0b111), None], RANKS, RULES)
+        assert scattered == collective_results(Call(OpKind.REDUCE_SCATTER), parts, RANKS, RULES)
 
 
 def test_scattered_batches_are_runs_of_whole_microbatches() -> None:
-    assert collective(SCATTER, [None, rows(0b111111), None], RANKS, RULES) == [
+    assert collective_results(SCATTER, [None, rows(0b111111), None], RANKS, RULES) == [
         rows(0b000011),
         rows(0b001100),
         rows(0b110000),
     ]
-    assert collective(SCATTER, [None, rows(0b101010), None], RANKS, RULES) == [
+    assert collective_results(SCATTER, [None, rows(0b101010), None], RANKS, RULES) == [
         rows(0b10),
         rows(0b1000),
         rows(0b100000),
     ]
     halves = rows(0b10_10_10, Space(3, 2))
-    assert collective(SCATTER, [None, halves, None], RANKS, RULES) == [
+    assert collective_results(SCATTER, [None, halves, None], RANKS, RULES) == [
         halves._replace(cells=1 << bit) for bit in (1, 3, 5)
     ]
 
@@ -109,32 +109,32 @@ def test_a_gather_and_a_reduce_are_all_gather_and_all_reduce_on_the_root_alone(r
         (OpKind.GATHER, OpKind.ALL_GATHER, pieces),
         (OpKind.REDUCE, OpKind.ALL_REDUCE, terms),
     ):
-        whole, *_ = collective(Call(everywhere), given_, RANKS, RULES)
-        received = collective(Call(kind, root), given_, RANKS, RULES)
+        whole, *_ = collective_results(Call(everywhere), given_, RANKS, RULES)
+        received = collective_results(Call(kind, root), given_, RANKS, RULES)
         assert received == [whole if rank == root else None for rank in RANKS]
 
 
 def test_scatter_and_then_gather_gives_the_value_back() -> None:
     value = weight()
-    pieces = collective(SCATTER, [None, value, None], RANKS, RULES)
-    assert collective(GATHER, pieces, RANKS, RULES)[1] == value
+    pieces = collective_results(SCATTER, [None, value, None], RANKS, RULES)
+    assert collective_results(GATHER, pieces, RANKS, RULES)[1] == value
 
 
 def test_a_barrier_brings_nothing() -> None:
-    assert collective(Call(OpKind.BARRIER), [None] * 3, RANKS, RULES) == [None] * 3
+    assert collective_results(Call(OpKind.BARRIER), [None] * 3, RANKS, RULES) == [None] * 3
 
 
 @pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.MIN, Reduction.MAX])
 def test_replicas_reduced_are_what_they_were(reduction: Reduction) -> None:
     """Also gradients: what has summed the same is the same."""
     for value in (weight(step=1), gradient(0b111), gradient(0b101, shard(1)), scalar(0b1111)):
-        assert collective(by(reduction), [value] * 3, RANKS, RULES) == [value] * 3
-        assert collective(by(reduction, OpKind.REDUCE), [value] * 3, RANKS, RULES) == [None, value, None]
+        assert collective_results(by(reduction), [value] * 3, RANKS, RULES) == [value] * 3
+        assert collective_results(by(reduction, OpKind.REDUCE), [value] * 3, RANKS, RULES) == [None, value, None]
 
 
 def test_what_is_taken_of_different_scalars_is_about_all_their_parts_and_is_no_norm() -> None:
     parts = [scalar(0b0011), scalar(0b0110), scalar(0b1000)]
-    (largest, *_) = collective(by(Reduction.MAX), parts, RANKS, RULES)
+    (largest, *_) = collective_results(by(Reduction.MAX), parts, RANKS, RULES)
     assert largest is not None
     assert largest == scalar(0b1111, Reduction.MAX)
     assert str(largest) == "scalars (the max of several ranks')"
@@ -143,68 +143,71 @@ def test_what_is_taken_of_different_scalars_is_about_all_their_parts_and_is_no_n
         optimizer_step.update(1, gradient(SIX), weight(), opt_state(), largest)
     with refuses("no sum of squares"):
         arithmetic.add(About("add"), [scalar(0b1), largest], ["one", "other"])
-    assert collective(by(Reduction.MAX), [largest, scalar(0b1), largest], RANKS, RULES) == [largest] * 3
+    assert collective_results(by(Reduction.MAX), [largest, scalar(0b1), largest], RANKS, RULES) == [largest] * 3
 
 
 REFUSALS: dict[str, tuple[Callable[[], object], Told]] = {
     "the mean of gradients, updated with": (
         lambda: optimizer_step.update(
             1,
-            collective(by(Reduction.MEAN), [gradient(3), gradient(12), gradient(48)], RANKS, RULES)[0] or gradient(0),
+            collective_results(by(Reduction.MEAN), [gradient(3), gradient(12), gradient(48)], RANKS, RULES)[0]
+            or gradient(0),
             Spec(form_of(Kind.WEIGHT, 1, 0, RULES.space)),
             Spec(form_of(Kind.OPT_STATE, 1, 0, RULES.space)),
         ),
         told("scaled gradient", layer=1),
     ),
     "the least gradient": (
-        lambda: collective(by(Reduction.MIN, OpKind.REDUCE), [gradient(1), gradient(1), gradient(4)], RANKS, RULES),
+        lambda: collective_results(
+            by(Reduction.MIN, OpKind.REDUCE), [gradient(1), gradient(1), gradient(4)], RANKS, RULES
+        ),
         told("replicas differ", layer=1),
     ),
     "the mean of other weights": (
-        lambda: collective(by(Reduction.MEAN), [weight(), weight(), weight(step=1)], RANKS, RULES),
+        lambda: collective_results(by(Reduction.MEAN), [weight(), weight(), weight(step=1)], RANKS, RULES),
         told("replicas differ", layer=1),
     ),
     "the mean of activations": (
-        lambda: collective(by(Reduction.MEAN), [rows(1)] * 3, RANKS, RULES),
+        lambda: collective_results(by(Reduction.MEAN), [rows(1)] * 3, RANKS, RULES),
         told("wrong kind", layer=0),
     ),
     "the mean of means": (
-        lambda: collective(
+        lambda: collective_results(
             by(Reduction.MEAN), [scalar(1, Reduction.MEAN), scalar(2, Reduction.MEAN), scalar(4)], RANKS, RULES
         ),
         told("other values"),
     ),
     "the max of minima": (
-        lambda: collective(by(Reduction.MAX), [scalar(1, Reduction.MIN), scalar(2), scalar(4)], RANKS, RULES),
+        lambda: collective_results(by(Reduction.MAX), [scalar(1, Reduction.MIN), scalar(2), scalar(4)], RANKS, RULES),
         told("other values"),
     ),
     "overlapping pieces": (
-        lambda: collective(GATHER, [weight(shard(0)), weight(shard(0)), weight(shard(1))], RANKS, RULES),
+        lambda: collective_results(GATHER, [weight(shard(0)), weight(shard(0)), weight(shard(1))], RANKS, RULES),
         told("pieces overlap", layer=1, doubled=(0,)),
     ),
     "microbatches twice": (
-        lambda: collective(REDUCE, [gradient(1), gradient(2), gradient(2)], RANKS, RULES),
+        lambda: collective_results(REDUCE, [gradient(1), gradient(2), gradient(2)], RANKS, RULES),
         told("counted twice", layer=1, doubled=(1,)),
     ),
     "a scalar gathered": (
-        lambda: collective(GATHER, [scalar(1), scalar(2), scalar(4)], RANKS, RULES),
+        lambda: collective_results(GATHER, [scalar(1), scalar(2), scalar(4)], RANKS, RULES),
         told("wrong kind"),
     ),
     "a scalar scattered": (
-        lambda: collective(SCATTER, [None, scalar(1), None], RANKS, RULES),
+        lambda: collective_results(SCATTER, [None, scalar(1), None], RANKS, RULES),
         told("wrong kind"),
     ),
     "four microbatches among three": (
-        lambda: collective(SCATTER, [None, rows(0b1111), None], RANKS, RULES),
+        lambda: collective_results(SCATTER, [None, rows(0b1111), None], RANKS, RULES),
         told("does not divide", layer=0),
     ),
     "a root outside": (
-        lambda: want_sound(Call(OpKind.REDUCE, 3), RANKS),
+        lambda: require_valid_call(Call(OpKind.REDUCE, 3), RANKS),
         told("wrong root"),
     ),
-    "a root too many": (lambda: want_sound(Call(OpKind.BARRIER, 4), RANKS), told("wrong root")),
+    "a root too many": (lambda: require_valid_call(Call(OpKind.BARRIER, 4), RANKS), told("wrong root")),
     "a gather by max": (
-        lambda: want_sound(Call(OpKind.GATHER, 4, Reduction.MAX), RANKS),
+        lambda: require_valid_call(Call(OpKind.GATHER, 4, Reduction.MAX), RANKS),
         told("no reduction"),
     ),
 }

@@ -8,7 +8,7 @@ import pytest
 
 from shardlab.common.errors import UserError
 from shardlab.language import Kind
-from shardlab.language.precision import FP32, FP64, PRECISIONS, find_precision, precision_in
+from shardlab.language.precision import FP32, FP64, PRECISIONS, find_precision, precision_for_dtype
 from shardlab.train.config import PrecisionName
 
 
@@ -32,7 +32,7 @@ def test_mixed_precision_has_16_bytes_a_parameter() -> None:
 
 def test_a_precision_is_found_by_name_and_by_what_it_computes_in() -> None:
     assert find_precision("FP32") is FP32
-    assert precision_in("float64") is FP64
-    assert precision_in("bfloat16").name == "bf16"
+    assert precision_for_dtype("float64") is FP64
+    assert precision_for_dtype("bfloat16").name == "bf16"
     with pytest.raises(UserError, match="did you mean bf16"):
         find_precision("bf61")

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from shardlab.common.files import read_file, want_file
-from shardlab.common.user_code import bounded, member, module_of, require_ops
+from shardlab.common.files import read_file, require_regular_file
+from shardlab.common.user_code import find_member, load_module, require_ops, trace_limits
 from shardlab.language import ExpectedValue, Holds, Kind, Mesh, OpKind, Rank, UserError, World, trace
 from shardlab.language.values import Value
 from tests.language.tapes import alone, refusal, refused, sentence, together
@@ -337,12 +337,12 @@ async def shares(rank: Rank) -> None:
 
 
 def too_many() -> None:
-    with bounded(ops=100):
+    with trace_limits(ops=100):
         require_ops(2000, "passes")
 
 
 REQUESTS: dict[str, Callable[[], object]] = {
-    "--max-seconds-per-op: 0 is too little; give more than 0": lambda: bounded(seconds=0).__enter__(),
+    "--max-seconds-per-op: 0 is too little; give more than 0": lambda: trace_limits(seconds=0).__enter__(),
     "passes come to 2,000 ops or more, and at most 100 are traced; take fewer, or raise --max-ops if there is the time "
     "and the memory": too_many,
     "axis tp has 0 ranks; every axis of a mesh has at least 1": lambda: Mesh(tp=0),
@@ -370,19 +370,23 @@ def as_toml(path: Path) -> object:
 
 
 def function_of(path: Path, name: str = "ddq") -> object:
-    return member(module_of(path), path, name, ("function", "functions"), callable)
+    return find_member(load_module(path), path, name, ("function", "functions"), callable)
 
 
 FILES: list[tuple[str, str, Callable[[Path], object]]] = [
-    ("nowhere", "{path} does not exist; name a text file", want_file),
-    ("x" * 300, "{path} cannot be read (File name too long); name a text file that can", want_file),
-    ("folder", "{path} is a folder; name a text file", want_file),
-    ("pipe", "{path} is a pipe, but text is read from random places; write it to a file and name that", want_file),
+    ("nowhere", "{path} does not exist; name a text file", require_regular_file),
+    ("x" * 300, "{path} cannot be read (File name too long); name a text file that can", require_regular_file),
+    ("folder", "{path} is a folder; name a text file", require_regular_file),
+    (
+        "pipe",
+        "{path} is a pipe, but text is read from random places; write it to a file and name that",
+        require_regular_file,
+    ),
     ("nowhere", "{path} cannot be read: No such file or directory", as_toml),
     ("user.py", "{path} is not TOML: Expected '=' after a key in a key/value pair (at line 1, column 5)", as_toml),
-    ("nowhere", "{path} is not a file; give path/to/file.py:NAME", module_of),
-    ("broken.py", "{path}:2 cannot be run: ZeroDivisionError: division by zero", module_of),
-    ("refuses.py", "{path}:3: axis tp has 0 ranks; every axis of a mesh has at least 1", module_of),
+    ("nowhere", "{path} is not a file; give path/to/file.py:NAME", load_module),
+    ("broken.py", "{path}:2 cannot be run: ZeroDivisionError: division by zero", load_module),
+    ("refuses.py", "{path}:3: axis tp has 0 ranks; every axis of a mesh has at least 1", load_module),
     ("user.py", "{path} has no function 'ddq'; did you mean ddp?", function_of),
     (
         "user.py",

@@ -27,7 +27,7 @@ from shardlab.language import (
     trace,
 )
 from shardlab.language.rules.kinds import WHOLE
-from shardlab.language.rules.layer_graph import Node, layers_of
+from shardlab.language.rules.layer_graph import Node, build_layers
 from shardlab.language.rules.spec import Space, Term, form_of
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
@@ -449,7 +449,7 @@ def test_a_row_after_what_makes_no_slices_is_refused(reduced: bool, words: Told)
     up = Node("up", {"x": "width"}, {"x": "ffn"}, {"w1": "ffn width"})
     down = Node("down", {"x": "ffn"}, {"x": "width"}, {"w2": "width ffn"})
     row = Node("row", {"x": "width"}, {"x": "head"}, {"w": "head width"})
-    layers = layers_of([("feed-forward", [up, down], ("ffn",)), ("row", [row], ("width",))])
+    layers = build_layers([("feed-forward", [up, down], ("ffn",)), ("row", [row], ("width",))])
     sizes = Sizes((8,) * 2, (8,) * 2, (16,) * 3, (0,) * 2, signatures=layers)
 
     async def strategy(rank: Rank) -> None:

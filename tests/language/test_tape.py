@@ -25,7 +25,7 @@ from shardlab.language import (
     Spec,
     trace,
 )
-from shardlab.language.collective_calls import want_delivered
+from shardlab.language.collective_calls import require_expected_message
 from shardlab.language.mesh import group_of
 from shardlab.language.ops import Stream
 from shardlab.language.rules.kinds import factor_of
@@ -36,9 +36,9 @@ from shardlab.language.tape import (
     Matcher,
     communication_op,
     communications_of,
-    communicator,
+    communicator_of,
     compute_op,
-    stream_of,
+    queue_key,
 )
 from shardlab.strategies import STRATEGIES
 from tests.support.refusing import tells
@@ -152,12 +152,14 @@ def test_a_message_is_named_by_kind_layer_and_microbatches() -> None:
     assert ExpectedValue.of(spec(Kind.ACTIVATION, 0b11)) == ExpectedValue(Kind.ACTIVATION, 1, 0b11)
     assert ExpectedValue.of(spec(Kind.GRAD_WEIGHT, 0b101)) == ExpectedValue(Kind.GRAD_WEIGHT, 1, 0b101)
     assert ExpectedValue.of(spec(Kind.WEIGHT)) == ExpectedValue(Kind.WEIGHT, 1, 0)
-    want_delivered(3, ExpectedValue(Kind.ACTIVATION, 1, 0b11), spec(Kind.ACTIVATION, 0b11))
+    require_expected_message(3, ExpectedValue(Kind.ACTIVATION, 1, 0b11), spec(Kind.ACTIVATION, 0b11))
 
 
 def test_another_message_than_the_one_expected_is_refused_with_both() -> None:
     with pytest.raises(Refused) as caught:
-        want_delivered(3, ExpectedValue(Kind.ACTIVATION, 1, 0b1), Spec(form_of(Kind.ACTIVATION, 1, 0, Space(4)), 0b10))
+        require_expected_message(
+            3, ExpectedValue(Kind.ACTIVATION, 1, 0b1), Spec(form_of(Kind.ACTIVATION, 1, 0, Space(4)), 0b10)
+        )
     tells(caught.value, "other message", layer=1)
 
 
@@ -186,20 +188,20 @@ def test_parts_meet_by_turn_in_whatever_order_they_come(order: list[tuple[int, i
     matcher = Matcher[tuple[int, int]]()
     found: list[list[tuple[int, int]]] = []
     for rank, _ in order:
-        arrived = matcher[0, 1, 2].next(rank)
+        arrived = matcher[0, 1, 2].join(rank)
         arrived[rank] = (rank, turns[rank])
         turns[rank] += 1
         if len(arrived) == 3:
-            found.append(matcher[0, 1, 2].whole())
+            found.append(matcher[0, 1, 2].pop_complete())
     assert found == [[(rank, turn) for rank in range(3)] for turn in range(4)]
-    assert not list(matcher.left())
+    assert not list(matcher.incomplete())
 
 
 def test_what_has_no_peer_is_left() -> None:
     matcher = Matcher[str]()
-    matcher[0, 1].next(0)[0] = "sent"
-    matcher[1, 0].next(0)[0] = "wanted"
-    assert [list(came.values()) for came in matcher.left()] == [["sent"], ["wanted"]]
+    matcher[0, 1].join(0)[0] = "sent"
+    matcher[1, 0].join(0)[0] = "wanted"
+    assert [list(came.values()) for came in matcher.incomplete()] == [["sent"], ["wanted"]]
 
 
 def test_tapes_alone_give_the_meetings_that_the_check_finds() -> None:
@@ -234,8 +236,8 @@ def test_each_communication_has_one_communicator_and_an_exchange_two_streams() -
         return [communication for communication in communications_of(program)[0] if communication.stream is stream]
 
     (barrier,) = by(Stream.COLLECTIVE)
-    assert communicator(program, barrier) is stream_of(program, barrier) is barrier.group
+    assert communicator_of(program, barrier) is queue_key(program, barrier) is barrier.group
     there, back, single = sorted(by(Stream.MESSAGE), key=lambda communication: communication.participants[0].op)
-    assert communicator(program, there) == communicator(program, back) == EXCHANGES
-    assert {stream_of(program, there), stream_of(program, back)} == {(0, 1), (1, 0)}
-    assert communicator(program, single) == stream_of(program, single) == frozenset({0, 1})
+    assert communicator_of(program, there) == communicator_of(program, back) == EXCHANGES
+    assert {queue_key(program, there), queue_key(program, back)} == {(0, 1), (1, 0)}
+    assert communicator_of(program, single) == queue_key(program, single) == frozenset({0, 1})

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from shardlab.common.fields import TICK
+from shardlab.common.fields import SHORTEST_SECONDS
 from shardlab.measure.collectives import Clock
 from shardlab.measure.doctor.checks import host_facts
 
@@ -17,8 +17,8 @@ def test_a_clock_that_stands_still_measures_a_tick(monkeypatch: pytest.MonkeyPat
     clock = Clock(torch.device("cpu"))
     clock.mark()
     clock.mark()
-    assert clock.gaps() == [TICK]
-    assert clock.seconds(lambda: None, 4) == TICK / 4
+    assert clock.gaps() == [SHORTEST_SECONDS]
+    assert clock.seconds(lambda: None, 4) == SHORTEST_SECONDS / 4
 
 
 def test_a_disk_s_speed_is_a_number_on_a_clock_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:

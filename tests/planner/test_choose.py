@@ -12,7 +12,7 @@ from rich.console import Console
 
 from shardlab.cli.plan.report import as_json, print_choice, print_explained, searched
 from shardlab.common.text import seconds_text
-from shardlab.common.user_code import bounded
+from shardlab.common.user_code import trace_limits
 from shardlab.planner.choose import STEPS, PlanChoice, choose, find_contenders
 from shardlab.planner.explain import explain_choice
 from shardlab.planner.problem import Limits
@@ -25,7 +25,7 @@ def chosen(ops: int | None = None) -> PlanChoice:
     """A choice of a pipeline of which at most so many ops are traced."""
     asked = problem(sequences=32, limits=Limits({"pp": 4, "schedule": "gpipe", "recompute": "none"}, {}, 1))
 
-    with bounded(ops):
+    with trace_limits(ops):
         return choose(asked, asked_at_once(asked))
 
 

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, cast
 
 from shardlab.check import check
-from shardlab.common.user_code import bounded
+from shardlab.common.user_code import trace_limits
 from shardlab.language import Handle, Kind, Mesh, Rank, Sizes, Strategy, Value, trace
 from shardlab.learn.puzzles import Model, Weight, WeightGrad
 from shardlab.learn.puzzles.grader import find, timeline_of_strategy
@@ -75,7 +75,7 @@ async def forever(rank: Rank) -> None:
 
 
 def endless() -> object:
-    with bounded(ops=100):
+    with trace_limits(ops=100):
         return trace(forever, 1, 1, 1)
 
 
@@ -86,7 +86,7 @@ async def spinning(rank: Rank) -> None:
 
 
 def stalled() -> object:
-    with bounded(seconds=0.05):
+    with trace_limits(seconds=0.05):
         return trace(spinning, 1, 1, 1)
 
 

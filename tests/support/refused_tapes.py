@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardlab.check import check
-from shardlab.common.errors import of_layer
+from shardlab.common.errors import about_layer
 from shardlab.language import Holds, Kind, Mesh, Op, OpKind, Program, Rank, Sizes, Spec, Strategy, Value, trace
 from shardlab.language.mesh import Group, group_of
 from shardlab.language.rules import arithmetic, attention, collectives, optimizer_step, refusals
@@ -287,8 +287,8 @@ RULES: Calls = {
         OpKind.ALL_GATHER, *[rows(Kind.ACTIVATION, 0b11, slices={"ffn": n, "head": n}) for n in (1, 2)]
     ),
     "other factors": lambda: arithmetic.add_two(scaled_by(1), scaled_by(2)),
-    "frozen in the norm": lambda: optimizer_step.want_no_frozen(
-        of_layer("update", 1), rows(Kind.SCALAR, 0), Holds(0b01, 2)
+    "frozen in the norm": lambda: optimizer_step.require_no_frozen(
+        about_layer("update", 1), rows(Kind.SCALAR, 0), Holds(0b01, 2)
     ),
     "missing microbatches, of cut sequences": lambda: optimizer_step.norm(7, 1, rows(Kind.GRAD_WEIGHT, 0b0011)),
     "missing terms, of keys": lambda: attention.attend_backward(

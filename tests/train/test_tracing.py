@@ -20,7 +20,7 @@ from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.collect import gather_layer
 from shardlab.language import Mesh, OpKind, UserError
 from shardlab.language.ops import COLLECTIVES, COMMUNICATION
-from shardlab.language.tape import stream_of
+from shardlab.language.tape import queue_key
 from shardlab.models import GPT, CutModel
 from shardlab.models.tensors import to_blocks
 from shardlab.simulate.timeline import Event, live_memory
@@ -122,7 +122,7 @@ def test_a_communicator_does_one_communication_at_a_time(traced: Traced, strateg
             if event.kind in COMMUNICATION:
                 handle = checked.program.tapes[rank][event.op].handle
                 communication = checked.communications[checked.communication_of[rank][handle]]
-                streams.setdefault(stream_of(checked.program, communication), []).append(event)
+                streams.setdefault(queue_key(checked.program, communication), []).append(event)
         assert streams
         assert not [pair for each in streams.values() for pair in overlapping(each)]
 

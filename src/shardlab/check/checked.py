@@ -1,4 +1,9 @@
-"""A program that has passed the check, and what the check knows of it."""
+"""Result of the check: the program, what the proof derived of it, and the order that its ops must keep.
+
+`Checked` is what `check` returns; simulator, passes and executor take it. `ChannelModel` names the promises that a
+transport can make, and `Checked.why_not` says on which backend a program runs. `Dependences` is the partial order of
+one tape's ops: passes that reorder a tape keep to it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from shardlab.check.in_place import roots_of
+from shardlab.check.in_place import view_roots
 from shardlab.common.errors import Refused
 from shardlab.language import Kind, Op, OpKind, Program, Spec
 from shardlab.language.ops import COMMUNICATION, COPIES
@@ -16,18 +21,19 @@ from shardlab.language.tape import Communication, channel_of
 
 
 class ChannelModel(Enum):
-    """A promise that a channel makes, from the most lenient to the strictest; each passes whatever the next one passes.
+    """Promise that a transport makes, from the most lenient to the strictest.
 
-    There is one exception: a message between an exchange and a single call may pass QUEUED, and never QUEUED_PER_PAIR.
+    A program that passes one model passes all models before it. There is one exception: a message between an exchange
+    and a single call may pass QUEUED, and never QUEUED_PER_PAIR.
 
     BUFFERED: a send never waits, and a receive takes the message that it means.
     IN_ORDER: a send never waits, and messages between two ranks arrive in the order they were sent.
-    RENDEZVOUS: a send waits for its receive (gloo, even for 16 bytes).
+    RENDEZVOUS: a send waits for its receive (gloo does so even for 16 bytes).
     QUEUED_PER_PAIR: each communicator runs its operations one at a time in issue order, each a rendezvous. A group has
-        one, two ranks' messages another, all exchanges a third, and ranks wait for one another when they first use it
-        (NCCL without `device_id`).
+        one communicator, the messages of two ranks have another, and all exchanges have a third. Ranks wait for one
+        another when they first use one (NCCL without `device_id`).
     QUEUED: each rank runs its communication one operation at a time in issue order, each a rendezvous (NCCL with
-        `device_id`, which ranks are started with).
+        `device_id`, as Shardlab starts ranks).
     """
 
     BUFFERED = "buffered"
@@ -43,16 +49,16 @@ BACKENDS = {"gloo": ChannelModel.RENDEZVOUS, "nccl": ChannelModel.QUEUED}
 
 @dataclass(frozen=True)
 class Checked:
-    """A program that computes the right gradient, with what the proof derived.
+    """Program that computes the right gradient, with what the proof derived.
 
     Attributes:
         program: the tapes.
         specs: for each rank, the spec of each of its values, by number.
         communications: every communication.
-        communication_of: for each rank, its handles' places in `communications`.
+        communication_of: for each rank, handle to the index in `communications`.
         models: for each channel model, None if the program passes it, else the deadlock that it would run into.
+        not_runnable: why no backend can run the program although it is right; None if there is no such reason.
         frozen: layers with parameters that are not trained, since no rank loads an optimizer state of them.
-        not_runnable: why no backend can run the program, however right it is; None if there is no such reason.
     """
 
     program: Program
@@ -65,29 +71,29 @@ class Checked:
 
     @cached_property
     def dependences(self) -> list[Dependences]:
-        """For each rank what must come before what on its tape; found when asked."""
+        """Order that each rank's ops must keep, computed at the first use."""
 
         return [Dependences(tape, rank, self.specs[rank]) for rank, tape in enumerate(self.program.tapes)]
 
     def backends(self) -> list[str]:
-        """The torch.distributed backends on which the program runs."""
+        """Return the torch.distributed backends on which the program runs."""
         return [backend for backend in BACKENDS if self.why_not(backend) is None]
 
     @cached_property
     def trains(self) -> bool:
-        """Whether weights are updated."""
+        """Whether the program updates weights."""
         return any(op.kind is OpKind.UPDATE for tape in self.program.tapes for op in tape)
 
     @cached_property
     def clips(self) -> bool:
-        """Whether updates are given the gradient's norm: all of a program's are, or none."""
+        """Whether updates get the gradient's norm. Either all updates of a program do, or none."""
         updates = (
             (rank, op) for rank, tape in enumerate(self.program.tapes) for op in tape if op.kind is OpKind.UPDATE
         )
         return any(self.specs[rank][number].kind is Kind.SCALAR for rank, op in updates for number in op.inputs[3:])
 
     def why_not(self, backend: str) -> Refused | None:
-        """Why the program does not run on a backend; None if it does."""
+        """Return why the program does not run on a backend; None if it does."""
         deadlock = self.models[BACKENDS[backend]]
         if self.not_runnable or not deadlock:
             return self.not_runnable
@@ -95,52 +101,48 @@ class Checked:
         return Refused("can hang", f"on {backend} this program can hang", deadlock.removesuffix("."), remedy)
 
 
-# What must come before what on one tape, whatever order a pass puts it into.
-
-
-FREE, WAIT, UPDATE = OpKind.FREE, OpKind.WAIT, OpKind.UPDATE
-
-
 class Dependences:
-    """The order that one tape's numbers need.
+    """Order that the ops of one tape must keep, as a graph.
 
-    An op comes after the ops that made what it reads, and after the waits for what was on its way. A value ends, and
-    memory is written over, after all that read it. Ranks issue what they communicate on one channel in the order in
-    which they did. Any order that keeps to this computes the same, bit by bit.
+    An op comes after the ops that made its inputs, and after the waits for inputs that arrive from elsewhere. A value
+    is freed, and memory is overwritten, after all ops that read it. Each rank keeps the order of its communication on
+    every channel. Any order that keeps to this computes the same numbers, bit by bit.
 
     Args:
-        tape: of a program that has passed the check.
-        rank: whose it is.
-        specs: of its values.
+        tape: a tape of a program that has passed the check.
+        rank: the rank of the tape.
+        specs: the specs of its values.
 
     Attributes:
         tape, rank: as given.
-        before: for each op the indices of others that it comes after.
-        after: for each op the indices of those that come after it.
-        readers: number of a value to the indices of the ops that read it; those that end it are not among them.
+        before: for each op, the indices of the ops that it must follow.
+        after: for each op, the indices of the ops that must follow it.
+        readers: value to the indices of the ops that read it, without those that end it.
         waits: handle to the index of its WAIT.
     """
 
     def __init__(self, tape: Sequence[Op], rank: int, specs: Mapping[int, Spec]) -> None:
         self.tape, self.rank = tape, rank
-        self.waits = {op.handle: at for at, op in enumerate(tape) if op.kind is WAIT}
+        self.waits = {op.handle: at for at, op in enumerate(tape) if op.kind is OpKind.WAIT}
         self.readers: dict[int, list[int]] = defaultdict(list)
         self.before: list[set[int]] = [set() for _ in tape]
-        self._available: dict[int, int] = {}  # number of a value to the index of the op that made it, or awaited it
-        self._memory = roots_of(tape, specs)
-        self._reads: dict[Hashable, list[int]] = defaultdict(list)  # what is in memory to the ops that read it
+        self._available: dict[int, int] = {}  # value -> index of the op that made or awaited it
+        self._memory = view_roots(tape, specs)
+        self._reads: dict[Hashable, list[int]] = defaultdict(list)  # memory -> indices of the ops that read it
         last_on: dict[Hashable, int] = {}
         for at, op in enumerate(tape):
             before = self.before[at]
-            if op.kind is WAIT:
+            if op.kind is OpKind.WAIT:
                 continue
             before.update(self._available[number] for number in op.inputs)
             reads = (read for number in self._written(op, specs) for read in self._reads[number])
-            before.update(self.over(read) if self.over(read) < at else read for read in reads)  # an update awaits it
+            before.update(
+                self.end_of(read) if self.end_of(read) < at else read for read in reads
+            )  # an update waits for it
             self._note(at, op, specs)
             if op.kind in COMMUNICATION:
                 self.before[self.waits[op.handle]].add(at)
-            if op.kind in COMMUNICATION - COPIES:  # a copy meets no other rank
+            if op.kind in COMMUNICATION - COPIES:  # a copy involves no other rank
                 channel = channel_of(rank, op)
                 if channel in last_on:
                     before.add(last_on[channel])
@@ -151,16 +153,16 @@ class Dependences:
             for other in others:
                 self.after[other].append(at)
 
-    def over(self, at: int) -> int:
-        """The index of the op with which one is over: its WAIT, or itself."""
+    def end_of(self, at: int) -> int:
+        """Return the index of the op that completes an op: its WAIT if it communicates, or itself."""
         op = self.tape[at]
         return self.waits[op.handle] if op.kind in COMMUNICATION else at
 
     def _note(self, at: int, op: Op, specs: Mapping[int, Spec]) -> None:
-        """Note what an op reads and makes."""
+        """Record what an op reads and makes."""
         for number in op.outputs:
-            self._available[number] = self.over(at)
-        if op.kind is FREE:
+            self._available[number] = self.end_of(at)
+        if op.kind is OpKind.FREE:
             return
         ended = {op.inputs[place] for place in op.kind.row.ends}
         for number in op.inputs:
@@ -171,7 +173,10 @@ class Dependences:
             self._reads[specs[number].kind, specs[number].layer].append(at)
 
     def _written(self, op: Op, specs: Mapping[int, Spec]) -> list[Hashable]:
-        """What an op ends or writes over: values, and for a step's new weights all older ones of their layer."""
+        """Return the values and the memory that an op ends or overwrites.
+
+        A new weight overwrites all older weights of its layer.
+        """
         ended = [op.inputs[place] for place in op.kind.row.ends]
         roots = [self._memory[number] for number in ended if number in self._memory]
         arriving = [(Kind.WEIGHT, specs[number].layer) for number in op.outputs if _is_new_weight(specs[number])]
@@ -179,4 +184,5 @@ class Dependences:
 
 
 def _is_new_weight(spec: Spec) -> bool:
+    """Return whether a value is a weight that this step has updated."""
     return spec.kind is Kind.WEIGHT and spec.step > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
-from shardlab.check.buffers import alike
+from shardlab.check.buffers import may_share_batch
 from shardlab.common.errors import Rule
 from shardlab.language import ExpectedValue, Group, Holds, Kind, Op, OpKind, Program, Refused, Spec, collective_calls
 from shardlab.language.collective_calls import Call, call_of, call_text
@@ -17,7 +17,7 @@ from shardlab.language.ops import COLLECTIVES, POINT_TO_POINT, Stream
 from shardlab.language.rules import refusals
 from shardlab.language.rules.kinds import AUTOGRAD_KINDS, counted, plural
 from shardlab.language.rules.layer_rules import LayerRules
-from shardlab.language.rules.refusals import want_here
+from shardlab.language.rules.refusals import require_on_device
 from shardlab.language.rules.spec import Form
 from shardlab.language.tape import Communication, Matcher, Participant
 from shardlab.language.values import Wait
@@ -88,7 +88,9 @@ class CommunicationCheck:
             return Wait(str(op), [op.peer])
         assert op.group is not None
         mine = Participant(state.index, state.waits_for, state.flying[state.waits_for])
-        arrived = next(each for each in self._matcher.left() if state.index in each and each[state.index][0] == mine)
+        arrived = next(
+            each for each in self._matcher.incomplete() if state.index in each and each[state.index][0] == mine
+        )
         missing = [rank for rank in op.group.ranks if rank not in arrived]
         names = ", ".join(map(str, missing))
         spec = arrived[state.index][1]
@@ -100,7 +102,7 @@ class CommunicationCheck:
         Raises:
             Refused: naming the first that was not.
         """
-        for arrived in self._matcher.left():
+        for arrived in self._matcher.incomplete():
             for member, spec, call in arrived.values():
                 state = self.states[member.rank]
                 to = state.ops[member.op].peer
@@ -134,17 +136,17 @@ class CommunicationCheck:
         spec = _given(state, op, call, group)
         member = self._issue(state, op)
         queue = self._matcher[group]
-        arrived = queue.next(state.index)
+        arrived = queue.join(state.index)
         if arrived:
             first, first_spec, first_call = next(iter(arrived.values()))
             assert first_call is not None
-            if not collective_calls.agree(first_call, first_spec, call, spec):
+            if not collective_calls.calls_match(first_call, first_spec, call, spec):
                 first_text = call_text(first_call, first_spec)
                 raise collective_calls.disagreement(call, spec, group, first.rank, first.op, first_text)
         arrived[state.index] = (member, spec, call)
         if len(arrived) == len(group.ranks):
-            parts = queue.whole()
-            specs = collective_calls.collective(call, [gave for _, gave, _ in parts], group.ranks, state.rules)
+            parts = queue.pop_complete()
+            specs = collective_calls.collective_results(call, [gave for _, gave, _ in parts], group.ranks, state.rules)
             for (other, gave, _), received in zip(parts, specs, strict=True):
                 if gave is None and received is not None:
                     self._want_expected(other, call, received)
@@ -155,14 +157,14 @@ class CommunicationCheck:
         expect = self.states[member.rank].ops[member.op].expect
         assert expect is not None, "it is looked at when it is issued"
         try:
-            collective_calls.want_expected(call, expect, received)
+            collective_calls.require_expected_value(call, expect, received)
         except Refused as refusal:
             raise refusal.at(member.rank, member.op) from None
 
     def _send(self, state: RankState, op: Op) -> None:
         spec, peer = state.live[op[2][0]], op.peer
         state.want_layer(op, spec[0].layer)
-        want_here(op.about, spec)
+        require_on_device(op.about, spec)
         member = self._issue(state, op)
         state.arrived[op[4]] = None  # buffered: the sender never waits
         _check_peer(state, op)
@@ -195,18 +197,18 @@ class CommunicationCheck:
     def _deliver(self, source: int, to: int, part: Contribution) -> None:
         """One end of a message comes; with the other one there, it is delivered."""
         rank, queue = part[0][0], self._matcher[source, to]
-        arrived = queue.next(rank)
+        arrived = queue.join(rank)
         arrived[rank] = part
         if len(arrived) < 2:
             return
-        (sender, spec, _), (receiver, _, _) = queue.whole()
+        (sender, spec, _), (receiver, _, _) = queue.pop_complete()
         sent, received = self.states[source].ops[sender.op], self.states[to].ops[receiver.op]
         expect = received.expect
         assert spec is not None
         assert expect is not None, "a recv is looked at when it is issued"
         if expect != ExpectedValue.of(spec):
             try:
-                collective_calls.want_delivered(source, expect, spec)
+                collective_calls.require_expected_message(source, expect, spec)
             except Refused as refusal:
                 raise refusal.at(to, receiver.op) from None
         communication = Communication(MESSAGE, None, [sender, receiver])
@@ -233,8 +235,8 @@ def _call(op: Op) -> Call:
 
 def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
     """Get what this rank gives; the op must read and make what its part in the call says."""
-    collective_calls.want_sound(call, group.ranks)
-    reads, makes = collective_calls.values_of(call, state.index)
+    collective_calls.require_valid_call(call, group.ranks)
+    reads, makes = collective_calls.value_counts(call, state.index)
     if (len(op[2]), len(op[3])) != (reads, makes):
         given = f"has {counted(len(op[2]), 'input')} and {counted(len(op[3]), 'output')}"
         remedy = f"the part of rank {state.index} reads {reads} and makes {makes}, give these"
@@ -243,7 +245,7 @@ def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
         spec = state.live[op[2][0]]
         state.want_layer(op, spec[0].layer)
         if spec[0].place:
-            want_here(spec.about(call.kind.row.name), spec)
+            require_on_device(spec.about(call.kind.row.name), spec)
         return spec
     if makes:
         if op.expect is None:
@@ -272,9 +274,11 @@ def _join(state: RankState, op: Op) -> Group:
 
 
 def _together(state: RankState, op: Op) -> bool:
-    """Whether an op may be of the batch of the one before it: messages with messages, collectives with others alike."""
+    """Return whether an op may be of the batch of the one before it: messages with messages, collectives with others
+    alike.
+    """
     first = state.ops[state.batches.get(op.batch, state.at)]
-    return alike(first, op, state.specs) if op[0] in COLLECTIVES else first[0] in POINT_TO_POINT
+    return may_share_batch(first, op, state.specs) if op[0] in COLLECTIVES else first[0] in POINT_TO_POINT
 
 
 def _check_peer(state: RankState, op: Op) -> None:
@@ -325,7 +329,7 @@ class RankState:
         self.layers = program.rules.layers
         self.at = 0
         self.specs: dict[int, Spec] = {}
-        self.live = Live(self)
+        self.live = LiveValues(self)
         self.saved_of: dict[int, dict[Form, int]] = {}
         self.half_of: dict[int, dict[Form, int]] = {}
         self.reading: dict[int, int] = {}
@@ -365,7 +369,7 @@ class RankState:
             known[number] = live[number] = spec
 
     def layer(self, op: Op) -> LayerRules:
-        """The rules of the layer that an op computes."""
+        """Return the rules of the layer that an op computes."""
         if not 0 <= op[1] < len(self.layers):
             remedy = f"the model has layers 0-{len(self.layers) - 1}, name one of these"
             self.refuse("unknown layer", f"layer {op[1]} does not exist", remedy)
@@ -396,7 +400,7 @@ class RankState:
         self.refuse("freed", given, "free it after its last use")
 
 
-class Live(dict[int, Spec]):
+class LiveValues(dict[int, Spec]):
     """The specs of the values that a rank's ops may use now, by number; asking for any other is refused."""
 
     def __init__(self, state: RankState) -> None:

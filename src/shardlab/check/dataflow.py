@@ -16,16 +16,16 @@ from shardlab.check import in_place, runnable
 from shardlab.check.communication import CommunicationCheck, RankState, refuse_second_wait
 from shardlab.common.errors import About
 from shardlab.language import Holds, Kind, Op, OpKind, Program, Refused, Spec
-from shardlab.language.collective_calls import Names
+from shardlab.language.collective_calls import MemberNames
 from shardlab.language.ops import BOOKKEEPING, COMMUNICATION
 from shardlab.language.rules import arithmetic, collectives
 from shardlab.language.rules import optimizer_step as steps
-from shardlab.language.rules.kinds import MOST_SLICES, bits, common, counted, microbatches_text, numbered
+from shardlab.language.rules.kinds import MOST_SLICES, bits, counted, in_equal_pieces, microbatches_text, numbered
 from shardlab.language.rules.layer_rules import BackwardResult
-from shardlab.language.rules.refusals import want_place
+from shardlab.language.rules.refusals import require_place
 from shardlab.language.rules.spec import Form, form_of, microbatches_of
-from shardlab.language.tape import LOAD_FIRST, NO_WEIGHT
-from shardlab.language.values import deadlock
+from shardlab.language.tape import TIED_HEAD, TIED_HEAD_REMEDY
+from shardlab.language.values import deadlock_error
 
 
 class Dataflow:
@@ -70,7 +70,7 @@ class Dataflow:
                 raise refusal.at(state.index, state.at) from None
         blocked = {state.index: self.communication.waiting(state) for state in self.states if state.waits_for >= 0}
         if blocked:
-            raise deadlock(blocked)
+            raise deadlock_error(blocked)
         self.communication.finish()
         for state in self.states:
             check_rank_ending(state)
@@ -117,7 +117,7 @@ class Dataflow:
                     if not _takes_any(op):
                         _refuse_shape(state, op)
                     rule = self._rule_of_any[kind]
-                if kind in CONCERNED:
+                if kind in REVISITED:
                     concerned.append(at)
                 rule(state, op)
             elif op[4] in arrived:
@@ -132,7 +132,7 @@ class Dataflow:
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
-CONCERNED = in_place.CONCERNED | runnable.CONCERNED
+REVISITED = in_place.REVISITED | runnable.REVISITED
 """Ops that are looked at again once all tapes have passed."""
 
 SHAPES = frozenset(
@@ -149,7 +149,7 @@ A communication without a handle is refused where it is issued.
 
 
 def _takes_any(op: Op) -> bool:
-    """Whether an op is rightly given any number of values."""
+    """Return whether an op is rightly given any number of values."""
     row = op.kind.row
     return not row.inputs and len(op.inputs) > 0 and len(op.outputs) in row.outputs and op.handle < 0
 
@@ -168,7 +168,7 @@ def _refuse_shape(state: RankState, op: Op) -> NoReturn:
 
 Rule = Callable[[RankState, Op], None]
 
-NONE: dict[Form, int] = {}
+NOTHING_SAVED: dict[Form, int] = {}
 """Values that layers keep, by form, of an activation of which they keep none."""
 
 
@@ -224,7 +224,7 @@ def _backward(state: RankState, op: Op) -> tuple[list[Spec], BackwardResult]:
     if len(inputs) > 4:
         gradients += [live[number] for number in inputs[4:]]
     made, follows = state.layer(op).backward(live[activation], gradients, live[weight])
-    known = state.saved_of.get(activation, NONE)
+    known = state.saved_of.get(activation, NOTHING_SAVED)
     if known.pop(follows.saved, None) != saved:
         if saved in known.values():
             given = "the forward pass was by other slices of the layer than the weight and the gradient"
@@ -237,7 +237,7 @@ def _backward(state: RankState, op: Op) -> tuple[list[Spec], BackwardResult]:
 def backward_weight(state: RankState, op: Op) -> None:
     (activation, gradient, half), (grad_weight,) = op[2], op[3]
     spec, given = state.live[activation], state.live[gradient]
-    if half not in state.specs or state.half_of.get(activation, NONE).pop(state.specs[half][0], None) != half:
+    if half not in state.specs or state.half_of.get(activation, NOTHING_SAVED).pop(state.specs[half][0], None) != half:
         given = f"value {half} is not what the first half of this activation's backward left for it"
         state.refuse("no forward", given, "read what that left, once")
     state.make(grad_weight, state.layer(op).backward_weight(spec, [given], state.specs[half]))
@@ -274,7 +274,7 @@ def update(state: RankState, op: Op) -> None:
 def _want_norms_alike(state: RankState, op: Op, norm: Spec | None = None) -> None:
     """Want a norm of what is trained alone, and one for each update of this rank or for none."""
     if norm is not None:
-        steps.want_no_frozen(op.about, norm, Holds(state.trained, state.program.layers))
+        steps.require_no_frozen(op.about, norm, Holds(state.trained, state.program.layers))
     if state.clips is not None and state.clips != (norm is not None):
         given = "some updates of this rank are given the gradient's norm and some are not"
         state.refuse("norm for some", given, "give it to all")
@@ -327,7 +327,9 @@ def slice_(state: RankState, op: Op) -> None:
 def concatenate(state: RankState, op: Op) -> None:
     specs = [state.live[number] for number in op[2]]
     state.want_layer(op, specs[0].layer)
-    state.make(op[3][0], collectives.gather(specs[0].about("concatenate"), specs, Names(range(len(specs)), "piece")))
+    state.make(
+        op[3][0], collectives.gather(specs[0].about("concatenate"), specs, MemberNames(range(len(specs)), "piece"))
+    )
 
 
 def load_batch(state: RankState, op: Op) -> None:
@@ -342,7 +344,7 @@ def load_batch(state: RankState, op: Op) -> None:
 
 
 def _slice_of_weights(state: RankState, op: Op) -> Holds:
-    """The slices of a layer's own weights that an op makes a value of."""
+    """Return the slices of a layer's own weights that an op makes a value of."""
     holds, layer = op.holds, op[1]
     if (
         holds is None
@@ -354,7 +356,7 @@ def _slice_of_weights(state: RankState, op: Op) -> Holds:
             "unknown slice", f"there is no slice {_holds_text(holds)} of layer {layer}", "name slices that it has"
         )
     if state.program.sizes.weight_of(layer) != layer:
-        state.refuse("tied weight", NO_WEIGHT, LOAD_FIRST)
+        state.refuse("tied weight", TIED_HEAD, TIED_HEAD_REMEDY)
     return holds
 
 
@@ -384,7 +386,7 @@ def _load(kind: Kind, state: RankState, op: Op) -> None:
         given = f"the same slice was loaded by op {state.loaded[kind, layer, holds]} already"
         state.refuse("loaded twice", given, "load each slice once")
     if op.place:
-        want_place(op.about, op.place)
+        require_place(op.about, op.place)
     state.loaded[kind, layer, holds] = state.at
     state.make(number, Spec(form_of(kind, layer, 0, state.rules.space, holds, place=op.place)))
 
@@ -488,7 +490,7 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
         for kind, layer, holds in state.loaded:
             if kind is not Kind.WEIGHT:
                 continue
-            mine, theirs = common(held[layer], holds)
+            mine, theirs = in_equal_pieces(held[layer], holds)
             held[layer] = Holds(mine.mask | theirs.mask, mine.of)
     weight_of = states[0].program.sizes.weight_of
     for layer, (mask, of) in enumerate(held):

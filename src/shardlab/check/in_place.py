@@ -1,9 +1,18 @@
-"""Ops of a tape that may write over what they read, because nobody reads it any more.
+"""Values that share memory: ops that overwrite their input, views, and weights that are kept from step to step.
 
-A layer adds a gradient to one that is there already; so a BACKWARD or BACKWARD_WEIGHT whose gradient is only added to
-an older one does the ADD itself, and the new gradient never takes room of its own: simulated memory and the executor
-both follow this.
-The other reuse (`first_input`) is the executor's alone; simulated memory counts input and result of those ops.
+- `InPlace` finds ops that may overwrite what they read, because no later op reads it. If a backward pass makes a
+gradient
+  that is only added to an older one, the pass does the addition itself, and the new gradient takes no memory. Simulated
+  memory and the executor both follow this. The other reuse (`InPlace.first_input`) is the executor's alone: simulated
+  memory counts input and result.
+- `KeptWeights` maps values to the memory that keeps a weight from step to step, and `check_kept` proves that each
+element
+  there moves one step exactly once. A loaded weight is a view of that memory. An update writes there whatever copy of
+      the
+  weight it gets, and so does a new weight that arrives after the loaded value has ended. The executor puts tensors
+      where
+  this class says.
+- `view_roots`, `ending_ops` and the functions after them answer single questions about a tape's memory.
 """
 
 from __future__ import annotations
@@ -14,32 +23,46 @@ from collections.abc import Mapping, Sequence
 from shardlab.language import Holds, Kind, Op, OpKind, Refused, Spec
 from shardlab.language.ops import COMMUNICATION, COPIES
 from shardlab.language.rules.collectives import is_view
-from shardlab.language.rules.kinds import ROW_KINDS, bits, common, listed
+from shardlab.language.rules.kinds import ROW_KINDS, bits, in_equal_pieces, listed
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
+LOAD_WEIGHT, SLICE, UPDATE = OpKind.LOAD_WEIGHT, OpKind.SLICE, OpKind.UPDATE
 WEIGHT_BACKWARDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
 """Ops whose first output is a weight's gradient."""
-WRITING = frozenset(kind for kind in OpKind if kind.row.in_place)
+IN_PLACE_OPS = frozenset(kind for kind in OpKind if kind.row.in_place)
 """Ops that may write over what they read."""
+
+REVISITED = frozenset({LOAD_WEIGHT, SLICE, UPDATE})
+"""Ops that make views of kept memory, or write to it."""
+
+COPYING = COPIES | {SLICE, OpKind.CONCATENATE}
+"""Ops that copy or cut values on one rank, without changing their numbers."""
+
+MemoryKey = tuple[int, Holds]
+"""(layer, slices) of a loaded weight: names the memory that keeps it."""
+
+BACKWARDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
+
+_SPLITS = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL})
 
 
 class InPlace:
-    """Ops of one tape that may be done in place.
+    """Ops of one tape that may overwrite one of their inputs.
 
     Attributes:
-        first_input: indices of the ALL_REDUCEs and ADDs that may write over their first input, and REDUCEs.
-        accumulates: index of a BACKWARD to the number of the older gradient that it adds its own to.
-        fused: index of the ADD that such a BACKWARD has done to (older gradient, new gradient).
+        first_input: indices of the ALL_REDUCEs, REDUCEs, ADDs and other ops that may overwrite their first input.
+        accumulates: index of a BACKWARD to the older gradient to which it adds its own.
+        fused: index of an ADD that such a BACKWARD has done, to (older gradient, new gradient).
     """
 
     def __init__(self, tape: Sequence[Op]) -> None:
         self._tape = tape
         self._made: dict[int, int] = {}
         self._readers: dict[int, list[int]] = defaultdict(list)
-        self._read_until: dict[int, list[int]] = defaultdict(list)  # when a communication that reads it has ended
+        self._read_until: dict[int, list[int]] = defaultdict(list)  # waits for communications that read it
         others = [(at, op) for at, op in enumerate(tape) if op[0] is not FREE]
         self._shared = {number for _, op in others if op[0] is OpKind.SLICE for number in (*op[2], *op[3])}
-        writing = [(at, op) for at, op in others if op[0] in WRITING and op[2]]
+        writing = [(at, op) for at, op in others if op[0] in IN_PLACE_OPS and op[2]]
         watched = {number for _, op in writing for number in op[2]}
         waits = {op[4]: at for at, op in others if op[0] is WAIT}
         made, readers = self._made, self._readers
@@ -53,17 +76,17 @@ class InPlace:
                     readers[number].append(at)
                     if handle >= 0:
                         self._read_until[number].append(waits[handle])
-        self.first_input = {at for at, op in writing if self._last_read(op.inputs[0], at, before=at)}
+        self.first_input = {at for at, op in writing if self._is_last_read(op.inputs[0], at, before=at)}
         self.accumulates: dict[int, int] = {}
         self.fused: dict[int, tuple[int, int]] = {}
         for at, op in writing:
             if op.kind is OpKind.ADD:
                 self._fuse(at, op)
 
-    def _last_read(self, number: int, reader: int, before: int) -> bool:
-        """Whether `reader` is the only one to read a value from op `before` on, communications in flight included.
+    def _is_last_read(self, number: int, reader: int, before: int) -> bool:
+        """Return whether `reader` is the only op that reads a value from op `before` on.
 
-        Of memory that a slice shares nobody says so.
+        Communications in flight count as readers. Memory that a slice shares always has other readers.
         """
         if number in self._shared:
             return False
@@ -71,10 +94,11 @@ class InPlace:
             if at >= before and at != reader:
                 return False
         ends = self._read_until.get(number, ())
-        own = 1 if self._tape[reader].handle >= 0 else 0  # an all_reduce's own reading ends with it
+        own = 1 if self._tape[reader].handle >= 0 else 0  # an all_reduce's own read ends with it
         return len(ends) <= own or sum(end > before for end in ends) <= own
 
     def _fuse(self, at: int, op: Op) -> None:
+        """Note the ADD of a new gradient to an older one, if the backward pass can do it."""
         older, newer = op.inputs
         if self._made[older] > self._made[newer]:
             older, newer = newer, older
@@ -84,152 +108,132 @@ class InPlace:
             and self._tape[backward].outputs[0] == newer
             and self._readers[newer] == [at]
             and self._made[older] < backward
-            and self._last_read(older, at, before=backward)
+            and self._is_last_read(older, at, before=backward)
         ):
             self.accumulates[backward] = older
             self.fused[at] = (older, newer)
 
 
-# Weights that a rank keeps from step to step: who writes them, and whether each element moves one step once.
-#
-# A loaded weight is a view of memory that the rank keeps. An update writes there whatever copy of the weight it is
-# given, and so does a new weight that arrives after the loaded value has ended. So two optimizer states of one weight
-# have one owner, and a state is not stepped in memory that has moved on already. The executor puts tensors where this
-# module says.
-
-
-LOAD_WEIGHT, SLICE, UPDATE = (
-    OpKind.LOAD_WEIGHT,
-    OpKind.SLICE,
-    OpKind.UPDATE,
-)
-CONCERNED = frozenset({LOAD_WEIGHT, SLICE, UPDATE})
-"""Ops that make views of kept memory, or write it."""
-
-COPYING = COPIES | {SLICE, OpKind.CONCATENATE}
-"""Ops that make values of the same numbers, on one rank."""
-
-Key = tuple[int, Holds]
-"""(layer, slices) of a loaded weight: the name of the memory that keeps it."""
-
-
-class Kept:
-    """Memory of one rank that lasts from step to step, and what its tape puts there.
+class KeptWeights:
+    """Memory of one rank that lasts from step to step, and what its tape writes there.
 
     Attributes:
-        loaded: number of a loaded weight to the memory that it is a view of, in the tape's order.
-        places: where each memory is, as a form's `place` says.
-        roots: number of a slice to that of the value that it is a view of, as `roots_of` has it.
-        homes: number of each value that lies in another one's memory to that: of slices, and of what an update writes
-            over the weight that the rank keeps, or over the copy that it is given.
-        carried: index of each update that writes the copy that it is given, since the weight is kept in another place,
-            to the memory that keeps it.
-        renewed: indices of those of them whose copy may have been rounded, or is another rank's: what is kept is copied
-            there before it is stepped.
-        final: number of a weight that the step leaves to the memory that the next step loads it from.
-        arrives: those of them that are received there: by a communication that moves values, once the old one and all
-            its slices have ended. (A reduction has other numbers in its room until it ends, and these may still be
-            read.)
+        loaded: loaded weight to the memory of which it is a view, in the tape's order.
+        place_of: memory to its place (the `place` of a form).
+        roots: slice to the value of which it is a view, as from `view_roots`.
+        owners: value to the value in whose memory it lies. Slices have an owner, and so do new weights, which an update
+            writes over the kept weight or over the copy that it gets.
+        copied_updates: index of each update that writes to a copy, since the weight is kept in another place, to the
+            memory that keeps it.
+        refreshed: indices of the copied updates whose copy may have been rounded, or comes from another rank. The kept
+            weight is copied there before the update.
+        final: weight that the step leaves to the memory from which the next step loads it.
+        arriving: final weights that a communication delivers into kept memory. The communication must move values only,
+            and the old weight and its slices must have ended. (The buffer of a reduction holds other numbers until it
+            ends.)
     """
 
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
         loads = [op for op in tape if op[0] is LOAD_WEIGHT and op.holds is not None]
-        self.loaded: dict[int, Key] = {op.outputs[0]: (op.layer, op.holds) for op in loads if op.holds is not None}
-        self.places = {(op.layer, op.holds): op.place for op in loads if op.holds is not None}
+        self.loaded: dict[int, MemoryKey] = {
+            op.outputs[0]: (op.layer, op.holds) for op in loads if op.holds is not None
+        }
+        self.place_of = {(op.layer, op.holds): op.place for op in loads if op.holds is not None}
         self._number_of = {key: number for number, key in self.loaded.items()}
-        self.roots = roots_of(tape, specs)
-        self.homes: dict[int, int] = {}
-        self.carried: dict[int, Key] = {}
-        self._find_homes(tape, specs)
-        self.renewed = self._renewed(tape) if self.carried else set[int]()
-        ended = ends_of(tape)
-        last = last_ends(ended, self.roots)
-        self.final: dict[int, Key] = {}
-        self.arrives: set[int] = set()
+        self.roots = view_roots(tape, specs)
+        self.owners: dict[int, int] = {}
+        self.copied_updates: dict[int, MemoryKey] = {}
+        self._find_owners(tape, specs)
+        self.refreshed = self._find_refreshed(tape) if self.copied_updates else set[int]()
+        ended = ending_ops(tape)
+        last = memory_ends(ended, self.roots)
+        self.final: dict[int, MemoryKey] = {}
+        self.arriving: set[int] = set()
         for at, op in enumerate(tape):
             for number in op[3]:
                 form = specs[number].form
                 if form.kind is Kind.WEIGHT and form.step and number not in ended:
                     key = (form.layer, form.holds)
-                    if key in self.places and self.places[key] == form.place:
+                    if key in self.place_of and self.place_of[key] == form.place:
                         self.final[number] = key
                         moves = op[0] in COMMUNICATION and not op[0].row.in_place
                         if moves and last.get(self._number_of[key], at) < at:
-                            self.arrives.add(number)
+                            self.arriving.add(number)
 
-    def owner(self, layer: int, holds: Holds) -> Key | None:
-        """The memory that keeps what a state's update moves: the first that contains its slices.
+    def memory_of(self, layer: int, holds: Holds) -> MemoryKey | None:
+        """Return the memory that keeps some slices of a weight: the first that contains them.
 
-        An update writes it, unless it is given a copy of the weight in another place. None: the state has its own.
+        An update of these slices writes there, unless its copy of the weight lies in another place. None: the slices
+        are not loaded, and the optimizer state has memory of its own.
         """
         return next((key for key in self.loaded.values() if key[0] == layer and key[1].contains(holds)), None)
 
-    def _find_homes(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
+    def _find_owners(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
         for at, op in enumerate(tape):
             if op[0] is SLICE and op[3][0] in self.roots:
-                self.homes[op[3][0]] = self.homes.get(op[2][0], op[2][0])
+                self.owners[op[3][0]] = self.owners.get(op[2][0], op[2][0])
             elif op[0] is UPDATE:
-                weight, key = op[2][1], self.owner(op.layer, specs[op[2][2]].holds)
-                if key is not None and self.places[key] == specs[weight].form.place:
-                    self.homes[op[3][0]] = self._number_of[key]
+                weight, key = op[2][1], self.memory_of(op.layer, specs[op[2][2]].holds)
+                if key is not None and self.place_of[key] == specs[weight].form.place:
+                    self.owners[op[3][0]] = self._number_of[key]
                 elif key is not None:
-                    self.homes[op[3][0]] = self.homes.get(weight, weight)
-                    self.carried[at] = key
+                    self.owners[op[3][0]] = self.owners.get(weight, weight)
+                    self.copied_updates[at] = key
 
-    def _renewed(self, tape: Sequence[Op]) -> set[int]:
-        """The carried updates that are given no plain copy of what this rank has loaded."""
+    def _find_refreshed(self, tape: Sequence[Op]) -> set[int]:
+        """Return the copied updates that do not get a plain copy of what this rank has loaded."""
         plain = set(self.loaded)
         for op in tape:
             if op[0] in COPYING and plain.issuperset(op[2]):
                 plain.update(op[3])
-        return {at for at in self.carried if tape[at].inputs[1] not in plain}
+        return {at for at in self.copied_updates if tape[at].inputs[1] not in plain}
 
 
 def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], places: Sequence[int]) -> None:
-    """Want each element of a kept weight to move one step once, and nobody to read a value that was written over.
+    """Prove that each element of a kept weight moves one step once, and that no op reads an overwritten value.
 
     Args:
-        places: indices of the tape's ops of the kinds in `CONCERNED`, perhaps with others.
+        places: indices of the tape's ops whose kinds are in `REVISITED`; other indices may be among them.
 
     Raises:
         Refused: for a second update of some elements, an update after their new values have arrived, and a read of a
-            weight, in flight or not, after an update has written its new values there.
+            weight, in flight or not, after an update has overwritten it.
     """
-    concerned = [op for op in map(tape.__getitem__, places) if op[0] in CONCERNED]
+    concerned = [op for op in map(tape.__getitem__, places) if op[0] in REVISITED]
     loads = [op for op in concerned if op[0] is LOAD_WEIGHT]
     updates = [op for op in concerned if op[0] is UPDATE]
     own = {op.outputs[0] for op in loads}
     one_each = len({op.layer for op in loads}) == len(loads) and len(concerned) == len(loads) + len(updates)
     if one_each and all(op[2][1] in own for op in updates):
         return  # each layer's one loaded weight is what its update is given, and so it ends there
-    kept = Kept(tape, specs)
-    memory = Memory(tape, specs, kept)
+    kept = KeptWeights(tape, specs)
+    memory = WeightMemory(tape, specs, kept)
     for at, op in enumerate(tape):
         try:
-            memory.follow(at, op)
+            memory.step(at, op)
         except Refused as refusal:
             raise refusal.at(rank, at) from None
 
 
-class Memory:
-    """Weights that have moved on, and memory that has been written over, up to an op of the tape."""
+class WeightMemory:
+    """State of a replay of one tape: the weights that have moved on, and the memory that has been overwritten."""
 
-    def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], kept: Kept) -> None:
+    def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], kept: KeptWeights) -> None:
         self.tape = tape
         self.specs = specs
         self.kept = kept
-        self.moved: dict[Key, list[tuple[Holds, int]]] = defaultdict(list)  # slices of what is kept, by which op
-        self.written: dict[int, list[tuple[Holds, int]]] = defaultdict(list)  # the same of the memory of a value
-        self.reading: dict[int, int] = {}  # handle to the weight that its communication reads
+        self.moved: dict[MemoryKey, list[tuple[Holds, int]]] = defaultdict(list)  # slices, by which op
+        self.written: dict[int, list[tuple[Holds, int]]] = defaultdict(list)  # the same of a value's memory
+        self.reading: dict[int, int] = {}  # handle -> the weight that its communication reads
 
-    def follow(self, at: int, op: Op) -> None:
-        """Go on by one op.
+    def step(self, at: int, op: Op) -> None:
+        """Advance by one op.
 
         Raises:
-            Refused: when it moves what has moved, or reads what is no more.
+            Refused: if the op updates a second time, or reads what has been overwritten.
         """
         kind = op[0]
-        if kind is FREE or kind is SLICE:  # a slice is read where it is used
+        if kind is FREE or kind is SLICE:  # the uses of a slice count as its reads
             return
         if kind is WAIT:
             self.reading.pop(op.handle, None)
@@ -239,27 +243,28 @@ class Memory:
         for number in op[2]:
             if self.specs[number].kind is Kind.WEIGHT:
                 updated = kind is UPDATE and number == op[2][1]
-                if not updated:  # of that it needs the state's slices alone, which are seen to
+                if not updated:  # an update reads the state's slices alone, which _update checks
                     self._read(op, number)
                 if op.handle >= 0:
                     self.reading[op.handle] = number
         if op.handle >= 0:
             for number in op[3]:
-                if number in self.kept.arrives:
+                if number in self.kept.arriving:
                     key = self.kept.final[number]
                     self.moved[key].append((key[1], at))
 
     def _update(self, at: int, op: Op) -> None:
-        holds, home = self.specs[op.inputs[2]].holds, self.kept.homes.get(op.outputs[0], -1)
-        key = self.kept.owner(op.layer, holds) or (op.layer, holds)  # the state's own
+        """Record an update, after a check that its slices have not moved and nothing in flight reads them."""
+        holds, home = self.specs[op.inputs[2]].holds, self.kept.owners.get(op.outputs[0], -1)
+        key = self.kept.memory_of(op.layer, holds) or (op.layer, holds)  # else the state has memory of its own
         for slices, before in (*self.moved[key], *self.written.get(home, ())):
-            if twice := _both(slices, holds):
+            if twice := _intersection(slices, holds):
                 raise _moved_twice(op, twice, self.tape[before], before)
         self.moved[key].append((holds, at))
         if home < 0:
             return
         for handle, number in self.reading.items():
-            overlap = self.kept.homes.get(number, number) == home and _both(self.specs[number].holds, holds)
+            overlap = self.kept.owners.get(number, number) == home and _intersection(self.specs[number].holds, holds)
             if number != op.inputs[1] and overlap:
                 flying = next(other for other in self.tape if other.handle == handle)
                 given = f"writes over {self.specs[number]}, but {flying} (handle {handle}) is still reading that"
@@ -267,9 +272,9 @@ class Memory:
         self.written[home].append((holds, at))
 
     def _read(self, op: Op, number: int) -> None:
-        """Refuse a weight of before an update that has written there; what the update has made has another root."""
+        """Refuse to read a weight that an update has overwritten. The new weight has another root."""
         for slices, before in self.written.get(self.kept.roots.get(number, number), ()):
-            if _both(slices, self.specs[number].holds):
+            if _intersection(slices, self.specs[number].holds):
                 given = (
                     f"{self.specs[number]} is read here, but op {before} {self.tape[before]} has written its new "
                     "values there"
@@ -277,40 +282,8 @@ class Memory:
                 raise Refused("written over", op.about, given, "read it before that, or update it itself")
 
 
-def _both(a: Holds, b: Holds) -> Holds | None:
-    """The slices that are in both; None if there are none."""
-    mine, theirs = common(a, b)
-    mask = mine.mask & theirs.mask
-    return Holds(mask, mine.of) if mask else None
-
-
-def _moved_twice(op: Op, twice: Holds, mover: Op, before: int) -> Refused:
-    """The refusal of an update of slices that have moved on already."""
-    what = "all" if twice.complete else f"slices {listed(bits(twice.mask))} of {twice.of}"
-    of = f"{what} of the weights[{op.layer}] that this rank keeps"
-    if mover.kind is UPDATE:
-        given = (
-            f"op {before} {mover} has moved {of} one step on already, for another optimizer state; each element moves "
-            "once a step"
-        )
-        remedy = "load one optimizer state for each slice, and no two that overlap"
-        return Refused("moved twice", op.about, given, remedy, doubled=bits(twice.mask))
-    given = (
-        f"op {before} {mover} has put the new values of {of} in the old ones' place; this update would move them a "
-        "second step"
-    )
-    remedy = "update before they arrive, or load no optimizer state of what other ranks update"
-    return Refused("stepped again", op.about, given, remedy, doubled=bits(twice.mask))
-
-
-# Which values of a tape lie in another one's memory.
-
-
-_COPYING = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL})
-
-
-def roots_of(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
-    """Map each slice that is a view, by number, to the value whose memory it lies in, which is no slice itself."""
+def view_roots(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
+    """Map each slice that is a view to the value in whose memory it lies, which is no slice itself."""
     roots: dict[int, int] = {}
     for op in tape:
         if op[0] is OpKind.SLICE:
@@ -320,13 +293,10 @@ def roots_of(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
     return roots
 
 
-BACKWARDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
-
-
 def last_reads(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
-    """Map each FORWARD or RECOMPUTE that is the last to read its activation to that, by number.
+    """Map each FORWARD or RECOMPUTE that is the last to read its activation to that activation.
 
-    A backward pass names the activation, but goes through what the layer kept, which is not always that.
+    A backward pass names the activation, but it reads what the layer kept, which may be something else.
     """
     waits = {op[4]: at for at, op in enumerate(tape) if op[0] is OpKind.WAIT}
     last: dict[int, int] = {}
@@ -349,7 +319,10 @@ def last_reads(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
 
 
 def last_copies(tape: Sequence[Op], specs: Mapping[int, Spec]) -> set[int]:
-    """Find the REDUCE_SCATTERs and ALL_TO_ALLs of rows that are the last to read these: they send a copy of them."""
+    """Return the REDUCE_SCATTERs and ALL_TO_ALLs of rows that are the last readers of their input.
+
+    The executor sends a copy of such an input.
+    """
     readers: dict[int, list[int]] = defaultdict(list)
     shared: set[int] = set()
     for at, op in enumerate(tape):
@@ -366,11 +339,11 @@ def last_copies(tape: Sequence[Op], specs: Mapping[int, Spec]) -> set[int]:
     return {
         at
         for at, op in enumerate(tape)
-        if op[0] in _COPYING and specs[op[2][0]].kind in ROW_KINDS and op[2][0] not in shared and is_last(at, op[2][0])
+        if op[0] in _SPLITS and specs[op[2][0]].kind in ROW_KINDS and op[2][0] not in shared and is_last(at, op[2][0])
     }
 
 
-def ends_of(tape: Sequence[Op]) -> dict[int, int]:
+def ending_ops(tape: Sequence[Op]) -> dict[int, int]:
     """Map each value that ends to the index of the op that ends it."""
     ends: dict[int, int] = {}
     for at, op in enumerate(tape):
@@ -379,8 +352,8 @@ def ends_of(tape: Sequence[Op]) -> dict[int, int]:
     return ends
 
 
-def last_ends(ends: Mapping[int, int], roots: Mapping[int, int]) -> dict[int, int]:
-    """When the memory of each value that is no view ends: with it, or with the last of its views."""
+def memory_ends(ends: Mapping[int, int], roots: Mapping[int, int]) -> dict[int, int]:
+    """Map each value that is no view to the op at which its memory ends: its own end, or that of its last view."""
     last = {number: at for number, at in ends.items() if number not in roots}
     for view, root in roots.items():
         if view not in ends:
@@ -388,3 +361,29 @@ def last_ends(ends: Mapping[int, int], roots: Mapping[int, int]) -> dict[int, in
         elif root in last:
             last[root] = max(last[root], ends[view])
     return last
+
+
+def _intersection(a: Holds, b: Holds) -> Holds | None:
+    """Return the slices that are in both; None if there are none."""
+    mine, theirs = in_equal_pieces(a, b)
+    mask = mine.mask & theirs.mask
+    return Holds(mask, mine.of) if mask else None
+
+
+def _moved_twice(op: Op, twice: Holds, mover: Op, before: int) -> Refused:
+    """Return the refusal of an update of slices that have moved already."""
+    what = "all" if twice.complete else f"slices {listed(bits(twice.mask))} of {twice.of}"
+    of = f"{what} of the weights[{op.layer}] that this rank keeps"
+    if mover.kind is UPDATE:
+        given = (
+            f"op {before} {mover} has moved {of} one step on already, for another optimizer state; each element moves "
+            "once a step"
+        )
+        remedy = "load one optimizer state for each slice, and no two that overlap"
+        return Refused("moved twice", op.about, given, remedy, doubled=bits(twice.mask))
+    given = (
+        f"op {before} {mover} has put the new values of {of} in the old ones' place; this update would move them a "
+        "second step"
+    )
+    remedy = "update before they arrive, or load no optimizer state of what other ranks update"
+    return Refused("stepped again", op.about, given, remedy, doubled=bits(twice.mask))

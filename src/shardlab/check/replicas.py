@@ -1,7 +1,11 @@
-"""Replicas that drift: copies of a weight that are updated from values which are equal only up to rounding.
+"""Replicas: which copies of a weight stay equal bit by bit, which may drift apart, and what ranks can compare in a run.
 
-The check proves exact arithmetic, in which the order of a sum does not matter. In floating point it does: copies that
-each rank updates from a sum of its own lose their equality bit by bit, and nothing brings them together again.
+The check proves exact arithmetic, in which the order of a sum does not matter. In floating point it does. If each rank
+updates its copy from its own sum of the same gradients, the copies lose their equality, and nothing restores it.
+
+The method is value numbering. `ValueNumbering` replays one step and numbers all values so that equal numbers mean equal
+bits; `NumberTable` holds the numbers. `drifts_of` lists copies whose numbers differ after the step, with a cause and a
+remedy. `replicas_of` and `results_of` list the copies and results that must be equal, which an audit compares in a run.
 """
 
 from __future__ import annotations
@@ -17,17 +21,49 @@ from shardlab.check.checked import Checked
 from shardlab.check.in_place import InPlace
 from shardlab.language import Holds, Kind, Op, OpKind, Spec
 from shardlab.language.ops import COMMUNICATION, COPIES, POINT_TO_POINT, ROOT_GIVES, Combiner
-from shardlab.language.rules.kinds import ROW_KINDS, Reduction, bits, common, listed
+from shardlab.language.rules.kinds import ROW_KINDS, Reduction, bits, in_equal_pieces, listed
 from shardlab.language.tape import Communication
 from shardlab.language.world import gc_paused
+
+_ONE_GIVES = ROOT_GIVES | POINT_TO_POINT | COPIES
+"""Ops that deliver one rank's value."""
+
+
+FUSED_ADD = OpKind.ADD, OpKind.BACKWARD
+"""Key of a gradient that its backward pass has added to an older one: product and sum round together."""
+
+SUMS = frozenset(kind for kind in OpKind if kind.row.combines is Combiner.SUM)
+"""Ops whose keys are sums."""
+
+COMPARED = frozenset(
+    {
+        OpKind.FORWARD,
+        OpKind.BACKWARD,
+        OpKind.BACKWARD_INPUT,
+        OpKind.BACKWARD_WEIGHT,
+        OpKind.ATTEND,
+        OpKind.ATTEND_BACKWARD,
+        OpKind.LOSS,
+    }
+)
+"""Ops whose results an audit compares."""
+
+_CHANGING = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER, OpKind.ADD, OpKind.SCALE})
+"""Ops, besides an update, that change weights."""
+
+LoadKey = tuple[int, OpKind, int, Holds | None]
+"""(rank, op, layer, slices) of a load: names what a rank keeps from step to step."""
+
+Key = tuple[tuple[object, ...], tuple[int, ...]]
+"""(operation, numbers of its operands): how a value was computed."""
 
 
 class Drift(NamedTuple):
     """Copies of some layers' weights that may not stay equal.
 
     Attributes:
-        kind: `weights`; or `opt_states`, where those alone drift.
-        layers: which layers'.
+        kind: `weights`; or `opt_states`, if only those drift.
+        layers: the layers.
         groups: ranks whose copies stay equal, for each way in which a copy is updated.
         cause: what differs, and what to do.
     """
@@ -38,7 +74,7 @@ class Drift(NamedTuple):
     cause: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Get its fields and the whole sentence, for JSON."""
+        """Return its fields and the whole sentence, for JSON."""
         return {**self._asdict(), "text": str(self)}
 
     def __str__(self) -> str:
@@ -48,61 +84,129 @@ class Drift(NamedTuple):
         return f"replicas of {self.kind}[{listed(self.layers)}] on ranks {ranks} may drift: {self.cause}."
 
 
-class Copy(NamedTuple):
-    """Slices of a parameter on a rank, all of one number."""
+class Replica(NamedTuple):
+    """Slices of a layer's weights that several ranks keep, equal bit by bit after every step."""
+
+    layer: int
+    holds: Holds
+    ranks: tuple[int, ...]
+
+
+class OpResult(NamedTuple):
+    """Result of an op, if all microbatches had the same data.
+
+    Attributes:
+        op: its index on the tape.
+        number: the value's number.
+        key: equal keys mean that results must be equal, also on different ranks.
+    """
+
+    op: int
+    number: int
+    key: Hashable
+
+
+class ParameterCopy(NamedTuple):
+    """Slices of a parameter on a rank that have one number."""
 
     holds: Holds
     number: int
     rank: int
 
 
-FOLLOWS = "other weights, which drift, enter their gradients; mend those, and these stay equal"
+FOLLOWING_CAUSE = "other weights, which drift, enter their gradients; mend those, and these stay equal"
 """The cause of a drift that begins a step after another one."""
 
 
 def drifts_of(checked: Checked) -> list[Drift]:
-    """List all replicas of a program that may drift, layer by layer; those that drift alike are listed together."""
+    """List all replicas of a program that may drift, layer by layer. Layers with the same drift are listed together."""
     with gc_paused():
-        numbering = Numbering(checked)
-        found = _drifts(numbering, _copies(numbering))
-        if not found:
+        numbering = ValueNumbering(checked)
+        first = _drifts(numbering, _copies(numbering))
+        if not first:
             return []
-        known = {layer for drift in found for layer in drift.layers}
-        later = settled(checked)
-        follow = {key: copies for key, copies in _copies(later).items() if key[1] not in known}
-        return found + [drift._replace(cause=FOLLOWS) for drift in _drifts(later, follow)]
+        drifting = {layer for drift in first for layer in drift.layers}
+        later = number_steady_step(checked)
+        follow = {key: copies for key, copies in _copies(later).items() if key[1] not in drifting}
+        return first + [drift._replace(cause=FOLLOWING_CAUSE) for drift in _drifts(later, follow)]
 
 
-def settled(checked: Checked) -> Numbering:
-    """Number the values of a step so late that no more copies fall apart: what drifts is not equal when it begins."""
-    numbering, classes = Numbering(checked), dict[Loaded, list[tuple[Holds, int]]]()
+def replicas_of(checked: Checked) -> list[Replica]:
+    """List all replicas that stay equal despite rounding, also in later steps (see `number_steady_step`), by layer."""
+    with gc_paused():
+        numbering = number_steady_step(checked)
+    copies: dict[tuple[int, int], list[tuple[Holds, int]]] = defaultdict(list)  # (layer, number) -> (slices, rank)
+    for rank, live in enumerate(numbering.live):
+        for value, number in live.items():
+            spec = checked.specs[rank][value]
+            if spec.kind is Kind.WEIGHT:
+                for holds, piece in numbering.numbers.within(number, spec.holds):
+                    copies[spec.layer, piece].append((holds, rank))
+    replicas: list[Replica] = []
+    for (layer, _), held in sorted(copies.items()):
+        of = math.lcm(*(holds.of for holds, _ in held))
+        ranks_at: dict[int, set[int]] = defaultdict(set)
+        for holds, rank in held:
+            for piece in bits(holds.refined(of).mask):
+                ranks_at[piece].add(rank)
+        masks: dict[tuple[int, ...], int] = defaultdict(int)
+        for piece, ranks in ranks_at.items():
+            masks[tuple(sorted(ranks))] |= 1 << piece
+        replicas += [Replica(layer, Holds(mask, of).simplified(), ranks) for ranks, mask in masks.items() if ranks[1:]]
+    return replicas
+
+
+def results_of(checked: Checked) -> list[list[OpResult]]:
+    """List each rank's results that can be compared; none if a step changes weights by more than updates."""
+    tapes, specs = checked.program.tapes, checked.specs
+    if any(
+        op.kind in _CHANGING and specs[rank][op.inputs[0]].kind is Kind.WEIGHT
+        for rank, tape in enumerate(tapes)
+        for op in tape
+    ):
+        return [[] for _ in tapes]
+    return [_results(tape, specs[rank]) for rank, tape in enumerate(tapes)]
+
+
+def compared_ranks(replicas: list[Replica], results: list[list[OpResult]]) -> bool:
+    """Return whether any two ranks keep or compute the same."""
+    ranks_of: dict[Hashable, set[int]] = defaultdict(set)
+    for rank, of_rank in enumerate(results):
+        for result in of_rank:
+            ranks_of[result.key].add(rank)
+    return bool(replicas) or any(len(ranks) > 1 for ranks in ranks_of.values())
+
+
+def number_steady_step(checked: Checked) -> ValueNumbering:
+    """Number the values of a step so late that no more copies drift apart: those that drift differ at its start."""
+    numbering, classes = ValueNumbering(checked), dict[LoadKey, list[tuple[Holds, int]]]()
     while any(map(_apart, _copies(numbering).values())):
         before, classes = classes, _classes(numbering)
         if classes == before:
             break
-        numbering = Numbering(checked, classes)
+        numbering = ValueNumbering(checked, classes)
     return numbering
 
 
-def _copies(numbering: Numbering) -> dict[tuple[Kind, int], list[Copy]]:
-    """List the copies of weights and optimizer states that a step leaves, by kind and layer."""
+def _copies(numbering: ValueNumbering) -> dict[tuple[Kind, int], list[ParameterCopy]]:
+    """Return the copies of weights and optimizer states that a step leaves, by kind and layer."""
     checked = numbering.checked
-    copies: dict[tuple[Kind, int], list[Copy]] = defaultdict(list)
+    copies: dict[tuple[Kind, int], list[ParameterCopy]] = defaultdict(list)
     for rank, live in enumerate(numbering.live):
         for value, number in live.items():
             spec = checked.specs[rank][value]
             if spec.step == 1 and spec.kind in _LOADS:
                 pieces = numbering.numbers.within(number, spec.holds)
-                copies[spec.kind, spec.layer] += [Copy(holds, piece, rank) for holds, piece in pieces]
+                copies[spec.kind, spec.layer] += [ParameterCopy(holds, piece, rank) for holds, piece in pieces]
     return copies
 
 
 _LOADS = {Kind.WEIGHT: OpKind.LOAD_WEIGHT, Kind.OPT_STATE: OpKind.LOAD_OPT_STATE}
 
 
-def _classes(numbering: Numbering) -> dict[Loaded, list[tuple[Holds, int]]]:
-    """Label what ranks load in the next step: equal labels are equal bits. Labels count from 0 in each layer."""
-    found: dict[Loaded, list[tuple[Holds, int]]] = {}
+def _classes(numbering: ValueNumbering) -> dict[LoadKey, list[tuple[Holds, int]]]:
+    """Label what ranks load in the next step: equal labels mean equal bits. Labels count from 0 in each layer."""
+    found: dict[LoadKey, list[tuple[Holds, int]]] = {}
     labels: dict[tuple[Kind, int], dict[int, int]] = defaultdict(dict)
     for rank, live in enumerate(numbering.live):
         for value, number in live.items():
@@ -116,21 +220,22 @@ def _classes(numbering: Numbering) -> dict[Loaded, list[tuple[Holds, int]]]:
     return found
 
 
-def _drifts(numbering: Numbering, copies: Mapping[tuple[Kind, int], list[Copy]]) -> list[Drift]:
+def _drifts(numbering: ValueNumbering, copies: Mapping[tuple[Kind, int], list[ParameterCopy]]) -> list[Drift]:
+    """List the copies that differ, in groups of layers with the same ranks and cause."""
     found: dict[tuple[Kind, tuple[tuple[int, ...], ...], str], list[int]] = defaultdict(list)
     drifting: set[int] = set()
     for kind, layer in sorted(copies, key=lambda key: (key[0] is Kind.OPT_STATE, key[1])):
         apart = _apart(copies[kind, layer])
         if apart and layer not in drifting:
             drifting.add(layer)
-            first = apart[0].holds.mask & -apart[0].holds.mask  # other elements may be sums of other values
+            first = apart[0].holds.mask & -apart[0].holds.mask  # other elements may have another cause
             cause = _cause(numbering.numbers, sorted({copy.number for copy in apart if copy.holds.mask & first}))
             found[kind, _groups(apart), cause].append(layer)
     return [Drift(kind.value, tuple(layers), groups, cause) for (kind, groups, cause), layers in found.items()]
 
 
-def _apart(copies: list[Copy]) -> list[Copy]:
-    """List the parts of all copies that have other numbers on other ranks, in pieces of one size."""
+def _apart(copies: list[ParameterCopy]) -> list[ParameterCopy]:
+    """Return the parts of all copies that have different numbers on different ranks, in pieces of one size."""
     numbers = {copy.number for copy in copies}
     if len(numbers) == 1:
         return []
@@ -147,8 +252,8 @@ def _apart(copies: list[Copy]) -> list[Copy]:
     return [copy for copy in cut if copy.holds.mask]
 
 
-def _groups(apart: list[Copy]) -> tuple[tuple[int, ...], ...]:
-    """Ranks by what they have."""
+def _groups(apart: list[ParameterCopy]) -> tuple[tuple[int, ...], ...]:
+    """Group ranks by the numbers that they hold."""
     has: dict[int, set[tuple[Holds, int]]] = defaultdict(set)
     for holds, number, rank in apart:
         has[rank].add((holds, number))
@@ -158,8 +263,8 @@ def _groups(apart: list[Copy]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, groups.values()))
 
 
-def _cause(numbers: Numbers, drifting: list[int]) -> str:
-    """Say what the copies were updated from, and how to make it the same."""
+def _cause(numbers: NumberTable, drifting: list[int]) -> str:
+    """Return why copies differ, and how to make them equal."""
     how, given = zip(*[numbers.keys[number] for number in drifting], strict=True)
     if any(each[0] is not OpKind.UPDATE for each in how):
         return "they were made alike again on some ranks only; do so on all, by an all_reduce by mean or a broadcast"
@@ -193,8 +298,8 @@ def _cause(numbers: Numbers, drifting: list[int]) -> str:
     return "the weights differ before the update; use the weights as they were loaded"
 
 
-def _fused(numbers: Numbers, gradient: int) -> int:
-    """Count the gradients in a sum that their backward passes have added to the older ones."""
+def _fused(numbers: NumberTable, gradient: int) -> int:
+    """Count the gradients in a sum that backward passes have added themselves."""
     left, count = [gradient], 0
     while left:
         what, terms = numbers.keys[left.pop()]
@@ -204,75 +309,61 @@ def _fused(numbers: Numbers, gradient: int) -> int:
     return count
 
 
-# Numbers of the values of all tapes: which values on which ranks have equal bits.
-
-
-_ONE_GIVES = ROOT_GIVES | POINT_TO_POINT | COPIES
-"""Ops that deliver what one rank gives."""
-
-
-FUSED_ADD = OpKind.ADD, OpKind.BACKWARD
-"""How a gradient is computed that its backward pass has added to an older one: a product rounds with the sum."""
-
-Loaded = tuple[int, OpKind, int, Holds | None]
-"""(rank, op, layer, slices) of what a rank keeps from step to step."""
-
-
-class Numbering:
-    """Replays one step of a checked program.
+class ValueNumbering:
+    """Replay of one step of a checked program that numbers all values.
 
     Args:
         checked: the program.
-        begins: for what ranks load, which parts of it are equal to which: to those with the same label. None: all that
+        initial: for each load, which parts of it are equal to others: those with the same label. None: everything that
             is loaded of a layer is equal.
 
     Attributes:
-        numbers: the table.
+        numbers: the table of numbers.
         live: for each rank, the numbers of the values that are left when its tape ends.
     """
 
-    def __init__(self, checked: Checked, begins: Mapping[Loaded, Sequence[tuple[Holds, int]]] | None = None) -> None:
+    def __init__(self, checked: Checked, initial: Mapping[LoadKey, Sequence[tuple[Holds, int]]] | None = None) -> None:
         self.checked = checked
-        self._begins = begins or {}
+        self._initial = initial or {}
         self._fused = [InPlace(tape).fused for tape in checked.program.tapes]
-        self.numbers = Numbers()
+        self.numbers = NumberTable()
         tapes = checked.program.tapes
         self.live: list[dict[int, int]] = [{} for _ in tapes]
         layers = checked.program.rules.layers
         self._directed = checked.program.sizes.directed
         self._atomic = {rules.layer_number for rules in layers if any(node.atomic for node in rules.layer.nodes)}
-        self._given: list[dict[int, int]] = [{} for _ in checked.communications]  # by rank
+        self._contributed: list[dict[int, int]] = [{} for _ in checked.communications]  # by rank
         self._batches: dict[int, dict[int, list[int]]] = {}
-        self._made: dict[int, int] = {}  # communication -> the number of all that it delivers
-        self._apart: set[int] = set()  # communications that deliver another value to each member
+        self._delivered: dict[int, int] = {}  # communication -> number of its result
+        self._apart: set[int] = set()  # communications that give each member another value
         self._waiting: dict[int, list[int]] = defaultdict(list)  # communication -> ranks
         self._runnable = deque(range(len(tapes)))
-        self._coming: list[dict[int, tuple[int, ...]]] = [{} for _ in tapes]  # handle -> what it will deliver
+        self._in_flight: list[dict[int, tuple[int, ...]]] = [{} for _ in tapes]  # handle -> values that it will deliver
         at = [0] * len(tapes)
         while self._runnable:
             rank = self._runnable.popleft()
             at[rank] = self._replay(rank, at[rank])
 
     def _replay(self, rank: int, start: int) -> int:
-        """Go on with one rank until it waits for a value that is not there yet; where to go on."""
+        """Replay one rank until it waits for a value that has not come, and return where to go on."""
         ops, specs, live = self.checked.program.tapes[rank], self.checked.specs[rank], self.live[rank]
-        numbers, communication_of, coming = self.numbers, self.checked.communication_of[rank], self._coming[rank]
+        numbers, communication_of, in_flight = self.numbers, self.checked.communication_of[rank], self._in_flight[rank]
         for index in range(start, len(ops)):
             op = ops[index]
             kind, layer, inputs, outputs, handle = op[:5]
             if kind is OpKind.FREE:
                 del live[inputs[0]]
             elif kind is OpKind.WAIT:
-                for number in coming[handle]:
-                    made = self._made.get(communication_of[handle])
+                for number in in_flight[handle]:
+                    made = self._delivered.get(communication_of[handle])
                     if made is None:
                         self._waiting[communication_of[handle]].append(rank)
                         return index
                     if communication_of[handle] in self._apart:
-                        made = numbers.of(("member", rank), (made,))
+                        made = numbers.number_of(("member", rank), (made,))
                     live[number] = numbers.at(made, positions(specs[number])) if made in numbers.pieces else made
             elif kind in COMMUNICATION:
-                coming[handle] = outputs
+                in_flight[handle] = outputs
                 if inputs:
                     self._give(rank, op, communication_of[handle], live[inputs[0]])
             elif kind is OpKind.ADD and index in self._fused[rank]:
@@ -300,7 +391,7 @@ class Numbering:
                 live[outputs[0]] = numbers.element_wise(made, given, positions(specs[state]))
             elif kind is OpKind.UPDATE:
                 _, weight, state, *others = inputs
-                form = specs[state].form  # a host rounds otherwise than a device, and a matrix otherwise than several
+                form = specs[state].form  # a host and a device round differently, and so do one matrix and several
                 where = form.place, form.holds if layer in self._directed else None
                 made = partial(numbers.of_all, (OpKind.UPDATE, layer, *where, *[live[number] for number in others]))
                 given = [live[number] for number in inputs[:3]]
@@ -312,48 +403,50 @@ class Numbering:
         return len(ops)
 
     def _compute(self, rank: int, op: Op, specs: dict[int, Spec], live: dict[int, int]) -> None:
-        """Number the results of loads, passes, norms and losses: equal for one op on equal values of one form."""
+        """Number the results of loads, passes, norms and losses: one op on equal values of one form gives equal
+        results.
+        """
         kind, layer, inputs, outputs = op[:4]
         given = tuple([live[number] for number in inputs])
         what: tuple[object, ...] = (OpKind.FORWARD if kind is OpKind.RECOMPUTE else kind, layer)
         if not inputs:
-            parts = self._begins.get((rank, kind, layer, op.holds))
-            number = self.numbers.of(what)
+            parts = self._initial.get((rank, kind, layer, op.holds))
+            number = self.numbers.number_of(what)
             if parts is not None:
-                number = self.numbers.joined([(holds, self.numbers.of((*what, label))) for holds, label in parts])
+                number = self.numbers.join([(holds, self.numbers.number_of((*what, label))) for holds, label in parts])
             live[outputs[0]] = number
             return
         what += (specs[inputs[0]][1], *[specs[number][0] for number in inputs])
         if kind is OpKind.ATTEND_BACKWARD or (kind.row.saved >= 0 and layer in self._atomic):
             what += (rank, outputs[0])
         for number in outputs:
-            live[number] = self.numbers.of((*what, specs[number][0]), given)
+            live[number] = self.numbers.number_of((*what, specs[number][0]), given)
 
     def _give(self, rank: int, op: Op, communication: int, number: int) -> None:
-        """Give one member's value; the last one to do so wakes those that wait."""
-        given, found = self._given[communication], self.checked.communications[communication]
+        """Record one member's value. With the last member, wake the ranks that wait."""
+        given, found = self._contributed[communication], self.checked.communications[communication]
         given[rank] = number
         if op.kind in _ONE_GIVES:
-            self._made[communication] = number
+            self._delivered[communication] = number
         elif len(given) == len(found.participants):
             if op.kind.row.combines is None and op.kind is not OpKind.ALL_TO_ALL:
                 self._apart.add(communication)
-            self._made[communication] = self._united(op, found, [given[each.rank] for each in found.participants])
+            self._delivered[communication] = self._reduced(op, found, [given[each.rank] for each in found.participants])
         else:
             return
         self._runnable.extend(self._waiting.pop(communication, ()))
 
     def _gathered(self, op: Op, specs: Sequence[Spec], given: Sequence[int]) -> int:
-        """What pieces make that are laid side by side, or exchanged."""
+        """Number the value of pieces that are put side by side, or exchanged."""
         forms = [spec.form for spec in specs]
         alike = specs[0].kind not in ROW_KINDS or len(set(forms)) == 1
         if alike and op.kind.row.combines is Combiner.UNION:
-            return self.numbers.joined(zip(map(positions, specs), given, strict=True))
+            return self.numbers.join(zip(map(positions, specs), given, strict=True))
         # along another index than the batch
-        return self.numbers.of((op.kind, *forms, *[spec.cells for spec in specs]), tuple(given))
+        return self.numbers.number_of((op.kind, *forms, *[spec.cells for spec in specs]), tuple(given))
 
     def _bucket(self, communication: Communication) -> tuple[object, ...]:
-        """Describe the buffer in which a collective runs as one with others: its own place, and how long each is."""
+        """Return the place of a collective in the buffer of its batch, and the lengths of all that lie there."""
         rank, _, at = communication.participants[0]
         tape = self.checked.program.tapes[rank]
         if tape[at].batch < 0:
@@ -364,8 +457,8 @@ class Numbering:
         lengths = [(spec.layer, spec.holds.mask.bit_count(), spec.holds.of) for spec in specs]
         return (together.index(at), *lengths)
 
-    def _united(self, op: Op, communication: Communication, given: Sequence[int]) -> int:
-        """Number what a collective makes of all that is given, in the group's order: one number for all members."""
+    def _reduced(self, op: Op, communication: Communication, given: Sequence[int]) -> int:
+        """Number the result of a collective, which is the same for all members, from their values in group order."""
         tapes, numbers = self.checked.program.tapes, self.numbers
         if len(given) == 1:
             return given[0]
@@ -375,30 +468,21 @@ class Numbering:
             return self._gathered(op, specs, given)
         if len(given) == 2 and op.reduction is Reduction.SUM:
             return numbers.element_wise(numbers.sum, given, positions(first))
-        # in which order more are added up depends on the algorithm, and on the element's place in the buffer
+        # the order of a longer sum depends on the algorithm, and on the element's place in the buffer
         how = (op.kind, op.reduction, positions(first), *self._bucket(communication))
         return numbers.element_wise(partial(numbers.of_all, how), given, positions(first))
 
 
-# Value numbers: equal numbers mean equal bits, because both values were computed alike from values with equal bits.
-#
-# A number stands for a function of all positions (elements of a layer's parameters, cells of the batch); what a value
-# holds of it says its spec. So a slice has the number of its whole, and slices of one number are gathered into it.
+class NumberTable:
+    """Numbers of values, and how each value was computed.
 
-
-Key = tuple[tuple[object, ...], tuple[int, ...]]
-"""How a value was computed: what was done, and the numbers that it was done to."""
-
-SUMS = frozenset(kind for kind in OpKind if kind.row.combines is Combiner.SUM)
-"""What begins the key of a sum."""
-
-
-class Numbers:
-    """The numbers given so far.
+    A number stands for a function of all positions: elements of a layer's parameters, or cells of the batch. A value's
+    spec says at which positions it has elements. So a slice has the number of the whole, and slices of one number
+    gather to it.
 
     Attributes:
         keys: of every number, how its value was computed.
-        pieces: of each number that was put together from others, which positions have which.
+        pieces: of each number that was joined from others, which positions have which number.
     """
 
     def __init__(self) -> None:
@@ -406,8 +490,8 @@ class Numbers:
         self.pieces: dict[int, list[tuple[Holds, int]]] = {}
         self._number_of: dict[Key, int] = {}
 
-    def of(self, what: tuple[object, ...], numbers: tuple[int, ...] = ()) -> int:
-        """The number of what is computed in this way."""
+    def number_of(self, what: tuple[object, ...], numbers: tuple[int, ...] = ()) -> int:
+        """Return the number of a value that is computed in this way."""
         key = what, numbers
         number = self._number_of.get(key)
         if number is None:
@@ -416,51 +500,51 @@ class Numbers:
         return number
 
     def within(self, number: int, where: Holds) -> list[tuple[Holds, int]]:
-        """The pieces that a number has at some positions."""
+        """Return the pieces of a number at some positions."""
         pieces = self.pieces.get(number)
         if pieces is None:
             return [(where, number)]
         met = [(overlap(where, at), piece) for at, piece in pieces]
         return [(at, piece) for at, piece in met if at.mask]
 
-    def joined(self, parts: Iterable[tuple[Holds, int]]) -> int:
-        """The number of values laid side by side."""
+    def join(self, parts: Iterable[tuple[Holds, int]]) -> int:
+        """Return the number of values that lie side by side."""
         whole: dict[int, Holds] = {}
         for where, number in parts:
             for at, piece in self.within(number, where):
-                mine, theirs = common(whole.get(piece, Holds(0, 1)), at)
+                mine, theirs = in_equal_pieces(whole.get(piece, Holds(0, 1)), at)
                 whole[piece] = Holds(mine.mask | theirs.mask, mine.of)
         if len(whole) == 1:
             return next(iter(whole))
         pieces = [(whole[piece].simplified(), piece) for piece in sorted(whole)]
-        number = self.of(("pieces", *(at for at, _ in pieces)), tuple(piece for _, piece in pieces))
+        number = self.number_of(("pieces", *(at for at, _ in pieces)), tuple(piece for _, piece in pieces))
         self.pieces[number] = pieces
         return number
 
     def at(self, number: int, where: Holds) -> int:
-        """The number of a slice."""
-        return self.joined([(where, number)]) if number in self.pieces else number
+        """Return the number of a slice."""
+        return self.join([(where, number)]) if number in self.pieces else number
 
     def element_wise(self, made: Callable[[Sequence[int]], int], numbers: Sequence[int], where: Holds) -> int:
-        """The number of what is made element by element of values; `made` takes those of one piece."""
+        """Return the number of an element-wise result; `made` gets the operands' numbers on one piece."""
         if self.pieces.keys().isdisjoint(numbers):
             return made(numbers)
         cuts = [where]
         for number in numbers:
             cuts = [at for cut in cuts for at, _ in self.within(number, cut)]
-        return self.joined([(cut, made([self.at(number, cut) for number in numbers])) for cut in cuts])
+        return self.join([(cut, made([self.at(number, cut) for number in numbers])) for cut in cuts])
 
     def of_all(self, what: tuple[object, ...], numbers: Sequence[int]) -> int:
-        """Number what an op makes of `numbers`; with `what` bound, a rule for `element_wise`."""
-        return self.of(what, tuple(numbers))
+        """Return the number of an op's result. With `what` bound, it is a rule for `element_wise`."""
+        return self.number_of(what, tuple(numbers))
 
     def sum(self, numbers: Sequence[int]) -> int:
-        """The sum of two values, which is the same in either order."""
+        """Return the number of the sum of two values, which is the same in either order."""
         one, other = numbers
-        return self.of((OpKind.ADD,), (one, other) if one < other else (other, one))
+        return self.number_of((OpKind.ADD,), (one, other) if one < other else (other, one))
 
     def terms(self, number: int) -> list[int]:
-        """Get what was added up, in whatever order."""
+        """Return the numbers that were added up, in whatever order."""
         left, found = [number], list[int]()
         while left:
             what, numbers = self.keys[number := left.pop()]
@@ -469,123 +553,35 @@ class Numbers:
 
 
 def positions(spec: Spec) -> Holds:
-    """Positions at which a value has elements: cells of the batch, or slices of a layer's flat parameters."""
+    """Return the positions at which a value has elements: cells of the batch, or slices of a layer's parameters."""
     form, cells, _ = spec
     return Holds(cells, form.space.cells) if form.kind in ROW_KINDS else form.holds
 
 
 def overlap(one: Holds, other: Holds) -> Holds:
-    """Find what both hold."""
-    mine, theirs = common(one, other)
+    """Return the positions that are in both."""
+    mine, theirs = in_equal_pieces(one, other)
     return Holds(mine.mask & theirs.mask, mine.of)
 
 
-# What several ranks have or compute alike, so that one can be compared with another while a program runs.
-
-
-COMPARED = frozenset(
-    {
-        OpKind.FORWARD,
-        OpKind.BACKWARD,
-        OpKind.BACKWARD_INPUT,
-        OpKind.BACKWARD_WEIGHT,
-        OpKind.ATTEND,
-        OpKind.ATTEND_BACKWARD,
-        OpKind.LOSS,
-    }
-)
-"""Ops whose results are compared."""
-
-_CHANGING = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER, OpKind.ADD, OpKind.SCALE})
-"""Ops that make other weights of weights, beside an update."""
-
-
-class Replica(NamedTuple):
-    """Slices of a layer's weights that several ranks keep, equal bit by bit after every step."""
-
-    layer: int
-    holds: Holds
-    ranks: tuple[int, ...]
-
-
-def replicas_of(checked: Checked) -> list[Replica]:
-    """List all replicas that stay equal as rounding is concerned, also in later steps (see `settled`), by layer."""
-    with gc_paused():
-        numbering = settled(checked)
-    copies: dict[tuple[int, int], list[tuple[Holds, int]]] = defaultdict(list)  # (layer, number) -> where, on whom
-    for rank, live in enumerate(numbering.live):
-        for value, number in live.items():
-            spec = checked.specs[rank][value]
-            if spec.kind is Kind.WEIGHT:
-                for holds, piece in numbering.numbers.within(number, spec.holds):
-                    copies[spec.layer, piece].append((holds, rank))
-    found: list[Replica] = []
-    for (layer, _), held in sorted(copies.items()):
-        of = math.lcm(*(holds.of for holds, _ in held))
-        ranks_at: dict[int, set[int]] = defaultdict(set)
-        for holds, rank in held:
-            for piece in bits(holds.refined(of).mask):
-                ranks_at[piece].add(rank)
-        masks: dict[tuple[int, ...], int] = defaultdict(int)
-        for piece, ranks in ranks_at.items():
-            masks[tuple(sorted(ranks))] |= 1 << piece
-        found += [Replica(layer, Holds(mask, of).simplified(), ranks) for ranks, mask in masks.items() if ranks[1:]]
-    return found
-
-
-class Result(NamedTuple):
-    """A value that an op makes, when all microbatches are the same one.
-
-    Attributes:
-        op: its index on the tape.
-        number: of the value.
-        key: equal for results that must be equal, on whichever ranks.
-    """
-
-    op: int
-    number: int
-    key: Hashable
-
-
-def results_of(checked: Checked) -> list[list[Result]]:
-    """List, for each rank, the results that can be compared; none where a step changes weights by more than updates."""
-    tapes, specs = checked.program.tapes, checked.specs
-    if any(
-        op.kind in _CHANGING and specs[rank][op.inputs[0]].kind is Kind.WEIGHT
-        for rank, tape in enumerate(tapes)
-        for op in tape
-    ):
-        return [[] for _ in tapes]
-    return [_results(tape, specs[rank]) for rank, tape in enumerate(tapes)]
-
-
-def _results(tape: list[Op], specs: dict[int, Spec]) -> list[Result]:
+def _results(tape: list[Op], specs: dict[int, Spec]) -> list[OpResult]:
     accumulates = InPlace(tape).accumulates
-    found: list[Result] = []
+    found: list[OpResult] = []
     for at, op in enumerate(tape):
         if op.kind not in COMPARED:
             continue
         older = accumulates.get(at)
         in_it = 0 if older is None else specs[older].microbatches.bit_count()
-        given = tuple(_alike(specs[number]) for number in op.inputs)
+        given = tuple(_without_microbatches(specs[number]) for number in op.inputs)
         for place, number in enumerate(op.outputs):
-            key = (op.kind, op.layer, op.holds, place, in_it, given, _alike(specs[number]))
-            found.append(Result(at, number, key))
+            key = (op.kind, op.layer, op.holds, place, in_it, given, _without_microbatches(specs[number]))
+            found.append(OpResult(at, number, key))
     return found
 
 
-def _alike(spec: Spec) -> Hashable:
-    """A value but for which microbatches it is of."""
+def _without_microbatches(spec: Spec) -> Hashable:
+    """Return a key of a value without the numbers of its microbatches."""
     if spec.kind not in ROW_KINDS:
         return spec.form, spec.microbatches.bit_count()
     first = next(bits(spec.microbatches), 0)
     return spec.form, spec.cells >> (first * max(1, spec.form.space.sequence))
-
-
-def compared_ranks(replicas: list[Replica], results: list[list[Result]]) -> bool:
-    """Whether any two ranks keep or compute the same."""
-    ranks_of: dict[Hashable, set[int]] = defaultdict(set)
-    for rank, of_rank in enumerate(results):
-        for result in of_rank:
-            ranks_of[result.key].add(rank)
-    return bool(replicas) or any(len(ranks) > 1 for ranks in ranks_of.values())

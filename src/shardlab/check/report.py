@@ -1,4 +1,10 @@
-"""The check of a whole program."""
+"""The check of a whole program: the entry points, and the line of the user's file to which a refusal belongs.
+
+`check` and `check_forward` run the proof in order: the dataflow of all tapes (`dataflow`), kept weights (`in_place`),
+batches and arenas (`buffers`), deadlocks under each channel model (`deadlock`), and what backends can run
+(`runnable`). `FileCheck` does the same for a user's file. If the program is refused, it runs the program once more
+(`Retrace`) and puts `file:line` before the sentence.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +47,9 @@ def check(program: Program) -> Checked:
 
 
 def check_forward(program: Program) -> Checked:
-    """Prove that a program computes the loss of every microbatch with the weights that it leaves, and cannot hang.
+    """Prove that a program computes the loss of every microbatch with the weights that it keeps, and cannot hang.
 
-    As `check`, but for a program that trains nothing (see `forward_only`).
+    This is `check` for a program that trains nothing (see `forward_only`).
 
     Raises:
         Refused: naming rank, op, layer and what is missing; for an update as well.
@@ -61,13 +67,13 @@ def _checked(program: Program, *, trains: bool) -> Checked:
             dataflow.release()
         for state in dataflow.states:
             check_kept(state.index, state.ops, state.specs, state.concerned)
-        found = dataflow.communication
-        communications, communication_of = found.communications, found.communication_of
-        if found.batches:
+        replay = dataflow.communication
+        communications, communication_of = replay.communications, replay.communication_of
+        if replay.batches:
             check_batches(program, communications, communication_of)
         if any(map(has_arena, program.tapes)):
             check_arena(program, [state.specs for state in dataflow.states])
-        models = decide_models(program, communications, communication_of, found.half_batched)
+        models = decide_models(program, communications, communication_of, replay.half_batched)
     specs = [state.specs for state in dataflow.states]
     untrained = bits(~dataflow.trained & ((1 << program.layers) - 1))
     frozen = tuple(layer for layer in untrained if program.sizes.weights[program.sizes.weight_of(layer)])
@@ -75,80 +81,80 @@ def _checked(program: Program, *, trains: bool) -> Checked:
     return Checked(program, specs, communications, communication_of, models, why_not, frozen)
 
 
-# The line of a user's file that is at fault when its program is refused.
-
-
-class Blame:
-    """Traces and checks a user's program, and puts the line at fault before whatever is refused.
+class FileCheck:
+    """Check of a user's program that puts the line at fault before the sentence of a refusal.
 
     Args:
         program: the strategy.
-        file: where it stands, as the user wrote it.
+        file: the path of its file, as the user wrote it.
     """
 
     def __init__(self, program: Strategy, file: str) -> None:
         self.program = program
         self.file = file
 
-    def checked(self, mesh: Mesh, layers: int | Sizes, microbatches: int) -> Checked:
-        """What `check` gives.
+    def check(self, mesh: Mesh, layers: int | Sizes, microbatches: int) -> Checked:
+        """Trace and check the program.
 
         Raises:
             Refused: with `file:line` before the sentence.
         """
         try:
             return check(trace(self.program, mesh, layers, microbatches))
-        except Stalled:  # it names the line, and would take as long again
+        except Stalled:  # it names the line, and a second run would stall as well
             raise
-        except Endless as refusal:  # running it again would take as long again
-            refusal.line = f"{self.file}:{line_of(refusal.__traceback__, self.file)}"
+        except Endless as refusal:  # a second run would take as long
+            refusal.line = f"{self.file}:{line_in_traceback(refusal.__traceback__, self.file)}"
             raise
         except Refused as refusal:
             retrace = Retrace(self.program, self.file, World(mesh, layers, microbatches))
             if isinstance(refusal, Deadlock):
-                refusal.trail = retrace.waiting()
+                refusal.trail = retrace.waiting_ranks()
             else:
                 refusal.line = f"{self.file}:{retrace.line(refusal.rank, refusal.op)}"
             raise
 
 
 class Retrace:
-    """A program is a pure function of its rank, so running it again shows where it goes wrong: only then is it slow."""
+    """Second run of a refused program, which notes the line of every op.
+
+    A program is a pure function of its rank, so the second run goes the same way. Only refused programs pay for it.
+    """
 
     def __init__(self, program: Strategy, file: str, world: World) -> None:
         self.program = program
         self.file = file
-        self.stopped: dict[int, int] = {}  # rank -> the line on which its program was left before its end
-        self.written = [Written(file) for _ in world.ranks]
-        for rank, ops in zip(world.ranks, self.written, strict=True):
+        self.stopped_at: dict[int, int] = {}  # rank -> the line at which its program stopped early
+        self.tapes = [LineTape(file) for _ in world.ranks]
+        for rank, ops in zip(world.ranks, self.tapes, strict=True):
             rank.ops = ops
         with contextlib.suppress(Refused), contextlib.redirect_stdout(io.StringIO()):
-            world.run(self._noting)
+            world.run(self._traced)
 
-    async def _noting(self, rank: Rank) -> None:
+    async def _traced(self, rank: Rank) -> None:
         await self._drive(rank.index, self.program(rank))
 
     @types.coroutine
     def _drive(self, rank: int, program: Coroutine[Any, Any, object]) -> Generator[Any, None, None]:
-        """Go on with a program by hand, and note where it stands whenever it waits."""
+        """Drive a program by hand, and note its line whenever it waits."""
         try:
             while True:
                 waits_for = program.send(None)
-                self.stopped[rank] = waiting_line(program, self.file)
+                self.stopped_at[rank] = line_of_coroutine(program, self.file)
                 yield waits_for
         except StopIteration:
-            self.stopped.pop(rank, None)
+            self.stopped_at.pop(rank, None)
         except Exception as error:
-            self.stopped[rank] = line_of(error.__traceback__, self.file)
+            self.stopped_at[rank] = line_in_traceback(error.__traceback__, self.file)
             raise
         finally:
             program.close()
 
     def line(self, rank: int | None, op: int | None) -> int:
-        """The line that wrote an op, or would have; the function's own if no op is to blame."""
+        """Return the line that wrote an op, or would have; the line of the function if no op is to blame."""
         if rank is not None and op is not None:
-            lines = self.written[rank].lines
-            line = lines[op] if op < len(lines) else self.stopped.get(rank, 0)
+            lines = self.tapes[rank].lines
+            line = lines[op] if op < len(lines) else self.stopped_at.get(rank, 0)
             if line:
                 return line
         program: object = self.program
@@ -157,10 +163,10 @@ class Retrace:
         code = getattr(inspect.unwrap(program) if callable(program) else program, "__code__", None)
         return code.co_firstlineno if isinstance(code, CodeType) and code.co_filename == self.file else 1
 
-    def waiting(self) -> str:
-        """Where the ranks of a deadlock wait, a row for each line of the file."""
+    def waiting_ranks(self) -> str:
+        """Return where the ranks of a deadlock wait: one row for each line of the file."""
         ranks_at: dict[int, list[int]] = defaultdict(list)
-        for rank, line in sorted(self.stopped.items()):
+        for rank, line in sorted(self.stopped_at.items()):
             ranks_at[line].append(rank)
         rows = [
             f"\n  {plural('rank', len(ranks))} {listed(ranks)} wait{'s' * (len(ranks) == 1)} at {self.file}:{line}"
@@ -169,8 +175,8 @@ class Retrace:
         return "".join(rows)
 
 
-class Written(list[Op]):
-    """A tape that remembers which line of a file wrote each op (0: none did)."""
+class LineTape(list[Op]):
+    """Tape that notes which line of a file wrote each op (0: no line did)."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -185,8 +191,8 @@ class Written(list[Op]):
         self.lines.append(frame.f_lineno if frame else 0)
 
 
-def waiting_line(coroutine: object, file: str) -> int:
-    """The innermost line of a file in a coroutine that waits (0: none)."""
+def line_of_coroutine(coroutine: object, file: str) -> int:
+    """Return the innermost line of a file in a coroutine that waits (0: none)."""
     line = 0
     while isinstance(coroutine, types.CoroutineType):
         frame: FrameType | None = coroutine.cr_frame
@@ -196,8 +202,8 @@ def waiting_line(coroutine: object, file: str) -> int:
     return line
 
 
-def line_of(traceback: TracebackType | None, file: str) -> int:
-    """The innermost line of a file in a traceback (0: none)."""
+def line_in_traceback(traceback: TracebackType | None, file: str) -> int:
+    """Return the innermost line of a file in a traceback (0: none)."""
     line = 0
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == file:

@@ -1,4 +1,9 @@
-"""Ops that no torch.distributed backend can carry out, however right the program is."""
+"""What backends can run of a checked program, and the forward half of one.
+
+`why_not_runnable` finds ops that the algebra allows but that have no tensors on a device: pieces of unequal size, or
+several slices of a layer at once. `forward_only` cuts a checked program down to the ops that its losses need; the
+sampler and the evaluation run the result.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +12,35 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
-from shardlab.check.buffers import slices_of
+from shardlab.check.buffers import slice_counts
 from shardlab.check.checked import Checked
 from shardlab.common.errors import About, Refused
 from shardlab.language import Kind, Op, OpKind, Program, Spec
 from shardlab.language.ops import COMMUNICATION, COPIES, Combiner
-from shardlab.language.rules.attention import pattern
+from shardlab.language.rules.attention import split_cells
 from shardlab.language.rules.kinds import ROW_KINDS, bits, number_text
 from shardlab.language.rules.layer_graph import Layer
-from shardlab.language.rules.spec import Form, pieces_share
+from shardlab.language.rules.spec import Form, fraction_of_pieces
 from shardlab.language.tape import Communication
 
+FREE, WAIT, LOSS, LOAD_WEIGHT = OpKind.FREE, OpKind.WAIT, OpKind.LOSS, OpKind.LOAD_WEIGHT
+
 OPT_STATE, GRAD_ACTIVATION, UNION = Kind.OPT_STATE, Kind.GRAD_ACTIVATION, Combiner.UNION
-DEALS = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL})
-"""Collectives that give each member a part of its own, as the value was put together."""
+SCATTERING = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL})
+"""Collectives that give each member a part of its own."""
 
 FORWARDS = frozenset(kind for kind in OpKind if kind.row.keeps is Kind.SAVED)
 LOCAL = frozenset({OpKind.SCALE, OpKind.CAST, OpKind.SLICE, OpKind.CONCATENATE})
 STEPS = frozenset({OpKind.DIRECTION, OpKind.UPDATE})
 CUT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
-CONCERNED = LOCAL | STEPS | CUT
+REVISITED = LOCAL | STEPS | CUT
 """Ops, beside communication, that may have no tensors."""
 
-
 MOST_PADDED = 1 << 20
-"""Elements of a flat buffer that may be padding in any case: 4 MB of float32."""
+"""Elements of padding that a flat buffer may always have: 4 MB of float32."""
 
 Why = tuple[str, str]
-"""What was given, and what to do."""
+"""(what was given, what to do instead)"""
 
 
 def why_not_runnable(
@@ -43,15 +49,17 @@ def why_not_runnable(
     communications: Sequence[Communication],
     places: Sequence[Sequence[int]],
 ) -> Refused | None:
-    """The first op that has no tensors, uneven ones, or several slices where a layer has one; None if there is none.
+    """Return the refusal of the first op that no backend can run; None if there is no such op.
+
+    These are ops on unequal pieces, on several slices where a layer has one, and on values that have no tensor.
 
     Args:
-        places: for each rank the indices of its ops of the kinds in `CONCERNED`, perhaps with others.
+        places: for each rank, the indices of its ops whose kinds are in `REVISITED`; other indices may be among them.
     """
     if why_not := _too_long(program, specs):
         return why_not
     tapes = program.tapes
-    sound: set[tuple[OpKind, Form]] = set()  # most communications are of few ops and forms
+    passed: set[tuple[OpKind, Form]] = set()  # most communications repeat few ops and forms
     for _, _, members in communications:
         for rank, _, at in members:  # of a message the sender, of a collective the first that gives a value
             op = tapes[rank][at]
@@ -61,7 +69,7 @@ def why_not_runnable(
             continue
         kind, spec = op[0], specs[rank][op[2][0]]
         form = spec[0]
-        if (kind, form) in sound and form.kind is not OPT_STATE:
+        if (kind, form) in passed and form.kind is not OPT_STATE:
             continue
         why = None
         if form.kind is OPT_STATE and kind in COPIES:
@@ -71,18 +79,18 @@ def why_not_runnable(
         elif form.kind is GRAD_ACTIVATION and form.layer == 0:
             why = "the model's input is tokens, which have no gradient", f"do not communicate {spec}"
         elif kind.row.combines is UNION:
-            why = _no_gather([specs[rank][tapes[rank][at][2][0]] for rank, _, at in members])
-        elif kind in DEALS and form.kind in ROW_KINDS:
+            why = _cannot_gather([specs[rank][tapes[rank][at][2][0]] for rank, _, at in members])
+        elif kind in SCATTERING and form.kind in ROW_KINDS:
             ops = [(specs[rank], tapes[rank][at]) for rank, _, at in members]
-            why = _no_deal([own[op.inputs[0]] for own, op in ops], [own[op.outputs[0]] for own, op in ops])
+            why = _cannot_scatter([own[op.inputs[0]] for own, op in ops], [own[op.outputs[0]] for own, op in ops])
         else:
-            sound.add((kind, form))
+            passed.add((kind, form))
         if why is not None:
             return _refusal(rank, at, op, why)
     for rank, tape in enumerate(tapes):
         for at in places[rank]:
             op = tape[at]
-            if op[0] in LOCAL and (why := _no_pieces([specs[rank][number] for number in op.inputs])):
+            if op[0] in LOCAL and (why := _cannot_cut([specs[rank][number] for number in op.inputs])):
                 return _refusal(rank, at, op, why)
         stepped = {specs[rank][tape[at].inputs[2]].form for at in places[rank] if tape[at].kind is OpKind.UPDATE}
         for at in places[rank]:
@@ -99,17 +107,35 @@ def why_not_runnable(
     for rank, tape in enumerate(tapes):
         for at in places[rank]:
             op = tape[at]
-            if op[0] in CUT and (why := _no_tensor(op, specs[rank], cuts)):
+            if op[0] in CUT and (why := _cannot_compute(op, specs[rank], cuts)):
                 return _refusal(rank, at, op, why)
     return None
 
 
-def _too_long(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | None:
-    """The refusal of a layer whose flat buffer is mostly what makes it divide into slices of every number.
+def forward_only(checked: Checked) -> Program:
+    """Cut a program down to what its losses need: without gradients, updates, and values kept for them.
 
-    It is as long as it needs to be for one of these numbers, and may always be as long again as the layer.
+    Values are freed after their last use. All other ops keep their order, so no new deadlock arises. `check_forward`
+    proves the result from its tapes alone, like any other program.
     """
-    for layer, numbers in slices_of(specs).items():
+    needed = _needed(checked)
+    tapes = [
+        _freed_after_last_use(
+            [_without_gradients(checked, rank, op) for at, op in enumerate(tape) if (rank, at) in needed]
+        )
+        for rank, tape in enumerate(checked.program.tapes)
+    ]
+    program = checked.program
+    return Program(program.mesh, program.microbatches, program.sizes, tapes)
+
+
+def _too_long(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | None:
+    """Return the refusal of a layer whose flat buffer would be mostly padding.
+
+    A flat buffer is padded so that it divides into every number of slices in use. It may be as long as one of these
+    numbers needs, or twice as long as the layer.
+    """
+    for layer, numbers in slice_counts(specs).items():
         length = 16 * math.lcm(*numbers)
         if length > max(16 * max(numbers), MOST_PADDED) and length > 2 * program.sizes.weights[layer]:
             given = (
@@ -122,13 +148,13 @@ def _too_long(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | N
 
 
 def _listed(numbers: Iterable[int]) -> str:
-    """`2, 3 and 5`."""
+    """Return text such as `2, 3 and 5`."""
     *others, last = sorted(numbers)
     return f"{', '.join(map(str, others))} and {last}"
 
 
 def _cut_buffers(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | None:
-    """Refusal of a part of sequences taken of experts' buffers: their places have tokens of any part of a sequence."""
+    """Return the refusal of a part of sequences in experts' buffers: these mix tokens of all parts of a sequence."""
     layers = program.sizes.signatures
     buffers = {at for at, layer in enumerate(layers, 1) if _made_at(layer, layer.outputs[0].tensor) & {"expert"}}
     if not buffers or program.sizes.space(program.mesh, 1).sequence == 1:
@@ -146,7 +172,7 @@ _OF_BUFFERS = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION})
 
 
 def _made_at(layer: Layer, tensor: str) -> set[str]:
-    """The indices of a tensor that one of the layer's nodes makes."""
+    """Return the indices of a tensor that one of the layer's nodes makes."""
     return {index for node in layer.nodes for index in node.makes.get(tensor, "").split()}
 
 
@@ -155,7 +181,7 @@ def _refusal(rank: int, at: int, op: Op, why: Why) -> Refused:
 
 
 def _still_used(tape: Sequence[Op], at: int) -> Why | None:
-    """Why what an optimizer keeps has no copy: it moves, so that nothing is where it was."""
+    """Return why an optimizer state cannot be moved here: an op still reads it where it was."""
     (given,) = tape[at].inputs
     reader = next((op for op in tape[at + 1 :] if given in op.inputs and op.kind is not OpKind.FREE), None)
     if reader is None:
@@ -163,24 +189,24 @@ def _still_used(tape: Sequence[Op], at: int) -> Why | None:
     return f"an optimizer state is in one place at a time, but {reader} reads it where it was", "use the copy alone"
 
 
-def _no_pieces(given: Sequence[Spec]) -> Why | None:
-    """Why what is given has no tensors to cut or to put together on one rank."""
+def _cannot_cut(given: Sequence[Spec]) -> Why | None:
+    """Return why values have no tensors to cut, scale or concatenate on one rank; None if they have."""
     first = given[0]
     if first.kind is GRAD_ACTIVATION and first.layer == 0:
         return "the model's input is tokens, which have no gradient", f"do not cut, scale or concatenate {first}"
-    return _apart_twice(given)
+    return _differs_in_two_dims(given)
 
 
-def _no_gather(given: Sequence[Spec]) -> Why | None:
-    """Why no tensor is made of what the members of a gather give."""
+def _cannot_gather(given: Sequence[Spec]) -> Why | None:
+    """Return why the members' values in a gather make no tensor; None if they make one."""
     shares = [_share(spec) for spec in given]
     if any(share != shares[0] for share in shares):
         return f"the members give {', '.join(map(str, shares))} of the whole", "gather equal pieces"
-    return _apart_twice(given)
+    return _differs_in_two_dims(given)
 
 
-def _no_deal(given: Sequence[Spec], received: Sequence[Spec]) -> Why | None:
-    """Why the members of a collective cannot be dealt their parts of what they give."""
+def _cannot_scatter(given: Sequence[Spec], received: Sequence[Spec]) -> Why | None:
+    """Return why the members of a collective cannot each be given a part; None if they can."""
     for verb, specs, remedy in (
         ("give", given, "give equal pieces"),
         ("receive", received, "put the value together from equal pieces, since it is dealt in these"),
@@ -194,8 +220,8 @@ def _no_deal(given: Sequence[Spec], received: Sequence[Spec]) -> Why | None:
     return f"{uneven} has other slices of some microbatches than of others", "deal the same slices of all microbatches"
 
 
-def _apart_twice(given: Sequence[Spec]) -> Why | None:
-    """Why pieces of rows have no place in one tensor: they differ in two dims."""
+def _differs_in_two_dims(given: Sequence[Spec]) -> Why | None:
+    """Return why pieces of rows do not make one tensor: they differ in microbatches and in slices of the sequence."""
     first = given[0]
     if first.kind not in ROW_KINDS or all(spec.microbatches == first.microbatches for spec in given):
         return None
@@ -206,19 +232,23 @@ def _apart_twice(given: Sequence[Spec]) -> Why | None:
 
 
 def _share(spec: Spec) -> Fraction:
-    """Share of the whole that a value holds: of parameters, or of the batch and the indices that it is cut along."""
+    """Return the share of the whole that a value holds: of the parameters, or of the batch and its cut indices."""
     if spec.kind in ROW_KINDS:
-        return Fraction(spec.cells.bit_count(), spec.form.space.cells) * pieces_share(spec.form)
+        return Fraction(spec.cells.bit_count(), spec.form.space.cells) * fraction_of_pieces(spec.form)
     return Fraction(spec.holds.pieces, spec.holds.of)
 
 
 def _slices(spec: Spec) -> frozenset[int]:
-    """The slices that a value holds of any sequence."""
+    """Return the slices that a value holds of any sequence."""
     return frozenset(cell % spec.form.space.sequence for cell in bits(spec.cells))
 
 
-def _no_tensor(op: Op, specs: dict[int, Spec], cuts: Sequence[int]) -> Why | None:
-    """Why an op that the rules allow is not computed; `cuts` says into how many slices each layer is cut."""
+def _cannot_compute(op: Op, specs: dict[int, Spec], cuts: Sequence[int]) -> Why | None:
+    """Return why a device cannot compute an op that the rules allow; None if it can.
+
+    Args:
+        cuts: for each layer, the number of slices into which the mesh cuts it.
+    """
     if op[0] in FORWARDS:
         cut, holds = cuts[op[1]], specs[op[2][1]][0].holds
         if cut > 1 and holds.of != cut:
@@ -238,36 +268,16 @@ def _no_tensor(op: Op, specs: dict[int, Spec], cuts: Sequence[int]) -> Why | Non
 
 
 def _even(spec: Spec) -> bool:
-    """Whether a value holds the same slices of each microbatch."""
-    return pattern(spec.cells, spec.form.space.sequence)[1] >= 0
+    """Return whether a value holds the same slices of each microbatch."""
+    return split_cells(spec.cells, spec.form.space.sequence)[1] >= 0
 
-
-# The forward half of a program: what it takes to compute every microbatch's loss, and nothing else.
-
-
-FREE, WAIT, LOSS, LOAD_WEIGHT = OpKind.FREE, OpKind.WAIT, OpKind.LOSS, OpKind.LOAD_WEIGHT
 
 Place = tuple[int, int]
-"""A rank, and the number of a value there or the index of an op."""
-
-
-def forward_only(checked: Checked) -> Program:
-    """Leave of a program what its losses need: no gradient, no update, nothing that layers keep.
-
-    Values end after their last use. All else stays in its order, so that ranks which did not wait for one another in a
-    circle do not begin to. `check_forward` proves the result from its tapes alone, like any other.
-    """
-    needed = _needed(checked)
-    tapes = [
-        _with_ends([_without_gradients(checked, rank, op) for at, op in enumerate(tape) if (rank, at) in needed])
-        for rank, tape in enumerate(checked.program.tapes)
-    ]
-    program = checked.program
-    return Program(program.mesh, program.microbatches, program.sizes, tapes)
+"""(rank, number of a value there or index of an op)"""
 
 
 def _needed(checked: Checked) -> set[Place]:
-    """The ops that losses follow from; of a communication the part of every member, and its wait."""
+    """Return the ops that losses follow from. A communication brings the parts of all its members and its waits."""
     tapes = checked.program.tapes
     every = [(rank, at, op) for rank, tape in enumerate(tapes) for at, op in enumerate(tape)]
     maker = {(rank, number): at for rank, at, op in every for number in op.outputs}
@@ -290,15 +300,19 @@ def _needed(checked: Checked) -> set[Place]:
 
 
 def _without_gradients(checked: Checked, rank: int, op: Op) -> Op:
-    """A loss makes no gradient, a forward pass keeps nothing, and offsets were found for other lives of values."""
+    """Return an op without what only training needs.
+
+    A loss makes no gradient and a forward pass keeps nothing. Offsets are dropped, since they belong to other
+    lifetimes.
+    """
     op = op._replace(offset=-1)
     if op.kind is LOSS:
         return op._replace(outputs=())
     return op._replace(outputs=tuple(n for n in op.outputs if checked.specs[rank][n].kind is not Kind.SAVED))
 
 
-def _with_ends(ops: list[Op]) -> list[Op]:
-    """End every value after its last use, but the weights that were loaded."""
+def _freed_after_last_use(ops: list[Op]) -> list[Op]:
+    """Insert a FREE after the last use of every value except the loaded weights."""
     kept = {number for op in ops if op.kind is LOAD_WEIGHT for number in op.outputs}
     waits = {op.handle: at for at, op in enumerate(ops) if op.kind is WAIT}
     last: dict[int, int] = {}
@@ -310,10 +324,10 @@ def _with_ends(ops: list[Op]) -> list[Op]:
     for number, at in last.items():
         if number not in kept:
             ends[at].append(number)
-    return list(_interleaved(ops, ends))
+    return list(_with_frees(ops, ends))
 
 
-def _interleaved(ops: list[Op], ends: dict[int, list[int]]) -> Iterator[Op]:
+def _with_frees(ops: list[Op], ends: dict[int, list[int]]) -> Iterator[Op]:
     for at, op in enumerate(ops):
         yield op
         for number in ends.get(at, ()):

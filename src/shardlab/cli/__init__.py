@@ -40,8 +40,8 @@ from shardlab.cli.simulate.command import Simulate
 from shardlab.cli.train.command import Train
 from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
-from shardlab.common.errors import nearest
-from shardlab.common.user_code import bounded
+from shardlab.common.errors import suggest_name
+from shardlab.common.user_code import trace_limits
 from shardlab.language import Refused, UserError
 from shardlab.starting import INTERRUPTED, loaded
 from shardlab.train.launch.interrupt import ignore_errors
@@ -112,7 +112,7 @@ def _run(argv: Sequence[str] | None) -> int:
             command = command_of(list(sys.argv[1:] if argv is None else argv))
         except SystemExit:  # tyro has printed its help
             return 0
-        with bounded(getattr(command, "max_ops", None), getattr(command, "max_seconds_per_op", None)):
+        with trace_limits(getattr(command, "max_ops", None), getattr(command, "max_seconds_per_op", None)):
             status = command.run()
         sys.stdout.flush()
         return status
@@ -157,9 +157,9 @@ def command_of(words: list[str]) -> Command:
 def _parsed(words: list[str]) -> Any:
     """Parse a command line with tyro. The result is the command, and the words that are not options of it."""
     if not words:
-        raise UserError(f"no command is given; {nearest('', COMMANDS)}")
+        raise UserError(f"no command is given; {suggest_name('', COMMANDS)}")
     if not words[0].startswith("-") and words[0] not in COMMANDS:
-        raise UserError(f"there is no command {words[0]!r}; {nearest(words[0], COMMANDS)}")
+        raise UserError(f"there is no command {words[0]!r}; {suggest_name(words[0], COMMANDS)}")
     if {"-h", "--help"} & set(words):
         from shardlab.cli.console import print_help
 

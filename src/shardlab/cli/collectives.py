@@ -18,7 +18,7 @@ from rich.text import Text
 
 from shardlab.cli.console import print_json, stdout_console, table_of
 from shardlab.cli.options import Count, Flag
-from shardlab.common.errors import unknown
+from shardlab.common.errors import unknown_name
 from shardlab.language import Reduction, UserError
 from shardlab.train.launch.environment import require_port
 
@@ -142,7 +142,7 @@ class Collectives:
         name = self.name.replace("-", "_")
         name = "send" if name == "recv" else name
         if name not in NAMES:
-            raise unknown("collective", self.name, [*NAMES, "all"])
+            raise unknown_name("collective", self.name, [*NAMES, "all"])
         return [name]
 
     def _require_ranks(self) -> None:

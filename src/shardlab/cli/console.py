@@ -32,7 +32,7 @@ from rich.text import Text
 from shardlab.cli.model_options import ModelOptions
 from shardlab.cli.options import Pictures
 from shardlab.cli.plan_options import PlanOptions
-from shardlab.common.errors import UserError, closest, nearest
+from shardlab.common.errors import UserError, closest_name, suggest_name
 from shardlab.common.fields import field_helps, field_types
 from shardlab.train.config import SECTIONS
 
@@ -325,7 +325,7 @@ def sentence_of(box: str) -> str:
     if choice := re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)", text):
         given, flag, listed = choice.groups()
         names = sorted(set(re.findall("'([^']*)'", listed)) - {"None"})
-        return f"{flag} is {given!r}; {nearest(given, names)}"
+        return f"{flag} is {given!r}; {suggest_name(given, names)}"
     if unfit := re.match(r"Error parsing (\S+): no type matching .* could be instantiated from \[(.*?)\]\.", text):
         usage = next((line.strip() for line in lines if line.split()[:1] == [unfit[1]]), unfit[1])
         return f"{unfit[1]}: {unfit[2]} does not fit; give {usage}"
@@ -348,7 +348,7 @@ def meant_by(word: str, flags: Collection[str]) -> str:
     for meaning, peers in PEERS.items():
         if given.removeprefix("--") in peers.split() and set(re.findall(r"--[a-z-]+", meaning)) <= set(flags):
             return f"did you mean {meaning}?" if meaning in flags else meaning
-    close = closest(given, flags)
+    close = closest_name(given, flags)
     return f"did you mean {close}?" if close else "--help lists them"
 
 

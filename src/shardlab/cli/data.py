@@ -22,7 +22,7 @@ from tyro.conf import subcommand
 from shardlab.cli.console import print_fact, print_json, print_path, stdout_console
 from shardlab.cli.options import Flag, Name, OptionalCount
 from shardlab.common.errors import UserError
-from shardlab.common.user_code import file_and_name, member, module_of, running
+from shardlab.common.user_code import file_and_name, find_member, load_module, reporting_errors_of
 from shardlab.language.rules.kinds import counted
 from shardlab.train.data.documents import Document, Documents, DocumentSource, Input
 from shardlab.train.data.prepare import Progress, lost_text, prepare
@@ -193,17 +193,17 @@ def documents_of(path: Path, function: str) -> Documents:
     Raises:
         UserError: if there is no such function.
     """
-    generator: Any = member(module_of(path), path, function, ("function", "functions"), inspect.isfunction)
+    generator: Any = find_member(load_module(path), path, function, ("function", "functions"), inspect.isfunction)
     if not callable(generator):
         raise UserError(
             f"{function} in {path} is not a function; write one that yields documents: texts, bytes or tokens"
         )
 
     def documents() -> Iterator[Document]:
-        with running(path):
+        with reporting_errors_of(path):
             iterator: Iterator[Document] = iter(cast(Any, generator)())
         while True:
-            with running(path):  # prints of the user's function go to stderr
+            with reporting_errors_of(path):  # prints of the user's function go to stderr
                 each = next(iterator, None)
             if each is None:
                 return

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardlab.measure.doctor.checks import Finding
     from shardlab.measure.doctor.network import SmokeResult, WorldFacts
 
+
 STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
 

@@ -24,8 +24,8 @@ from rich.console import Console
 
 from shardlab.cli.console import table_of
 from shardlab.cli.options import Count, Flag, Name, OptionalCount
-from shardlab.common.errors import closest
-from shardlab.common.fields import A_TIME, seconds_of
+from shardlab.common.errors import closest_name
+from shardlab.common.fields import TIME_FORMATS, parse_seconds
 from shardlab.language import UserError
 from shardlab.language.rules.kinds import counted
 from shardlab.starting import INTERRUPTED
@@ -163,7 +163,7 @@ class Submit:
     def run(self) -> int:
         if not self.command or self.command[0] not in COMMANDS:
             given = self.command[0] if self.command else ""
-            meant = closest(given, COMMANDS)
+            meant = closest_name(given, COMMANDS)
             what = f"{given!r} does not run under a launcher" if given else "there is no command"
             raise UserError(
                 f"{what}; {f'did you mean {meant}?' if meant else 'give one after --, such as: -- train --steps 1000'}"
@@ -193,8 +193,8 @@ class Submit:
         words, run = [*SHARDLAB, *self.command], None
         if self.queue is not None and self.partition is not None:
             raise UserError(f"--queue {self.queue} and --partition {self.partition} were given; give one of them")
-        if (seconds := seconds_of(self.time)) is None:
-            raise UserError(f"--time is {self.time!r}; give {A_TIME}")
+        if (seconds := parse_seconds(self.time)) is None:
+            raise UserError(f"--time is {self.time!r}; give {TIME_FORMATS}")
         if self.command[0] == "train":
             given = _parse_flags(self.command)
             out, resume = given.get("--out"), given.get("--resume")

@@ -20,7 +20,7 @@ from rich.text import Text
 from shardlab.check import check
 from shardlab.cli.console import print_fact, print_json, stdout_console
 from shardlab.cli.options import Flag, MaxOps, MaxSeconds, NewFile, OptionalCount, check_new_file, writing
-from shardlab.common.files import write_whole
+from shardlab.common.files import write_atomically
 from shardlab.language import Mesh, trace
 from shardlab.language.rules.kinds import counted
 from shardlab.models.matrices import SavedActivations
@@ -132,7 +132,7 @@ class ScheduleCommand:
         check_new_file("--csv", self.csv, "schedule.csv", force=self.force, content=text.encode())
         if self.csv is not None:
             with writing("--csv", self.csv):
-                write_whole(self.csv, text)
+                write_atomically(self.csv, text)
         if self.json:
             facts = {
                 "schedule": self.schedule,

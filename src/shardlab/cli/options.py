@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from shardlab.common.text import read_tokens
-from shardlab.common.user_code import MAX_FOLDED, MAX_OPS, MAX_SECONDS
+from shardlab.common.text import parse_tokens
+from shardlab.common.user_code import MAX_FOLDED_OPS, MAX_OPS, MAX_SECONDS
 from shardlab.language import UserError
 from shardlab.language.ops import ColorBy
 from shardlab.language.rules.kinds import counted
@@ -114,9 +114,9 @@ Layers = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(defaul
 MaxOps = Annotated[
     int | None,
     _COUNT,
-    tyro.conf.arg(help_behavior_hint=f"(default: {MAX_OPS:,}; {MAX_FOLDED:,} if identical ranks are folded)"),
+    tyro.conf.arg(help_behavior_hint=f"(default: {MAX_OPS:,}; {MAX_FOLDED_OPS:,} if identical ranks are folded)"),
 ]
-"""Largest number of ops that are traced. `shardlab.cli.main` enforces it with `shardlab.common.user_code.bounded`."""
+"""Largest number of ops that are traced. `shardlab.cli.main` enforces it with `user_code.trace_limits`."""
 
 
 @dataclass(frozen=True)
@@ -406,7 +406,7 @@ def sequences_of_step(tokens_per_step: str | None, global_batch: int | None, len
     if tokens_per_step is None:
         most = MOST_TOKENS // length // devices * devices or 1 << ((MOST_TOKENS // length) | 1).bit_length() - 1
         return min(16 * devices, most)
-    tokens = read_tokens(tokens_per_step, "--tokens-per-step")
+    tokens = parse_tokens(tokens_per_step, "--tokens-per-step")
     sequences, rest = divmod(tokens, length)
     if rest or not sequences:
         near = f"{sequences} or {sequences + 1}" if sequences else "1"

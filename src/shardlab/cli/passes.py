@@ -16,7 +16,7 @@ from rich.text import Text
 from shardlab.cli.console import print_fact, print_json, stdout_console, table_of
 from shardlab.cli.options import Flag
 from shardlab.common.text import bytes_text
-from shardlab.language.pass_names import OFFLOAD, Ahead, Homes
+from shardlab.language.pass_names import OFFLOAD, EarlyStart, OffloadTargets
 from shardlab.simulate.passes import PASSES, PassResult, helpful_names
 
 
@@ -101,7 +101,7 @@ def _pass_as_json(before: PassResult, after: PassResult) -> dict[str, Any]:
     return {
         "pass": after.name,
         "does": PASSES[after.name].does,
-        "number": str(after.setting) if isinstance(after.setting, Ahead | Homes) else after.setting or 0,
+        "number": str(after.setting) if isinstance(after.setting, EarlyStart | OffloadTargets) else after.setting or 0,
         "why_not": after.why_not,
         "end": float(f"{after.end:.9g}"),
         "end_before": float(f"{before.end:.9g}"),

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from shardlab.check import Checked, check
-from shardlab.check.report import Blame
+from shardlab.check.report import FileCheck
 from shardlab.cli.options import OptionalCount, switch_flags, switch_value
 from shardlab.common.fields import COUNT, as_flags, field_helps, field_types
-from shardlab.common.text import read_bytes
+from shardlab.common.text import parse_bytes
 from shardlab.common.user_code import file_and_name
 from shardlab.language import AXES, Mesh, Sizes, UserError, trace
 from shardlab.language.pass_names import with_offload
@@ -170,7 +170,7 @@ def checked(
     with contextlib.redirect_stdout(sys.stderr):
         if path is None:
             return check(trace(entry.program, mesh, layers, microbatches))
-        return Blame(entry.program, str(path)).checked(mesh, layers, microbatches)
+        return FileCheck(entry.program, str(path)).check(mesh, layers, microbatches)
 
 
 def cluster_called(name: str, *, other_machine: bool, memory: str | None = None) -> Cluster:
@@ -189,7 +189,7 @@ def cluster_called(name: str, *, other_machine: bool, memory: str | None = None)
     cluster = _find_cluster(name, other_machine=other_machine)
     if memory is None:
         return cluster
-    limit, device = read_bytes(memory, "--memory"), cluster.device
+    limit, device = parse_bytes(memory, "--memory"), cluster.device
     if limit > device.memory:
         raise UserError(
             f"--memory {memory} is more than {device.name} has, {device.memory / 2**30:.0f} GiB; give less, or another "

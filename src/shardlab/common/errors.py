@@ -40,8 +40,8 @@ class About(NamedTuple):
     layer: int = -1
 
 
-def of_layer(verb: str, layer: int) -> About:
-    """The op of that name on a layer."""
+def about_layer(verb: str, layer: int) -> About:
+    """Return the op of that name on a layer."""
     return About(f"{verb}(layer {layer})", layer)
 
 
@@ -99,7 +99,7 @@ class Refused(Exception):
         return f"{': '.join(filter(None, parts))}.{self.trail}"
 
     def fields(self) -> dict[str, object]:
-        """All that it says, for JSON."""
+        """Return all that it says, for JSON."""
         told = ("rule", "line", "rank", "op", "layer", "about", "given", "remedy", "missing", "doubled")
         return {"text": str(self), **{name: getattr(self, name) for name in told}}
 
@@ -126,41 +126,41 @@ def why_unreadable(error: OSError | UnicodeDecodeError | TooDeep) -> str:
     return "it is not text" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)
 
 
-def closest(name: str, names: Iterable[str]) -> str | None:
-    """The name that `name` was probably meant to be, in any case of letters; None: no name is like it."""
+def closest_name(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that `name` was probably meant to be, in any case of letters; None: no name is like it."""
     known = {each.lower(): each for each in names}
     close = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     return known[close[0]] if close else None
 
 
-def nearest(name: str, names: Iterable[str], others: str = "") -> str:
-    """The second half of a sentence about an unknown name: what was probably meant, or else what there is.
+def suggest_name(name: str, names: Iterable[str], others: str = "") -> str:
+    """Return the second half of a sentence about an unknown name: what was probably meant, or else what there is.
 
-    >>> nearest("fsdq", ["ddp", "fsdp"])
+    >>> suggest_name("fsdq", ["ddp", "fsdp"])
     'did you mean fsdp?'
-    >>> nearest("tree", ["ddp", "fsdp"], " and files that end in .py")
+    >>> suggest_name("tree", ["ddp", "fsdp"], " and files that end in .py")
     'there are ddp, fsdp and files that end in .py'
 
     Args:
         others: what else may be given, after the list of names.
     """
     known = list(names)
-    close = closest(name, known)
+    close = closest_name(name, known)
     return f"did you mean {close}?" if close else f"there are {', '.join(known)}{others}"
 
 
-def unknown(what: str, name: str | int, names: Iterable[str], others: str = "") -> UserError:
-    """The error to raise for a name of some kind of thing that is not among `names`; `others` as in `nearest`."""
-    return UserError(f"there is no {what} {name!r}; {nearest(str(name), names, others)}")
+def unknown_name(what: str, name: str | int, names: Iterable[str], others: str = "") -> UserError:
+    """Return the error for a name that is not among `names`; `what` is the noun, `others` as in `suggest_name`."""
+    return UserError(f"there is no {what} {name!r}; {suggest_name(str(name), names, others)}")
 
 
-def find(table: Mapping[str, T], name: str, what: str) -> T:
-    """The table's entry of that name, in any case of letters.
+def find_by_name(table: Mapping[str, T], name: str, what: str) -> T:
+    """Return the table's entry of that name, in any case of letters.
 
     Raises:
         UserError: there is none; the nearest name is suggested.
     """
     found = table.get(name.strip().lower())
     if found is None:
-        raise unknown(what, name, table)
+        raise unknown_name(what, name, table)
     return found

@@ -22,23 +22,23 @@ from shardlab.common.errors import UserError
 # Times as a person writes them, the same for every flag.
 
 
-TICK = 1e-9
+SHORTEST_SECONDS = 1e-9
 """Seconds that anything measured takes at least: clocks are coarse, and a virtual machine's that is being moved can
 stand still."""
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
-A_TIME = "a time, such as 90s, 10m, 2h, 1d, 1:30:00 or 1-12:00:00"
-"""What to give where `seconds_of` knows no time."""
+TIME_FORMATS = "a time, such as 90s, 10m, 2h, 1d, 1:30:00 or 1-12:00:00"
+"""Formats that `parse_seconds` accepts, for messages."""
 
 
-def seconds_of(words: str) -> float | None:
+def parse_seconds(words: str) -> float | None:
     """Seconds of a number with a unit, or of [DAYS-]HOURS:MINUTES:SECONDS; None if it is neither.
 
     After DAYS- minutes and seconds may be left out, as schedulers write it.
 
-    >>> seconds_of("90s"), seconds_of("1.5h"), seconds_of("1:30:00"), seconds_of("1-12:00:00"), seconds_of("90")
-    (90.0, 5400.0, 5400.0, 129600.0, None)
+    >>> parse_seconds("90s"), parse_seconds("1.5h"), parse_seconds("1:30:00"), parse_seconds("90")
+    (90.0, 5400.0, 5400.0, None)
     """
     if clock := re.fullmatch(r"([0-9]{1,9}):([0-5][0-9]):([0-5][0-9])", words):
         hours, minutes, seconds = map(float, clock.groups())
@@ -113,15 +113,15 @@ def check_fields(checked: object) -> None:
         check_field(name, getattr(checked, name), written, getattr(kind, name, None))
 
 
-def of_file(written: FieldType, value: Any) -> Any:
-    """The value of a field that stands in a TOML file."""
+def value_from_file(written: FieldType, value: Any) -> Any:
+    """Return the value of a field that stands in a TOML file."""
     if isinstance(value, list):
         return tuple(cast(list[Any], value))
     return written.of_words(value) if written.words is str and isinstance(value, str) else value
 
 
 def as_text(value: Any) -> str:
-    """A field's value in a message."""
+    """Return a field's value in a message."""
     return ", ".join(map(str, cast(tuple[Any, ...], value))) or "nothing" if isinstance(value, tuple) else repr(value)
 
 
@@ -153,8 +153,8 @@ def _count(value: Any) -> str:
     return "a whole number" if type(value) is not int else "1 or more" if value < 1 else ""
 
 
-def whole(wanted: str, least: float) -> FieldType:
-    """A whole number of `least` or more."""
+def integer(wanted: str, least: float) -> FieldType:
+    """Return a whole number of `least` or more."""
     return FieldType(
         int,
         "N",
@@ -163,12 +163,12 @@ def whole(wanted: str, least: float) -> FieldType:
 
 
 def number(wanted: str, fits: Callable[[float], bool]) -> FieldType:
-    """A number that fits."""
+    """Return a number that fits."""
     return FieldType(float, "FLOAT", lambda value: "" if _is_number(value) and fits(value) else wanted)
 
 
 def number_or_none(wanted: str, fits: Callable[[float], bool], metavar: str) -> FieldType:
-    """A number that fits, or the word none, which is None."""
+    """Return a number that fits, or the word none, which is None."""
 
     def of_words(words: str) -> float | str | None:
         try:
@@ -199,11 +199,11 @@ def pair(wanted: str, fits: Callable[[float], bool]) -> FieldType:
 
 
 def text(metavar: str, wanted: str) -> FieldType:
-    """A text that is not empty."""
+    """Return a text that is not empty."""
     return FieldType(str, metavar, lambda value: "" if isinstance(value, str) and value else wanted)
 
 
-INTEGER = whole("a whole number", -math.inf)
+INTEGER = integer("a whole number", -math.inf)
 PATH = FieldType(str, "FILE", lambda value: "" if isinstance(value, Path) else "a path in quotes", Path)
 FOLDER = replace(PATH, metavar="FOLDER")
 COUNT = FieldType(int, "N", _count)
@@ -232,41 +232,41 @@ def _seconds(words: str) -> float | str:
     try:
         return float(words)
     except ValueError:
-        found = seconds_of(words)
+        found = parse_seconds(words)
         return words if found is None else found
 
 
 DURATION = FieldType(
     str,
     "TIME",
-    lambda value: "" if _is_number(value) and 0 < value < math.inf else f"seconds, above 0, or {A_TIME}",
+    lambda value: "" if _is_number(value) and 0 < value < math.inf else f"seconds, above 0, or {TIME_FORMATS}",
     _seconds,
 )
 
 
-def interval(value: int | str | None) -> tuple[int | None, float | None]:
-    """The steps, or the seconds, that an interval has.
+def split_interval(value: int | str | None) -> tuple[int | None, float | None]:
+    """Return the steps, or the seconds, that an interval has.
 
-    >>> interval(100), interval("10m"), interval(None)
+    >>> split_interval(100), split_interval("10m"), split_interval(None)
     ((100, None), (None, 600.0), (None, None))
     """
-    return (None, seconds_of(value)) if isinstance(value, str) else (value, None)
+    return (None, parse_seconds(value)) if isinstance(value, str) else (value, None)
 
 
 def _is_interval(value: Any) -> bool:
-    return bool(seconds_of(value)) if isinstance(value, str) else not _count(value)
+    return bool(parse_seconds(value)) if isinstance(value, str) else not _count(value)
 
 
-EVERY = FieldType(
+INTERVAL = FieldType(
     str,
     "N|TIME",
-    lambda value: "" if _is_interval(value) else f"a number of steps, such as 100, or {A_TIME}",
+    lambda value: "" if _is_interval(value) else f"a number of steps, such as 100, or {TIME_FORMATS}",
     lambda words: int(words) if words.isdecimal() else words,
 )
 
 
-def word(*objects: type) -> FieldType:
-    """A name, or in Python an object of one of these types."""
+def name_or(*objects: type) -> FieldType:
+    """Return a name, or in Python an object of one of these types."""
     return FieldType(str, "NAME", lambda value: "" if isinstance(value, (str, *objects)) else "a word in quotes")
 
 
@@ -284,14 +284,14 @@ def axes(*known: str) -> FieldType:
 
 
 def choice(literal: Any) -> FieldType:
-    """One of the words of a `Literal`."""
+    """Return one of the words of a `Literal`."""
     words = get_args(literal)
     wanted = f"one of {', '.join(words)}"
     return FieldType(literal, f"{{{','.join(words)}}}", lambda value: "" if value in words else wanted)
 
 
-def choice_or_numbers(literal: Any, noun: str) -> FieldType:
-    """One of the words of a `Literal`, or the numbers of some things."""
+def choice_or_ints(literal: Any, noun: str) -> FieldType:
+    """Return one of the words of a `Literal`, or the numbers of some things."""
     words = get_args(literal)
     wanted = f"one of {', '.join(words)}, or the numbers of {noun}s, such as 0 1"
 

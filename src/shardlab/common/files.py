@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 from shardlab.common.errors import TooDeep, UserError, why_unreadable
 
 
-def want_file(path: Path) -> None:
+def require_regular_file(path: Path) -> None:
     """Refuse what is no ordinary file, without opening it: a pipe without a writer would hang.
 
     Raises:
@@ -39,7 +39,7 @@ def want_file(path: Path) -> None:
         raise UserError(f"{path} is {kind}, but text is read from random places; write it to a file and name that")
 
 
-def anchored(name: str, folder: str | None) -> str:
+def path_from_here(name: str, folder: str | None) -> str:
     """Return a path as it is found from here that a file names relative to the folder of another command.
 
     Args:
@@ -56,12 +56,12 @@ def anchored(name: str, folder: str | None) -> str:
     return str(Path(folder, path)) + name[len(path) :]
 
 
-PART = ".shardlab.part"
+PART_SUFFIX = ".shardlab.part"
 """End of the name of a file that is being written: what has it was left by a process that was killed."""
 
 
 @contextmanager
-def whole_file(path: Path) -> Generator[Path, None, None]:
+def atomic_file(path: Path) -> Generator[Path, None, None]:
     """Write a file beside `path`: it takes the place of `path` when the block ends, and goes if the block raises.
 
     A link stays, and the file that it names is replaced. A device or a pipe, such as /dev/stdout, is written into.
@@ -76,7 +76,7 @@ def whole_file(path: Path) -> Generator[Path, None, None]:
         yield path
         return
     path = path.resolve()
-    part = path.with_name(path.name + PART)
+    part = path.with_name(path.name + PART_SUFFIX)
     try:
         yield part
         part.replace(path)
@@ -85,7 +85,7 @@ def whole_file(path: Path) -> Generator[Path, None, None]:
 
 
 @contextmanager
-def whole_folder(path: Path) -> Generator[Path, None, None]:
+def atomic_folder(path: Path) -> Generator[Path, None, None]:
     """Fill a folder beside `path`: it becomes `path` when the block ends, and goes if the block raises.
 
     What processes that were killed have left of such folders goes first. One that is being filled is locked, and a
@@ -144,21 +144,23 @@ def _locked(folder: Path) -> Generator[bool, None, None]:
         os.close(place)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a text file that appears whole or not at all."""
-    with whole_file(path) as part:
+    with atomic_file(path) as part:
         part.write_text(text, encoding="utf-8", errors="surrogateescape")  # paths and prompts may hold any bytes
 
 
-def packaged(name: str) -> dict[str, Any]:
-    """One of the tables that come with Shardlab, by its path in the package, as in "simulate/hardware/devices.toml"."""
+def load_table(name: str) -> dict[str, Any]:
+    """Return one of the tables that come with Shardlab, by its path in the package, as in
+    "simulate/hardware/devices.toml".
+    """
     return tomllib.loads((resources.files("shardlab") / name).read_text(encoding="utf-8"))
 
 
 # Reading what users write as TOML or JSON: a file that cannot be read, or is nested too deep, ends in a sentence.
 
 
-MOST_NESTED = 50
+MOST_LEVELS = 50
 """Levels of tables and lists; no file that is read needs ten."""
 
 
@@ -172,14 +174,14 @@ def read_file(path: Path, form: Literal["TOML", "JSON"]) -> Any:
         UserError: the file cannot be read, is no text, is nested too deep, or is not of that form.
     """
     try:
-        return parsed(_LOADS[form], path.read_text(encoding="utf-8"))
+        return parse_document(_LOADS[form], path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, TooDeep) as error:
         raise UserError(f"{path} cannot be read: {why_unreadable(error)}") from None
     except ValueError as error:
         raise UserError(f"{path} is not {form}: {error}") from None
 
 
-def parsed(loads: Callable[[str], Any], text: str) -> Any:
+def parse_document(loads: Callable[[str], Any], text: str) -> Any:
     """What a parser makes of a text.
 
     Raises:
@@ -189,18 +191,18 @@ def parsed(loads: Callable[[str], Any], text: str) -> Any:
     try:
         data = loads(text)
     except RecursionError:
-        raise TooDeep(MOST_NESTED) from None
+        raise TooDeep(MOST_LEVELS) from None
     level, depth = [data], 0
     while level:
         depth += 1
-        if depth > MOST_NESTED:
-            raise TooDeep(MOST_NESTED)
+        if depth > MOST_LEVELS:
+            raise TooDeep(MOST_LEVELS)
         level = [inner for outer in level for inner in _inside(outer)]
     return data
 
 
 def _inside(value: Any) -> list[Any]:
-    """The tables and lists right inside a value."""
+    """Return the tables and lists right inside a value."""
     inner: list[Any] = []
     if isinstance(value, dict):
         inner = list(cast(dict[str, Any], value).values())
@@ -229,7 +231,7 @@ def _lines(table: Mapping[str, Any]) -> list[str]:
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML has it.
+    """Return a value as TOML has it.
 
     >>> toml_value(["a\\"b", 2e-3, True, float("inf")])
     '["a\\\\"b", 0.002, true, inf]'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from shardlab.language import UserError
+from shardlab.common.errors import UserError
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 """Largest first."""
@@ -17,28 +17,28 @@ def bytes_text(bytes: float, digits: int = 2) -> str:
     >>> bytes_text(3 * 2**29), bytes_text(5_000_000), bytes_text(80 * 2**30, digits=0)
     ('1.50 GiB', '4.77 MiB', '80 GiB')
     """
-    unit, size = unit_of(bytes)
+    unit, size = byte_unit(bytes)
     return f"{bytes / size:,.{digits}f} {unit}"
 
 
-def room_text(bytes: float) -> str:
+def memory_text(bytes: float) -> str:
     """Write how much memory a device has: without digits where these would be zeros.
 
-    >>> room_text(80 * 2**30), room_text(1.2 * 2**30)
+    >>> memory_text(80 * 2**30), memory_text(1.2 * 2**30)
     ('80 GiB', '1.20 GiB')
     """
     return bytes_text(bytes).replace(".00 ", " ")
 
 
-def unit_of(bytes: float) -> tuple[str, int]:
+def byte_unit(bytes: float) -> tuple[str, int]:
     """Find the largest unit that so many bytes fill, and its size in bytes."""
     return next((unit for unit in UNITS if bytes >= unit[1]), UNITS[-1])
 
 
-def share_text(share: float) -> str:
+def percent_text(share: float) -> str:
     """Write a share in percent with one decimal, or as many as show two digits of a small one.
 
-    >>> share_text(0.421), share_text(0.00012), share_text(0)
+    >>> percent_text(0.421), percent_text(0.00012), percent_text(0)
     ('42.1%', '0.012%', '0.0%')
     """
     percent = 100 * share
@@ -47,16 +47,16 @@ def share_text(share: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """`3.46 s`, `125.8 ms`, `93.1 us`."""
+    """Return text such as `3.46 s`, `125.8 ms`, `93.1 us`."""
     if seconds >= 1:
         return f"{seconds:#,.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
     return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} us"
 
 
-def moment_text(moment: float, end: float, length: float) -> str:
-    """A moment of a step that ends at `end`, with as many digits as tell moments of a stretch of it apart.
+def axis_time_text(moment: float, end: float, length: float) -> str:
+    """Return a moment of a step that ends at `end`, with as many digits as tell moments of a stretch of it apart.
 
-    >>> moment_text(1.2345, 2.75, 0.005), moment_text(0.0125, 0.125, 0.125), moment_text(0, 1, 1)
+    >>> axis_time_text(1.2345, 2.75, 0.005), axis_time_text(0.0125, 0.125, 0.125), axis_time_text(0, 1, 1)
     ('1.234500 s', '12.5 ms', '0')
 
     Args:
@@ -112,7 +112,7 @@ def parse_size(text: str) -> int:
 
 
 def size_text(size: float) -> str:
-    """A size in its largest fitting unit.
+    """Return a size in its largest fitting unit.
 
     >>> size_text(1536), size_text(64 * 1024 * 1024), size_text(7)
     ('1.5 KB', '64 MB', '7 B')
@@ -152,7 +152,7 @@ TOKENS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 """Units of tokens, powers of 1,024 as batches are commonly named: 4M tokens are 512 sequences of 8,192."""
 
 
-def read_bytes(text: str, flag: str) -> float:
+def parse_bytes(text: str, flag: str) -> float:
     """So many bytes: `72GiB`, `80GB`, `5e9B`; a number alone is refused, since it may be meant as GiB.
 
     Raises:
@@ -163,7 +163,7 @@ def read_bytes(text: str, flag: str) -> float:
     return _amount(text, BYTES, f"{flag} {text}: give bytes above 0 with their unit, such as 72GiB or 80GB")
 
 
-def read_tokens(text: str, flag: str) -> int:
+def parse_tokens(text: str, flag: str) -> int:
     """So many tokens: `4M`, `512k`, `4194304`.
 
     Raises:

@@ -18,7 +18,7 @@ from threading import TIMEOUT_MAX, Thread, current_thread, get_ident
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from shardlab.common.errors import Refused, UserError, closest
+from shardlab.common.errors import Refused, UserError, closest_name
 
 
 def file_and_name(name: str) -> tuple[Path | None, str]:
@@ -29,7 +29,7 @@ def file_and_name(name: str) -> tuple[Path | None, str]:
     return (Path(name), "") if name.endswith(".py") else (None, name)
 
 
-def member(module: ModuleType, path: Path, name: str, what: tuple[str, str], is_one: Callable[[Any], bool]) -> Any:
+def find_member(module: ModuleType, path: Path, name: str, what: tuple[str, str], is_one: Callable[[Any], bool]) -> Any:
     """Get what a file has under a name.
 
     Args:
@@ -43,13 +43,13 @@ def member(module: ModuleType, path: Path, name: str, what: tuple[str, str], is_
         have = [key for key, value in vars(module).items() if is_one(value)]
         one, several = what
         missing = f"{path} has no {one} {name!r}" if name else f"say which {one} of {path}: {path}:NAME"
-        near = closest(name, have)
+        near = closest_name(name, have)
         hint = f"did you mean {near}?" if near else f"its {several} are: {', '.join(have) or 'none'}"
         raise UserError(f"{missing}; {hint}")
     return found
 
 
-def module_of(path: Path) -> ModuleType:
+def load_module(path: Path) -> ModuleType:
     """Run a file as a module; nothing is written beside it, and places in it are named as the user named it.
 
     Raises:
@@ -63,13 +63,13 @@ def module_of(path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # the file may import its neighbours
-    with running(path):
+    with reporting_errors_of(path):
         exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
     return module
 
 
 @contextlib.contextmanager
-def running(path: Path) -> Generator[None]:
+def reporting_errors_of(path: Path) -> Generator[None]:
     """While a file's code runs, what it prints goes to stderr: a command's stdout is its own.
 
     Raises:
@@ -106,48 +106,48 @@ class SourceLine(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        return f"{shown(self.file)}:{self.number}"
+        return f"{display_path(self.file)}:{self.number}"
 
 
-def at(line: SourceLine | None) -> str:
+def at_line(line: SourceLine | None) -> str:
     """Where somebody waits, to be put after it; empty if that is not known."""
     return "" if line is None else f" ({line})"
 
 
-def here() -> SourceLine | None:
-    """The innermost line of the user that runs now; None if there is none."""
-    return line_of(sys._getframe())  # pyright: ignore[reportPrivateUsage]
+def line_now() -> SourceLine | None:
+    """Return the innermost line of the user that runs now; None if there is none."""
+    return user_line_of(sys._getframe())  # pyright: ignore[reportPrivateUsage]
 
 
-def line_of(frame: FrameType | None) -> SourceLine | None:
-    """The innermost line of the user among a frame and its callers; None if there is none."""
-    while frame is not None and is_machinery(frame):
+def user_line_of(frame: FrameType | None) -> SourceLine | None:
+    """Return the innermost line of the user among a frame and its callers; None if there is none."""
+    while frame is not None and is_library_frame(frame):
         frame = frame.f_back
     return None if frame is None else SourceLine(frame.f_code.co_filename, frame.f_lineno)
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """Whether a frame, or one of its callers, imports a module."""
+    """Return whether a frame, or one of its callers, imports a module."""
     while frame is not None and frame.f_code.co_filename != IMPORTING:
         frame = frame.f_back
     return frame is not None
 
 
-def own_part(traceback: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames by which Shardlab came to the user's program."""
-    while traceback is not None and traceback.tb_next is not None and is_machinery(traceback.tb_frame):
+def user_traceback(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames by which Shardlab came to the user's program."""
+    while traceback is not None and traceback.tb_next is not None and is_library_frame(traceback.tb_frame):
         traceback = traceback.tb_next
     return traceback
 
 
-def is_machinery(frame: FrameType) -> bool:
-    """Whether a frame is Shardlab's, a package's or the standard library's (also in named tuples, made as text)."""
+def is_library_frame(frame: FrameType) -> bool:
+    """Return whether a frame belongs to Shardlab, to a package or to the standard library (named tuples included)."""
     ours = str(frame.f_globals.get("__name__")).startswith(("shardlab.", "namedtuple_"))
     return ours or frame.f_code.co_filename.startswith(INSTALLED)
 
 
-def shown(file: str) -> str:
-    """A file as a reader knows it: from the working directory, and a notebook's cell by its number, as `In[3]`."""
+def display_path(file: str) -> str:
+    """Return a file's path relative to the working directory, or the name of a notebook's cell, such as `In[3]`."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     cell = shell.compile.format_code_name(file) if shell else None
@@ -165,7 +165,7 @@ T = TypeVar("T")
 STOPPING_SECONDS = 3.0
 """How long a program is told to stop, before its thread is left to itself: a call into C does not listen."""
 
-AGAIN_SECONDS, CLOSING_SECONDS = 0.05, 0.5
+REPEAT_SECONDS, CLOSING_SECONDS = 0.05, 0.5
 """Seconds after which it is told again: while its own lines run, and while none does."""
 
 LOOK_SECONDS = 0.1
@@ -202,7 +202,7 @@ class Stoppable(Thread):
             self.outcome.set_exception(error)
 
     def frame(self) -> FrameType | None:
-        """The innermost frame that runs now."""
+        """Return the innermost frame that runs now."""
         return sys._current_frames().get(self.ident or 0)  # pyright: ignore[reportPrivateUsage]
 
     def cpu_seconds(self) -> float:
@@ -226,8 +226,8 @@ class Stoppable(Thread):
         try:
             while self.is_alive() and time.monotonic() < deadline:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident or 0), ctypes.py_object(Stopped))
-                self.join(AGAIN_SECONDS)
-                if line_of(self.frame()) is None:  # the event loop is closing, which is not to be disturbed
+                self.join(REPEAT_SECONDS)
+                if user_line_of(self.frame()) is None:  # the event loop is closing, which is not to be disturbed
                     self.join(CLOSING_SECONDS)
         finally:
             sys.unraisablehook = show
@@ -257,7 +257,7 @@ def run_stoppable(work: Callable[[], T], every: float, refusal: Callable[[Stoppa
         error = program.outcome.exception()
         if error is None:
             return program.outcome.result()
-        raise error.with_traceback(own_part(error.__traceback__))
+        raise error.with_traceback(user_traceback(error.__traceback__))
     finally:
         program.stop()
 
@@ -279,7 +279,7 @@ def run_stepwise(work: Callable[[], T], steps: Callable[[], int], next_step: Cal
     def refusal(program: Stoppable) -> Stalled | None:
         nonlocal seen, since
         frame, now, before = program.frame(), program.cpu_seconds(), seen
-        seen, line = steps(), line_of(frame)
+        seen, line = steps(), user_line_of(frame)
         if seen != before or line is None or is_importing(frame):
             since = now
         elif now - since > most:
@@ -300,16 +300,16 @@ def run_stepwise(work: Callable[[], T], steps: Callable[[], int], next_step: Cal
 MAX_OPS = 500_000
 """Ops on all tapes, if nobody says: two seconds, and some hundred megabytes."""
 
-MAX_FOLDED = 4_000_000
+MAX_FOLDED_OPS = 4_000_000
 """Ops on the tapes of a plan whose alike ranks are folded, if nobody says: a plan ends, so these may be more."""
 
 MAX_SECONDS = 2.0
 """CPU seconds that a user's program may take until its next op, if nobody says."""
 
-COUNTED = 256
+VALUES_PER_COUNT = 256
 """A rank counts its ops whenever it has made so many more values, or issued so many more communications."""
 
-_asked: ContextVar[tuple[int | None, float | None]] = ContextVar("bounds", default=(None, None))
+_limits: ContextVar[tuple[int | None, float | None]] = ContextVar("bounds", default=(None, None))
 
 
 class Endless(Refused):
@@ -317,7 +317,7 @@ class Endless(Refused):
 
 
 @contextmanager
-def bounded(ops: int | None = None, seconds: float | None = None) -> Generator[None, None, None]:
+def trace_limits(ops: int | None = None, seconds: float | None = None) -> Generator[None, None, None]:
     """Let programs have so many ops, and so many CPU seconds for each (None: as if nobody said).
 
     Raises:
@@ -325,21 +325,21 @@ def bounded(ops: int | None = None, seconds: float | None = None) -> Generator[N
     """
     if seconds is not None and not seconds > 0:
         raise UserError(f"--max-seconds-per-op: {seconds:g} is too little; give more than 0")
-    token = _asked.set((ops, seconds))
+    token = _limits.set((ops, seconds))
     try:
         yield
     finally:
-        _asked.reset(token)
+        _limits.reset(token)
 
 
 def max_ops(default: int = MAX_OPS) -> int:
-    """How many ops a traced program may have on all its tapes."""
-    return _asked.get()[0] or default
+    """Return how many ops a traced program may have on all its tapes."""
+    return _limits.get()[0] or default
 
 
 def max_seconds() -> float:
-    """How many CPU seconds a user's program may take until its next op."""
-    return _asked.get()[1] or MAX_SECONDS
+    """Return how many CPU seconds a user's program may take until its next op."""
+    return _limits.get()[1] or MAX_SECONDS
 
 
 def require_ops(least: int, what: str, default: int = MAX_OPS) -> None:

@@ -22,7 +22,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import EngFormatter
 
-from shardlab.common.text import bytes_text, unit_of
+from shardlab.common.text import byte_unit, bytes_text
 from shardlab.draw.canvas import (
     COLORS,
     FAINT,
@@ -265,7 +265,7 @@ def draw_memory(axes: Axes, timeline: Timeline, rows: Sequence[Row], width: floa
     rows_of: dict[Curve, list[Row]] = {}
     for row in drawn:
         rows_of.setdefault(curve(timeline, row.row), []).append(row)
-    size = unit_of(peak)[1] if timeline.in_seconds else 1
+    size = byte_unit(peak)[1] if timeline.in_seconds else 1
     axes.set_ylim(0, max(1.0, peak * 1.22) / size)
     width_of_line = 1.6 if len(rows_of) <= NAMED_CURVES else 0.9
     for place, steps in enumerate(rows_of):
@@ -281,7 +281,7 @@ def draw_memory(axes: Axes, timeline: Timeline, rows: Sequence[Row], width: floa
     _mark_peak(axes, timeline, first, [rank for row in peaks for rank in row.ranks], size)
     if not timeline.in_seconds:
         axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
-    axes.set_ylabel(f"live memory ({unit_of(peak)[0]})" if timeline.in_seconds else "live elements")
+    axes.set_ylabel(f"live memory ({byte_unit(peak)[0]})" if timeline.in_seconds else "live elements")
 
 
 def key_width(rows: Sequence[Row]) -> float:

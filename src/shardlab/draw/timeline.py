@@ -18,7 +18,7 @@ from textwrap import wrap
 
 from matplotlib.axes import Axes
 
-from shardlab.common.files import write_whole
+from shardlab.common.files import write_atomically
 from shardlab.common.text import seconds_text
 from shardlab.draw.canvas import DIGIT_WIDTH, FAINT, Looks, Page, model_layer_count, style
 from shardlab.draw.panels import (
@@ -75,7 +75,7 @@ def save_timeline(
     timeline: Timeline, path: Path | str, title: str = "", time_unit: str = UNIT_TIME, color_by: ColorBy = "pass"
 ) -> None:
     """Write the picture of `timeline_svg` to a file, whole or not at all."""
-    write_whole(Path(path), timeline_svg(timeline, title, time_unit, color_by))
+    write_atomically(Path(path), timeline_svg(timeline, title, time_unit, color_by))
 
 
 def timeline_svg(
@@ -102,7 +102,7 @@ def save_comparison(
     time_unit: str = MILLISECONDS,
 ) -> None:
     """Write the picture of `comparison_svg` to a file, whole or not at all."""
-    write_whole(path, comparison_svg(timelines, title, color_by, time_unit))
+    write_atomically(path, comparison_svg(timelines, title, color_by, time_unit))
 
 
 def comparison_svg(

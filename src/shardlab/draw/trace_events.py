@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardlab.common.files import whole_file
+from shardlab.common.files import atomic_file
 from shardlab.draw.canvas import model_layer
 from shardlab.draw.panels import curve
 from shardlab.draw.rows import rank_name
@@ -41,7 +41,7 @@ Shown = tuple[Timeline, Sequence[Counter] | None]
 
 def save_trace_events(shown: Mapping[str, Shown], path: Path) -> None:
     """Write a trace of timelines, each under its key, whole or not at all."""
-    with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
+    with atomic_file(path) as part, part.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "otherData": {"generator": "shardlab"}, "traceEvents": [\n')
         for place, event in enumerate(trace_events(shown)):
             file.write((",\n" if place else "") + json.dumps(event))

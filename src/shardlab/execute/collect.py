@@ -69,7 +69,7 @@ def averaged_weights(state: State) -> Generator[None, None, None]:
     Each rank has the averages of the slices that it updates, and receives those of the other slices that it keeps. All
     ranks enter together.
     """
-    places, device = state.analysis.kept.places, state.settings.device
+    places, device = state.analysis.kept.place_of, state.settings.device
     weights = {
         key: tensor_at(places[key], kept.shape, kept.dtype, device).copy_(kept) for key, kept in state.kept.items()
     }
@@ -128,7 +128,7 @@ def _write_averages(state: State) -> None:
 
 def _average_of(state: State, layer: int, holds: Holds) -> Tensor:
     """Return the average of slices that this rank updates, on the device; before the first step, the weights."""
-    optimizer, owner = state.opt_states[layer, holds], state.analysis.kept.owner(layer, holds)
+    optimizer, owner = state.opt_states[layer, holds], state.analysis.kept.memory_of(layer, holds)
     if owner is not None:  # updates are given copies of weights that are kept elsewhere, and the copies are gone
         kept = state.kept[owner]
         optimizer.carry([kept[start:stop] for start, stop in state.shapes.places(layer, owner[1], holds)])

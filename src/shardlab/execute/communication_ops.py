@@ -424,7 +424,7 @@ def _delivered(state: State, ops: Sequence[Op], results: Sequence[Tensor], wait:
     for op, result in zip(ops, results, strict=True):
         output = op.outputs[0]
         values[output] = result
-        if output in analysis.kept.arrives or output in analysis.slot:
+        if output in analysis.kept.arriving or output in analysis.slot:
             values[output] = state.memory_for(output)
             elsewhere.append((values[output], result))
 

@@ -23,7 +23,7 @@ from shardlab.execute.state import State
 from shardlab.execute.update_ops import Instruction, direction, norm, update
 from shardlab.language import Kind, Op, OpKind, Spec
 from shardlab.language.rules.kinds import bits
-from shardlab.language.rules.spec import share_of
+from shardlab.language.rules.spec import fraction_held
 from shardlab.models import LayerLayout, tensors
 from shardlab.models.attention import Attend
 from shardlab.models.primitives import DropoutSite
@@ -161,7 +161,7 @@ def merge(state: State, op: Op) -> Instruction:
 
 def _heads(state: State, layer: int, spec: Spec) -> Attend:
     """Return the attention primitive with the heads of a value alone."""
-    share = share_of(spec.form)
+    share = fraction_held(spec.form)
     return state.model.attention_after(layer).heads_of(share.denominator // share.numerator)
 
 

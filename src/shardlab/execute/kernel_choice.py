@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlab.common.files import cache_folder, processor_name, write_whole
+from shardlab.common.files import cache_folder, processor_name, write_atomically
 from shardlab.models.tensors.compute import KERNEL_CHOICES, Product, is_onednn_faster
 
 Choices = Mapping[Product, bool]
@@ -54,7 +54,7 @@ class KeptChoices:
         rows = {str(count): rows_of(each) for count, each in table.items()}
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, json.dumps({"machine": _machine(), "threads": rows}) + "\n")
+            write_atomically(self.path, json.dumps({"machine": _machine(), "threads": rows}) + "\n")
         return table[threads]
 
     def _table(self) -> dict[int, dict[Product, bool]]:

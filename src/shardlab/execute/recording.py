@@ -36,7 +36,7 @@ from shardlab.execute.transport.collectives import Wait, retained_buffers
 from shardlab.execute.update_ops import Instruction
 from shardlab.language import Kind, Op, OpKind
 from shardlab.language.ops import COMMUNICATION
-from shardlab.language.tape import MemoryRecord, Moments, StepRecord
+from shardlab.language.tape import MemoryRecord, OpTimes, StepRecord
 
 Read = Callable[[], float | None]
 """A moment, in seconds of this process's clock; None if it has not come. To be called when the step is over."""
@@ -334,7 +334,7 @@ class OpTimer:
                 overs = [over() for over in self._over[at]]
                 last = max((over for over in overs if over is not None), default=None)
                 end = self._ended.get(at)
-                record.ops[at] = Moments(moment, end and end(), None if None in overs else last)
+                record.ops[at] = OpTimes(moment, end and end(), None if None in overs else last)
         self.steps.append(record)
 
 

@@ -141,7 +141,7 @@ class State:
     def _initial(self, layer: int, holds: Holds) -> Tensor:
         """Return the first weights of some slices, where they are kept."""
         first = self._first(layer, holds, torch_dtype(self.settings.precision.parameters))
-        return self._at(self.analysis.kept.places.get((layer, holds), ""), first)
+        return self._at(self.analysis.kept.place_of.get((layer, holds), ""), first)
 
     def _first(self, layer: int, holds: Holds, dtype: torch.dtype) -> Tensor:
         """Return the first weights of some slices: read from files, or drawn from the seed."""
@@ -179,11 +179,11 @@ class State:
 
         If the weights are kept elsewhere than they are updated, each update receives a copy of them.
         """
-        owner = self.analysis.kept.owner(layer, holds)
+        owner = self.analysis.kept.memory_of(layer, holds)
         place = self.analysis.stepped_at.get((layer, holds), "")
         if owner is None:
             flat = self._at(place, self._initial(layer, holds))
-        elif self.analysis.kept.places[owner] == place:
+        elif self.analysis.kept.place_of[owner] == place:
             flat = self.kept[owner]
         else:
             flat = torch.empty_like(self.kept[owner], device="cpu" if place else self.settings.device)
@@ -195,7 +195,7 @@ class State:
         whole = self.checked.program.sizes.whole_matrices
         matrices = matrices_of(self.model.run(layer), self.shapes.flat[layer]) if whole else ()
         made = Slice(runs, starts, decayed, self.settings.optimizer, exact, matrices)
-        if owner is not None and self.analysis.kept.places[owner] != place:
+        if owner is not None and self.analysis.kept.place_of[owner] != place:
             flat.untyped_storage().resize_(0)
         return made
 
@@ -291,7 +291,7 @@ class State:
     def memory_for(self, number: int) -> Tensor:
         """Return memory for a value: that of a kept weight, part of the arena, a buffer for weights, or new memory."""
         spec = self.specs[number]
-        if number in self.analysis.kept.arrives:
+        if number in self.analysis.kept.arriving:
             return self.kept_memory(number)
         if number in self.arena.tensors:
             return self.arena.tensors[number]
@@ -309,7 +309,7 @@ class State:
         """Prepare the memory of a gradient beside those with which it is all-reduced; each step calls the result."""
         buckets, rooms, device = self.analysis.buckets, self._side_by_side, self.settings.device
         first = buckets.first[number]
-        numbers = buckets.rooms[first]
+        numbers = buckets.buffers[first]
         lengths = [self.shapes.shape(self.specs[other])[0] for other in numbers]
         index, dtype = numbers.index(number), self.dtype(self.specs[first])
         whole, start, length = sum(lengths), sum(lengths[:index]), lengths[index]

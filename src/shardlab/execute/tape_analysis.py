@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from shardlab.check import Checked
-from shardlab.check.buffers import Buckets, RoomBytes, arenas_of, cuts_of
-from shardlab.check.in_place import FREE, InPlace, Kept, ends_of, last_copies, last_ends, last_reads
+from shardlab.check.buffers import Buckets, BufferBytes, arenas_of, fewest_slices
+from shardlab.check.in_place import FREE, InPlace, KeptWeights, ending_ops, last_copies, last_reads, memory_ends
 from shardlab.language import Holds, Kind, Op, OpKind, Spec, UserError
 from shardlab.language.ops import COMMUNICATION
 from shardlab.language.rules.kinds import AUTOGRAD_KINDS, ROW_KINDS, bits
 from shardlab.language.rules.layer_rules import GRADIENT_OF
-from shardlab.language.rules.spec import pieces_share, share_of
+from shardlab.language.rules.spec import fraction_held, fraction_of_pieces
 from shardlab.models import LayerLayout, Model
 
 _BUFFERED = COMMUNICATION | {OpKind.CONCATENATE, OpKind.CAST}
@@ -61,9 +61,9 @@ class Analysis:
             for op in self.tape
             if op.kind is OpKind.BACKWARD or op.kind is OpKind.BACKWARD_INPUT
         }
-        self.kept = Kept(self.tape, self.specs)
-        self.homes = self.kept.homes
-        self._ended = last_ends(ends_of(self.tape), self.homes)
+        self.kept = KeptWeights(self.tape, self.specs)
+        self.homes = self.kept.owners
+        self._ended = memory_ends(ending_ops(self.tape), self.homes)
         self.stepped_at = {
             (op.layer, self.specs[op.inputs[2]].holds): self.specs[op.inputs[1]].form.place
             for op in self.tape
@@ -74,19 +74,19 @@ class Analysis:
         self.slots = self._share_buffers()
         self.leaves_room = self._leaves_room()
         self.halved = self._halved()
-        carried = (self.homes[self.tape[at].outputs[0]] for at in self.kept.carried)
+        carried = (self.homes[self.tape[at].outputs[0]] for at in self.kept.copied_updates)
         self.consecutive_updates = consecutive_updates(self.tape, {self._ended.get(home, -1) for home in carried})
         self.last_reads = last_reads(self.tape, self.specs)
         self.last_copies = last_copies(self.tape, self.specs)
 
     def _leaves_room(self) -> dict[int, int]:
         kept, ended = self.kept, self._ended
-        arriving = {kept.final[number] for number in kept.arrives}
-        written = {kept.owner(*key) for key in self.stepped_at}
+        arriving = {kept.final[number] for number in kept.arriving}
+        written = {kept.memory_of(*key) for key in self.stepped_at}
         return {
             ended[number]: number
             for number, key in kept.loaded.items()
-            if key in arriving - written and not kept.places[key] and number in ended
+            if key in arriving - written and not kept.place_of[key] and number in ended
             if self.tape[ended[number]].kind is OpKind.FREE
         }
 
@@ -101,7 +101,7 @@ class Analysis:
         for at, op in enumerate(self.tape):
             if op.kind in _BUFFERED and op.outputs and self.specs[op.outputs[0]].kind is Kind.WEIGHT:
                 number, form = op.outputs[0], self.specs[op.outputs[0]].form
-                if number in self.kept.arrives or form.place or op.offset >= 0:
+                if number in self.kept.arriving or form.place or op.offset >= 0:
                     continue
                 dtype = form.dtype
                 fits = (i for i, free in enumerate(free_from) if free < at and dtypes[i] == dtype)
@@ -176,10 +176,10 @@ class ArenaTensors:
         of: ArenaTensors | None,
     ) -> None:
         specs, arena = checked.specs[rank], arenas_of(checked.program, checked.specs)[rank]
-        size = RoomBytes(checked.program, checked.specs)
+        size = BufferBytes(checked.program, checked.specs)
         # In float64 casts are to float64 as well (see `Settings`): what is cast is then wider than on the tape.
         wider = 1
-        for room, _ in arena.rooms:
+        for room, _ in arena.buffers:
             for spec in (specs[number] for number in room.values):
                 if size(spec):  # a bucket may have layers without parameters among others
                     wider = max(wider, -(-math.prod(shapes.shape(spec)) * dtype(spec).itemsize // size(spec)))
@@ -189,7 +189,7 @@ class ArenaTensors:
             self.whole.resize_(bytes)  # the other program's tensors are where this memory goes
         self.tensors: dict[int, Tensor] = {}
         self.side_by_side: dict[int, Tensor] = {}
-        for room, begin in arena.rooms:
+        for room, begin in arena.buffers:
             at = wider * begin
             for number in room.values:  # side by side by their own bytes, which are not as much wider in every room
                 self.tensors[number] = self._at(at, shapes.shape(specs[number]), dtype(specs[number]))
@@ -220,7 +220,7 @@ class Shapes:
 
     def __init__(self, checked: Checked, model: Model, rows: int, flat: list[int] | None = None) -> None:
         """Find the lengths of all layers' flat buffers, unless they are given."""
-        cuts = cuts_of(checked.specs)
+        cuts = fewest_slices(checked.specs)
         self.model = model
         self.rows = rows
         self._sizes = checked.program.sizes
@@ -247,7 +247,7 @@ class Shapes:
             return (rows, len(self.tokens(spec)), carried)
         first, *others = self.model.activation_shape(spec.layer, self.rows)
         if self.model.is_buffers(spec.layer):
-            return (int(microbatches * first * pieces_share(spec.form)), *others)
+            return (int(microbatches * first * fraction_of_pieces(spec.form)), *others)
         features = others[1:]
         if spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES):
             features = [self.model.attention_features[0]]
@@ -256,7 +256,7 @@ class Shapes:
         if spec.kind is Kind.STATS:
             return (rows, len(self.tokens(spec)), 3 * spec.pieces(self._sizes.scores_index).bit_count())
         if spec.form.slices:
-            features = [int(features[0] * share_of(spec.form))]
+            features = [int(features[0] * fraction_held(spec.form))]
         return (rows, len(self.tokens(spec)), *features)
 
     def sections(self, spec: Spec) -> tuple[int, ...]:

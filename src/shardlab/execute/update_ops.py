@@ -68,9 +68,9 @@ def update(state: State, at: int, op: Op) -> Instruction:
     whole = [number for number in others if number not in norms]
     ranges = [state.shapes.ranges(op.layer, state.specs[number].holds) for number in whole]
     slot = state.analysis.empties.get(at)
-    key = state.analysis.kept.carried.get(at)
+    key = state.analysis.kept.copied_updates.get(at)
     own = state.shapes.places(op.layer, state.specs[weight].holds, holds) if key is not None else ()
-    kept_at = state.shapes.places(op.layer, key[1], holds) if key and at in state.analysis.kept.renewed else ()
+    kept_at = state.shapes.places(op.layer, key[1], holds) if key and at in state.analysis.kept.refreshed else ()
     goes_on = at in state.analysis.consecutive_updates
 
     def step(kept: Slice) -> None:

@@ -1,8 +1,9 @@
-"""The rules of all collectives as their members call them: with a root, a reduction, or no value at all.
+"""Collectives as their members call them: on what members must agree, and what each receives.
 
-A root's value is broadcast with its whole spec, or cut: scattered parameters as a reduce_scatter cuts them, scattered
-batches into runs of whole microbatches. A gather unites *holds* and a reduction unites *sums*, as all_gather and
-all_reduce do, on the root alone. A barrier carries nothing.
+`collective_results` derives the members' results from what they give. A broadcast gives the root's whole value to all.
+A scatter cuts parameters as reduce_scatter does, and a batch into runs of whole microbatches. A gather puts pieces side
+by side and a reduce sums them, as all_gather and all_reduce do, for the root only. A barrier moves nothing. Tracing and
+the check both use these functions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from shardlab.language.tape import ExpectedValue
 _CUT = frozenset({Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT})
 _DEALT = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION})
 _ALIKE = COLLECTIVES - ROOTED - {OpKind.BARRIER}
-"""Every member gives a value and receives one."""
+"""Collectives in which every member gives a value and receives one."""
+
+Specs = Sequence[Spec | None]
 
 BARRIER, BROADCAST, SCATTER = OpKind.BARRIER, OpKind.BROADCAST, OpKind.SCATTER
 ALL_TO_ALL, REDUCE_SCATTER = OpKind.ALL_TO_ALL, OpKind.REDUCE_SCATTER
@@ -36,9 +39,9 @@ class Call(NamedTuple):
     """Properties of a collective on which its members must agree, besides the value.
 
     Attributes:
-        kind: of the op.
-        root: the rank that alone gives or receives (-1: none).
-        reduction: what becomes of the members' values.
+        kind: the kind of op.
+        root: the only rank that gives or receives (-1: no root).
+        reduction: how the members' values are combined.
     """
 
     kind: OpKind
@@ -47,6 +50,7 @@ class Call(NamedTuple):
 
     @property
     def how(self) -> str:
+        """Reduction and root in words, such as ` by mean with root 2`."""
         by = f" by {self.reduction.value}" if self.reduction is not SUM else ""
         return by + (f" with root {self.root}" if self.root >= 0 else "")
 
@@ -55,16 +59,16 @@ class Call(NamedTuple):
 
 
 call_of = lru_cache(maxsize=1 << 10)(Call)
-"""The call of these properties, made once."""
+"""Cached `Call`: equal calls are one object."""
 
 
 def call_text(call: Call, spec: Spec | None) -> str:
-    """Write a member's part, with what it gives: `reduce(grad_weights[1] (microbatch 0)) with root 2`."""
+    """Return a member's part with what it gives: `reduce(grad_weights[1] (microbatch 0)) with root 2`."""
     return str(call) if spec is None else f"{call.kind.value}({spec}){call.how}"
 
 
-def want_sound(call: Call, ranks: Sequence[int]) -> None:
-    """Refuse a root that is no member, or one or a reduction where the op has none."""
+def require_valid_call(call: Call, ranks: Sequence[int]) -> None:
+    """Refuse a root that is no member, and a root or a reduction for an op that has none."""
     kind, root, reduction = call
     if kind in ROOTED:
         if root not in ranks:
@@ -78,8 +82,8 @@ def want_sound(call: Call, ranks: Sequence[int]) -> None:
         raise Refused("no reduction", kind.value, f"is by {reduction.value}", remedy)
 
 
-def agree(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -> bool:
-    """Whether two members can meet: in one call, with values of one kind and layer."""
+def calls_match(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -> bool:
+    """Return whether two members issue the same call, for values of one kind and layer."""
     if one != other:
         return False
     if gave is None or gives is None or gave[0] is gives[0]:
@@ -88,10 +92,10 @@ def agree(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -> bool
 
 
 def disagreement(call: Call, gives: Spec | None, group: Group, rank: int, op: int, met: str) -> Refused:
-    """The refusal of a call that cannot meet that of the first member.
+    """Return the refusal of a call that differs from the first member's.
 
     Args:
-        rank, op, met: the first member, the op on its tape, and the text of its call.
+        rank, op, met: the first member, the index of its op, and the text of its call.
     """
     about = About(f"{call_text(call, gives)} on {group}", -1 if gives is None else gives.layer)
     given = (
@@ -101,8 +105,8 @@ def disagreement(call: Call, gives: Spec | None, group: Group, rank: int, op: in
     return Refused("other order", about, given, "issue the same collective there")
 
 
-def values_of(call: Call, rank: int) -> tuple[int, int]:
-    """Count the values that a member gives, and those that it receives."""
+def value_counts(call: Call, rank: int) -> tuple[int, int]:
+    """Return how many values a member gives and how many it receives."""
     kind = call.kind
     if kind in _ALIKE:
         return 1, 1
@@ -114,11 +118,11 @@ def values_of(call: Call, rank: int) -> tuple[int, int]:
     return int(is_root or kind not in ROOT_GIVES), int(is_root or kind not in ROOT_RECEIVES)
 
 
-def collective(call: Call, given: Sequence[Spec | None], ranks: Sequence[int], rules: Rules) -> Sequence[Spec | None]:
-    """Derive what each member receives, in group order, from what each has given as `values_of` says.
+def collective_results(call: Call, given: Specs, ranks: Sequence[int], rules: Rules) -> Specs:
+    """Derive what each member receives, in group order, from what the members give.
 
     Raises:
-        Refused: when the values do not belong together, or a contribution would be lost or counted twice.
+        Refused: if the values do not belong together, or a contribution would be lost or counted twice.
     """
     kind, root, _ = call
     if kind is BARRIER:
@@ -131,8 +135,8 @@ def collective(call: Call, given: Sequence[Spec | None], ranks: Sequence[int], r
     if kind is ALL_TO_ALL:
         first = specs[0]
         indices = rules.indices.get((first.kind, first.layer), ())
-        return collectives.all_to_all(first.about(kind.row.name), specs, Names(ranks), indices)
-    made = unite(call, specs, ranks)
+        return collectives.all_to_all(first.about(kind.row.name), specs, MemberNames(ranks), indices)
+    made = unite_members(call, specs, ranks)
     if kind is REDUCE_SCATTER:
         return collectives.scatter(specs[0].about(kind.row.name), made, len(ranks))
     if kind not in ROOT_RECEIVES:
@@ -140,22 +144,22 @@ def collective(call: Call, given: Sequence[Spec | None], ranks: Sequence[int], r
     return [made if rank == root else None for rank in ranks]
 
 
-def unite(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
-    """Derive what all members of a group make together, before a REDUCE_SCATTER deals it out.
+def unite_members(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
+    """Derive the value that all members make together, before a REDUCE_SCATTER cuts it.
 
     Raises:
-        Refused: as `collective` does.
+        Refused: as `collective_results` does.
     """
-    op, names = specs[0].about(call.kind.row.name), Names(ranks)
+    op, names = specs[0].about(call.kind.row.name), MemberNames(ranks)
     if call.kind.row.combines is UNION:
         return collectives.gather(op, specs, names)
     if call.reduction is not SUM:
-        return collectives.replicas(op, call.reduction, specs, names)
+        return collectives.reduce_replicas(op, call.reduction, specs, names)
     return collectives.reduce(op, specs, names)
 
 
-class Names(Sequence[str]):
-    """Names of the members of a group, or of other givers, in a refusal; made only if there is one."""
+class MemberNames(Sequence[str]):
+    """Names of a group's members, or of pieces, for a refusal. The text is made only if it is needed."""
 
     def __init__(self, ranks: Sequence[int], noun: str = "rank") -> None:
         self._ranks = ranks
@@ -174,6 +178,26 @@ class Names(Sequence[str]):
         return len(self._ranks)
 
 
+def require_expected_value(call: Call, expected: ExpectedValue, spec: Spec) -> None:
+    """Refuse a root's value that is not the one which the receiving rank expects."""
+    got = ExpectedValue.of(spec)
+    if expected != got:
+        given = f"expected {expected}, but rank {call.root} gave {got}"
+        raise Refused("other message", About(str(call), expected.layer), given, "make both mean the same")
+
+
+def require_expected_message(source: int, expected: ExpectedValue, spec: Spec) -> None:
+    """Refuse a message that is not the one which the receive expects."""
+    got = ExpectedValue.of(spec)
+    if expected != got:
+        given = (
+            f"expected {expected}, but the next message on this channel is {got}; messages between two ranks arrive in "
+            "the order they were sent"
+        )
+        remedy = f"make rank {source}'s sends and this rank's receives agree"
+        raise Refused("other message", About(f"recv from rank {source}", expected.layer), given, remedy)
+
+
 def _scattered(spec: Spec, parts: int) -> list[Spec]:
     """Cut parameters into equal slices, or a batch into equal runs of microbatches."""
     op = spec.about("scatter")
@@ -189,23 +213,3 @@ def _scattered(spec: Spec, parts: int) -> list[Spec]:
         raise Refused("does not divide", op, given, "let it deal whole microbatches, equally many to each")
     runs = [mask_of(microbatches[place * each : (place + 1) * each]) for place in range(parts)]
     return [Spec(spec.form, mask_of(c for c in bits(spec.cells) if run >> c // slices & 1)) for run in runs]
-
-
-def want_expected(call: Call, expected: ExpectedValue, spec: Spec) -> None:
-    """Refuse what comes from a root if it is not what the receiving rank meant."""
-    got = ExpectedValue.of(spec)
-    if expected != got:
-        given = f"expected {expected}, but rank {call.root} gave {got}"
-        raise Refused("other message", About(str(call), expected.layer), given, "make both mean the same")
-
-
-def want_delivered(source: int, expected: ExpectedValue, spec: Spec) -> None:
-    """Refuse a message that is not the one the receive meant."""
-    got = ExpectedValue.of(spec)
-    if expected != got:
-        given = (
-            f"expected {expected}, but the next message on this channel is {got}; messages between two ranks arrive in "
-            "the order they were sent"
-        )
-        remedy = f"make rank {source}'s sends and this rank's receives agree"
-        raise Refused("other message", About(f"recv from rank {source}", expected.layer), given, remedy)

@@ -1,4 +1,4 @@
-"""The ranks as a grid with named axes."""
+"""The grid of ranks with named axes, and the groups of ranks along them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORLD = "world"
 class Group:
     """Ranks that meet in collectives, in group order.
 
-    Made by `group_of` alone, so that equal groups are one object and comparing or hashing them costs nothing.
+    Only `group_of` makes groups, so equal groups are one object, and it is cheap to compare and hash them.
     """
 
     axis: str
@@ -33,18 +33,18 @@ class Group:
 
 @cache
 def group_of(axis: str, ranks: tuple[int, ...]) -> Group:
-    """Find the group of these ranks along this axis."""
+    """Return the group of some ranks along an axis. Equal groups are one object."""
     return Group(axis, ranks)
 
 
 def group_among(ranks: tuple[int, ...]) -> Group:
-    """Find the group of some ranks that lie along no axis."""
+    """Return the group of some ranks that lie along no axis."""
     return group_of(f"ranks {', '.join(map(str, ranks))}", ranks)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks each axis has; rank numbers count through the grid with the last axis fastest.
+    """Numbers of ranks along each axis. Rank numbers count through the grid with the last axis fastest.
 
     >>> Mesh(pp=2, dp_shard=3).group(4, "dp_shard").ranks
     (3, 4, 5)
@@ -74,6 +74,7 @@ class Mesh:
                 raise UserError(f"axis {axis} has {size} ranks; every axis of a mesh has at least 1")
 
     def sizes(self) -> dict[str, int]:
+        """Return the number of ranks along each axis, outermost axis first."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
@@ -86,14 +87,15 @@ class Mesh:
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return math.prod(self.sizes().values())
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Find where `rank` stands along `axis`, from 0."""
+        """Return the position of a rank along an axis, from 0."""
         return rank // self._stride(axis) % getattr(self, axis)
 
     def group(self, rank: int, axis: str) -> Group:
-        """The ranks that differ from `rank` only along `axis`, in order."""
+        """Return the ranks that differ from `rank` only along `axis`, in order."""
         stride = self._stride(axis)
         first = rank - self.coordinate(rank, axis) * stride
         return group_of(axis, tuple(range(first, first + stride * getattr(self, axis), stride)))

@@ -1,7 +1,9 @@
-"""The table of ops: one row for each, with all that others want to know of it.
+"""The table of ops: one row for each, with all that other packages need to know of it.
 
-Who traces, checks, times, draws or runs a tape looks here, and keeps no table of its own. A new op is a row, its rule,
-the verb that calls it and the function that runs it.
+Tracing, the check, the simulator, the pictures and the executor look here and keep no table of their own. A new op is a
+row of `OpKind`, its rule in `rules`, the verb that calls it and the function that runs it. Below the table are the sets
+of ops that many places need, the colours that rows name, and the registry by which values draw themselves in a
+notebook.
 """
 
 from __future__ import annotations
@@ -18,18 +20,19 @@ Color = Literal[
     "violet", "lilac", "pink", "cream", "rose", "slate", "light slate",
     "olive", "light olive",
 ]  # fmt: skip
-"""Colours by name; a picture, a terminal and a trace viewer each have their own of that name.
+"""Names of colours. `HUES` has the colour of each name in a picture, in a terminal and in Chrome's trace viewer.
 
-The passes have those of the field's figures (Qi et al. 2023, arXiv 2401.10241): forward blue, input gradient teal,
-weight gradient green, full backward orange.
+Passes are coloured as in the figures of Qi et al. 2023, arXiv 2401.10241: forward blue, input gradient teal, weight
+gradient green, full backward orange.
 """
 
 
 class Stream(Enum):
     """Where an op runs.
 
-    COMPUTE: at once, in tape order. COLLECTIVE and MESSAGE: beside compute, from its issue until its group or its peer
-    has come; COPY: beside compute, on this rank alone; these three have a handle. NONE: nowhere, it is bookkeeping.
+    COMPUTE: in tape order, one op at a time. COLLECTIVE and MESSAGE: beside compute, from the issue until the group or
+    the peer has come. COPY: beside compute, on this rank alone. These three have a handle. NONE: nowhere, it is
+    bookkeeping.
     """
 
     COMPUTE = "compute"
@@ -40,10 +43,10 @@ class Stream(Enum):
 
 
 class Price(Enum):
-    """What the time of an op follows.
+    """What the time of an op depends on.
 
-    MICROBATCH: the work on each of its microbatches. OP: the op itself. BYTES: what a device moves; unit costs take
-    none. NOTHING: it has none.
+    MICROBATCH: the work on each of its microbatches. OP: the op itself. BYTES: the bytes that a device moves; none in
+    unit costs. NOTHING: the op takes no time.
     """
 
     MICROBATCH = "microbatch"
@@ -53,7 +56,7 @@ class Price(Enum):
 
 
 class Combiner(Enum):
-    """What becomes of several values in one: their sum, or their pieces side by side."""
+    """How several values become one: their sum, or their pieces side by side."""
 
     SUM = "sum"
     UNION = "union"
@@ -61,25 +64,25 @@ class Combiner(Enum):
 
 @dataclass(frozen=True)
 class OpRow:
-    """What is known of an op.
+    """Row of the table of ops.
 
     Attributes:
-        name: its word in programs, tapes and messages.
-        inputs, outputs: how many values it may read and make (inputs empty: one or more).
-        sign: the character for it in a terminal: a capital letter is compute.
+        name: its name in programs, tapes and messages.
+        inputs, outputs: how many values it may read and make (empty inputs: one or more).
+        sign: its character in a terminal; a capital letter is compute.
         color: of its sign or box.
         letters: on the box of a communication.
-        word: for it in a picture's legend, if not its name.
-        hatch: over its colour (matplotlib's).
-        part_of: the name of the pass that it belongs to in a picture.
+        word: its name in a picture's legend, if that differs from `name`.
+        hatch: the pattern over its colour (matplotlib's).
+        part_of: the pass that it belongs to in a picture.
         stream: where it runs.
-        price: what its time follows.
-        root: what its root alone does, if it has one.
-        combines: how it puts values together (None, of a collective without a root: each member receives another).
-        in_place: whether it may write over its first input, where nobody reads that any more.
-        ends: places among its inputs of the values that end with it.
-        saved: the place among its inputs of what its layer kept for it (-1: nothing).
-        keeps: what its layer keeps of it, as its last output.
+        price: what its time depends on.
+        root: what only its root does, if it has one.
+        combines: how it combines values (None for a collective without a root: each member receives another value).
+        in_place: whether it may overwrite its first input, if no later op reads that.
+        ends: indices of the inputs that end with it.
+        saved: index of the input that its layer kept for it (-1: none).
+        keeps: the kind of value that its layer keeps, as its last output.
     """
 
     name: str
@@ -102,7 +105,7 @@ class OpRow:
 
     @property
     def legend(self) -> str:
-        """Its word in a picture's legend."""
+        """Its name in a picture's legend."""
         return self.word or self.name.replace("_", "-")
 
 
@@ -113,7 +116,7 @@ _SAVED, _HALF = Kind.SAVED, Kind.SAVED_FOR_WEIGHT
 
 
 class OpKind(Enum):
-    """What an entry of the tape does, in the order in which legends name them. The row of each is its `row`."""
+    """Kind of a tape's entry, in the order of legends. The row of each is its `row`."""
 
     _value_: str
     row: OpRow
@@ -123,7 +126,7 @@ class OpKind(Enum):
         self._value_, self.row = row.name, row
         return self
 
-    __hash__ = object.__hash__  # kinds are dictionary keys on the hot path
+    __hash__ = object.__hash__  # kinds are dictionary keys in hot loops
 
     # fmt: off
     FORWARD = OpRow("forward", (2, 3, 4), (1, 2, 3, 4), "F", "blue", part_of="forward", price=_EACH, keeps=_SAVED)
@@ -175,30 +178,27 @@ COLLECTIVES = frozenset(kind for kind in OpKind if kind.row.stream is Stream.COL
 POINT_TO_POINT = frozenset(kind for kind in OpKind if kind.row.stream is Stream.MESSAGE)
 COPIES = frozenset(kind for kind in OpKind if kind.row.stream is Stream.COPY)
 COMMUNICATION = COLLECTIVES | POINT_TO_POINT | COPIES
-"""Ops that are under way beside compute, until they are waited for."""
+"""Ops that run beside compute until a WAIT."""
 
 BOOKKEEPING = frozenset(kind for kind in OpKind if kind.row.stream is Stream.NONE)
 
 ROOT_GIVES = frozenset(kind for kind in OpKind if kind.row.root == "gives")
-"""Collectives in which the root alone gives a value."""
+"""Collectives in which only the root gives a value."""
 
 ROOT_RECEIVES = frozenset(kind for kind in OpKind if kind.row.root == "receives")
-"""Collectives in which the root alone receives one."""
+"""Collectives in which only the root receives a value."""
 
 ROOTED = ROOT_GIVES | ROOT_RECEIVES
 
 
-# The colours that ops name (see `shardlab.language.ops`): in a picture, in a terminal, and in Chrome's trace viewer.
-
-
 class Hue(NamedTuple):
-    """A colour wherever an op is shown.
+    """Colour of an op wherever it is shown.
 
     Attributes:
-        drawn: in a picture; of a pass, whose boxes have shades, the darkest.
-        terminal: in a terminal (rich's name); signs tell apart those that are alike there.
-        lightest: the lightest of a pass's shades.
-        chrome: a name of Chrome's viewer (catapult's color_scheme.html); without one it takes its own.
+        drawn: in a picture; for a pass, whose boxes have shades, the darkest shade.
+        terminal: rich's name; ops of one terminal colour differ in their signs.
+        lightest: the lightest shade of a pass.
+        chrome: a name of Chrome's viewer (catapult's color_scheme.html); "": the viewer chooses.
     """
 
     drawn: str
@@ -232,15 +232,12 @@ HUES: dict[Color, Hue] = {
 }
 
 
-# Registry of pictures that things show in a notebook. Nothing is drawn here: whoever can draw registers how.
-
-
 ColorBy = Literal["pass", "layer"]
-"""What the colour of a box in a timeline tells: which pass it is, or which layer."""
+"""What the colour of a box in a timeline shows: the pass or the layer."""
 
 
 @singledispatch
 def picture(thing: object) -> str | None:
-    """An SVG of a thing, or None if nobody has registered how its type is drawn."""
+    """Return an SVG of an object, or None if no package has registered how its type is drawn."""
     del thing
     return None

@@ -1,4 +1,9 @@
-"""Passes by name: which there are, and which a text stands for. `shardlab.simulate.passes` has what they do."""
+"""Names and settings of passes: parses what a user asks for. `shardlab.simulate.passes` has the passes themselves.
+
+`named_passes` parses a text such as `bucket=4,prefetch`; `OffloadTargets` and `EarlyStart` are the settings that are no
+plain number. Two numbers about communication that several packages share stand at the end (`Lag`,
+`MOST_BYTES_BY_MESSAGES`).
+"""
 
 from __future__ import annotations
 
@@ -6,23 +11,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
-from shardlab.common.errors import UserError, unknown
-from shardlab.common.fields import word
-
-# Where a rank keeps what it needs later: on its device, or offloaded.
-
+from shardlab.common.errors import UserError, unknown_name
+from shardlab.common.fields import name_or
 
 Place = Literal["", "host", "disk"]
 
 
 @dataclass(frozen=True)
-class Homes:
-    """Where a rank keeps what it needs later ("": on its device).
+class OffloadTargets:
+    """Places where a rank keeps what it needs later ("": on its device).
 
     Attributes:
         parameters, optimizer: from step to step.
         gradients: sums of weights' gradients, until the update.
-        activations: what blocks' backward passes begin with; the blocks are computed again from there.
+        activations: the inputs of blocks, from which the backward pass computes the blocks again.
     """
 
     parameters: Place = ""
@@ -31,18 +33,18 @@ class Homes:
     activations: Place = ""
 
     def __str__(self) -> str:
-        """As a pass is given them."""
-        return "+".join(f"{each.name}:{home}" for each in fields(self) if (home := getattr(self, each.name)))
+        """Return the setting as it stands after the pass's name."""
+        return "+".join(f"{each.name}:{target}" for each in fields(self) if (target := getattr(self, each.name)))
 
     @classmethod
-    def of(cls, words: Iterable[str]) -> Homes:
-        """Read homes as a command line says them.
+    def parse(cls, words: Iterable[str]) -> OffloadTargets:
+        """Parse targets as a command line gives them.
 
-        >>> Homes.of(["optimizer=host", "activations=disk"])
-        Homes(parameters='', optimizer='host', gradients='', activations='disk')
+        >>> OffloadTargets.parse(["optimizer=host", "activations=disk"])
+        OffloadTargets(parameters='', optimizer='host', gradients='', activations='disk')
 
         Raises:
-            UserError: for what is not kept, for no place, and for gradients on the disk, where nothing is added.
+            UserError: for an unknown name or place, and for gradients on the disk, where nothing can be added.
         """
         kept = [field.name for field in fields(cls)]
         found: dict[str, Place] = {}
@@ -51,9 +53,9 @@ class Homes:
             if not equals:
                 raise UserError(f"cannot offload {given!r}; say what goes where, such as optimizer=host")
             if name not in kept:
-                raise unknown("thing to offload", name, kept)
+                raise unknown_name("thing to offload", name, kept)
             if place not in ("host", "disk"):
-                raise unknown("place to offload to", place, ("host", "disk"))
+                raise unknown_name("place to offload to", place, ("host", "disk"))
             found[name] = "host" if place == "host" else "disk"
         if found.get("gradients") == "disk":
             raise UserError("gradients=disk was given, but nothing is added up on the disk; give gradients=host")
@@ -61,68 +63,68 @@ class Homes:
 
 
 TILE = "tile"
-"""The pass whose number says how layers are cut, before the program is traced; it is run first."""
+"""Pass whose number says how layers are cut. It runs first, before the program is traced."""
 
 OFFLOAD = "offload"
-"""The pass whose setting are words, what goes where; it is run only where it is asked for."""
+"""Pass whose setting says what is kept where. It runs only if it is named."""
 
-AHEAD = "uses ahead"
-"""What a pass's number means that starts ops early, each of which may be left where it is."""
+USES_AHEAD = "uses ahead"
+"""Meaning of the number of a pass that starts ops early. Single ops may be left where they are."""
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """How early ops start.
+class EarlyStart:
+    """Setting of a pass that starts ops early.
 
     Attributes:
-        number: uses ahead.
-        but: those that stay where they are, numbered among all, from 0.
+        number: by how many uses an op starts earlier.
+        but: the ops that stay where they are, numbered among all, from 0.
     """
 
     number: int
     but: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
-        """The setting as it stands after a pass's name.
+        """Return the setting as it stands after the pass's name.
 
-        >>> str(Ahead(2)), str(Ahead(2, frozenset({7, 3})))
+        >>> str(EarlyStart(2)), str(EarlyStart(2, frozenset({7, 3})))
         ('2', '2~3~7')
         """
         return "~".join(map(str, (self.number, *sorted(self.but))))
 
 
-Setting = int | Ahead | Homes
-"""How a pass is to go about it: by a number, or by words."""
+Setting = int | EarlyStart | OffloadTargets
+"""Setting of a pass."""
 
 PASS_NAMES = {
     TILE: "tiles of each layer",
     OFFLOAD: "what goes where",
-    "prefetch": AHEAD,
-    "receive-early": AHEAD,
+    "prefetch": USES_AHEAD,
+    "receive-early": USES_AHEAD,
     "bucket": "buckets at least",
     "defer": "more under way",
     "update-early": "",
     "fuse-steps": "gathers of the next step",
-    "copy-early": AHEAD,
+    "copy-early": USES_AHEAD,
     "arena": "",
 }
-"""Every pass, in the order in which they are run, and what its setting means ("": it takes none)."""
+"""Every pass, in the order in which they run, and the meaning of its setting ("": it takes none)."""
 
-UNSAID = "all"
-"""What rewrites the program of a run where nobody says which passes do."""
+DEFAULT_PASSES = "all"
+"""Passes of a run for which none are named."""
 
 ONLY_NAMED = (TILE, OFFLOAD, "arena")
-"""Passes that are run only where they are named: no price says what they gain."""
+"""Passes that run only if they are named: no price predicts their gain."""
 
-PASSES_FIELD = replace(word(), metavar="all|none|NAME,...")
+PASSES_FIELD = replace(name_or(), metavar="all|none|NAME,...")
 """The field of a plan that names passes."""
 
 
 class NamedPass(NamedTuple):
-    """A pass that is asked for; without a setting (None), it is to find the best one.
+    """Pass that is asked for, with its setting (None: the pass finds the best one).
 
     Attributes:
-        by_name: whether it is named itself; `all` names none.
+        by_name: whether the text names the pass itself; `all` does not.
     """
 
     name: str
@@ -131,18 +133,18 @@ class NamedPass(NamedTuple):
 
 
 def named_passes(text: str) -> list[NamedPass]:
-    """The passes that a text stands for, in the order in which they are run.
+    """Parse a text into passes, in the order in which they run.
 
     >>> [(each.name, each.setting) for each in named_passes("bucket=4, prefetch")]
     [('prefetch', None), ('bucket', 4)]
 
     Args:
-        text: `none`, or words with commas between them: names, each perhaps with its number, and of those that start
-            ops early with the ops that are left where they are, as in `prefetch=2~3~7`; of `offload` what goes
-            where, such as `offload=optimizer:host+activations:disk`; `all` for all that are not named.
+        text: `none`, or words with commas between them. A word is the name of a pass, or `all` for all that are not
+            named. A name may have a setting: a number; for a pass that starts ops early also the ops that stay, as in
+            `prefetch=2~3~7`; for `offload` what goes where, as in `offload=optimizer:host+activations:disk`.
 
     Raises:
-        UserError: for a name that there is not, with the nearest one; for a number that is none.
+        UserError: for an unknown name, with the nearest one, and for a setting that the pass does not take.
     """
     if text == "none":
         return []
@@ -154,24 +156,24 @@ def named_passes(text: str) -> list[NamedPass]:
             found = {other: NamedPass(other, None, by_name=False) for other in others} | found
             continue
         if name not in PASS_NAMES:
-            raise unknown("pass", name, [known for known in ("all", "none", *PASS_NAMES) if known != name])
+            raise unknown_name("pass", name, [known for known in ("all", "none", *PASS_NAMES) if known != name])
         means = PASS_NAMES[name]
         if name == OFFLOAD:
-            found[name] = NamedPass(name, Homes.of(given.replace(":", "=").split("+")))
+            found[name] = NamedPass(name, OffloadTargets.parse(given.replace(":", "=").split("+")))
             continue
         if name == TILE and not (given.isdecimal() and int(given) > 1):
             raise UserError(f"the pass {name} was given {given!r}; it takes a whole number, 2 or more ({means})")
-        number, *but = given.split("~") if means == AHEAD else [given]
+        number, *but = given.split("~") if means == USES_AHEAD else [given]
         if equals and not (means and number.isdecimal() and int(number) and all(map(str.isdecimal, but))):
             takes = f"a whole number, 1 or more ({means})" if means else "no number"
             raise UserError(f"the pass {name} was given {given!r}; it takes {takes}")
-        setting = Ahead(int(number), frozenset(map(int, but))) if but else int(number) if equals else None
+        setting = EarlyStart(int(number), frozenset(map(int, but))) if but else int(number) if equals else None
         found[name] = NamedPass(name, setting if means else 1)
     return [found[name] for name in PASS_NAMES if name in found]
 
 
 def tiles_of(passes: str) -> int:
-    """Into how many tiles the passes that a text stands for cut each layer (1: none does).
+    """Return the number of tiles into which passes cut each layer (1: none does).
 
     >>> tiles_of("prefetch,tile=4"), tiles_of("all")
     (4, 1)
@@ -180,24 +182,25 @@ def tiles_of(passes: str) -> int:
     return next((setting for setting in settings if isinstance(setting, int)), 1)
 
 
-def want_norm(passes: str) -> bool:
-    """Whether programs that can clip are to compute the gradient's norm: not where `update-early` is named, since no
-    layer is updated before the norm of all is known.
+def needs_norm(passes: str) -> bool:
+    """Return whether programs that can clip compute the gradient's norm.
 
-    >>> want_norm("all"), want_norm("prefetch,update-early")
+    They do not if `update-early` is named, since no layer is updated before the norm of all is known.
+
+    >>> needs_norm("all"), needs_norm("prefetch,update-early")
     (True, False)
     """
     return not any(each.by_name and each.name == "update-early" for each in named_passes(passes))
 
 
-def want_half_blocks(tiles: int, *, planned: bool) -> None:
-    """Refuse tiles of layers in a program that is not written for the half-blocks which can be cut.
+def require_half_blocks(tiles: int, *, planned: bool) -> None:
+    """Refuse tiles for a program that is not written for half-blocks, which alone can be cut.
 
     Args:
         planned: whether the program follows a plan, or has layers cut over tensor-parallel ranks.
 
     Raises:
-        UserError: if so.
+        UserError: if the program cannot be cut.
     """
     if tiles > 1 and not planned:
         raise UserError(
@@ -207,40 +210,37 @@ def want_half_blocks(tiles: int, *, planned: bool) -> None:
 
 
 def with_offload(passes: str | None, words: Iterable[str]) -> str:
-    """Name the passes that offload first what the words say; copies then go on beside what is computed.
+    """Put the passes that offload before other passes. Copies then run beside compute.
 
     >>> with_offload(None, ["optimizer=host", "activations=disk"])
     'offload=optimizer:host+activations:disk,copy-early'
 
     Args:
-        passes: what else is asked for, if anything.
-        words: what goes where (see `Homes`).
+        passes: the other passes that are asked for, if any.
+        words: what goes where (see `OffloadTargets`).
 
     Raises:
-        UserError: for words that say nothing.
+        UserError: for words that name no target.
     """
     words = list(words)
-    Homes.of(words)
+    OffloadTargets.parse(words)
     others = [] if passes in (None, "none") else [each for each in passes.split(",") if not each.startswith(OFFLOAD)]
     if not {"all", "copy-early"} & {each.strip().partition("=")[0] for each in others}:
         others.append("copy-early")
     return ",".join([f"{OFFLOAD}={'+'.join(word.replace('=', ':') for word in words)}", *others])
 
 
-# What ranks lose where they meet, on cores that communication needs as well.
-
-
 @dataclass(frozen=True)
 class Lag:
-    """Seconds by which ranks come apart where they wait for each other, since communication needs their cores as well.
+    """Seconds that ranks lose when they wait for each other, on machines whose cores also do the communication.
 
-    The rank that has what it waited for computes at once, and the other one's communication stands in the queue for a
-    core until that rank stops, or until the system's scheduler looks again.
+    The rank whose data has come computes at once. The other rank's communication then waits for a core, until the first
+    rank stops or the system's scheduler intervenes.
 
     Attributes:
-        share: of what a rank has computed since it last waited, what it loses where it stands still for others.
-        most: seconds that it loses there at most.
-        hidden: the part of these seconds that it loses where their communication was over before.
+        share: lost seconds per second that a rank has computed since it last waited.
+        most: the most seconds that are lost at one wait.
+        hidden: the part of these seconds that is lost if the communication was complete before the wait.
     """
 
     share: float
@@ -248,15 +248,17 @@ class Lag:
     hidden: float = 0.0
 
     def seconds(self, computed: float, *, hidden: bool = False) -> float:
-        """What a rank loses where it waits, having computed for so many seconds since it last did."""
+        """Return the seconds that a rank loses at a wait.
+
+        Args:
+            computed: seconds that it has computed since its last wait.
+            hidden: whether the communication was complete before.
+        """
         return min(self.share * computed, self.most) * (self.hidden if hidden else 1.0)
 
 
 NO_LAG = Lag(0.0, 0.0)
 
 
-# Which way a collective goes between processes on gloo.
-
-
-BY_MESSAGES = 2 * 2**20
-"""Bytes that a member may receive for a sum by messages; more is summed around a ring."""
+MOST_BYTES_BY_MESSAGES = 2 * 2**20
+"""On gloo, the most bytes that a member receives for a sum by direct messages; larger sums go around a ring."""

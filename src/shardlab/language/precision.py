@@ -1,19 +1,19 @@
-"""Numbers that a model is trained in: the dtype of each kind of value, and so its bytes."""
+"""Precisions of training: the dtype and the bytes of each kind of value, for each optimizer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardlab.common.errors import find
+from shardlab.common.errors import find_by_name
 from shardlab.language.rules.kinds import Kind, bytes_of
 from shardlab.language.sizes import Sizes
 
 Optimizer = Literal["adamw", "sgd", "lion", "muon"]
-"""What makes a step of a gradient."""
+"""Names of the optimizers."""
 
-MOMENTS: dict[Optimizer, int] = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1}
-"""How many numbers each keeps of a parameter; with Muon, AdamW keeps two of what is no matrix."""
+MOMENTS_PER_PARAMETER: dict[Optimizer, int] = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1}
+"""Moments that each optimizer keeps of a parameter. Muon leaves vectors to AdamW, which keeps two."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,16 @@ class Precision:
     """Dtypes of what a rank keeps and computes, by torch's names.
 
     Attributes:
-        name: how it is asked for.
-        compute: of products of matrices.
-        parameters, gradients: of weights and their gradients; gathers move the ones, reductions the others.
-        activations: also of what layers keep.
-        state: of each of the optimizer's moments, and of its copy of the parameters, if it has one.
-        copy: whether it has: the parameters are rounded from it, and an update does not read them.
-        optimizer: bytes of a parameter's optimizer state, with the copy; as it stands, AdamW's (see `under`).
-        source: where it is described.
+        name: the name that a user gives.
+        compute: of matrix products.
+        parameters, gradients: of weights and of their gradients. Gathers move parameters, and reductions move
+            gradients.
+        activations: of activations, and of what layers keep.
+        state: of each of the optimizer's moments, and of its copy of the parameters.
+        copy: whether the optimizer has a copy, from which the parameters are rounded. An update then does not read
+            them.
+        optimizer: bytes of optimizer state per parameter, with the copy, for AdamW (see `under`).
+        source: where the precision is described.
     """
 
     name: str
@@ -42,9 +44,10 @@ class Precision:
     source: str
 
     def dtype(self, kind: Kind) -> str:
-        """The dtype of a kind of value; statistics, and scalars as they travel, are exact to 32 bits at least.
+        """Return the dtype of a kind of value.
 
-        Directions are in the numbers in which Muon makes them orthogonal.
+        Statistics, and scalars in flight, have at least 32 bits. Directions have the dtype in which Muon makes them
+        orthogonal.
         """
         if kind is Kind.WEIGHT:
             return self.parameters
@@ -55,23 +58,28 @@ class Precision:
         return self.state if kind in (Kind.OPT_STATE, Kind.STATS, Kind.SCALAR) else self.activations
 
     def bytes(self, kind: Kind) -> int:
-        """Bytes of an element; of the optimizer's state, which is counted as two, half of those of a parameter."""
+        """Return the bytes of one element. An optimizer state counts two elements per parameter."""
         return self.optimizer // 2 if kind is Kind.OPT_STATE else int(bytes_of(self.dtype(kind)))
 
     def under(self, optimizer: Optimizer, *, ema: bool = False) -> Precision:
-        """This precision with the bytes of state that an optimizer keeps of a parameter (Muon: of a matrix).
+        """Return this precision with the state that an optimizer keeps per parameter (Muon: per parameter of a matrix).
 
         Args:
-            ema: whether the average of the parameters is part of it.
+            ema: whether the average of the parameters is part of the state.
         """
-        lacking = MOMENTS["adamw"] - MOMENTS[optimizer] - ema
+        lacking = MOMENTS_PER_PARAMETER["adamw"] - MOMENTS_PER_PARAMETER[optimizer] - ema
         return replace(self, optimizer=self.optimizer - lacking * int(bytes_of(self.state)))
 
     def sizes(self, sizes: Sizes, optimizer: Optimizer = "adamw", *, ema: bool = False, clips: bool = True) -> Sizes:
-        """A model's sizes with these bytes, and an optimizer's state; `ema` as in `under`, `clips` as in `Sizes`."""
+        """Return a model's sizes with the bytes of this precision and an optimizer's state.
+
+        Args:
+            ema: as in `under`.
+            clips: as in `Sizes`.
+        """
         mine = self.under(optimizer, ema=ema)
         states, each = sizes.opt_states, {kind: mine.bytes(kind) for kind in Kind}
-        if optimizer == "muon":  # counted in its own numbers
+        if optimizer == "muon":  # counted in elements of the state's dtype
             each[Kind.OPT_STATE] = number = int(bytes_of(self.state))
             pairs = zip(sizes.weights, sizes.matrices, strict=True)
             states = tuple(mine.optimizer // number * weight + weight - matrices for weight, matrices in pairs)
@@ -79,12 +87,14 @@ class Precision:
 
     @property
     def scaled(self) -> bool:
-        """Whether gradients are so narrow in range that losses are scaled."""
+        """Whether the loss is scaled, because gradients have a narrow range."""
         return self.gradients == "float16"
 
     @property
     def moved_by_update(self) -> int:
-        """Bytes that an update moves a parameter: gradient in, state in and out, parameter out (in, if no copy)."""
+        """Bytes that an update moves per parameter: gradient in, state in and out, parameter out (and in without a
+        copy).
+        """
         read_and_written = (1 if self.copy else 2) * self.bytes(Kind.WEIGHT)
         return self.bytes(Kind.GRAD_WEIGHT) + 2 * self.optimizer + read_and_written
 
@@ -114,16 +124,16 @@ PRECISIONS = {
 
 
 def find_precision(name: str) -> Precision:
-    """The precision of that name, in any case of letters.
+    """Return the precision of a name, in any case of letters.
 
     Raises:
-        UserError: there is none; the nearest name is suggested.
+        UserError: for an unknown name, with the nearest one.
     """
-    return find(PRECISIONS, name, "precision")
+    return find_by_name(PRECISIONS, name, "precision")
 
 
-def precision_in(compute: str) -> Precision:
-    """The first precision whose products of matrices are in a dtype, by torch's name."""
+def precision_for_dtype(compute: str) -> Precision:
+    """Return the first precision whose matrix products are in a dtype."""
     return next(precision for precision in PRECISIONS.values() if precision.compute == compute)
 
 

@@ -60,15 +60,15 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         self._stores = {store.kind: store for store in vars(self).values() if isinstance(store, Store)}
 
     def store(self, kind: Kind) -> Store:
-        """The store that keeps values of a kind."""
+        """Return the store that keeps values of a kind."""
         return self._stores[kind]
 
     def weight_of(self, layer: int) -> int:
-        """Find the layer whose weight a layer computes with: its own, or the one that it is tied to."""
+        """Return the layer whose weight a layer computes with: its own, or the one that it is tied to."""
         return self.sizes.weight_of(layer)
 
     def coordinate(self, axis: str) -> int:
-        """Find where this rank stands along a mesh axis, from 0.
+        """Return this rank's position along a mesh axis, from 0.
 
         Raises:
             Refused: for an axis that the mesh does not have.
@@ -81,7 +81,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         Raises:
             UserError: when they do not divide among these ranks.
         """
-        return self._deal(self.microbatches, "microbatch", axis)
+        return self._divide(self.microbatches, "microbatch", axis)
 
     def stage_layers(self, axis: str | None = None) -> range:
         """Deal the layers evenly, in order, to the ranks along an axis, and return this rank's: its pipeline stage.
@@ -89,7 +89,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         Raises:
             UserError: when they do not divide among these ranks.
         """
-        return self._deal(self.layers, "layer", axis)
+        return self._divide(self.layers, "layer", axis)
 
     def accumulate(self, gradient: Value) -> None:
         """Add a weight's gradient to `grad_weights[layer]`, or store it there if it is the first.
@@ -100,7 +100,8 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         layer, sums = self._read(gradient, "accumulate").layer, self.grad_weights
         sums[layer] = self.add(sums[layer], gradient) if layer in sums else gradient
 
-    def _deal(self, numbers: range, noun: str, axis: str | None) -> range:
+    def _divide(self, numbers: range, noun: str, axis: str | None) -> range:
+        """Return this rank's part of some numbers, which are divided evenly among the ranks along an axis."""
         ranks = self.group(axis).ranks
         each, rest = divmod(len(numbers), len(ranks))
         if rest:

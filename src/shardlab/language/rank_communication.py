@@ -1,4 +1,4 @@
-"""The verbs that communicate: messages and collectives. Each starts at once and returns a handle; await it."""
+"""Verbs that communicate: messages and collectives. Each starts at once and returns a handle to `await`."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from shardlab.common.errors import Refused, of_layer
+from shardlab.common.errors import Refused, about_layer
 from shardlab.language import collective_calls
 from shardlab.language.collective_calls import Call, call_of
 from shardlab.language.mesh import Group, group_among, group_of
 from shardlab.language.ops import COLLECTIVES, COMMUNICATION, ROOTED, OpKind
 from shardlab.language.rendezvous import RecvHandle, SendHandle
 from shardlab.language.rules.kinds import AUTOGRAD_KINDS, Kind, Reduction, mask_of
-from shardlab.language.rules.refusals import want_here
+from shardlab.language.rules.refusals import require_on_device
 from shardlab.language.rules.spec import Spec
 from shardlab.language.tape import ExpectedValue, communication_op
 from shardlab.language.tracing import Tracer
 from shardlab.language.values import Handle, Value
 
 STORES = {kind.value: kind for kind in Kind if kind not in AUTOGRAD_KINDS}
-"""Every kind of value that a program can hold, by the name of its store."""
+"""Kinds of values that a program can hold, by the name of their store."""
 
 Expected = tuple[str, int, "int | Iterable[int] | None"]
 """The message that a receive means: (store's name, layer, microbatch or microbatches)."""
 
 SEND, RECV = OpKind.SEND, OpKind.RECV
-_APART = COMMUNICATION | {OpKind.WAIT}
-"""Ops that wait for others, which may wait for the messages of a batch that is open."""
+_OUTSIDE_BATCHES = COMMUNICATION | {OpKind.WAIT}
+"""Ops that may not stand in a batch of messages: other ranks may need the batch before they join them."""
 
 By = Literal["sum", "mean", "min", "max"]
 """How a reduction combines the members' values.
@@ -125,7 +125,7 @@ class CommunicationVerbs(Tracer):
         finally:
             batch, self._batch = self._batch, -1
         done = self.ops[start:]
-        stray = next((op for op in done if op.batch != batch and op.kind in _APART), None)
+        stray = next((op for op in done if op.batch != batch and op.kind in _OUTSIDE_BATCHES), None)
         if stray is not None:
             given = f"{stray} stands in a batch of messages, which are issued when its block ends"
             self.refuse("batch of messages", "batch_p2p", given, "put it before or after the block")
@@ -277,6 +277,7 @@ class CommunicationVerbs(Tracer):
         return handle
 
     def _message(self, op: str, expect: Expected) -> ExpectedValue:
+        """Check a program's expectation, and return it as a message."""
         if not isinstance(expect, tuple) or len(expect) != 3:  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "write (store's name, layer, microbatch or microbatches)"
             self.refuse("wrong expectation", op, f"{expect!r} was expected", remedy)
@@ -295,7 +296,7 @@ class CommunicationVerbs(Tracer):
             mask = -1
         if not 0 <= mask < 1 << total:
             remedy = f"the step has 0-{total - 1}, expect some of these"
-            self.refuse("unknown microbatch", of_layer(op, layer), f"microbatches {numbers} were expected", remedy)
+            self.refuse("unknown microbatch", about_layer(op, layer), f"microbatches {numbers} were expected", remedy)
         return ExpectedValue(kind, layer, mask)
 
     def _check_peer(self, op: str, peer: int) -> None:
@@ -317,7 +318,7 @@ class CommunicationVerbs(Tracer):
                 self._refuse_elsewhere(kind.row.name, spec)
         if kind in ROOTED:
             try:
-                collective_calls.want_sound(call, group.ranks)
+                collective_calls.require_valid_call(call, group.ranks)
             except Refused as refusal:
                 raise refusal.at(self.index, len(self.ops)) from None
         collectives = self._world.collectives
@@ -328,7 +329,7 @@ class CommunicationVerbs(Tracer):
         layer = spec[0].layer if spec is not None else -1 if expect is None else expect.layer
         op = communication_op(kind, layer, inputs, outputs, handle.number, group, -1, expect, -1, root, reduction)
         self._issue(op, handle, value)
-        collectives.meet(handle)
+        collectives.complete(handle)
         return handle
 
     def _from_root(self, call: Call, value: Value | None, axis: str | None, expect: Expected | None) -> Handle[Value]:
@@ -350,7 +351,7 @@ class CommunicationVerbs(Tracer):
         return reduction
 
     def _members(self, op: str, axis: str | None, ranks: Sequence[int] | None) -> Group:
-        """Find the group along an axis, or of the ranks named among these."""
+        """Return the group along an axis, or the group of some of its ranks."""
         along = self.group(axis)
         if ranks is None:
             return along
@@ -365,8 +366,8 @@ class CommunicationVerbs(Tracer):
         return group_among(named) if axis is None else group_of(axis, named)
 
     def _refuse_elsewhere(self, verb: str, spec: Spec) -> None:
-        """Refuse to communicate what is not on the device."""
+        """Refuse to communicate a value that is not on the device."""
         try:
-            want_here(spec.about(verb), spec)
+            require_on_device(spec.about(verb), spec)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None

@@ -1,4 +1,4 @@
-"""The verbs that compute: plain calls. They make a layer's passes, the loss, attention, sums and updates."""
+"""Verbs that compute: layers' passes, attention, the loss, sums and updates. They are plain calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import overload
 
-from shardlab.common.errors import Refused, of_layer
+from shardlab.common.errors import Refused, about_layer
 from shardlab.language.ops import OpKind
 from shardlab.language.rules import arithmetic, optimizer_step
 from shardlab.language.rules.kinds import Holds
@@ -19,9 +19,9 @@ from shardlab.language.values import Value
 Values = tuple[Value, ...]
 
 Part = tuple[int, int]
-"""Which of how many equal parts, counted from 0."""
+"""(index, of how many equal parts), from 0"""
 
-# named once: on Python 3.11 an enum's member is ten times as slow to look up as a global
+# named once, since Python 3.11 looks up an enum's member ten times as slowly as a global
 FORWARD, RECOMPUTE = OpKind.FORWARD, OpKind.RECOMPUTE
 BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 ADD, UPDATE = OpKind.ADD, OpKind.UPDATE
@@ -70,7 +70,7 @@ class ComputeVerbs(Tracer):
         self._check_layer("forward", layer)
         read = inputs if isinstance(inputs, tuple) else (inputs,)
         rules = self._rules.layers[layer]
-        dealt = None if part is None else self._part(layer, part)
+        dealt = None if part is None else self._expert_part(layer, part)
         try:
             specs = self._read_all(read, "forward", layer)
             made, saved = rules.forward(specs, self._read(weight, "forward", layer), "forward", dealt)
@@ -92,7 +92,7 @@ class ComputeVerbs(Tracer):
             return tuple(outputs)
         if len(outputs) > 1:
             given = f"this layer makes {len(outputs)} values"
-            self.refuse("wrong number", of_layer("forward", layer), given, "give its inputs as a tuple")
+            self.refuse("wrong number", about_layer("forward", layer), given, "give its inputs as a tuple")
         return outputs[0]
 
     @overload
@@ -169,7 +169,7 @@ class ComputeVerbs(Tracer):
         half = activation.saved_for_weight
         if half < 0:
             given = f"no backward_input has come before it for {activation.spec}"
-            self.refuse("no forward", of_layer(verb, layer), given, "call it first, it leaves what this half needs")
+            self.refuse("no forward", about_layer(verb, layer), given, "call it first, it leaves what this half needs")
         saved = self._values[half]
         assert isinstance(saved, Spec), "what layers keep is known by its spec alone"
         try:
@@ -349,8 +349,8 @@ class ComputeVerbs(Tracer):
         self._done_with(gradient, *read[3:])
         return new_weight, new_state
 
-    def _part(self, layer: int, part: Part) -> Holds:
-        """One of equal parts.
+    def _expert_part(self, layer: int, part: Part) -> Holds:
+        """Return one of equal parts of the experts.
 
         Raises:
             Refused: when there is no such part.
@@ -358,7 +358,7 @@ class ComputeVerbs(Tracer):
         number, of = part
         if not 0 <= number < of:
             given = f"part {number} of {of} was asked for"
-            self.refuse("unknown slice", of_layer("forward", layer), given, "count parts from 0, below their number")
+            self.refuse("unknown slice", about_layer("forward", layer), given, "count parts from 0, below their number")
         return Holds(1 << number, of)
 
     def _backward(
@@ -367,8 +367,9 @@ class ComputeVerbs(Tracer):
         """Derive a backward pass.
 
         Returns:
-            The specs that both halves make, what they follow from, the numbers of the values that the op reads, and the
-            values themselves.
+            The specs that both halves make; the forms that the pass follows from; the numbers of the values that the op
+                reads; and
+            the values themselves.
         """
         self._check_layer(op, layer)
         given = gradients if isinstance(gradients, tuple) else (gradients,)
@@ -380,16 +381,16 @@ class ComputeVerbs(Tracer):
             raise refusal.at(self.index, len(self.ops)) from None
         if given[0] is gradients and len(made) > 2:
             given = f"this layer read {len(made) - 1} values"
-            self.refuse("wrong number", of_layer(op, layer), given, "give the gradients as a tuple")
+            self.refuse("wrong number", about_layer(op, layer), given, "give the gradients as a tuple")
         known = activation.saved or {}
         saved = known.pop(follows.saved, -1)
         if known and saved < 0:
             given = f"the forward pass was by other slices of the layer than {weight.spec} and its gradient"
-            self.refuse("other forward", of_layer(op, layer), given, "give the slices of the forward pass")
+            self.refuse("other forward", about_layer(op, layer), given, "give the slices of the forward pass")
         if saved < 0:
             if not rules.layer.recomputed:
                 given = f"no forward has come before it for {spec}, and a layer of several values is not recomputed"
-                self.refuse("no forward", of_layer(op, layer), given, "call forward before it, with save=True")
+                self.refuse("no forward", about_layer(op, layer), given, "call forward before it, with save=True")
             saved = len(self._values)
             self._values.append(Spec(follows.saved, spec.cells))
             self.ops.append(compute_op(RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
@@ -399,7 +400,7 @@ class ComputeVerbs(Tracer):
         return made, follows, numbers, (activation, weight, *given)
 
     def _compute(self, kind: OpKind, layer: int, read: Values, rule: Callable[..., Spec]) -> Value:
-        """Record an op of a layer that makes one value; the rule derives it from what is read."""
+        """Record an op of a layer that makes one value, which the rule derives from the inputs."""
         verb = kind.row.name
         try:
             made = rule(layer, *self._read_all(read, verb, layer))

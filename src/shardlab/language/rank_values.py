@@ -1,4 +1,4 @@
-"""The verbs of single values: load, slice, concatenate, scale, cast, and copy to the host's memory or the disk."""
+"""Verbs on single values: load, slice, concatenate, scale, cast, and copy to the host's memory or the disk."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from shardlab.common.errors import Refused, of_layer
-from shardlab.language.collective_calls import Names
+from shardlab.common.errors import Refused, about_layer
+from shardlab.language.collective_calls import MemberNames
 from shardlab.language.ops import OpKind
 from shardlab.language.rules import arithmetic, collectives, refusals
 from shardlab.language.rules.kinds import MOST_SLICES, WHOLE, Factor, Holds, Kind, factor_of, mask_of, number_text
-from shardlab.language.rules.refusals import want_place
+from shardlab.language.rules.refusals import require_place
 from shardlab.language.rules.spec import Spec, form_of
-from shardlab.language.tape import LOAD_FIRST, NO_WEIGHT, Op
+from shardlab.language.tape import TIED_HEAD, TIED_HEAD_REMEDY, Op
 from shardlab.language.tracing import Tracer
 from shardlab.language.values import Handle, Value, Wait
 
 
 class CopyHandle(Handle[Value]):
-    """A copy under way; it waits for no other rank."""
+    """Handle of a copy in flight. It waits for no other rank."""
 
     __slots__ = ()
 
@@ -163,7 +163,7 @@ class ValueVerbs(Tracer):
         if not read:
             self.refuse("wrong number", "concatenate", "no value was given", "give the pieces")
         specs = [self._read(value, "concatenate") for value in read]
-        names = Names(range(len(specs)), "piece")
+        names = MemberNames(range(len(specs)), "piece")
         rule = partial(collectives.gather, specs[0].about("concatenate"), specs, names)
         return self._record(read, OpKind.CONCATENATE, rule)
 
@@ -249,10 +249,10 @@ class ValueVerbs(Tracer):
         key = (what, layer, holds)
         if key in self._loaded:
             given = f"the same slice was loaded by op {self._loaded[key]} already"
-            self.refuse("loaded twice", of_layer(name, layer), given, "load each slice once")
+            self.refuse("loaded twice", about_layer(name, layer), given, "load each slice once")
         if place:
             try:
-                want_place(of_layer(name, layer), place)
+                require_place(about_layer(name, layer), place)
             except Refused as refusal:
                 raise refusal.at(self.index, len(self.ops)) from None
         self._loaded[key] = len(self.ops)
@@ -263,11 +263,11 @@ class ValueVerbs(Tracer):
         return value
 
     def _slice_of_weights(self, name: str, layer: int, shard: int, of: int) -> Holds:
-        """One of the equal slices of a layer's own weights."""
+        """Return one of the equal slices of a layer's own weights, after a check that it exists."""
         self._check_layer(name, layer)
-        about = of_layer(name, layer)
+        about = about_layer(name, layer)
         if self.sizes.weight_of(layer) != layer:
-            self.refuse("tied weight", about, NO_WEIGHT, LOAD_FIRST)
+            self.refuse("tied weight", about, TIED_HEAD, TIED_HEAD_REMEDY)
         if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
             self.refuse("unknown slice", about, f"shard {shard!r} of {of!r} was asked for", "give whole numbers")
         if not 0 <= shard < of <= MOST_SLICES:
@@ -277,10 +277,10 @@ class ValueVerbs(Tracer):
         return Holds(1 << shard, of)
 
     def _record(self, values: Sequence[Value], kind: OpKind, rule: Callable[[], Spec], **fields: Any) -> Value:
-        """Record an op that makes one value on this rank alone, of values that were read; the rule says what it is.
+        """Record an op that makes one value on this rank from other values; the rule derives its spec.
 
         Args:
-            fields: of the op, beside its inputs and its output.
+            fields: fields of the op, besides its inputs and its output.
         """
         try:
             made = rule()
@@ -293,6 +293,7 @@ class ValueVerbs(Tracer):
         return output
 
     def _copy(self, kind: OpKind, value: Value, rule: Callable[[Spec], Spec], to: str = "") -> Handle[Value]:
+        """Issue a copy to or from the device."""
         spec = self._read(value, kind.value)
         try:
             made = rule(spec)

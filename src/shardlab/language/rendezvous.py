@@ -1,4 +1,9 @@
-"""Communications under way while ranks are traced: the k-th that each rank issues on a channel is one."""
+"""Communication between ranks while they are traced: who meets whom, and who wakes up.
+
+Each rank's k-th communication on a channel is the same communication. A rank *issues* its part, appends the op to its
+tape, and then calls `OpenCollectives.complete` or `Channels.deliver`. With the last part the results get their specs,
+and ranks that wait for them go on.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +25,18 @@ Wake = Callable[[Handle[Any]], None]
 
 BROADCAST = OpKind.BROADCAST
 IN_FLIGHT = Spec(form_of(Kind.SAVED, -1, 0, Space(0)))
-"""Stands in for the spec of a value that has not arrived."""
+"""Placeholder for the spec of a value that has not arrived."""
 
 
 class CollectiveHandle(Handle[Value | None]):
-    """A member's part in a collective."""
+    """Handle of one member's part in a collective."""
 
     __slots__ = ("arrived", "call", "group", "spec")
 
     def __init__(
         self, rank: TracedRank, call: Call, value: Value | None, group: Group, arrived: dict[int, CollectiveHandle]
     ) -> None:
-        _, made = collective_calls.values_of(call, rank.index)
+        _, made = collective_calls.value_counts(call, rank.index)
         result = rank.make(IN_FLIGHT) if made else value if call[0] is BROADCAST else None
         self._begin(rank, result, value)
         self.call = call
@@ -49,7 +54,7 @@ class CollectiveHandle(Handle[Value | None]):
 
 
 class OpenCollectives:
-    """Collectives under way: the k-th that each member of a group issues on it is one."""
+    """Collectives that lack some members. Each member's k-th collective on a group is the same one."""
 
     def __init__(self, wake: Wake, rules: Rules) -> None:
         self._wake = wake
@@ -57,51 +62,51 @@ class OpenCollectives:
         self._matcher = Matcher[CollectiveHandle]()
 
     def issue(self, rank: TracedRank, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
-        """Issue this rank's part in the group's next collective that it has not joined yet."""
-        arrived = self._matcher[group].next(rank.index)
+        """Issue this rank's part in the next collective of a group that it has not joined yet."""
+        arrived = self._matcher[group].join(rank.index)
         if arrived:
             first = next(iter(arrived.values()))
             spec = None if value is None else value.spec
-            if not collective_calls.agree(first.call, first.spec, call, spec):
+            if not collective_calls.calls_match(first.call, first.spec, call, spec):
                 first_text = call_text(first.call, first.spec)
                 refusal = collective_calls.disagreement(call, spec, group, first.rank.index, first.op, first_text)
                 raise refusal.at(rank.index, len(rank.ops))
         handle = arrived[rank.index] = CollectiveHandle(rank, call, value, group, arrived)
         return handle
 
-    def meet(self, handle: CollectiveHandle) -> None:
-        """Give each member its result, if all have come."""
+    def complete(self, handle: CollectiveHandle) -> None:
+        """Give each member its result, if all members have come."""
         group = handle.group
         if len(handle.arrived) < len(group.ranks):
             return
-        members = self._matcher[group].whole()
+        members = self._matcher[group].pop_complete()
         specs = [member.spec for member in members]
         try:
-            results = collective_calls.collective(handle.call, specs, group.ranks, self._rules)
+            results = collective_calls.collective_results(handle.call, specs, group.ranks, self._rules)
         except Refused as refusal:
             raise refusal.at(handle.rank.index, handle.op) from None
         for member, spec in zip(members, results, strict=True):
             if spec is not None:
-                self._arrives(member, spec)
+                self._set_result(member, spec)
             self._wake(member)
 
-    def _arrives(self, member: CollectiveHandle, spec: Spec) -> None:
+    def _set_result(self, member: CollectiveHandle, spec: Spec) -> None:
         assert member.result is not None
         member.result.spec = spec
-        if member.spec is None:  # it comes from the root alone, so only now is known what it is
+        if member.spec is None:  # the value comes from the root, so it is known only now
             rank = member.rank
             op, message = rank.ops[member.op], ExpectedValue.of(spec)
             if op.expect is None:
                 rank.ops[member.op] = op._replace(layer=spec.layer, expect=message)
             elif op.expect != message:
                 try:
-                    collective_calls.want_expected(member.call, op.expect, spec)
+                    collective_calls.require_expected_value(member.call, op.expect, spec)
                 except Refused as refusal:
                     raise refusal.at(rank.index, member.op) from None
 
 
 class SendHandle(Handle[None]):
-    """A message on its way; while tracing it is buffered, so the sender never waits."""
+    """Handle of a sent message. Tracing buffers messages, so the sender never waits."""
 
     __slots__ = ("queue", "spec")
 
@@ -112,7 +117,7 @@ class SendHandle(Handle[None]):
 
 
 class RecvHandle(Handle[Value]):
-    """A receive that waits for its message."""
+    """Handle of a receive that waits for its message."""
 
     __slots__ = ("expect", "queue", "source")
 
@@ -128,30 +133,32 @@ class RecvHandle(Handle[Value]):
 
 
 class Channels:
-    """Messages from one rank to another arrive in the order in which they were sent."""
+    """Messages that lack one end. Those from one rank to another arrive in the order in which they were sent."""
 
     def __init__(self, wake: Wake) -> None:
         self._wake = wake
-        self._matcher = Matcher[Any]()  # of a send and a receive
+        self._matcher = Matcher[Any]()  # parts are a SendHandle and a RecvHandle
 
     def post_send(self, rank: TracedRank, value: Value, to: int) -> SendHandle:
+        """Issue a send: the channel's next message that this rank has not sent yet."""
         queue, index = self._matcher[rank.index, to], rank.index
-        handle = queue.next(index)[index] = SendHandle(rank, value, queue)
+        handle = queue.join(index)[index] = SendHandle(rank, value, queue)
         return handle
 
     def post_recv(self, rank: TracedRank, source: int, expect: ExpectedValue | None) -> RecvHandle:
+        """Issue a receive: the channel's next message that this rank has not received yet."""
         queue, index = self._matcher[source, rank.index], rank.index
-        handle = queue.next(index)[index] = RecvHandle(rank, source, expect, queue)
+        handle = queue.join(index)[index] = RecvHandle(rank, source, expect, queue)
         return handle
 
     def deliver(self, posted: SendHandle | RecvHandle) -> None:
-        """Hand a message over, once both ends have come."""
+        """Deliver the first message of a channel, if both ends have come."""
         queue = posted.queue
         if not queue.open or len(queue.open[0]) < 2:
             return
         sent: SendHandle
         handle: RecvHandle
-        sent, handle = queue.whole()
+        sent, handle = queue.pop_complete()
         spec = sent.spec
         rank = handle.rank
         message = ExpectedValue.of(spec)
@@ -159,7 +166,7 @@ class Channels:
             rank.ops[handle.op] = rank.ops[handle.op]._replace(layer=spec.layer, expect=message)
         elif handle.expect != message:
             try:
-                collective_calls.want_delivered(handle.source, handle.expect, spec)
+                collective_calls.require_expected_message(handle.source, handle.expect, spec)
             except Refused as refusal:
                 raise refusal.at(rank.index, handle.op) from None
         handle.result.spec = spec

@@ -1,4 +1,9 @@
-"""Sizes of values: a table of elements, filled by the puzzles' constants or by a real model."""
+"""Sizes of values: the elements and bytes of each value of a model.
+
+`Sizes` holds what a program needs to know of a model: elements of each layer's values, and each layer's signature. Real
+models fill it from their shapes (`shardlab.models`). The second half of this file builds the models of the LLM Training
+Puzzles, in which every layer is one matrix.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from functools import cached_property
 
 from shardlab.language.mesh import Mesh
 from shardlab.language.rules.kinds import ROW_KINDS, Kind, bytes_of
-from shardlab.language.rules.layer_graph import Layer, Node, Written, layers_of
+from shardlab.language.rules.layer_graph import Layer, LayerDefinition, Node, build_layers
 from shardlab.language.rules.spec import Space, Spec
 
 PUZZLE_HIDDEN = 512
@@ -73,7 +78,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if not self.signatures:
-            object.__setattr__(self, "signatures", whole(len(self.weights)))
+            object.__setattr__(self, "signatures", whole_layers(len(self.weights)))
 
     @property
     def layers(self) -> int:
@@ -81,12 +86,15 @@ class Sizes:
 
     @classmethod
     def puzzle(cls, layers: int) -> Sizes:
-        """The LLM Training Puzzles' layer: a 512 x 512 matrix, 256 tokens a microbatch, of which nothing is kept."""
-        return _alike(whole(layers))
+        """Return the sizes of the LLM Training Puzzles' model.
+
+        A layer is a matrix of 512 x 512. A microbatch has 256 tokens. Layers keep nothing for the backward pass.
+        """
+        return _puzzle_sizes(whole_layers(layers))
 
     @classmethod
     def of_puzzle(cls, layers: int, mesh: Mesh) -> Sizes:
-        """The puzzles' model with so many layers, or blocks where a mesh slices them."""
+        """Return the puzzles' model with so many layers, or so many blocks if the mesh slices layers."""
         if mesh.ep > 1:
             return cls.expert_blocks(layers) if mesh.tp > 1 or mesh.cp > 1 else cls.mixture(layers)
         if mesh.cp > 1:
@@ -95,49 +103,52 @@ class Sizes:
 
     @classmethod
     def half_blocks(cls, blocks: int, *, tied: bool = False) -> Sizes:
-        """The puzzles' layer in half-blocks, for tensor parallelism: each body is a matrix, each norm a vector.
+        """Return the puzzles' model in half-blocks, for tensor parallelism. Each body is a matrix and each norm a
+        vector.
 
-        A block has two bodies, of attention and of an MLP; before and after the blocks are the embedding's and the
-        head's, one matrix if they are `tied`.
+        A block has two bodies, an attention and an MLP. An embedding comes before the blocks and a head after them;
+        they share one matrix if they are `tied`.
         """
-        layers = half_blocks(blocks, tied=tied)
-        return replace(_alike(layers, tied=tied), blocks=tuple(range(1, len(layers) - 1, 4)))
+        layers = half_block_layers(blocks, tied=tied)
+        return replace(_puzzle_sizes(layers, tied=tied), blocks=tuple(range(1, len(layers) - 1, 4)))
 
     @classmethod
     def columns(cls, layers: int) -> Sizes:
-        """The puzzles' layer cut by columns: each slice of its matrix makes a slice of its output."""
-        return _alike(columns(layers))
+        """Return the puzzles' model cut by columns: each slice of a matrix makes a slice of its output."""
+        return _puzzle_sizes(column_layers(layers))
 
     @classmethod
     def mixture(cls, blocks: int) -> Sizes:
-        """The puzzles' layer with experts, for expert parallelism: in each block a matrix, and one of all experts."""
-        return _alike(mixture(blocks), vectors=False)
+        """Return the puzzles' model with experts: in each block one matrix, and one matrix for all experts."""
+        return _puzzle_sizes(mixture_layers(blocks), vectors=False)
 
     @classmethod
     def context_blocks(cls, blocks: int) -> Sizes:
-        """The puzzles' layer in half-blocks, for context parallelism: a block's body is an attention, of two such
-        layers.
+        """Return the puzzles' model in half-blocks, for context parallelism.
 
-        So it is for selective recomputation, which computes again what lies between the two.
+        The body of a block is an attention in two layers. Selective recomputation computes again what lies between the
+        two.
         """
-        layers = context_blocks(blocks)
+        layers = context_block_layers(blocks)
         norms = tuple(l for l, layer in enumerate(layers) if layer.carries)
-        return replace(_alike(layers), blocks=norms, queries=ROWS, keys_values=2 * ROWS)
+        return replace(_puzzle_sizes(layers), blocks=norms, queries=ROWS, keys_values=2 * ROWS)
 
     @classmethod
     def expert_blocks(cls, blocks: int) -> Sizes:
-        """Such blocks with a mixture of experts after the attention, for expert parallelism beside tensor or context
-        parallelism: what combines the experts' results has no parameters.
+        """Return blocks of an attention and a mixture of experts, for expert parallelism beside tensor or context
+        parallelism.
+
+        The layer that combines the experts' results has no parameters.
         """
-        layers = expert_blocks(blocks)
+        layers = expert_block_layers(blocks)
         norms = [l for l, layer in enumerate(layers) if layer.carries]
-        made = replace(_alike(layers), blocks=(*norms[:-1:2], norms[-1]), queries=ROWS, keys_values=2 * ROWS)
+        made = replace(_puzzle_sizes(layers), blocks=(*norms[:-1:2], norms[-1]), queries=ROWS, keys_values=2 * ROWS)
         return replace(made, routing=PUZZLE_LENGTH)
 
     def space(self, mesh: Mesh, microbatches: int) -> Space:
-        """Pieces in which a program counts on a mesh.
+        """Return the pieces in which a program counts on a mesh.
 
-        Heads are counted as finely as an exchange of sequences for heads deals them.
+        Heads are counted as finely as an exchange of sequences for heads cuts them.
         """
         cuts, uses = self.cuts(mesh), 2 if self.tied else 1
         if not cuts:
@@ -147,30 +158,30 @@ class Sizes:
         return Space(microbatches, slices, tuple(pieces.items()), uses)
 
     def cuts(self, mesh: Mesh) -> dict[str, int]:
-        """Into how many slices parameters are cut on a mesh, for each index along which this model's are."""
+        """Return the number of slices of each index along which a mesh cuts this model's parameters."""
         indices = sorted({index for layer in self.signatures for index in layer.cut})
         return {index: mesh.ep * mesh.cp if index == "expert" else mesh.tp * self.tiles for index in indices}
 
     @cached_property
     def scores_index(self) -> str:
-        """The index along which the logits may be cut."""
+        """Index along which the logits may be cut."""
         return self.signatures[-1].cut[0]
 
     @cached_property
     def directed(self) -> frozenset[int]:
-        """Layers with matrices that the optimizer steps whole: an update of a part of one wants a direction."""
+        """Layers with matrices that the optimizer updates whole. Updating a part of one needs a direction."""
         return frozenset(l for l, elements in enumerate(self.matrices) if elements and self.whole_matrices)
 
     def weight_of(self, layer: int) -> int:
-        """Find the layer whose weight a layer computes with: its own, or the one that it is tied to."""
+        """Return the layer whose weight a layer computes with: its own, or the one that it is tied to."""
         return 0 if self.tied and layer == self.layers - 1 else layer
 
     def layers_of_weight(self, layer: int) -> int:
-        """Find the layers that compute with a layer's weight, as a bit set."""
+        """Return the layers that compute with a layer's weight, as a bit set."""
         return 1 << layer | (1 << self.layers - 1 if self.tied and layer == 0 else 0)
 
     def elements(self, spec: Spec) -> int:
-        """Elements of a value: its share of the layer, or its microbatches' rows, whole or sliced."""
+        """Return the elements of a value on one rank."""
         form = spec.form
         kind, layer = form.kind, form.layer
         if kind in ROW_KINDS:
@@ -184,9 +195,8 @@ class Sizes:
         form = spec.form
         kind, layer, space = form.kind, form.layer, form.space
         if kind is Kind.STATS:
-            return -(
-                -self.stats * spec.pieces(self.scores_index).bit_count() * spec.cells.bit_count() // space.sequence
-            )
+            pieces = spec.pieces(self.scores_index).bit_count()
+            return -(-self.stats * pieces * spec.cells.bit_count() // space.sequence)
         if kind is Kind.RESIDUAL or kind is Kind.GRAD_RESIDUAL:
             each = self.residual
         elif kind is Kind.ROUTING or kind is Kind.GRAD_ROUTING:
@@ -208,23 +218,24 @@ class Sizes:
         return -(-elements // of)
 
     def bytes(self, spec: Spec) -> int:
+        """Return the bytes of a value on one rank."""
         dtype = spec.form.dtype
         return self.elements(spec) * (int(bytes_of(dtype)) if dtype else self.element_bytes[spec.kind])
 
 
 SQUARE, ROWS = PUZZLE_HIDDEN * PUZZLE_HIDDEN, PUZZLE_HIDDEN * PUZZLE_LENGTH
-"""Elements of the puzzles' matrix, and of their activation for one microbatch."""
+"""Elements of the puzzles' matrix, and of its activation for one microbatch."""
 
 
 def _parameters(layer: Layer, *, vectors: bool) -> int:
-    """Elements of a layer's weight: a matrix, a vector where there are norms, or nothing."""
+    """Return the elements of a layer's weight: a matrix, a vector for a norm, or none."""
     if not any(node.weights for node in layer.nodes):
         return 0
     return PUZZLE_HIDDEN if layer.carries and vectors else SQUARE
 
 
-def _alike(layers: tuple[Layer, ...], *, tied: bool = False, vectors: bool = True) -> Sizes:
-    """The puzzles' sizes of these layers: matrices, and norms that are vectors if `vectors`."""
+def _puzzle_sizes(layers: tuple[Layer, ...], *, tied: bool = False, vectors: bool = True) -> Sizes:
+    """Return the puzzles' sizes of some layers: matrices, and norms that are vectors if `vectors`."""
     sizes = tuple(_parameters(layer, vectors=vectors) for layer in layers)
     weights = (*sizes[:-1], 0) if tied else sizes
     return Sizes(
@@ -238,10 +249,6 @@ def _alike(layers: tuple[Layer, ...], *, tied: bool = False, vectors: bool = Tru
         stats=3 * PUZZLE_LENGTH if any(layer.cut for layer in layers) else 0,
         tied=tied,
     )
-
-
-# The puzzles' layers as nodes: a matrix, or a block of several layers where tensor, context or expert parallelism
-# slices it.
 
 
 _MATRIX = Node("matrix", {"x": "width"}, {"x": "width"}, {"w": "width in"}, atomic=True)
@@ -269,61 +276,61 @@ _COLUMNS = [
     Node("column", {"x": "ffn"}, {"x": "width"}, {"w": "width ffn"}, takes_own=True),
 ]
 
-_FIRST_NORM: Written = ("norm", (_EMBED, _NORM), ())
-_LATER_NORM: Written = ("norm", (_ADD, _NORM), ())
-_EMBEDDING: Written = ("embedding", (_LOOKUP,), ("vocab",))
-_ATTENTION: list[Written] = [
+_FIRST_NORM: LayerDefinition = ("norm", (_EMBED, _NORM), ())
+_LATER_NORM: LayerDefinition = ("norm", (_ADD, _NORM), ())
+_EMBEDDING: LayerDefinition = ("embedding", (_LOOKUP,), ("vocab",))
+_ATTENTION: list[LayerDefinition] = [
     ("projection", (_PROJECT,), ("head",)),
     ("attention", (_ATTEND,), ()),
     ("output", (_OUTPUT,), ("head",)),
 ]
-_HEAD: Written = ("head", (_SCORES,), ("vocab",))
+_HEAD: LayerDefinition = ("head", (_SCORES,), ("vocab",))
 
 
-def whole(layers: int) -> tuple[Layer, ...]:
-    """Layers that are matrices and are not sliced."""
-    return layers_of([("whole", (_MATRIX,), ())] * layers)
+def whole_layers(layers: int) -> tuple[Layer, ...]:
+    """Build layers of one matrix each, which are not sliced."""
+    return build_layers([("whole", (_MATRIX,), ())] * layers)
 
 
-def columns(layers: int) -> tuple[Layer, ...]:
-    """Matrices whose slices make features of their output."""
-    return layers_of([("column", (_COLUMNS[l % 2],), ("width" if l % 2 else "ffn",)) for l in range(layers)])
+def column_layers(layers: int) -> tuple[Layer, ...]:
+    """Build layers of one matrix each, whose slices make features of the output."""
+    return build_layers([("column", (_COLUMNS[l % 2],), ("width" if l % 2 else "ffn",)) for l in range(layers)])
 
 
-def half_blocks(blocks: int, *, tied: bool = False) -> tuple[Layer, ...]:
-    """Bodies and norms: embedding, of each block attention and feed-forward, head."""
-    attention: Written = ("attention", (_PROJECT, _ATTEND, _OUTPUT), ("head",))
-    feed_forward: Written = ("feed-forward", (_UP, _DOWN), ("ffn",))
-    return layers_of(_between_norms([_EMBEDDING, *([attention, feed_forward] * blocks), _HEAD]), tied=tied)
+def half_block_layers(blocks: int, *, tied: bool = False) -> tuple[Layer, ...]:
+    """Build bodies and norms: an embedding, the attention and feed-forward of each block, and a head."""
+    attention: LayerDefinition = ("attention", (_PROJECT, _ATTEND, _OUTPUT), ("head",))
+    feed_forward: LayerDefinition = ("feed-forward", (_UP, _DOWN), ("ffn",))
+    return build_layers(_between_norms([_EMBEDDING, *([attention, feed_forward] * blocks), _HEAD]), tied=tied)
 
 
-def context_blocks(blocks: int) -> tuple[Layer, ...]:
-    """Bodies and norms, where each block's body is an attention in two layers, which take each token alone."""
-    return layers_of(_between_norms([_EMBEDDING, *([_ATTENTION] * blocks), _HEAD]))
+def context_block_layers(blocks: int) -> tuple[Layer, ...]:
+    """Build bodies and norms. The body of a block is an attention in two layers, which treat each token alone."""
+    return build_layers(_between_norms([_EMBEDDING, *([_ATTENTION] * blocks), _HEAD]))
 
 
-def expert_blocks(blocks: int) -> tuple[Layer, ...]:
-    """Bodies and norms: of each block an attention in two layers, and a mixture that routes, computes and combines."""
-    mixture: list[Written] = [
+def expert_block_layers(blocks: int) -> tuple[Layer, ...]:
+    """Build bodies and norms. A block has an attention in two layers, and a mixture of experts in three."""
+    mixture: list[LayerDefinition] = [
         ("routing", (_ROUTE, _DISPATCH), ()),
         ("experts", (_EXPERTS_UP, _EXPERTS_DOWN), ("expert", "ffn")),
         ("combining", (_GATED,), ()),
     ]
-    return layers_of(_between_norms([_EMBEDDING, *([_ATTENTION, mixture] * blocks), _HEAD]))
+    return build_layers(_between_norms([_EMBEDDING, *([_ATTENTION, mixture] * blocks), _HEAD]))
 
 
-def mixture(blocks: int) -> tuple[Layer, ...]:
-    """Layers without experts, and experts: what the first ones do is a sum and a norm, and a dispatch."""
-    first: Written = ("non-expert", (_EMBED, _NORM, _DISPATCH), ())
-    later: Written = ("non-expert", (_COMBINE, _ADD, _NORM, _DISPATCH), ())
-    last: Written = ("non-expert", (_COMBINE, _ADD, _NORM), ())
-    experts: Written = ("experts", (_EXPERTS,), ("expert",))
-    return layers_of([first, experts, *(each for _ in range(blocks - 1) for each in (later, experts)), last])
+def mixture_layers(blocks: int) -> tuple[Layer, ...]:
+    """Build layers without experts, which add, normalize and dispatch, and layers of experts."""
+    first: LayerDefinition = ("non-expert", (_EMBED, _NORM, _DISPATCH), ())
+    later: LayerDefinition = ("non-expert", (_COMBINE, _ADD, _NORM, _DISPATCH), ())
+    last: LayerDefinition = ("non-expert", (_COMBINE, _ADD, _NORM), ())
+    experts: LayerDefinition = ("experts", (_EXPERTS,), ("expert",))
+    return build_layers([first, experts, *(each for _ in range(blocks - 1) for each in (later, experts)), last])
 
 
-def _between_norms(bodies: Sequence[Written | list[Written]]) -> list[Written]:
-    """Bodies, some of several layers, with a norm before each but the first."""
-    found: list[Written] = []
+def _between_norms(bodies: Sequence[LayerDefinition | list[LayerDefinition]]) -> list[LayerDefinition]:
+    """Return bodies, some of several layers, with a norm before each body but the first."""
+    found: list[LayerDefinition] = []
     for number, body in enumerate(bodies):
         if number:
             found.append(_FIRST_NORM if number == 1 else _LATER_NORM)

@@ -1,4 +1,11 @@
-"""The tape: what one rank does in one optimizer step, as an ordered list of ops. Everything else reads tapes."""
+"""The tape: what one rank does in one optimizer step, as an ordered list of ops. Everything else reads tapes.
+
+`Op` is one entry, and `Program` has the tapes of all ranks. The second part finds out which ops of different ranks
+belong together: each rank's k-th communication on a *channel* is the same communication (`Matcher`,
+`communications_of`). A channel is a group, whose ranks meet in collectives; or (source, destination), along which
+messages keep their order; or (rank,), on which a rank copies alone. Tracing, the check, folding and drawing all match
+in this way. The last part holds what a real run records of a tape (`RankRecord`).
+"""
 
 from __future__ import annotations
 
@@ -19,19 +26,19 @@ from shardlab.language.sizes import Sizes
 
 SUM = Reduction.SUM
 
-NO_WEIGHT = "the head is tied to the embedding and has no weight of its own"
-"""Why nothing is loaded for the last layer of a tied model."""
+TIED_HEAD = "the head is tied to the embedding and has no weight of its own"
+"""Why a program cannot load the weight of a tied head."""
 
-LOAD_FIRST = "it computes with weights[0], load layer 0"
+TIED_HEAD_REMEDY = "it computes with weights[0], load layer 0"
 """What to do instead."""
 
 
 _new: Callable[[type[ExpectedValue], tuple[Kind, int, int]], ExpectedValue] = cast(Any, tuple).__new__
-"""Makes a ExpectedValue without the call that a NamedTuple's own constructor is."""
+"""Makes an ExpectedValue without the cost of a NamedTuple's own constructor."""
 
 
 class ExpectedValue(NamedTuple):
-    """A message that a receive means: the value's kind, layer and microbatches (a bit set)."""
+    """Message that a receive means: the value's kind, layer and microbatches (a bit set)."""
 
     kind: Kind
     layer: int
@@ -39,7 +46,7 @@ class ExpectedValue(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec) -> ExpectedValue:
-        """The name by which a receive expects a value."""
+        """Return the message that delivers a value."""
         form, cells, _ = spec
         space = form.space
         if form.kind not in ROW_KINDS:
@@ -108,7 +115,7 @@ class Op(NamedTuple):
 
     @property
     def about(self) -> About:
-        """The op, for a refusal."""
+        """What a refusal of this op is about."""
         return About(str(self), self.layer)
 
     def __str__(self) -> str:
@@ -133,7 +140,7 @@ _new_op: Callable[[type[Op], tuple[object, ...]], Op] = cast(Any, tuple).__new__
 def compute_op(
     kind: OpKind, layer: int, inputs: tuple[int, ...], outputs: tuple[int, ...], holds: Holds | None = None
 ) -> Op:
-    """Make an op that computes, without the call that a NamedTuple's own constructor is."""
+    """Return an op that computes, without the cost of a NamedTuple's own constructor."""
     return _new_op(Op, (kind, layer, inputs, outputs, -1, None, -1, holds, None, -1, -1, SUM, None, "", "", -1))
 
 
@@ -150,7 +157,7 @@ def communication_op(
     root: int = -1,
     reduction: Reduction = Reduction.SUM,
 ) -> Op:
-    """Make an op that communicates, as `compute_op` does."""
+    """Return an op that communicates, as fast as `compute_op` does."""
     return _new_op(
         Op, (kind, layer, inputs, outputs, handle, group, peer, None, expect, batch, root, reduction, None, "", "", -1)
     )
@@ -158,11 +165,11 @@ def communication_op(
 
 @dataclass(frozen=True)
 class Program:
-    """The tapes of all ranks for one optimizer step, and the world that they were written for.
+    """Tapes of all ranks for one optimizer step, and the mesh and sizes that they were written for.
 
     Attributes:
-        mesh: the ranks' grid.
-        microbatches: how many there are in the global batch.
+        mesh: the grid of ranks.
+        microbatches: microbatches in the global batch.
         sizes: elements of every value.
         tapes: for each rank its ops, in order.
     """
@@ -182,82 +189,16 @@ class Program:
 
     @cached_property
     def rules(self) -> Rules:
-        """Rules of what its ops make of values."""
+        """Rules that derive what its ops make of values."""
         return rules_of(self.sizes.signatures, self.sizes.space(self.mesh, self.microbatches), self.sizes.directed)
 
     def fingerprint(self) -> str:
-        """A hash of all tapes: processes compare it, since unequal tapes on gloo silently give wrong numbers."""
+        """Return a hash of all tapes.
+
+        Processes compare it before they train, since unequal tapes on gloo give wrong numbers without an error.
+        """
         text = repr((self.mesh, self.microbatches, self.sizes, self.tapes))
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-# Record of one rank's tape while it really ran, in plain numbers.
-
-
-class Moments(NamedTuple):
-    """Moments of one op, in seconds of its process's clock; None is what did not come before the step failed.
-
-    Attributes:
-        began: when the rank came to it.
-        ended: when the rank went on to the next; of a communication, when it had been issued.
-        over: of a communication, when this rank's part was complete.
-    """
-
-    began: float
-    ended: float | None
-    over: float | None = None
-
-
-@dataclass
-class StepRecord:
-    """One step of one rank.
-
-    Attributes:
-        began, ended: the whole step, with what the tape does not show; `ended` is None if it failed.
-        ops: by place on the tape.
-    """
-
-    began: float
-    ended: float | None = None
-    ops: dict[int, Moments] = field(default_factory=dict[int, Moments])
-
-
-@dataclass
-class MemoryRecord:
-    """The memory of one step of one rank.
-
-    Attributes:
-        live: bytes at the start of each op, by place on the tape and by category.
-        peak: the most bytes at any moment, what ops need only while they run included.
-    """
-
-    live: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])
-    peak: int = 0
-
-
-@dataclass
-class RankRecord:
-    """What one rank saw.
-
-    Attributes:
-        rank: its number.
-        offset: what to take from its clock to have rank 0's, in seconds.
-        bound: the most that the offset may be wrong by.
-        steps: those that were timed, the last perhaps only as far as it came.
-        memory: of a step that was not timed; None if there was none.
-    """
-
-    rank: int
-    offset: float = 0.0
-    bound: float = 0.0
-    steps: list[StepRecord] = field(default_factory=list[StepRecord])
-    memory: MemoryRecord | None = None
-
-
-# Who communicates with whom: what each rank issues as its k-th on a channel belongs together.
-#
-# A channel is a group, whose ranks meet in collectives, or (source, destination), along which messages keep their
-# order, or (rank,), on which it copies alone. Tracing, the check, folding and drawing all match here.
 
 
 Channel = Group | tuple[int, ...]
@@ -266,7 +207,7 @@ Part = TypeVar("Part")
 SEND, COLLECTIVE, COPY = OpKind.SEND, Stream.COLLECTIVE, Stream.COPY
 
 EXCHANGES = "exchanges"
-"""The communicator of all exchanges: the world's, which is there before the first op."""
+"""Key of the communicator that all exchanges use: the world's, which exists before the first op."""
 
 
 class Participant(NamedTuple):
@@ -292,7 +233,7 @@ class Communication(NamedTuple):
 
 
 class ChannelQueue(Generic[Part]):
-    """One channel: puts the parts of its communications together, whichever comes first. What is whole is forgotten."""
+    """Queue of the open communications of one channel. It forgets a communication once all parts have come."""
 
     __slots__ = ("_done", "_issued", "_ranks", "open", "size")
 
@@ -303,8 +244,8 @@ class ChannelQueue(Generic[Part]):
         self._done = 0
         self.open: deque[dict[int, Part]] = deque()
 
-    def next(self, rank: int) -> dict[int, Part]:
-        """The parts, by rank in the order in which they arrived, of what this rank joins now; it adds its own."""
+    def join(self, rank: int) -> dict[int, Part]:
+        """Return the parts that have come of a rank's next communication, by rank. The caller adds its own part."""
         number = self._issued[rank]
         self._issued[rank] = number + 1
         place = number - self._done
@@ -314,33 +255,33 @@ class ChannelQueue(Generic[Part]):
             return arrived
         return self.open[place]
 
-    def whole(self) -> list[Part]:
-        """All parts of the first open communication, in the channel's order, once as many have joined it.
+    def pop_complete(self) -> list[Part]:
+        """Remove the first open communication, whose parts have all come, and return these in the channel's order.
 
-        Each rank's k-th part joins the k-th communication, so whichever is whole is the first that is open.
+        Each rank's k-th part joins the k-th communication, so the first open one is always the first to be complete.
         """
         self._done += 1
         arrived = self.open.popleft()
         parts = [arrived[rank] for rank in self._ranks]
-        arrived.clear()  # a part may refer to it
+        arrived.clear()  # a part may refer to this dict
         return parts
 
 
 class Matcher(dict[Channel, ChannelQueue[Part]]):
-    """The channels in use, each made when it is first asked for."""
+    """Queues of the channels in use. A queue is made when its channel is first asked for."""
 
     def __missing__(self, channel: Channel) -> ChannelQueue[Part]:
         queue = self[channel] = ChannelQueue[Part](channel.ranks if isinstance(channel, Group) else channel)
         return queue
 
-    def left(self) -> Iterator[dict[int, Part]]:
-        """What is not whole, channel by channel."""
+    def incomplete(self) -> Iterator[dict[int, Part]]:
+        """Yield the parts of each communication that lacks some, channel by channel."""
         for queue in self.values():
             yield from queue.open
 
 
 def channel_of(rank: int, op: Op) -> Channel | None:
-    """The channel of a communication; None if its op names neither a group nor a peer."""
+    """Return the channel of a communication; None if its op names neither a group nor a peer."""
     stream = op[0].row.stream
     if stream is COLLECTIVE:
         return op.group
@@ -354,19 +295,20 @@ def channel_of(rank: int, op: Op) -> Channel | None:
 def communications_of(
     program: Program, channel_of: Callable[[int, Op], Channel | None] = channel_of
 ) -> tuple[list[Communication], list[dict[int, int]]]:
-    """All communications of a program, from its tapes alone, and for each tape the place in them of each handle.
+    """Return all communications of a program, and for each tape a map from handle to index in that list.
 
-    They come in the order of their last members, which name tapes. What has no peer among the tapes is left out.
+    They are in the order of their last members, which name tapes. A communication without a peer among the tapes is
+    left out.
 
     Args:
-        program: on whose tapes ops have been issued in an order that can be.
+        program: its tapes must be free of deadlocks.
         channel_of: the channel on which a rank issues an op.
     """
     matcher = Matcher[Participant]()
     communications: list[Communication] = []
-    apart = program.mesh.world // program.ranks  # of folded tapes, those of a pipeline's first ranks
+    stride = program.mesh.world // program.ranks  # folded tapes are those of each stage's first rank
     for row, tape in enumerate(program.tapes):
-        rank = row * apart
+        rank = row * stride
         for at, op in enumerate(tape):
             if op[0] not in COMMUNICATION:
                 continue
@@ -377,23 +319,23 @@ def communications_of(
             if isinstance(channel, tuple):
                 end = channel[0] if op[0] is SEND else channel[-1]
             queue = matcher[channel]
-            arrived = queue.next(end)
+            arrived = queue.join(end)
             arrived[end] = Participant(row, op.handle, at)
             if len(arrived) == queue.size:
-                communications.append(Communication(op[0].row.stream, op.group, queue.whole()))
+                communications.append(Communication(op[0].row.stream, op.group, queue.pop_complete()))
     communications.sort(key=lambda communication: communication.participants[-1])
-    places: list[dict[int, int]] = [{} for _ in program.tapes]
-    for place, communication in enumerate(communications):
+    index_of: list[dict[int, int]] = [{} for _ in program.tapes]
+    for index, communication in enumerate(communications):
         for member in communication.participants:
-            places[member.rank][member.handle] = place
-    return communications, places
+            index_of[member.rank][member.handle] = index
+    return communications, index_of
 
 
-def communicator(program: Program, communication: Communication) -> Hashable:
-    """What carries a communication (as ProcessGroupNCCL does without `device_id`).
+def communicator_of(program: Program, communication: Communication) -> Hashable:
+    """Return a key of the communicator that carries a communication (as in ProcessGroupNCCL without `device_id`).
 
-    A group's collectives have one, the single messages of two ranks another, and all exchanges a third. A rank's copies
-    to and from elsewhere have a link each.
+    Collectives of a group share one, single messages of two ranks share another, and all exchanges share a third. A
+    rank's copies to and from elsewhere have one for each direction.
     """
     if communication.stream is COLLECTIVE:
         return communication.group
@@ -405,10 +347,70 @@ def communicator(program: Program, communication: Communication) -> Hashable:
     return frozenset(member.rank for member in communication.participants)
 
 
-def stream_of(program: Program, communication: Communication) -> Hashable:
-    """What a communication takes turns with on each of its ranks: all on its communicator.
+def queue_key(program: Program, communication: Communication) -> Hashable:
+    """Return a key of the queue in which a communication takes turns with others on each of its ranks.
 
-    What is exchanged in one call crosses, so there each direction counts alone.
+    That is its communicator. The messages of one exchange cross each other, so each direction has a queue of its own.
     """
-    found = communicator(program, communication)
-    return tuple(member.rank for member in communication.participants) if found is EXCHANGES else found
+    key = communicator_of(program, communication)
+    return tuple(member.rank for member in communication.participants) if key is EXCHANGES else key
+
+
+class OpTimes(NamedTuple):
+    """Times of one op, in seconds of its process's clock. A time that a failed step did not reach is None.
+
+    Attributes:
+        began: when the rank came to the op.
+        ended: when the rank went on to the next op; for a communication, when it had been issued.
+        over: for a communication, when this rank's part was complete.
+    """
+
+    began: float
+    ended: float | None
+    over: float | None = None
+
+
+@dataclass
+class StepRecord:
+    """Times of one step of one rank.
+
+    Attributes:
+        began, ended: the whole step, with work that the tape does not show; `ended` is None if the step failed.
+        ops: the times of each op, by its index on the tape.
+    """
+
+    began: float
+    ended: float | None = None
+    ops: dict[int, OpTimes] = field(default_factory=dict[int, OpTimes])
+
+
+@dataclass
+class MemoryRecord:
+    """Memory of one step of one rank.
+
+    Attributes:
+        live: bytes at the start of each op, by its index on the tape and by category.
+        peak: the most bytes at any time, with what ops need only while they run.
+    """
+
+    live: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])
+    peak: int = 0
+
+
+@dataclass
+class RankRecord:
+    """What a real run recorded on one rank.
+
+    Attributes:
+        rank: its number.
+        offset: seconds to subtract from its clock to get rank 0's.
+        bound: the largest error of the offset, in seconds.
+        steps: the timed steps; the last one may have failed.
+        memory: of a step that was not timed; None if no step was.
+    """
+
+    rank: int
+    offset: float = 0.0
+    bound: float = 0.0
+    steps: list[StepRecord] = field(default_factory=list[StepRecord])
+    memory: MemoryRecord | None = None

@@ -1,8 +1,8 @@
-"""The bookkeeping of one rank while its program is traced: which values live, and what stands on the tape.
+"""State of one rank while its program is traced: its tape, and which values are alive.
 
-A value is freed when its last key goes; one never stored lives until the op that uses it ends, and if nobody uses it
-until the step ends. A value that a communication still reads is waited for before it is freed. The program itself need
-not say any of this.
+`Tracer` is the base of all verbs. It frees values, so that programs need not. A value is freed when its last store key
+is deleted. A value that was never stored lives until the op that uses it ends; if no op uses it, until the step ends.
+If a communication still reads a value, the tape waits for it before the FREE.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn, Protocol
 
-from shardlab.common.errors import About, Refused, Rule, of_layer
-from shardlab.common.user_code import COUNTED, OpCount
+from shardlab.common.errors import About, Refused, Rule, about_layer
+from shardlab.common.user_code import VALUES_PER_COUNT, OpCount
 from shardlab.language.mesh import AXES, WORLD, Group, Mesh, group_of
 from shardlab.language.ops import OpKind
 from shardlab.language.rendezvous import Channels, OpenCollectives
@@ -28,27 +28,27 @@ FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
 
 @lru_cache(maxsize=1 << 16)
-def free_of(number: int) -> Op:
-    """A value's FREE. Most ops of a tape are FREE and WAIT, and those of one number are the same on every rank."""
+def free_op(number: int) -> Op:
+    """Return the FREE of a value. Cached, since most ops are FREE and WAIT, and ranks share those of one number."""
     return Op(FREE, -1, (number,))
 
 
 @lru_cache(maxsize=1 << 16)
-def wait_of(handle: int) -> Op:
-    """A communication's WAIT."""
+def wait_op(handle: int) -> Op:
+    """Return the WAIT of a communication."""
     return Op(WAIT, -1, handle=handle)
 
 
 class TracedWorld(Protocol):
-    """Interface that a rank uses of the world in which it is traced (see `world.World`).
+    """Interface of the world that a rank uses while it is traced (see `world.World`).
 
     Attributes:
-        mesh: the ranks' grid.
+        mesh: the grid of ranks.
         sizes: the elements and bytes of every value.
-        microbatches: how many the global batch is cut into.
-        rules: what every op makes of the values that it reads.
-        count: of the ops on all tapes, which is limited.
-        collectives, channels: communications under way, in which the ranks meet.
+        microbatches: microbatches of the global batch.
+        rules: derive what every op makes of its inputs.
+        count: counts the ops on all tapes, which are limited.
+        collectives, channels: open communications, in which the ranks meet.
         trained: the layers of which a rank has loaded an optimizer state so far, as a bit set.
     """
 
@@ -66,17 +66,17 @@ class TracedWorld(Protocol):
 
 
 class Tracer(ABC):
-    """Tape of one rank while its program is traced, and the lives of its values; the base of all verbs.
+    """Tape of one rank while its program is traced, and the lifetimes of its values; the base of all verbs.
 
     Attributes:
         index: this rank's number, from 0.
-        world: how many ranks there are.
-        mesh: the ranks' grid.
+        world: the number of ranks.
+        mesh: the grid of ranks.
         layers: `range` of the model's layers.
         microbatches: `range` of the step's microbatches.
         sizes: the elements and bytes of every value.
         ops: the tape so far.
-        handles: how many communications the rank has issued.
+        handles: the number of communications that the rank has issued.
     """
 
     def __init__(self, index: int, world: TracedWorld) -> None:
@@ -91,20 +91,20 @@ class Tracer(ABC):
         self._world = world
         self._rules = world.rules
         self._groups: dict[str | None, Group] = {None: group_of(WORLD, tuple(range(self.world)))}
-        self._values: list[Value | Spec] = []  # by number: once freed its spec, and so of what layers keep
-        self._loaded: dict[tuple[Kind, int, Holds], int] = {}  # to the index of the op
+        self._values: list[Value | Spec] = []  # by number; a spec stands for a freed value and for what layers keep
+        self._loaded: dict[tuple[Kind, int, Holds], int] = {}  # -> index of the op
         self._outstanding: dict[int, Handle[Any]] = {}
         self._batches = 0
-        self._batch = -1  # the number of the batch of messages that is open
+        self._batch = -1  # number of the open batch of messages
         self._counted = 0
-        self._next_count = COUNTED  # when there are so many values or handles; an op costs one comparison
+        self._next_count = VALUES_PER_COUNT  # at so many values or handles; costs a comparison an op
 
     def refuse(self, rule: Rule, about: About | str, given: str, remedy: str) -> NoReturn:
         """Raise `Refused` for what the program is doing now."""
         raise Refused(rule, about, given, remedy).at(self.index, len(self.ops))
 
     def group(self, axis: str | None = None) -> Group:
-        """Find the ranks that this rank meets along an axis (None: all ranks).
+        """Return the ranks that this rank meets along an axis (None: all ranks).
 
         Raises:
             Refused: for an axis that the mesh does not have.
@@ -150,21 +150,21 @@ class Tracer(ABC):
             self._world.count.add(ops - self._counted)
         except Refused as refusal:
             raise refusal.at(self.index, ops) from None
-        self._counted, self._next_count = ops, max(len(self._values), self.handles) + COUNTED
+        self._counted, self._next_count = ops, max(len(self._values), self.handles) + VALUES_PER_COUNT
 
     def _read(self, value: Value, verb: str, layer: int = -1) -> Spec:
-        """Get the spec of a value that may be used here and now.
+        """Return the spec of a value that an op may read now.
 
         Args:
             value: what the program gave.
-            verb, layer: what reads it, for a refusal; a verb of no layer, as the loss, is told by its name alone.
+            verb, layer: the reader, for a refusal; a verb without a layer, such as the loss, goes by its name alone.
         """
         if value.__class__ is not Value or not value.alive or value.rank is not self:
-            self._refuse_value(value, of_layer(verb, layer) if 0 <= layer < self.sizes.layers else verb)
+            self._refuse_value(value, about_layer(verb, layer) if 0 <= layer < self.sizes.layers else verb)
         return value.spec
 
     def _read_all(self, values: Sequence[Value], verb: str, layer: int) -> list[Spec]:
-        """Get the specs of several values, as `_read` does, without a call for each."""
+        """Return the specs of several values, as `_read` does, without a call for each."""
         specs: list[Spec] = []
         for value in values:
             if value.__class__ is not Value or not value.alive or value.rank is not self:
@@ -200,20 +200,20 @@ class Tracer(ABC):
         self.refuse("freed", about, f"{given} ({why})", "keep its key until its last use")
 
     def refuse_to_store(self, kind: Kind, key: Hashable, value: object) -> NoReturn:
-        """Refuse to store what is not a live value of this store's kind."""
+        """Refuse to store an object that is no live value of the store's kind."""
         if isinstance(value, Value) and value.rank is self and value.spec.kind is not kind:
             remedy = f"it belongs into rank.{value.spec.kind.value}, keep it there"
             self.refuse("wrong store", "", f"{kind.value}[{key!r}] was given {value.spec}", remedy)
         self._refuse_value(value, f"{kind.value}[{key!r}]")
 
     def forget_key(self, value: Value) -> None:
-        """Count one key less that names the value; free it with the last."""
+        """Remove one of the keys that name a value, and free the value with its last key."""
         value.keys -= 1
         if not value.keys and value.alive:
             self._free(value)
 
     def _done_with(self, *values: Value) -> None:
-        """Free these values, which an op has read, unless a key names them."""
+        """Free the inputs of an op that no key names."""
         for value in values:
             if not value.keys and value.alive and not value.reading:
                 self._free(value)
@@ -222,12 +222,12 @@ class Tracer(ABC):
         value.alive = False
         for handle in value.reading:
             self.emit_wait(handle)
-        self.ops.append(free_of(value.number))
+        self.ops.append(free_op(value.number))
         self._values[value.number] = value.spec
 
     def _end_in_place(self, value: Value) -> None:
-        """End a value that an update replaces, once nothing reads it any more."""
-        value.alive = False  # first, or the last wait would free it
+        """End a value that an update replaces, after waits for all that still reads it."""
+        value.alive = False  # before the waits, or the last of them would free it
         value.replaced = True
         for handle in value.reading:
             self.emit_wait(handle)
@@ -242,11 +242,11 @@ class Tracer(ABC):
             read.reading += (handle,)
 
     def emit_wait(self, handle: Handle[Any]) -> None:
-        """Put the handle's WAIT on the tape; what it read may now be freed."""
+        """Append a handle's WAIT to the tape. What the communication read may then be freed."""
         handle.waited = True
         number, read = handle.number, handle.read
         del self._outstanding[number]
-        self.ops.append(wait_of(number))
+        self.ops.append(wait_op(number))
         if read is not None:
             reading = read.reading
             read.reading = () if len(reading) == 1 else tuple([other for other in reading if other is not handle])
@@ -254,11 +254,11 @@ class Tracer(ABC):
                 self._done_with(read)
 
     def release(self) -> None:
-        """Let go of the tape and of all values."""
+        """Drop the tape and all values."""
         self.ops, self._values = [], []
 
     def end(self, frozen: int) -> None:
-        """End the step: wait for what is in flight, then free everything but one of each slice that was loaded.
+        """End the step: wait for what is in flight, then free all values but one of each loaded slice.
 
         Args:
             frozen: the layers whose weights stay as they were loaded, as a bit set.

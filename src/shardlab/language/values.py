@@ -1,4 +1,7 @@
-"""The values that a strategy handles, the handles of communications under way, and the stores that keep values."""
+"""Objects that a strategy handles: values, the stores that keep them, and handles of communication in flight.
+
+The last part is about ranks that wait: `Wait` says for whom, and `deadlock_error` makes one sentence of many waits.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from shardlab.language.tape import Op
 
 
 class TracedRank(Protocol):
-    """Interface that values, stores and handles use of the rank that they belong to (see `tracing.Tracer`).
+    """Interface of a rank that its values, stores and handles use (see `tracing.Tracer`).
 
     Attributes:
         index: the rank's number, from 0.
         sizes: the elements and bytes of every value.
         ops: the rank's tape.
-        handles: how many communications the rank has issued.
+        handles: the number of communications that the rank has issued.
     """
 
     index: int
@@ -37,18 +40,18 @@ class TracedRank(Protocol):
 
 
 class Value:
-    """A value on one rank while the program is traced: it knows what it is, and has no data.
+    """Symbol of a value on one rank while the program is traced. It has a spec, and no data.
 
     Attributes:
-        rank, number, spec: where it is, its number there, and what it is.
+        rank, number, spec: its rank, its number there, and what it is.
         keys: how many store keys name it.
-        reading: communications in flight that read it; until they complete it is read-only and stays live.
+        reading: communications in flight that read it. Until they complete it is read-only and stays alive.
         alive: whether ops may use it.
         was_stored: whether a key has named it.
         replaced: whether an update ended it.
-        saved: numbers of what its layer keeps of this activation's forward passes (None: of none yet), by form, which
-            tells with which slices of the layer's parameters each was made.
-        saved_for_weight: number of what `backward_input` leaves for `backward_weight` (-1: nothing).
+        saved: numbers of the values that its layer kept of its forward passes, by form (None: none yet). The form tells
+            with which slices of the layer's parameters the pass was computed.
+        saved_for_weight: number of the value that `backward_input` leaves for `backward_weight` (-1: none).
     """
 
     __slots__ = (
@@ -89,7 +92,7 @@ _new = object.__new__
 
 
 def new_value(rank: TracedRank, number: int, spec: Spec) -> Value:
-    """Make a value; a constructor of the class's own would be called through C, which costs as much again."""
+    """Return a new value. Python would call a constructor through C, which costs as much again."""
     value = _new(Value)
     value.rank, value.number, value.spec = rank, number, spec
     value.keys, value.reading, value.alive = 0, (), True
@@ -99,11 +102,11 @@ def new_value(rank: TracedRank, number: int, spec: Spec) -> Value:
 
 
 class MissingKey(Refused, KeyError):
-    """A key that a store does not have."""
+    """Error about a key that a store does not have."""
 
 
 class Store(MutableMapping[Hashable, Value]):
-    """One of a rank's stores. Two keys may name one value; it is freed when its last key goes."""
+    """One of a rank's stores. Two keys may name one value, which is freed when its last key is deleted."""
 
     def __init__(self, rank: TracedRank, kind: Kind) -> None:
         self._rank = rank
@@ -133,7 +136,7 @@ class Store(MutableMapping[Hashable, Value]):
         ):
             rank.refuse_to_store(self.kind, key, value)
         value.was_stored = True
-        value.keys += 1  # before the old value goes: it may be this one
+        value.keys += 1  # before the old value is released: it may be this one
         old = self._values.get(key)
         if old is not None:
             rank.forget_key(old)
@@ -145,7 +148,7 @@ class Store(MutableMapping[Hashable, Value]):
         self._rank.forget_key(value)
 
     def pop(self, key: Hashable) -> Value:  # pyright: ignore[reportIncompatibleMethodOverride]  # no default
-        """Take a value out for its last use: it lives until the op that uses it ends."""
+        """Remove a value for its last use. It lives until the op that uses it ends."""
         try:
             value = self._values.pop(key)
         except KeyError:
@@ -153,7 +156,7 @@ class Store(MutableMapping[Hashable, Value]):
         value.keys -= 1
         return value
 
-    def __contains__(self, key: object) -> bool:  # without the sentence of a missing key
+    def __contains__(self, key: object) -> bool:  # without building the sentence of a missing key
         return key in self._values
 
     def __iter__(self) -> Iterator[Hashable]:
@@ -173,23 +176,23 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Handle(Generic[Result]):
-    """What a communication call returns at once. `await` it for the result.
+    """Handle of a communication in flight. `await` it for the result.
 
-    That is None for a send and a barrier, and where another rank is the root that alone receives.
+    The result is None for a send and a barrier, and where only the root receives.
 
     Attributes:
         rank, number, op: the rank that issued it, its number there, and the index of its op on the tape.
-        result: what awaiting gives; the value that was read itself, where a root has broadcast it.
+        result: the result; the value itself on the root of a broadcast.
         read: the value that the communication reads until it completes.
-        others: handles that are awaited with this one, since they were issued together.
-        ready: whether everybody needed has issued their part.
-        waited: whether its WAIT stands on the tape.
+        others: handles that are awaited together with this one, since they were issued as one batch.
+        ready: whether all members have issued their parts.
+        waited: whether its WAIT is on the tape.
     """
 
     __slots__ = ("number", "op", "others", "rank", "read", "ready", "result", "waited")
 
     def _begin(self, rank: TracedRank, result: Any, read: Value | None, *, ready: bool = False) -> None:
-        """What each kind of handle begins with; a plain call, where `super` would make an object."""
+        """Set the fields that every kind of handle has. A plain call, since `super` would make an object."""
         self.rank = rank
         self.number = rank.handles
         self.op = len(rank.ops)
@@ -199,10 +202,10 @@ class Handle(Generic[Result]):
         self.ready, self.waited = ready, False
 
     def wait(self) -> Wait:
-        """What this handle waits for, in words."""
+        """Return what this handle waits for."""
         raise AssertionError("every kind of handle says what it waits for")
 
-    def __repr__(self) -> str:  # asyncio shows it when a strategy is awaited by hand
+    def __repr__(self) -> str:  # asyncio prints it if a strategy is awaited by hand
         return f"<{type(self).__name__} of rank {self.rank.index}; only `trace` drives a strategy>"
 
     def __await__(self) -> Generator[Any, None, Result]:
@@ -215,7 +218,7 @@ class Handle(Generic[Result]):
         return self.result
 
     def _await_others(self) -> Generator[Any, None, None]:
-        """Wait until all are ready, then for those that were issued before this one, for it, and for the rest."""
+        """Wait until all are ready, then append their WAITs in the order of issue."""
         for handle in self.others:
             if not handle.ready:
                 yield handle
@@ -225,25 +228,25 @@ class Handle(Generic[Result]):
 
 
 class Wait(NamedTuple):
-    """A rank that cannot go on: the op that it waits in, and the ranks that would have to act."""
+    """Reason why a rank cannot go on: the op in which it waits, and the ranks that would have to act."""
 
     what: str
     blockers: Sequence[int]
 
 
-def deadlock(waits: Mapping[int, Wait]) -> Deadlock:
-    """The refusal of a program whose ranks wait so."""
+def deadlock_error(waits: Mapping[int, Wait]) -> Deadlock:
+    """Return the refusal of a program whose ranks wait for one another."""
     remedy = "let every op come on all of its ranks, and in one order"
-    return Deadlock("deadlock", "deadlock", circle(waits), remedy)
+    return Deadlock("deadlock", "deadlock", chain_of_waits(waits), remedy)
 
 
-def explain(waits: Mapping[int, Wait]) -> str:
-    """The sentence about ranks that wait so."""
-    return f"deadlock: {circle(waits)}."
+def deadlock_sentence(waits: Mapping[int, Wait]) -> str:
+    """Return the sentence about ranks that wait for one another."""
+    return f"deadlock: {chain_of_waits(waits)}."
 
 
-def circle(waits: Mapping[int, Wait]) -> str:
-    """Follow the waits until a rank repeats (a cycle) or one is reached that has ended without the missing op."""
+def chain_of_waits(waits: Mapping[int, Wait]) -> str:
+    """Describe the waits from the first rank on, until a rank repeats (a cycle) or has ended without the missing op."""
     rank = min(waits)
     path: list[int] = []
     while rank in waits and rank not in path:

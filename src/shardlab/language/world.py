@@ -1,4 +1,8 @@
-"""The world that a strategy is traced in, and the loop that drives its ranks."""
+"""Tracing: the world of ranks that run a program together, and the loop that drives them.
+
+`trace` is the entry point. `World.run` starts the strategy once for each rank and resumes the coroutines in turn,
+without an event loop. A rank that awaits a communication is parked until the last member has issued its part.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from shardlab.language.rendezvous import Channels, OpenCollectives
 from shardlab.language.rules.layer_rules import rules_of
 from shardlab.language.sizes import Sizes
 from shardlab.language.tape import Program
-from shardlab.language.values import Handle, deadlock
+from shardlab.language.values import Handle, deadlock_error
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -28,10 +32,26 @@ Strategy = Callable[[Rank], Coroutine[Any, Any, object]]
 """`async def strategy(rank: Rank) -> None`: what one rank does in one optimizer step."""
 
 NO_LOOP = ("no running event loop", "no current event loop")
-"""What asyncio's own functions say (sleep, gather), since ranks are driven without a loop."""
+"""Errors of asyncio's own functions (sleep, gather), since ranks are driven without an event loop."""
 
 CLOSING_TRIES = 100
-"""How many awaits in `finally` clauses are closed one after the other before a program is left as it is."""
+"""How many awaits in `finally` clauses are closed before a program is abandoned."""
+
+
+def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatches: int) -> Program:
+    """Run a strategy once on symbolic values, and return the tapes of all ranks.
+
+    >>> program = trace(fsdp, ranks=4, layers=6, microbatches=4)
+
+    Raises:
+        Refused: at the line of the program that is wrong, or that goes on after `MAX_OPS` ops.
+        Deadlock: when no rank can go on.
+        UserError: for a strategy that is not an async function, or a count below 1.
+    """
+    world = World(ranks, layers, microbatches)
+    program = world.run(strategy)
+    world.release()
+    return program
 
 
 class World:
@@ -51,7 +71,7 @@ class World:
     """
 
     most_ops = MAX_OPS
-    """Ops on all tapes, unless `bounded` says otherwise."""
+    """Ops on all tapes, unless `trace_limits` sets another limit."""
 
     def __init__(
         self,
@@ -86,7 +106,7 @@ class World:
         return [Rank(index, self) for index in range(self.mesh.world)]
 
     def place(self, rank: int) -> int:
-        """Find where a rank stands among those that are traced."""
+        """Return the index of a rank among those that are traced."""
         return rank
 
     def run(self, strategy: Strategy) -> Program:
@@ -111,21 +131,21 @@ class World:
             while self._runnable:
                 self._resume(self._runnable.popleft(), coroutines)
             if self._parked:
-                raise deadlock({handle.rank.index: handle.wait() for handle in self._parked.values()})
+                raise deadlock_error({handle.rank.index: handle.wait() for handle in self._parked.values()})
             return self.finish()
         finally:
             for coroutine in coroutines:
                 _close(coroutine)
 
     def finish(self) -> Program:
-        """Close every rank's tape, once all have ended."""
+        """Close every rank's tape after all programs have ended."""
         frozen = ~self.trained if self.trained else 0
         for rank in self.ranks:
             rank.end(frozen)
         return Program(self.mesh, self.microbatches, self.sizes, [rank.ops for rank in self.ranks])
 
     def release(self) -> None:
-        """Let go of tapes and values: they refer to each other, and would stay until the collector comes."""
+        """Drop tapes and values: they refer to each other, and would stay until the garbage collector runs."""
         for rank in self.ranks:
             rank.release()
 
@@ -156,7 +176,7 @@ class World:
             raise refusal.at(rank.index, len(rank.ops)) from error
         if not isinstance(handle, Handle) or handle.rank is not rank:
             _refuse_awaited(rank)
-        self._parked[index] = handle  # it was not ready, or it would not have been yielded
+        self._parked[index] = handle  # a handle is yielded only if it is not ready
 
     def _wake(self, handle: Handle[Any]) -> None:
         handle.ready = True
@@ -167,40 +187,11 @@ class World:
             self._runnable.append(place)
 
 
-def _refuse_awaited(rank: Rank) -> NoReturn:
-    given = "the program awaited something else than a communication of its own rank"
-    rank.refuse("awaited something else", "", given, "await only those")
-
-
-def _close(coroutine: Coroutine[Any, Any, object]) -> None:
-    """End a program whatever its `finally` clauses do: the error to report is the one that ended the trace."""
-    for _ in range(CLOSING_TRIES):
-        with suppress(Exception):  # also "coroutine ignored GeneratorExit": it awaits again, close it there
-            coroutine.close()
-            return
-
-
-def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatches: int) -> Program:
-    """Run a strategy once on symbolic values, and get the tapes of all ranks.
-
-    >>> program = trace(fsdp, ranks=4, layers=6, microbatches=4)
-
-    Raises:
-        Refused: at the line of the program that is wrong, or that goes on after `bounds.MAX_OPS` ops.
-        Deadlock: when no rank can go on.
-        UserError: for a strategy that is not an async function, or a count below 1.
-    """
-    world = World(ranks, layers, microbatches)
-    program = world.run(strategy)
-    world.release()
-    return program
-
-
 @contextmanager
 def gc_paused() -> Generator[None, None, None]:
-    """Pause the garbage collector: tracing only makes objects that stay, and walking them again would cost a third.
+    """Pause the garbage collector, which would take a third of the time: the objects that tracing makes all stay.
 
-    At the end they count as old, or the collector would walk them all at once.
+    At the end they count as old. Otherwise the collector would walk all of them at once.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -211,3 +202,16 @@ def gc_paused() -> Generator[None, None, None]:
             gc.freeze()
             gc.unfreeze()
             gc.enable()
+
+
+def _refuse_awaited(rank: Rank) -> NoReturn:
+    given = "the program awaited something else than a communication of its own rank"
+    rank.refuse("awaited something else", "", given, "await only those")
+
+
+def _close(coroutine: Coroutine[Any, Any, object]) -> None:
+    """Close a coroutine whatever its `finally` clauses do: the error to report is the one that ended the trace."""
+    for _ in range(CLOSING_TRIES):
+        with suppress(Exception):  # also "coroutine ignored GeneratorExit": it awaits again, so close it again
+            coroutine.close()
+            return

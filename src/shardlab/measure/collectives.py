@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.common.fields import TICK
+from shardlab.common.fields import SHORTEST_SECONDS
 from shardlab.execute.transport.collectives import (
     all_gather,
     all_reduce,
@@ -445,8 +445,8 @@ class Clock:
         marks, self._marks = self._marks, []
         if self._cuda:
             torch.cuda.synchronize()
-            return [max(TICK, first.elapsed_time(second) / 1000) for first, second in pairwise(marks)]
-        return [max(TICK, second - first) for first, second in pairwise(marks)]
+            return [max(SHORTEST_SECONDS, first.elapsed_time(second) / 1000) for first, second in pairwise(marks)]
+        return [max(SHORTEST_SECONDS, second - first) for first, second in pairwise(marks)]
 
     def seconds(self, run: Callable[[], Any], iterations: int) -> float:
         """Seconds of one call, as the mean over so many, one after the other."""
@@ -459,7 +459,7 @@ class Clock:
 
 def iterations_for(seconds: float, budget: float, at_least: int = 5, at_most: int = 2000) -> int:
     """How many calls of so many seconds fill a budget of seconds."""
-    return max(at_least, min(at_most, int(budget / max(seconds, TICK))))
+    return max(at_least, min(at_most, int(budget / max(seconds, SHORTEST_SECONDS))))
 
 
 def batches(iterations: int, count: int) -> Sequence[int]:

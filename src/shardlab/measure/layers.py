@@ -17,7 +17,7 @@ from torch import Tensor
 from shardlab.execute import Executor, Settings
 from shardlab.execute.kernel_choice import choose_products
 from shardlab.language import Op, OpKind
-from shardlab.language.precision import precision_in
+from shardlab.language.precision import precision_for_dtype
 from shardlab.measure.collectives import Clock, MeasuringRanks, iterations_for
 from shardlab.measure.fits import MEASURED, MICROBATCHES, LayerPoint, PeakPoint, Shape, Subject, append, subjects
 from shardlab.measure.progress import Progress
@@ -170,7 +170,7 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
     model, device, clock = subject.model, crowd.world.device, Clock(crowd.world.device)
     drawn = Batches(Corpus.open((), model.seq_len), model.seq_len, subject.rows, MICROBATCHES, seed=0)
     batches = KnownTokens(drawn, model.vocab_size)
-    settings = Settings(precision=precision_in(subject.dtype), device=device)
+    settings = Settings(precision=precision_for_dtype(subject.dtype), device=device)
     executor = Executor(subject.checked(), 0, model, batches, settings)
     executor.instructions = [clock.mark, *(_with_mark(run, clock) for run in executor.instructions)]
     tape, shapes = executor.state.tape, executor.state.shapes

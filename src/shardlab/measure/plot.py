@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from shardlab.common.files import whole_file
+from shardlab.common.files import atomic_file
 from shardlab.common.text import size_text
 from shardlab.draw.canvas import style
 from shardlab.measure.fits import CollectivePoint, LayerPoint, PeakPoint, Point, fit_lines
@@ -75,7 +75,7 @@ def save_figure(figure: Figure, path: Path) -> None:
     replace
     it.
     """
-    with whole_file(path) as part:
+    with atomic_file(path) as part:
         figure.savefig(part, format=path.suffix[1:], metadata={"Creator": "shardlab"})
 
 

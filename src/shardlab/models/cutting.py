@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from shardlab.common.errors import UserError
 from shardlab.language.mesh import Mesh
-from shardlab.language.pass_names import want_half_blocks
+from shardlab.language.pass_names import require_half_blocks
 from shardlab.language.rules.layer_graph import Layer
 from shardlab.language.sizes import Sizes
 from shardlab.models.architectures import MLP, MoE
@@ -307,7 +307,7 @@ def cut_for(
     Raises:
         UserError: when the model does not divide, or the program is not written for the layers that this makes.
     """
-    want_half_blocks(tiles, planned=planned or mesh.tp > 1)
+    require_half_blocks(tiles, planned=planned or mesh.tp > 1)
     if mesh.ep > 1 and not isinstance(model, MoE):
         raise UserError(
             f"the mesh has ep {mesh.ep}, which cuts mixtures of experts, but {type(model).__name__} has none; "

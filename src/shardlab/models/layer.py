@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shardlab.common.errors import UserError
 from shardlab.language.rules.kinds import Kind
-from shardlab.language.rules.layer_graph import ORDER, carried_of, crossing, is_attention
+from shardlab.language.rules.layer_graph import PORT_ORDER, boundaries, carried_tensors, is_attention
 from shardlab.models.layout import Kernel, LayerLayout, Parameter
 from shardlab.models.primitives import RECOMPUTED_FROM, Add, Linear, Primitive, Step
 
@@ -50,12 +50,12 @@ class Run:
     @cached_property
     def carried_inputs(self) -> dict[Kind, tuple[str, ...]]:
         """The tensors that it is given beside the activation, by the kind of value in which they come."""
-        return carried_of(self.inputs)
+        return carried_tensors(self.inputs)
 
     @cached_property
     def carried_outputs(self) -> dict[Kind, tuple[str, ...]]:
         """The tensors that it makes for others beside the activation, by the kind of value in which they go."""
-        return {} if self.attend else carried_of(self.outputs)
+        return {} if self.attend else carried_tensors(self.outputs)
 
     @cached_property
     def slices(self) -> int:
@@ -229,7 +229,7 @@ def runs(steps: Sequence[Step], breaks: Sequence[int]) -> list[Run]:
     """The layers between `breaks`, numbers of steps that begin a layer; an attention alone between two is no layer."""
     parts = [tuple(steps[start:stop]) for start, stop in pairwise([0, *breaks, len(steps)])]
     found: list[Run] = []
-    crossed = crossing([[(step.primitive.reads, step.primitive.makes) for step in part] for part in parts])
+    crossed = boundaries([[(step.primitive.reads, step.primitive.makes) for step in part] for part in parts])
     for part, (taken, given) in zip(parts, crossed, strict=True):
         if is_attention([step.primitive.reads for step in part]):
             found[-1] = replace(found[-1], attend=part[0])
@@ -323,10 +323,10 @@ def want_carried(layers: Sequence[Run]) -> None:
     """
     for run in layers:
         for tensor in run.inputs:
-            if tensor not in ORDER:
+            if tensor not in PORT_ORDER:
                 raise UserError(
                     f"{run.steps[0].place} reads {tensor}, which is made in an earlier layer, where the model is cut "
-                    f"so; only {', '.join(ORDER)} go from layer to layer: read {tensor} where it is made"
+                    f"so; only {', '.join(PORT_ORDER)} go from layer to layer: read {tensor} where it is made"
                 )
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from shardlab.common.errors import UserError
 from shardlab.language.rules.kinds import Kind
-from shardlab.language.rules.layer_graph import Layer, Written, layers_of
+from shardlab.language.rules.layer_graph import Layer, LayerDefinition, build_layers
 from shardlab.language.sizes import Sizes
 from shardlab.models.attention import Attend
 from shardlab.models.layer import Run, runs
@@ -187,12 +187,12 @@ class Model(ABC):
     @cached_property
     def signatures(self) -> tuple[Layer, ...]:
         """What each layer takes and makes."""
-        written: list[Written] = []
+        written: list[LayerDefinition] = []
         for run in self.runs:
             written.append((run.name, [step.primitive.node for step in run.steps], run.cut))
             if run.attend is not None:
                 written.append(("attention", [run.attend.primitive.node], ()))
-        return layers_of(written, tied=bool(self.borrowed(self.layers - 1)) and self.layers > 1)
+        return build_layers(written, tied=bool(self.borrowed(self.layers - 1)) and self.layers > 1)
 
     @property
     def block_bounds(self) -> tuple[int, ...]:

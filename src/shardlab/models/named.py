@@ -12,9 +12,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
-from shardlab.common.errors import UserError, nearest, unknown
-from shardlab.common.files import packaged, read_file
-from shardlab.common.user_code import file_and_name, member, module_of, running
+from shardlab.common.errors import UserError, suggest_name, unknown_name
+from shardlab.common.files import load_table, read_file
+from shardlab.common.user_code import file_and_name, find_member, load_module, reporting_errors_of
 from shardlab.models.architectures import GPT, MLP, Llama, Mixtral, MoE
 from shardlab.models.layer import want_carried, want_sound
 from shardlab.models.model import Blocks
@@ -62,7 +62,7 @@ def find_model(name: str) -> Blocks:
         written = {field: value for field, value in _table()[low].items() if field != "source"}
         return with_written(ARCHITECTURES[written.pop("model")](), written, low)
     known = [*ARCHITECTURES, *published]
-    raise unknown("model", name, known, ", path/to/file.py:NAME and files that end in .toml")
+    raise unknown_name("model", name, known, ", path/to/file.py:NAME and files that end in .toml")
 
 
 def unsized(name: str, model: Blocks) -> set[str]:
@@ -96,7 +96,7 @@ def with_fields(model: Blocks, changes: Mapping[str, Any], source: str) -> Block
     for name in changes:
         if name not in known:
             raise UserError(
-                f"{source}: a model of this kind ({type(model).__name__}) has no {name}; {nearest(name, known)}"
+                f"{source}: a model of this kind ({type(model).__name__}) has no {name}; {suggest_name(name, known)}"
             )
     return replace(model, **changes)
 
@@ -122,7 +122,7 @@ def with_written(model: Blocks, written: Mapping[str, Any], source: str) -> Bloc
 
 def _from_python(path: Path, name: str) -> Blocks:
     """A subclass of `Blocks`, or a model, of a user's file; tried on one block, so that mistakes are told here."""
-    found = member(module_of(path), path, name, ("model", "models"), _is_own)
+    found = find_member(load_module(path), path, name, ("model", "models"), _is_own)
     if not _is_model(found):
         raise UserError(
             f"{name} in {path} is not a model; write it as a subclass of shardlab.models.Blocks, or as an object of one"
@@ -131,7 +131,7 @@ def _from_python(path: Path, name: str) -> Blocks:
         raise UserError(f"{name} in {path} does not say its {', '.join(missing)}; define that as GPT does")
     if isinstance(found, type) and (without := [each.name for each in fields(found) if each.default is MISSING]):
         raise UserError(f"{name} in {path} has no default for {', '.join(without)}; every field of a model has one")
-    with running(path):
+    with reporting_errors_of(path):
         model = found() if isinstance(found, type) else found
         one = replace(model, layers=1)
         want_sound(one.steps)
@@ -180,7 +180,7 @@ def _from_toml(path: Path) -> Blocks:
 @cache
 def _table() -> dict[str, dict[str, Any]]:
     """The published models, as they are written down."""
-    return packaged("models/named.toml")
+    return load_table("models/named.toml")
 
 
 # Names of files of weights: one, or several and their index, as transformers has them.

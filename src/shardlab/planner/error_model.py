@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from shardlab.common.errors import UserError
-from shardlab.common.files import packaged
+from shardlab.common.files import load_table
 from shardlab.language.rules.kinds import counted
 from shardlab.planner.alternatives import TELLING
 from shardlab.planner.bounds.layers import Array
@@ -336,7 +336,7 @@ def known_errors() -> tuple[RunErrors, ...]:
     """Return the errors of every recipe on every device with published runs."""
     return tuple(
         RunErrors((row["recipe"],), row["device"], row["runs"], row["mean"], row["worst"])
-        for row in packaged("planner/errors.toml")["error"]
+        for row in load_table("planner/errors.toml")["error"]
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.common.text import bytes_text, room_text, seconds_text
+from shardlab.common.text import bytes_text, memory_text, seconds_text
 from shardlab.language import Kind, Mesh
 from shardlab.language.rules.kinds import counted
 from shardlab.planner.alternatives import Topic, alternative_text
@@ -42,7 +42,7 @@ def _state(choice: PlanChoice) -> list[str]:
     lines = [
         f"{many} parameters in {precision.name}: weights {bytes_text(weights, 1)}, gradients "
         f"{bytes_text(gradients, 1)}, {problem.optimizer}'s state {bytes_text(optimizer, 1)}; together "
-        f"{bytes_text(whole, 1)}, {than} the {room_text(room)} of a device"
+        f"{bytes_text(whole, 1)}, {than} the {memory_text(room)} of a device"
     ]
     if devices > 1:
         options = {

@@ -16,7 +16,7 @@ from dataclasses import replace
 from importlib import import_module
 from pkgutil import iter_modules
 
-from shardlab.common.errors import unknown
+from shardlab.common.errors import unknown_name
 from shardlab.language import Mesh, UserError
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import DECLARED, Preset, StrategyEntry, preset
@@ -150,7 +150,7 @@ def find(name: str) -> StrategyEntry:
     """
     if (spelled := name.replace("_", "-")) in STRATEGIES:
         return STRATEGIES[spelled]
-    raise unknown("strategy", name, STRATEGIES, " and path/to/file.py:function")
+    raise unknown_name("strategy", name, STRATEGIES, " and path/to/file.py:function")
 
 
 for module in iter_modules(__path__):

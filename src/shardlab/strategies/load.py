@@ -6,7 +6,7 @@ import inspect
 from dataclasses import replace
 from pathlib import Path
 
-from shardlab.common.user_code import file_and_name, member, module_of
+from shardlab.common.user_code import file_and_name, find_member, load_module
 from shardlab.language import UserError
 from shardlab.strategies import find
 from shardlab.strategies.plan.plan import UNNAMED, Plan
@@ -34,8 +34,8 @@ def load(name: str | Plan, passes: str | None = None) -> StrategyEntry:
 
 
 def _from_file(name: str, path: Path, function: str) -> StrategyEntry:
-    module = module_of(path)
-    program = member(module, path, function, ("function", "async functions"), inspect.iscoroutinefunction)
+    module = load_module(path)
+    program = find_member(module, path, function, ("function", "async functions"), inspect.iscoroutinefunction)
     if not inspect.iscoroutinefunction(program):
         raise UserError(f"{function} in {path} is not a strategy; write it as `async def {function}(rank): ...`")
     mesh = getattr(module, f"{function}_mesh", data_parallel_mesh)

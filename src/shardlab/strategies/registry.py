@@ -12,7 +12,7 @@ from typing import cast
 
 from shardlab.common.user_code import require_ops
 from shardlab.language import Mesh, Rank, Sizes, Strategy, UserError
-from shardlab.language.pass_names import named_passes, tiles_of, want_half_blocks
+from shardlab.language.pass_names import named_passes, require_half_blocks, tiles_of
 from shardlab.language.rules.kinds import counted
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
@@ -140,7 +140,7 @@ class StrategyEntry:
         """
         layers = self.default_layers(ranks) if layers is None else layers
         plan, mesh, tiles = self.plan and self.plan(ranks), self.grid(ranks), self.tiles_on(ranks)
-        want_half_blocks(tiles, planned=plan is not None or mesh.tp > 1)
+        require_half_blocks(tiles, planned=plan is not None or mesh.tp > 1)
         if self.columns:
             return Sizes.columns(layers)
         if plan is not None and plan.attention_apart:

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.check import Checked, drifts_of
-from shardlab.check.replicas import COMPARED, Replica, Result, replicas_of, results_of
+from shardlab.check.replicas import COMPARED, OpResult, Replica, replicas_of, results_of
 from shardlab.common.errors import UserError
 from shardlab.execute import Executor, Sampler
 from shardlab.execute.state import State
 from shardlab.execute.update_ops import Instruction
 from shardlab.language import Holds, OpKind
-from shardlab.language.rules.kinds import common
+from shardlab.language.rules.kinds import in_equal_pieces
 from shardlab.train.faults import rank_names
 from shardlab.train.steps import Callback, Training
 
@@ -72,7 +72,7 @@ class Audit:
         self._results = results_of(checked)
         self._signs: dict[int, Tensor] = {}  # by length of a result
         self._recorded: list[tuple[float, float]] = []
-        mine: dict[int, list[Result]] = defaultdict(list)
+        mine: dict[int, list[OpResult]] = defaultdict(list)
         for result in self._results[executor.state.rank]:
             mine[result.op].append(result)
         plain = enumerate(zip(executor.state.tape, executor.instructions, strict=True))
@@ -136,7 +136,7 @@ class Audit:
         dist.all_gather(everyone, mine)
         return [each.cpu() for each in everyone]
 
-    def _recording(self, instruction: Instruction, results: Sequence[Result]) -> Instruction:
+    def _recording(self, instruction: Instruction, results: Sequence[OpResult]) -> Instruction:
         def run() -> None:
             instruction()
             for result in results:
@@ -162,7 +162,7 @@ def copy_of(state: State, replica: Replica) -> Tensor:
     parts: list[tuple[int, Tensor]] = []
     for key in state.analysis.kept.loaded.values():
         if key[0] == layer:
-            mine, wanted = common(key[1], missing)
+            mine, wanted = in_equal_pieces(key[1], missing)
             shared = Holds(mine.mask & wanted.mask, mine.of)
             missing = Holds(wanted.mask & ~mine.mask, mine.of)
             starts = [start for start, _ in state.shapes.ranges(layer, shared)]

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from shardlab.common.errors import UserError
-from shardlab.common.fields import interval
-from shardlab.common.files import anchored, read_file
+from shardlab.common.fields import split_interval
+from shardlab.common.files import path_from_here, read_file
 from shardlab.common.user_code import file_and_name
 from shardlab.execute import Executor
 from shardlab.execute.kernel_choice import rows_of
@@ -93,7 +93,7 @@ class Saver(Callback):
         self._run = run
         self._batches = batches
         self._disk = disk or Disk()
-        self._steps, self._seconds = interval(run.config.saving.save_every)
+        self._steps, self._seconds = split_interval(run.config.saving.save_every)
         self._snapshot: Snapshot | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None  # of this rank's file
@@ -528,15 +528,15 @@ class ResumedRun:
         saved = file_source(self.checkpoint.folder / CONFIG)
         folder, sections = self.checkpoint.state.get("folder"), {**saved.sections}
         sections["data"] = {
-            name: tuple(anchored(each, folder) for each in value) if name == "data" else value
+            name: tuple(path_from_here(each, folder) for each in value) if name == "data" else value
             for name, value in saved.sections["data"].items()
         }
         for section, name in (("model", "model"), ("plan", "strategy")):
             value = saved.sections[section].get(name)
             if value is not None and (file_and_name(value)[0] is not None or value.endswith(".toml")):
-                sections[section] = {**saved.sections[section], name: anchored(value, folder)}
+                sections[section] = {**saved.sections[section], name: path_from_here(value, folder)}
         if (init := saved.sections["train"].get("init")) is not None:
-            sections["train"] = {**saved.sections["train"], "init": Path(anchored(str(init), folder))}
+            sections["train"] = {**saved.sections["train"], "init": Path(path_from_here(str(init), folder))}
         return ConfigSource(saved.name, sections)
 
 

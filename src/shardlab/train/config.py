@@ -20,9 +20,9 @@ from shardlab.common.fields import (
     AMOUNT,
     COUNT,
     DURATION,
-    EVERY,
     FOLDER,
     INTEGER,
+    INTERVAL,
     SPAN,
     SWITCH,
     TEXTS,
@@ -166,7 +166,7 @@ class LoggingConfig:
 class SavingConfig:
     """Checkpoints of a run."""
 
-    save_every: Annotated[int | str | None, EVERY] = None
+    save_every: Annotated[int | str | None, INTERVAL] = None
     """Save a checkpoint every N steps, or at intervals of time such as 30s, 10m or 2h. Every run also saves one after
     its last step, and when it is interrupted."""
 

@@ -14,9 +14,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from shardlab.common.errors import UserError, find, nearest
-from shardlab.common.fields import as_text, field_types, of_file
-from shardlab.common.files import packaged, read_file
+from shardlab.common.errors import UserError, find_by_name, suggest_name
+from shardlab.common.fields import as_text, field_types, value_from_file
+from shardlab.common.files import load_table, read_file
 from shardlab.models import Blocks
 from shardlab.models.model import count_parameters
 from shardlab.models.named import find_model, sources, unsized, with_written
@@ -46,7 +46,7 @@ def preset_source(name: str) -> ConfigSource:
     Raises:
         UserError: if there is none of this name; the nearest name is suggested.
     """
-    tables = dict(find(packaged("train/presets.toml"), name, "preset"))
+    tables = dict(find_by_name(load_table("train/presets.toml"), name, "preset"))
     tables.pop("source")
     return ConfigSource(name, _parse_sections(tables))
 
@@ -70,7 +70,7 @@ def _parse_sections(tables: Mapping[str, Any]) -> Sections:
     sections: dict[str, dict[str, Any]] = {}
     for section, table in tables.items():
         if section not in known:
-            raise UserError(f"a configuration has no section {section}; {nearest(section, known)}")
+            raise UserError(f"a configuration has no section {section}; {suggest_name(section, known)}")
         if not isinstance(table, dict):
             raise UserError(f"{section} is {table!r}; write a table, [{section}], and its fields below it")
         values = cast(dict[str, Any], table)
@@ -87,7 +87,7 @@ def _parse_sections(tables: Mapping[str, Any]) -> Sections:
 def _value(section: str, name: str, value: Any) -> Any:
     types = field_types(SECTIONS[section])
     _require_known(section, name, types)
-    parsed = of_file(types[name], value)
+    parsed = value_from_file(types[name], value)
     if wanted := types[name].wanted(parsed):
         raise UserError(f"{name} is {as_text(parsed)}; give {wanted}")
     return parsed
@@ -95,7 +95,7 @@ def _value(section: str, name: str, value: Any) -> Any:
 
 def _require_known(section: str, name: str, known: Sequence[str] | Mapping[str, Any]) -> None:
     if name not in known:
-        raise UserError(f"[{section}] has no {name}; {nearest(name, known)}")
+        raise UserError(f"[{section}] has no {name}; {suggest_name(name, known)}")
 
 
 def effective_sources(sources: Sequence[ConfigSource], section: str) -> Sequence[ConfigSource]:

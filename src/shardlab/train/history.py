@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from shardlab.common.files import PART, read_file, write_whole
+from shardlab.common.files import PART_SUFFIX, read_file, write_atomically
 from shardlab.language import UserError
 from shardlab.language.rules.kinds import counted
 from shardlab.models.named import weights_at
@@ -72,7 +72,7 @@ def note_end(out: Path, how: End, before: int | None, why: str = "", validation:
             return
         ended = {"how": how, "at": datetime.now(UTC).isoformat(timespec="seconds"), "why": why}
         ended |= {} if validation is None else {VALIDATION: validation}
-        write_whole(path, json.dumps({**json.loads(path.read_text()), "ended": ended}, indent=1) + "\n")
+        write_atomically(path, json.dumps({**json.loads(path.read_text()), "ended": ended}, indent=1) + "\n")
 
 
 def has_finished(out: Path) -> bool:
@@ -221,7 +221,7 @@ def _in_use(path: Path) -> bool:
 
 def remove_incomplete(out: Path) -> None:
     """Remove the incomplete files and checkpoints that a killed run has left, and nothing that others put there."""
-    for part in out.glob(f"*{PART}"):
+    for part in out.glob(f"*{PART_SUFFIX}"):
         part.unlink(missing_ok=True)
     for part in (out / CHECKPOINTS).glob("*"):
         if _UNFINISHED.fullmatch(part.name):

@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Any
 
 from shardlab.check import Checked, check
-from shardlab.common.user_code import bounded, file_and_name
+from shardlab.common.user_code import file_and_name, trace_limits
 from shardlab.language import Kind, Sizes, UserError, trace
-from shardlab.language.pass_names import want_norm
+from shardlab.language.pass_names import needs_norm
 from shardlab.language.precision import Optimizer, Precision, find_precision
 from shardlab.models import Blocks, Model, cut_for
 from shardlab.models.named import find_model, name_of, with_fields
@@ -91,7 +91,7 @@ class Job:
     @cached_property
     def _checked(self) -> Checked:
         entry = self.entry
-        unbounded = bounded(sys.maxsize, math.inf)  # the command has traced it within bounds already
+        unbounded = trace_limits(sys.maxsize, math.inf)  # the command has traced it within bounds already
         with unbounded, contextlib.redirect_stdout(sys.stderr):  # stdout is the command's, whatever the program prints
             checked = check(trace(entry.program, entry.grid(self.ranks), self.sizes, self.microbatches))
         return apply_passes(checked, entry.passes_on(self.ranks))
@@ -116,7 +116,7 @@ class Job:
         """Number of elements of the program's values."""
         numbers, entry = self.numbers, self.entry
         elements = self.cut.sizes(self.micro_batch_size, numbers.bytes(Kind.ACTIVATION))
-        clips = want_norm(entry.passes_on(self.ranks))
+        clips = needs_norm(entry.passes_on(self.ranks))
         sizes = numbers.sizes(elements, self.optimizer, ema=self.ema is not None, clips=clips)
         return entry.plan(self.ranks).counted(sizes) if entry.plan else sizes
 

@@ -23,7 +23,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from shardlab.check import Checked
-from shardlab.common.files import whole_file, write_whole
+from shardlab.common.files import atomic_file, write_atomically
 from shardlab.draw import save_timeline
 from shardlab.language import UserError
 from shardlab.simulate.timeline import simulate
@@ -118,9 +118,9 @@ class OutputFolder:
             UserError: if they cannot be written.
         """
         with writing(self.path / "run.json") as path:
-            write_whole(path, json.dumps(record, indent=1) + "\n")
+            write_atomically(path, json.dumps(record, indent=1) + "\n")
         with writing(self.path / "config.toml") as path:
-            write_whole(path, config)
+            write_atomically(path, config)
         with writing(self.path / "strategy.svg") as path:
             save_timeline(simulate(checked), path, f"{name}: one optimizer step")
         for file, content in tokenizer.files().items():
@@ -180,7 +180,7 @@ class OutputFolder:
         axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
         axes.grid(alpha=0.3)
         axes.legend()
-        with self._noted("loss.svg") as path, whole_file(path) as part:
+        with self._noted("loss.svg") as path, atomic_file(path) as part:
             figure.savefig(part, format="svg")
 
     def close(self) -> None:

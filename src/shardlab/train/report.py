@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from matplotlib.figure import Figure
 
-from shardlab.common.files import whole_file, write_whole
+from shardlab.common.files import atomic_file, write_atomically
 from shardlab.language import UserError
 from shardlab.language.rules.kinds import counted
 from shardlab.train.config import LoggingConfig
@@ -45,7 +45,7 @@ def write_report(run: TrainingRun, summary: Summary, predicted: float | str) -> 
     with writing(run.out / PLOTS) as path:
         draw_runs({run.job.title: records}, path, summary.warm_up)
     with writing(run.out / "report.md") as path:
-        write_whole(path, _text(run, summary, predicted, records))
+        write_atomically(path, _text(run, summary, predicted, records))
 
 
 def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: list[dict[str, Any]]) -> str:
@@ -176,7 +176,7 @@ def draw_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, warm_
         axes.grid(alpha=0.3)
     if several:
         grid[0][0].legend()
-    with whole_file(path) as part:
+    with atomic_file(path) as part:
         figure.savefig(part, format=path.suffix[1:], metadata={"Creator": "shardlab"})
 
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.common.fields import TICK
+from shardlab.common.fields import SHORTEST_SECONDS
 from shardlab.execute.state import State
 from shardlab.language import UserError
 from shardlab.language.rules.kinds import listed
@@ -287,7 +287,7 @@ class Training:
         began, self._ended = self._ended, time.perf_counter()
         messages = [callback.message() for callback in self.callbacks]
         rows = torch.zeros(2 + len(RANK_FIGURES) + len(messages), self.run.config.plan.ranks, dtype=loss.dtype)
-        column = [_non_finite_code(loss, state), state.squared_norm, max(self._ended - began, TICK)]
+        column = [_non_finite_code(loss, state), state.squared_norm, max(self._ended - began, SHORTEST_SECONDS)]
         rows[:, rank] = torch.tensor([*column, *measured, *messages])
         requests = torch.tensor([self._stop.asked, self._stop.warned], dtype=loss.dtype)
         sums = torch.cat([loss, *(to_device(device, each) for each in (requests, rows.flatten()))])

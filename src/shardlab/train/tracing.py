@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardlab.check import Checked
-from shardlab.check.in_place import Kept
+from shardlab.check.in_place import KeptWeights
 from shardlab.draw.trace_events import save_trace_events
 from shardlab.execute import Executor, Settings
 from shardlab.execute.recording import ComputeClock, OpTimer, clock_offset, step_with_memory
@@ -294,7 +294,7 @@ def _kept_slices(
     kept: list[set[tuple[OpKind, int, Holds, str]]] = []
     for tape, specs in zip(checked.program.tapes, checked.specs, strict=True):
         gathers = () if carried else {op.outputs[0] for op in tape if op.kind is OpKind.ALL_GATHER}
-        gathered = {key for number, key in Kept(tape, specs).final.items() if number in gathers}
+        gathered = {key for number, key in KeptWeights(tape, specs).final.items() if number in gathers}
         forms = [(op.kind, specs[op.outputs[KEPT_RESULTS[op.kind]]].form) for op in tape if op.kind in KEPT_RESULTS]
         alone = [(kind, form) for kind, form in forms if (form.layer, form.holds) not in gathered]
         kept.append({(kind, form.layer, form.holds, form.place) for kind, form in alone})

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.common.errors import UserError
-from shardlab.common.files import PART
+from shardlab.common.files import PART_SUFFIX
 from shardlab.execute.collect import averaged_weights, gather_layer
 from shardlab.execute.settings import torch_dtype
 from shardlab.execute.state import State
@@ -46,7 +46,7 @@ class PartialFile:
     """
 
     def __init__(self, path: Path, beginning: bytes) -> None:
-        self.path, self._at = path, path.with_name(path.name + PART)
+        self.path, self._at = path, path.with_name(path.name + PART_SUFFIX)
         self._error: OSError | None = None
         self._file: FileIO | None = None
         try:

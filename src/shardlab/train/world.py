@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardlab.check import Checked
-from shardlab.common.files import PART
+from shardlab.common.files import PART_SUFFIX
 from shardlab.execute.requirements import gpu_count
 from shardlab.language import Mesh
 from shardlab.language.rules.kinds import counted, listed
@@ -144,7 +144,7 @@ def ranks_without_folder(folder: Path, patience: float) -> str:
         A sentence with the ranks and their hosts; empty if every rank sees the folder.
     """
     token, rank = [secrets.token_hex(8)], dist.get_rank()
-    mark = folder / f"seen-by-all{PART}"
+    mark = folder / f"seen-by-all{PART_SUFFIX}"
     if rank == 0:
         mark.write_text(token[0])
     dist.broadcast_object_list(token, 0)  # after this, the file is written

@@ -34,7 +34,7 @@ from shardlab.execute.transport.neighbours import Neighbours
 from shardlab.execute.transport.shared_collectives import PendingWork
 from shardlab.language import Group, Mesh, Op, OpKind, Program, Sizes, UserError
 from shardlab.language.mesh import group_among
-from shardlab.language.pass_names import BY_MESSAGES
+from shardlab.language.pass_names import MOST_BYTES_BY_MESSAGES
 from tests.support.ranks import Ranks
 
 World = Callable[[int], Ranks]
@@ -66,7 +66,7 @@ def exchanged(rank: int, size: int) -> tuple[Tensor, Tensor]:
 def summed(rank: int, size: int) -> list[Tensor]:
     """Two small sums that are under way at once, and one that is too large for messages."""
     group: Any = dist.new_group(list(range(size)))
-    large = torch.full((BY_MESSAGES // 4 + 1,), float(rank))
+    large = torch.full((MOST_BYTES_BY_MESSAGES // 4 + 1,), float(rank))
     given = [_given(rank, size)[0], 2 * _given(rank, size)[0], large, torch.empty(0)]
     works = [all_reduce(each, dist.ReduceOp.SUM, group) for each in given]
     for work in works:

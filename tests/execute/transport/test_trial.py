@@ -9,7 +9,7 @@ import torch
 
 from shardlab.execute.transport.trial import ACTS, BARRIER, Numbers, Shown, show_rank
 from shardlab.language import Holds, Kind, OpKind, Reduction, Sizes, Spec
-from shardlab.language.collective_calls import Call, collective, values_of
+from shardlab.language.collective_calls import Call, collective_results, value_counts
 from shardlab.language.ops import ROOTED
 from shardlab.language.rules.kinds import WHOLE, bits
 from shardlab.language.rules.layer_rules import rules_of
@@ -54,8 +54,8 @@ BY_RULE = [*ROOTS, OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER]
 def test_what_is_shown_is_what_the_rules_say(ranks: World, kind: OpKind, count: int) -> None:
     root = count - 1
     call = Call(kind, root if kind in ROOTED else -1)
-    given = [spec_of(kind, rank, count) if values_of(call, rank)[0] else None for rank in range(count)]
-    received = list(collective(call, given, range(count), rules_of(Sizes.puzzle(1).signatures, Space(count))))
+    given = [spec_of(kind, rank, count) if value_counts(call, rank)[0] else None for rank in range(count)]
+    received = list(collective_results(call, given, range(count), rules_of(Sizes.puzzle(1).signatures, Space(count))))
     if kind is OpKind.BROADCAST:
         received[root] = given[root]  # it has it already
     found = shown(ranks, count, kind.value, root=root)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from shardlab.common.errors import About
 from shardlab.language import Kind, OpKind, Sizes, Spec
-from shardlab.language.collective_calls import Call, collective
+from shardlab.language.collective_calls import Call, collective_results
 from shardlab.language.rules import arithmetic
-from shardlab.language.rules.attention import attend, attend_backward, pattern, work
+from shardlab.language.rules.attention import attend, attend_backward, split_cells, work
 from shardlab.language.rules.kinds import bits, mask_of
 from shardlab.language.rules.layer_rules import rules_of
 from shardlab.language.rules.spec import KEY, Space, Term, form_of
@@ -111,7 +111,7 @@ def test_gathered_chunks_gradients_come_home_as_they_were_gathered(dealt: tuple[
     slices, ranks = dealt
     members, rules = range(len(ranks)), rules_of(Sizes.context_blocks(1).signatures, Space(2, slices))
     chunks = [spec(Kind.KEYS_VALUES, mine, slices) for mine in ranks]
-    gathered = collective(Call(OpKind.ALL_GATHER), chunks, members, rules)
+    gathered = collective_results(Call(OpKind.ALL_GATHER), chunks, members, rules)
     given_: list[Spec] = []
     for mine, keys in zip(ranks, gathered, strict=True):
         assert keys is not None
@@ -119,12 +119,12 @@ def test_gathered_chunks_gradients_come_home_as_they_were_gathered(dealt: tuple[
         gradient = spec(Kind.GRAD_ACTIVATION, mine, slices, LAYER + 1)
         given_.append(attend_backward(LAYER, spec(Kind.QUERIES, mine, slices), keys, whole, gradient)[1])
     if len(ranks) > 1:
-        home = collective(Call(OpKind.REDUCE_SCATTER), given_, members, rules)
+        home = collective_results(Call(OpKind.REDUCE_SCATTER), given_, members, rules)
         assert home == [spec(Kind.GRAD_KEYS_VALUES, mine, slices) for mine in ranks]
         term = given_[0].form.term
         assert term is not None
         with refuses("counted twice", layer=2, doubled=tuple(bits(term.bits))):
-            collective(Call(OpKind.REDUCE_SCATTER), given_[:1] * 2, [0, 1], rules)
+            collective_results(Call(OpKind.REDUCE_SCATTER), given_[:1] * 2, [0, 1], rules)
 
 
 def test_a_chunk_that_was_met_twice_is_named() -> None:
@@ -141,14 +141,14 @@ def test_what_queries_have_met_is_no_term_over_ranks() -> None:
     part = attend(LAYER, spec(Kind.QUERIES, {0, 3}, 4), spec(Kind.KEYS_VALUES, {1, 2}, 4))
     rules = rules_of(Sizes.context_blocks(1).signatures, Space(2, 4))
     with refuses("merged terms", layer=3):
-        collective(Call(OpKind.ALL_REDUCE), [part, part], [0, 1], rules)
+        collective_results(Call(OpKind.ALL_REDUCE), [part, part], [0, 1], rules)
 
 
 @given(deals())
 def test_a_pattern_is_the_slices_that_every_microbatch_has(dealt: tuple[int, list[set[int]]]) -> None:
     slices, (mine, *_) = dealt
     cells = mask_of(m * slices + s for m in (0, 2) for s in mine)
-    assert pattern(cells, slices) == (0b101, mask_of(mine))
+    assert split_cells(cells, slices) == (0b101, mask_of(mine))
     if len(mine) < slices:
         other = next(s for s in range(slices) if s not in mine)
-        assert pattern(cells | 1 << other, slices) == (0b101, -1)
+        assert split_cells(cells | 1 << other, slices) == (0b101, -1)

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from shardlab.common.errors import About
 from shardlab.language import Holds, Kind, OpKind, Refused, Sizes, Spec
-from shardlab.language.collective_calls import Call, collective
+from shardlab.language.collective_calls import Call, collective_results
 from shardlab.language.rules import collectives
 from shardlab.language.rules.kinds import WHOLE as WHOLE_imported
 from shardlab.language.rules.kinds import mask_of
-from shardlab.language.rules.layer_graph import Node, layers_of
+from shardlab.language.rules.layer_graph import Node, build_layers
 from shardlab.language.rules.layer_rules import Rules, rules_of
 from shardlab.language.rules.spec import KEY, Space, Term, form_of
 from tests.language.rules.toys import Refusals, Toy, is_refused, shard
@@ -59,12 +59,12 @@ def test_all_gather_of_rows_remembers_whose_they_were() -> None:
     for first, second in ((0b01, 0b10), (0b10, 0b01), (0b1001, 0b0110)):
         made = meet(GATHER, activation(first), activation(second))
         assert made == [activation(first | second)._replace(joined=((first, ()), (second, ())))] * 2
-        assert collectives.deal(made[0], 2) == [(first, ()), (second, ())]
+        assert collectives.divide_cells(made[0], 2) == [(first, ()), (second, ())]
 
 
 def test_rows_that_nobody_put_together_are_dealt_in_even_runs() -> None:
-    assert collectives.deal(activation(0b1111), 2) == [(0b0011, ()), (0b1100, ())]
-    assert collectives.deal(activation(0b0111), 2) is None
+    assert collectives.divide_cells(activation(0b1111), 2) == [(0b0011, ()), (0b1100, ())]
+    assert collectives.divide_cells(activation(0b0111), 2) is None
 
 
 def test_all_reduce_unites_sums() -> None:
@@ -234,7 +234,7 @@ def buffers(
 
 
 def exchanged(specs: list[Spec], of: int = 2) -> list[Spec]:
-    made = collective(Call(OpKind.ALL_TO_ALL), specs, range(len(specs)), rules(of))
+    made = collective_results(Call(OpKind.ALL_TO_ALL), specs, range(len(specs)), rules(of))
     return [spec for spec in made if spec is not None]
 
 
@@ -306,12 +306,12 @@ def test_what_no_all_to_all_can_exchange_is_refused(given_: list[Spec], said: To
 @pytest.mark.parametrize("kind", [OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER])
 def test_experts_buffers_are_never_summed(kind: OpKind) -> None:
     with refuses("no term", layer=1):
-        collective(Call(kind), [buffers({0}, 1), buffers({0}, 2)], range(2), rules())
+        collective_results(Call(kind), [buffers({0}, 1), buffers({0}, 2)], range(2), rules())
 
 
 def test_experts_buffers_are_never_gathered() -> None:
     with refuses("not gathered", layer=1):
-        collective(Call(OpKind.ALL_GATHER), [buffers({0}, 1), buffers({0}, 2)], range(2), rules())
+        collective_results(Call(OpKind.ALL_GATHER), [buffers({0}, 1), buffers({0}, 2)], range(2), rules())
 
 
 def summed(term: int, *, over: tuple[str, ...] = ("ffn",)) -> list[Spec]:
@@ -342,7 +342,7 @@ def test_what_has_met_some_keys_alone_is_not_exchanged() -> None:
 def test_without_experts_there_is_nothing_to_exchange() -> None:
     whole = [Spec(form_of(Kind.ACTIVATION, 1, 0, Space(STEP)), 1 << m) for m in range(2)]
     with refuses("not exchanged", layer=1):
-        collective(Call(OpKind.ALL_TO_ALL), whole, range(2), rules_of(Sizes.puzzle(4).signatures, Space(STEP)))
+        collective_results(Call(OpKind.ALL_TO_ALL), whole, range(2), rules_of(Sizes.puzzle(4).signatures, Space(STEP)))
 
 
 def test_buffers_of_some_experts_for_all_are_as_many_as_of_all_experts_for_some() -> None:
@@ -360,7 +360,7 @@ FFN, WIDTH = 2, 3
 CUT = ("ffn", "width")
 UP = Node("linear", {"x": "width"}, {"x": "ffn"}, {"w": "ffn width"})
 DOWN = Node("linear", {"x": "ffn"}, {"x": "width"}, {"w": "width ffn"})
-SIGNATURES = layers_of([("up", (UP,), CUT), ("down", (DOWN,), CUT)])
+SIGNATURES = build_layers([("up", (UP,), CUT), ("down", (DOWN,), CUT)])
 SPACE = Space(1, 1, (("ffn", FFN), ("width", WIDTH)))
 RULES = rules_of(SIGNATURES, SPACE)
 RANKS = list(product(range(FFN), range(WIDTH)))
@@ -421,7 +421,9 @@ def reduced(values: dict[tuple[int, int], Held], along: str) -> dict[tuple[int, 
     axis, made = CUT.index(along), dict[tuple[int, int], Held]()
     for place in range(WIDTH if axis == 0 else FFN):
         members = [rank for rank in RANKS if rank[1 - axis] == place]
-        specs = collective(Call(OpKind.ALL_REDUCE), [values[rank].spec for rank in members], range(len(members)), RULES)
+        specs = collective_results(
+            Call(OpKind.ALL_REDUCE), [values[rank].spec for rank in members], range(len(members)), RULES
+        )
         total = sum((values[rank].data for rank in members), np.zeros((), np.int64))
         for rank, spec in zip(members, specs, strict=True):
             assert spec is not None

@@ -14,12 +14,12 @@ from shardlab.language.rules.kinds import (
     WHOLE,
     Holds,
     bits,
-    common,
     counted,
+    in_equal_pieces,
     listed,
     mask_of,
     microbatches_text,
-    repeated,
+    repeat_pattern,
 )
 
 FINEST = 2520
@@ -60,7 +60,7 @@ def test_same_is_equality_of_slices(a: Holds, b: Holds) -> None:
 
 @given(some_holds(), some_holds())
 def test_common_counts_both_in_pieces_of_one_size(a: Holds, b: Holds) -> None:
-    mine, theirs = common(a, b)
+    mine, theirs = in_equal_pieces(a, b)
     assert mine.of == theirs.of
     assert points(mine) == points(a)
     assert points(theirs) == points(b)
@@ -105,7 +105,7 @@ def test_the_whole_splits_into_the_shards_that_load_weights_gives(parts: int) ->
     assert list(WHOLE.split(parts)) == [Holds(1 << shard, parts) for shard in range(parts)]
 
 
-@pytest.mark.parametrize("compare", [Holds.contains, Holds.same, common])
+@pytest.mark.parametrize("compare", [Holds.contains, Holds.same, in_equal_pieces])
 def test_slices_of_coprime_numbers_are_counted_together_as_far_as_memory_goes(
     compare: Callable[[Holds, Holds], object],
 ) -> None:
@@ -158,7 +158,7 @@ def test_a_negative_bit_set_has_no_numbers_and_can_be_said() -> None:
 
 
 def test_a_repeated_pattern_ends_where_it_is_told_to() -> None:
-    assert repeated(0b01, 2, 7) == 0b1010101
+    assert repeat_pattern(0b01, 2, 7) == 0b1010101
 
 
 def test_one_is_singular_and_all_else_plural() -> None:

@@ -13,7 +13,7 @@ from shardlab.language import Kind, Mesh, OpKind, Sizes, Spec
 from shardlab.language.rules import layer_graph, optimizer_step
 from shardlab.language.rules.collectives import slice_of
 from shardlab.language.rules.kinds import INDICES, WHOLE, Holds
-from shardlab.language.rules.layer_graph import Held, Layer, Node, layers_of
+from shardlab.language.rules.layer_graph import Extent, Layer, Node, build_layers
 from shardlab.language.rules.layer_rules import GRADIENT_OF, LayerRules
 from shardlab.language.rules.spec import Space, Term, form_of
 from shardlab.models import GPT, MLP, MoE, cut
@@ -81,13 +81,13 @@ def test_gradients_of_inputs_are_what_the_transposed_layer_makes(layer: Layer, c
     pieces, mask = cut
     inputs, _, gradients, made = passes(layer, pieces, mask)
     other, space = transposed(layer), space_of(pieces)
-    given = {port.tensor: Held(dict(spec.form.slices)) for spec, port in zip(gradients, other.inputs, strict=True)}
+    given = {port.tensor: Extent(dict(spec.form.slices)) for spec, port in zip(gradients, other.inputs, strict=True)}
     held = layer_graph.forward(other, given, {index: mask for index in layer.cut if mask != space.full(index)}, space)
     for read, gradient, port in zip(inputs, made, other.outputs, strict=True):
         assert gradient.kind is GRADIENT_OF[read.kind]
         assert gradient.layer == read.layer
         assert gradient.form.slices == read.form.slices, "a gradient lies as its value does"
-        assert held[port.tensor] == Held(dict(gradient.form.slices), gradient.form.term)
+        assert held[port.tensor] == Extent(dict(gradient.form.slices), gradient.form.term)
 
 
 @given(some_layers, some_pieces)
@@ -112,7 +112,7 @@ def test_every_slice_of_the_weight_is_held_or_summed_on_either_side(layer: Layer
 def test_a_term_reaches_no_primitive_that_adds_a_gradient_of_its_own() -> None:
     x, up = Node("own", {"x": "width"}, {"x": "width"}), Node("up", {"x": "width"}, {"x": "ffn"}, {"w": "ffn width"})
     for affine in (False, True):
-        (layer,) = layers_of([("toy", (replace(x, affine=affine), up), ("ffn",))])
+        (layer,) = build_layers([("toy", (replace(x, affine=affine), up), ("ffn",))])
         if affine:
             with refuses("missing pieces", layer=0, missing=(1,)):
                 passes(layer, 2, 0b01)

@@ -24,10 +24,10 @@ from shardlab.language.rules.spec import (
     flat_of_pieces,
     flat_slices,
     form_of,
+    fraction_held,
     microbatches_of,
     missing_text,
     pieces_of_flat,
-    share_of,
     summed_text,
     whole_sequences,
 )
@@ -122,10 +122,10 @@ def test_whole_sequences_are_those_of_which_no_slice_is_missing(count: int, slic
 
 
 def test_a_slice_takes_its_share_and_so_does_a_term() -> None:
-    assert share_of(spec_of(Kind.ACTIVATION, 0, 1).form) == 1
-    assert share_of(of_slices(Kind.ACTIVATION, 1, "ffn", 0b01).form) == Fraction(1, 2)
-    assert share_of(term_of(Kind.ACTIVATION, 1, Term(("ffn",), 0b10)).form) == Fraction(1, 2)
-    assert share_of(term_of(Kind.ACTIVATION, 1, Term(KEY, 0b1), SEQUENCES).form) == 1
+    assert fraction_held(spec_of(Kind.ACTIVATION, 0, 1).form) == 1
+    assert fraction_held(of_slices(Kind.ACTIVATION, 1, "ffn", 0b01).form) == Fraction(1, 2)
+    assert fraction_held(term_of(Kind.ACTIVATION, 1, Term(("ffn",), 0b10)).form) == Fraction(1, 2)
+    assert fraction_held(term_of(Kind.ACTIVATION, 1, Term(KEY, 0b1), SEQUENCES).form) == 1
 
 
 @st.composite

@@ -8,9 +8,9 @@ from functools import cached_property
 
 from shardlab.common.errors import Refused
 from shardlab.language import Holds, Kind, Mesh, OpKind, Reduction, Sizes, Spec
-from shardlab.language.collective_calls import Call, collective
+from shardlab.language.collective_calls import Call, collective_results
 from shardlab.language.rules.kinds import WHOLE
-from shardlab.language.rules.layer_graph import Layer, Node, Written, layers_of
+from shardlab.language.rules.layer_graph import Layer, LayerDefinition, Node, build_layers
 from shardlab.language.rules.layer_rules import LayerRules, Rules, rules_of
 from shardlab.language.rules.spec import Space, Term, form_of
 from tests.support.refusing import Told, refusal_of, tells
@@ -76,18 +76,18 @@ class Toy:
 
     def meet(self, kind: OpKind, *members: Spec, ranks: Sequence[int] = ()) -> list[Spec]:
         """What each member of a collective receives."""
-        made = collective(Call(kind), members, ranks or range(len(members)), self.rules)
+        made = collective_results(Call(kind), members, ranks or range(len(members)), self.rules)
         return [spec for spec in made if spec is not None]
 
 
 def matrices(sorts: Sequence[str]) -> tuple[Layer, ...]:
     """Layers that are one matrix each, cut along what it makes (`column`) or along what it reads (`row`)."""
-    written: list[Written] = []
+    written: list[LayerDefinition] = []
     for l, sort in enumerate(sorts):
         read, made = ("width", "ffn") if l % 2 == 0 else ("ffn", "width")
         node = Node(sort, {"x": read}, {"x": made}, {"w": f"{made} {read}"}, takes_own=sort == "column")
         written.append((sort, [node], (made if sort == "column" else read,)))
-    return layers_of(written)
+    return build_layers(written)
 
 
 def shard(n: int, of: int) -> Holds:

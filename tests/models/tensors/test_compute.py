@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardlab.language.rules import layer_graph
 from shardlab.language.rules.kinds import INDICES, WHOLE, Holds
-from shardlab.language.rules.layer_graph import Held, Layer
+from shardlab.language.rules.layer_graph import Extent, Layer
 from shardlab.language.rules.spec import Space
 from shardlab.models.attention import Attend
 from shardlab.models.primitives import Add, Embed, Primitive
@@ -60,7 +60,7 @@ class Slices:
         default_factory=dict[str, tuple[Tensor, list[tuple[int, Tensor]]]]
     )
 
-    def add(self, number: int, held: Held, name: str, indices: str, mine: Tensor, expected: Tensor) -> None:
+    def add(self, number: int, held: Extent, name: str, indices: str, mine: Tensor, expected: Tensor) -> None:
         """A piece that is held is that piece of the whole; a term is kept."""
         assert held.slices == ({self.index: 1 << number} if self.index in indices.split() else {})
         piece = self.whole.piece(name, expected, indices, self.index, number, self.of)
@@ -88,7 +88,7 @@ class Slices:
         experts = Holds(1 << number, of) if index == "expert" else WHOLE
         made = made_by(primitive, own, given, Share({index: (number, of)}, experts=experts))
         cut = {index: 1 << number} if parameters or index in primitive.deals else {}
-        reads = {name: Held({index: 1 << number} if index in its.split() else {}) for name, its in node.reads.items()}
+        reads = {name: Extent({index: 1 << number} if index in its.split() else {}) for name, its in node.reads.items()}
         held = layer_graph.forward(layer, reads, cut, space)
         for name, its in primitive.node.makes.items():
             self.add(number, held[f"made {name}"], f"made {name}", its, made[name].detach(), whole.made[name].detach())
@@ -97,7 +97,7 @@ class Slices:
             for name, y in whole.above.items()
         }
         below, of_weights = layer_graph.backward(
-            layer, held, {name: Held(held[name].slices) for name in node.makes}, cut, space
+            layer, held, {name: Extent(held[name].slices) for name in node.makes}, cut, space
         )
         assert of_weights is None
         found = gradients(made, above, given | own)

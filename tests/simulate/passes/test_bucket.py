@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardlab.check import Checked, check
-from shardlab.check.buffers import ALIGNMENT, Arena, RoomBytes, arenas_of, rooms_of
+from shardlab.check.buffers import ALIGNMENT, Arena, BufferBytes, arenas_of, buffers_of
 from shardlab.check.in_place import InPlace
 from shardlab.common.errors import Refused
 from shardlab.language import Op, OpKind, Program, trace
@@ -63,7 +63,7 @@ def test_nothing_in_an_arena_is_written_over_before_it_is_read_for_the_last_time
     is_right(after.program)
     assert [memory.peak for memory in memory_in_bytes(after)] <= [memory.peak for memory in memory_in_bytes(before)]
     for rank, tape in enumerate(after.program.tapes):
-        size = RoomBytes(after.program, after.specs)
+        size = BufferBytes(after.program, after.specs)
         bytes_of = {op.outputs[0]: size(after.specs[rank][op.outputs[0]]) for op in tape if op.offset >= 0}
         for number, writer in reads(tape, bytes_of):
             assert number == writer, f"value {number} lies where {writer} has been written since"
@@ -98,7 +98,7 @@ def test_an_arena_is_as_large_as_what_lies_there_at_its_fullest(name: str) -> No
     """Within 5 %: best fit is no proof of the least, but the least is what it finds."""
     before = check(built_in(name))
     after = with_arena(before)
-    size = RoomBytes(after.program, after.specs)
+    size = BufferBytes(after.program, after.specs)
     for rank, found in enumerate(arenas_of(after.program, after.specs)):
         live = most_at_once(found, size, after, rank)
         assert live <= found.bytes <= 1.05 * live
@@ -106,11 +106,11 @@ def test_an_arena_is_as_large_as_what_lies_there_at_its_fullest(name: str) -> No
         assert new.peak <= old.peak
 
 
-def most_at_once(found: Arena, size: RoomBytes, of: Checked, rank: int) -> int:
+def most_at_once(found: Arena, size: BufferBytes, of: Checked, rank: int) -> int:
     live = [0] * (len(of.program.tapes[rank]) + 1)
-    for room, _ in found.rooms:
+    for room, _ in found.buffers:
         for at in range(room.begin, room.end):
-            live[at] += size.of(room, of.specs[rank])
+            live[at] += size.total(room, of.specs[rank])
     return max(live)
 
 
@@ -129,18 +129,18 @@ def test_all_that_takes_turns_lies_at_one_offset() -> None:
 def test_what_would_lie_beside_activations_that_are_gone_by_then_stays_where_it_is() -> None:
     """Data parallelism has its gradients when activations are gone: an arena of both would hold both all the time."""
     before = of_model("ddp", LONG)
-    rooms = rooms_of(before.program.tapes[0], before.specs[0], before.program.sizes)
+    rooms = buffers_of(before.program.tapes[0], before.specs[0], before.program.sizes)
     (found, _) = arenas_of(with_arena(before).program, before.specs)
-    assert len(found.rooms) < len(rooms) == MODEL.layers
+    assert len(found.buffers) < len(rooms) == MODEL.layers
 
 
 def test_gradients_that_are_reduced_together_lie_side_by_side() -> None:
     after = run_named(of_model("ddp"), "bucket=1,arena")[-1].checked
     (found, _) = arenas_of(after.program, after.specs)
-    (room,) = [room for room, _ in found.rooms]
+    (room,) = [room for room, _ in found.buffers]
     assert len(room.values) == MODEL.layers
     offsets = {op.outputs[0]: op.offset for op in after.program.tapes[0] if op.offset >= 0}
-    size = RoomBytes(after.program, after.specs)
+    size = BufferBytes(after.program, after.specs)
     lengths = [size(after.specs[0][number]) for number in room.values]
     assert [offsets[number] for number in room.values] == [sum(lengths[:n]) for n in range(len(lengths))]
 
@@ -168,7 +168,7 @@ def test_rooms_that_overlap_are_refused(mutants: Callable[[list[Op], Random], It
     for name in ("fsdp", "zero-3", "1f1b", "zb-h1"):
         after = with_arena(of_model(name))
         tape = after.program.tapes[0]
-        size = RoomBytes(after.program, after.specs)
+        size = BufferBytes(after.program, after.specs)
         bytes_of = {op.outputs[0]: size(after.specs[0][op.outputs[0]]) for op in tape if op.offset >= 0}
         for mutant in mutants(tape, Random(name)):
             refusal = refused_as(replace(after.program, tapes=[mutant, *after.program.tapes[1:]]))

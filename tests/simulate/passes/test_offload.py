@@ -14,7 +14,7 @@ from shardlab.check import check
 from shardlab.cli.plan_options import checked as traced
 from shardlab.common.errors import UserError
 from shardlab.language import OpKind
-from shardlab.language.pass_names import Homes, with_offload
+from shardlab.language.pass_names import OffloadTargets, with_offload
 from shardlab.simulate.passes import Goal, run_named
 from shardlab.simulate.passes.offload import offload
 from shardlab.simulate.timeline.memory import peak_elsewhere
@@ -27,7 +27,7 @@ from tests.support.random_programs import random_program, random_shape
 from tests.support.thorough import examples
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-EVERYTHING = Homes("host", "host", "host", "host")
+EVERYTHING = OffloadTargets("host", "host", "host", "host")
 
 
 @settings(max_examples=examples(25))
@@ -36,7 +36,9 @@ def test_every_program_with_anything_elsewhere_is_right(seed: int) -> None:
     random = Random(seed)
     program = check(random_program(random_shape(seed)) if seed % 2 else random_plan(seed, ranks=4).program)
     places = ("", "host", "disk")
-    homes = Homes(random.choice(places), random.choice(places), random.choice(("", "host")), random.choice(places))  # pyright: ignore[reportArgumentType]
+    homes = OffloadTargets(
+        random.choice(places), random.choice(places), random.choice(("", "host")), random.choice(places)
+    )  # pyright: ignore[reportArgumentType]
     is_right(replace(program.program, tapes=offload(program, homes)))
 
 
@@ -58,7 +60,7 @@ def test_what_a_program_keeps_elsewhere_by_itself_stays_there(words: str) -> Non
     """The rest goes where it is to go: here activations are all that is on the device."""
     entry = load(f"{EXAMPLES}/offload.py:offload")
     program = traced(entry, 4, 4, 4)
-    away = is_right(replace(program.program, tapes=offload(program, Homes.of([words]))))
+    away = is_right(replace(program.program, tapes=offload(program, OffloadTargets.parse([words]))))
     moved = {kind for tape in away.program.tapes for kind in [op.kind for op in tape if op.place == "disk"]}
     assert moved == ({OpKind.OFFLOAD} if words == "activations=disk" else set())
     assert (away.program == program.program) == (words != "activations=disk")

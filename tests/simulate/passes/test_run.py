@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardlab.check import Checked, check
 from shardlab.common.errors import UserError
 from shardlab.language import Program, Strategy
-from shardlab.language.pass_names import ONLY_NAMED, PASS_NAMES, Ahead, named_passes
+from shardlab.language.pass_names import ONLY_NAMED, PASS_NAMES, EarlyStart, named_passes
 from shardlab.models import GPT, MoE
 from shardlab.simulate.passes import PASSES, Goal, find_passes, helpful_names, run_named, run_passes
 from shardlab.strategies.ddp import ddp
@@ -85,7 +85,7 @@ def test_where_memory_has_no_room_for_all_that_may_start_early_the_rest_does(str
     within = found[-1]
     assert freely.end < within.end < before.end
     assert within.peak == before.peak
-    assert isinstance(within.setting, Ahead)
+    assert isinstance(within.setting, EarlyStart)
     assert within.setting.but
     assert run_named(late, helpful_names(found))[-1].checked.program == within.checked.program
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardlab.check import Checked, check
 from shardlab.language import OpKind, UserError, trace
 from shardlab.language.ops import COMMUNICATION
-from shardlab.language.tape import MemoryRecord, Moments, RankRecord, StepRecord
+from shardlab.language.tape import MemoryRecord, OpTimes, RankRecord, StepRecord
 from shardlab.simulate.timeline import simulate
 from shardlab.simulate.timeline.measured import compare, measured, read_trace, write_rank, write_trace
 from shardlab.simulate.timeline.timeline import covered, rank_times
@@ -30,11 +30,11 @@ def step_as_simulated(checked: Checked, rank: int, begin: float, times: float = 
         event = events.get(at)
         if op.kind in COMMUNICATION and event is not None:
             over[op.handle] = event.end
-            step.ops[at] = Moments(begin + times * clock, begin + times * clock, begin + times * event.end)
+            step.ops[at] = OpTimes(begin + times * clock, begin + times * clock, begin + times * event.end)
             continue
         start = clock if event is None else event.start
         clock = max(start, over.get(op.handle, 0.0)) if event is None else event.end
-        step.ops[at] = Moments(begin + times * start, begin + times * clock)
+        step.ops[at] = OpTimes(begin + times * start, begin + times * clock)
     return step
 
 

@@ -19,7 +19,7 @@ from tyro.conf import subcommand
 from shardlab.cli.bench.strategies import BenchStrategies
 from shardlab.cli.console import print_json, print_path, stdout_console
 from shardlab.cli.options import Count, Flag, NewFile, OptionalCount, check_new_file, writing
-from shardlab.common.errors import unknown
+from shardlab.common.errors import unknown_name
 from shardlab.common.text import parse_size, sizes_between
 from shardlab.language import UserError
 from shardlab.measure.fits import KINDS
@@ -27,6 +27,7 @@ from shardlab.starting import INTERRUPTED
 
 if TYPE_CHECKING:
     from shardlab.measure.fits import Point
+
 
 PLOTS = (".svg", ".png", ".pdf")
 """Formats of a plot. Files of each carry the mark by which Shardlab recognizes them."""
@@ -201,7 +202,7 @@ class BenchCollectives(Measuring):
         check_new_file("--plot", self.plot, "collectives.svg", force=self.force)
         for kind in self.kinds:
             if kind not in KINDS:
-                raise unknown("collective", kind, KINDS)
+                raise unknown_name("collective", kind, KINDS)
         ranks = self.ranks or max(2, default_ranks())
         if ranks < 2:
             raise UserError("one rank has no other rank to communicate with; give --ranks 2 or more")
@@ -243,7 +244,7 @@ class BenchCompute(Measuring):
         check_new_file("--plot", self.plot, "compute.svg", force=self.force)
         for dtype in self.dtype:
             if dtype not in DTYPES:
-                raise unknown("dtype that can be measured", dtype, DTYPES)
+                raise unknown_name("dtype that can be measured", dtype, DTYPES)
         small = [width for width in self.widths if width < 8]
         if small:
             raise UserError(f"a width of {small[0]} is too small for a model with heads; give 8 or more")

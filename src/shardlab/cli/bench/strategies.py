@@ -19,8 +19,8 @@ import tyro
 
 from shardlab.cli.console import print_json, print_path, stdout_console
 from shardlab.cli.options import Count, Flag, writing
-from shardlab.common.errors import find
-from shardlab.common.files import whole_file
+from shardlab.common.errors import find_by_name
+from shardlab.common.files import atomic_file
 from shardlab.language import Refused, UserError
 from shardlab.language.rules.kinds import counted
 from shardlab.starting import INTERRUPTED
@@ -66,7 +66,7 @@ class BenchStrategies:
         from shardlab.measure.side_by_side.results import SIZES, PairRow, as_json, find_pairs
 
         pairs = find_pairs(self.only, self.passes)
-        sizes = [find(SIZES, name, "size") for name in self.sizes] or list(SIZES.values())
+        sizes = [find_by_name(SIZES, name, "size") for name in self.sizes] or list(SIZES.values())
         self._check()
         load, interrupted = os.getloadavg()[0], False
         rows: list[PairRow | PassesRow] = []
@@ -165,7 +165,7 @@ class BenchStrategies:
         name = "passes.json" if self.each_pass else "strategies.json"
         files = [folder / name, *((folder / f"strategies.{end}") for end in ("svg", "png") if panels)]
         with writing("--out", folder):
-            with whole_file(files[0]) as part:
+            with atomic_file(files[0]) as part:
                 part.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
             if panels:
                 plot_strategies(panels, files[1:])

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from shardlab.cli.console import INDENT, print_fact, print_figures, print_path, table_of
 from shardlab.cli.plan.measure import expected_error_text, measured_as_json, print_measured
-from shardlab.common.text import bytes_text, room_text, seconds_text, share_text, unit_of
+from shardlab.common.text import byte_unit, bytes_text, memory_text, percent_text, seconds_text
 from shardlab.language.rules.kinds import counted
 from shardlab.planner.alternatives import TELLING, alternative_text
 from shardlab.planner.choose import EQUAL, NOTABLE
@@ -276,11 +276,11 @@ def figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
     problem, best = choice.problem, choice.best
     workload, memory = problem.workload(best.candidate), best.forecast.memory
     device_memory, shares = problem.cluster.device.memory, choice.answer.shares
-    speed, remark = problem.tokens / best.seconds, f"of {room_text(device_memory)} on the fullest device"
+    speed, remark = problem.tokens / best.seconds, f"of {memory_text(device_memory)} on the fullest device"
     return [
         ("step time", seconds_text(best.seconds), str(shares or choice.unknown)),
         ("tokens/s", f"{speed:,.0f}", f"{speed / problem.cluster.size:,.0f} on each device"),
-        ("MFU", share_text(workload.mfu(best.seconds)), f"of {problem.cluster.device.name}'s peak"),
+        ("MFU", percent_text(workload.mfu(best.seconds)), f"of {problem.cluster.device.name}'s peak"),
         ("memory", bytes_text(memory.total), "; ".join(filter(None, (remark, uncounted_memory(workload))))),
     ]
 
@@ -292,7 +292,7 @@ def memory_bar(choice: PlanChoice) -> str:
     shares = sorted(peak.by_category.items(), key=lambda item: -item[1])
     shares.append(("beyond tensors", max(0, int(memory.total - peak.bytes))))
     bar = "".join(SIGNS.get(name, "+") * round(bytes / device_memory * BAR) for name, bytes in shares)[:BAR]
-    _, size = unit_of(peak.bytes)
+    _, size = byte_unit(peak.bytes)
     words = [f"{SIGNS.get(name, '+')} {name} {bytes / size:,.1f}" for name, bytes in shares if bytes >= 0.05 * size]
     return f"[{bar:·<{BAR}}] {', '.join(words)}"
 

@@ -20,7 +20,7 @@ from shardlab.cli.console import print_fact, print_figures, print_path, stdout_c
 from shardlab.cli.options import DEFAULT_BATCH, BatchRequest
 from shardlab.cli.plan_options import PlanOptions, as_recipe_does, checked, cluster_called, precision_of, recipe_called
 from shardlab.cli.simulate.terminal_timeline import print_timeline
-from shardlab.common.text import bytes_text, room_text, seconds_text, share_text, unit_of
+from shardlab.common.text import byte_unit, bytes_text, memory_text, percent_text, seconds_text
 from shardlab.common.user_code import max_ops
 from shardlab.language import AXES, Mesh, Sizes, UserError
 from shardlab.language.precision import Optimizer
@@ -357,7 +357,7 @@ def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
     return [
         ("step time", seconds_text(step), ""),
         ("tokens/s", f"{speed:,.0f}", f"{speed / workload.mesh.world:,.0f} on each device"),
-        ("MFU", share_text(workload.mfu(step)), f"of {device.name}'s {workload.precision.compute} peak"),
+        ("MFU", percent_text(workload.mfu(step)), f"of {device.name}'s {workload.precision.compute} peak"),
         ("compute", f"{estimate.compute_share:.1%}", "of the step, the mean over ranks"),
         ("exposed", f"{estimate.exposed_share:.1%}", "compute waits for communication: " + _exposed_text(result)),
         ("bubble", f"{estimate.bubble_share:.1%}", "a rank waits for others, or has ended"),
@@ -366,7 +366,7 @@ def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
         (
             "memory held",
             bytes_text(held.total),
-            "; ".join(filter(None, (f"of {room_text(device.memory)}: {parts}", uncounted_memory(workload)))),
+            "; ".join(filter(None, (f"of {memory_text(device.memory)}: {parts}", uncounted_memory(workload)))),
         ),
     ]
 
@@ -374,7 +374,7 @@ def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
 def _parts_text(all: float, parts: Mapping[str, float]) -> str:
     """Return the parts of memory, largest first, in the unit of the whole. Parts that would be shown as 0 are left
     out."""
-    _, size = unit_of(all)
+    _, size = byte_unit(all)
     shares = sorted(parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{part} {bytes / size:,.2f}" for part, bytes in shares if bytes >= 0.005 * size)
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardlab.cli.console import stdout_console
-from shardlab.common.text import moment_text
+from shardlab.common.text import axis_time_text
 from shardlab.language import OpKind
 from shardlab.language.ops import BOOKKEEPING, COMMUNICATION, HUES
 from shardlab.language.rules.kinds import counted
@@ -411,7 +411,7 @@ def _parts_text(timeline: Timeline, steady: SteadyState | None) -> str:
 
 def _time_text(timeline: Timeline, moment: float, length: float) -> str:
     """Return a time as text, with as many digits as a segment of this length needs."""
-    return moment_text(moment, timeline.end, length) if timeline.in_seconds else f"{moment:.6g}"
+    return axis_time_text(moment, timeline.end, length) if timeline.in_seconds else f"{moment:.6g}"
 
 
 def _row(shares: Shares) -> Text:

@@ -21,7 +21,7 @@ from shardlab.cli.train.this_machine import require_free_memory
 from shardlab.common.user_code import file_and_name
 from shardlab.execute.optimizers.settings import OptimizerConfig, want_scalable
 from shardlab.language import Op, OpKind, Refused, UserError, World
-from shardlab.language.pass_names import want_norm
+from shardlab.language.pass_names import needs_norm
 from shardlab.simulate.passes import apply_passes
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.registry import StrategyEntry
@@ -50,7 +50,7 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> C
     ):
         lacking = f"the gradient norm, which {entry.name} does not compute"
         plan = "take fsdp or a plan, such as zero-3"
-        instead = plan if want_norm(entry.passes_on(job.ranks)) else "leave out the pass update-early"
+        instead = plan if needs_norm(entry.passes_on(job.ranks)) else "leave out the pass update-early"
         raise UserError(f"--clip {clip} limits {lacking}; {instead}, or --clip none")
     launched = find_launch_environment(os.environ)
     if launched is None:
@@ -86,7 +86,7 @@ def line_lookup(entry: StrategyEntry, job: Job) -> LineOf:
     @cache
     def traced() -> tuple[Retrace, list[dict[Op, int]], list[list[Op]]]:
         retrace = Retrace(entry.program, str(path), World(entry.grid(job.ranks), job.sizes, job.microbatches))
-        numbers = [{_without_pass_fields(op): number for number, op in enumerate(ops)} for ops in retrace.written]
+        numbers = [{_without_pass_fields(op): number for number, op in enumerate(ops)} for ops in retrace.tapes]
         return retrace, numbers, job.checked().program.tapes
 
     def line(rank: int, at: int) -> str:

@@ -18,7 +18,7 @@ from shardlab.cli.passes import useless_offload
 from shardlab.cli.plan_options import checked
 from shardlab.cli.train.this_machine import choose_on_first_rank, cluster_here, workload_of
 from shardlab.common.errors import Refused, UserError
-from shardlab.language.pass_names import UNSAID, named_passes
+from shardlab.language.pass_names import DEFAULT_PASSES, named_passes
 from shardlab.simulate.passes import GAIN, helpful_names
 from shardlab.strategies.registry import StrategyEntry
 from shardlab.train.config_sources import ConfigSource, merge_fields, origin_of
@@ -71,7 +71,7 @@ def settle_passes(
 def config_with_allowed_passes(entry: StrategyEntry, config: TrainingConfig) -> TrainingConfig:
     """Return the configuration with the passes from which a run chooses, which are all passes if none are named."""
     plan = config.plan
-    entry = entry.rewritten(plan.ranks, entry.passes_on(plan.ranks, UNSAID))
+    entry = entry.rewritten(plan.ranks, entry.passes_on(plan.ranks, DEFAULT_PASSES))
     return replace(config, plan=replace(plan, strategy=entry.for_job(plan.ranks), passes=entry.passes))
 
 
@@ -142,7 +142,7 @@ def _choose_passes(entry: StrategyEntry, job: Job, others: Sequence[int], lenien
     `fuse-steps` is left out if there are several numbers and it is not named. The layers that it carries from step to
     step may depend on the number, but each step must find the weights that the previous one left.
     """
-    names = entry.passes_on(job.ranks, UNSAID)
+    names = entry.passes_on(job.ranks, DEFAULT_PASSES)
     asked = named_passes(names)
     if not asked or (all(each.setting for each in asked) and not lenient):
         return names

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from shardlab.cli import command_of
 from shardlab.cli.train.command import Caller, Train
-from shardlab.common.user_code import bounded
+from shardlab.common.user_code import trace_limits
 from shardlab.language import UserError
 from shardlab.strategies import STRATEGIES
 
@@ -37,7 +37,7 @@ def train(
     call = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
     command = cast(Train, command_of(["train", *words]))
     caller = Caller(f"shardlab.train({call})", callbacks, in_python=True)
-    with bounded(command.max_ops, command.max_seconds_per_op):
+    with trace_limits(command.max_ops, command.max_seconds_per_op):
         command.train(caller)
     return caller.summaries[0] if caller.summaries else None
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from shardlab.check import Checked
 from shardlab.common.errors import UserError
-from shardlab.common.fields import COUNT, check_fields, choice, number, number_or_none, pair, whole
+from shardlab.common.fields import COUNT, check_fields, choice, integer, number, number_or_none, pair
 from shardlab.language.precision import Optimizer, Precision
 from shardlab.language.rules.kinds import MOST_DOUBLINGS_IN_FLOAT16, counted
 
@@ -150,10 +150,10 @@ class OptimizerConfig:
     schedule_steps: Annotated[int, COUNT] = 200
     """Steps of the whole learning rate schedule. Default: the steps of the run."""
 
-    warmup_steps: Annotated[int, whole("0 or more", 0)] = 10
+    warmup_steps: Annotated[int, integer("0 or more", 0)] = 10
     """Steps in which the learning rate rises linearly. Default: a twentieth of the schedule."""
 
-    decay_steps: Annotated[int | None, whole("0 or more", 0)] = None
+    decay_steps: Annotated[int | None, integer("0 or more", 0)] = None
     """Steps in which the learning rate decays, at the end of the schedule. Default: a tenth of the schedule for wsd,
     otherwise all steps after the warm-up."""
 

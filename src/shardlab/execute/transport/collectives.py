@@ -30,7 +30,7 @@ from shardlab.execute.transport import shared_collectives
 from shardlab.execute.transport.neighbours import Channel, Neighbours
 from shardlab.execute.transport.shared_collectives import PendingWork
 from shardlab.language import Group, Program, Reduction, UserError
-from shardlab.language.pass_names import BY_MESSAGES
+from shardlab.language.pass_names import MOST_BYTES_BY_MESSAGES
 
 TAG = 1
 """Tag of these messages. Others between the same ranks have torch's default tag, 0."""
@@ -59,7 +59,7 @@ def all_reduce(tensor: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessG
     if by == dist.ReduceOp.SUM and (here := _channel(group)):
         return shared_collectives.all_reduce(*here, tensor)
     mine, size = group.rank(), group.size()
-    is_small = 0 < (size - 1) * tensor.nbytes <= BY_MESSAGES
+    is_small = 0 < (size - 1) * tensor.nbytes <= MOST_BYTES_BY_MESSAGES
     if by != dist.ReduceOp.SUM or not is_small or not _by_messages(group):
         return _all_reduce(tensor, by, group, async_op=True)
     free = _sum_buffers[tensor.dtype, size, tensor.numel()]

@@ -20,19 +20,19 @@ from shardlab.language.rules.kinds import (
     Kind,
     Reduction,
     bits,
-    common,
     factor_of,
+    in_equal_pieces,
     numbered,
-    piece_of,
+    piece_noun,
 )
-from shardlab.language.rules.refusals import want_alike, want_here
-from shardlab.language.rules.spec import KEY, Spec, Term, new_spec, summed_text, term_text, terms_of, without_term
+from shardlab.language.rules.refusals import require_alike, require_on_device
+from shardlab.language.rules.spec import KEY, Spec, Term, count_terms, new_spec, summed_text, term_text, without_term
 
 GRAD_WEIGHT = Kind.GRAD_WEIGHT
 
 
 def add(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """The sum of values: of weight gradients, of scalars, or of the terms of an activation or its gradient.
+    """Return the sum of values: of weight gradients, of scalars, or of the terms of an activation or its gradient.
 
     Raises:
         Refused: when the values do not belong together, are complete, or have a contribution in common.
@@ -46,7 +46,7 @@ def add(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 
 
 def add_two(one: Spec, other: Spec) -> Spec:
-    """The sum of two values, as ADD makes it; of what fits, as most does, without a look at what may be wrong.
+    """Return the sum of two values, as ADD makes it; of what fits, as most does, without a look at what may be wrong.
 
     Raises:
         Refused: as `add` does.
@@ -132,12 +132,12 @@ def _add_terms(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 
 
 def _united(first: Spec, total: int) -> Spec:
-    """The sum of these terms, which a first one begins."""
+    """Return the sum of these terms, which a first one begins."""
     term = first.form.term
     assert term is not None
     if term.over == KEY:
-        return attention.unite(first, total)
-    complete = total == (1 << terms_of(first.form, term)) - 1
+        return attention.record_met_slices(first, total)
+    complete = total == (1 << count_terms(first.form, term)) - 1
     return first._replace(form=first.form.but(term=None if complete else term._replace(bits=total)))
 
 
@@ -149,9 +149,9 @@ def _refuse_no_term(op: About, spec: Spec, name: str) -> NoReturn:
         raise Refused("no term", op, f"{name} gave {spec}", remedy)
     if form.slices:
         (index, _), *_ = form.slices
-        remedy = f"{INDICES[index].together}, or leave them where they are if the next layer takes {piece_of(index)}s"
+        remedy = f"{INDICES[index].together}, or leave them where they are if the next layer takes {piece_noun(index)}s"
         raise Refused(
-            "no term", op, f"{name} gave {spec}, {piece_of(index)}s of the whole and no term of a sum", remedy
+            "no term", op, f"{name} gave {spec}, {piece_noun(index)}s of the whole and no term of a sum", remedy
         )
     given = f"{name} gave {spec}, which is complete; summing it again would count it twice"
     raise Refused("no term", op, given, "use it as it is")
@@ -170,7 +170,7 @@ _GRADIENTS = frozenset(
 
 
 def scale(value: Spec, factor: Factor) -> Spec:
-    """A gradient times a factor.
+    """Return a gradient times a factor.
 
     Raises:
         Refused: for anything but a gradient, and a factor of 0 or one that gradients have no room for, alone or with
@@ -181,23 +181,23 @@ def scale(value: Spec, factor: Factor) -> Spec:
         raise Refused("wrong kind", value.about("scale"), f"{value} was given", remedy)
     if not factor.ratio:
         raise Refused("wrong factor", value.about("scale"), "the factor is 0", "give zero_gradient instead")
-    want_here(value.about("scale"), value)
-    want_room(value.about("scale"), factor, value.form.dtype)
-    return multiplied(value.about("scale"), value, factor)
+    require_on_device(value.about("scale"), value)
+    require_representable(value.about("scale"), factor, value.form.dtype)
+    return apply_factor(value.about("scale"), value, factor)
 
 
-def multiplied(op: About, value: Spec, factor: Factor) -> Spec:
-    """A gradient that an op has multiplied.
+def apply_factor(op: About, value: Spec, factor: Factor) -> Spec:
+    """Return a gradient that an op has multiplied.
 
     Raises:
         Refused: for a factor that gradients have no room for, with those before it.
     """
     total = value.form.factor * factor
-    want_room(op, total, value.form.dtype)
+    require_representable(op, total, value.form.dtype)
     return value._replace(form=value.form.but(factor=total))
 
 
-def want_room(op: About, factor: Factor, dtype: str) -> None:
+def require_representable(op: About, factor: Factor, dtype: str) -> None:
     """Refuse a factor by which gradients would overflow, or be lost.
 
     Raises:
@@ -212,7 +212,7 @@ _CAST = _GRADIENTS | {Kind.WEIGHT, Kind.ACTIVATION, Kind.RESIDUAL, Kind.QUERIES,
 
 
 def cast(value: Spec, dtype: str) -> Spec:
-    """A value in other numbers, for the way or for a sum ("": in those of its kind again).
+    """Return a value in other numbers, for the way or for a sum ("": in those of its kind again).
 
     Raises:
         Refused: for a dtype that there is not, for tokens, and for what is in numbers of its own: scalars, statistics
@@ -228,19 +228,19 @@ def cast(value: Spec, dtype: str) -> Spec:
     if form.kind is Kind.WEIGHT and form.step:
         given = f"{value} was given, which this step has updated; what is rounded now would be lost for ever"
         raise Refused("wrong step", op, given, "leave it as it is, and cast it where it is used in the next step")
-    want_here(op, value)
-    want_room(op, form.factor, dtype)
+    require_on_device(op, value)
+    require_representable(op, form.factor, dtype)
     return value._replace(form=form.but(dtype=dtype))
 
 
 def _want_one_value(op: About, first: Spec, spec: Spec, one: str, other: str, remedy: str) -> None:
-    want_alike(op, first, spec, one, other)
+    require_alike(op, first, spec, one, other)
     if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
         raise Refused("other values", op, f"{one} gave {first} and {other} {spec}", remedy)
 
 
 def _add_scalars(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """The sum of sums of squares: each parameter may be in it once, so replicas must not be added up."""
+    """Return the sum of sums of squares: each parameter may be in it once, so replicas must not be added up."""
     first = specs[0]
     mask, of = 0, 1
     for spec, name in zip(specs, names, strict=True):
@@ -251,7 +251,7 @@ def _add_scalars(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec
         if form.reduction is not Reduction.SUM:
             given = f"{name} gave {spec}, and only sums of squares add up to a norm"
             raise Refused("no sum of squares", op, given, "give that of the gradients")
-        mine, theirs = common(Holds(mask, of), form.holds)
+        mine, theirs = in_equal_pieces(Holds(mask, of), form.holds)
         if twice := mine.mask & theirs.mask:
             given = (
                 f"{numbered('part', twice)} of {mine.of} of the model would come from {name} and from an earlier one "

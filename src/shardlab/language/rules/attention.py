@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from shardlab.common.errors import About, Refused, of_layer
-from shardlab.language.rules.kinds import ONE, WORDS, Factor, Kind, bits, numbered
-from shardlab.language.rules.refusals import other_tokens, said_of, want_kind
+from shardlab.common.errors import About, Refused, about_layer
+from shardlab.language.rules.kinds import KIND_NOUNS, ONE, Factor, Kind, bits, numbered
+from shardlab.language.rules.refusals import given_clause, other_tokens_refusal, require_kind
 from shardlab.language.rules.spec import KEY, Form, Space, Spec, Term, cells_text, form_of
 
 # named once: on Python 3.11 an enum's member is ten times as slow to look up as a global
@@ -27,9 +27,9 @@ def attend(layer: int, queries: Spec, keys_values: Spec) -> Spec:
     Raises:
         Refused: when the two are not of one layer, its heads, and the same microbatches, or all keys are masked.
     """
-    op = of_layer("attend", layer)
+    op = about_layer("attend", layer)
     ours, theirs = _want_pair(op, layer, queries, keys_values)
-    needs = needed(ACTIVATION, ours, queries.form.space)
+    needs = needed_slices(ACTIVATION, ours, queries.form.space)
     form = _form(queries.form, ACTIVATION, layer + 1, theirs & needs, needs)
     return Spec(form, queries.cells, queries.joined)
 
@@ -42,15 +42,15 @@ def attend_backward(
     Raises:
         Refused: as `attend` does, or when `attention_output` or its gradient are not complete and of these queries.
     """
-    op = of_layer("attend_backward", layer)
+    op = about_layer("attend_backward", layer)
     ours, theirs = _want_pair(op, layer, queries, keys_values)
     for spec, kind in ((attention_output, ACTIVATION), (gradient, GRAD_ACTIVATION)):
         _want(op, spec, kind, layer + 1, queries)
         if spec.cells != queries.cells:
             mine, theirs = (cells_text(cells, spec.form.space) for cells in (spec.cells, queries.cells))
-            raise other_tokens(op, WORDS[kind], mine, "queries", theirs)
+            raise other_tokens_refusal(op, KIND_NOUNS[kind], mine, "queries", theirs)
     space = queries.form.space
-    of_queries, of_keys = needed(GRAD_QUERIES, ours, space), needed(GRAD_KEYS_VALUES, theirs, space)
+    of_queries, of_keys = needed_slices(GRAD_QUERIES, ours, space), needed_slices(GRAD_KEYS_VALUES, theirs, space)
     return (
         Spec(
             _form(queries.form, GRAD_QUERIES, layer, theirs & of_queries, of_queries, gradient.form.factor),
@@ -71,35 +71,35 @@ def work(queries: Spec, keys_values: Spec) -> float:
     A slice sees all of an earlier one, half of itself, and nothing of a later one.
     """
     space = queries.form.space
-    (count, ours), (_, theirs) = pattern(queries.cells, space.sequence), pattern(keys_values.cells, space.sequence)
+    (count, ours), (_, theirs) = (split_cells(spec.cells, space.sequence) for spec in (queries, keys_values))
     seen = sum((1.0 if key < query else 0.5) for query in bits(ours) for key in bits(theirs) if key <= query)
     return count.bit_count() * seen / (space.sequence**2 / 2)
 
 
-def needed(kind: Kind, held: int, space: Space) -> int:
+def needed_slices(kind: Kind, held: int, space: Space) -> int:
     """What tokens of some slices must meet: keys up to the last of them, or queries from the first of them on."""
     if kind is GRAD_KEYS_VALUES:
         return (1 << space.sequence) - (held & -held)
     return (1 << held.bit_length()) - 1
 
 
-def unite(spec: Spec, kv_done: int) -> Spec:
-    """A value that has met these slices; complete once they are all that it must meet."""
+def record_met_slices(spec: Spec, kv_done: int) -> Spec:
+    """Return a value that has met these slices; complete once they are all that it must meet."""
     form, cells, joined = spec
-    _, held = pattern(cells, form.space.sequence)
+    _, held = split_cells(cells, form.space.sequence)
     return Spec(_united(form, held, kv_done), cells, joined)
 
 
 @lru_cache(maxsize=1 << 14)
 def _united(form: Form, held: int, kv_done: int) -> Form:
-    """The form of what has met these slices, of a value that holds some itself."""
+    """Return the form of what has met these slices, of a value that holds some itself."""
     assert form.term is not None
-    done = needed(form.kind, held, form.space) & ~kv_done == 0
+    done = needed_slices(form.kind, held, form.space) & ~kv_done == 0
     return form.but(term=None if done else form.term._replace(bits=kv_done))
 
 
 @lru_cache(maxsize=1 << 12)
-def pattern(cells: int, sequence: int) -> tuple[int, int]:
+def split_cells(cells: int, sequence: int) -> tuple[int, int]:
     """(microbatches, slices of each) of some cells, as bit sets; slices are -1 if they are not the same of each."""
     full = (1 << sequence) - 1
     microbatches, slices = 0, 0
@@ -124,14 +124,14 @@ def _want_pair(op: About, layer: int, queries: Spec, keys_values: Spec) -> tuple
     _want(op, queries, QUERIES, layer, queries)
     _want(op, keys_values, KEYS_VALUES, layer, queries)
     space = queries.form.space
-    (of, ours), (of_keys, theirs) = (pattern(spec.cells, space.sequence) for spec in (queries, keys_values))
+    (of, ours), (of_keys, theirs) = (split_cells(spec.cells, space.sequence) for spec in (queries, keys_values))
     if of != of_keys or queries.step != keys_values.step:
         remedy = "give both of the same microbatches and step"
         raise Refused("other tokens", op, f"{queries} cannot meet {keys_values}", remedy)
     for spec, held in ((queries, ours), (keys_values, theirs)):
         if held < 0:
             raise Refused("other tokens", op, f"{spec} was given", "give the same slices of each microbatch")
-    if not theirs & needed(ACTIVATION, ours, space):
+    if not theirs & needed_slices(ACTIVATION, ours, space):
         given = f"all of {keys_values} comes after {queries}, which do not see it"
         raise Refused("masked keys", op, given, "leave this op out")
     return ours, theirs
@@ -139,23 +139,23 @@ def _want_pair(op: About, layer: int, queries: Spec, keys_values: Spec) -> tuple
 
 def _want(op: About, spec: Spec, kind: Kind, layer: int, queries: Spec) -> None:
     form = spec.form
-    what = WORDS[kind]
-    want_kind(op, what, spec, kind)
+    what = KIND_NOUNS[kind]
+    require_kind(op, what, spec, kind)
     if form.layer != layer:
-        raise Refused("wrong layer", op, said_of(what, spec), f"this op reads {kind.value}[{layer}], give that")
+        raise Refused("wrong layer", op, given_clause(what, spec), f"this op reads {kind.value}[{layer}], give that")
     if form.term is not None:
-        raise unmet(op, what, spec)
+        raise incomplete_refusal(op, what, spec)
     if form.slices != queries.form.slices or form.step != queries.form.step:
         remedy = "give the same heads of queries, keys and values, of one step"
-        raise Refused("other pieces", op, f"{said_of(what, spec)} and the queries {queries}", remedy)
+        raise Refused("other pieces", op, f"{given_clause(what, spec)} and the queries {queries}", remedy)
 
 
-def unmet(op: About, what: str, spec: Spec) -> Refused:
-    """The refusal of a value that has met only a part of what it must meet."""
+def incomplete_refusal(op: About, what: str, spec: Spec) -> Refused:
+    """Return the refusal of a value that has met only a part of what it must meet."""
     term, space = spec.form.term, spec.form.space
     assert term is not None
-    _, held = pattern(spec.cells, space.sequence)
-    missing = needed(spec.form.kind, held, space) & ~term.bits
+    _, held = split_cells(spec.cells, space.sequence)
+    missing = needed_slices(spec.form.kind, held, space) & ~term.bits
     who = "queries" if spec.form.kind is GRAD_KEYS_VALUES else "keys and values"
-    lacks = f"{said_of(what, spec)}; the {who} of {numbered('slice', missing)} of the sequence are missing in it"
+    lacks = f"{given_clause(what, spec)}; the {who} of {numbered('slice', missing)} of the sequence are missing in it"
     return Refused("missing terms", op, lacks, "let it meet them, and add the parts", missing=bits(missing))

@@ -21,20 +21,20 @@ from shardlab.language.rules.kinds import (
     Kind,
     Reduction,
     bits,
-    common,
     counted,
     factor_of,
+    in_equal_pieces,
     mask_of,
     number_text,
     numbered,
-    piece_of,
+    piece_noun,
 )
-from shardlab.language.rules.refusals import DISK, no_slices, want_alike
+from shardlab.language.rules.refusals import DISK, no_slices_refusal, require_alike
 from shardlab.language.rules.spec import KEY, Form, Joined, Spec, cells_text
 
 
 def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """The pieces laid side by side: slices of parameters, cells of a batch, or pieces of one index.
+    """Return the pieces laid side by side: slices of parameters, cells of a batch, or pieces of one index.
 
     Raises:
         Refused: when the pieces overlap, are not of one value, or are terms of a sum.
@@ -51,30 +51,30 @@ def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
         if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
             given = f"{names[0]} gave {first} and {name} {spec}"
             raise Refused("other values", op, given, "gather pieces of one value")
-        want_alike(op, first, spec, names[0], name)
+        require_alike(op, first, spec, names[0], name)
         if spec.form.term is not None:
             given = f"{name} gave {spec}, which is one term of a sum and no piece of the whole"
             remedy = "reduce before gathering (all_reduce, or reduce_scatter along the sequence)"
             raise Refused("a term", op, given, remedy)
     if form.kind is Kind.SCALAR:
-        raise no_slices(op)
+        raise no_slices_refusal(op)
     if form.kind not in ROW_KINDS:
         _refuse_slices(op, specs, names)
     pieces = form.slices and all(spec.cells == first.cells for spec in specs)
     if pieces or any(spec.form is not form for spec in specs):
         return _gathered_pieces(op, specs, names)
-    return Spec(form, *united_cells(op, specs, names))
+    return Spec(form, *unite_cells(op, specs, names))
 
 
 @lru_cache(maxsize=1 << 12)
 def _united_slices(forms: tuple[Form, ...]) -> Form | None:
-    """The form of parameters that are put together from slices; None where they do not fit."""
+    """Return the form of parameters that are put together from slices; None where they do not fit."""
     first = forms[0]
     if first.place == DISK:
         return None
     mask, of = 0, 1
     for form in forms:
-        mine, theirs = common(Holds(mask, of), form.holds)
+        mine, theirs = in_equal_pieces(Holds(mask, of), form.holds)
         if mine.mask & theirs.mask or form.but(holds=first.holds) is not first:
             return None
         mask, of = mine.mask | theirs.mask, mine.of
@@ -92,34 +92,34 @@ def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> No
                 "are the gradient of neither"
             )
             raise Refused("other sums", op, given, "reduce before gathering")
-        mine, theirs = common(Holds(mask, of), spec.form.holds)
+        mine, theirs = in_equal_pieces(Holds(mask, of), spec.form.holds)
         if twice := mine.mask & theirs.mask:
             given = f"{numbered('slice', twice)} of {mine.of} would come from {name} and from {_earlier(name)} as well"
-            raise Refused("pieces overlap", op, given, APART, doubled=bits(twice))
+            raise Refused("pieces overlap", op, given, NO_OVERLAP, doubled=bits(twice))
         mask, of = mine.mask | theirs.mask, mine.of
     raise AssertionError("slices that fit are put together")
 
 
-def united_cells(op: About, specs: Sequence[Spec], names: Sequence[str]) -> tuple[int, tuple[Joined, ...]]:
+def unite_cells(op: About, specs: Sequence[Spec], names: Sequence[str]) -> tuple[int, tuple[Joined, ...]]:
     cells = 0
     for spec, name in zip(specs, names, strict=True):
         if twice := cells & spec.cells:
             given = f"{cells_text(twice, spec.form.space)} would come from {name} and from {_earlier(name)} as well"
-            raise Refused("pieces overlap", op, given, APART, doubled=bits(twice))
+            raise Refused("pieces overlap", op, given, NO_OVERLAP, doubled=bits(twice))
         cells |= spec.cells
     return cells, tuple([(spec.cells, spec.joined) for spec in specs])
 
 
 def _gathered_pieces(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """Pieces of one index, for the same tokens."""
-    first, index = specs[0], index_apart(op, specs, names)
+    first, index = specs[0], differing_index(op, specs, names)
     if not INDICES[index].gathered:
         given = f"{first} was given, which does not lie beside others to be gathered"
         raise Refused("not gathered", op, given, INDICES[index].together)
-    return first._replace(form=with_pieces(first.form, index, united_pieces(op, specs, names, index)))
+    return first._replace(form=with_pieces(first.form, index, unite_pieces(op, specs, names, index)))
 
 
-def index_apart(op: About, specs: Sequence[Spec], names: Sequence[str]) -> str:
+def differing_index(op: About, specs: Sequence[Spec], names: Sequence[str]) -> str:
     """Find the one index along which the members hold different pieces; all else must be equal."""
     first = specs[0]
     for spec, name in zip(specs, names, strict=True):
@@ -135,12 +135,12 @@ def index_apart(op: About, specs: Sequence[Spec], names: Sequence[str]) -> str:
     return apart.pop()
 
 
-def united_pieces(op: About, specs: Sequence[Spec], names: Sequence[str], index: str) -> int:
+def unite_pieces(op: About, specs: Sequence[Spec], names: Sequence[str], index: str) -> int:
     mask = 0
     for spec, name in zip(specs, names, strict=True):
         pieces = spec.pieces(index)
         if twice := mask & pieces:
-            noun = piece_of(index)
+            noun = piece_noun(index)
             given = f"{numbered(noun, twice)} would be counted twice ({name} and {_earlier(name)} both have it)"
             raise Refused("pieces overlap", op, given, f"give each {noun} once", doubled=bits(twice))
         mask |= pieces
@@ -148,7 +148,7 @@ def united_pieces(op: About, specs: Sequence[Spec], names: Sequence[str], index:
 
 
 def with_pieces(form: Form, index: str, pieces: int) -> Form:
-    """The form with these pieces of an index."""
+    """Return the form with these pieces of an index."""
     slices = dict(form.slices)
     slices.pop(index, None)
     if pieces != form.space.full(index):
@@ -156,11 +156,11 @@ def with_pieces(form: Form, index: str, pieces: int) -> Form:
     return form.but(slices=tuple(sorted(slices.items())))
 
 
-APART = "gather pieces that do not overlap"
+NO_OVERLAP = "gather pieces that do not overlap"
 
 
 def _earlier(name: str) -> str:
-    """`an earlier rank`, or what else gives values by number."""
+    """Return text such as `an earlier rank`, or what else gives values by number."""
     return f"an earlier {name.split()[0]}"
 
 
@@ -170,7 +170,7 @@ def _earlier(name: str) -> str:
 
 
 def reduce(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """The sum of the members' values.
+    """Return the sum of the members' values.
 
     Raises:
         Refused: when a contribution would be counted twice, or values are no terms of one sum.
@@ -197,7 +197,7 @@ def reduce(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 
 @lru_cache(maxsize=1 << 12)
 def _united_terms(forms: tuple[Form, ...]) -> Form | None:
-    """The form of the sum of terms; None where they do not fit, or where the cells tell when a sum is complete."""
+    """Return the form of a sum of terms; None if they do not fit, or if the cells decide whether it is complete."""
     first, bare, total = forms[0], forms[0].but(term=None), 0
     assert first.term is not None
     over = first.term.over
@@ -212,8 +212,8 @@ def _united_terms(forms: tuple[Form, ...]) -> Form | None:
     return bare if total == (1 << count) - 1 else first.but(term=first.term._replace(bits=total))
 
 
-def replicas(op: About, reduction: Reduction, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """The mean, least or largest of values that are the same on all members: the value itself.
+def reduce_replicas(op: About, reduction: Reduction, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """Return the mean, least or largest of values that are the same on all members: the value itself.
 
     Of different weights it would be neither's, whatever they hold. The mean of different gradients is their sum divided
     by the number of ranks, and keeps that factor: a microbatch's loss is weighted by its share of the step's tokens, so
@@ -239,7 +239,7 @@ def replicas(op: About, reduction: Reduction, specs: Sequence[Spec], names: Sequ
         given = f"{gave}; the {by} of different weights is no weight"
         raise Refused("replicas differ", op, given, "give the same on all ranks")
     if reduction is Reduction.MEAN:
-        return arithmetic.multiplied(op, reduce(op, specs, names), 1 / factor_of(len(specs)))
+        return arithmetic.apply_factor(op, reduce(op, specs, names), 1 / factor_of(len(specs)))
     given = f"{gave}; the {by} of different gradients is no gradient"
     raise Refused("replicas differ", op, given, 'take reduction="sum"')
 
@@ -253,7 +253,7 @@ def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) 
         if spec.kind is not Kind.SCALAR or spec.step != first.step or spec.form.reduction not in mixes:
             remedy = f"take a {reduction.value} of scalars of one step, all sums or all such themselves"
             raise Refused("other values", op, gave, remedy)
-        mine, theirs = common(holds, spec.holds)
+        mine, theirs = in_equal_pieces(holds, spec.holds)
         holds = Holds(mine.mask | theirs.mask, mine.of)
     return Spec(first.form.but(holds=holds, reduction=reduction))
 
@@ -271,22 +271,22 @@ def scatter(op: About, total: Spec, parts: int) -> list[Spec]:
     """
     if total[0].kind not in ROW_KINDS and total[0].kind is not Kind.SCALAR:
         return [Spec(piece, total[1]) for piece in _split(total[0], parts)]
-    return [share(op, total, parts, place) for place in range(parts)]
+    return [scatter_part(op, total, parts, place) for place in range(parts)]
 
 
-def share(op: About, total: Spec, parts: int, place: int) -> Spec:
-    """One of the equal pieces of a sum.
+def scatter_part(op: About, total: Spec, parts: int, place: int) -> Spec:
+    """Return one of the equal pieces of a sum.
 
     Raises:
         Refused: for a scalar, or tokens that do not divide.
     """
     form = total[0]
     if form.kind is Kind.SCALAR:
-        raise no_slices(op)
+        raise no_slices_refusal(op)
     if form.kind not in ROW_KINDS:
         holds = next(islice(form.holds.split(parts), place, None))
         return Spec(form.but(holds=holds), total[1])
-    dealt = deal(total, parts)
+    dealt = divide_cells(total, parts)
     if dealt is None:
         given = f"{total} has sequences of {form.space.sequence} slices, which do not divide among {parts} ranks"
         raise Refused("does not divide", op, given, "scatter over an axis whose ranks divide them")
@@ -296,12 +296,12 @@ def share(op: About, total: Spec, parts: int, place: int) -> Spec:
 
 @lru_cache(maxsize=1 << 10)
 def _split(form: Form, parts: int) -> list[Form]:
-    """The forms of equal slices of what parameters are held."""
+    """Return the forms of equal slices of what parameters are held."""
     return [form.but(holds=holds) for holds in form.holds.split(parts)]
 
 
 def slice_of(value: Spec, place: int, parts: int) -> Spec:
-    """One of the equal parts of what a value holds, of its parameters or of its tokens.
+    """Return one of the equal parts of what a value holds, of its parameters or of its tokens.
 
     Raises:
         Refused: for a part that there is not, a scalar, or tokens that do not divide.
@@ -316,7 +316,7 @@ def slice_of(value: Spec, place: int, parts: int) -> Spec:
         raise Refused("wrong kind", op, f"{value} was given", remedy)
     if value.kind not in ROW_KINDS:
         return Spec(_slice(value[0], place, parts), value[1])
-    dealt = deal(value, parts)
+    dealt = divide_cells(value, parts)
     if dealt is None:
         what = "sequence slice" if value.form.space.sequence > 1 else "microbatch"
         given = f"{value} has {counted(value.cells.bit_count(), what)}, no multiple of {parts}"
@@ -331,7 +331,7 @@ def _slice(form: Form, place: int, parts: int) -> Form:
 
 
 def is_view(whole: Spec, part: Spec) -> bool:
-    """Whether a slice lies in the value's own memory; of tokens that lie apart in it a copy is made."""
+    """Return whether a slice lies in the value's own memory; of tokens that lie apart in it a copy is made."""
     if whole.kind not in ROW_KINDS:
         return True
     runs = (whole.microbatches, part.microbatches), (_of_a_sequence(whole), _of_a_sequence(part))
@@ -339,13 +339,13 @@ def is_view(whole: Spec, part: Spec) -> bool:
 
 
 def _of_a_sequence(spec: Spec) -> int:
-    """The slices that a value holds of any sequence, as a bit set."""
+    """Return the slices that a value holds of any sequence, as a bit set."""
     slices = spec.form.space.sequence
     return mask_of({cell % slices for cell in bits(spec.cells)})
 
 
-def deal(spec: Spec, parts: int) -> list[Joined] | None:
-    """A value's cells for each of so many members: the pieces that it was joined from, or even ascending runs.
+def divide_cells(spec: Spec, parts: int) -> list[Joined] | None:
+    """Return a value's cells for each of so many members: the pieces that it was joined from, or even ascending runs.
 
     A run is the same part of every sequence; or, where sequences are not cut, some microbatches. None if they do not
     divide.
@@ -412,15 +412,15 @@ def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: 
     if all(spec.form is form for spec in specs):
         runs = _runs(form, index, count)
         if runs is None:
-            held = counted(first.pieces(index).bit_count(), piece_of(index))
+            held = counted(first.pieces(index).bit_count(), piece_noun(index))
             given = f"{held} cannot be dealt evenly to {count} ranks"
             raise Refused("does not divide", op, given, "let ranks meet that divide them")
-        cells, joined = united_cells(op, specs, names)
+        cells, joined = unite_cells(op, specs, names)
         return [Spec(run, cells, joined) for run in runs]
     united = _united_runs(tuple([spec.form for spec in specs]), index)
     if united is None:
         _refuse_runs(op, specs, names, index)
-    dealt = deal(first, count)
+    dealt = divide_cells(first, count)
     if dealt is None:
         given = f"{first} does not divide among {count} ranks"
         raise Refused("does not divide", op, given, "let each take equally many microbatches")
@@ -432,7 +432,7 @@ def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: 
 
 @lru_cache(maxsize=1 << 12)
 def _runs(form: Form, index: str, parts: int) -> list[Form] | None:
-    """The forms of even runs of what is held of an index; None if it does not divide."""
+    """Return the forms of even runs of what is held of an index; None if it does not divide."""
     held = list(bits(dict(form.slices).get(index, form.space.full(index))))
     each, rest = divmod(len(held), parts)
     return None if rest else [with_pieces(form, index, mask_of(held[i * each : (i + 1) * each])) for i in range(parts)]
@@ -440,7 +440,7 @@ def _runs(form: Form, index: str, parts: int) -> list[Form] | None:
 
 @lru_cache(maxsize=1 << 12)
 def _united_runs(forms: tuple[Form, ...], index: str) -> Form | None:
-    """The form with all pieces of an index that members hold in their order; None where they do not fit."""
+    """Return the form with all pieces of an index that members hold in their order; None where they do not fit."""
     mask = 0
     for form in forms:
         pieces = dict(form.slices).get(index, 0)
@@ -452,7 +452,7 @@ def _united_runs(forms: tuple[Form, ...], index: str) -> Form | None:
 
 def _refuse_runs(op: About, specs: Sequence[Spec], names: Sequence[str], index: str) -> NoReturn:
     """Say why members' pieces of an index cannot be put together."""
-    index_apart(op, specs, names)
-    united_pieces(op, specs, names, index)
-    given = f"the ranks have their {piece_of(index)}s in another order than the group's"
+    differing_index(op, specs, names)
+    unite_pieces(op, specs, names, index)
+    given = f"the ranks have their {piece_noun(index)}s in another order than the group's"
     raise Refused("other order", op, given, "let them meet in its order")

@@ -75,7 +75,7 @@ class Reduction(Enum):
     __hash__ = object.__hash__  # as of kinds
 
 
-WORDS = {
+KIND_NOUNS = {
     Kind.ACTIVATION: "activation",
     Kind.RESIDUAL: "residual",
     Kind.ROUTING: "routing",
@@ -141,7 +141,7 @@ INDICES = {
 """Every index along which parameters may be cut."""
 
 
-def piece_of(index: str) -> str:
+def piece_noun(index: str) -> str:
     """What a reader calls one piece of an index."""
     known = INDICES.get(index)
     return known.piece if known else index
@@ -223,7 +223,7 @@ _FACTORS: dict[tuple[Fraction, Tokens], Factor] = {}
 
 
 def factor_of(ratio: Fraction | int, tokens: Tokens = ()) -> Factor:
-    """The one factor of a rational that is not zero and powers of token counts, in any order."""
+    """Return the one factor of a rational that is not zero and powers of token counts, in any order."""
     powers: dict[int, int] = defaultdict(int)
     for mask, power in tokens:
         powers[mask] += power
@@ -295,16 +295,16 @@ class Holds(NamedTuple):
         return Holds(mask_of({piece // size for piece in bits(mask)}), of // size)
 
     def contains(self, other: Holds) -> bool:
-        mine, theirs = common(self, other)
+        mine, theirs = in_equal_pieces(self, other)
         return theirs.mask & ~mine.mask == 0
 
     def same(self, other: Holds) -> bool:
-        mine, theirs = common(self, other)
+        mine, theirs = in_equal_pieces(self, other)
         return mine.mask == theirs.mask
 
     def around(self, of: int) -> Holds:
-        """Those of `of` equal pieces of the whole that it has any of."""
-        fine, _ = common(self, Holds(0, of))
+        """Return those of `of` equal pieces of the whole that it has any of."""
+        fine, _ = in_equal_pieces(self, Holds(0, of))
         return Holds(mask_of({piece * of // fine.of for piece in bits(fine.mask)}), of)
 
     def split(self, parts: int) -> Iterator[Holds]:
@@ -321,7 +321,7 @@ class Holds(NamedTuple):
 WHOLE = Holds(1, 1)
 
 
-def common(a: Holds, b: Holds) -> tuple[Holds, Holds]:
+def in_equal_pieces(a: Holds, b: Holds) -> tuple[Holds, Holds]:
     """`a` and `b`, counted in pieces of one size."""
     if a.of == b.of:
         return a, b
@@ -330,7 +330,7 @@ def common(a: Holds, b: Holds) -> tuple[Holds, Holds]:
 
 
 def mask_of(numbers: Iterable[int]) -> int:
-    """The bit set of some numbers."""
+    """Return the bit set of some numbers."""
     mask = 0
     for number in numbers:
         mask |= 1 << number
@@ -338,8 +338,8 @@ def mask_of(numbers: Iterable[int]) -> int:
 
 
 @cache
-def repeated(pattern: int, period: int, total: int) -> int:
-    """A bit set of numbers below `total` that repeats a pattern."""
+def repeat_pattern(pattern: int, period: int, total: int) -> int:
+    """Return a bit set of numbers below `total` that repeats a pattern."""
     length = period
     while length < total:  # doubled each time: a division of such long numbers takes far longer
         pattern |= pattern << length
@@ -348,7 +348,7 @@ def repeated(pattern: int, period: int, total: int) -> int:
 
 
 def bits(mask: int) -> Iterator[int]:
-    """The numbers in a bit set, ascending."""
+    """Yield the numbers in a bit set, ascending."""
     digits = f"{mask:b}"[::-1] if mask > 0 else ""  # a tape from a file may say anything
     place = digits.find("1")  # as text: taking bit after bit out of a long number takes the square of its length
     while place >= 0:
@@ -368,7 +368,7 @@ def listed(numbers: Iterable[int]) -> str:
 
 
 def number_text(number: int) -> str:
-    """A whole number, by its digits if they can be read.
+    """Return a whole number, by its digits if they can be read.
 
     >>> number_text(12_000), number_text(10**400)
     ('12,000', 'about 2^1328')
@@ -377,20 +377,20 @@ def number_text(number: int) -> str:
 
 
 def plural(noun: str, count: int) -> str:
-    """`microbatch` or `microbatches`."""
+    """Return text such as `microbatch` or `microbatches`."""
     return noun if count == 1 else f"{noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 microbatch` or `2 microbatches`."""
+    """Return text such as `1 microbatch` or `2 microbatches`."""
     return f"{count:,} {plural(noun, count)}"
 
 
 def numbered(noun: str, mask: int) -> str:
-    """`slice 3` or `slices 0-2`."""
+    """Return text such as `slice 3` or `slices 0-2`."""
     return f"{plural(noun, mask.bit_count())} {listed(bits(mask))}"
 
 
 def microbatches_text(mask: int) -> str:
-    """`microbatch 3` or `microbatches 0-2`."""
+    """Return text such as `microbatch 3` or `microbatches 0-2`."""
     return numbered("microbatch", mask)

@@ -1,4 +1,9 @@
-"""A layer's rules as tables from forms to forms, filled from its nodes on a miss."""
+"""Rules of layers: what a layer makes of the values that it gets, as tables from forms to forms.
+
+`rules_of` returns the `Rules` of a program, with one `LayerRules` for each layer. A rule looks up the forms of its
+inputs. On a miss it derives the result from the layer's nodes (`layer_graph`) and stores it; then it checks the cells
+with one operation on integers. So a program of a million ops derives few results.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardlab.common.errors import About, Refused, of_layer
+from shardlab.common.errors import About, Refused, about_layer
 from shardlab.language.rules import attention, layer_graph, optimizer_step
 from shardlab.language.rules.kinds import (
     INDICES,
+    KIND_NOUNS,
     ONE,
     WHOLE,
-    WORDS,
     Factor,
     Holds,
     Kind,
@@ -21,10 +26,10 @@ from shardlab.language.rules.kinds import (
     counted,
     listed,
     numbered,
-    piece_of,
+    piece_noun,
 )
-from shardlab.language.rules.layer_graph import Held, Layer, Misfit, Port
-from shardlab.language.rules.refusals import ALIKE, OWN, OWN_PIECES, REDUCE_TERMS, other_tokens, said_of, want_kind
+from shardlab.language.rules.layer_graph import Extent, Layer, Mismatch, Port
+from shardlab.language.rules.refusals import SCALE_ALIKE, given_clause, other_tokens_refusal, require_kind
 from shardlab.language.rules.spec import (
     KEY,
     Form,
@@ -32,13 +37,13 @@ from shardlab.language.rules.spec import (
     Spec,
     Term,
     cells_text,
+    count_terms,
     flat_of_pieces,
     flat_slices,
     form_of,
     missing_text,
     new_spec,
     pieces_of_flat,
-    terms_of,
     whole_sequences,
 )
 
@@ -49,24 +54,41 @@ GRADIENT_OF = {
     Kind.QUERIES: Kind.GRAD_QUERIES,
     Kind.KEYS_VALUES: Kind.GRAD_KEYS_VALUES,
 }
-"""The kind of the gradient of each kind of activation."""
+"""Kind of the gradient of each kind of activation."""
+
+_REDUCE_TERMS = (
+    "put all together first: reduce the terms over the ranks that have them (all_reduce, or reduce_scatter along the "
+    "sequence)"
+)
+
+_TAKES_OWN = (
+    "this {layer} layer's {index}s take their own {index}s of it and no others",
+    "give what this rank has of the layer before, ungathered, or gather the weight",
+)
+_TAKES_OWN_OF = {
+    "expert": (
+        "experts compute on their own buffers and on no others",
+        "exchange the buffers by all_to_all, and give the weight of the slice that came",
+    )
+}
+"""The same for indices with a sentence of their own."""
 
 
 class ForwardResult(NamedTuple):
-    """What a forward pass makes: the forms of the outputs, and of what layers keep."""
+    """Result of a forward pass: the forms of the outputs, and of what the layer keeps."""
 
     outputs: tuple[Form, ...]
     saved: Form
 
 
 class BackwardResult(NamedTuple):
-    """What a backward pass makes.
+    """Result of a backward pass.
 
     Attributes:
         weight: the form of the weight's gradient.
-        spread: by which its cells are multiplied to count the use and all that is summed beside.
+        spread: factor for its cells, which counts the use of the weight and all indices that are summed over.
         inputs: the forms of the inputs' gradients.
-        saved: the form of what the layer must have kept of the forward pass.
+        saved: the form of what the forward pass must have kept.
         half: the form of what the first half of the pass leaves for the second, times the gradients' factor.
     """
 
@@ -77,8 +99,120 @@ class BackwardResult(NamedTuple):
     half: Form
 
 
+class Rules:
+    """Rules of a program.
+
+    Attributes:
+        space: the pieces in which the program counts.
+        layers: each layer's rules.
+        directed: for each layer with matrices that the optimizer updates whole, into how many pieces its parameters may
+            be cut without cutting a matrix.
+        indices: the indices along which values of a kind and a layer may be cut.
+    """
+
+    def __init__(self, layers: Sequence[Layer], space: Space, directed: Iterable[int] = ()) -> None:
+        self.space = space
+        stacked = {index for index, each in INDICES.items() if each.stacked}
+        self.directed = {l: math.prod(space.count(i) for i in layers[l].cut if i in stacked) for l in directed}
+        self.layers = [LayerRules(layer, space) for layer in layers]
+        self._updates: dict[tuple[int | Form, ...], tuple[Spec, Spec]] = {}
+        self._attended: dict[tuple[int | Form, ...], Form] = {}
+        self._attended_back: dict[tuple[int | Form, ...], tuple[Form, Form]] = {}
+        self.indices: dict[tuple[Kind, int], tuple[str, ...]] = {}
+        names = {index for index, _ in space.pieces}
+        for layer in layers:
+            for port in (*layer.inputs, *layer.outputs):
+                tensors = [tensors for node in layer.nodes for tensors in (node.reads, node.makes)]
+                own = {index for indices in tensors for index in indices.get(port.tensor, "").split()}
+                if mine := tuple(sorted(own & names)):
+                    self.indices[port.kind, port.layer] = self.indices[GRADIENT_OF[port.kind], port.layer] = mine
+
+    def update(self, layer: int, given: Sequence[Spec], trained: int) -> tuple[Spec, Spec]:
+        """Return the new weight and optimizer state of an update.
+
+        Args:
+            given: (gradient, weight, optimizer state[, norm][, direction]).
+            trained: the layers that are known to be trained, as a bit set; a norm must cover all of them.
+
+        Raises:
+            Refused: as `optimizer_step.update` does.
+        """
+        key = (trained, *[spec[0] for spec in given])
+        made = self._updates.get(key)
+        if made is None or made[0][0].layer != layer or given[0][1] != optimizer_step.full_sum(given[0][0]):
+            gradient, weight, opt_state, *others = given
+            norm, direction = optimizer_step.norm_and_direction(others)
+            made = self._updates[key] = optimizer_step.update(
+                layer,
+                gradient,
+                weight,
+                opt_state,
+                norm,
+                direction,
+                trained=Holds(trained, len(self.layers)),
+                pieces=self.directed.get(layer),
+            )
+        return made
+
+    def direction(self, layer: int, given: Sequence[Spec], trained: int) -> Spec:
+        """Return the direction of an update.
+
+        Args:
+            given: (gradient, optimizer state[, norm]).
+            trained: as for `update`.
+
+        Raises:
+            Refused: as `optimizer_step.direction` does.
+        """
+        parameters = Holds(trained, len(self.layers))
+        return optimizer_step.direction(layer, *given, trained=parameters, pieces=self.directed.get(layer))
+
+    def attend(self, layer: int, queries: Spec, keys_values: Spec) -> Spec:
+        """Return the result of `attention.attend`, from a table if the forms are known.
+
+        Raises:
+            Refused: as that does.
+        """
+        form, cells, joined = queries
+        (of, ours), (of_keys, theirs) = self._split(cells, keys_values[1])
+        key = (layer, form, keys_values[0], ours, theirs)
+        made = self._attended.get(key) if of == of_keys else None
+        if made is None:
+            made = self._attended[key] = attention.attend(layer, queries, keys_values)[0]
+        return new_spec(Spec, (made, cells, joined))
+
+    def attend_backward(
+        self, layer: int, queries: Spec, keys_values: Spec, attention_output: Spec, gradient: Spec
+    ) -> tuple[Spec, Spec]:
+        """Return the results of `attention.attend_backward`, from a table if the forms are known.
+
+        Raises:
+            Refused: as that does.
+        """
+        (form, cells, joined), (keys_form, keys_cells, keys_joined) = queries, keys_values
+        (of, ours), (of_keys, theirs) = self._split(cells, keys_cells)
+        key = (layer, form, keys_form, attention_output[0], gradient[0], ours, theirs)
+        known = of == of_keys and attention_output[1] == cells == gradient[1]
+        made = self._attended_back.get(key) if known else None
+        if made is None:
+            grads = attention.attend_backward(layer, queries, keys_values, attention_output, gradient)
+            made = self._attended_back[key] = grads[0][0], grads[1][0]
+        return new_spec(Spec, (made[0], cells, joined)), new_spec(Spec, (made[1], keys_cells, keys_joined))
+
+    def _split(self, cells: int, keys_cells: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return (microbatches, slices of each) of queries, and of keys and values."""
+        sequence = self.space.sequence
+        return attention.split_cells(cells, sequence), attention.split_cells(keys_cells, sequence)
+
+
+@lru_cache(maxsize=64)
+def rules_of(layers: tuple[Layer, ...], space: Space, directed: frozenset[int] = frozenset()) -> Rules:
+    """Return the rules of some layers. Programs of one shape share one object, since its tables fill with use."""
+    return Rules(layers, space, directed)
+
+
 class LayerRules:
-    """What one layer makes of the values that it is given."""
+    """Rules of one layer."""
 
     def __init__(self, layer: Layer, space: Space) -> None:
         self.layer = layer
@@ -91,15 +225,15 @@ class LayerRules:
     def forward(
         self, inputs: Sequence[Spec], weight: Spec, op: str = "forward", part: Holds | None = None
     ) -> tuple[list[Spec], Spec]:
-        """The layer's outputs, and what layers keep for its backward pass.
+        """Return the layer's outputs, and what it keeps for the backward pass.
 
         Args:
-            inputs, weight: what it is given.
-            op: for messages.
-            part: which equal part of its output it makes, of an index that it deals (None: all).
+            inputs, weight: the specs of its inputs.
+            op: name of the op, for messages.
+            part: which equal part of its output it makes, for an index that it deals (None: all).
 
         Raises:
-            Refused: when the values are not the layer's, do not fit, or are incomplete.
+            Refused: if the values are not the layer's, do not fit, or are incomplete.
         """
         form, cells, joined = first = inputs[0]
         key: tuple[object, ...] = (weight[0], form) if len(inputs) == 1 else (weight[0], *[spec[0] for spec in inputs])
@@ -112,23 +246,23 @@ class LayerRules:
             self._refuse_cut(op, first)
         for other in inputs[1:]:
             if other[1] != cells:
-                self._refuse_apart(op, other, first)
+                self._refuse_other_cells(op, other, first)
         specs: list[Spec] = []
-        for output in made[0]:  # no comprehension: on Python 3.11 it is a call
+        for output in made[0]:  # no comprehension, which is a call on Python 3.11
             specs.append(new_spec(Spec, (output, cells, joined)))
         return specs, new_spec(Spec, (made[1], cells, ()))
 
     def backward(
         self, first: Spec, gradients: Sequence[Spec], weight: Spec, op: str = "backward"
     ) -> tuple[list[Spec], BackwardResult]:
-        """The gradient of the weight and those of the inputs, and what they follow from.
+        """Return the gradients of the weight and of the inputs, and the forms that they follow from.
 
         Args:
             first: the first of the layer's inputs.
-            gradients: of its outputs, in their order.
+            gradients: the gradients of its outputs, in their order.
 
         Raises:
-            Refused: when the values are not the layer's, do not fit, or are incomplete.
+            Refused: if the values are not the layer's, do not fit, or are incomplete.
         """
         form, cells, joined = first
         if len(gradients) == 1:
@@ -138,24 +272,27 @@ class LayerRules:
         made = self._backward.get(key)
         if made is None:
             about = self._about(op)
-            cut = self._cut(about, weight, first) | self._dealt_of(gradients)
+            cut = self._weight_pieces(about, weight, first) | self._dealt_pieces(gradients)
             made = self._derive_backward(about, first, gradients, weight.form.holds, cut, weight, both=True)
             self._backward[key] = made
         if self.mixes_tokens and not whole_sequences(cells, self.space):
             self._refuse_cut(op, first)
         for gradient in gradients:
             if gradient[1] != cells:
-                self._refuse_apart(op, gradient, first)
+                self._refuse_other_cells(op, gradient, first)
         specs = [new_spec(Spec, (made[0], cells * made[1], ()))]
         for own in made[2]:
             specs.append(new_spec(Spec, (own, cells, joined)))
         return specs, made
 
     def backward_weight(self, first: Spec, gradients: Sequence[Spec], half: Spec) -> Spec:
-        """The gradient of the weight alone; `half` is what the first half of the backward pass has left for it.
+        """Return the gradient of the weight alone.
+
+        Args:
+            half: what the first half of the backward pass left.
 
         Raises:
-            Refused: when the values are not the layer's, do not fit, or are incomplete.
+            Refused: if the values are not the layer's, do not fit, or are incomplete.
         """
         op, cells = "backward_weight", first[1]
         key = (half[0], first[0], *[gradient[0] for gradient in gradients])
@@ -163,7 +300,7 @@ class LayerRules:
         if made is None:
             about, cut = self._about(op), dict(half.form.slices)
             holds = flat_of_pieces(cut, self.layer.cut, self.space)
-            cut |= self._dealt_of(gradients)
+            cut |= self._dealt_pieces(gradients)
             made = self._derive_backward(about, first, gradients, holds, cut, None, both=False)
             if made[0].factor is not half[0].factor:
                 given = f"{gradients[0]} was given, but the first half was given a gradient times {half[0].factor}"
@@ -171,7 +308,7 @@ class LayerRules:
             self._backward_weight[key] = made
         for gradient in gradients:
             if gradient[1] != cells:
-                self._refuse_apart(op, gradient, first)
+                self._refuse_other_cells(op, gradient, first)
         return new_spec(Spec, (made[0], cells * made[1], ()))
 
     @property
@@ -179,34 +316,34 @@ class LayerRules:
         return self.layer.inputs[0].layer
 
     def _about(self, op: str) -> About:
-        return of_layer(op, self.layer_number)
+        return about_layer(op, self.layer_number)
 
     def _derive_forward(self, op: About, inputs: Sequence[Spec], weight: Spec, part: Holds | None) -> ForwardResult:
-        self._want_all(op, inputs, [(port.kind, port.layer) for port in self.layer.inputs], "reads")
+        self._require_count(op, inputs, [(port.kind, port.layer) for port in self.layer.inputs], "reads")
         for spec, port in zip(inputs, self.layer.inputs, strict=True):
-            self._want_port(op, spec, port, port.kind)
+            self._require_port(op, spec, port, port.kind)
         step = inputs[0].step
-        self._want_step(op, inputs, step)
-        cut = self._cut(op, weight, inputs[0]) | self._dealt(op, part)
+        self._require_step(op, inputs, step)
+        cut = self._weight_pieces(op, weight, inputs[0]) | self._part_pieces(op, part)
         given = {
-            port.tensor: Held(dict(spec.form.slices)) for spec, port in zip(inputs, self.layer.inputs, strict=True)
+            port.tensor: Extent(dict(spec.form.slices)) for spec, port in zip(inputs, self.layer.inputs, strict=True)
         }
         try:
             held = layer_graph.forward(self.layer, given, cut, self.space)
-        except Misfit as misfit:
-            raise self._refusal(op, misfit, inputs, (), weight) from None
+        except Mismatch as mismatch:
+            raise self._refusal(op, mismatch, inputs, (), weight) from None
         outputs = [self._form(port.kind, port.layer, step, held[port.tensor]) for port in self.layer.outputs]
         return ForwardResult(tuple(outputs), self._saved(cut, step))
 
     def _saved(self, cut: dict[str, int], step: int) -> Form:
-        """The form of what a layer keeps of a pass with these pieces of the weight, and of what it deals."""
+        """Return the form of what a layer keeps of a pass with these pieces of its weight."""
         slices = layer_graph.sorted_slices(
             {index: mask for index, mask in cut.items() if index not in self.layer.deals}
         )
         return form_of(Kind.SAVED, self.layer_number, step, self.space, slices=slices, term=self._dealt_term(cut))
 
-    def _dealt(self, op: About, part: Holds | None) -> dict[str, int]:
-        """The pieces that are made of an index that the layer deals.
+    def _part_pieces(self, op: About, part: Holds | None) -> dict[str, int]:
+        """Return the pieces of a dealt index that a part stands for.
 
         Raises:
             Refused: for a part of a layer that deals nothing, and for pieces that do not divide.
@@ -219,16 +356,16 @@ class LayerRules:
         (index,) = self.layer.deals
         count = self.space.count(index)
         if count % part.of:
-            given = f"part {part} was asked for, but the layer has {counted(count, piece_of(index))}"
+            given = f"part {part} was asked for, but the layer has {counted(count, piece_noun(index))}"
             raise Refused("does not divide", op, given, "ask for a number of parts that divides them")
         return {index: part.refined(count).mask} if part.of > 1 else {}
 
-    def _dealt_of(self, gradients: Sequence[Spec]) -> dict[str, int]:
-        """The pieces that were made of an index that the layer deals, by the gradient of these."""
+    def _dealt_pieces(self, gradients: Sequence[Spec]) -> dict[str, int]:
+        """Return the pieces of a dealt index that were made, from their gradient."""
         return {index: mask for each in gradients[:1] for index, mask in each.form.slices if index in self.layer.deals}
 
     def _dealt_term(self, cut: dict[str, int]) -> Term | None:
-        """Which term of a sum all is that follows from these pieces of a dealt index."""
+        """Return the term of a sum that follows from some pieces of a dealt index."""
         return next((Term((index,), mask) for index, mask in cut.items() if index in self.layer.deals), None)
 
     def _derive_backward(
@@ -244,26 +381,26 @@ class LayerRules:
     ) -> BackwardResult:
         ports, outputs = self.layer.inputs, self.layer.outputs
         wanted = [(GRADIENT_OF[port.kind], port.layer) for port in outputs]
-        self._want_all(op, gradients, wanted if both else wanted[:1], "is given")
-        self._want_port(op, first, ports[0], ports[0].kind)
+        self._require_count(op, gradients, wanted if both else wanted[:1], "is given")
+        self._require_port(op, first, ports[0], ports[0].kind)
         term = self._dealt_term(cut)
         for gradient, port in zip(gradients, self.layer.outputs, strict=False):
-            self._want_port(op, gradient, port, GRADIENT_OF[port.kind], term if port.kind is Kind.ROUTING else None)
-        self._want_step(op, gradients, first.step)
+            self._require_port(op, gradient, port, GRADIENT_OF[port.kind], term if port.kind is Kind.ROUTING else None)
+        self._require_step(op, gradients, first.step)
         factor = gradients[0].form.factor
         if any(gradient.form.factor is not factor for gradient in gradients):
-            raise Refused("other factors", op, f"{' and '.join(map(str, gradients))} were given", ALIKE)
-        given = {port.tensor: Held({}) for port in ports} | {ports[0].tensor: Held(dict(first.form.slices))}
+            raise Refused("other factors", op, f"{' and '.join(map(str, gradients))} were given", SCALE_ALIKE)
+        given = {port.tensor: Extent({}) for port in ports} | {ports[0].tensor: Extent(dict(first.form.slices))}
         ends = {
-            port.tensor: Held(dict(gradient.form.slices))
+            port.tensor: Extent(dict(gradient.form.slices))
             for port, gradient in zip(self.layer.outputs, gradients, strict=False)
         }
-        ends |= {port.tensor: Held({}, term) for port in self.layer.outputs if port.kind is Kind.ROUTING}
+        ends |= {port.tensor: Extent({}, term) for port in self.layer.outputs if port.kind is Kind.ROUTING}
         try:
             held = layer_graph.forward(self.layer, given, cut, self.space)
             made, summed = layer_graph.backward(self.layer, held, ends, cut, self.space)
-        except Misfit as misfit:
-            raise self._refusal(op, misfit, [first], gradients, weight) from None
+        except Mismatch as mismatch:
+            raise self._refusal(op, mismatch, [first], gradients, weight) from None
         step, layer = first.step, self.layer
         over = tuple((index, self.space.count(index)) for index in summed.over) if summed else ()
         own = form_of(Kind.GRAD_WEIGHT, layer.weight, step, self.space, holds, over=over, factor=factor)
@@ -275,19 +412,19 @@ class LayerRules:
         half = saved.but(kind=Kind.SAVED_FOR_WEIGHT, factor=factor)
         return BackwardResult(own, spread, tuple(inputs), saved, half)
 
-    def _form(self, kind: Kind, layer: int, step: int, held: Held, factor: Factor = ONE) -> Form:
+    def _form(self, kind: Kind, layer: int, step: int, held: Extent, factor: Factor = ONE) -> Form:
         slices = layer_graph.sorted_slices(held.slices)
         return form_of(kind, layer, step, self.space, WHOLE, slices, held.term, factor=factor)
 
-    def _cut(self, op: About, weight: Spec, first: Spec) -> dict[str, int]:
-        """The pieces of the weight's indices that are not whole.
+    def _weight_pieces(self, op: About, weight: Spec, first: Spec) -> dict[str, int]:
+        """Return the pieces of the weight's indices that are not whole.
 
         Raises:
             Refused: for another layer's weight, one of another step, or one that is not made of whole slices.
         """
         owner, form = self.layer.weight, weight.form
         given = f"the weight given is {weight}"
-        want_kind(op, "weight", weight, Kind.WEIGHT)
+        require_kind(op, "weight", weight, Kind.WEIGHT)
         if form.layer != owner:
             raise Refused(
                 "wrong layer", op, given, f"layer {self.layer_number} computes with weights[{owner}], give that"
@@ -311,11 +448,11 @@ class LayerRules:
             raise Refused("part of a slice", op, given, "gather a slice first")
         return cut
 
-    def _want_port(self, op: About, spec: Spec, port: Port, kind: Kind, term: Term | None = None) -> None:
-        """Refuse what is not the port's, or not complete; `term` is the term of a sum that it must be, if any."""
+    def _require_port(self, op: About, spec: Spec, port: Port, kind: Kind, term: Term | None = None) -> None:
+        """Refuse a value that is not the port's, or not complete; `term` is the term that it must be, if any."""
         form = spec.form
-        want_kind(op, WORDS[kind], spec, kind)
-        given = said_of(WORDS[kind], spec)
+        require_kind(op, KIND_NOUNS[kind], spec, kind)
+        given = given_clause(KIND_NOUNS[kind], spec)
         if form.layer != port.layer:
             number, wanted = self.layer_number, f"{kind.value}[{port.layer}]"
             reads = "reads" if op.text.startswith(("forward", "recompute")) else "was fed"
@@ -328,170 +465,57 @@ class LayerRules:
             raise Refused("other pieces", op, given, remedy)
         if form.term is not None and term is None:
             if form.term.over == KEY:
-                raise attention.unmet(op, WORDS[kind], spec)
-            missing = ~form.term.bits & (1 << terms_of(form, form.term)) - 1
-            lacks = missing_text(" x ".join(map(piece_of, form.term.over)), missing)
-            raise Refused("missing terms", op, f"{given}; {lacks}", REDUCE_TERMS, missing=bits(missing))
+                raise attention.incomplete_refusal(op, KIND_NOUNS[kind], spec)
+            missing = ~form.term.bits & (1 << count_terms(form, form.term)) - 1
+            lacks = missing_text(" x ".join(map(piece_noun, form.term.over)), missing)
+            raise Refused("missing terms", op, f"{given}; {lacks}", _REDUCE_TERMS, missing=bits(missing))
 
-    def _want_all(self, op: About, given: Sequence[Spec], wanted: Sequence[tuple[Kind, int]], verb: str) -> None:
+    def _require_count(self, op: About, given: Sequence[Spec], wanted: Sequence[tuple[Kind, int]], verb: str) -> None:
         """Refuse another number of values than the layer takes."""
         if len(given) == len(wanted):
             return
         names = " and ".join(f"{kind.value}[{layer}]" for kind, layer in wanted)
         what = f"{len(given)} values were given"
         if len(given) < len(wanted):
-            what = f"the {WORDS[wanted[len(given)][0]]} is missing"
+            what = f"the {KIND_NOUNS[wanted[len(given)][0]]} is missing"
         end = " alone, give that" if len(wanted) == 1 else ", give these"
         remedy = f"this {self.layer.name} layer {verb} {names}{end}"
         raise Refused("wrong number", op, what, remedy)
 
-    def _want_step(self, op: About, specs: Sequence[Spec], step: int) -> None:
+    def _require_step(self, op: About, specs: Sequence[Spec], step: int) -> None:
         for spec in specs:
             if spec.step != step:
                 raise Refused("wrong step", op, f"{spec} was given with values of step {step}", "give all of one step")
 
     def _refusal(
-        self, op: About, misfit: Misfit, inputs: Sequence[Spec], gradients: Sequence[Spec], weight: Spec | None
+        self, op: About, mismatch: Mismatch, inputs: Sequence[Spec], gradients: Sequence[Spec], weight: Spec | None
     ) -> Refused:
-        """What does not fit, by the values that the layer was given."""
-        given, ports = (gradients, self.layer.outputs) if misfit.of_gradient else (inputs, self.layer.inputs)
-        spec = next(spec for spec, port in zip(given, ports, strict=False) if port.tensor == misfit.tensor)
-        index, word = misfit.index, WORDS[spec.kind]
-        given = said_of(word, spec)
-        if misfit.wanted is None:
-            assert misfit.given is not None
-            missing = self.space.full(index) & ~misfit.given
-            given, known = f"{given}; {missing_text(piece_of(index), missing)}", INDICES[index]
+        """Return the refusal of a mismatch, in terms of the values that the layer got."""
+        given, ports = (gradients, self.layer.outputs) if mismatch.of_gradient else (inputs, self.layer.inputs)
+        spec = next(spec for spec, port in zip(given, ports, strict=False) if port.tensor == mismatch.tensor)
+        index, word = mismatch.index, KIND_NOUNS[spec.kind]
+        given = given_clause(word, spec)
+        if mismatch.wanted is None:
+            assert mismatch.given is not None
+            missing = self.space.full(index) & ~mismatch.given
+            given, known = f"{given}; {missing_text(piece_noun(index), missing)}", INDICES[index]
             own = f"give it to the layer that takes it with the same {known.piece} of the weight"
             first = "put all together first" if known.gathered or known.stacked else own
             return Refused("missing pieces", op, given, f"{first}: {known.together}", missing=bits(missing))
-        wanted = numbered(piece_of(index), misfit.wanted)
-        if misfit.of_gradient:
+        wanted = numbered(piece_noun(index), mismatch.wanted)
+        if mismatch.of_gradient:
             remedy = f"give {wanted} of {self.space.count(index)} alone, as the weight has"
             return Refused("other pieces", op, given, remedy)
         if weight is not None:
             given += f" and the weight {weight}"
-        own, remedy = OWN.get(index, OWN_PIECES)
-        given += f"; {own.format(layer=self.layer.name, index=piece_of(index))}"
+        own, remedy = _TAKES_OWN_OF.get(index, _TAKES_OWN)
+        given += f"; {own.format(layer=self.layer.name, index=piece_noun(index))}"
         return Refused("other pieces", op, given, remedy)
 
     def _refuse_cut(self, op: str, spec: Spec) -> None:
         given = f"{spec} was given; this layer wants whole sequences"
         raise Refused("cut sequences", self._about(op), given, "gather their slices first")
 
-    def _refuse_apart(self, op: str, other: Spec, first: Spec) -> None:
+    def _refuse_other_cells(self, op: str, other: Spec, first: Spec) -> None:
         mine, theirs = cells_text(first.cells, self.space), cells_text(other.cells, self.space)
-        raise other_tokens(self._about(op), WORDS[first.kind], mine, WORDS[other.kind], theirs)
-
-
-# The rules of one program: those of each layer, and along which indices its values may be cut.
-
-
-@lru_cache(maxsize=64)
-def rules_of(layers: tuple[Layer, ...], space: Space, directed: frozenset[int] = frozenset()) -> Rules:
-    """The rules of these layers; one object for all programs of one shape, since it learns as it is used."""
-    return Rules(layers, space, directed)
-
-
-class Rules:
-    """What a program's ops make of values.
-
-    Attributes:
-        space: in what pieces the program counts.
-        layers: each layer's rules.
-        directed: layers with matrices that the optimizer steps whole, and in how many pieces of their parameters, of
-            which each has matrices of its own.
-        indices: for a kind of value and a layer, the indices along which it may be cut.
-    """
-
-    def __init__(self, layers: Sequence[Layer], space: Space, directed: Iterable[int] = ()) -> None:
-        self.space = space
-        stacked = {index for index, each in INDICES.items() if each.stacked}
-        self.directed = {l: math.prod(space.count(i) for i in layers[l].cut if i in stacked) for l in directed}
-        self.layers = [LayerRules(layer, space) for layer in layers]
-        self._updates: dict[tuple[int | Form, ...], tuple[Spec, Spec]] = {}
-        self._attended: dict[tuple[int | Form, ...], Form] = {}
-        self._attended_back: dict[tuple[int | Form, ...], tuple[Form, Form]] = {}
-        self.indices: dict[tuple[Kind, int], tuple[str, ...]] = {}
-        names = {index for index, _ in space.pieces}
-        for layer in layers:
-            for port in (*layer.inputs, *layer.outputs):
-                tensors = [tensors for node in layer.nodes for tensors in (node.reads, node.makes)]
-                own = {index for indices in tensors for index in indices.get(port.tensor, "").split()}
-                if mine := tuple(sorted(own & names)):
-                    self.indices[port.kind, port.layer] = self.indices[GRADIENT_OF[port.kind], port.layer] = mine
-
-    def update(self, layer: int, given: Sequence[Spec], trained: int) -> tuple[Spec, Spec]:
-        """What an update makes of (gradient, weight, optimizer state[, norm][, direction]): the new weight and state.
-
-        Args:
-            trained: the layers that are known to be trained, as a bit set; a norm must be of all of them.
-
-        Raises:
-            Refused: as `shardlab.language.rules.optimizer_step.update` does.
-        """
-        key = (trained, *[spec[0] for spec in given])
-        made = self._updates.get(key)
-        if made is None or made[0][0].layer != layer or given[0][1] != optimizer_step.full_sum(given[0][0]):
-            gradient, weight, opt_state, *others = given
-            norm, direction = optimizer_step.norm_and_direction(others)
-            made = self._updates[key] = optimizer_step.update(
-                layer,
-                gradient,
-                weight,
-                opt_state,
-                norm,
-                direction,
-                trained=Holds(trained, len(self.layers)),
-                pieces=self.directed.get(layer),
-            )
-        return made
-
-    def direction(self, layer: int, given: Sequence[Spec], trained: int) -> Spec:
-        """What `update.direction` makes of (gradient, optimizer state[, norm]).
-
-        Args:
-            trained: as for `update`.
-
-        Raises:
-            Refused: as that does.
-        """
-        parameters = Holds(trained, len(self.layers))
-        return optimizer_step.direction(layer, *given, trained=parameters, pieces=self.directed.get(layer))
-
-    def attend(self, layer: int, queries: Spec, keys_values: Spec) -> Spec:
-        """What `attention.attend` makes.
-
-        Raises:
-            Refused: as that does.
-        """
-        form, cells, joined = queries
-        (of, ours), (of_keys, theirs) = self._met(cells, keys_values[1])
-        key = (layer, form, keys_values[0], ours, theirs)
-        made = self._attended.get(key) if of == of_keys else None
-        if made is None:
-            made = self._attended[key] = attention.attend(layer, queries, keys_values)[0]
-        return new_spec(Spec, (made, cells, joined))
-
-    def attend_backward(
-        self, layer: int, queries: Spec, keys_values: Spec, attention_output: Spec, gradient: Spec
-    ) -> tuple[Spec, Spec]:
-        """What `attention.attend_backward` makes.
-
-        Raises:
-            Refused: as that does.
-        """
-        (form, cells, joined), (keys_form, keys_cells, keys_joined) = queries, keys_values
-        (of, ours), (of_keys, theirs) = self._met(cells, keys_cells)
-        key = (layer, form, keys_form, attention_output[0], gradient[0], ours, theirs)
-        known = of == of_keys and attention_output[1] == cells == gradient[1]
-        made = self._attended_back.get(key) if known else None
-        if made is None:
-            grads = attention.attend_backward(layer, queries, keys_values, attention_output, gradient)
-            made = self._attended_back[key] = grads[0][0], grads[1][0]
-        return new_spec(Spec, (made[0], cells, joined)), new_spec(Spec, (made[1], keys_cells, keys_joined))
-
-    def _met(self, cells: int, keys_cells: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(microbatches, slices of each) of queries, and of keys and values."""
-        sequence = self.space.sequence
-        return attention.pattern(cells, sequence), attention.pattern(keys_cells, sequence)
+        raise other_tokens_refusal(self._about(op), KIND_NOUNS[first.kind], mine, KIND_NOUNS[other.kind], theirs)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardlab.common.errors import About, Refused, of_layer
-from shardlab.language.rules.kinds import ONE, WHOLE, Holds, Kind, Reduction, bits, common, listed
-from shardlab.language.rules.refusals import are_missing, want_here, want_kind, want_together
+from shardlab.common.errors import About, Refused, about_layer
+from shardlab.language.rules.kinds import ONE, WHOLE, Holds, Kind, Reduction, bits, in_equal_pieces, listed
+from shardlab.language.rules.refusals import missing_clause, require_kind, require_on_device, require_one_place
 from shardlab.language.rules.spec import Form, Spec, form_of, summed_text
 
 
 def loss(layers: int, logits: Spec, stats: Spec | None = None) -> Spec:
-    """The last activation makes its own gradient; slices of it do so with the statistics of all slices.
+    """Return the last activation makes its own gradient; slices of it do so with the statistics of all slices.
 
     Raises:
         Refused: for another activation, a term of it, or statistics that are missing, partial or of other tokens.
@@ -48,7 +48,7 @@ def loss_stats(layers: int, logits: Spec) -> Spec:
 
 def _want_logits(op: About, layers: int, logits: Spec) -> None:
     form, given = logits.form, f"the activation given is {logits}"
-    want_kind(op, "activation", logits, Kind.ACTIVATION)
+    require_kind(op, "activation", logits, Kind.ACTIVATION)
     if form.layer != layers:
         raise Refused("wrong layer", op, given, f"the loss reads the last one, activations[{layers}], give that")
     if form.term is not None:
@@ -65,14 +65,14 @@ def full_sum(form: Form) -> int:
 
 
 def norm(layers: int, layer: int, gradient: Spec) -> Spec:
-    """The squares of a finished gradient's elements, summed: their part of the model's squared gradient norm.
+    """Return the squares of a finished gradient's elements, summed: their part of the model's squared gradient norm.
 
     A tied weight is a parameter of two layers; its squares stand for both.
 
     Raises:
         Refused: for a gradient of another layer, or one that lacks microbatches.
     """
-    op, form = of_layer("norm", layer), gradient.form
+    op, form = about_layer("norm", layer), gradient.form
     _want_gradient(op, layer, gradient)
     _want_unscaled(op, gradient)
     if missing := full_sum(form) & ~gradient.cells:
@@ -85,13 +85,13 @@ def norm(layers: int, layer: int, gradient: Spec) -> Spec:
 
 
 def _want_gradient(op: About, layer: int, gradient: Spec) -> None:
-    want_kind(op, "gradient", gradient, Kind.GRAD_WEIGHT, here=False)
+    require_kind(op, "gradient", gradient, Kind.GRAD_WEIGHT, here=False)
     if gradient.layer != layer:
         raise Refused("wrong layer", op, f"{gradient} was given", f"give a gradient of layer {layer}")
 
 
 def _missing(op: About, gradient: Spec, missing: int, why: str) -> Refused:
-    given = f"{are_missing(summed_text(gradient.form, missing))} from {gradient}; {why}"
+    given = f"{missing_clause(summed_text(gradient.form, missing))} from {gradient}; {why}"
     remedy = "add or reduce the missing gradients first"
     return Refused("missing microbatches", op, given, remedy, missing=bits(missing))
 
@@ -105,7 +105,8 @@ def direction(
     trained: Holds = WHOLE,
     pieces: int | None = 1,
 ) -> Spec:
-    """The way in which an optimizer's state would go with a gradient that has every microbatch in it; of its slices.
+    """Return the way in which an optimizer's state would go with a gradient that has every microbatch in it; of its
+    slices.
 
     Matrices are made orthogonal of whole directions. So a direction is gathered where they are cut, and then updates
     the slice of each rank.
@@ -118,12 +119,12 @@ def direction(
         Refused: naming what is missing, of another layer or step, or not held; and for an optimizer or a layer that
             needs none.
     """
-    op = of_layer("direction", layer)
+    op = about_layer("direction", layer)
     if pieces is None:
         given = "the optimizer steps each element of this layer by itself"
         raise Refused("cut matrices", op, given, "leave it out, and update with the gradient alone")
     _want_finished(op, layer, gradient, (("optimizer state", opt_state, Kind.OPT_STATE),), norm, trained)
-    want_here(op, opt_state)
+    require_on_device(op, opt_state)
     return Spec(form_of(Kind.DIRECTION, layer, gradient.step, gradient.form.space, opt_state.form.holds))
 
 
@@ -146,7 +147,7 @@ def update(
     trained: Holds = WHOLE,
     pieces: int | None = None,
 ) -> tuple[Spec, Spec]:
-    """A gradient with every microbatch in it moves an optimizer state and that slice of the weight one step on.
+    """Return a gradient with every microbatch in it moves an optimizer state and that slice of the weight one step on.
 
     Weight and gradient may hold more than the state; the new weight is the state's slice alone.
 
@@ -158,13 +159,13 @@ def update(
     Raises:
         Refused: naming what is missing, of another layer or step, or not held.
     """
-    op, form = of_layer("update", layer), gradient.form
+    op, form = about_layer("update", layer), gradient.form
     states = (("weight", weight, Kind.WEIGHT), ("optimizer state", opt_state, Kind.OPT_STATE))
     _want_finished(op, layer, gradient, states, norm, trained)
     held = opt_state.form.holds
     if direction is not None:
-        want_kind(op, "direction", direction, Kind.DIRECTION)
-        want_together(op, opt_state, direction)
+        require_kind(op, "direction", direction, Kind.DIRECTION)
+        require_one_place(op, opt_state, direction)
         if (direction.layer, direction.step) != (layer, form.step):
             given = f"{direction} was given, with {gradient}"
             raise Refused(
@@ -182,7 +183,7 @@ def update(
 
 def _want_whole_matrices(op: About, held: Holds, direction: Spec | None, wanted: Holds) -> None:
     """Refuse to step a part of a matrix without the direction of the whole."""
-    mine, whole = common(held if direction is None else direction.form.holds, wanted)
+    mine, whole = in_equal_pieces(held if direction is None else direction.form.holds, wanted)
     if missing := whole.mask & ~mine.mask:
         what = "optimizer state" if direction is None else "direction"
         given = f"the {what} holds slices {mine}, but Muon steps whole matrices"
@@ -209,11 +210,11 @@ def _want_finished(
     if norm is not None:
         _want_norm(op, norm, form.step, trained)
     for what, spec, kind in (("gradient", gradient, Kind.GRAD_WEIGHT), *states):
-        want_kind(op, what, spec, kind, here=False)
+        require_kind(op, what, spec, kind, here=False)
         if spec.layer != layer:
             remedy = f"update layer {layer} from its own gradient, weight and state"
             raise Refused("wrong layer", op, f"{spec} was given", remedy)
-    want_together(op, gradient, *(spec for _, spec, _ in states))
+    require_one_place(op, gradient, *(spec for _, spec, _ in states))
     if any(spec.step != form.step for _, spec, _ in states):
         steps = [f"the {what} {'' if at else 'is '}of step {spec.step}" for at, (what, spec, _) in enumerate(states)]
         given = f"{', '.join(steps)} and the gradient of step {form.step}; {_ALL[len(states)]} must be of one step"
@@ -224,19 +225,19 @@ def _want_finished(
     held = states[-1][1].form.holds
     for what, spec in (("gradient", gradient), *((what, spec) for what, spec, _ in states[:-1])):
         if spec.form.holds != held and not spec.form.holds.contains(held):
-            theirs, mine = common(spec.form.holds, held)
+            theirs, mine = in_equal_pieces(spec.form.holds, held)
             given = f"the {what} holds slices {spec.form.holds}, but the optimizer state holds {held}"
             remedy = f"give a {what} that contains every slice that is updated"
             raise Refused("missing slices", op, given, remedy, missing=bits(mine.mask & ~theirs.mask))
 
 
-def want_no_frozen(op: About, norm: Spec, trained: Holds) -> None:
+def require_no_frozen(op: About, norm: Spec, trained: Holds) -> None:
     """Refuse a norm that has squares of layers that are not trained.
 
     Raises:
         Refused: naming the parts of the model that are too many.
     """
-    mine, wanted = common(norm.holds, trained)
+    mine, wanted = in_equal_pieces(norm.holds, trained)
     if frozen := mine.mask & ~wanted.mask:
         given = (
             f"the norm given has parts {listed(bits(frozen))} of {mine.of} of the model's parameters, which are "
@@ -248,8 +249,8 @@ def want_no_frozen(op: About, norm: Spec, trained: Holds) -> None:
 def _want_norm(op: About, norm: Spec, step: int, trained: Holds) -> None:
     """Refuse what is not this step's gradient norm of all layers that are trained."""
     form = norm.form
-    want_kind(op, "norm", norm, Kind.SCALAR)
-    mine, wanted = (form.holds, form.holds) if form.holds.complete else common(form.holds, trained)
+    require_kind(op, "norm", norm, Kind.SCALAR)
+    mine, wanted = (form.holds, form.holds) if form.holds.complete else in_equal_pieces(form.holds, trained)
     if missing := wanted.mask & ~mine.mask:
         given = f"the norm given lacks parts {listed(bits(missing))} of {mine.of} of the model's parameters"
         remedy = "add and all_reduce the squares of every slice of every layer, each once"

@@ -29,9 +29,9 @@ from shardlab.language.rules.kinds import (
     mask_of,
     microbatches_text,
     numbered,
-    piece_of,
+    piece_noun,
     plural,
-    repeated,
+    repeat_pattern,
 )
 
 Slices = tuple[tuple[str, int], ...]
@@ -67,7 +67,7 @@ class Space(NamedTuple):
         return next((pieces for name, pieces in self.pieces if name == index), 1)
 
     def full(self, index: str) -> int:
-        """All pieces of an index, as a bit set."""
+        """Return all pieces of an index, as a bit set."""
         return (1 << self.count(index)) - 1
 
 
@@ -172,7 +172,7 @@ def form_of(
     dtype: str = "",
     place: str = "",
 ) -> Form:
-    """The one form with these fields."""
+    """Return the one form with these fields."""
     key = (kind, layer, step, space, holds, slices, term, over, reduction, factor, dtype, place)
     form = _FORMS.get(key)
     if form is None:
@@ -182,13 +182,13 @@ def form_of(
 
 @lru_cache(maxsize=1 << 14)
 def without_term(form: Form) -> Form:
-    """The form of a whole sum of which this is a term."""
+    """Return the form of a whole sum of which this is a term."""
     return form.but(term=None)
 
 
 @lru_cache(maxsize=1 << 14)
-def of_layer(form: Form, layer: int) -> Form:
-    """The form of another layer's value that is alike."""
+def with_layer(form: Form, layer: int) -> Form:
+    """Return the form of another layer's value that is alike."""
     return form.but(layer=layer)
 
 
@@ -253,11 +253,11 @@ class Spec(NamedTuple):
         return "scalars" if form.kind is Kind.SCALAR else f"{form.kind.value}[{form.layer}]"
 
     def about(self, verb: str) -> About:
-        """The op of that name on this value, for a refusal."""
+        """Return the op of that name on this value, for a refusal."""
         return _about(verb, self[0].kind, self[0].layer)
 
     def pieces(self, index: str) -> int:
-        """The pieces that it holds of an index, as a bit set."""
+        """Return the pieces that it holds of an index, as a bit set."""
         return next((mask for name, mask in self.form.slices if name == index), self.form.space.full(index))
 
     def __str__(self) -> str:
@@ -268,7 +268,7 @@ class Spec(NamedTuple):
             parts.append(summed_text(form, self.cells) if self.cells else "zero")
         elif kind in ROW_KINDS:
             parts.append(cells_text(self.cells, space))
-        parts += [f"{piece_of(index)} {listed(bits(mask))} of {space.count(index)}" for index, mask in form.slices]
+        parts += [f"{piece_noun(index)} {listed(bits(mask))} of {space.count(index)}" for index, mask in form.slices]
         if form.term is not None:
             parts.append(term_text(form, form.term))
         if kind is Kind.SCALAR and not form.holds.complete:
@@ -299,7 +299,7 @@ new_spec: Callable[[type[Spec], tuple[Form, int, tuple[Joined, ...]]], Spec] = c
 """Makes a Spec without the call that a NamedTuple's own constructor is: these are made at every op."""
 
 
-def pieces_share(form: Form) -> Fraction:
+def fraction_of_pieces(form: Form) -> Fraction:
     """Which part of a value's tensor its pieces are (1: all of it)."""
     share = Fraction(1)
     for index, pieces in form.slices:
@@ -307,31 +307,31 @@ def pieces_share(form: Form) -> Fraction:
     return share
 
 
-def share_of(form: Form) -> Fraction:
+def fraction_held(form: Form) -> Fraction:
     """Which part of an index that parameters are cut along is in a value, as pieces or as terms (1: all of it)."""
-    share = pieces_share(form)
+    share = fraction_of_pieces(form)
     if form.term is not None and form.term.over != KEY:
-        share *= Fraction(form.term.bits.bit_count(), terms_of(form, form.term))
+        share *= Fraction(form.term.bits.bit_count(), count_terms(form, form.term))
     return share
 
 
 def whole_sequences(cells: int, space: Space) -> bool:
-    """Whether these cells are all of each microbatch that they are anything of."""
+    """Return whether these cells are all of each microbatch that they are anything of."""
     slices = space.sequence
     if slices == 1:
         return True
-    firsts = cells & repeated(1, slices, space.cells)
+    firsts = cells & repeat_pattern(1, slices, space.cells)
     return firsts * ((1 << slices) - 1) == cells
 
 
 def microbatches_of(cells: int, space: Space) -> int:
-    """The microbatches that these cells are of, or parts of, as a bit set."""
+    """Return the microbatches that these cells are of, or parts of, as a bit set."""
     slices = space.sequence
     return cells if slices == 1 else mask_of({cell // slices for cell in bits(cells)})
 
 
 def cells_text(cells: int, space: Space) -> str:
-    """`microbatches 0-2 and sequence slice 1 of microbatch 3`."""
+    """Return text such as `microbatches 0-2 and sequence slice 1 of microbatch 3`."""
     slices = space.sequence
     if slices == 1:
         return microbatches_text(cells)
@@ -370,16 +370,16 @@ def term_text(form: Form, term: Term) -> str:
         of_keys = form.kind is Kind.GRAD_KEYS_VALUES
         return f"{'queries' if of_keys else 'keys and values'} {numbers} of {form.space.sequence} alone"
     terms = plural("term", term.bits.bit_count())
-    return f"the {terms} of {' x '.join(map(piece_of, term.over))} {numbers} of {terms_of(form, term)}"
+    return f"the {terms} of {' x '.join(map(piece_noun, term.over))} {numbers} of {count_terms(form, term)}"
 
 
-def terms_of(form: Form, term: Term) -> int:
-    """How many terms the whole sum has."""
+def count_terms(form: Form, term: Term) -> int:
+    """Return how many terms the whole sum has."""
     return math.prod(form.space.count(index) for index in term.over)
 
 
 def missing_text(noun: str, missing: int, of: str = "") -> str:
-    """`slice 1 is missing`, `experts 0, 2-3 are missing`."""
+    """Return text such as `slice 1 is missing`, `experts 0, 2-3 are missing`."""
     return f"{numbered(noun, missing)}{of} {'are' if missing.bit_count() > 1 else 'is'} missing"
 
 
@@ -389,12 +389,12 @@ def missing_text(noun: str, missing: int, of: str = "") -> str:
 
 
 def flat_slices(cut: Sequence[str], space: Space) -> int:
-    """How many slices the flat parameters of a layer have that is cut along these indices."""
+    """Return how many slices the flat parameters of a layer have that is cut along these indices."""
     return math.prod(space.count(index) for index in cut)
 
 
 def pieces_of_flat(holds: Holds, cut: Sequence[str], space: Space) -> dict[str, int] | None:
-    """The pieces of each index that is not whole in these flat slices; None if they are no such block.
+    """Return the pieces of each index that is not whole in these flat slices; None if they are no such block.
 
     Args:
         holds: some of as many slices as `flat_slices` says.
@@ -412,7 +412,7 @@ def pieces_of_flat(holds: Holds, cut: Sequence[str], space: Space) -> dict[str, 
 
 
 def flat_of_pieces(pieces: Mapping[str, int], cut: Sequence[str], space: Space) -> Holds:
-    """The flat slices that these pieces are; of an index that is not named, all.
+    """Return the flat slices that these pieces are; of an index that is not named, all.
 
     >>> flat_of_pieces({"head": 0b10}, ("expert", "head"), Space(1, 1, (("expert", 2), ("head", 2))))
     Holds(mask=10, of=4)
@@ -424,7 +424,7 @@ def flat_of_pieces(pieces: Mapping[str, int], cut: Sequence[str], space: Space) 
 
 
 def _mask(pieces: Mapping[str, int], space: Space) -> int:
-    """The flat slices of these pieces of every index, as a bit set."""
+    """Return the flat slices of these pieces of every index, as a bit set."""
     places = [0]
     for index, mask in pieces.items():
         count = space.count(index)

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any, NoReturn, Protocol, Self, TypeVar
 
 from shardlab.common.errors import About
-from shardlab.common.user_code import SourceLine, here
+from shardlab.common.user_code import SourceLine, line_now
 from shardlab.language import Deadlock, OpKind, Refused
-from shardlab.language.values import Wait, deadlock
+from shardlab.language.values import Wait, deadlock_error
 from shardlab.simulate.timeline.prices import UNIT_COSTS
 
 T = TypeVar("T", covariant=True)
@@ -203,7 +203,7 @@ def translate_refusals(rank: RunningRank | None = None, line: SourceLine | None 
     except PuzzleRefused:
         raise
     except Refused as refusal:
-        mine = PuzzleRefused.of(refusal).on(line or here())
+        mine = PuzzleRefused.of(refusal).on(line or line_now())
         for name in ("about", "given", "remedy"):
             for published, kind in COLLECTIVES.items():
                 setattr(mine, name, getattr(mine, name).replace(kind.value, published))
@@ -410,7 +410,7 @@ class AsyncioWatch:
         waits: dict[int, Wait] = {}
         for blocked in self._blocked.values():
             waits.setdefault(blocked.rank, blocked.wait())
-        refusal = PuzzleDeadlock.of(deadlock(waits))
+        refusal = PuzzleDeadlock.of(deadlock_error(waits))
         missing, running = [rank for rank in range(self.ranks) if rank not in self._tasks], self._running()
         if missing:
             names = ", ".join(map(str, missing))

@@ -13,8 +13,8 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from shardlab.common.errors import About, Refused, of_layer
-from shardlab.common.user_code import at
+from shardlab.common.errors import About, Refused, about_layer
+from shardlab.common.user_code import at_line
 from shardlab.language import Holds, UserError
 from shardlab.language.rules import arithmetic
 from shardlab.language.rules.kinds import listed
@@ -46,7 +46,7 @@ class Contribution(Blocked):
     def wait(self) -> Wait:
         missing = [rank for rank, part in self.collective.items() if part is None]
         names = ", ".join(map(str, missing))
-        return Wait(f"{self} for rank{'s' * (len(missing) > 1)} {names}{at(self.line)}", missing)
+        return Wait(f"{self} for rank{'s' * (len(missing) > 1)} {names}{at_line(self.line)}", missing)
 
 
 class PuzzleCollectives:
@@ -93,7 +93,7 @@ def combine(parts: list[Contribution]) -> list[Any]:
         Refused: if the calls or values do not match.
     """
     first, values = parts[0], [part.value for part in parts]
-    op = of_layer(first.name, first.layer)
+    op = about_layer(first.name, first.layer)
     other = next((part for part in parts if part.name != first.name), None)
     if other is not None:
         given = f"rank {first.rank} meets with {first} and rank {other.rank} with {other}"
@@ -140,7 +140,7 @@ class Message(Blocked):
     inside: bool = False
 
     def wait(self) -> Wait:
-        what = f"pass_to(rank {self.to}) of {self.about}, whose mailbox is full, for rank {self.to}{at(self.line)}"
+        what = f"pass_to(rank {self.to}) of {self.about}, whose mailbox is full, for rank {self.to}{at_line(self.line)}"
         return Wait(what, [self.to])
 
 
@@ -156,7 +156,7 @@ class Receiver(Blocked):
         others = [r for r in range(self.watch.ranks) if r != self.rank] or [self.rank]
         waiting, ended = self.watch.waiting(), [r for r in self.watch.ended() if r != self.rank]
         over = f" (rank{'s' * (len(ended) > 1)} {listed(ended)} ended)" if ended else ""
-        what = f"receive() for a message from any rank{over}{at(self.line)}"
+        what = f"receive() for a message from any rank{over}{at_line(self.line)}"
         return Wait(what, [r for r in others if r in waiting] or others)
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from textwrap import wrap
 from typing import Any, TypeVar
 
-from shardlab.check.report import Blame
-from shardlab.common.errors import About, unknown
-from shardlab.common.files import packaged
-from shardlab.common.user_code import Stoppable, Stopped, line_of, run_stoppable, shown
+from shardlab.check.report import FileCheck
+from shardlab.common.errors import About, unknown_name
+from shardlab.common.files import load_table
+from shardlab.common.user_code import Stoppable, Stopped, display_path, run_stoppable, user_line_of
 from shardlab.language import Mesh, Refused, Strategy, UserError
 from shardlab.language.rules.kinds import counted
 from shardlab.learn.puzzles.calls import PuzzleRefused, never_awaited
@@ -115,7 +115,7 @@ def _run_within(seconds: float, work: Callable[[], T]) -> T:
     """
 
     def refusal(program: Stoppable) -> PuzzleRefused:
-        line = line_of(program.frame())
+        line = user_line_of(program.frame())
         where = f", and was at {line}" if line else ""
         given = f"the solution had not ended after {seconds:g} s{where}"
         remedy = f"make its loops end, or give it more time: grade(..., seconds={10 * seconds:g})"
@@ -264,10 +264,10 @@ def timeline_of_strategy(strategy: Strategy, puzzle: Puzzle) -> Timeline:
     make_mesh = own.__globals__.get(f"{own.__name__}_mesh")
     mesh = make_mesh(puzzle.ranks) if make_mesh else Mesh(dp_shard=puzzle.ranks)
     try:
-        checked = Blame(strategy, file).checked(mesh, puzzle.layers, puzzle.batches)
+        checked = FileCheck(strategy, file).check(mesh, puzzle.layers, puzzle.batches)
     except Refused as refusal:
-        refusal.line = refusal.line.replace(f"{file}:", f"{shown(file)}:")
-        refusal.trail = refusal.trail.replace(f"{file}:", f"{shown(file)}:")
+        refusal.line = refusal.line.replace(f"{file}:", f"{display_path(file)}:")
+        refusal.trail = refusal.trail.replace(f"{file}:", f"{display_path(file)}:")
         raise PuzzleRefused.of(refusal) from None
     if checked.frozen:
         layer = checked.frozen[0]
@@ -325,7 +325,7 @@ class Puzzle:
         return max(self.target_memory, self.known_memory)
 
 
-PUZZLES = tuple(Puzzle(**fields) for fields in packaged("learn/puzzles/puzzles.toml")["puzzle"])
+PUZZLES = tuple(Puzzle(**fields) for fields in load_table("learn/puzzles/puzzles.toml")["puzzle"])
 
 
 def find(puzzle: int | str) -> Puzzle:
@@ -337,4 +337,4 @@ def find(puzzle: int | str) -> Puzzle:
     for candidate in PUZZLES:
         if puzzle in (candidate.number, candidate.name, str(candidate.number)):
             return candidate
-    raise unknown("puzzle", puzzle, [p.name for p in PUZZLES], f", and their numbers, 0 to {len(PUZZLES) - 1}")
+    raise unknown_name("puzzle", puzzle, [p.name for p in PUZZLES], f", and their numbers, 0 to {len(PUZZLES) - 1}")

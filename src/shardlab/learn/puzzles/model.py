@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from shardlab.common.errors import About, Refused, of_layer
-from shardlab.common.user_code import SourceLine, here
+from shardlab.common.errors import About, Refused, about_layer
+from shardlab.common.user_code import SourceLine, line_now
 from shardlab.language import Holds, Mesh, Program, Sizes, Spec, UserError
 from shardlab.language.rules import optimizer_step as steps
-from shardlab.language.rules.kinds import common, mask_of
+from shardlab.language.rules.kinds import in_equal_pieces, mask_of
 from shardlab.language.rules.layer_rules import LayerRules, rules_of
 from shardlab.language.rules.spec import Space
 from shardlab.language.tape import Op
@@ -197,13 +197,13 @@ class PuzzleCompute(Stores):
         gradient = WeightGrad(layer, self.LAYERS, frozenset(batches), self.BATCHES)
         if gradient.batches:
             given, remedy = f"{gradient.spec} was made up", "let a solution compute its gradients"
-            fake = PuzzleRefused("made up", of_layer("fake_grad", layer), given, remedy)
-            self.fakes.append(fake.at(self.rank, len(self.log)).on(here()))
+            fake = PuzzleRefused("made up", about_layer("fake_grad", layer), given, remedy)
+            self.fakes.append(fake.at(self.rank, len(self.log)).on(line_now()))
         return record_derived(gradient)
 
     def forward(self, layer: int, inp: Activation, weight: Weight) -> Activation:
         """Activation l and the complete weight of layer l: activation l + 1."""
-        with self._judging(of_layer("forward", layer), inp, weight) as op:
+        with self._judging(about_layer("forward", layer), inp, weight) as op:
             self._layer(op, layer).forward([self._spec(op, "activation", inp)], self._weight(op, weight))
         self.note("forward", inp, weight, layer=layer, batches=inp.batches)
         return record_derived(Activation(layer + 1, self.LAYERS, inp.batches, self.BATCHES))
@@ -219,7 +219,7 @@ class PuzzleCompute(Stores):
         self, layer: int, inp: Activation, grad: ActivationGrad, weight: Weight
     ) -> tuple[WeightGrad, ActivationGrad]:
         """Activation l, the gradient of activation l + 1 and the weight: (weight's gradient, activation l's)."""
-        with self._judging(of_layer("backward", layer), inp, grad, weight) as op:
+        with self._judging(about_layer("backward", layer), inp, grad, weight) as op:
             specs = self._spec(op, "activation", inp), self._spec(op, "gradient", grad)
             self._layer(op, layer).backward(specs[0], specs[1:], self._weight(op, weight))
         self.note("backward", inp, grad, weight, layer=layer, batches=inp.batches)
@@ -234,11 +234,11 @@ class PuzzleCompute(Stores):
         A complete gradient may update a shard. `shard` is not used.
         """
         del shard
-        with self._judging(of_layer("update", layer), weight_grad, weight, opt_state) as op:
+        with self._judging(about_layer("update", layer), weight_grad, weight, opt_state) as op:
             grad = self._spec(op, "gradient", weight_grad)
             state = self._spec(op, "optimizer state", opt_state)
             rules.update(layer, grad, self._weight(op, weight), state)
-        done, mine = common(self._updated.get(layer, Holds(0, 1)), weight.spec.holds)
+        done, mine = in_equal_pieces(self._updated.get(layer, Holds(0, 1)), weight.spec.holds)
         self._updated[layer] = Holds(done.mask | mine.mask, mine.of)
         self.note("update", weight_grad, weight, opt_state)
         new_weight = Weight(layer, self.LAYERS, weight.step + 1, weight.shards, weight.total)
@@ -303,34 +303,34 @@ class PuzzleModel(PuzzleCompute):
 
     def allreduce(self, v: T, layer: int) -> PuzzleCall[T]:
         """The sum over all ranks, on every rank."""
-        return self._call("allreduce", f"layer {layer}", partial(self._meet, "allreduce", v, layer, here()))
+        return self._call("allreduce", f"layer {layer}", partial(self._meet, "allreduce", v, layer, line_now()))
 
     def allgather(self, v: T, layer: int) -> PuzzleCall[T]:
         """The pieces of all ranks put together, on every rank."""
-        return self._call("allgather", f"layer {layer}", partial(self._meet, "allgather", v, layer, here()))
+        return self._call("allgather", f"layer {layer}", partial(self._meet, "allgather", v, layer, line_now()))
 
     def scatterreduce(self, v: T, layer: int) -> PuzzleCall[T]:
         """The sum over all ranks, shard r of it on rank r."""
-        return self._call("scatterreduce", f"layer {layer}", partial(self._meet, "scatterreduce", v, layer, here()))
+        return self._call("scatterreduce", f"layer {layer}", partial(self._meet, "scatterreduce", v, layer, line_now()))
 
     def pass_to(self, rank: int, v: Any) -> PuzzleCall[None]:
         """Put anything into a rank's mailbox, once there is room."""
-        return self._call("pass_to", f"rank {rank}", partial(self._pass, rank, v, here()))
+        return self._call("pass_to", f"rank {rank}", partial(self._pass, rank, v, line_now()))
 
     def receive(self) -> PuzzleCall[Any]:
         """The earliest message to this rank, whoever sent it."""
-        return self._call("receive", "", partial(self._receive, here()))
+        return self._call("receive", "", partial(self._receive, line_now()))
 
     def _call(self, verb: str, argument: str, work: Callable[[], Coroutine[Any, Any, T]]) -> PuzzleCall[T]:
         name = f"{verb}({argument})"
         refusal = unawaited(name, f"model.{verb}({'...' * bool(argument)})").at(self.rank, len(self.log))
-        return PuzzleCall(name, refusal.on(here()), work, self.forgotten)
+        return PuzzleCall(name, refusal.on(line_now()), work, self.forgotten)
 
     async def _meet(self, name: str, v: T, layer: int, line: SourceLine | None) -> T:
         self._enter(name, line, [self.rank], v)
         with translate_refusals(self, line):
             if isinstance(v, Weight):
-                rules.refuse_stale(of_layer(name, layer), v.spec, self._updated)
+                rules.refuse_stale(about_layer(name, layer), v.spec, self._updated)
             collective = self._run.collectives.next_of(self.rank)
             collective[self.rank] = mine = Contribution(self.rank, line, name, layer, v, self.time, collective)
             result, time = await self._wait(mine)

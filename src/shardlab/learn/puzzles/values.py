@@ -13,12 +13,12 @@ from operator import index
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
-from shardlab.common.errors import About, Refused, of_layer
-from shardlab.common.files import write_whole
+from shardlab.common.errors import About, Refused, about_layer
+from shardlab.common.files import write_atomically
 from shardlab.language import Holds, Kind, Spec
 from shardlab.language.rules import arithmetic
 from shardlab.language.rules import optimizer_step as steps
-from shardlab.language.rules.kinds import ROW_KINDS, bits, common, listed, mask_of, microbatches_text, plural
+from shardlab.language.rules.kinds import ROW_KINDS, bits, in_equal_pieces, listed, mask_of, microbatches_text, plural
 from shardlab.language.rules.spec import Space, form_of, missing_text
 from shardlab.language.sizes import PUZZLE_HIDDEN, PUZZLE_LENGTH
 from shardlab.learn.puzzles.calls import record_derived, translate_refusals
@@ -238,7 +238,7 @@ def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
             why = "of one value" if spec.cells == first.cells else "that sum the same microbatches"
             given = f"{names[0]} gave {first} and {who} {spec}"
             raise Refused("other values", op, given, f"put pieces {why} together")
-        mine, theirs = common(holds, spec.holds)
+        mine, theirs = in_equal_pieces(holds, spec.holds)
         holds = Holds(mine.mask | theirs.mask, mine.of)
     return first._replace(form=first.form.but(holds=holds))
 
@@ -250,10 +250,10 @@ def update(layer: int, gradient: Spec, weight: Spec, state: Spec) -> None:
     if surplus and gradient.layer == layer:
         given = f"{gradient} has {microbatches_text(surplus)} in it"
         remedy = f"the step's microbatches are {listed(bits(step))}, sum these"
-        raise Refused("unknown microbatch", of_layer("update", layer), given, remedy)
+        raise Refused("unknown microbatch", about_layer("update", layer), given, remedy)
     if state.layer == weight.layer == layer and not state.holds.contains(weight.holds):
         given = f"the weight holds slices {weight.holds}, but the optimizer state only {state.holds}"
-        raise Refused("missing slices", of_layer("update", layer), given, "give the state of the same slices")
+        raise Refused("missing slices", about_layer("update", layer), given, "give the state of the same slices")
     if gradient.holds.contains(state.holds):
         state = state._replace(form=state.form.but(holds=weight.holds))
     steps.update(layer, gradient, weight, state)
@@ -262,7 +262,7 @@ def update(layer: int, gradient: Spec, weight: Spec, state: Spec) -> None:
 def refuse_stale(op: About, weight: Spec, updated: Mapping[int, Holds]) -> None:
     """Refuse a weight from before an update that this rank has made of the same slices."""
     if weight.kind is Kind.WEIGHT and weight.step == 0 and weight.layer in updated:
-        done, mine = common(updated[weight.layer], weight.holds)
+        done, mine = in_equal_pieces(updated[weight.layer], weight.holds)
         stale = done.mask & mine.mask
         if stale:
             given = (
@@ -313,7 +313,7 @@ class Picture:
 
     def save(self, path: Path | str) -> None:
         """Write the SVG to a file."""
-        write_whole(Path(path), self.svg)
+        write_atomically(Path(path), self.svg)
 
 
 def timeline_picture(timeline: Timeline, title: str = "", note: str = "") -> Picture:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardlab.common.fields import TICK
+from shardlab.common.fields import SHORTEST_SECONDS
 from shardlab.language.rules.kinds import counted
 
 SAMPLE = 16 << 20
@@ -139,7 +139,7 @@ def _write_speed() -> tuple[float | None, str | None]:
             file.write(bytes(SAMPLE))
             file.flush()
             os.fsync(file.fileno())
-            return SAMPLE / max(TICK, time.monotonic() - began), None
+            return SAMPLE / max(SHORTEST_SECONDS, time.monotonic() - began), None
     except OSError as error:
         return None, error.strerror or str(error)
 

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from statistics import median, quantiles
 from typing import Any, Literal, NamedTuple, Protocol
 
-from shardlab.common.errors import find
+from shardlab.common.errors import find_by_name
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.language.pass_names import named_passes
 from shardlab.measure.profile import this_machine
@@ -294,7 +294,7 @@ def find_pairs(names: tuple[str, ...], passes: str = "none") -> list[StrategyPai
         UserError: when there is no such pair or pass; the nearest is named.
     """
     named_passes(passes)
-    found = [find(PAIRS, name, "pair with a strategy") for name in names] or PAIRS.values()
+    found = [find_by_name(PAIRS, name, "pair with a strategy") for name in names] or PAIRS.values()
     return [replace(pair, passes=passes) for pair in found]
 
 

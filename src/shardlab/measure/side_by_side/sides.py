@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.common.fields import TICK
+from shardlab.common.fields import SHORTEST_SECONDS
 from shardlab.execute import Executor, Settings
 from shardlab.execute.kernel_choice import choose_products
 from shardlab.execute.transport.collectives import Groups
@@ -175,7 +175,7 @@ def _time_step(contender: Contender, device: torch.device) -> tuple[Tensor, floa
     loss = contender.step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return loss, max(TICK, time.perf_counter() - began), time.thread_time() - had
+    return loss, max(SHORTEST_SECONDS, time.perf_counter() - began), time.thread_time() - had
 
 
 def _mean_losses(losses: Sequence[Tensor]) -> list[float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from shardlab.common.errors import nearest
+from shardlab.common.errors import suggest_name
 from shardlab.language import Mesh, UserError
 from shardlab.language.precision import Precision
 from shardlab.models import GPT, Blocks, Llama
@@ -107,7 +107,7 @@ def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
     """
     recompute = find_name(record.recompute or "none", RECOMPUTE)
     if recompute is None:
-        near = nearest(str(record.recompute), RECOMPUTE)
+        near = suggest_name(str(record.recompute), RECOMPUTE)
         raise Unknown(f"recomputes {record.recompute}, which is unknown here; {near}")
     saved = replace(recipe.memory.saved, per_op=recompute == "selective-per-op")
     recipe = replace(recipe, memory=replace(recipe.memory, saved=saved))
@@ -167,7 +167,7 @@ def device_of(hardware: HardwareRecord) -> Device:
     if name is None:
         if hardware.gpu is None:
             raise Incomplete("does not say device")
-        raise Unknown(f"ran on an unknown GPU, {hardware.gpu}; {nearest(hardware.gpu, DEVICES)}")
+        raise Unknown(f"ran on an unknown GPU, {hardware.gpu}; {suggest_name(hardware.gpu, DEVICES)}")
     return _known(find_device, name)
 
 
@@ -267,7 +267,7 @@ def _schedule(record: RunRecord) -> str | None:
         return None
     text = BY_HAND.get(text, text)
     if (name := find_name(text, SCHEDULES)) is None:
-        raise Unknown(f"has a schedule that is unknown here, {text}; {nearest(text, SCHEDULES)}")
+        raise Unknown(f"has a schedule that is unknown here, {text}; {suggest_name(text, SCHEDULES)}")
     return name
 
 
@@ -281,7 +281,7 @@ def precision_of(record: RunRecord, recipe: Recipe, zero: int) -> Precision:
     text = record.precision or "fp16"
     name = find_name(text, DTYPES)
     if name is None:
-        raise Unknown(f"computes in {text}, which is unknown here; {nearest(text, DTYPES)}")
+        raise Unknown(f"computes in {text}, which is unknown here; {suggest_name(text, DTYPES)}")
     compute = DTYPES[name]
     usual = (compute == "bfloat16" and recipe.defaults.bf16_gradient_bytes) or recipe.defaults.gradient_bytes
     gradients = usual if record.gradients is None else 4 if record.gradients == "fp32" else 2

@@ -23,8 +23,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from shardlab.common.errors import UserError, find, nearest
-from shardlab.common.files import packaged, read_file
+from shardlab.common.errors import UserError, find_by_name, suggest_name
+from shardlab.common.files import load_table, read_file
 from shardlab.language.pass_names import NO_LAG, Lag
 from shardlab.language.rules.kinds import counted
 from shardlab.language.rules.refusals import HOST
@@ -84,7 +84,7 @@ def find_link(name: str) -> Link:
     Raises:
         UserError: if there is none; the nearest names are suggested.
     """
-    return find(LINKS, name, "link")
+    return find_by_name(LINKS, name, "link")
 
 
 DISK_LINK = find_link("nvme")
@@ -189,7 +189,7 @@ class Cluster:
         Raises:
             UserError: if no collective has that name, the profile does not have it, or bytes or ranks are not valid.
         """
-        find(COSTS, kind, "collective")
+        find_by_name(COSTS, kind, "collective")
         self._want_bytes(bytes)
         self._want_ranks(ranks)
         if self.profile is not None:
@@ -300,7 +300,7 @@ def find_cluster(name: str, *, here: Machine | None = None, other_machine: bool 
         raise UserError(
             f"{name!r} is not a cluster; write DEVICExCOUNT such as h100x16, the path of a .toml file or a profile's "
             f".json, or local; "
-            f"of clusters with 8 devices {nearest(name, [f'{device}x8' for device in DEVICES])}"
+            f"of clusters with 8 devices {suggest_name(name, [f'{device}x8' for device in DEVICES])}"
         )
     if (own := f"{found[1]}x") in DEVICES and found[1] not in DEVICES:
         raise UserError(
@@ -364,7 +364,7 @@ def read_cluster(path: Path) -> Cluster:
     known = ("device", "nodes", "per_node", "intra_node", "inter_node", "host", "nics")
     for key in data:
         if key not in known:
-            raise UserError(f"{path}: {key!r} is no entry of a cluster; {nearest(key, known)}")
+            raise UserError(f"{path}: {key!r} is no entry of a cluster; {suggest_name(key, known)}")
     if "device" not in data:
         raise UserError(f'{path} names no device; write device = "h100"')
     base = base_of(data["device"], None)
@@ -411,7 +411,7 @@ def changed(path: Path, row: T, given: Any) -> T:
     new = {key: value for key, value in cast(dict[str, Any], given).items() if key != "base"}
     for key, value in new.items():
         if key not in numbers:
-            raise UserError(f"{path}: {row.name} has no number called {key!r}; {nearest(key, numbers)}")
+            raise UserError(f"{path}: {row.name} has no number called {key!r}; {suggest_name(key, numbers)}")
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise UserError(f"{path}: {key} of {row.name} is {value!r}, not a number")
         if wanted := what_else(key, value):
@@ -436,7 +436,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-FIGURES = {name: Figure(**row) for name, row in packaged("simulate/hardware/unmeasured.toml")["figure"].items()}
+FIGURES = {name: Figure(**row) for name, row in load_table("simulate/hardware/unmeasured.toml")["figure"].items()}
 """Figures of an unmeasured machine, each with its source, from `unmeasured.toml`."""
 
 DEVICE = "unmeasured cores"

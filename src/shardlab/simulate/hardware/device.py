@@ -21,8 +21,8 @@ from functools import cache
 from math import ceil
 from typing import Any, cast
 
-from shardlab.common.errors import find
-from shardlab.common.files import packaged
+from shardlab.common.errors import find_by_name
+from shardlab.common.files import load_table
 from shardlab.language import UserError
 from shardlab.language.rules.kinds import bytes_of
 from shardlab.models.layout import FusedAttention, Kernel, Matmul, Pointwise
@@ -85,7 +85,7 @@ def _leaves(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 CONSTANTS = {
     name: Figure(**(row | {"runs": tuple(row.get("runs", ()))}))
-    for name, row in packaged("simulate/hardware/constants.toml")["constant"].items()
+    for name, row in load_table("simulate/hardware/constants.toml")["constant"].items()
 }
 """Figures that all devices and links share, from `constants.toml`."""
 
@@ -229,9 +229,9 @@ def rows(file: str, table: str) -> dict[str, dict[str, Any]]:
 
     If a row has a list `fit`, its `figures` gives the source of each figure (see `figures_of`).
     """
-    pages = packaged("simulate/hardware/pages.toml")
+    pages = load_table("simulate/hardware/pages.toml")
     found: dict[str, dict[str, Any]] = {}
-    for name, row in packaged(f"simulate/hardware/{file}.toml")[table].items():
+    for name, row in load_table(f"simulate/hardware/{file}.toml")[table].items():
         base = found.get(row.pop("base", ""), {})
         found[name] = base | row
         if "fit" in row:
@@ -256,7 +256,7 @@ DEVICES = {
 }
 """Every device by name, from `devices.toml`."""
 
-ALIASES: dict[str, str] = packaged("simulate/hardware/devices.toml")["alias"]
+ALIASES: dict[str, str] = load_table("simulate/hardware/devices.toml")["alias"]
 
 
 def find_device(name: str) -> Device:
@@ -266,7 +266,7 @@ def find_device(name: str) -> Device:
         UserError: if there is none; the nearest names are suggested.
     """
     name = name.strip().lower()
-    return find(DEVICES, ALIASES.get(name, name), "device")
+    return find_by_name(DEVICES, ALIASES.get(name, name), "device")
 
 
 GIB = 2.0**30

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardlab.common.files import cache_folder, parsed, write_whole
+from shardlab.common.files import cache_folder, parse_document, write_atomically
 from shardlab.language import UserError
-from shardlab.language.pass_names import BY_MESSAGES, NO_LAG, Lag
+from shardlab.language.pass_names import MOST_BYTES_BY_MESSAGES, NO_LAG, Lag
 from shardlab.language.rules.kinds import bytes_of
 from shardlab.models.layout import Kernel, Matmul, Pointwise
 from shardlab.simulate.hardware.device import Device, Efficiency
@@ -152,7 +152,7 @@ class Profile:
             "layers": self.layers,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(data, indent=1) + "\n")
+        write_atomically(path, json.dumps(data, indent=1) + "\n")
         return path
 
     @classmethod
@@ -169,7 +169,7 @@ class Profile:
         """
         path = path or default_path()
         try:
-            data = parsed(json.loads, path.read_text(encoding="utf-8"))
+            data = parse_document(json.loads, path.read_text(encoding="utf-8"))
             version = data["version"]
             profile = profile_of(data) if version == VERSION else None
         except FileNotFoundError:
@@ -332,7 +332,7 @@ def profiled_name(kind: str, bytes: float, ranks: int) -> str:
     All-reduces of more bytes than a member receives by messages go around a ring instead (see
     `shardlab.execute.transport.collectives`), and have a name of their own.
     """
-    return LARGE_SUMS if kind == "all_reduce" and (ranks - 1) * bytes > BY_MESSAGES else kind
+    return LARGE_SUMS if kind == "all_reduce" and (ranks - 1) * bytes > MOST_BYTES_BY_MESSAGES else kind
 
 
 def measured_seconds(profile: Profile, kind: str, bytes: float, ranks: int) -> float:

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from shardlab.check import Checked
-from shardlab.check.buffers import ALIGNMENT, BUCKETED, FLAT, Room, RoomBytes, offsets_in, rooms_of
+from shardlab.check.buffers import ALIGNMENT, BUCKETED, FLAT, Buffer, BufferBytes, buffers_of, value_offsets
 from shardlab.language import Op, OpKind, Spec
 from shardlab.simulate.passes.reorder import CannotApply, Ordering, Tapes, reordered
 from shardlab.simulate.timeline.memory import MemoryLedger
@@ -78,7 +78,7 @@ def _wish(groups: Sequence[list[list[int]]], order: Ordering) -> None:
                 order.start_before(at, first)
             elif at != last:
                 order.end_before(at, last)
-                order.end_before(order.needs.over(at), len(tape))
+                order.end_before(order.needs.end_of(at), len(tape))
 
 
 def _after(order: Ordering, at: int, first: int) -> bool:
@@ -116,8 +116,8 @@ def arena(checked: Checked, _: int) -> Tapes:
     """
     program = checked.program
     plain = [[op._replace(offset=-1) if op.offset >= 0 else op for op in tape] for tape in program.tapes]
-    size = RoomBytes(program, checked.specs)
-    rooms = [rooms_of(tape, checked.specs[rank], program.sizes) for rank, tape in enumerate(plain)]
+    size = BufferBytes(program, checked.specs)
+    rooms = [buffers_of(tape, checked.specs[rank], program.sizes) for rank, tape in enumerate(plain)]
     if not any(rooms):
         raise CannotApply("nothing is received, gathered or summed, so no buffer can lie in an arena")
     bytes_of = Bytes(program.sizes)
@@ -125,16 +125,16 @@ def arena(checked: Checked, _: int) -> Tapes:
     for rank, tape in enumerate(plain):
         specs = checked.specs[rank]
         live = MemoryLedger(tape, specs, bytes_of, real=True, sizes=program.sizes).run().during
-        counted = [(room, size.of(room, specs), sum(bytes_of(specs[n]) for n in room.values)) for room in rooms[rank]]
+        sized = [(room, size.total(room, specs), sum(bytes_of(specs[n]) for n in room.values)) for room in rooms[rank]]
         offsets: dict[int, int] = {}
-        for room, begin in best_fit(counted, live):
-            offsets |= offsets_in(room, begin, size, specs)
+        for room, begin in best_fit(sized, live):
+            offsets |= value_offsets(room, begin, size, specs)
         at_offsets = ((op, offsets.get(op.outputs[0], -1) if op.outputs else -1) for op in tape)
         found.append([op if offset < 0 else op._replace(offset=offset) for op, offset in at_offsets])
     return found
 
 
-def best_fit(rooms: Sequence[tuple[Room, int, int]], live: Sequence[int]) -> list[tuple[Room, int]]:
+def best_fit(rooms: Sequence[tuple[Buffer, int, int]], live: Sequence[int]) -> list[tuple[Buffer, int]]:
     """Return the first byte in the arena of each buffer, without those that would raise the step's peak.
 
     Args:
@@ -143,9 +143,9 @@ def best_fit(rooms: Sequence[tuple[Room, int, int]], live: Sequence[int]) -> lis
     """
     rest, most = np.array(live), max(live, default=0)
     top = 0
-    found: list[tuple[Room, int, int]] = []  # with the first byte, and the one after the last
+    found: list[tuple[Buffer, int, int]] = []  # with the first byte, and the one after the last
     for room, size, counts in sorted(rooms, key=lambda each: (-each[1], each[0].begin)):
-        begin = _gap(size, sorted((first, end) for other, first, end in found if other.meets(room)))
+        begin = _gap(size, sorted((first, end) for other, first, end in found if other.overlaps(room)))
         taken = slice(room.begin, room.end + 1)
         rest[taken] -= counts
         if max(top, begin + size) + rest.max(initial=0) > most:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence, Set
 from shardlab.check import Checked
 from shardlab.check.buffers import batches_of
 from shardlab.check.checked import Dependences
-from shardlab.check.in_place import Kept
+from shardlab.check.in_place import KeptWeights
 from shardlab.language import Op, OpKind, Spec
 from shardlab.simulate.passes.reorder import CannotApply, Ordering, Tapes
 
@@ -51,13 +51,13 @@ def _chosen(checked: Checked, count: int) -> set[tuple[int, int]]:
 def _first(checked: Checked, rank: int, count: int) -> list[int]:
     """Return a rank's first gathers of weights that it loads, one for each layer. A batch counts as one gather."""
     tape, specs = checked.program.tapes[rank], checked.specs[rank]
-    kept = Kept(tape, specs)
+    kept = KeptWeights(tape, specs)
     left = {key for number, key in kept.final.items() if not specs[number].form.place}
     found: dict[tuple[int, object], int] = {}
     for at, op in enumerate(tape):
         if op.kind is ALL_GATHER and kept.loaded.get(op.inputs[0]) in left:
             form = specs[op.outputs[0]].form
-            if (form.layer, form.holds) not in kept.places and not form.dtype:
+            if (form.layer, form.holds) not in kept.place_of and not form.dtype:
                 found.setdefault((form.layer, form.holds), at)
     batches = batches_of(tape)
     together = dict.fromkeys(tuple(batches.get(tape[at].batch, [at])) for at in found.values())
@@ -66,7 +66,7 @@ def _first(checked: Checked, rank: int, count: int) -> list[int]:
 
 def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], chosen: Set[int]) -> tuple[list[Op], Mapping[int, Spec]]:
     """Return a rank's tape with these gathers at its end, each as soon as its slice is updated, and the new specs."""
-    kept = Kept(tape, specs)
+    kept = KeptWeights(tape, specs)
     new = {kept.final[number]: number for number in kept.final}
     waits = {op.handle: at for at, op in enumerate(tape) if op.kind is WAIT}
     ready = {number: waits.get(op.handle, at) for at, op in enumerate(tape) for number in op.outputs}
@@ -101,4 +101,4 @@ def _wish(handles: Set[int], count: int, order: Ordering) -> None:
     for at in gathers:
         order.start_at_once(*batches.get(tape[at].batch, [at]))
     for at in others[-count:] if gathers else ():
-        order.end_before(at, min(map(needs.over, gathers)))
+        order.end_before(at, min(map(needs.end_of, gathers)))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from shardlab.check import Checked
 from shardlab.language import Kind, Op, OpKind, Spec
 from shardlab.language.ops import COMMUNICATION
-from shardlab.language.pass_names import Homes, Place
+from shardlab.language.pass_names import OffloadTargets, Place
 from shardlab.language.rules.refusals import HOST
 from shardlab.simulate.passes.reorder import CannotApply, Tapes
 
@@ -24,7 +24,7 @@ SUMMED = frozenset({ADD, OpKind.NORM, UPDATE, OpKind.DIRECTION})
 """Ops that may read an offloaded gradient."""
 
 
-def offload(checked: Checked, homes: Homes) -> Tapes:
+def offload(checked: Checked, homes: OffloadTargets) -> Tapes:
     """Keep weights, gradients, optimizer state and activations in the places that `homes` names.
 
     Each copy is awaited at once; `early_copies` overlaps them. Values that the program offloads itself stay where they
@@ -45,7 +45,7 @@ class OffloadedTape:
         tape: the new tape.
     """
 
-    def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], homes: Homes) -> None:
+    def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], homes: OffloadTargets) -> None:
         self.tape: list[Op] = []
         self._specs, self._homes = specs, homes
         self._updates_on_host = homes.parameters == homes.optimizer == HOST

@@ -13,7 +13,7 @@ from functools import partial
 from shardlab.check import Checked
 from shardlab.check.checked import Dependences
 from shardlab.language import Kind, Op, OpKind, Spec
-from shardlab.language.pass_names import Ahead
+from shardlab.language.pass_names import EarlyStart
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
@@ -39,7 +39,7 @@ class Ordering:
         self._places = _places(self._tape)
         reloads = [at for at, op in enumerate(self._tape) if op.kind is OpKind.RELOAD]
         light = (at for at, op in enumerate(self._tape) if op.kind in LIGHT)
-        self._follows = {*light, *reloads, *map(needs.over, reloads)}
+        self._follows = {*light, *reloads, *map(needs.end_of, reloads)}
         self._raised: dict[int, float] = {}
         self._sunk: dict[int, float] = {}
 
@@ -57,9 +57,9 @@ class Ordering:
         """Move an op down to just before another (the tape's length: to the end), or before the first that needs it."""
         self._sunk[at] = len(self._tape) if other >= len(self._tape) else self._places[other] - 0.5
 
-    def start_ahead(self, starts: Sequence[int], ahead: int | Ahead) -> None:
+    def start_ahead(self, starts: Sequence[int], ahead: int | EarlyStart) -> None:
         """Start communications `ahead` uses of their results early, and await each just before its result is used."""
-        ahead, but = (ahead.number, ahead.but) if isinstance(ahead, Ahead) else (ahead, frozenset[int]())
+        ahead, but = (ahead.number, ahead.but) if isinstance(ahead, EarlyStart) else (ahead, frozenset[int]())
         brought = [self.needs.readers[self._tape[at].outputs[0]] for at in starts]
         uses = [min(readers, default=at) for at, readers in zip(starts, brought, strict=True)]
         for number, (at, use) in enumerate(zip(starts, uses, strict=True)):
@@ -67,7 +67,7 @@ class Ordering:
                 continue
             self.start_before(at, uses[number - ahead] if number >= ahead else starts[0])
             if use > at:
-                self.end_before(self.needs.over(at), use)
+                self.end_before(self.needs.end_of(at), use)
 
     def _raise(self, at: int, place: float) -> None:
         if place < self._raised.get(at, self._places[at]):
@@ -154,7 +154,7 @@ def _wish_defer(checked: Checked, ahead: int, order: Ordering) -> None:
     started = _reductions(needs.tape, checked.specs[order.rank])
     for number, at in enumerate(started):
         later = started[number + ahead] if number + ahead < len(started) else len(needs.tape)
-        awaited = needs.over(at)
+        awaited = needs.end_of(at)
         for late in (awaited, *_updates(order, awaited)):
             order.end_before(late, later)
 
@@ -173,7 +173,7 @@ def _reductions(tape: Sequence[Op], specs: Mapping[int, Spec]) -> list[int]:
     return [at for at, op in enumerate(tape) if op.kind in REDUCTIONS and specs[op.inputs[0]].kind is Kind.GRAD_WEIGHT]
 
 
-def prefetch(checked: Checked, ahead: int | Ahead) -> Tapes:
+def prefetch(checked: Checked, ahead: int | EarlyStart) -> Tapes:
     """Start each gather of weights `ahead` uses of gathered weights early, while earlier layers compute.
 
     This is FSDP's prefetching (Zhao et al. 2023, arXiv 2304.11277, section 3.3.2) on any tape. Programs that follow a
@@ -187,7 +187,7 @@ def prefetch(checked: Checked, ahead: int | Ahead) -> Tapes:
     return reordered(checked, partial(_wish, checked, ahead))
 
 
-def _wish(checked: Checked, ahead: int | Ahead, order: Ordering) -> None:
+def _wish(checked: Checked, ahead: int | EarlyStart, order: Ordering) -> None:
     order.start_ahead(gathers_ahead(order.needs.tape, checked.specs[order.rank]), ahead)
 
 
@@ -218,14 +218,14 @@ def _wish_early_copies(ahead: int, order: Ordering) -> None:
     away = _copies(needs.tape, OFFLOAD)
     for number, at in enumerate(away):
         later = number + ahead
-        order.end_before(needs.over(at), away[later] if later < len(away) else len(needs.tape))
+        order.end_before(needs.end_of(at), away[later] if later < len(away) else len(needs.tape))
 
 
 def _copies(tape: Sequence[Op], kind: OpKind) -> list[int]:
     return [at for at, op in enumerate(tape) if op.kind is kind]
 
 
-def early_receives(checked: Checked, ahead: int | Ahead) -> Tapes:
+def early_receives(checked: Checked, ahead: int | EarlyStart) -> Tapes:
     """Post each receive `ahead` uses of received values early, so that messages travel while the receiver computes.
 
     Raises:
@@ -236,7 +236,7 @@ def early_receives(checked: Checked, ahead: int | Ahead) -> Tapes:
     return reordered(checked, partial(_wish_early_receives, ahead))
 
 
-def _wish_early_receives(ahead: int | Ahead, order: Ordering) -> None:
+def _wish_early_receives(ahead: int | EarlyStart, order: Ordering) -> None:
     order.start_ahead(receives_ahead(order.needs.tape, {}), ahead)
 
 
@@ -266,4 +266,4 @@ def _wish_early_updates(order: Ordering) -> None:
             for away in (reader for made in op.outputs for reader in needs.readers[made]):
                 if tape[away].kind is OpKind.OFFLOAD:
                     order.start_at_once(away)
-                    order.start_at_once(needs.over(away))
+                    order.start_at_once(needs.end_of(away))

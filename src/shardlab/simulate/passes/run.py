@@ -16,7 +16,7 @@ from typing import Any
 from shardlab.check import Checked, check
 from shardlab.common.errors import Refused, UserError
 from shardlab.language import Op, OpKind, Sizes, Spec
-from shardlab.language.pass_names import PASS_NAMES, Ahead, Setting, named_passes
+from shardlab.language.pass_names import PASS_NAMES, EarlyStart, Setting, named_passes
 from shardlab.simulate.passes.bucket import arena, bucket
 from shardlab.simulate.passes.fuse_steps import fuse_steps
 from shardlab.simulate.passes.offload import offload
@@ -167,13 +167,13 @@ def _best(each: TapePass, before: PassResult, goal: Goal, most: float) -> tuple[
     return best, why_not
 
 
-def _fewer(each: TapePass, before: PassResult, passed: PassResult, best: PassResult, goal: Goal) -> Ahead | None:
+def _fewer(each: TapePass, before: PassResult, passed: PassResult, best: PassResult, goal: Goal) -> EarlyStart | None:
     """Return a setting that starts less early, if a candidate is faster but too large (None: it is not, or cannot)."""
     too_large = passed.peak > max(goal.memory, before.peak)
     if each.chosen or each.moves is None or not too_large or not passed.better(best, math.inf):
         return None
-    assert isinstance(passed.setting, int | Ahead)
-    setting = Ahead(passed.setting) if isinstance(passed.setting, int) else passed.setting
+    assert isinstance(passed.setting, int | EarlyStart)
+    setting = EarlyStart(passed.setting) if isinstance(passed.setting, int) else passed.setting
     more = crowding(each.moves, before.checked, passed.checked, goal.kept) - setting.but
     return replace(setting, but=setting.but | more) if more else None
 

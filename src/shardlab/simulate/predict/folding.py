@@ -20,7 +20,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 
-from shardlab.common.user_code import MAX_FOLDED
+from shardlab.common.user_code import MAX_FOLDED_OPS
 from shardlab.language import (
     Group,
     Holds,
@@ -36,12 +36,12 @@ from shardlab.language import (
     UserError,
     World,
 )
-from shardlab.language.collective_calls import Call, collective, unite
+from shardlab.language.collective_calls import Call, collective_results, unite_members
 from shardlab.language.rendezvous import Channels, CollectiveHandle, OpenCollectives, SendHandle, Wake
-from shardlab.language.rules.collectives import share
-from shardlab.language.rules.kinds import ROW_KINDS, Kind, repeated
+from shardlab.language.rules.collectives import scatter_part
+from shardlab.language.rules.kinds import ROW_KINDS, Kind, repeat_pattern
 from shardlab.language.rules.layer_rules import Rules
-from shardlab.language.rules.spec import KEY, Form, Joined, Space, form_of, of_layer
+from shardlab.language.rules.spec import KEY, Form, Joined, Space, form_of, with_layer
 from shardlab.language.tape import Channel, Communication, channel_of, communications_of
 from shardlab.language.values import TracedRank, Value
 from shardlab.language.world import gc_paused
@@ -110,7 +110,7 @@ class FoldedRank(Rank):
 class FoldedWorld(World):
     """World with only the first rank of each pipeline stage."""
 
-    most_ops = MAX_FOLDED
+    most_ops = MAX_FOLDED_OPS
 
     def __init__(self, plan: Plan, sizes: Sizes, microbatches: int) -> None:
         self.stride = plan.mesh.world // plan.mesh.pp
@@ -149,9 +149,9 @@ class FoldedCollectives(OpenCollectives):
             return super().issue(rank, call, value, group)
         return CollectiveHandle(rank, call, value, group, {})
 
-    def meet(self, handle: CollectiveHandle) -> None:
+    def complete(self, handle: CollectiveHandle) -> None:
         if _all_there(handle.group, self._stride):
-            super().meet(handle)
+            super().complete(handle)
             return
         call, spec, group = handle.call, handle.spec, handle.group
         if spec is None or handle.result is None or call.root >= 0:
@@ -167,19 +167,19 @@ class FoldedCollectives(OpenCollectives):
         form, cells, joined = spec
         layer = form.layer
         apart = _apart(self._rotation.mesh, group)
-        key = (kind, group.axis, apart, self._alike[layer], of_layer(form, 0), cells, joined)
+        key = (kind, group.axis, apart, self._alike[layer], with_layer(form, 0), cells, joined)
         made = self._results.get(key)
         if made is None:
             if spec.kind in ROW_KINDS:
                 rotated = [self._rotation.rotated(spec, group.axis, by) for by in apart]
-                made = collective(Call(kind), rotated, group.ranks, self._rules)[0]
+                made = collective_results(Call(kind), rotated, group.ranks, self._rules)[0]
                 assert made is not None, "all members receive"
             else:
                 made = self._united(kind, spec, group, len(group.ranks))
                 if kind is OpKind.REDUCE_SCATTER:
-                    made = share(spec.about(kind.value), made, len(group.ranks), 0)
+                    made = scatter_part(spec.about(kind.value), made, len(group.ranks), 0)
             self._results[key] = made
-        return Spec(of_layer(made[0], layer), made[1], made[2])
+        return Spec(with_layer(made[0], layer), made[1], made[2])
 
     def _united(self, kind: OpKind, spec: Spec, group: Group, members: int) -> Spec:
         """Return the union of the contributions of the first `members` members of a group.
@@ -195,7 +195,7 @@ class FoldedCollectives(OpenCollectives):
             parts.append((members - 1, spec))
         rotated = [self._rotation.rotated(part, group.axis, by) for by, part in parts]
         ranks = [group.ranks[by] for by, _ in parts]
-        return unite(Call(kind), rotated, ranks)
+        return unite_members(Call(kind), rotated, ranks)
 
 
 class FoldedChannels(Channels):
@@ -209,7 +209,7 @@ class FoldedChannels(Channels):
     def post_send(self, rank: TracedRank, value: Value, to: int) -> SendHandle:
         source, there = _twin(self._rotation.mesh, rank.index, to, self._stride)
         queue = self._matcher[source, there]
-        handle = queue.next(source)[source] = SendHandle(rank, value, queue)
+        handle = queue.join(source)[source] = SendHandle(rank, value, queue)
         if source != rank.index:
             axis, by = _along(self._rotation.mesh, rank.index, to)
             handle.spec = self._rotation.rotated(value.spec, axis, -by % self._rotation.mesh.sizes()[axis])
@@ -358,7 +358,7 @@ class Rotation:
         moved = 0
         for slice in range(sequence):
             there = self._slice(slice, axis, by, neighbours or self.plan.ulysses) - slice
-            some = mask & repeated(1 << slice, sequence, total)
+            some = mask & repeat_pattern(1 << slice, sequence, total)
             moved |= some << there if there > 0 else some >> -there
         return moved
 
@@ -463,6 +463,6 @@ def cycled(mask: int, total: int, stride: int, size: int, by: int) -> int:
     by %= size
     if not by or not mask:
         return mask
-    stays = repeated((1 << (size - by) * stride) - 1, size * stride, total)
+    stays = repeat_pattern((1 << (size - by) * stride) - 1, size * stride, total)
     low = mask & stays
     return low << by * stride | (mask ^ low) >> (size - by) * stride

@@ -12,7 +12,7 @@ from shardlab.language.pass_names import Lag
 from shardlab.language.precision import Precision
 from shardlab.language.rules import attention
 from shardlab.language.rules.kinds import bits, bytes_of
-from shardlab.language.rules.spec import share_of
+from shardlab.language.rules.spec import fraction_held
 from shardlab.models import Model
 from shardlab.models.layout import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.models.matrices import matrices_of
@@ -219,7 +219,7 @@ def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
 
 def _of_width(spec: Spec) -> int:
     """Into how many slices like this value's the parameters are cut (1: it has all)."""
-    share = share_of(spec.form)
+    share = fraction_held(spec.form)
     return share.denominator // share.numerator
 
 

@@ -26,8 +26,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from shardlab.common.errors import UserError, nearest, unknown
-from shardlab.common.files import packaged, read_file
+from shardlab.common.errors import UserError, suggest_name, unknown_name
+from shardlab.common.files import load_table, read_file
 from shardlab.language import Kind, OpKind, Sizes
 from shardlab.models import Blocks, CutModel
 from shardlab.models.layout import Kernel, Matmul, Pointwise
@@ -273,7 +273,7 @@ def read_value(where: str, hint: Any, written: Any, base: Any = None) -> Any:
     if hint is SavedActivations:
         hints, table = get_type_hints(SavedActivations), read_table(written, where)
         if wrong := next((key for key in table if key not in hints), None):
-            raise UserError(f"{where} has no {wrong!r}; {nearest(wrong, hints)}")
+            raise UserError(f"{where} has no {wrong!r}; {suggest_name(wrong, hints)}")
         read = {key: read_value(f"{where}.{key}", hints[key], value) for key, value in table.items()}
         return replace(base or AUTOGRAD, **read)
     if get_origin(hint) is Mapping:
@@ -387,8 +387,8 @@ def _names() -> list[str]:
 @cache
 def _packaged(name: str) -> Recipe:
     if name not in _names():
-        raise unknown("recipe", name, _names(), " and files that end in .toml")
-    return _made(name, name, packaged(f"{FOLDER}/{name}.toml"))
+        raise unknown_name("recipe", name, _names(), " and files that end in .toml")
+    return _made(name, name, load_table(f"{FOLDER}/{name}.toml"))
 
 
 def _made(name: str, where: str, written: Any, files: tuple[Path, ...] = ()) -> Recipe:
@@ -396,7 +396,7 @@ def _made(name: str, where: str, written: Any, files: tuple[Path, ...] = ()) -> 
     known = {"base", "source", *GROUPS}
     table = read_table(written, where)
     if wrong := next((key for key in table if key not in known), None):
-        raise UserError(f"{where}: a recipe has no {wrong!r}; {nearest(wrong, known)}")
+        raise UserError(f"{where}: a recipe has no {wrong!r}; {suggest_name(wrong, known)}")
     source = table.get("source")
     if not isinstance(source, str) or not source:
         raise UserError(f"{where} gives no source; say in quotes where the framework's way is described")
@@ -407,7 +407,7 @@ def _made(name: str, where: str, written: Any, files: tuple[Path, ...] = ()) -> 
         for key, value in read_table(table.get(group, {}), f"{where}: {group}").items():
             full = f"{group}.{key}"
             if key not in hints:
-                raise UserError(f"{where}: {group} has no {key!r}; {nearest(key, hints)}")
+                raise UserError(f"{where}: {group} has no {key!r}; {suggest_name(key, hints)}")
             figures[full] = _figure(f"{where}: {full}", hints[key], value, source, figures.get(full))
     groups = {
         group: kind(**{key.split(".")[1]: each.value for key, each in figures.items() if key.split(".")[0] == group})
@@ -423,7 +423,7 @@ def _figure(where: str, hint: Any, written: Any, source: str, base: Figure | Non
         table = cast(dict[str, Any], written)
     hints = get_type_hints(Figure)
     if wrong := next((key for key in table if key not in hints), None):
-        raise UserError(f"{where}: a figure has no {wrong!r}; {nearest(wrong, hints)}")
+        raise UserError(f"{where}: a figure has no {wrong!r}; {suggest_name(wrong, hints)}")
     told: dict[str, Any] = {"source": source}
     told |= {key: read_value(f"{where}.{key}", hints[key], each) for key, each in table.items() if key != "value"}
     return Figure(read_value(where, hint, table["value"], base and base.value), **told)

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from shardlab.check import Checked, check
 from shardlab.language import Kind, Mesh, Sizes, UserError, trace
-from shardlab.language.pass_names import want_norm
+from shardlab.language.pass_names import needs_norm
 from shardlab.language.precision import Optimizer, Precision
 from shardlab.language.world import gc_paused
 from shardlab.models import Blocks, Model, cut_for
@@ -134,7 +134,7 @@ class Workload:
             Refused: if the program is wrong.
             UserError: if sizes do not go together, or a named pass has nothing to do and `lenient` is not set.
         """
-        written = replace(self, passes="none", clips=want_norm(names), trace=self.trace or self._whole)
+        written = replace(self, passes="none", clips=needs_norm(names), trace=self.trace or self._whole)
         assert isinstance(written.traced, Checked)
         goal = Goal(self.prices, tensor_budget(written), self.kept_sizes, most, least)
         if lenient:
@@ -156,7 +156,7 @@ class Workload:
         if isinstance(self.plan, Plan) and self.sample.model.layers < self.model.layers:
             return self.repeated.sizes(self.sample.sizes)
         elements = self.cut.sizes(self.micro_batch_size, self.precision.bytes(Kind.ACTIVATION))
-        clips = self.clips and want_norm(self.pass_names)
+        clips = self.clips and needs_norm(self.pass_names)
         sizes = self.precision.sizes(elements, self.optimizer, ema=self.ema, clips=clips)
         return self.plan.counted(sizes) if isinstance(self.plan, Plan) else sizes
 

@@ -19,11 +19,11 @@ from typing import Any, cast
 
 from shardlab.check import Checked
 from shardlab.common.errors import TooDeep
-from shardlab.common.files import parsed, whole_file
+from shardlab.common.files import atomic_file, parse_document
 from shardlab.language import Op, OpKind, UserError
 from shardlab.language.ops import COMMUNICATION
 from shardlab.language.rules.kinds import counted
-from shardlab.language.tape import MemoryRecord, Moments, RankRecord, StepRecord, stream_of
+from shardlab.language.tape import MemoryRecord, OpTimes, RankRecord, StepRecord, queue_key
 from shardlab.simulate.timeline.run import Counter, counter_of
 from shardlab.simulate.timeline.timeline import Event, RankTimes, Timeline, is_event, rank_times
 
@@ -60,7 +60,7 @@ def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[in
                 found[rank][at] = (moments.began + shift[rank], moments.ended + shift[rank])
     free: dict[tuple[int, object], float] = {}
     for over, rank, at, communication in sorted(parts):
-        stream = (rank, stream_of(checked.program, checked.communications[communication]))
+        stream = (rank, queue_key(checked.program, checked.communications[communication]))
         found[rank][at] = (min(over, max(arrived[communication], free.get(stream, 0.0))), over)
         free[stream] = over
     return found
@@ -413,7 +413,7 @@ def _write(path: Path, job: Mapping[str, Any], fingerprint: str, records: Mappin
     entries = list(_entries(records))
     clocks = [[record.rank, record.offset, record.bound] for record in records.values()]
     head = {"format": FORMAT, "job": dict(job), "fingerprint": fingerprint, "clocks": clocks, "entries": len(entries)}
-    with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
+    with atomic_file(path) as part, part.open("w", encoding="utf-8") as file:
         for entry in (head, *entries):
             file.write(json.dumps(entry) + "\n")
 
@@ -437,7 +437,7 @@ def _read(path: Path) -> TraceFile:
         UserError: if it has another format, or an entry was changed.
     """
     first, *lines = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
-    content: Any = parsed(json.loads, first)
+    content: Any = parse_document(json.loads, first)
     head = cast(dict[str, Any], content) if isinstance(content, dict) else {}
     if (found := head.get("format")) != FORMAT:
         raise UserError(f"{path} is a trace of format {found!r}, but this version of Shardlab reads format {FORMAT}")
@@ -446,7 +446,7 @@ def _read(path: Path) -> TraceFile:
         count = 0
         for line in lines:
             try:
-                entry = parsed(json.loads, line)
+                entry = parse_document(json.loads, line)
             except ValueError:
                 break
             _add(records[entry["rank"]], entry)
@@ -460,7 +460,7 @@ def _add(record: RankRecord, entry: Mapping[str, Any]) -> None:
     """Add an entry of a file to a record. In JSON, numbers that are keys are text, and tuples are lists."""
     if "step" in entry:
         step = entry["step"]
-        ops = {int(at): Moments(*each) for at, each in step["ops"].items()}
+        ops = {int(at): OpTimes(*each) for at, each in step["ops"].items()}
         record.steps.append(StepRecord(step["began"], step["ended"], ops))
     else:
         memory = entry["memory"]

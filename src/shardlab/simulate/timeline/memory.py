@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shardlab.check.buffers import NO_ARENA, Arena, Buckets, arenas_of
-from shardlab.check.in_place import InPlace, Kept, last_reads, roots_of
+from shardlab.check.in_place import InPlace, KeptWeights, last_reads, view_roots
 from shardlab.language import Kind, Op, OpKind, Sizes, Spec
 from shardlab.language.rules.refusals import PLACES
 from shardlab.language.rules.spec import Form
@@ -166,10 +166,10 @@ class MemoryLedger:
         no_bytes = {newer for _, newer in in_place.fused.values()} | self._views.roots.keys() | arena.values
         self._fixed_bytes = dict.fromkeys(no_bytes, 0) | {
             first: sum(size(specs[number]) for number in numbers)
-            for first, numbers in buckets.rooms.items()
+            for first, numbers in buckets.buffers.items()
             if first not in arena.values
         }
-        self._batches, self._buffers_at = buckets.batches, buckets.buffers
+        self._batches, self._buffers_at = buckets.batches, buckets.staging
         self._keeps_input, self._saves_residual = (sizes.keeps_input, sizes.saves_residual) if sizes else ((), ())
         self._last_reads = last_reads(tape, specs) if self._keeps_input else {}
 
@@ -363,12 +363,12 @@ class Views:
     """
 
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], neighbours: Mapping[int, int]) -> None:
-        self.roots = roots_of(tape, specs)
+        self.roots = view_roots(tape, specs)
         if self.roots:
             loaded = {op.outputs[0] for op in tape if op[0] is OpKind.LOAD_OPT_STATE}
             states = {op.outputs[1]: self.roots.get(op.inputs[2]) for op in tape if op[0] is OpKind.UPDATE}
             viewed = set(self.roots.values())
-            self.roots |= {number: home for number, home in Kept(tape, specs).homes.items() if home in viewed}
+            self.roots |= {number: home for number, home in KeptWeights(tape, specs).owners.items() if home in viewed}
             self.roots |= {number: root for number, root in states.items() if root in loaded}
         self.roots = {number: neighbours.get(root, root) for number, root in self.roots.items()}
         self.roots |= {number: first for number, first in neighbours.items() if number != first}

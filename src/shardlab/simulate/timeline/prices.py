@@ -16,7 +16,7 @@ from shardlab.language.ops import COLLECTIVES, Price
 from shardlab.language.pass_names import NO_LAG, Lag
 from shardlab.language.rules import attention
 from shardlab.language.rules.kinds import AUTOGRAD_KINDS, ROW_KINDS
-from shardlab.language.rules.spec import share_of
+from shardlab.language.rules.spec import fraction_held
 from shardlab.language.tape import Communication
 
 Messages = Literal["buffered", "link", "rendezvous"]
@@ -272,9 +272,9 @@ def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         return 0.0
     if op.kind is OpKind.ATTEND or op.kind is OpKind.ATTEND_BACKWARD:
         queries, keys_values = specs[op.inputs[0]], specs[op.inputs[1]]
-        return float(share_of(queries.form)) * attention.work(queries, keys_values) / queries.cells.bit_count()
+        return float(fraction_held(queries.form)) * attention.work(queries, keys_values) / queries.cells.bit_count()
     used = [specs[number] for number in (*op.inputs, *op.outputs)]
-    shares = [share for spec in used if spec.kind in _TELL_SLICES and (share := share_of(spec.form)) < 1]
+    shares = [share for spec in used if spec.kind in _TELL_SLICES and (share := fraction_held(spec.form)) < 1]
     return float(max(shares, default=1)) / used[0].form.space.sequence
 
 

@@ -23,7 +23,7 @@ from shardlab.check.in_place import InPlace
 from shardlab.language import Op, OpKind, UserError
 from shardlab.language.ops import Stream
 from shardlab.language.pass_names import NO_LAG, Lag
-from shardlab.language.tape import Communication, Participant, stream_of
+from shardlab.language.tape import Communication, Participant, queue_key
 from shardlab.simulate.timeline.memory import CATEGORIES, Category, live_memory, memory_in_bytes
 from shardlab.simulate.timeline.prices import UNIT_COSTS, Costs, PriceList, Prices, Traced
 from shardlab.simulate.timeline.timeline import Event, Timeline, is_event
@@ -259,7 +259,7 @@ class Clocks:
         """Run some members' part of a communication, and return when it ends."""
         on_link = communication.stream is MESSAGE and self._messages == "link"
         together = self._one_stream and communication.stream is not COPY
-        stream = None if together else stream_of(self._traced.program, communication)
+        stream = None if together else queue_key(self._traced.program, communication)
         free, start = self._stream_free, now
         if not on_link:
             for rank, _, _ in members:

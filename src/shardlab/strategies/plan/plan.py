@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from shardlab.common.errors import nearest
-from shardlab.common.fields import COUNT, NUMBERS, SWITCH, as_text, axes, check_fields, choice, choice_or_numbers, word
+from shardlab.common.errors import suggest_name
+from shardlab.common.fields import COUNT, NUMBERS, SWITCH, as_text, axes, check_fields, choice, choice_or_ints, name_or
 from shardlab.common.files import read_file
-from shardlab.common.user_code import MAX_FOLDED, MAX_OPS, require_ops
+from shardlab.common.user_code import MAX_FOLDED_OPS, MAX_OPS, require_ops
 from shardlab.language import AXES, Mesh, Sizes, UserError
 from shardlab.language.pass_names import PASSES_FIELD, named_passes
 from shardlab.language.rules.kinds import counted
@@ -79,7 +79,7 @@ class Plan:
     mesh: Mesh = field(default_factory=Mesh)
     """The ranks, by axes."""
 
-    schedule: Annotated[str | Schedule, word(Schedule)] = "1f1b"
+    schedule: Annotated[str | Schedule, name_or(Schedule)] = "1f1b"
     """Pipeline schedule: a built-in name, path/to/file.py:generator, or a CSV file of PyTorch. On one pipeline rank,
     1f1b runs the microbatches one by one."""
 
@@ -114,7 +114,7 @@ class Plan:
     sequence_parallel: Annotated[bool, SWITCH] = False
     """Shard the activations between the matrices along the sequence, over the tp ranks."""
 
-    recompute: Annotated[Recompute | tuple[int, ...], choice_or_numbers(Recompute, "block")] = "none"
+    recompute: Annotated[Recompute | tuple[int, ...], choice_or_ints(Recompute, "block")] = "none"
     """What the backward pass recomputes: nothing, the attention scores (selective), everything but the input of each
     block (full), or the blocks with these numbers, from 0."""
 
@@ -311,7 +311,7 @@ class Plan:
         sizes = f"{counted(layers, 'layer')} and {counted(microbatches, 'microbatch')} on {counted(mesh.world, 'rank')}"
         sizes += f" in {counted(tiles, 'tile')}" if tiles > 1 else ""
         least = passes + 2 * layers * replicas + mesh.pp
-        require_ops(least, sizes, MAX_FOLDED if folded else MAX_OPS)
+        require_ops(least, sizes, MAX_FOLDED_OPS if folded else MAX_OPS)
 
     def natural_layers(self) -> int:
         """Return the number of layers of a model with one layer per stage, or with `layers_per_stage`.
@@ -407,4 +407,4 @@ def _require_known(what: str, words: Iterable[str], known: Iterable[str]) -> Non
     known = list(known)
     for name in words:
         if name not in known:
-            raise UserError(f"a plan has no {what} {name!r}; {nearest(name, known)}")
+            raise UserError(f"a plan has no {what} {name!r}; {suggest_name(name, known)}")

@@ -6,8 +6,8 @@ import inspect
 from functools import cache
 from pathlib import Path
 
-from shardlab.common.errors import unknown
-from shardlab.common.user_code import file_and_name, member, module_of
+from shardlab.common.errors import unknown_name
+from shardlab.common.user_code import file_and_name, find_member, load_module
 from shardlab.language import UserError
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.actions import Schedule
@@ -34,8 +34,8 @@ def find_schedule(name: str) -> Schedule | Steps:
             raise UserError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
     path, function = file_and_name(name)
     if path is None:
-        raise unknown("schedule", name, SCHEDULES, ", path/to/file.py:function and file.csv")
-    schedule = member(module_of(path), path, function, ("function", "generators"), inspect.isgeneratorfunction)
+        raise unknown_name("schedule", name, SCHEDULES, ", path/to/file.py:function and file.csv")
+    schedule = find_member(load_module(path), path, function, ("function", "generators"), inspect.isgeneratorfunction)
     if isinstance(schedule, Schedule):
         return schedule
     if not inspect.isgeneratorfunction(schedule):

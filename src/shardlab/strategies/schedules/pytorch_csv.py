@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from shardlab.common.errors import closest, why_unreadable
+from shardlab.common.errors import closest_name, why_unreadable
 from shardlab.language import UserError
 from shardlab.strategies.schedules.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
 from shardlab.strategies.schedules.steps import (
@@ -441,7 +441,8 @@ def _remedy(word: str) -> str:
     found = _LOOKS_LIKE.fullmatch(word)
     if found and found[2].upper() in ("SEND_F_RECV_B", "SEND_B_RECV_F"):
         return "write each of the two messages in a cell of its own"
-    near = (SYNONYMS.get(found[2]) or SYNONYMS.get(found[2].upper()) or closest(found[2], KINDS)) if found else None
+    kind = found[2] if found else ""
+    near = SYNONYMS.get(kind) or SYNONYMS.get(kind.upper()) or (closest_name(kind, KINDS) if kind else None)
     if found and near and (near in SHARDING or found[3]):
         return f"did you mean {found[1]}{near}{'' if near in SHARDING else found[3]}?"
     return (

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardlab.check import Checked
-from shardlab.check.in_place import Kept
+from shardlab.check.in_place import KeptWeights
 from shardlab.execute.offload import tensor_at
 from shardlab.execute.optimizers.flat_slice import Slice
 from shardlab.execute.state import State
@@ -68,11 +68,11 @@ class KeptRange(NamedTuple):
 def kept_ranges(state: State) -> Iterator[KeptRange]:
     """Yield everything that a rank keeps from step to step. A resumed run restores exactly this."""
     for key, tensor in state.kept.items():
-        yield from _split(state, WEIGHTS, key, [tensor], state.analysis.kept.places[key])
+        yield from _split(state, WEIGHTS, key, [tensor], state.analysis.kept.place_of[key])
     offloaded = {(op.layer, op.holds): op.place for op in state.tape if op.kind is OpKind.LOAD_OPT_STATE}
     for key in updated_keys(state.checked, state.rank):
         part, place = optimizer_of(state, key), offloaded.get(key, "")
-        if state.analysis.kept.owner(*key) is None:
+        if state.analysis.kept.memory_of(*key) is None:
             yield from _split(state, WEIGHTS, key, part.weights)
         yield from _split(state, EXACT, key, [part.lying(exact) for exact in part.exact], place)
         yield from _moments(state, key, part, place)
@@ -117,8 +117,8 @@ def weight_keys(checked: Checked, rank: int) -> list[Key]:
     """Return the slices of weights that a rank keeps: those that it loads, and those that only its optimizer has."""
     tape = checked.program.tapes[rank]
     loaded = [(op.layer, op.holds) for op in tape if op.kind is OpKind.LOAD_WEIGHT and op.holds is not None]
-    kept = Kept(tape, checked.specs[rank])
-    return [*dict.fromkeys(loaded), *(key for key in updated_keys(checked, rank) if kept.owner(*key) is None)]
+    kept = KeptWeights(tape, checked.specs[rank])
+    return [*dict.fromkeys(loaded), *(key for key in updated_keys(checked, rank) if kept.memory_of(*key) is None)]
 
 
 def updated_keys(checked: Checked, rank: int) -> list[Key]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from shardlab.common.errors import UserError
-from shardlab.common.files import want_file
+from shardlab.common.files import require_regular_file
 from shardlab.language.rules.kinds import counted
 from shardlab.train.data.documents import Documents, DocumentSource, Input, Text, default_text, map_text
 from shardlab.train.data.prepare import encode_in_memory, lost_text
@@ -298,7 +298,7 @@ class DataSource:
         if self.path.is_dir():
             PreparedFolder.open(self.path)
         else:
-            want_file(self.path)
+            require_regular_file(self.path)
 
 
 def parse_sources(words: Sequence[str] | Mapping[str, float]) -> tuple[DataSource, ...]:

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlab.common.errors import UserError, nearest
-from shardlab.common.files import want_file
+from shardlab.common.errors import UserError, suggest_name
+from shardlab.common.files import require_regular_file
 
 PIECE_BYTES = 1 << 20
 """Bytes of a long text that are tokenized at once, up to the end of a line."""
@@ -178,7 +178,7 @@ class Input:
         Raises:
             UserError: if there is no such file or format.
         """
-        want_file(path)
+        require_regular_file(path)
         formats = ", ".join(get_args(Format))
         found = (
             SUFFIXES.get(path.suffix.lower())
@@ -200,7 +200,7 @@ class Input:
         Raises:
             UserError: if there is no such file, or it begins as no text does.
         """
-        want_file(path)
+        require_regular_file(path)
         found = SUFFIXES.get(path.suffix.lower())
         if found is None:
             with path.open("rb") as file:
@@ -275,7 +275,7 @@ class Input:
 
     def _value(self, record: dict[str, Any], where: str) -> object:
         if self.field not in record:
-            there = nearest(self.field, record) if record else "it is empty"
+            there = suggest_name(self.field, record) if record else "it is empty"
             raise UserError(f"{where} has no field {self.field!r}; {OTHER_FIELD}: {there}")
         return record[self.field]
 
@@ -291,7 +291,7 @@ class Input:
                 names: list[str] = file.schema_arrow.names
                 if self.field not in names:
                     raise UserError(
-                        f"{self.path} has no column {self.field!r}; {OTHER_FIELD}: {nearest(self.field, names)}"
+                        f"{self.path} has no column {self.field!r}; {OTHER_FIELD}: {suggest_name(self.field, names)}"
                     )
                 rows, row = max(1, file.metadata.num_rows), 0
                 for batch in file.iter_batches(batch_size=1024, columns=[self.field]):
@@ -326,7 +326,7 @@ def map_text(path: Path) -> Text:
     Raises:
         UserError: if it is no file, or cannot be read or mapped.
     """
-    want_file(path)
+    require_regular_file(path)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -359,7 +359,7 @@ def tiny_shakespeare(file: Path | None) -> Generator[Path, None, None]:
         UserError: if it cannot be downloaded, or is another text.
     """
     if file is not None:
-        want_file(file)
+        require_regular_file(file)
         _require_shakespeare(file.read_bytes(), str(file))
         yield file
         return

@@ -20,8 +20,8 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlab.common.errors import UserError, unknown
-from shardlab.common.files import whole_folder
+from shardlab.common.errors import UserError, unknown_name
+from shardlab.common.files import atomic_folder
 from shardlab.language.rules.kinds import counted
 from shardlab.train.data.documents import PIECE_BYTES, DocumentSource, Input, Piece, decode_utf8
 from shardlab.train.data.prepared_folder import PARTS, FileHash, Manifest, PreparedFolder, TokenCount, open_tokenizer
@@ -74,7 +74,7 @@ def prepare(
         if tokens is not None:
             raise UserError(f"{tokens.name} has tokens, not a text; --tokenizer says whose, such as gpt2 for nanoGPT's")
     reading = DocumentReader(inputs, progress)
-    with whole_folder(out) as folder:
+    with atomic_folder(out) as folder:
         chosen = tokenizer if isinstance(tokenizer, Tokenizer) else make_tokenizer(tokenizer, train_bpe, reading)
         dtype = next(each for each in ("uint8", "uint16", "uint32") if chosen.vocab_size <= 1 << np.iinfo(each).bits)
         ends, largest, lost = _write_tokens(reading, chosen, np.dtype(dtype).newbyteorder("<"), folder / TRAINING)
@@ -128,7 +128,7 @@ def make_tokenizer(name: str, train_bpe: int | None, documents: DocumentReader) 
             raise UserError(f"--tokenizer {name} is a folder without a tokenizer; name one with a tokenizer.json")
         return found
     names = Characters.kind, ByteTokenizer.kind, Gpt2.kind
-    raise unknown("tokenizer", name, names, ", a path to a tokenizer.json, and a folder that has one")
+    raise unknown_name("tokenizer", name, names, ", a path to a tokenizer.json, and a folder that has one")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardlab.common.errors import UserError
-from shardlab.common.files import whole_folder, write_whole
+from shardlab.common.files import atomic_folder, write_atomically
 from shardlab.models import Parameter
 from shardlab.models.named import SHARD_BYTES, SINGLE, index_of, index_text, name_of, shards_of
 from shardlab.models.tensors.weights import reason
@@ -110,7 +110,7 @@ def convert_weights(
     """
     planned = _plan(source, form)
     try:
-        with whole_folder(out) as part:
+        with atomic_folder(out) as part:
             if (free := shutil.disk_usage(part).free) < (needed := sum(each.nbytes for each in planned)):
                 raise UserError(f"the weights have {needed:,} bytes, but the disk of {out} has {free:,} bytes free")
             single = WEIGHTS if form == "shardlab" else SINGLE
@@ -119,7 +119,7 @@ def convert_weights(
                 save_file({each.name: each.make() for each, _ in tensors}, part / name, {"format": "pt"})
             if files[0] != single:
                 index = dict(zip((each.name for each in planned), files, strict=True))
-                write_whole(index_of(part / single), index_text(index, needed))
+                write_atomically(index_of(part / single), index_text(index, needed))
             _write_config(source, form, part, {each.dtype for each in planned}, special or {})
             for name, content in (beside or {}).items():
                 (part / name).write_bytes(content)
@@ -186,7 +186,7 @@ def _write_config(
     if form == "shardlab":
         model = source.model
         record = {"model": {"kind": name_of(type(model)), **asdict(model)}, "converted_from": str(source.folder)}
-        write_whole(folder / RUN, _json(record | ({"huggingface": dict(source.config)} if source.config else {})))
+        write_atomically(folder / RUN, _json(record | ({"huggingface": dict(source.config)} if source.config else {})))
         return
     family, model = family_of(source.model, str(source.folder))
     kept: dict[str, Any] = dict(source.config) if source.config.get("model_type") == family.model_type else {}
@@ -197,7 +197,7 @@ def _write_config(
         config[name] = kept.get(name, config[name])
     config |= {name: token for name, token in special.items() if config[name] is None}
     (dtype,) = dtypes if len(dtypes) == 1 else (torch.float32,)
-    write_whole(folder / CONFIG, _json(kept | config | {"torch_dtype": str(dtype).removeprefix("torch.")}))
+    write_atomically(folder / CONFIG, _json(kept | config | {"torch_dtype": str(dtype).removeprefix("torch.")}))
 
 
 def _json(data: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlab.common.errors import UserError
-from shardlab.common.files import anchored, read_file
+from shardlab.common.files import path_from_here, read_file
 from shardlab.common.user_code import file_and_name
 from shardlab.language.rules.kinds import counted
 from shardlab.models import GPT, Blocks, CutModel, Model, Parameter
@@ -283,7 +283,7 @@ def recorded_model(record: Any, path: Path) -> Blocks:
         raise UserError(f"{path} does not say of which model the weights are; its field model has none")
     if file_and_name(kind)[0] is not None:
         folder: Any = cast(dict[str, Any], record).get("folder")
-        kind = anchored(kind, folder if isinstance(folder, str) else None)
+        kind = path_from_here(kind, folder if isinstance(folder, str) else None)
     return with_written(find_model(kind), written, str(path))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardlab.common.files import whole_file
+from shardlab.common.files import atomic_file
 from shardlab.language import UserError
 from shardlab.train.history import RECORD, WARNED, writing
 
@@ -252,7 +252,7 @@ def keep_script(script: str, run: Path) -> Generator[None]:
     try:
         with writing(run / SCRIPT):
             run.mkdir(parents=True, exist_ok=True)
-            with whole_file(run / SCRIPT) as part:
+            with atomic_file(run / SCRIPT) as part:
                 part.write_text(script)
                 yield
     except BaseException:
