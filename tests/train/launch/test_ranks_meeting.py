@@ -16,8 +16,8 @@ from shardlab.train.launch.ranks import PREFIX, rendezvous_file
 
 KILLED = """
 import os, signal
-from shardlab.train.launch.ranks import meeting_file
-with meeting_file() as store:
+from shardlab.train.launch.ranks import rendezvous_file
+with rendezvous_file() as store:
     store.write_bytes(b"met")
     os.kill(os.getpid(), signal.SIGKILL)
 """
