@@ -52,7 +52,6 @@ SLOW = (
     "cli/plan/test_command",
     "cli/plan/test_measure",
     "cli/simulate/",
-    "cli/simulate/test_priced",
     "cli/test_console",
     "cli/test_input",
     "cli/test_launch_submit",

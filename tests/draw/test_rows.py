@@ -93,9 +93,6 @@ def test_spaced_rows_have_both_ends() -> None:
 # What cannot be read is drawn coarser: passes, then shares of time with a close-up, so that pictures stay small.
 
 
-PLAN = Plan(Mesh(pp=4, tp=8))
-
-
 @cache
 def wide(name: str, microbatches: int) -> Timeline:
     return timeline_of(name, 64, microbatches=microbatches)
@@ -103,7 +100,7 @@ def wide(name: str, microbatches: int) -> Timeline:
 
 @cache
 def large_plan() -> Timeline:
-    return estimate(fold(PLAN, Sizes.of_puzzle(80, PLAN.mesh), 32), FakePrices()).timeline()
+    return estimate(fold(TP, Sizes.of_puzzle(80, TP.mesh), 32), FakePrices()).timeline()
 
 
 @pytest.mark.parametrize(("name", "microbatches"), [("1f1b", 64), ("zb-v", 32), ("pipeline-fsdp", 64), ("fsdp", 64)])

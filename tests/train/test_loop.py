@@ -285,7 +285,7 @@ def test_metrics_are_on_disk_as_soon_as_a_step_has_ended(tmp_path: Path) -> None
 # A gradient that is not finite, on one rank alone, leaves out the step on all: the norm carries it to every update.
 
 
-NOT_FINITE_MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
+SMALL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
 
 
 def after_a_gradient_that_is_not_finite(rank: int, job: Job, poison: float) -> tuple[bool, bool, bool]:
@@ -327,7 +327,7 @@ def after_a_gradient_that_is_not_finite(rank: int, job: Job, poison: float) -> t
 def test_a_gradient_that_is_not_finite_on_one_rank_leaves_every_rank_as_it_was(
     ranks: World, function: str, poison: float
 ) -> None:
-    job = Job(f"{user_programs.__file__}:{function}", 2, 2, NOT_FINITE_MODEL, 2, "fp64")
+    job = Job(f"{user_programs.__file__}:{function}", 2, 2, SMALL, 2, "fp64")
     for unchanged, stuck, finite in ranks(2).call(after_a_gradient_that_is_not_finite, job, poison):
         assert unchanged, "the step was left out"
         assert not stuck, "the next one was not"
@@ -392,7 +392,6 @@ def test_live_bytes_are_as_predicted(ranks: World, strategy: str | Plan, ranks_:
 
 
 GROUPS: Groups = {}
-DOCUMENTS_MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
 
 
 def packed(job: Job) -> Corpus:
@@ -405,18 +404,18 @@ def packed(job: Job) -> Corpus:
 
 
 def on_a_rank(rank: int, strategy: str | Plan) -> Verdict | None:
-    job = Job(strategy, 2, 4, DOCUMENTS_MODEL, 2, "fp64")
+    job = Job(strategy, 2, 4, SMALL, 2, "fp64")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "_random_corpus", packed)
         return verify_rank(rank, torch.device("cpu"), job, 3, GROUPS)
 
 
 def test_microbatches_have_unequal_numbers_of_targets_that_count() -> None:
-    job = Job("ddp", 2, 4, DOCUMENTS_MODEL, 2)
-    batches = Batches(packed(job), DOCUMENTS_MODEL.seq_len, 2, 4, job.seed)
+    job = Job("ddp", 2, 4, SMALL, 2)
+    batches = Batches(packed(job), SMALL.seq_len, 2, 4, job.seed)
     counts = [int((batches.microbatch(0, m)[1] >= 0).sum()) for m in range(4)]
     assert len({counts[0] + counts[1], counts[2] + counts[3]}) == 2, "ranks of ddp take two each"
-    assert batches.counted(0, 4) == sum(counts) < 4 * 2 * DOCUMENTS_MODEL.seq_len
+    assert batches.counted(0, 4) == sum(counts) < 4 * 2 * SMALL.seq_len
 
 
 @pytest.mark.parametrize(

@@ -270,9 +270,6 @@ def test_reserved_memory_never_exceeds_a_device_on_which_a_run_fits() -> None:
         assert not fits or bytes <= run.workload.cluster.device.memory
 
 
-# TODO.
-
-
 RUNS = Path(__file__).parent / "published_runs.json"
 
 

@@ -169,7 +169,6 @@ def test_smaller_microbatches_come_with_a_schedule_that_does_not_hold_them_all()
 
 
 DATA = Mesh(dp_shard=8)
-SHARED = ("dp_shard",)
 
 
 def told(plan: Plan, recipe: str = "nanotron", microbatches: int = 8) -> str:
@@ -182,19 +181,19 @@ def told(plan: Plan, recipe: str = "nanotron", microbatches: int = 8) -> str:
 
 
 def test_zero_stages_that_a_framework_lacks_are_told() -> None:
-    two = Plan(DATA, shard_gradients=SHARED, shard_optimizer=SHARED)
+    two = Plan(DATA, shard_gradients=SHARD, shard_optimizer=SHARD)
     assert told(two) == (
         "nanotron has no ZeRO stage above 1, and this plan is ZeRO-2; let data-parallel ranks share the optimizer's "
         "state alone"
     )
-    assert told(two, "shardlab") == told(Plan(DATA, shard_optimizer=SHARED)) == told(Plan(DATA)) == ""
+    assert told(two, "shardlab") == told(Plan(DATA, shard_optimizer=SHARD)) == told(Plan(DATA)) == ""
 
 
 def test_axes_that_a_framework_lacks_are_told() -> None:
     assert told(Plan(Mesh(dp_shard=4, cp=2))) == (
         "nanotron has no context parallelism, and this plan has cp 2; give --cp 1"
     )
-    hybrid = Plan(Mesh(dp_replicate=2, dp_shard=4), shard_optimizer=SHARED)
+    hybrid = Plan(Mesh(dp_replicate=2, dp_shard=4), shard_optimizer=SHARD)
     assert told(hybrid) == (
         "nanotron has no replicas of ranks that share something, and this plan has 2 of them; let all data-parallel "
         "ranks share it, or none"

@@ -129,7 +129,7 @@ def test_a_rank_of_four_reads_a_quarter(tmp_path: Path) -> None:
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
-OTHER_PLANS_MODEL = GPT(layers=4, hidden_size=16, heads=2, seq_len=8)
+SMALL = GPT(layers=4, hidden_size=16, heads=2, seq_len=8)
 OTHER_PLANS_PLANS: dict[str, tuple[str | Plan, int]] = {
     "ddp": ("ddp", 2),
     "fsdp": ("fsdp", 4),
@@ -155,7 +155,7 @@ def gone_on(ranks: World, tmp_path: Path, one: Job, other: Job) -> tuple[list[fl
 
 @pytest.mark.parametrize(("one", "other"), [("fsdp", "1f1b"), ("1f1b", "tp and zero-3"), ("tp and zero-3", "ddp")])
 def test_another_plan_goes_on_to_rounding(one: str, other: str, ranks: World, tmp_path: Path) -> None:
-    jobs = [Job(*OTHER_PLANS_PLANS[name], 4, OTHER_PLANS_MODEL, 2, "fp64") for name in (one, other)]
+    jobs = [Job(*OTHER_PLANS_PLANS[name], 4, SMALL, 2, "fp64") for name in (one, other)]
     found, wanted = gone_on(ranks, tmp_path, *jobs)
     assert found == pytest.approx(wanted, rel=1e-12)
     assert found[:4] == wanted[:4]
@@ -163,7 +163,7 @@ def test_another_plan_goes_on_to_rounding(one: str, other: str, ranks: World, tm
 
 @pytest.mark.parametrize(("one", "other"), [("fp32", "bf16"), ("bf16", "fp32")])
 def test_other_numbers_go_on_to_their_rounding(one: str, other: str, ranks: World, tmp_path: Path) -> None:
-    jobs = [Job("zero-3", 2, 4, OTHER_PLANS_MODEL, 2, precision) for precision in (one, other)]
+    jobs = [Job("zero-3", 2, 4, SMALL, 2, precision) for precision in (one, other)]
     found, wanted = gone_on(ranks, tmp_path, *jobs)
     assert found == pytest.approx(wanted, rel=2e-2 if "bf16" in (one, other) else 1e-5)
 
@@ -171,7 +171,6 @@ def test_other_numbers_go_on_to_their_rounding(one: str, other: str, ranks: Worl
 # A run that is resumed ends as one that was never interrupted, to the last bit.
 
 
-BITWISE_MODEL = GPT(layers=4, hidden_size=16, heads=2, seq_len=8)
 TP = Plan(Mesh(tp=2))
 
 AWAY = Path(__file__).parents[2] / "check" / "offloading_programs.py"
@@ -197,7 +196,7 @@ SAME: dict[str, tuple[str | Plan, int, dict[str, Any], dict[str, Any]]] = {
     "bf16": ("zero-3", 2, {"precision": "bf16"}, {}),
     "fp16": ("zero-3", 2, {"precision": "fp16"}, {"clip": 1.0}),
     "an average": ("zero-1", 2, {}, {"ema": 0.9}),
-    "dropout": ("fsdp", 2, {"model": replace(BITWISE_MODEL, dropout=0.2)}, {}),
+    "dropout": ("fsdp", 2, {"model": replace(SMALL, dropout=0.2)}, {}),
 }
 
 
@@ -235,13 +234,13 @@ SAMPLE = {"single", "fsdp", "tp", "1f1b", "states on the disk", "weights on the 
 @pytest.mark.parametrize("name", sampled(SAME, SAMPLE.__contains__))
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, ranks: World, tmp_path: Path) -> None:
     strategy, world, job, optimizer = SAME[name]
-    made = replace(Job(TP if strategy == "tp" else strategy, world, 4, BITWISE_MODEL, 2), **job)
+    made = replace(Job(TP if strategy == "tp" else strategy, world, 4, SMALL, 2), **job)
     want_same(ranks(world), made, OptimizerConfig(schedule_steps=STEPS, warmup_steps=1, **optimizer), tmp_path)
 
 
 def test_a_batch_that_grows_goes_on_growing(ranks: World, tmp_path: Path) -> None:
     settings = OptimizerConfig(schedule_steps=STEPS, warmup_steps=1)
-    want_same(ranks(2), Job("zero-1", 2, 4, BITWISE_MODEL, 2), settings, tmp_path, "0:2,4:4")
+    want_same(ranks(2), Job("zero-1", 2, 4, SMALL, 2), settings, tmp_path, "0:2,4:4")
 
 
 def trained_with_kernels_of_its_own(rank: int, run: TrainingRun) -> None:
@@ -259,12 +258,12 @@ def trained_with_kernels_of_its_own(rank: int, run: TrainingRun) -> None:
 
 
 def test_a_run_goes_on_with_the_kernels_that_it_has_chosen(ranks: World, tmp_path: Path) -> None:
-    made = Job("1f1b", 2, 4, replace(BITWISE_MODEL, hidden_size=128), 2)
+    made = Job("1f1b", 2, 4, replace(SMALL, hidden_size=128), 2)
     settings = OptimizerConfig(schedule_steps=STEPS, warmup_steps=1)
     end = want_same(ranks(2), made, settings, tmp_path, train=trained_with_kernels_of_its_own)
     shapes = {(3 * 128, 128), (128, 128), (4 * 128, 128), (128, 4 * 128), (256, 128)}
     assert end.products == {
-        Product(2 * BITWISE_MODEL.seq_len, inputs, outputs, has_bias and not backward, backward): backward
+        Product(2 * SMALL.seq_len, inputs, outputs, has_bias and not backward, backward): backward
         for outputs, inputs in shapes
         for has_bias in [outputs != 256]
         for backward in (False, True)
