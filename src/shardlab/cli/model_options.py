@@ -89,7 +89,7 @@ class ModelOptions:
     """Probability of dropout."""
 
     bias: Flag = False
-    """Keep the biases of linear maps and norms, even if the preset_source or config file leaves them out."""
+    """Keep the biases of linear maps and norms, even if the preset or config file leaves them out."""
 
     no_bias: Flag = False
     """Leave out the biases of linear maps and norms."""
