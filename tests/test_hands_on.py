@@ -25,7 +25,7 @@ SESSION = f"""
 import shlex, sys
 from shardlab.cli import main
 from shardlab.train.data import documents
-documents.SHA256 = sys.argv[1]
+documents.SHAKESPEARE_SHA256 = sys.argv[1]
 for line in sys.stdin:
     print(main(shlex.split(line)[1:]), end="\\n{END}", flush=True)
 """
