@@ -36,8 +36,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shardlab.common.fields import as_flags
+from shardlab.common.text import counted
 from shardlab.language.precision import PRECISIONS
-from shardlab.language.rules.kinds import counted
 from shardlab.measure.profile import this_machine
 from shardlab.measure.progress import Race
 from shardlab.measure.side_by_side.sides import race_rank

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardlab.check import check
 from shardlab.cli import main
+from shardlab.common.text import listed
 from shardlab.draw.canvas import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -27,7 +28,7 @@ from shardlab.draw.canvas import (
 )
 from shardlab.language import Holds, Kind, Mesh, OpKind, Rank, Spec, trace
 from shardlab.language.rules import layer_graph
-from shardlab.language.rules.kinds import bits, listed
+from shardlab.language.rules.kinds import bits
 from shardlab.language.rules.layer_graph import Extent, Layer, Node, Port
 from shardlab.language.rules.spec import Space
 from shardlab.simulate.timeline import Costs, bubble, simulate

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.common.text import REPLACEMENT, parse_bytes, parse_size, parse_tokens, printable, size_text, sizes_between
+from shardlab.common.text import (
+    REPLACEMENT,
+    counted,
+    listed,
+    parse_bytes,
+    parse_size,
+    parse_tokens,
+    printable,
+    size_text,
+    sizes_between,
+)
 from shardlab.language import UserError
 
 
@@ -92,3 +102,28 @@ def test_what_is_no_amount_is_refused(text: str) -> None:
 
 def test_tokens_are_counted_without_a_unit() -> None:
     assert parse_tokens("4194304", "--tokens-per-step") == parse_tokens("4M", "--tokens-per-step")
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_listed_names_every_number_once_and_no_other(numbers: set[int]) -> None:
+    text = listed(sorted(numbers))
+    named: list[int] = []
+    for run in text.split(", ") if numbers else []:
+        first, _, last = run.partition("-")
+        named.extend(range(int(first), int(last or first) + 1))
+    assert named == sorted(numbers)
+    assert numbers or text == "none"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], "none"), ([4], "4"), ([0, 1], "0-1"), ([0, 1, 2, 3, 7], "0-3, 7"), ([0, 2, 3, 5], "0, 2-3, 5")],
+)
+def test_listed_writes_runs_as_a_reader_does(numbers: list[int], text: str) -> None:
+    assert listed(numbers) == text
+
+
+def test_one_is_singular_and_all_else_plural() -> None:
+    assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert counted(1, "microbatch") == "1 microbatch"
+    assert counted(2, "microbatch") == "2 microbatches"

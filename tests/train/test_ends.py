@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardlab.language.rules.kinds import counted
+from shardlab.common.text import counted
 from tests.support.processes import PATIENCE, until
 from tests.support.warm import WarmProcess, WarmStarts
 

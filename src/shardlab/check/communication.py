@@ -10,12 +10,13 @@ from typing import Any, NoReturn, cast
 
 from shardlab.check.buffers import may_share_batch
 from shardlab.common.errors import Rule
+from shardlab.common.text import counted, plural
 from shardlab.language import ExpectedValue, Group, Holds, Kind, Op, OpKind, Program, Refused, Spec, collective_calls
 from shardlab.language.collective_calls import Call, call_of, call_text
 from shardlab.language.mesh import group_of
 from shardlab.language.ops import COLLECTIVES, POINT_TO_POINT, Stream
 from shardlab.language.rules import refusals
-from shardlab.language.rules.kinds import AUTOGRAD_KINDS, counted, plural
+from shardlab.language.rules.kinds import AUTOGRAD_KINDS
 from shardlab.language.rules.layer_rules import LayerRules
 from shardlab.language.rules.refusals import require_on_device
 from shardlab.language.rules.spec import Form

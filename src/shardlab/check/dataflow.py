@@ -15,12 +15,13 @@ from typing import NoReturn
 from shardlab.check import in_place, runnable
 from shardlab.check.communication import CommunicationCheck, RankState, refuse_second_wait
 from shardlab.common.errors import About
+from shardlab.common.text import counted
 from shardlab.language import Holds, Kind, Op, OpKind, Program, Refused, Spec
 from shardlab.language.collective_calls import MemberNames
 from shardlab.language.ops import BOOKKEEPING, COMMUNICATION
 from shardlab.language.rules import arithmetic, collectives
 from shardlab.language.rules import optimizer_step as steps
-from shardlab.language.rules.kinds import MOST_SLICES, bits, counted, in_equal_pieces, microbatches_text, numbered
+from shardlab.language.rules.kinds import MOST_SLICES, bits, in_equal_pieces, microbatches_text, numbered
 from shardlab.language.rules.layer_rules import BackwardResult
 from shardlab.language.rules.refusals import require_place
 from shardlab.language.rules.spec import Form, form_of, microbatches_of

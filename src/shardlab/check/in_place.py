@@ -20,10 +20,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from shardlab.common.text import listed
 from shardlab.language import Holds, Kind, Op, OpKind, Refused, Spec
 from shardlab.language.ops import COMMUNICATION, COPIES
 from shardlab.language.rules.collectives import is_view
-from shardlab.language.rules.kinds import ROW_KINDS, bits, in_equal_pieces, listed
+from shardlab.language.rules.kinds import ROW_KINDS, bits, in_equal_pieces
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 LOAD_WEIGHT, SLICE, UPDATE = OpKind.LOAD_WEIGHT, OpKind.SLICE, OpKind.UPDATE

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 from shardlab.check.buffers import batches_of
 from shardlab.check.checked import Checked
 from shardlab.check.in_place import InPlace
+from shardlab.common.text import listed
 from shardlab.language import Holds, Kind, Op, OpKind, Spec
 from shardlab.language.ops import COMMUNICATION, COPIES, POINT_TO_POINT, ROOT_GIVES, Combiner
-from shardlab.language.rules.kinds import ROW_KINDS, Reduction, bits, in_equal_pieces, listed
+from shardlab.language.rules.kinds import ROW_KINDS, Reduction, bits, in_equal_pieces
 from shardlab.language.tape import Communication
 from shardlab.language.world import gc_paused
 

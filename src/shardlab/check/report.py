@@ -24,9 +24,10 @@ from shardlab.check.dataflow import Dataflow
 from shardlab.check.deadlock import decide_models
 from shardlab.check.in_place import check_kept
 from shardlab.check.runnable import why_not_runnable
+from shardlab.common.text import listed, plural
 from shardlab.common.user_code import Endless, Stalled
 from shardlab.language import Deadlock, Mesh, Op, Program, Rank, Refused, Sizes, Strategy, World, trace
-from shardlab.language.rules.kinds import bits, listed, plural
+from shardlab.language.rules.kinds import bits
 from shardlab.language.world import gc_paused
 
 

@@ -15,10 +15,11 @@ from fractions import Fraction
 from shardlab.check.buffers import slice_counts
 from shardlab.check.checked import Checked
 from shardlab.common.errors import About, Refused
+from shardlab.common.text import number_text
 from shardlab.language import Kind, Op, OpKind, Program, Spec
 from shardlab.language.ops import COMMUNICATION, COPIES, Combiner
 from shardlab.language.rules.attention import split_cells
-from shardlab.language.rules.kinds import ROW_KINDS, bits, number_text
+from shardlab.language.rules.kinds import ROW_KINDS, bits
 from shardlab.language.rules.layer_graph import Layer
 from shardlab.language.rules.spec import Form, fraction_of_pieces
 from shardlab.language.tape import Communication

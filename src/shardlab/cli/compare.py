@@ -22,8 +22,8 @@ from shardlab.cli.console import print_json, print_path, print_whole, stdout_con
 from shardlab.cli.options import NO_PICTURES, Flag, PictureFlags, writing
 from shardlab.cli.plan_options import RecipeName, cluster_called
 from shardlab.cli.train.this_machine import workload_of
+from shardlab.common.text import counted
 from shardlab.language import UserError
-from shardlab.language.rules.kinds import counted
 from shardlab.simulate.hardware.profile import default_path
 from shardlab.simulate.predict.estimate import estimate as estimate_of
 from shardlab.simulate.predict.memory_advice import broken_limit

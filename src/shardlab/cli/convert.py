@@ -13,8 +13,8 @@ from rich.progress import track
 from shardlab.cli.console import print_fact, print_json, print_path, stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag
+from shardlab.common.text import counted
 from shardlab.language import UserError
-from shardlab.language.rules.kinds import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

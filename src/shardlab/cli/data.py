@@ -22,8 +22,8 @@ from tyro.conf import subcommand
 from shardlab.cli.console import print_fact, print_json, print_path, stdout_console
 from shardlab.cli.options import Flag, Name, OptionalCount
 from shardlab.common.errors import UserError
+from shardlab.common.text import counted
 from shardlab.common.user_code import file_and_name, find_member, load_module, reporting_errors_of
-from shardlab.language.rules.kinds import counted
 from shardlab.train.data.documents import Document, Documents, DocumentSource, Input
 from shardlab.train.data.prepare import Progress, lost_text, prepare
 from shardlab.train.data.prepared_folder import PreparedFolder, TokenCount

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from shardlab.cli.console import print_fact, print_json, stdout_console, table_of
 from shardlab.cli.options import Flag, OptionalCount
+from shardlab.common.text import counted
 from shardlab.language import UserError
-from shardlab.language.rules.kinds import counted
 from shardlab.train.launch.environment import require_port
 
 if TYPE_CHECKING:

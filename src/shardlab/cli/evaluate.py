@@ -13,9 +13,9 @@ import tyro
 from shardlab.cli.console import print_figures, print_json, stdout_console
 from shardlab.cli.options import Count, Flag, Name, OptionalCount, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
+from shardlab.common.text import counted
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.language import Mesh, UserError
-from shardlab.language.rules.kinds import counted
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import entry_from_plan
 from shardlab.train.launch.environment import require_port

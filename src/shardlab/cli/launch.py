@@ -26,8 +26,8 @@ from shardlab.cli.console import table_of
 from shardlab.cli.options import Count, Flag, Name, OptionalCount
 from shardlab.common.errors import closest_name
 from shardlab.common.fields import TIME_FORMATS, parse_seconds
+from shardlab.common.text import counted
 from shardlab.language import UserError
-from shardlab.language.rules.kinds import counted
 from shardlab.starting import INTERRUPTED
 from shardlab.train.launch.environment import LaunchEnvironment, find_launch_environment, launcher_of
 from shardlab.train.launch.job_script import SHARDLAB, SUBMIT, Scheduler, SubmittedJob, keep_script, submit

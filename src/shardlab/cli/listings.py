@@ -21,8 +21,8 @@ from shardlab.check import check
 from shardlab.cli.console import print_fact, print_json, stdout_console
 from shardlab.cli.options import Flag, MaxOps, MaxSeconds, NewFile, OptionalCount, check_new_file, writing
 from shardlab.common.files import write_atomically
+from shardlab.common.text import counted
 from shardlab.language import Mesh, trace
-from shardlab.language.rules.kinds import counted
 from shardlab.models.matrices import SavedActivations
 from shardlab.simulate.hardware.device import Figure
 from shardlab.simulate.predict.recipe import GROUPS, Recipe, find_recipe, recipes

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from shardlab.common.text import parse_tokens
+from shardlab.common.text import counted, parse_tokens
 from shardlab.common.user_code import MAX_FOLDED_OPS, MAX_OPS, MAX_SECONDS
 from shardlab.language import UserError
 from shardlab.language.ops import ColorBy
-from shardlab.language.rules.kinds import counted
 from shardlab.simulate.timeline import Costs, Timeline
 from shardlab.simulate.timeline.run import Counter
 

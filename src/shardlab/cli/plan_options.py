@@ -21,11 +21,10 @@ from shardlab.check import Checked, check
 from shardlab.check.report import FileCheck
 from shardlab.cli.options import OptionalCount, switch_flags, switch_value
 from shardlab.common.fields import COUNT, as_flags, field_helps, field_types
-from shardlab.common.text import parse_bytes
+from shardlab.common.text import counted, parse_bytes
 from shardlab.common.user_code import file_and_name
 from shardlab.language import AXES, Mesh, Sizes, UserError, trace
 from shardlab.language.pass_names import with_offload
-from shardlab.language.rules.kinds import counted
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import UNNAMED, Plan, read_plan

@@ -13,8 +13,8 @@ import tyro
 
 from shardlab.cli.console import print_json
 from shardlab.cli.options import Count, Flag, OptionalCount
+from shardlab.common.text import counted
 from shardlab.language import UserError
-from shardlab.language.rules.kinds import counted
 
 if TYPE_CHECKING:
     from shardlab.models import Model

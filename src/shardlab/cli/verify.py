@@ -16,9 +16,9 @@ from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Ranks, StrategyName
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.simulate.command import print_drifts
+from shardlab.common.text import counted
 from shardlab.language import UserError
 from shardlab.language.precision import Optimizer
-from shardlab.language.rules.kinds import counted
 from shardlab.train.launch.environment import require_port
 
 

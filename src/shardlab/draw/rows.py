@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardlab.common.text import listed
 from shardlab.draw.canvas import Looks, Paint
 from shardlab.language import OpKind, Program
 from shardlab.language.ops import COMMUNICATION
-from shardlab.language.rules.kinds import bits, listed
+from shardlab.language.rules.kinds import bits
 from shardlab.simulate.timeline import Event, Timeline
 from shardlab.simulate.timeline.prices import rank_of, stands_for
 

@@ -19,7 +19,7 @@ from textwrap import wrap
 from matplotlib.axes import Axes
 
 from shardlab.common.files import write_atomically
-from shardlab.common.text import seconds_text
+from shardlab.common.text import counted, seconds_text
 from shardlab.draw.canvas import DIGIT_WIDTH, FAINT, Looks, Page, model_layer_count, style
 from shardlab.draw.panels import (
     ROW,
@@ -35,7 +35,6 @@ from shardlab.draw.panels import (
 from shardlab.draw.rows import MOST_ROWS, Detail, Row, passes, ranks_text, row_name, rows_of, spaced
 from shardlab.language import OpKind
 from shardlab.language.ops import ColorBy
-from shardlab.language.rules.kinds import counted
 from shardlab.simulate.timeline import Event, Timeline
 from shardlab.simulate.timeline.prices import stands_for
 

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardlab.common.files import atomic_file
+from shardlab.common.text import listed
 from shardlab.draw.canvas import model_layer
 from shardlab.draw.panels import curve
 from shardlab.draw.rows import rank_name
 from shardlab.language import Op, OpKind
 from shardlab.language.ops import HUES, Stream
-from shardlab.language.rules.kinds import bits, listed
+from shardlab.language.rules.kinds import bits
 from shardlab.simulate.timeline import Event, Timeline
 from shardlab.simulate.timeline.prices import rank_of
 from shardlab.simulate.timeline.run import Counter, moments_of

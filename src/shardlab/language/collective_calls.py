@@ -13,10 +13,11 @@ from functools import lru_cache
 from typing import NamedTuple, overload
 
 from shardlab.common.errors import About, Refused
+from shardlab.common.text import counted
 from shardlab.language.mesh import Group
 from shardlab.language.ops import COLLECTIVES, ROOT_GIVES, ROOT_RECEIVES, ROOTED, Combiner, OpKind
 from shardlab.language.rules import collectives
-from shardlab.language.rules.kinds import Kind, Reduction, bits, counted, mask_of
+from shardlab.language.rules.kinds import Kind, Reduction, bits, mask_of
 from shardlab.language.rules.layer_rules import Rules
 from shardlab.language.rules.spec import Spec
 from shardlab.language.tape import ExpectedValue

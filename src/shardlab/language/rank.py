@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from shardlab.common.errors import UserError
+from shardlab.common.text import counted
 from shardlab.language.rank_communication import CommunicationVerbs
 from shardlab.language.rank_compute import ComputeVerbs
 from shardlab.language.rank_values import ValueVerbs
-from shardlab.language.rules.kinds import Kind, counted
+from shardlab.language.rules.kinds import Kind
 from shardlab.language.tracing import TracedWorld
 from shardlab.language.values import Store, Value
 

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 from shardlab.common.errors import Refused, about_layer
+from shardlab.common.text import number_text
 from shardlab.language.collective_calls import MemberNames
 from shardlab.language.ops import OpKind
 from shardlab.language.rules import arithmetic, collectives, refusals
-from shardlab.language.rules.kinds import MOST_SLICES, WHOLE, Factor, Holds, Kind, factor_of, mask_of, number_text
+from shardlab.language.rules.kinds import MOST_SLICES, WHOLE, Factor, Holds, Kind, factor_of, mask_of
 from shardlab.language.rules.refusals import require_place
 from shardlab.language.rules.spec import Spec, form_of
 from shardlab.language.tape import TIED_HEAD, TIED_HEAD_REMEDY, Op

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from shardlab.common.errors import Refused
+from shardlab.common.text import plural
 from shardlab.language import collective_calls
 from shardlab.language.collective_calls import Call, call_text
 from shardlab.language.mesh import Group
 from shardlab.language.ops import OpKind
-from shardlab.language.rules.kinds import Kind, plural
+from shardlab.language.rules.kinds import Kind
 from shardlab.language.rules.layer_rules import Rules
 from shardlab.language.rules.spec import Space, Spec, form_of
 from shardlab.language.tape import ChannelQueue, ExpectedValue, Matcher

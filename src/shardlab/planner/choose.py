@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardlab.common.errors import UserError
 from shardlab.common.files import toml_value
-from shardlab.language.rules.kinds import counted
+from shardlab.common.text import counted
 from shardlab.planner.alternatives import Alternative, add_shares, nearest_alternatives
 from shardlab.planner.describe import UNTRACED, path_seconds, trace_seconds
 from shardlab.planner.error_model import (

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from shardlab.common.fields import as_flags
+from shardlab.common.text import counted
 from shardlab.language import AXES, Mesh
-from shardlab.language.rules.kinds import counted
 from shardlab.planner.problem import Candidate, Problem, family, model_kinds
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.predict.estimate import Estimate

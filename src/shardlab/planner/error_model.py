@@ -30,7 +30,7 @@ import numpy as np
 
 from shardlab.common.errors import UserError
 from shardlab.common.files import load_table
-from shardlab.language.rules.kinds import counted
+from shardlab.common.text import counted
 from shardlab.planner.alternatives import TELLING
 from shardlab.planner.bounds.layers import Array
 from shardlab.planner.describe import BUBBLE, COMPUTE, StepShares, chosen_fields, summary

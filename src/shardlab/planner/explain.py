@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.common.text import bytes_text, memory_text, seconds_text
+from shardlab.common.text import bytes_text, counted, memory_text, seconds_text
 from shardlab.language import Kind, Mesh
-from shardlab.language.rules.kinds import counted
 from shardlab.planner.alternatives import Topic, alternative_text
 from shardlab.planner.bounds import LowerBounds
 from shardlab.planner.choose import PlanChoice

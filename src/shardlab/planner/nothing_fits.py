@@ -14,9 +14,8 @@ from typing import TypeVar
 
 from shardlab.common.errors import Refused, UserError
 from shardlab.common.fields import as_flags
-from shardlab.common.text import bytes_text
+from shardlab.common.text import bytes_text, counted
 from shardlab.language import AXES, Kind, Mesh
-from shardlab.language.rules.kinds import counted
 from shardlab.models.architectures import MoE
 from shardlab.planner.describe import summary
 from shardlab.planner.problem import Candidate, Limits, PlanShape, Problem

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
+from shardlab.common.text import counted
 from shardlab.common.user_code import require_ops
 from shardlab.language import Mesh, Rank, Sizes, Strategy, UserError
 from shardlab.language.pass_names import named_passes, require_half_blocks, tiles_of
-from shardlab.language.rules.kinds import counted
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
 

@@ -23,9 +23,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.common.text import printable
+from shardlab.common.text import counted, printable
 from shardlab.execute.kernel_choice import choose_products
-from shardlab.language.rules.kinds import counted
 from shardlab.models.tensors import TokenSampling
 from shardlab.train.evaluate import Evaluation
 from shardlab.train.history import VALIDATION, VALIDATION_EMA

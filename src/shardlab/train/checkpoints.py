@@ -28,13 +28,13 @@ import torch.distributed as dist
 from shardlab.common.errors import UserError
 from shardlab.common.fields import split_interval
 from shardlab.common.files import path_from_here, read_file
+from shardlab.common.text import counted, listed
 from shardlab.common.user_code import file_and_name
 from shardlab.execute import Executor
 from shardlab.execute.kernel_choice import rows_of
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.state import State
 from shardlab.language import Program
-from shardlab.language.rules.kinds import counted, listed
 from shardlab.models import Blocks
 from shardlab.models.named import weights_at
 from shardlab.models.tensors.compute import KERNEL_CHOICES

@@ -31,10 +31,11 @@ from traceback import StackSummary
 from types import TracebackType
 
 from shardlab.check import Checked, check_forward, forward_only
+from shardlab.common.text import listed, plural
 from shardlab.execute.progress import RankProgress, TapePosition
 from shardlab.language import Op, OpKind
 from shardlab.language.ops import COMMUNICATION
-from shardlab.language.rules.kinds import listed, microbatches_text, plural
+from shardlab.language.rules.kinds import microbatches_text
 
 __all__ = ["Watch", "WatchSettings"]
 

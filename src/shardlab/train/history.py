@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from shardlab.common.files import PART_SUFFIX, read_file, write_atomically
+from shardlab.common.text import counted
 from shardlab.language import UserError
-from shardlab.language.rules.kinds import counted
 from shardlab.models.named import weights_at
 from shardlab.strategies.plan.plan import UNNAMED, Plan
 

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from matplotlib.figure import Figure
 
 from shardlab.common.files import atomic_file, write_atomically
+from shardlab.common.text import counted
 from shardlab.language import UserError
-from shardlab.language.rules.kinds import counted
 from shardlab.train.config import LoggingConfig
 from shardlab.train.history import METRICS, VALIDATION, writing
 from shardlab.train.run import WARM_UP, Summary, TrainingRun

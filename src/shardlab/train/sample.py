@@ -24,10 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.common.errors import UserError
-from shardlab.common.text import printable
+from shardlab.common.text import counted, printable
 from shardlab.execute.collect import gather_layer
 from shardlab.execute.state import State
-from shardlab.language.rules.kinds import counted
 from shardlab.models import Blocks, Model, MoE
 from shardlab.models.model import POSITIONS
 from shardlab.models.tensors import Initial, Share, TextGenerator, TokenSampling, named_views, whole_parameters

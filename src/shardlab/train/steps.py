@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.common.fields import SHORTEST_SECONDS
+from shardlab.common.text import listed
 from shardlab.execute.state import State
 from shardlab.language import UserError
-from shardlab.language.rules.kinds import listed
 from shardlab.models import Blocks
 from shardlab.models.model import count_parameters
 from shardlab.models.tensors.attention import to_device

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardlab.check import Checked
 from shardlab.check.in_place import KeptWeights
+from shardlab.common.text import listed
 from shardlab.draw.trace_events import save_trace_events
 from shardlab.execute import Executor, Settings
 from shardlab.execute.recording import ComputeClock, OpTimer, clock_offset, step_with_memory
@@ -29,7 +30,7 @@ from shardlab.execute.state import State
 from shardlab.execute.tape_analysis import Shapes
 from shardlab.execute.update_ops import Instruction
 from shardlab.language import Holds, Op, OpKind, UserError
-from shardlab.language.rules.kinds import bits, listed
+from shardlab.language.rules.kinds import bits
 from shardlab.language.tape import MemoryRecord, RankRecord
 from shardlab.models import Model
 from shardlab.simulate.timeline.measured import rank_file, write_rank, write_trace

@@ -27,9 +27,9 @@ from rich.table import Table
 
 from shardlab.check import Checked
 from shardlab.common.files import PART_SUFFIX
+from shardlab.common.text import counted, listed
 from shardlab.execute.requirements import gpu_count
 from shardlab.language import Mesh
-from shardlab.language.rules.kinds import counted, listed
 from shardlab.train.launch.environment import as_ranges, launcher_of, usable_cpus
 
 VERSIONED = ("shardlab", "torch", "numpy", "safetensors")

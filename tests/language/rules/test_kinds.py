@@ -14,9 +14,7 @@ from shardlab.language.rules.kinds import (
     WHOLE,
     Holds,
     bits,
-    counted,
     in_equal_pieces,
-    listed,
     mask_of,
     microbatches_text,
     repeat_pattern,
@@ -128,25 +126,6 @@ def test_a_bit_set_gives_back_its_numbers_in_order(numbers: set[int]) -> None:
     assert list(bits(mask_of(numbers))) == sorted(numbers)
 
 
-@given(st.sets(st.integers(0, 60)))
-def test_listed_names_every_number_once_and_no_other(numbers: set[int]) -> None:
-    text = listed(sorted(numbers))
-    named: list[int] = []
-    for run in text.split(", ") if numbers else []:
-        first, _, last = run.partition("-")
-        named.extend(range(int(first), int(last or first) + 1))
-    assert named == sorted(numbers)
-    assert numbers or text == "none"
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [([], "none"), ([4], "4"), ([0, 1], "0-1"), ([0, 1, 2, 3, 7], "0-3, 7"), ([0, 2, 3, 5], "0, 2-3, 5")],
-)
-def test_listed_writes_runs_as_a_reader_does(numbers: list[int], text: str) -> None:
-    assert listed(numbers) == text
-
-
 @pytest.mark.parametrize(("mask", "text"), [(0b1000, "microbatch 3"), (0b111, "microbatches 0-2")])
 def test_one_microbatch_is_named_in_the_singular(mask: int, text: str) -> None:
     assert microbatches_text(mask) == text
@@ -159,9 +138,3 @@ def test_a_negative_bit_set_has_no_numbers_and_can_be_said() -> None:
 
 def test_a_repeated_pattern_ends_where_it_is_told_to() -> None:
     assert repeat_pattern(0b01, 2, 7) == 0b1010101
-
-
-def test_one_is_singular_and_all_else_plural() -> None:
-    assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
-    assert counted(1, "microbatch") == "1 microbatch"
-    assert counted(2, "microbatch") == "2 microbatches"

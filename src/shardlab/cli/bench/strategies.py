@@ -21,8 +21,8 @@ from shardlab.cli.console import print_json, print_path, stdout_console
 from shardlab.cli.options import Count, Flag, writing
 from shardlab.common.errors import find_by_name
 from shardlab.common.files import atomic_file
+from shardlab.common.text import counted
 from shardlab.language import Refused, UserError
-from shardlab.language.rules.kinds import counted
 from shardlab.starting import INTERRUPTED
 from shardlab.train.launch.environment import find_launch_environment
 

@@ -22,10 +22,9 @@ from shardlab.cli.options import Count, Flag, Name, NewFile, OptionalCount, chec
 from shardlab.cli.plan.grade import print_grades
 from shardlab.cli.plan_options import NO_LIMITS, DeviceMemory, Layout, RecipeName, cluster_called, recipe_called
 from shardlab.common.fields import as_flags, field_types
-from shardlab.common.text import seconds_text
+from shardlab.common.text import counted, seconds_text
 from shardlab.language import AXES, UserError
 from shardlab.language.precision import Optimizer
-from shardlab.language.rules.kinds import counted
 from shardlab.strategies.plan.plan import Plan
 
 if TYPE_CHECKING:

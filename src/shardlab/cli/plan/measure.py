@@ -23,10 +23,9 @@ from rich.text import Text
 from shardlab.cli.console import print_fact, table_of
 from shardlab.cli.train.this_machine import device_called
 from shardlab.common.files import read_file
-from shardlab.common.text import seconds_text
+from shardlab.common.text import counted, seconds_text
 from shardlab.language import UserError
 from shardlab.language.precision import find_precision
-from shardlab.language.rules.kinds import counted
 from shardlab.models import Blocks
 from shardlab.planner.describe import describe, summary, train_command
 from shardlab.planner.error_model import Experiment

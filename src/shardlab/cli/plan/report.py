@@ -17,8 +17,7 @@ from rich.text import Text
 
 from shardlab.cli.console import INDENT, print_fact, print_figures, print_path, table_of
 from shardlab.cli.plan.measure import expected_error_text, measured_as_json, print_measured
-from shardlab.common.text import byte_unit, bytes_text, memory_text, percent_text, seconds_text
-from shardlab.language.rules.kinds import counted
+from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, percent_text, seconds_text
 from shardlab.planner.alternatives import TELLING, alternative_text
 from shardlab.planner.choose import EQUAL, NOTABLE
 from shardlab.planner.describe import describe, draw_mesh, summary

@@ -37,10 +37,9 @@ from shardlab.cli.passes import as_json as passes_json
 from shardlab.cli.passes import print_passed
 from shardlab.cli.plan_options import NO_FLAGS, DeviceMemory, Layout, RecipeName, checked
 from shardlab.cli.simulate.terminal_timeline import print_strips, print_timeline
-from shardlab.common.text import seconds_text
+from shardlab.common.text import counted, listed, seconds_text
 from shardlab.language import UserError, trace
 from shardlab.language.precision import Optimizer
-from shardlab.language.rules.kinds import counted, listed
 from shardlab.simulate.passes import Goal, PassResult, find_passes, helpful_results, run_named, run_passes
 from shardlab.simulate.timeline import UNIT_COSTS, Costs, Timeline, bubble, simulate
 from shardlab.simulate.timeline.critical_path import critical_path, path_parts

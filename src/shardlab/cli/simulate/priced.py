@@ -20,11 +20,10 @@ from shardlab.cli.console import print_fact, print_figures, print_path, stdout_c
 from shardlab.cli.options import DEFAULT_BATCH, BatchRequest
 from shardlab.cli.plan_options import PlanOptions, as_recipe_does, checked, cluster_called, precision_of, recipe_called
 from shardlab.cli.simulate.terminal_timeline import print_timeline
-from shardlab.common.text import byte_unit, bytes_text, memory_text, percent_text, seconds_text
+from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, percent_text, seconds_text
 from shardlab.common.user_code import max_ops
 from shardlab.language import AXES, Mesh, Sizes, UserError
 from shardlab.language.precision import Optimizer
-from shardlab.language.rules.kinds import counted
 from shardlab.simulate.predict.memory import uncounted_memory
 from shardlab.simulate.timeline.prices import rank_of, stands_for
 from shardlab.strategies.load import load

@@ -21,10 +21,9 @@ from rich.console import Console
 from rich.text import Text
 
 from shardlab.cli.console import stdout_console
-from shardlab.common.text import axis_time_text
+from shardlab.common.text import axis_time_text, counted
 from shardlab.language import OpKind
 from shardlab.language.ops import BOOKKEEPING, COMMUNICATION, HUES
-from shardlab.language.rules.kinds import counted
 from shardlab.simulate.timeline import Event, Timeline
 from shardlab.simulate.timeline.prices import rank_of
 

@@ -23,10 +23,9 @@ from shardlab.cli.train.choose_passes import settle_passes
 from shardlab.cli.train.this_machine import choose_on_first_rank, cluster_here
 from shardlab.common.errors import Refused
 from shardlab.common.fields import field_types
-from shardlab.common.text import seconds_text
+from shardlab.common.text import counted, seconds_text
 from shardlab.language import AXES, Mesh, UserError
 from shardlab.language.precision import find_precision
-from shardlab.language.rules.kinds import counted
 from shardlab.measure.progress import Race
 from shardlab.simulate.hardware import Cluster
 from shardlab.strategies.plan.plan import Plan

@@ -34,9 +34,9 @@ from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.train.auto_plan import AUTO, PlannedRuns, measure_fastest, plan_for_this_machine, plan_of_resumed_run
 from shardlab.cli.train.choose_passes import config_with_allowed_passes, settle_run
 from shardlab.cli.train.this_machine import peak_flops, predicted_seconds
+from shardlab.common.text import counted
 from shardlab.language import AXES, UserError
 from shardlab.language.precision import find_precision
-from shardlab.language.rules.kinds import counted
 from shardlab.models.model import ParameterCounts, count_parameters
 from shardlab.models.named import weights_at
 from shardlab.starting import INTERRUPTED

@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 from shardlab.check import Checked
 from shardlab.common.errors import UserError
 from shardlab.common.fields import COUNT, check_fields, choice, integer, number, number_or_none, pair
+from shardlab.common.text import counted
 from shardlab.language.precision import Optimizer, Precision
-from shardlab.language.rules.kinds import MOST_DOUBLINGS_IN_FLOAT16, counted
+from shardlab.language.rules.kinds import MOST_DOUBLINGS_IN_FLOAT16
 
 # Optimizers' settings, without the tensors that they act on.
 

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import NoReturn
 
 from shardlab.common.errors import About, Refused
+from shardlab.common.text import counted, number_text
 from shardlab.language.rules import arithmetic
 from shardlab.language.rules.kinds import (
     INDICES,
@@ -21,11 +22,9 @@ from shardlab.language.rules.kinds import (
     Kind,
     Reduction,
     bits,
-    counted,
     factor_of,
     in_equal_pieces,
     mask_of,
-    number_text,
     numbered,
     piece_noun,
 )

@@ -12,6 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from shardlab.common.errors import Refused
+from shardlab.common.text import listed, number_text, plural
 
 
 class Kind(Enum):
@@ -354,36 +355,6 @@ def bits(mask: int) -> Iterator[int]:
     while place >= 0:
         yield place
         place = digits.find("1", place + 1)
-
-
-def listed(numbers: Iterable[int]) -> str:
-    """Numbers as a reader writes them: `0-3, 7`."""
-    runs: list[tuple[int, int]] = []
-    for n in numbers:
-        if runs and runs[-1][1] == n - 1:
-            runs[-1] = (runs[-1][0], n)
-        else:
-            runs.append((n, n))
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
-
-
-def number_text(number: int) -> str:
-    """Return a whole number, by its digits if they can be read.
-
-    >>> number_text(12_000), number_text(10**400)
-    ('12,000', 'about 2^1328')
-    """
-    return f"{number:,}" if abs(number) < 10**15 else f"about {'-' * (number < 0)}2^{abs(number).bit_length() - 1}"
-
-
-def plural(noun: str, count: int) -> str:
-    """Return text such as `microbatch` or `microbatches`."""
-    return noun if count == 1 else f"{noun}{'es' if noun.endswith('ch') else 's'}"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return text such as `1 microbatch` or `2 microbatches`."""
-    return f"{count:,} {plural(noun, count)}"
 
 
 def numbered(noun: str, mask: int) -> str:

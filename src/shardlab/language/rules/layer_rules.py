@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardlab.common.errors import About, Refused, about_layer
+from shardlab.common.text import counted, listed
 from shardlab.language.rules import attention, layer_graph, optimizer_step
 from shardlab.language.rules.kinds import (
     INDICES,
@@ -23,8 +24,6 @@ from shardlab.language.rules.kinds import (
     Holds,
     Kind,
     bits,
-    counted,
-    listed,
     numbered,
     piece_noun,
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardlab.common.errors import About, Refused, about_layer
-from shardlab.language.rules.kinds import ONE, WHOLE, Holds, Kind, Reduction, bits, in_equal_pieces, listed
+from shardlab.common.text import listed
+from shardlab.language.rules.kinds import ONE, WHOLE, Holds, Kind, Reduction, bits, in_equal_pieces
 from shardlab.language.rules.refusals import missing_clause, require_kind, require_on_device, require_one_place
 from shardlab.language.rules.spec import Form, Spec, form_of, summed_text
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 from shardlab.common.errors import About
+from shardlab.common.text import listed, plural
 from shardlab.language.rules.kinds import (
     ONE,
     ROW_KINDS,
@@ -25,12 +26,10 @@ from shardlab.language.rules.kinds import (
     Kind,
     Reduction,
     bits,
-    listed,
     mask_of,
     microbatches_text,
     numbered,
     piece_noun,
-    plural,
     repeat_pattern,
 )
 

@@ -14,10 +14,10 @@ from operator import add
 from typing import Any
 
 from shardlab.common.errors import About, Refused, about_layer
+from shardlab.common.text import listed
 from shardlab.common.user_code import at_line
 from shardlab.language import Holds, UserError
 from shardlab.language.rules import arithmetic
-from shardlab.language.rules.kinds import listed
 from shardlab.language.values import Wait
 from shardlab.learn.puzzles import values as rules
 from shardlab.learn.puzzles.calls import AsyncioWatch, Blocked

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from shardlab.check.report import FileCheck
 from shardlab.common.errors import About, unknown_name
 from shardlab.common.files import load_table
+from shardlab.common.text import counted
 from shardlab.common.user_code import Stoppable, Stopped, display_path, run_stoppable, user_line_of
 from shardlab.language import Mesh, Refused, Strategy, UserError
-from shardlab.language.rules.kinds import counted
 from shardlab.learn.puzzles.calls import PuzzleRefused, never_awaited
 from shardlab.learn.puzzles.communication import Dist
 from shardlab.learn.puzzles.model import PuzzleModel, timeline_of, verify

@@ -15,10 +15,11 @@ from typing import Any, ClassVar, Self, cast
 
 from shardlab.common.errors import About, Refused, about_layer
 from shardlab.common.files import write_atomically
+from shardlab.common.text import listed, plural
 from shardlab.language import Holds, Kind, Spec
 from shardlab.language.rules import arithmetic
 from shardlab.language.rules import optimizer_step as steps
-from shardlab.language.rules.kinds import ROW_KINDS, bits, in_equal_pieces, listed, mask_of, microbatches_text, plural
+from shardlab.language.rules.kinds import ROW_KINDS, bits, in_equal_pieces, mask_of, microbatches_text
 from shardlab.language.rules.spec import Space, form_of, missing_text
 from shardlab.language.sizes import PUZZLE_HIDDEN, PUZZLE_LENGTH
 from shardlab.learn.puzzles.calls import record_derived, translate_refusals

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardlab.common.fields import SHORTEST_SECONDS
-from shardlab.language.rules.kinds import counted
+from shardlab.common.text import counted
 
 SAMPLE = 16 << 20
 """Bytes that are written to measure the speed of the disk."""

@@ -19,9 +19,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from shardlab.common.text import counted
 from shardlab.execute.state import State
 from shardlab.execute.transport.collectives import Groups
-from shardlab.language.rules.kinds import counted
 from shardlab.measure.collectives import Clock, CollectiveBench, MeasuringRanks, Team, make_case, measure_case
 from shardlab.measure.doctor.checks import CheckResult, Finding, HostFacts, check_host, finding, host_facts
 from shardlab.measure.fits import CollectivePoint

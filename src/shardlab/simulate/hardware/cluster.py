@@ -25,8 +25,8 @@ from typing import Any, TypeVar, cast
 
 from shardlab.common.errors import UserError, find_by_name, suggest_name
 from shardlab.common.files import load_table, read_file
+from shardlab.common.text import counted
 from shardlab.language.pass_names import NO_LAG, Lag
-from shardlab.language.rules.kinds import counted
 from shardlab.language.rules.refusals import HOST
 from shardlab.models.layout import Pointwise
 from shardlab.simulate.hardware.collectives import COSTS, START, GroupSpan, collective_seconds, nodes_of

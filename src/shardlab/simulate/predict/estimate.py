@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardlab.common.text import listed
 from shardlab.language import OpKind, Sizes
 from shardlab.language.ops import COLLECTIVES
-from shardlab.language.rules.kinds import bits, listed
+from shardlab.language.rules.kinds import bits
 from shardlab.language.world import gc_paused
 from shardlab.simulate.timeline.memory import CATEGORIES, RankMemory, memory_in_bytes
 from shardlab.simulate.timeline.prices import Prices, Traced, rank_of

@@ -20,9 +20,9 @@ from typing import Any, cast
 from shardlab.check import Checked
 from shardlab.common.errors import TooDeep
 from shardlab.common.files import atomic_file, parse_document
+from shardlab.common.text import counted
 from shardlab.language import Op, OpKind, UserError
 from shardlab.language.ops import COMMUNICATION
-from shardlab.language.rules.kinds import counted
 from shardlab.language.tape import MemoryRecord, OpTimes, RankRecord, StepRecord, queue_key
 from shardlab.simulate.timeline.run import Counter, counter_of
 from shardlab.simulate.timeline.timeline import Event, RankTimes, Timeline, is_event, rank_times

@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal, cast
 from shardlab.common.errors import suggest_name
 from shardlab.common.fields import COUNT, NUMBERS, SWITCH, as_text, axes, check_fields, choice, choice_or_ints, name_or
 from shardlab.common.files import read_file
+from shardlab.common.text import counted
 from shardlab.common.user_code import MAX_FOLDED_OPS, MAX_OPS, require_ops
 from shardlab.language import AXES, Mesh, Sizes, UserError
 from shardlab.language.pass_names import PASSES_FIELD, named_passes
-from shardlab.language.rules.kinds import counted
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
 from shardlab.strategies.schedules.steps import Steps, resolve_schedule

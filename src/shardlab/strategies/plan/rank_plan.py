@@ -18,8 +18,9 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
+from shardlab.common.text import counted
 from shardlab.language import Group, Sizes, UserError
-from shardlab.language.rules.kinds import Kind, counted
+from shardlab.language.rules.kinds import Kind
 from shardlab.language.rules.layer_graph import Layer
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.schedules.steps import ReduceGrad, ShardedStep, Unshard

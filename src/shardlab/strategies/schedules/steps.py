@@ -15,9 +15,9 @@ from functools import cache
 from itertools import islice, product
 from types import GeneratorType
 
+from shardlab.common.text import counted
 from shardlab.common.user_code import Stalled, require_ops, run_stepwise
 from shardlab.language import UserError
-from shardlab.language.rules.kinds import counted
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Schedule
 

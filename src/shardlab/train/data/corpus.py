@@ -20,7 +20,7 @@ import numpy as np
 
 from shardlab.common.errors import UserError
 from shardlab.common.files import require_regular_file
-from shardlab.language.rules.kinds import counted
+from shardlab.common.text import counted
 from shardlab.train.data.documents import Documents, DocumentSource, Input, Text, default_text, map_text
 from shardlab.train.data.prepare import encode_in_memory, lost_text
 from shardlab.train.data.prepared_folder import MOST_COMPARED, MOST_RECORDED, PARTS, PreparedFolder, checksum

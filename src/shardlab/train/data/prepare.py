@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from shardlab.common.errors import UserError, unknown_name
 from shardlab.common.files import atomic_folder
-from shardlab.language.rules.kinds import counted
+from shardlab.common.text import counted
 from shardlab.train.data.documents import PIECE_BYTES, DocumentSource, Input, Piece, decode_utf8
 from shardlab.train.data.prepared_folder import PARTS, FileHash, Manifest, PreparedFolder, TokenCount, open_tokenizer
 from shardlab.train.data.stream import TokenRun, Tokens

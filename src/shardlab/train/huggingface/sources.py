@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shardlab.common.errors import UserError
 from shardlab.common.files import path_from_here, read_file
+from shardlab.common.text import counted
 from shardlab.common.user_code import file_and_name
-from shardlab.language.rules.kinds import counted
 from shardlab.models import GPT, Blocks, CutModel, Model, Parameter
 from shardlab.models.named import ENDING, SINGLE, find_model, weights_at, with_written
 from shardlab.models.tensors import Initial

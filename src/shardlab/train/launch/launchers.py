@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardlab.common.errors import UserError
-from shardlab.language.rules.kinds import counted
+from shardlab.common.text import counted
 
 MOST_HOSTS = 1 << 17
 """Most hosts of a list: more than any cluster has, so that a damaged list is refused before it fills the memory."""

@@ -32,10 +32,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from shardlab.common.text import bytes_text
+from shardlab.common.text import bytes_text, counted
 from shardlab.execute.requirements import gpu_count
 from shardlab.language import UserError
-from shardlab.language.rules.kinds import counted
 from shardlab.train.faults import START, Watchdog, WatchSettings
 from shardlab.train.launch.environment import (
     LOOPBACK,
