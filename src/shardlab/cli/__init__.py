@@ -121,8 +121,8 @@ def _run(argv: Sequence[str] | None) -> int:
         if isinstance(error, Refused) and getattr(command, "json", False):
             print_json({"refused": error.fields()})
         return 2 if isinstance(error, UserError) else 1
-    except KeyboardInterrupt:
-        print("shardlab: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:  # of ranks with their reason
+        print(f"shardlab: interrupted{f' ({interrupt})' if str(interrupt) else ''}", file=sys.stderr)
         return INTERRUPTED
     except (ImportError, OSError, EOFError) as error:
         if (where := unreadable_python(error)) is not None:

@@ -116,8 +116,8 @@ class Measuring:
                 tells = run_ranks(ranks, function, bench, file)
             except RankFailed as error:
                 failure, status = str(error), 1
-            except KeyboardInterrupt:
-                failure, status = "interrupted", INTERRUPTED
+            except KeyboardInterrupt as interrupt:
+                failure, status = f"interrupted{f' ({interrupt})' if str(interrupt) else ''}", INTERRUPTED
             points = read_points(file)
         if tells and points:
             self._report(points, failure, show, draw)

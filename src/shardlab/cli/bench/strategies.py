@@ -68,12 +68,12 @@ class BenchStrategies:
         pairs = find_pairs(self.only, self.passes)
         sizes = [find_by_name(SIZES, name, "size") for name in self.sizes] or list(SIZES.values())
         self._check()
-        load, interrupted = os.getloadavg()[0], False
+        load, interrupted = os.getloadavg()[0], ""
         rows: list[PairRow | PassesRow] = []
         try:
             rows.extend(self._rows(pairs, sizes))
-        except KeyboardInterrupt:
-            interrupted = True
+        except KeyboardInterrupt as interrupt:
+            interrupted = f"interrupted after {{}}{f' ({interrupt})' if str(interrupt) else ''}"
         flags = f"--passes {self.passes}{' --each-pass' * self.each_pass}"
         results = as_json(rows, self.ranks, self.turns, flags, load)
         if self.json:
@@ -83,7 +83,7 @@ class BenchStrategies:
         if self.out is not None:
             self._write(self.out, results, [row for row in rows if isinstance(row, PairRow)])
         if interrupted:
-            print(f"shardlab: interrupted after {counted(len(rows), 'pair')}", file=sys.stderr)
+            print(f"shardlab: {interrupted.format(counted(len(rows), 'pair'))}", file=sys.stderr)
             return INTERRUPTED
         return 1 if any(row.failed for row in rows) else 0
 
