@@ -355,9 +355,6 @@ class RankState:
             self._refuse_number(number)
         self.specs[number] = spec
 
-    def _refuse_number(self, number: int) -> NoReturn:
-        self.refuse("number in use", f"makes value {number}, which must be a new one", "number values from 0")
-
     def make_all(self, numbers: Sequence[int], specs: Sequence[Spec]) -> None:
         """Values come to life, as many as the op says."""
         if len(numbers) != len(specs):
@@ -399,6 +396,9 @@ class RankState:
             self.refuse("the layer's own", f"value {number} is what a layer keeps", remedy)
         given = f"value {number}, {self.specs[number]}, was freed or replaced before this op"
         self.refuse("freed", given, "free it after its last use")
+
+    def _refuse_number(self, number: int) -> NoReturn:
+        self.refuse("number in use", f"makes value {number}, which must be a new one", "number values from 0")
 
 
 class LiveValues(dict[int, Spec]):

@@ -91,36 +91,6 @@ def queues_empty(program: Program, communications: list[Communication]) -> bool:
     return done == sum(communication.stream is not COPY for communication in communications)
 
 
-def _queues(program: Program, communications: list[Communication]) -> list[list[list[int]]]:
-    """Return for each rank its communications in the order of issue, with those of a batch together."""
-    issued: list[list[tuple[int, int]]] = [[] for _ in program.tapes]  # (index of the op, communication)
-    for number, (stream, _, members) in enumerate(communications):
-        if stream is COPY:  # a copy stands in no queue
-            continue
-        for rank, _, at in members:
-            issued[rank].append((at, number))
-    queues: list[list[list[int]]] = []
-    for tape, numbers in zip(program.tapes, issued, strict=True):
-        queue: list[list[int]] = []
-        last = -1
-        for at, number in sorted(numbers):
-            batch = tape[at].batch
-            if batch >= 0 and batch == last:
-                queue[-1].append(number)
-            else:
-                queue.append([number])
-            last = batch
-        queues.append(queue)
-    return queues
-
-
-def _half_batched_sentence(program: Program, half_batched: Communication) -> str:
-    """Return the deadlock of a message between an exchange and a single call, which use different communicators."""
-    named = [(rank, at, program.tapes[rank][at]) for rank, _, at in half_batched.participants]
-    ends = "; ".join(f"rank {rank} waits in {op} (its op {at})" for rank, at, op in named)
-    return f"deadlock: {ends}: one is part of an exchange and the other is not, so they never meet."
-
-
 class QueueEntry:
     """Operations at one place of a queue: one, or those that a batch issues together."""
 
@@ -308,3 +278,33 @@ class Replay:
             return op < next(member.op for member in self.communications[number].participants if member.rank == rank)
         tape, handle = self.program.tapes[rank], self.stopped[rank]
         return op < next(i for i, o in enumerate(tape) if o.kind is OpKind.WAIT and o.handle == handle)
+
+
+def _queues(program: Program, communications: list[Communication]) -> list[list[list[int]]]:
+    """Return for each rank its communications in the order of issue, with those of a batch together."""
+    issued: list[list[tuple[int, int]]] = [[] for _ in program.tapes]  # (index of the op, communication)
+    for number, (stream, _, members) in enumerate(communications):
+        if stream is COPY:  # a copy stands in no queue
+            continue
+        for rank, _, at in members:
+            issued[rank].append((at, number))
+    queues: list[list[list[int]]] = []
+    for tape, numbers in zip(program.tapes, issued, strict=True):
+        queue: list[list[int]] = []
+        last = -1
+        for at, number in sorted(numbers):
+            batch = tape[at].batch
+            if batch >= 0 and batch == last:
+                queue[-1].append(number)
+            else:
+                queue.append([number])
+            last = batch
+        queues.append(queue)
+    return queues
+
+
+def _half_batched_sentence(program: Program, half_batched: Communication) -> str:
+    """Return the deadlock of a message between an exchange and a single call, which use different communicators."""
+    named = [(rank, at, program.tapes[rank][at]) for rank, _, at in half_batched.participants]
+    ends = "; ".join(f"rank {rank} waits in {op} (its op {at})" for rank, at, op in named)
+    return f"deadlock: {ends}: one is part of an exchange and the other is not, so they never meet."

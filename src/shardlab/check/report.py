@@ -59,29 +59,6 @@ def check_forward(program: Program) -> Checked:
     return _checked(program, trains=False)
 
 
-def _checked(program: Program, *, trains: bool) -> Checked:
-    with gc_paused():
-        dataflow = Dataflow(program, trains=trains)
-        try:
-            dataflow.run()
-        finally:
-            dataflow.release()
-        for state in dataflow.states:
-            check_kept(state.index, state.ops, state.specs, state.concerned)
-        replay = dataflow.communication
-        communications, communication_of = replay.communications, replay.communication_of
-        if replay.batches:
-            check_batches(program, communications, communication_of)
-        if any(map(has_arena, program.tapes)):
-            check_arena(program, [state.specs for state in dataflow.states])
-        models = decide_models(program, communications, communication_of, replay.half_batched)
-    specs = [state.specs for state in dataflow.states]
-    untrained = bits(~dataflow.trained & ((1 << program.layers) - 1))
-    frozen = tuple(layer for layer in untrained if program.sizes.weights[program.sizes.weight_of(layer)])
-    why_not = why_not_runnable(program, specs, communications, [state.concerned for state in dataflow.states])
-    return Checked(program, specs, communications, communication_of, models, why_not, frozen)
-
-
 class FileCheck:
     """Check of a user's program that puts the line at fault before the sentence of a refusal.
 
@@ -132,25 +109,6 @@ class Retrace:
         with contextlib.suppress(Refused), contextlib.redirect_stdout(io.StringIO()):
             world.run(self._traced)
 
-    async def _traced(self, rank: Rank) -> None:
-        await self._drive(rank.index, self.program(rank))
-
-    @types.coroutine
-    def _drive(self, rank: int, program: Coroutine[Any, Any, object]) -> Generator[Any, None, None]:
-        """Drive a program by hand, and note its line whenever it waits."""
-        try:
-            while True:
-                waits_for = program.send(None)
-                self.stopped_at[rank] = line_of_coroutine(program, self.file)
-                yield waits_for
-        except StopIteration:
-            self.stopped_at.pop(rank, None)
-        except Exception as error:
-            self.stopped_at[rank] = line_in_traceback(error.__traceback__, self.file)
-            raise
-        finally:
-            program.close()
-
     def line(self, rank: int | None, op: int | None) -> int:
         """Return the line that wrote an op, or would have; the line of the function if no op is to blame."""
         if rank is not None and op is not None:
@@ -174,6 +132,25 @@ class Retrace:
             for line, ranks in sorted(ranks_at.items())
         ]
         return "".join(rows)
+
+    async def _traced(self, rank: Rank) -> None:
+        await self._drive(rank.index, self.program(rank))
+
+    @types.coroutine
+    def _drive(self, rank: int, program: Coroutine[Any, Any, object]) -> Generator[Any, None, None]:
+        """Drive a program by hand, and note its line whenever it waits."""
+        try:
+            while True:
+                waits_for = program.send(None)
+                self.stopped_at[rank] = line_of_coroutine(program, self.file)
+                yield waits_for
+        except StopIteration:
+            self.stopped_at.pop(rank, None)
+        except Exception as error:
+            self.stopped_at[rank] = line_in_traceback(error.__traceback__, self.file)
+            raise
+        finally:
+            program.close()
 
 
 class LineTape(list[Op]):
@@ -211,3 +188,26 @@ def line_in_traceback(traceback: TracebackType | None, file: str) -> int:
             line = traceback.tb_lineno
         traceback = traceback.tb_next
     return line
+
+
+def _checked(program: Program, *, trains: bool) -> Checked:
+    with gc_paused():
+        dataflow = Dataflow(program, trains=trains)
+        try:
+            dataflow.run()
+        finally:
+            dataflow.release()
+        for state in dataflow.states:
+            check_kept(state.index, state.ops, state.specs, state.concerned)
+        replay = dataflow.communication
+        communications, communication_of = replay.communications, replay.communication_of
+        if replay.batches:
+            check_batches(program, communications, communication_of)
+        if any(map(has_arena, program.tapes)):
+            check_arena(program, [state.specs for state in dataflow.states])
+        models = decide_models(program, communications, communication_of, replay.half_batched)
+    specs = [state.specs for state in dataflow.states]
+    untrained = bits(~dataflow.trained & ((1 << program.layers) - 1))
+    frozen = tuple(layer for layer in untrained if program.sizes.weights[program.sizes.weight_of(layer)])
+    why_not = why_not_runnable(program, specs, communications, [state.concerned for state in dataflow.states])
+    return Checked(program, specs, communications, communication_of, models, why_not, frozen)

@@ -130,6 +130,13 @@ def forward_only(checked: Checked) -> Program:
     return Program(program.mesh, program.microbatches, program.sizes, tapes)
 
 
+_OF_BUFFERS = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION})
+
+
+Place = tuple[int, int]
+"""(rank, number of a value there or index of an op)"""
+
+
 def _too_long(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | None:
     """Return the refusal of a layer whose flat buffer would be mostly padding.
 
@@ -167,9 +174,6 @@ def _cut_buffers(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused 
                 given = f"this would be {spec} in experts' buffers, whose places have tokens of any part of a sequence"
                 return _refusal(rank, at, op, (given, "cut sequences before tokens are dispatched to experts"))
     return None
-
-
-_OF_BUFFERS = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION})
 
 
 def _made_at(layer: Layer, tensor: str) -> set[str]:
@@ -271,10 +275,6 @@ def _cannot_compute(op: Op, specs: dict[int, Spec], cuts: Sequence[int]) -> Why 
 def _even(spec: Spec) -> bool:
     """Return whether a value holds the same slices of each microbatch."""
     return split_cells(spec.cells, spec.form.space.sequence)[1] >= 0
-
-
-Place = tuple[int, int]
-"""(rank, number of a value there or index of an op)"""
 
 
 def _needed(checked: Checked) -> set[Place]:

@@ -177,13 +177,6 @@ def parse_tokens(text: str, flag: str) -> int:
     return int(amount)
 
 
-def _amount(text: str, units: dict[str, int], wrong: str) -> float:
-    found = re.fullmatch(rf"({NUMBER})\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in units or not float(found[1]):
-        raise UserError(wrong)
-    return float(found[1]) * units[found[2]]
-
-
 def listed(numbers: Iterable[int]) -> str:
     """Numbers as a reader writes them: `0-3, 7`."""
     runs: list[tuple[int, int]] = []
@@ -212,3 +205,10 @@ def plural(noun: str, count: int) -> str:
 def counted(count: int, noun: str) -> str:
     """Return text such as `1 microbatch` or `2 microbatches`."""
     return f"{count:,} {plural(noun, count)}"
+
+
+def _amount(text: str, units: dict[str, int], wrong: str) -> float:
+    found = re.fullmatch(rf"({NUMBER})\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in units or not float(found[1]):
+        raise UserError(wrong)
+    return float(found[1]) * units[found[2]]

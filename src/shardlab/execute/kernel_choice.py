@@ -68,11 +68,6 @@ class KeptChoices:
             return {}
 
 
-@cache
-def _machine() -> dict[str, str]:
-    return {"processor": processor_name(), "torch": version("torch")}
-
-
 def choose_products(device: torch.device, kept: KeptChoices | None = None, *, alone: bool = False) -> bool:
     """Choose kernels for the products that have come up on any rank; all ranks call this together.
 
@@ -100,15 +95,6 @@ def choose_products(device: torch.device, kept: KeptChoices | None = None, *, al
     return True
 
 
-def _chosen_here(wanted: Sequence[Product], kept: KeptChoices) -> dict[Product, bool]:
-    """Choose kernels on this rank, and keep the choices for later runs."""
-    threads = torch.get_num_threads()
-    known = kept.read(threads)
-    if fresh := {product: is_onednn_faster(product) for product in wanted if product not in known}:
-        known = kept.add(threads, fresh)
-    return {product: known[product] for product in wanted}
-
-
 def kept_by_rank_0(kept: KeptChoices | None = None) -> Choices:
     """Return what rank 0 has of earlier runs' choices; all ranks call this together."""
     found: list[Choices] = [{}]
@@ -133,3 +119,17 @@ def choices_of(rows: Sequence[Sequence[Any]]) -> dict[Product, bool]:
     for rows_, inputs, outputs, bias, backward, onednn in rows:
         found[Product(int(rows_), int(inputs), int(outputs), bool(bias), bool(backward))] = bool(onednn)
     return found
+
+
+@cache
+def _machine() -> dict[str, str]:
+    return {"processor": processor_name(), "torch": version("torch")}
+
+
+def _chosen_here(wanted: Sequence[Product], kept: KeptChoices) -> dict[Product, bool]:
+    """Choose kernels on this rank, and keep the choices for later runs."""
+    threads = torch.get_num_threads()
+    known = kept.read(threads)
+    if fresh := {product: is_onednn_faster(product) for product in wanted if product not in known}:
+        known = kept.add(threads, fresh)
+    return {product: known[product] for product in wanted}

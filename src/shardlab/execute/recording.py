@@ -240,27 +240,6 @@ class ComputeClock:
         _put_around(instructions, first, last, begin, end)
 
 
-def _direction(kind: OpKind) -> int | None:
-    return 0 if kind in FORWARD else 1 if kind in BACKWARD else None
-
-
-def _put_around(instructions: list[Instruction], first: int, last: int, begin: Instruction, end: Instruction) -> None:
-    opening = instructions[first]
-
-    def first_of_all() -> None:
-        begin()
-        opening()
-
-    instructions[first] = first_of_all
-    closing = instructions[last]
-
-    def last_of_all() -> None:
-        closing()
-        end()
-
-    instructions[last] = last_of_all
-
-
 class OpTimer:
     """Runs steps of an executor and keeps what it saw of each.
 
@@ -383,16 +362,6 @@ def estimate(rounds: list[tuple[float, float]]) -> ClockOffset:
     return ClockOffset(lead if abs(lead) > bound else 0.0, bound)
 
 
-def _send(numbers: list[float], to: int, device: torch.device) -> None:
-    dist.send(torch.tensor(numbers, dtype=torch.float64, device=device), to)
-
-
-def _receive(source: int, count: int, device: torch.device) -> list[float]:
-    numbers = torch.empty(count, dtype=torch.float64, device=device)
-    dist.recv(numbers, source)
-    return [float(number) for number in numbers]
-
-
 NAMED = ("parameters", "optimizer", "arena", "gathered", "gradients")
 """Categories that are told apart by the tensors that they hold; the rest is activations, with what layers keep."""
 
@@ -479,6 +448,37 @@ def step_with_memory(executor: Executor, record: MemoryRecord) -> Tensor:
     finally:
         executor.instructions = plain
         record.peak = account.peak()
+
+
+def _direction(kind: OpKind) -> int | None:
+    return 0 if kind in FORWARD else 1 if kind in BACKWARD else None
+
+
+def _put_around(instructions: list[Instruction], first: int, last: int, begin: Instruction, end: Instruction) -> None:
+    opening = instructions[first]
+
+    def first_of_all() -> None:
+        begin()
+        opening()
+
+    instructions[first] = first_of_all
+    closing = instructions[last]
+
+    def last_of_all() -> None:
+        closing()
+        end()
+
+    instructions[last] = last_of_all
+
+
+def _send(numbers: list[float], to: int, device: torch.device) -> None:
+    dist.send(torch.tensor(numbers, dtype=torch.float64, device=device), to)
+
+
+def _receive(source: int, count: int, device: torch.device) -> list[float]:
+    numbers = torch.empty(count, dtype=torch.float64, device=device)
+    dist.recv(numbers, source)
+    return [float(number) for number in numbers]
 
 
 def _on_gpu(state: State) -> bool:

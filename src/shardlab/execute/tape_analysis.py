@@ -239,26 +239,6 @@ class Shapes:
             return (1,)
         return (self.flat[spec.layer] // spec.holds.of * spec.holds.pieces,)
 
-    def _row_shape(self, spec: Spec) -> tuple[int, ...]:
-        microbatches = spec.microbatches.bit_count()
-        rows = microbatches * self.rows
-        carried = self.model.carried_features.get(OF_GRADIENT.get(spec.kind, spec.kind))
-        if carried is not None:
-            return (rows, len(self.tokens(spec)), carried)
-        first, *others = self.model.activation_shape(spec.layer, self.rows)
-        if self.model.is_buffers(spec.layer):
-            return (int(microbatches * first * fraction_of_pieces(spec.form)), *others)
-        features = others[1:]
-        if spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES):
-            features = [self.model.attention_features[0]]
-        if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
-            features = [self.model.attention_features[1]]
-        if spec.kind is Kind.STATS:
-            return (rows, len(self.tokens(spec)), 3 * spec.pieces(self._sizes.scores_index).bit_count())
-        if spec.form.slices:
-            features = [int(features[0] * fraction_held(spec.form))]
-        return (rows, len(self.tokens(spec)), *features)
-
     def sections(self, spec: Spec) -> tuple[int, ...]:
         """Features of each section of a value that is cut by heads: each section has a part of every head."""
         attend = self.model.attention_after(spec.layer - (spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)))
@@ -320,3 +300,23 @@ class Shapes:
                     places.append((at + begin - start, at + end - start))
             at += stop - start
         return places
+
+    def _row_shape(self, spec: Spec) -> tuple[int, ...]:
+        microbatches = spec.microbatches.bit_count()
+        rows = microbatches * self.rows
+        carried = self.model.carried_features.get(OF_GRADIENT.get(spec.kind, spec.kind))
+        if carried is not None:
+            return (rows, len(self.tokens(spec)), carried)
+        first, *others = self.model.activation_shape(spec.layer, self.rows)
+        if self.model.is_buffers(spec.layer):
+            return (int(microbatches * first * fraction_of_pieces(spec.form)), *others)
+        features = others[1:]
+        if spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES):
+            features = [self.model.attention_features[0]]
+        if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
+            features = [self.model.attention_features[1]]
+        if spec.kind is Kind.STATS:
+            return (rows, len(self.tokens(spec)), 3 * spec.pieces(self._sizes.scores_index).bit_count())
+        if spec.form.slices:
+            features = [int(features[0] * fraction_held(spec.form))]
+        return (rows, len(self.tokens(spec)), *features)

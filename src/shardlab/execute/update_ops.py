@@ -49,17 +49,6 @@ def direction(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def _own_gradient(state: State, op: Op, gradient: int, opt_state: int) -> Callable[[], Tensor]:
-    """Prepare to cut the slices that an optimizer state steps out of a gradient."""
-    places = state.shapes.places(op.layer, state.specs[gradient].holds, state.specs[opt_state].holds)
-
-    def own() -> Tensor:
-        parts = [state.values[gradient][start:stop] for start, stop in places]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    return own
-
-
 def update(state: State, at: int, op: Op) -> Instruction:
     """Update the rank's slice in place, together with the updates that follow at once."""
     (gradient, weight, opt_state, *others), (new_weight, new_opt_state), values = op.inputs, op.outputs, state.values
@@ -108,3 +97,14 @@ def update(state: State, at: int, op: Op) -> Instruction:
             state.empty_buffer(slot)
 
     return run
+
+
+def _own_gradient(state: State, op: Op, gradient: int, opt_state: int) -> Callable[[], Tensor]:
+    """Prepare to cut the slices that an optimizer state steps out of a gradient."""
+    places = state.shapes.places(op.layer, state.specs[gradient].holds, state.specs[opt_state].holds)
+
+    def own() -> Tensor:
+        parts = [state.values[gradient][start:stop] for start, stop in places]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    return own

@@ -191,6 +191,11 @@ class Sizes:
         whole = (self.opt_states if kind is Kind.OPT_STATE else self.weights)[layer]
         return -(-whole * form.holds.mask.bit_count() // form.holds.of)
 
+    def bytes(self, spec: Spec) -> int:
+        """Return the bytes of a value on one rank."""
+        dtype = spec.form.dtype
+        return self.elements(spec) * (int(bytes_of(dtype)) if dtype else self.element_bytes[spec.kind])
+
     def _row_elements(self, spec: Spec) -> int:
         form = spec.form
         kind, layer, space = form.kind, form.layer, form.space
@@ -217,38 +222,9 @@ class Sizes:
             of *= space.count(index)
         return -(-elements // of)
 
-    def bytes(self, spec: Spec) -> int:
-        """Return the bytes of a value on one rank."""
-        dtype = spec.form.dtype
-        return self.elements(spec) * (int(bytes_of(dtype)) if dtype else self.element_bytes[spec.kind])
-
 
 SQUARE, ROWS = PUZZLE_HIDDEN * PUZZLE_HIDDEN, PUZZLE_HIDDEN * PUZZLE_LENGTH
 """Elements of the puzzles' matrix, and of its activation for one microbatch."""
-
-
-def _parameters(layer: Layer, *, vectors: bool) -> int:
-    """Return the elements of a layer's weight: a matrix, a vector for a norm, or none."""
-    if not any(node.weights for node in layer.nodes):
-        return 0
-    return PUZZLE_HIDDEN if layer.carries and vectors else SQUARE
-
-
-def _puzzle_sizes(layers: tuple[Layer, ...], *, tied: bool = False, vectors: bool = True) -> Sizes:
-    """Return the puzzles' sizes of some layers: matrices, and norms that are vectors if `vectors`."""
-    sizes = tuple(_parameters(layer, vectors=vectors) for layer in layers)
-    weights = (*sizes[:-1], 0) if tied else sizes
-    return Sizes(
-        weights=weights,
-        opt_states=weights,
-        matrices=tuple(elements if elements == SQUARE else 0 for elements in weights),
-        activations=(ROWS,) * (len(layers) + 1),
-        saved=(0,) * len(layers),
-        signatures=layers,
-        residual=ROWS if any(layer.carries for layer in layers) else 0,
-        stats=3 * PUZZLE_LENGTH if any(layer.cut for layer in layers) else 0,
-        tied=tied,
-    )
 
 
 _MATRIX = Node("matrix", {"x": "width"}, {"x": "width"}, {"w": "width in"}, atomic=True)
@@ -326,6 +302,30 @@ def mixture_layers(blocks: int) -> tuple[Layer, ...]:
     last: LayerDefinition = ("non-expert", (_COMBINE, _ADD, _NORM), ())
     experts: LayerDefinition = ("experts", (_EXPERTS,), ("expert",))
     return build_layers([first, experts, *(each for _ in range(blocks - 1) for each in (later, experts)), last])
+
+
+def _parameters(layer: Layer, *, vectors: bool) -> int:
+    """Return the elements of a layer's weight: a matrix, a vector for a norm, or none."""
+    if not any(node.weights for node in layer.nodes):
+        return 0
+    return PUZZLE_HIDDEN if layer.carries and vectors else SQUARE
+
+
+def _puzzle_sizes(layers: tuple[Layer, ...], *, tied: bool = False, vectors: bool = True) -> Sizes:
+    """Return the puzzles' sizes of some layers: matrices, and norms that are vectors if `vectors`."""
+    sizes = tuple(_parameters(layer, vectors=vectors) for layer in layers)
+    weights = (*sizes[:-1], 0) if tied else sizes
+    return Sizes(
+        weights=weights,
+        opt_states=weights,
+        matrices=tuple(elements if elements == SQUARE else 0 for elements in weights),
+        activations=(ROWS,) * (len(layers) + 1),
+        saved=(0,) * len(layers),
+        signatures=layers,
+        residual=ROWS if any(layer.carries for layer in layers) else 0,
+        stats=3 * PUZZLE_LENGTH if any(layer.cut for layer in layers) else 0,
+        tied=tied,
+    )
 
 
 def _between_norms(bodies: Sequence[LayerDefinition | list[LayerDefinition]]) -> list[LayerDefinition]:

@@ -125,18 +125,6 @@ class World:
                 lambda: f"rank {self._running.index}, op {len(self._running.ops)}",
             )
 
-    def _drive(self, coroutines: list[Coroutine[Any, Any, object]]) -> Program:
-        self._runnable.extend(range(len(coroutines)))
-        try:
-            while self._runnable:
-                self._resume(self._runnable.popleft(), coroutines)
-            if self._parked:
-                raise deadlock_error({handle.rank.index: handle.wait() for handle in self._parked.values()})
-            return self.finish()
-        finally:
-            for coroutine in coroutines:
-                _close(coroutine)
-
     def finish(self) -> Program:
         """Close every rank's tape after all programs have ended."""
         frozen = ~self.trained if self.trained else 0
@@ -148,6 +136,18 @@ class World:
         """Drop tapes and values: they refer to each other, and would stay until the garbage collector runs."""
         for rank in self.ranks:
             rank.release()
+
+    def _drive(self, coroutines: list[Coroutine[Any, Any, object]]) -> Program:
+        self._runnable.extend(range(len(coroutines)))
+        try:
+            while self._runnable:
+                self._resume(self._runnable.popleft(), coroutines)
+            if self._parked:
+                raise deadlock_error({handle.rank.index: handle.wait() for handle in self._parked.values()})
+            return self.finish()
+        finally:
+            for coroutine in coroutines:
+                _close(coroutine)
 
     def _start(self, strategy: Strategy) -> list[Coroutine[Any, Any, object]]:
         name = getattr(strategy, "__name__", repr(strategy))

@@ -270,30 +270,9 @@ def make_case(kind: str, size: int, team: Team) -> CollectiveCase:
     return CASES[kind](elements, team)
 
 
-def _pattern(elements: int, device: torch.device) -> Tensor:
-    return torch.arange(elements, device=device).remainder_(7).add_(1).to(torch.float32)
-
-
-def _case(
-    elements: int,
-    team: Team,
-    call: Callable[..., Any],
-    result: Tensor | None,
-    expected: Tensor | None,
-    sent: Tensor | None = None,
-) -> CollectiveCase:
-    """Return a case of a collective that lacks only its group."""
-    work = partial(call, group=team.group)
-    return CollectiveCase(4 * elements, lambda: work().wait, result, expected, sent)
-
-
 def _all_reduce(elements: int, team: Team) -> CollectiveCase:
     x = team.values(team.index, elements)
     return _case(elements, team, partial(all_reduce, x, dist.ReduceOp.SUM), x, team.sum(elements), sent=x)
-
-
-def _whole_value(elements: int, team: Team) -> Tensor:
-    return torch.cat([team.values(rank, elements // team.size) for rank in range(team.size)])
 
 
 def _all_gather(elements: int, team: Team) -> CollectiveCase:
@@ -466,3 +445,24 @@ def batches(iterations: int, count: int) -> Sequence[int]:
     """Split iterations into `count` batches, as even as can be; fewer batches if there are fewer iterations."""
     count = min(count, iterations)
     return [iterations // count + (i < iterations % count) for i in range(count)]
+
+
+def _pattern(elements: int, device: torch.device) -> Tensor:
+    return torch.arange(elements, device=device).remainder_(7).add_(1).to(torch.float32)
+
+
+def _case(
+    elements: int,
+    team: Team,
+    call: Callable[..., Any],
+    result: Tensor | None,
+    expected: Tensor | None,
+    sent: Tensor | None = None,
+) -> CollectiveCase:
+    """Return a case of a collective that lacks only its group."""
+    work = partial(call, group=team.group)
+    return CollectiveCase(4 * elements, lambda: work().wait, result, expected, sent)
+
+
+def _whole_value(elements: int, team: Team) -> Tensor:
+    return torch.cat([team.values(rank, elements // team.size) for rank in range(team.size)])

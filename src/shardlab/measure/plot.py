@@ -79,18 +79,6 @@ def save_figure(figure: Figure, path: Path) -> None:
         figure.savefig(part, format=path.suffix[1:], metadata={"Creator": "shardlab"})
 
 
-def _panels(rows: int, columns: int) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def _ticks(set_ticks: Callable[..., Any], sizes: Sequence[int], text: Callable[[float], str]) -> None:
-    shown = sorted(set(sizes))
-    shown = shown[:: max(1, len(shown) // 5)]
-    set_ticks(shown, [text(size) for size in shown])
-    set_ticks([], minor=True)
-
-
 COLORS = ("#54aeff", "#d4a72c", "#d0d7de")
 """Colors of compute, overhead and waiting."""
 
@@ -105,6 +93,18 @@ def plot_strategies(found: Mapping[str, list[tuple[StrategyPair, Comparison]]], 
         figure.supxlabel("time of a step over PyTorch's: ours above, PyTorch's below", fontsize=8)
         for path in paths:
             save_figure(figure, path)
+
+
+def _panels(rows: int, columns: int) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _ticks(set_ticks: Callable[..., Any], sizes: Sequence[int], text: Callable[[float], str]) -> None:
+    shown = sorted(set(sizes))
+    shown = shown[:: max(1, len(shown) // 5)]
+    set_ticks(shown, [text(size) for size in shown])
+    set_ticks([], minor=True)
 
 
 def _panel(axis: Any, title: str, pairs: list[tuple[StrategyPair, Comparison]]) -> None:

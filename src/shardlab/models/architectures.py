@@ -66,37 +66,6 @@ class GPT(Blocks):
             self.at_least_one("ffn_hidden_size")
         self._check_choices()
 
-    def _check_choices(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise UserError(f"activation is {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
-        if self.norm not in ("layer", "rms"):
-            raise UserError(f"norm is {self.norm!r}; choose layer or rms")
-        if not 0 < self.norm_eps < math.inf:
-            raise UserError(f"norm_eps is {self.norm_eps}; give a small positive number, such as 1e-5")
-        if self.rope_scaling is not None:
-            object.__setattr__(self, "rope_scaling", tuple(self.rope_scaling))  # a list, if it was read from a file
-            self._check_scaling()
-        if self.rope_theta is None:
-            return
-        if not 0 < self.rope_theta < math.inf:
-            raise UserError(f"rope_theta is {self.rope_theta}; the base of the rotary angles is a positive number")
-        if self.hidden_size // self.heads % 2:
-            raise UserError(
-                f"rotary positions turn pairs of features, but a head has {self.hidden_size // self.heads} (width "
-                f"{self.hidden_size} / {self.heads} heads); choose a width that is a multiple of twice the heads"
-            )
-
-    def _check_scaling(self) -> None:
-        scaling = tuple[object, ...](self.rope_scaling or ())
-        numbers = [each for each in scaling if isinstance(each, int | float) and 0 < each < math.inf]
-        if self.rope_theta is None:
-            raise UserError("rope_scaling stretches rotary positions, but these are learned; give rope_theta as well")
-        if len(numbers) != 4 or len(scaling) != 4 or numbers[1] >= numbers[2]:
-            raise UserError(
-                f"rope_scaling is {list(scaling)}; give four positive numbers: factor, low_freq_factor, a larger "
-                "high_freq_factor, and the original context in tokens"
-            )
-
     @property
     def hidden(self) -> int:
         """Features inside each MLP."""
@@ -129,6 +98,37 @@ class GPT(Blocks):
         body = feed_forward(self.seq_len, self.hidden_size, self.hidden, self.bias, self.activation)
         added = self.add(DropoutSite.FEED_FORWARD_OUTPUT, "mlp.c_proj.bias")
         return ("attention", self.attention_part()), ("feed-forward", (self.norm_of("ln_2"), *body, added))
+
+    def _check_choices(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise UserError(f"activation is {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+        if self.norm not in ("layer", "rms"):
+            raise UserError(f"norm is {self.norm!r}; choose layer or rms")
+        if not 0 < self.norm_eps < math.inf:
+            raise UserError(f"norm_eps is {self.norm_eps}; give a small positive number, such as 1e-5")
+        if self.rope_scaling is not None:
+            object.__setattr__(self, "rope_scaling", tuple(self.rope_scaling))  # a list, if it was read from a file
+            self._check_scaling()
+        if self.rope_theta is None:
+            return
+        if not 0 < self.rope_theta < math.inf:
+            raise UserError(f"rope_theta is {self.rope_theta}; the base of the rotary angles is a positive number")
+        if self.hidden_size // self.heads % 2:
+            raise UserError(
+                f"rotary positions turn pairs of features, but a head has {self.hidden_size // self.heads} (width "
+                f"{self.hidden_size} / {self.heads} heads); choose a width that is a multiple of twice the heads"
+            )
+
+    def _check_scaling(self) -> None:
+        scaling = tuple[object, ...](self.rope_scaling or ())
+        numbers = [each for each in scaling if isinstance(each, int | float) and 0 < each < math.inf]
+        if self.rope_theta is None:
+            raise UserError("rope_scaling stretches rotary positions, but these are learned; give rope_theta as well")
+        if len(numbers) != 4 or len(scaling) != 4 or numbers[1] >= numbers[2]:
+            raise UserError(
+                f"rope_scaling is {list(scaling)}; give four positive numbers: factor, low_freq_factor, a larger "
+                "high_freq_factor, and the original context in tokens"
+            )
 
 
 # A transformer whose MLPs are mixtures of experts.

@@ -98,10 +98,6 @@ class Run:
         """The indices of a tensor that it makes."""
         return self._maker(output).makes[output].split()
 
-    def _maker(self, output: str) -> Primitive:
-        """The primitive that makes a tensor, the last one under this name."""
-        return self.steps[self._last(output).step].primitive
-
     def flops(self) -> int:
         """FLOPs of the forward pass on one sequence."""
         return sum(step.primitive.flops() for step in self.steps)
@@ -173,6 +169,10 @@ class Run:
         given = {self._last(name) for name in self.outputs}
         mine = {each for each in gradients if each not in given or self._readers(each)}
         return beside + self._elements(kept, rows) + self._elements(mine, rows)
+
+    def _maker(self, output: str) -> Primitive:
+        """The primitive that makes a tensor, the last one under this name."""
+        return self.steps[self._last(output).step].primitive
 
     def _large(self, product: Primitive) -> bool:
         """Whether a slice's product takes so long that its operand may be computed again beside it."""

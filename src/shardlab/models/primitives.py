@@ -130,11 +130,6 @@ class Primitive(ABC):
         return tuple(self.makes) if self._has_matrix else ()
 
     @property
-    def _has_matrix(self) -> bool:
-        """Whether a parameter's gradient is left to the second half: those of vectors are made in the first."""
-        return any(len(parameter.shape) > 1 for parameter in self.parameters())
-
-    @property
     def adds_to(self) -> str:
         """The tensor that it adds another one to, so that both have one gradient (empty: none)."""
         return ""
@@ -170,6 +165,11 @@ class Primitive(ABC):
             mixes_tokens=self.mixes_tokens, takes_own=self.takes_own, deals=self.deals, atomic=self.atomic,
             affine=self.affine,
         )  # fmt: skip
+
+    @property
+    def _has_matrix(self) -> bool:
+        """Whether a parameter's gradient is left to the second half: those of vectors are made in the first."""
+        return any(len(parameter.shape) > 1 for parameter in self.parameters())
 
     def _borrowed_indices(self) -> dict[str, str]:
         return {}

@@ -104,9 +104,6 @@ class Watch:
             self._seen[rank], self._idle[rank] = position, 0.0 if moved else self._idle[rank] + passed
         return [rank for rank, idle in self._idle.items() if idle >= self._patience(rank)]
 
-    def _patience(self, rank: int) -> float:
-        return self._settings.timeout + (START if self._seen[rank] is None else 0)
-
     def ask_for_stacks(self) -> None:
         """Ask all running ranks to write their stacks before they end."""
         ask_for_stacks(self._progresses.values())
@@ -126,6 +123,9 @@ class Watch:
         fates = {rank: fate for rank in self._progresses if (fate := self._fate(rank))}
         ranks = self._ranks(fates, awaited=True)
         return report_text(ranks), self._verdict(ranks)
+
+    def _patience(self, rank: int) -> float:
+        return self._settings.timeout + (START if self._seen[rank] is None else 0)
 
     def _fate(self, rank: int) -> str:
         progress = self._progresses[rank]
@@ -166,11 +166,6 @@ class Watch:
             verb = "does" if len(blamed) == 1 else "do"
             return f"{rank_names(blamed)} on another host {verb} not get on, and {after}."
         return _network(waits) + f", and {after}."
-
-
-def _network(waits: Mapping[int, RankWait]) -> str:
-    rank, wait = next(((rank, wait) for rank, wait in waits.items() if wait.come), next(iter(waits.items())))
-    return f"nothing arrives between {rank_names([rank, *wait.blockers])}, which have all come: the network drops it"
 
 
 class Watchdog:
@@ -295,14 +290,6 @@ class Watchdog:
 _GONE = "has gone (killed?)"
 
 
-def _namespace() -> str:
-    """Return a name of this process's PID namespace, since two containers may have equal process numbers."""
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
-
-
 @dataclass(frozen=True)
 class RankReport:
     """A rank's part of a report.
@@ -357,13 +344,6 @@ def report_text(ranks: Mapping[int, RankReport]) -> str:
     return "\n".join(lines)
 
 
-def _sentence(wait: RankWait, idle: float, fate: str) -> str:
-    whom = f" for {rank_names(wait.blockers)}" if wait.blockers else ""
-    come = ", which came as well" if wait.come and wait.blockers else ""
-    since = time.strftime("%H:%M:%S", time.localtime(time.time() - idle))
-    return f"{wait.what}{whom}{come}, since {since} ({idle:.0f} s)" + (f"; it {fate}" if fate else "")
-
-
 @dataclass(frozen=True)
 class RankWait:
     """Place of a rank in its program, and the ranks that it waits for.
@@ -391,10 +371,6 @@ class TapeWaits:
         self._checked = checked
         self._line_of = line_of
 
-    @cached_property
-    def _forward(self) -> Checked:
-        return check_forward(forward_only(self._checked))
-
     def waits(self, positions: Mapping[int, TapePosition | None]) -> dict[int, RankWait]:
         """Return for each rank the op in which it is and the ranks that it waits for.
 
@@ -402,6 +378,10 @@ class TapeWaits:
             positions: position of each rank of this host; None before its first tape.
         """
         return {rank: self._wait(rank, positions) for rank in positions}
+
+    @cached_property
+    def _forward(self) -> Checked:
+        return check_forward(forward_only(self._checked))
 
     def _wait(self, rank: int, positions: Mapping[int, TapePosition | None]) -> RankWait:
         here = positions[rank]
@@ -443,11 +423,6 @@ class TapeWaits:
         if at is None or at.round != tape_round:
             return at is None or at.round < tape_round
         return at.op < at.length
-
-
-def _before(position: TapePosition | None, tape_round: int, op: int) -> bool:
-    """Return whether a rank has not done an op of a round yet."""
-    return position is None or (position.round, position.op) <= (tape_round, op)
 
 
 def op_text(checked: Checked, rank: int, op: Op) -> str:
@@ -543,3 +518,28 @@ def parse_frames(text: str) -> list[str]:
     frames = [f'File "{file}", line {line} in {name}' for file, line, name in _FRAME.findall(last)][::-1]
     entered = [place for place, frame in enumerate(frames) if _ENTERED.search(frame)]
     return frames[entered[-1] :] if entered else frames
+
+
+def _network(waits: Mapping[int, RankWait]) -> str:
+    rank, wait = next(((rank, wait) for rank, wait in waits.items() if wait.come), next(iter(waits.items())))
+    return f"nothing arrives between {rank_names([rank, *wait.blockers])}, which have all come: the network drops it"
+
+
+def _namespace() -> str:
+    """Return a name of this process's PID namespace, since two containers may have equal process numbers."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _sentence(wait: RankWait, idle: float, fate: str) -> str:
+    whom = f" for {rank_names(wait.blockers)}" if wait.blockers else ""
+    come = ", which came as well" if wait.come and wait.blockers else ""
+    since = time.strftime("%H:%M:%S", time.localtime(time.time() - idle))
+    return f"{wait.what}{whom}{come}, since {since} ({idle:.0f} s)" + (f"; it {fate}" if fate else "")
+
+
+def _before(position: TapePosition | None, tape_round: int, op: int) -> bool:
+    """Return whether a rank has not done an op of a round yet."""
+    return position is None or (position.round, position.op) <= (tape_round, op)

@@ -53,10 +53,6 @@ class ByValue:
         return _by_value, (cloudpickle.dumps(self.values),)
 
 
-def _by_value(pickled: bytes) -> ByValue:
-    return ByValue(pickle.loads(pickled) if pickled else ())
-
-
 @dataclass(frozen=True)
 class TrainingRun:
     """Settings of a training run.
@@ -134,22 +130,6 @@ class TrainingRun:
         corpus.require_vocabulary(self.job.model.vocab_size, None if init is None else str(init))
         return corpus
 
-    def _tokenizer(self, prepared: bool) -> Tokenizer | None:
-        """Return the tokenizer of the weights with which the run starts; None if the data have their own.
-
-        Args:
-            prepared: whether all data are tokens already, so that the weights need no tokenizer.
-
-        Raises:
-            UserError: if weights in Hugging Face's format come without a tokenizer.
-        """
-        init = self.config.train.init
-        if self.continues and (found := find_tokenizer(self.out)) is not None:
-            return found
-        if init is None:
-            return None
-        return find_tokenizer(init) if prepared else require_tokenizer(init, self.job.model.vocab_size)
-
     def record(self, corpus: Corpus, checked: Checked, world: RunningWorld) -> dict[str, Any]:
         """Return the content of run.json: command, configuration, data, versions and ranks."""
         return {
@@ -168,6 +148,22 @@ class TrainingRun:
             "platform": platform.platform(),
             **world.as_dict(),
         }
+
+    def _tokenizer(self, prepared: bool) -> Tokenizer | None:
+        """Return the tokenizer of the weights with which the run starts; None if the data have their own.
+
+        Args:
+            prepared: whether all data are tokens already, so that the weights need no tokenizer.
+
+        Raises:
+            UserError: if weights in Hugging Face's format come without a tokenizer.
+        """
+        init = self.config.train.init
+        if self.continues and (found := find_tokenizer(self.out)) is not None:
+            return found
+        if init is None:
+            return None
+        return find_tokenizer(init) if prepared else require_tokenizer(init, self.job.model.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -206,3 +202,7 @@ class Summary:
     sample: str
     out: str
     unwritten: list[str]
+
+
+def _by_value(pickled: bytes) -> ByValue:
+    return ByValue(pickle.loads(pickled) if pickled else ())

@@ -335,29 +335,6 @@ def divergence_error(run: TrainingRun, what: str) -> UserError:
     )
 
 
-def _non_finite_code(loss: Tensor, state: State) -> int:
-    """Return what is not finite on this rank as a number.
-
-    Returns:
-        0 if all is finite, 1 for the loss, l + 2 for the gradient of layer l. If the gradient of every layer is finite
-        but the norm of all of them is not: the number of layers + 2.
-    """
-    if not loss.isfinite().all():
-        return 1
-    if state.finite or state.settings.precision.scaled:
-        return 0
-    return 2 + (state.model.layers if state.not_finite is None else state.not_finite)
-
-
-def _describe_non_finite(codes: Sequence[int], step: int, run: TrainingRun) -> str:
-    """Describe the lowest of the codes of `_non_finite_code`, and name all ranks that have it."""
-    lowest = min(code for code in codes if code)
-    ranks = [rank for rank, code in enumerate(codes) if code == lowest]
-    layer = f"gradient of layer {lowest - 2}" if lowest - 2 < run.job.cut.layers else "gradient's norm"
-    what = "loss" if lowest == 1 else layer
-    return f"the {what} of step {step + 1} on rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
-
-
 RANK_FIGURES = ("dt", "dtf", "dtb", "memory")
 """Figures that each rank measures. metrics.jsonl has their mean, minimum and maximum over the ranks."""
 
@@ -439,14 +416,37 @@ def bytes_per_token(corpus: Corpus) -> float:
     return sum(share * ratio for share, ratio in zip(stream.shares, each, strict=True)) / sum(stream.shares)
 
 
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Convert a loss from nats per token to bits per byte of text."""
+    return loss / math.log(2) / bytes_per_token
+
+
+def _non_finite_code(loss: Tensor, state: State) -> int:
+    """Return what is not finite on this rank as a number.
+
+    Returns:
+        0 if all is finite, 1 for the loss, l + 2 for the gradient of layer l. If the gradient of every layer is finite
+        but the norm of all of them is not: the number of layers + 2.
+    """
+    if not loss.isfinite().all():
+        return 1
+    if state.finite or state.settings.precision.scaled:
+        return 0
+    return 2 + (state.model.layers if state.not_finite is None else state.not_finite)
+
+
+def _describe_non_finite(codes: Sequence[int], step: int, run: TrainingRun) -> str:
+    """Describe the lowest of the codes of `_non_finite_code`, and name all ranks that have it."""
+    lowest = min(code for code in codes if code)
+    ranks = [rank for rank, code in enumerate(codes) if code == lowest]
+    layer = f"gradient of layer {lowest - 2}" if lowest - 2 < run.job.cut.layers else "gradient's norm"
+    what = "loss" if lowest == 1 else layer
+    return f"the {what} of step {step + 1} on rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
+
+
 def _bytes_per_token(run: TokenRun, tokenizer: Tokenizer) -> float:
     if run.sizes is None:
         tokens = np.asarray(run.tokens[:DECODED_TOKENS])
         return max(1, tokenizer.count_bytes(tokens)) / len(tokens)
     predicted = int(run.sizes.sum()) - count_first_token_bytes(run, tokenizer)
     return max(1, predicted) / (len(run.tokens) - run.documents)
-
-
-def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """Convert a loss from nats per token to bits per byte of text."""
-    return loss / math.log(2) / bytes_per_token

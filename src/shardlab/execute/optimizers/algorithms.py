@@ -43,12 +43,6 @@ class TensorOptimizer(ABC):
         """Update every tensor that has a gradient."""
 
 
-def _with_gradients(group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors of a group that have a gradient, and their gradients."""
-    weights: list[Tensor] = [weight for weight in group["params"] if weight.grad is not None]
-    return weights, [weight.grad for weight in weights if weight.grad is not None]
-
-
 class AdamW(TensorOptimizer):
     """torch.optim.AdamW, to the bit."""
 
@@ -268,3 +262,9 @@ class Average(TensorOptimizer):
     def average_of(self, tensor: Tensor) -> Tensor:
         """Return a tensor's average; the tensor itself before the first step."""
         return self.state[tensor]["average"] if self.state.get(tensor) else tensor
+
+
+def _with_gradients(group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors of a group that have a gradient, and their gradients."""
+    weights: list[Tensor] = [weight for weight in group["params"] if weight.grad is not None]
+    return weights, [weight.grad for weight in weights if weight.grad is not None]

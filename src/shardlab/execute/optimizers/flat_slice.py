@@ -288,13 +288,6 @@ class Slice:
         return ways
 
 
-def _factor(clip: float, squared_norm: float | Tensor) -> float | Tensor:
-    """By what a gradient is multiplied for its norm to be at most `clip`."""
-    if isinstance(squared_norm, Tensor):
-        return (clip / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0)
-    return min(1.0, clip / (math.sqrt(squared_norm) + 1e-6))
-
-
 class Direction(NamedTuple):
     """Which way an optimizer goes.
 
@@ -346,3 +339,10 @@ def step_together(slices: Sequence[Slice]) -> None:
         optimizer.step()
     for each in slices:
         each.finish()
+
+
+def _factor(clip: float, squared_norm: float | Tensor) -> float | Tensor:
+    """By what a gradient is multiplied for its norm to be at most `clip`."""
+    if isinstance(squared_norm, Tensor):
+        return (clip / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0)
+    return min(1.0, clip / (math.sqrt(squared_norm) + 1e-6))

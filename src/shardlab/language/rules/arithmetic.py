@@ -62,6 +62,82 @@ def add_two(one: Spec, other: Spec) -> Spec:
     return add(one.about("add"), (one, other), ("the first value", "the second value"))
 
 
+_GRADIENTS = frozenset(
+    {
+        Kind.GRAD_WEIGHT,
+        Kind.GRAD_ACTIVATION,
+        Kind.GRAD_RESIDUAL,
+        Kind.GRAD_ROUTING,
+        Kind.GRAD_QUERIES,
+        Kind.GRAD_KEYS_VALUES,
+    }
+)
+
+
+def scale(value: Spec, factor: Factor) -> Spec:
+    """Return a gradient times a factor.
+
+    Raises:
+        Refused: for anything but a gradient, and a factor of 0 or one that gradients have no room for, alone or with
+            those before it.
+    """
+    if value.kind not in _GRADIENTS:
+        remedy = "scale gradients alone, and so the loss's own"
+        raise Refused("wrong kind", value.about("scale"), f"{value} was given", remedy)
+    if not factor.ratio:
+        raise Refused("wrong factor", value.about("scale"), "the factor is 0", "give zero_gradient instead")
+    require_on_device(value.about("scale"), value)
+    require_representable(value.about("scale"), factor, value.form.dtype)
+    return apply_factor(value.about("scale"), value, factor)
+
+
+def apply_factor(op: About, value: Spec, factor: Factor) -> Spec:
+    """Return a gradient that an op has multiplied.
+
+    Raises:
+        Refused: for a factor that gradients have no room for, with those before it.
+    """
+    total = value.form.factor * factor
+    require_representable(op, total, value.form.dtype)
+    return value._replace(form=value.form.but(factor=total))
+
+
+def require_representable(op: About, factor: Factor, dtype: str) -> None:
+    """Refuse a factor by which gradients would overflow, or be lost.
+
+    Raises:
+        Refused: saying how large it is.
+    """
+    if why := factor.beyond(MOST_DOUBLINGS_IN_FLOAT16 if dtype == "float16" else MOST_DOUBLINGS):
+        given = f"the gradient would be multiplied by {why}; {dtype or 'its numbers'} would overflow or be lost"
+        raise Refused("wrong factor", op, given, "scale by less, and cancel it before more is multiplied")
+
+
+_CAST = _GRADIENTS | {Kind.WEIGHT, Kind.ACTIVATION, Kind.RESIDUAL, Kind.QUERIES, Kind.KEYS_VALUES}
+
+
+def cast(value: Spec, dtype: str) -> Spec:
+    """Return a value in other numbers, for the way or for a sum ("": in those of its kind again).
+
+    Raises:
+        Refused: for a dtype that there is not, for tokens, and for what is in numbers of its own: scalars, statistics
+            of the loss, routing, optimizer states; and for a weight that has been updated, which is kept as it is.
+    """
+    op, form = value.about("cast"), value.form
+    if dtype not in ("", *DTYPES):
+        remedy = f"give one of {', '.join(DTYPES)}, or none to cast back"
+        raise Refused("other dtypes", op, f"{dtype!r} was given", remedy)
+    if form.kind not in _CAST or (form.layer == 0 and form.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)):
+        given = f"{value} was given, which is in numbers of its own"
+        raise Refused("wrong kind", op, given, "cast weights, activations or gradients")
+    if form.kind is Kind.WEIGHT and form.step:
+        given = f"{value} was given, which this step has updated; what is rounded now would be lost for ever"
+        raise Refused("wrong step", op, given, "leave it as it is, and cast it where it is used in the next step")
+    require_on_device(op, value)
+    require_representable(op, form.factor, dtype)
+    return value._replace(form=form.but(dtype=dtype))
+
+
 def _add_gradients(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     first, total = specs[0], 0
     factor = _factor_of_shares(specs)
@@ -155,82 +231,6 @@ def _refuse_no_term(op: About, spec: Spec, name: str) -> NoReturn:
         )
     given = f"{name} gave {spec}, which is complete; summing it again would count it twice"
     raise Refused("no term", op, given, "use it as it is")
-
-
-_GRADIENTS = frozenset(
-    {
-        Kind.GRAD_WEIGHT,
-        Kind.GRAD_ACTIVATION,
-        Kind.GRAD_RESIDUAL,
-        Kind.GRAD_ROUTING,
-        Kind.GRAD_QUERIES,
-        Kind.GRAD_KEYS_VALUES,
-    }
-)
-
-
-def scale(value: Spec, factor: Factor) -> Spec:
-    """Return a gradient times a factor.
-
-    Raises:
-        Refused: for anything but a gradient, and a factor of 0 or one that gradients have no room for, alone or with
-            those before it.
-    """
-    if value.kind not in _GRADIENTS:
-        remedy = "scale gradients alone, and so the loss's own"
-        raise Refused("wrong kind", value.about("scale"), f"{value} was given", remedy)
-    if not factor.ratio:
-        raise Refused("wrong factor", value.about("scale"), "the factor is 0", "give zero_gradient instead")
-    require_on_device(value.about("scale"), value)
-    require_representable(value.about("scale"), factor, value.form.dtype)
-    return apply_factor(value.about("scale"), value, factor)
-
-
-def apply_factor(op: About, value: Spec, factor: Factor) -> Spec:
-    """Return a gradient that an op has multiplied.
-
-    Raises:
-        Refused: for a factor that gradients have no room for, with those before it.
-    """
-    total = value.form.factor * factor
-    require_representable(op, total, value.form.dtype)
-    return value._replace(form=value.form.but(factor=total))
-
-
-def require_representable(op: About, factor: Factor, dtype: str) -> None:
-    """Refuse a factor by which gradients would overflow, or be lost.
-
-    Raises:
-        Refused: saying how large it is.
-    """
-    if why := factor.beyond(MOST_DOUBLINGS_IN_FLOAT16 if dtype == "float16" else MOST_DOUBLINGS):
-        given = f"the gradient would be multiplied by {why}; {dtype or 'its numbers'} would overflow or be lost"
-        raise Refused("wrong factor", op, given, "scale by less, and cancel it before more is multiplied")
-
-
-_CAST = _GRADIENTS | {Kind.WEIGHT, Kind.ACTIVATION, Kind.RESIDUAL, Kind.QUERIES, Kind.KEYS_VALUES}
-
-
-def cast(value: Spec, dtype: str) -> Spec:
-    """Return a value in other numbers, for the way or for a sum ("": in those of its kind again).
-
-    Raises:
-        Refused: for a dtype that there is not, for tokens, and for what is in numbers of its own: scalars, statistics
-            of the loss, routing, optimizer states; and for a weight that has been updated, which is kept as it is.
-    """
-    op, form = value.about("cast"), value.form
-    if dtype not in ("", *DTYPES):
-        remedy = f"give one of {', '.join(DTYPES)}, or none to cast back"
-        raise Refused("other dtypes", op, f"{dtype!r} was given", remedy)
-    if form.kind not in _CAST or (form.layer == 0 and form.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)):
-        given = f"{value} was given, which is in numbers of its own"
-        raise Refused("wrong kind", op, given, "cast weights, activations or gradients")
-    if form.kind is Kind.WEIGHT and form.step:
-        given = f"{value} was given, which this step has updated; what is rounded now would be lost for ever"
-        raise Refused("wrong step", op, given, "leave it as it is, and cast it where it is used in the next step")
-    require_on_device(op, value)
-    require_representable(op, form.factor, dtype)
-    return value._replace(form=form.but(dtype=dtype))
 
 
 def _want_one_value(op: About, first: Spec, spec: Spec, one: str, other: str, remedy: str) -> None:

@@ -90,14 +90,6 @@ def record_met_slices(spec: Spec, kv_done: int) -> Spec:
     return Spec(_united(form, held, kv_done), cells, joined)
 
 
-@lru_cache(maxsize=1 << 14)
-def _united(form: Form, held: int, kv_done: int) -> Form:
-    """Return the form of what has met these slices, of a value that holds some itself."""
-    assert form.term is not None
-    done = needed_slices(form.kind, held, form.space) & ~kv_done == 0
-    return form.but(term=None if done else form.term._replace(bits=kv_done))
-
-
 @lru_cache(maxsize=1 << 12)
 def split_cells(cells: int, sequence: int) -> tuple[int, int]:
     """(microbatches, slices of each) of some cells, as bit sets; slices are -1 if they are not the same of each."""
@@ -111,6 +103,25 @@ def split_cells(cells: int, sequence: int) -> tuple[int, int]:
             return microbatches, -1
         slices = here
     return microbatches, slices
+
+
+def incomplete_refusal(op: About, what: str, spec: Spec) -> Refused:
+    """Return the refusal of a value that has met only a part of what it must meet."""
+    term, space = spec.form.term, spec.form.space
+    assert term is not None
+    _, held = split_cells(spec.cells, space.sequence)
+    missing = needed_slices(spec.form.kind, held, space) & ~term.bits
+    who = "queries" if spec.form.kind is GRAD_KEYS_VALUES else "keys and values"
+    lacks = f"{given_clause(what, spec)}; the {who} of {numbered('slice', missing)} of the sequence are missing in it"
+    return Refused("missing terms", op, lacks, "let it meet them, and add the parts", missing=bits(missing))
+
+
+@lru_cache(maxsize=1 << 14)
+def _united(form: Form, held: int, kv_done: int) -> Form:
+    """Return the form of what has met these slices, of a value that holds some itself."""
+    assert form.term is not None
+    done = needed_slices(form.kind, held, form.space) & ~kv_done == 0
+    return form.but(term=None if done else form.term._replace(bits=kv_done))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -148,14 +159,3 @@ def _want(op: About, spec: Spec, kind: Kind, layer: int, queries: Spec) -> None:
     if form.slices != queries.form.slices or form.step != queries.form.step:
         remedy = "give the same heads of queries, keys and values, of one step"
         raise Refused("other pieces", op, f"{given_clause(what, spec)} and the queries {queries}", remedy)
-
-
-def incomplete_refusal(op: About, what: str, spec: Spec) -> Refused:
-    """Return the refusal of a value that has met only a part of what it must meet."""
-    term, space = spec.form.term, spec.form.space
-    assert term is not None
-    _, held = split_cells(spec.cells, space.sequence)
-    missing = needed_slices(spec.form.kind, held, space) & ~term.bits
-    who = "queries" if spec.form.kind is GRAD_KEYS_VALUES else "keys and values"
-    lacks = f"{given_clause(what, spec)}; the {who} of {numbered('slice', missing)} of the sequence are missing in it"
-    return Refused("missing terms", op, lacks, "let it meet them, and add the parts", missing=bits(missing))

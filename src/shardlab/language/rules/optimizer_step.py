@@ -47,15 +47,6 @@ def loss_stats(layers: int, logits: Spec) -> Spec:
     return Spec(logits.form.but(kind=Kind.STATS), logits.cells, logits.joined)
 
 
-def _want_logits(op: About, layers: int, logits: Spec) -> None:
-    form, given = logits.form, f"the activation given is {logits}"
-    require_kind(op, "activation", logits, Kind.ACTIVATION)
-    if form.layer != layers:
-        raise Refused("wrong layer", op, given, f"the loss reads the last one, activations[{layers}], give that")
-    if form.term is not None:
-        raise Refused("missing terms", op, given, "reduce its terms first, over the ranks that have them")
-
-
 def full_sum(form: Form) -> int:
     """What a finished gradient has summed: every cell of the batch, of every use and everything summed beside."""
     space = form.space
@@ -83,18 +74,6 @@ def norm(layers: int, layer: int, gradient: Spec) -> Spec:
     if form.space.uses > 1 and layer == 0:
         counted |= mask << (layers - 1) * of
     return Spec(form_of(Kind.SCALAR, 0, form.step, form.space, Holds(counted, layers * of)))
-
-
-def _want_gradient(op: About, layer: int, gradient: Spec) -> None:
-    require_kind(op, "gradient", gradient, Kind.GRAD_WEIGHT, here=False)
-    if gradient.layer != layer:
-        raise Refused("wrong layer", op, f"{gradient} was given", f"give a gradient of layer {layer}")
-
-
-def _missing(op: About, gradient: Spec, missing: int, why: str) -> Refused:
-    given = f"{missing_clause(summed_text(gradient.form, missing))} from {gradient}; {why}"
-    remedy = "add or reduce the missing gradients first"
-    return Refused("missing microbatches", op, given, remedy, missing=bits(missing))
 
 
 def direction(
@@ -182,6 +161,45 @@ def update(
     return Spec(new_weight), Spec(new_state)
 
 
+_ALL = {1: "both", 2: "all three"}
+
+
+def require_no_frozen(op: About, norm: Spec, trained: Holds) -> None:
+    """Refuse a norm that has squares of layers that are not trained.
+
+    Raises:
+        Refused: naming the parts of the model that are too many.
+    """
+    mine, wanted = in_equal_pieces(norm.holds, trained)
+    if frozen := mine.mask & ~wanted.mask:
+        given = (
+            f"the norm given has parts {listed(bits(frozen))} of {mine.of} of the model's parameters, which are "
+            "frozen, since no rank loads their optimizer state"
+        )
+        raise Refused("frozen in the norm", op, given, "leave frozen layers out of the norm")
+
+
+def _want_logits(op: About, layers: int, logits: Spec) -> None:
+    form, given = logits.form, f"the activation given is {logits}"
+    require_kind(op, "activation", logits, Kind.ACTIVATION)
+    if form.layer != layers:
+        raise Refused("wrong layer", op, given, f"the loss reads the last one, activations[{layers}], give that")
+    if form.term is not None:
+        raise Refused("missing terms", op, given, "reduce its terms first, over the ranks that have them")
+
+
+def _want_gradient(op: About, layer: int, gradient: Spec) -> None:
+    require_kind(op, "gradient", gradient, Kind.GRAD_WEIGHT, here=False)
+    if gradient.layer != layer:
+        raise Refused("wrong layer", op, f"{gradient} was given", f"give a gradient of layer {layer}")
+
+
+def _missing(op: About, gradient: Spec, missing: int, why: str) -> Refused:
+    given = f"{missing_clause(summed_text(gradient.form, missing))} from {gradient}; {why}"
+    remedy = "add or reduce the missing gradients first"
+    return Refused("missing microbatches", op, given, remedy, missing=bits(missing))
+
+
 def _want_whole_matrices(op: About, held: Holds, direction: Spec | None, wanted: Holds) -> None:
     """Refuse to step a part of a matrix without the direction of the whole."""
     mine, whole = in_equal_pieces(held if direction is None else direction.form.holds, wanted)
@@ -193,9 +211,6 @@ def _want_whole_matrices(op: About, held: Holds, direction: Spec | None, wanted:
             "it as direction; or take a plan, such as zero-3, which does so"
         )
         raise Refused("cut matrices", op, given, remedy, missing=bits(missing))
-
-
-_ALL = {1: "both", 2: "all three"}
 
 
 def _want_finished(
@@ -230,21 +245,6 @@ def _want_finished(
             given = f"the {what} holds slices {spec.form.holds}, but the optimizer state holds {held}"
             remedy = f"give a {what} that contains every slice that is updated"
             raise Refused("missing slices", op, given, remedy, missing=bits(mine.mask & ~theirs.mask))
-
-
-def require_no_frozen(op: About, norm: Spec, trained: Holds) -> None:
-    """Refuse a norm that has squares of layers that are not trained.
-
-    Raises:
-        Refused: naming the parts of the model that are too many.
-    """
-    mine, wanted = in_equal_pieces(norm.holds, trained)
-    if frozen := mine.mask & ~wanted.mask:
-        given = (
-            f"the norm given has parts {listed(bits(frozen))} of {mine.of} of the model's parameters, which are "
-            "frozen, since no rank loads their optimizer state"
-        )
-        raise Refused("frozen in the norm", op, given, "leave frozen layers out of the norm")
 
 
 def _want_norm(op: About, norm: Spec, step: int, trained: Holds) -> None:

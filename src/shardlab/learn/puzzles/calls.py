@@ -52,10 +52,6 @@ class PuzzleCall(Coroutine[Any, Any, T]):
         self._started: Coroutine[Any, Any, T] | None = None
         self._told = False
 
-    def _run(self) -> Coroutine[Any, Any, T]:
-        self._started = self._started or self._work()
-        return self._started
-
     def send(self, value: Any, /) -> Any:
         return self._run().send(value)
 
@@ -94,6 +90,10 @@ class PuzzleCall(Coroutine[Any, Any, T]):
 
     def __iter__(self) -> NoReturn:
         self.refuse()
+
+    def _run(self) -> Coroutine[Any, Any, T]:
+        self._started = self._started or self._work()
+        return self._started
 
 
 @contextmanager

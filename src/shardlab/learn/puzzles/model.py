@@ -80,24 +80,6 @@ class Stores:
         """The five stores, in the published order."""
         return self.weights, self.opt_states, self.activations, self.grad_activations, self.grad_weights
 
-    def _stored(self) -> list[PuzzleValue]:
-        """Everything that is in the stores.
-
-        Raises:
-            PuzzleRefused: if it is no value.
-        """
-        values: list[PuzzleValue] = []
-        for store in self.stores():
-            for key, value in cast("dict[Any, object]", store).items():
-                if isinstance(value, PuzzleCall):
-                    value.refuse()
-                if not isinstance(value, PuzzleValue):
-                    with translate_refusals(self):
-                        given = f"the store has {value!r} under {key!r}"
-                        raise Refused("no value", "memory", given, "keep values of the puzzles in it")
-                values.append(value)
-        return values
-
     def memory(self) -> float:
         """Elements in the stores."""
         return sum(value.memory() for value in self._stored())
@@ -136,6 +118,24 @@ class Stores:
             for event in self.log[counted:]:
                 event.memory += value.memory()
             self._alive[id(value)] = value, len(self.log)
+
+    def _stored(self) -> list[PuzzleValue]:
+        """Everything that is in the stores.
+
+        Raises:
+            PuzzleRefused: if it is no value.
+        """
+        values: list[PuzzleValue] = []
+        for store in self.stores():
+            for key, value in cast("dict[Any, object]", store).items():
+                if isinstance(value, PuzzleCall):
+                    value.refuse()
+                if not isinstance(value, PuzzleValue):
+                    with translate_refusals(self):
+                        given = f"the store has {value!r} under {key!r}"
+                        raise Refused("no value", "memory", given, "keep values of the puzzles in it")
+                values.append(value)
+        return values
 
 
 def values_in(things: Iterable[Any]) -> Iterable[PuzzleValue]:
@@ -321,6 +321,16 @@ class PuzzleModel(PuzzleCompute):
         """The earliest message to this rank, whoever sent it."""
         return self._call("receive", "", partial(self._receive, line_now()))
 
+    @staticmethod
+    def check(models: Sequence[PuzzleModel]) -> None:
+        """Print "Correct!" if every layer was updated once, on all ranks together.
+
+        Raises:
+            PuzzleRefused: naming the layer, and the rank or the elements at fault.
+        """
+        verify(models)
+        print("Correct!")
+
     def _call(self, verb: str, argument: str, work: Callable[[], Coroutine[Any, Any, T]]) -> PuzzleCall[T]:
         name = f"{verb}({argument})"
         refusal = unawaited(name, f"model.{verb}({'...' * bool(argument)})").at(self.rank, len(self.log))
@@ -368,16 +378,6 @@ class PuzzleModel(PuzzleCompute):
                 with translate_refusals(self, line):
                     remedy = f"the Dist has {self.RANKS}, counted from 0, name one of these"
                     raise Refused("unknown rank", op, f"rank {rank} does not exist", remedy)
-
-    @staticmethod
-    def check(models: Sequence[PuzzleModel]) -> None:
-        """Print "Correct!" if every layer was updated once, on all ranks together.
-
-        Raises:
-            PuzzleRefused: naming the layer, and the rank or the elements at fault.
-        """
-        verify(models)
-        print("Correct!")
 
 
 def verify(models: Sequence[PuzzleModel]) -> None:

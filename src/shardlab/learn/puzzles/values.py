@@ -62,11 +62,6 @@ class PuzzleValue:
             given = f"shards {sorted(self.shards)} of {self.total}"
             self._refuse(f"{given} were given", "give at least one shard, counted from 0")
 
-    def _refuse(self, given: str, remedy: str) -> None:
-        about = About(f"{type(self).__name__} of layer {self.layer}", self.layer)
-        with translate_refusals():
-            raise Refused("unknown slice", about, given, remedy)
-
     @cached_property
     def spec(self) -> Spec:
         """What is known of the value, in the terms of `shardlab.language`."""
@@ -87,15 +82,20 @@ class PuzzleValue:
     def _repr_svg_(self) -> str:
         return self.draw().svg
 
-    def _key(self) -> tuple[object, ...]:
-        form = self.spec.form
-        return self.layers, self.spec._replace(form=form.but(holds=form.holds.simplified()))
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PuzzleValue) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._key())
+
+    def _refuse(self, given: str, remedy: str) -> None:
+        about = About(f"{type(self).__name__} of layer {self.layer}", self.layer)
+        with translate_refusals():
+            raise Refused("unknown slice", about, given, remedy)
+
+    def _key(self) -> tuple[object, ...]:
+        form = self.spec.form
+        return self.layers, self.spec._replace(form=form.but(holds=form.holds.simplified()))
 
 
 class Sharded(PuzzleValue):

@@ -119,31 +119,6 @@ def host_facts(rank: int, ranks: int, *, write: bool) -> HostFacts:
     )
 
 
-def _limit(which: int) -> int | None:
-    soft, _ = resource.getrlimit(which)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _available_memory() -> int | None:
-    if platform.system() != "Linux":
-        return None
-    fields = dict(line.split(":") for line in MEMORY.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
-def _write_speed() -> tuple[float | None, str | None]:
-    """Return the bytes per second of a small file in the current folder, or why it cannot be written."""
-    try:
-        with tempfile.TemporaryFile(dir=".") as file:
-            began = time.monotonic()
-            file.write(bytes(SAMPLE))
-            file.flush()
-            os.fsync(file.fileno())
-            return SAMPLE / max(SHORTEST_SECONDS, time.monotonic() - began), None
-    except OSError as error:
-        return None, error.strerror or str(error)
-
-
 State = Literal["ok", "warning", "error"]
 
 
@@ -315,6 +290,31 @@ def finding(check: str, judged: CheckResult, host: str = "") -> Finding:
         return Finding(check, judged, host=host)
     state, present, remedy = judged
     return Finding(check, present, remedy, state, host)
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _available_memory() -> int | None:
+    if platform.system() != "Linux":
+        return None
+    fields = dict(line.split(":") for line in MEMORY.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _write_speed() -> tuple[float | None, str | None]:
+    """Return the bytes per second of a small file in the current folder, or why it cannot be written."""
+    try:
+        with tempfile.TemporaryFile(dir=".") as file:
+            began = time.monotonic()
+            file.write(bytes(SAMPLE))
+            file.flush()
+            os.fsync(file.fileno())
+            return SAMPLE / max(SHORTEST_SECONDS, time.monotonic() - began), None
+    except OSError as error:
+        return None, error.strerror or str(error)
 
 
 def _number(version: str) -> tuple[int, ...]:

@@ -97,30 +97,6 @@ def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
     return LaunchEnvironment(rank.value, world.value, place.local_rank(here), address, port.value, here)
 
 
-@overload
-def _agree(facts: list[Fact]) -> Fact: ...
-
-
-@overload
-def _agree(facts: list[Fact | None]) -> Fact | None: ...
-
-
-def _agree(facts: Sequence[Fact | None]) -> Fact | None:
-    """Return the first known fact, which all others must equal.
-
-    Raises:
-        UserError: when they are not.
-    """
-    known = [fact for fact in facts if fact is not None]
-    for other in known[1:]:
-        if other.value != known[0].value:
-            raise UserError(
-                f"{known[0]} but {other}, and they are to agree; unset those that do not belong to what started the "
-                "ranks, or set them for each rank"
-            )
-    return known[0] if known else None
-
-
 @dataclass(frozen=True)
 class _Hosts:
     """Hosts of a world, derived from what the variables tell.
@@ -238,23 +214,6 @@ class _Hosts:
         raise UserError(f"{reason}; set MASTER_ADDR to the host of rank 0")
 
 
-def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "::1") or address.startswith("127.")
-
-
-def _hosts_of_pbs(environment: Mapping[str, str]) -> list[str]:
-    """The hosts of a PBS job, each once; rank 0 is on the first."""
-    file = environment.get("PBS_NODEFILE")
-    if file is None:
-        return []
-    try:
-        return list(dict.fromkeys(Path(file).read_text().split()))
-    except OSError as error:
-        raise UserError(
-            f"PBS_NODEFILE is {file!r}, which cannot be read ({error.strerror}); set MASTER_ADDR to the host of rank 0"
-        ) from error
-
-
 def launcher_of(environment: Mapping[str, str]) -> str:
     """Return the name of the launcher that started this process, or "shardlab"."""
     return next((facts.name for facts in innermost(environment) if facts.world.value != 1), "shardlab")
@@ -278,31 +237,6 @@ def require_port(environment: Mapping[str, str]) -> None:
         raise port_in_use(found, os.strerror(error.errno or 0)) from None
     with server:
         _require_own(found, server)
-
-
-def _require_own(found: LaunchEnvironment, server: socket.socket) -> None:
-    """Refuse an address at which rank 0 does not reach itself: the others would not, either."""
-    token, why = secrets.token_bytes(16), "something else answers there"
-    deadline = time.monotonic() + CONNECT_SECONDS
-    try:
-        with socket.create_connection((found.address, found.port), timeout=CONNECT_SECONDS) as client:
-            client.sendall(token)
-            client.shutdown(socket.SHUT_WR)
-            while (left := deadline - time.monotonic()) > 0:
-                server.settimeout(left)
-                accepted = server.accept()[0]  # others may try whether somebody listens already
-                with accepted:
-                    accepted.settimeout(left)
-                    if accepted.recv(len(token)) == token:
-                        return
-    except TimeoutError:
-        pass
-    except OSError as error:
-        why = error.strerror or str(error)
-    raise UserError(
-        f"rank 0 runs on {socket.gethostname()} and does not reach itself at {found.where}, where the others look for "
-        f"it ({why}); set MASTER_ADDR to the host of rank 0"
-    )
 
 
 def port_in_use(environment: LaunchEnvironment, reason: str) -> UserError:
@@ -331,15 +265,6 @@ def usable_cpus(process: int = 0) -> list[int]:
     if sys.platform != "linux":
         return list(range(os.cpu_count() or 1))
     return sorted(os.sched_getaffinity(process), key=_position)
-
-
-def _position(cpu: int) -> tuple[int, int, int]:
-    folder = TOPOLOGY / f"cpu{cpu}" / "topology"
-    try:
-        package, core = (int((folder / name).read_text()) for name in ("physical_package_id", "core_id"))
-    except OSError:
-        return 0, cpu, cpu
-    return package, core, cpu
 
 
 def divide_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
@@ -420,12 +345,6 @@ def threads_of(shares: Sequence[CpuShare]) -> int:
     return min(mine.asked or _threads_beside(mine, here) for here in hosts.values() for mine in here)
 
 
-def _threads_beside(mine: CpuShare, here: Sequence[CpuShare]) -> int:
-    """Threads for the CPUs of one rank, which may share them with others of its host."""
-    cpus = len(mine.cpus) / sum(not mine.cpus.isdisjoint(share.cpus) for share in here)
-    return max(1, int(cpus if mine.quota is None else min(cpus, mine.quota / len(here))))
-
-
 def asked_threads(environ: Mapping[str, str]) -> int | None:
     """Return the threads that OMP_NUM_THREADS sets: of a list, as nested regions have one, its first number."""
     first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -461,3 +380,84 @@ def as_ranges(cpus: Iterable[int]) -> str:
     """
     runs = [[cpu for _, cpu in run] for _, run in groupby(enumerate(sorted(cpus)), lambda pair: pair[1] - pair[0])]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+@overload
+def _agree(facts: list[Fact]) -> Fact: ...
+
+
+@overload
+def _agree(facts: list[Fact | None]) -> Fact | None: ...
+
+
+def _agree(facts: Sequence[Fact | None]) -> Fact | None:
+    """Return the first known fact, which all others must equal.
+
+    Raises:
+        UserError: when they are not.
+    """
+    known = [fact for fact in facts if fact is not None]
+    for other in known[1:]:
+        if other.value != known[0].value:
+            raise UserError(
+                f"{known[0]} but {other}, and they are to agree; unset those that do not belong to what started the "
+                "ranks, or set them for each rank"
+            )
+    return known[0] if known else None
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _hosts_of_pbs(environment: Mapping[str, str]) -> list[str]:
+    """The hosts of a PBS job, each once; rank 0 is on the first."""
+    file = environment.get("PBS_NODEFILE")
+    if file is None:
+        return []
+    try:
+        return list(dict.fromkeys(Path(file).read_text().split()))
+    except OSError as error:
+        raise UserError(
+            f"PBS_NODEFILE is {file!r}, which cannot be read ({error.strerror}); set MASTER_ADDR to the host of rank 0"
+        ) from error
+
+
+def _require_own(found: LaunchEnvironment, server: socket.socket) -> None:
+    """Refuse an address at which rank 0 does not reach itself: the others would not, either."""
+    token, why = secrets.token_bytes(16), "something else answers there"
+    deadline = time.monotonic() + CONNECT_SECONDS
+    try:
+        with socket.create_connection((found.address, found.port), timeout=CONNECT_SECONDS) as client:
+            client.sendall(token)
+            client.shutdown(socket.SHUT_WR)
+            while (left := deadline - time.monotonic()) > 0:
+                server.settimeout(left)
+                accepted = server.accept()[0]  # others may try whether somebody listens already
+                with accepted:
+                    accepted.settimeout(left)
+                    if accepted.recv(len(token)) == token:
+                        return
+    except TimeoutError:
+        pass
+    except OSError as error:
+        why = error.strerror or str(error)
+    raise UserError(
+        f"rank 0 runs on {socket.gethostname()} and does not reach itself at {found.where}, where the others look for "
+        f"it ({why}); set MASTER_ADDR to the host of rank 0"
+    )
+
+
+def _position(cpu: int) -> tuple[int, int, int]:
+    folder = TOPOLOGY / f"cpu{cpu}" / "topology"
+    try:
+        package, core = (int((folder / name).read_text()) for name in ("physical_package_id", "core_id"))
+    except OSError:
+        return 0, cpu, cpu
+    return package, core, cpu
+
+
+def _threads_beside(mine: CpuShare, here: Sequence[CpuShare]) -> int:
+    """Threads for the CPUs of one rank, which may share them with others of its host."""
+    cpus = len(mine.cpus) / sum(not mine.cpus.isdisjoint(share.cpus) for share in here)
+    return max(1, int(cpus if mine.quota is None else min(cpus, mine.quota / len(here))))

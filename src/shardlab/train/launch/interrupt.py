@@ -63,10 +63,6 @@ def catch_signals() -> Generator[socket.socket]:
                 signal.signal(number, handler)
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """Ignore the signal in Python: its number is already in the socket."""
-
-
 class StopRequest:
     """Request to stop this rank after a whole step, inside of `with`. After `grace_of` seconds the rank is killed.
 
@@ -152,19 +148,6 @@ def end_with_starter(at_once: bool = False) -> None:
     threading.Thread(target=_follow, args=(os.getppid(), number), daemon=True).start()
 
 
-def _follow(parent: int, number: int) -> None:
-    starter = multiprocessing.parent_process()  # not this process's own parent, which is multiprocessing's server
-    wait = time.sleep if starter is None else starter.join
-    while os.getppid() == parent and not _orphaned():
-        wait(0.5)
-    os.kill(os.getpid(), number)
-
-
-def _orphaned() -> bool:
-    starter = multiprocessing.parent_process()
-    return starter is not None and not starter.is_alive()
-
-
 class TolerantStream:
     """Text stream that drops its output if nobody can read it any more: a closed terminal, or a `tee` that Ctrl-C
     ended.
@@ -186,14 +169,14 @@ class TolerantStream:
         except OSError:
             self._drop()
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
     def _drop(self) -> None:
         """Discard all output from now on, including what is still in the buffer."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._file.fileno())
         os.close(nowhere)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 def ignore_errors(file: TextIO) -> TextIO:
@@ -277,3 +260,20 @@ def say(line: str) -> None:
     """Print a line on stderr. If it cannot be written, as on a full disk, training continues."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Ignore the signal in Python: its number is already in the socket."""
+
+
+def _follow(parent: int, number: int) -> None:
+    starter = multiprocessing.parent_process()  # not this process's own parent, which is multiprocessing's server
+    wait = time.sleep if starter is None else starter.join
+    while os.getppid() == parent and not _orphaned():
+        wait(0.5)
+    os.kill(os.getpid(), number)
+
+
+def _orphaned() -> bool:
+    starter = multiprocessing.parent_process()
+    return starter is not None and not starter.is_alive()

@@ -115,6 +115,48 @@ class SubmittedJob:
         return f"{new} && {shlex.join([*SHARDLAB, 'show', str(self.run), '--json'])} | grep -q {shlex.quote(words)}"
 
 
+def submit(script: str, scheduler: Scheduler) -> str:
+    """Submit a script, and return the scheduler's answer.
+
+    Raises:
+        UserError: if there is no such scheduler here, or it refuses the job.
+    """
+    program = SUBMIT[scheduler]
+    if shutil.which(program) is None:
+        raise UserError(
+            f"there is no {program} here, so this host knows no {scheduler.upper()}; submit where there is one, or "
+            "print the script with --dry-run"
+        )
+    done = subprocess.run([program], input=script, capture_output=True, text=True, check=False)
+    if done.returncode:
+        answer = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise UserError(f"{program} has refused the job: {answer}")
+    return done.stdout.strip()
+
+
+@contextmanager
+def keep_script(script: str, run: Path) -> Generator[None]:
+    """Store the script of a job in the folder of its run, which belongs to the run from then on.
+
+    If the block raises, the script of an earlier job stays, and a folder that was made for this one goes.
+
+    Raises:
+        UserError: when it cannot be written.
+    """
+    made = not run.exists()
+    try:
+        with writing(run / SCRIPT):
+            run.mkdir(parents=True, exist_ok=True)
+            with atomic_file(run / SCRIPT) as part:
+                part.write_text(script)
+                yield
+    except BaseException:
+        if made:
+            with suppress(OSError):
+                run.rmdir()
+        raise
+
+
 def _slurm(job: SubmittedJob) -> str:
     asked = {
         "job-name": job.name,
@@ -218,45 +260,3 @@ def _goes_on_under_pbs(job: SubmittedJob) -> list[str]:
 def _port(identity: str) -> str:
     """Return the line that sets a port of the job's own, since several jobs may share a host."""
     return f'export MASTER_PORT=$((20000 + 10#0$(echo "${identity}" | tr -dc 0-9 | tail -c 5) % 20000))'
-
-
-def submit(script: str, scheduler: Scheduler) -> str:
-    """Submit a script, and return the scheduler's answer.
-
-    Raises:
-        UserError: if there is no such scheduler here, or it refuses the job.
-    """
-    program = SUBMIT[scheduler]
-    if shutil.which(program) is None:
-        raise UserError(
-            f"there is no {program} here, so this host knows no {scheduler.upper()}; submit where there is one, or "
-            "print the script with --dry-run"
-        )
-    done = subprocess.run([program], input=script, capture_output=True, text=True, check=False)
-    if done.returncode:
-        answer = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise UserError(f"{program} has refused the job: {answer}")
-    return done.stdout.strip()
-
-
-@contextmanager
-def keep_script(script: str, run: Path) -> Generator[None]:
-    """Store the script of a job in the folder of its run, which belongs to the run from then on.
-
-    If the block raises, the script of an earlier job stays, and a folder that was made for this one goes.
-
-    Raises:
-        UserError: when it cannot be written.
-    """
-    made = not run.exists()
-    try:
-        with writing(run / SCRIPT):
-            run.mkdir(parents=True, exist_ok=True)
-            with atomic_file(run / SCRIPT) as part:
-                part.write_text(script)
-                yield
-    except BaseException:
-        if made:
-            with suppress(OSError):
-                run.rmdir()
-        raise

@@ -101,10 +101,6 @@ def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
     return [*inner, step, *(facts for facts in found if facts not in inner), *users]
 
 
-def _numbers_of(facts: LauncherFacts) -> tuple[int, int]:
-    return facts.rank.value, facts.world.value
-
-
 def from_torchrun(environment: Mapping[str, str]) -> bool:
     """Return whether torchrun, or `shardlab launch` in its place, has started this process and so set all variables."""
     return "TORCHELASTIC_RUN_ID" in environment
@@ -122,34 +118,6 @@ def number(environment: Mapping[str, str], variable: str) -> Fact | None:
     if not re.fullmatch("[0-9]{1,9}", text):
         raise UserError(f"{variable} is {text!r}; it must be a whole number")
     return Fact(variable, int(text))
-
-
-def _facts_of(launcher: Launcher, environment: Mapping[str, str]) -> LauncherFacts | None:
-    if launcher.rank not in environment or launcher.world not in environment:
-        return None
-    rank, world, local_rank, local_world = (number(environment, name) for name in launcher[1:])
-    assert rank is not None
-    assert world is not None
-    return LauncherFacts(launcher.name, rank, world, local_rank, local_world)
-
-
-def _starts_one_on_each_host(step: LauncherFacts) -> bool:
-    return step.world.value == 1 or (step.hosts is not None and step.hosts.value == step.world.value)
-
-
-def _is_shell(environment: Mapping[str, str]) -> bool:
-    """Return whether this process belongs to the shell of `srun --pty`, whose other tasks have ended at once.
-
-    A step that is started in such a shell inherits SLURM_PTY_PORT, but has no terminal.
-    """
-    if "SLURM_PTY_PORT" not in environment or environment.get("SLURM_PROCID") != "0":
-        return False
-    task = environment.get("SLURM_TASK_PID", "")
-    if task == str(os.getpid()):
-        return False  # the command itself was started so, and all tasks run it
-    with suppress(OSError, ValueError, IndexError):
-        return Path("/proc", task, "stat").read_text().rpartition(")")[2].split()[4] != "0"  # the terminal's number
-    return True
 
 
 def slurm_step(environment: Mapping[str, str]) -> LauncherFacts | None:
@@ -186,31 +154,6 @@ def slurm_step(environment: Mapping[str, str]) -> LauncherFacts | None:
 _ONE_STEP = "start the ranks by one srun, and set none of its variables"
 
 
-def _same(known: Fact | None, other: Fact, words: str) -> Fact:
-    if known is not None and known.value != other.value:
-        raise UserError(f"{known}, but {words}, of {counted(other.value, 'host')}; {_ONE_STEP}")
-    return known or other
-
-
-def _first_host(environment: Mapping[str, str], node: Fact | None, hosts: Fact | None) -> tuple[str | None, str]:
-    """Return the first host of a step, or None and the reason why it is unknown."""
-    name = "SLURM_STEP_NODELIST"
-    text = environment.get(name)
-    job = number(environment, "SLURM_JOB_NUM_NODES")
-    if not text and hosts is not None and job is not None and hosts.value == job.value:
-        name = "SLURM_JOB_NODELIST"  # the step has all of them
-        text = environment.get(name)
-    if not text:
-        return None, ""
-    names = expand_hosts(text, name)
-    if hosts is not None and len(names) != hosts.value:
-        return None, f"{name} is {text}, of {counted(len(names), 'host')}, but {hosts.variable} says {hosts.value}"
-    here = environment.get("SLURMD_NODENAME")
-    if here and node is not None and (node.value >= len(names) or names[node.value] != here):
-        return None, f"{name} is {text}, in which SLURM_NODEID {node.value} is not SLURMD_NODENAME {here}"
-    return names[0], ""
-
-
 _RANGE = r"[0-9]{1,9}(?:-[0-9]{1,9})?"
 _NUMBERS = rf"\[{_RANGE}(?:,{_RANGE})*\]"
 _HOST = rf"(?:[^\s,\[\]]|{_NUMBERS})+"
@@ -244,14 +187,6 @@ def expand_hosts(text: str, variable: str = "the list of hosts") -> list[str]:
     return found
 
 
-def _numbers(ranges: str) -> Iterator[str]:
-    """Yield the numbers of ranges, each as wide as the first number of its range: 08-10 is 08, 09 and 10."""
-    for each in ranges.split(","):
-        first, _, last = each.partition("-")
-        for value in range(int(first), int(last or first) + 1):
-            yield f"{value:0{len(first)}}"
-
-
 def expand_counts(text: str, variable: str) -> list[int]:
     """Expand SLURM's list of the tasks of each host, such as `2(x3),1`.
 
@@ -265,3 +200,68 @@ def expand_counts(text: str, variable: str) -> list[int]:
             raise UserError(f"{variable} is {text!r}, which is no list of tasks such as 2(x3),1; {_ONE_STEP}")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
+
+
+def _numbers_of(facts: LauncherFacts) -> tuple[int, int]:
+    return facts.rank.value, facts.world.value
+
+
+def _facts_of(launcher: Launcher, environment: Mapping[str, str]) -> LauncherFacts | None:
+    if launcher.rank not in environment or launcher.world not in environment:
+        return None
+    rank, world, local_rank, local_world = (number(environment, name) for name in launcher[1:])
+    assert rank is not None
+    assert world is not None
+    return LauncherFacts(launcher.name, rank, world, local_rank, local_world)
+
+
+def _starts_one_on_each_host(step: LauncherFacts) -> bool:
+    return step.world.value == 1 or (step.hosts is not None and step.hosts.value == step.world.value)
+
+
+def _is_shell(environment: Mapping[str, str]) -> bool:
+    """Return whether this process belongs to the shell of `srun --pty`, whose other tasks have ended at once.
+
+    A step that is started in such a shell inherits SLURM_PTY_PORT, but has no terminal.
+    """
+    if "SLURM_PTY_PORT" not in environment or environment.get("SLURM_PROCID") != "0":
+        return False
+    task = environment.get("SLURM_TASK_PID", "")
+    if task == str(os.getpid()):
+        return False  # the command itself was started so, and all tasks run it
+    with suppress(OSError, ValueError, IndexError):
+        return Path("/proc", task, "stat").read_text().rpartition(")")[2].split()[4] != "0"  # the terminal's number
+    return True
+
+
+def _same(known: Fact | None, other: Fact, words: str) -> Fact:
+    if known is not None and known.value != other.value:
+        raise UserError(f"{known}, but {words}, of {counted(other.value, 'host')}; {_ONE_STEP}")
+    return known or other
+
+
+def _first_host(environment: Mapping[str, str], node: Fact | None, hosts: Fact | None) -> tuple[str | None, str]:
+    """Return the first host of a step, or None and the reason why it is unknown."""
+    name = "SLURM_STEP_NODELIST"
+    text = environment.get(name)
+    job = number(environment, "SLURM_JOB_NUM_NODES")
+    if not text and hosts is not None and job is not None and hosts.value == job.value:
+        name = "SLURM_JOB_NODELIST"  # the step has all of them
+        text = environment.get(name)
+    if not text:
+        return None, ""
+    names = expand_hosts(text, name)
+    if hosts is not None and len(names) != hosts.value:
+        return None, f"{name} is {text}, of {counted(len(names), 'host')}, but {hosts.variable} says {hosts.value}"
+    here = environment.get("SLURMD_NODENAME")
+    if here and node is not None and (node.value >= len(names) or names[node.value] != here):
+        return None, f"{name} is {text}, in which SLURM_NODEID {node.value} is not SLURMD_NODENAME {here}"
+    return names[0], ""
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    """Yield the numbers of ranges, each as wide as the first number of its range: 08-10 is 08, 09 and 10."""
+    for each in ranges.split(","):
+        first, _, last = each.partition("-")
+        for value in range(int(first), int(last or first) + 1):
+            yield f"{value:0{len(first)}}"

@@ -142,6 +142,140 @@ def run_processes(
         return ranks.outcome()
 
 
+class _Ranks:
+    """Processes of the ranks, as the process that started them sees them."""
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        self._watch = watch
+        self._hang: tuple[str, str] | None = None  # the report, and its verdict
+        self._processes: list[BaseProcess] = []
+        self._pipes: dict[Connection, int] = {}
+        self._answers: dict[int, _Report] = {}
+        self._ended: dict[int, int] = {}  # exit codes, in the order in which they ended
+        self._killed: set[int] = set()  # those that had not ended by themselves
+        self._asked = self._end = float("inf")  # when they were asked, and when those that are left are killed
+        self._grace = GRACE
+        self._late = ""
+
+    def add(self, process: BaseProcess, answers: Connection) -> None:
+        self._processes.append(process)
+        self._pipes[answers] = len(self._processes) - 1
+
+    def alive(self) -> bool:
+        return len(self._ended) < len(self._processes)
+
+    def wait(self, others: Sequence[Any]) -> list[Any]:
+        """Wait for the next event, record what has happened to the ranks, and return the connections that are ready."""
+        left = None if self._end == float("inf") else max(0.0, self._end - time.monotonic())
+        looks = left is None and self._watch is not None
+        ready: list[Any] = wait([*others, *self._pipes], self._watch.interval if looks and self._watch else left)
+        if looks and self._watch is not None and self._watch.look():
+            self._hang = self._watch.report_hang()
+            self.kill()
+        elif not ready and not looks:
+            late = [rank for rank in range(len(self._processes)) if rank not in self._ended]
+            self._late = _late(late, self._grace)
+            self.kill()
+        for pipe in [pipe for pipe in self._pipes if pipe in ready]:
+            try:
+                self._answers[self._pipes[pipe]] = answer = pipe.recv()
+                if answer.time:
+                    self._look_at_others()
+            except (EOFError, OSError):
+                self._note_end(self._pipes.pop(pipe))
+                pipe.close()
+        return ready
+
+    def ask(self, grace: int, *, again: bool = False) -> None:
+        """Ask all ranks to end within `grace` seconds. A second request with `again` kills them."""
+        now = time.monotonic()
+        if self._asked == float("inf"):
+            self._asked, self._grace, self._end = now, grace, min(self._end, now + grace + 1)
+            number = signal.SIGTERM if grace == GRACE else signal.SIGUSR1
+            for pid in (process.pid for process in self._processes if process.exitcode is None):
+                assert pid is not None, "it was started"
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        elif grace > self._grace and self._end == self._asked + self._grace + 1:
+            self._grace, self._end = grace, self._asked + grace + 1
+        elif again and now - self._asked > REPEAT_SECONDS:
+            self._late = "at once, since it was asked twice"
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the ranks that have not ended."""
+        left = [rank for rank in range(len(self._processes)) if rank not in self._ended]
+        self._killed.update(left)
+        for rank in left:
+            self._processes[rank].kill()
+        for rank in left:
+            self._processes[rank].join()
+            self._ended[rank] = 0
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes.clear()
+
+    def outcome(self) -> Any:
+        """Return rank 0's result, or raise the cause of the failure."""
+        if self._hang is not None:
+            report, verdict = self._hang
+            raise RankFailed(verdict, report)
+        failed = {rank: answer for rank, answer in self._answers.items() if answer.time}
+        own = {rank: answer for rank, answer in failed.items() if not answer.lost}
+        if own:
+            rank = min(own, key=lambda rank: own[rank].time)
+            if own[rank].sentence:
+                raise UserError(own[rank].sentence)
+            raise self._failure(f"rank {rank} failed, and the run ended with it.\n\n{own[rank].trace}")
+        asked = self._asked < float("inf")
+        unexplained = self._ended.keys() - self._answers.keys() - (self._killed if failed else set())
+        silent = [rank for rank in self._ended if rank in unexplained]
+        if 0 in self._answers and 0 not in failed and (asked or (not silent and not failed)):
+            return self._answers[0].result
+        if asked:
+            late = [rank for rank, code in self._ended.items() if code == -signal.SIGALRM]
+            raise KeyboardInterrupt(self._late or (_late(late, self._grace) if late else ""))
+        for rank in silent:
+            if -self._ended[rank] in STOP_SIGNALS:
+                raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
+        if silent:  # what the others then lost explains nothing
+            code = next((self._ended[rank] for rank in silent if self._ended[rank] < 0), self._ended[silent[0]])
+            alike = [rank for rank in silent if self._ended[rank] == code]
+            raise self._failure(describe_end(alike, how_ended(code)))
+        rank = min(failed, key=lambda rank: failed[rank].time)
+        raise self._failure(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
+
+    def _note_end(self, rank: int) -> None:
+        """Record the end of a rank: the kernel closes its pipe, even if the fork server is gone."""
+        process = self._processes[rank]
+        process.join(REPORT_SECONDS)  # until the server that forked it, if it is still there, tells its exit code
+        self._ended[rank] = process.exitcode or 0
+        if self._ended[rank] or rank not in self._answers:
+            self._look_at_others()
+            self._end = min(self._end, time.monotonic() + REPORT_SECONDS)
+
+    def _look_at_others(self) -> None:
+        """Ask the other ranks for their stacks after a failure, while they still wait for the failed one."""
+        if self._watch is not None and self._end == float("inf"):
+            self._watch.ask_for_stacks()
+
+    def _failure(self, verdict: str) -> RankFailed:
+        """Return a failure with a report on all ranks."""
+        if self._watch is None:
+            return RankFailed(verdict)
+        fates = {rank: how_ended(code) for rank, code in self._ended.items() if rank not in self._answers and code}
+        for rank, answer in self._answers.items():
+            fates[rank] = "lost its connection" if answer.lost else "failed" if answer.time else "has ended"
+        return RankFailed(verdict, self._watch.report(fates))
+
+
+def how_ended(code: int) -> str:
+    """Describe the end of a process by its exit code, or minus the signal that ended it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed ({signal.Signals(-code).name}" + ("; out of memory?)" if -code == signal.SIGKILL else ")")
+
+
 @contextmanager
 def _without_main(*objects: object) -> Generator[None]:
     """Keep processes that are started in the block from importing the main module, unless an object is from there.
@@ -207,139 +341,5 @@ def _run_rank(
     sys.exit(bool(answer.time))
 
 
-class _Ranks:
-    """Processes of the ranks, as the process that started them sees them."""
-
-    def __init__(self, watch: Watch | None = None) -> None:
-        self._watch = watch
-        self._hang: tuple[str, str] | None = None  # the report, and its verdict
-        self._processes: list[BaseProcess] = []
-        self._pipes: dict[Connection, int] = {}
-        self._answers: dict[int, _Report] = {}
-        self._ended: dict[int, int] = {}  # exit codes, in the order in which they ended
-        self._killed: set[int] = set()  # those that had not ended by themselves
-        self._asked = self._end = float("inf")  # when they were asked, and when those that are left are killed
-        self._grace = GRACE
-        self._late = ""
-
-    def add(self, process: BaseProcess, answers: Connection) -> None:
-        self._processes.append(process)
-        self._pipes[answers] = len(self._processes) - 1
-
-    def alive(self) -> bool:
-        return len(self._ended) < len(self._processes)
-
-    def wait(self, others: Sequence[Any]) -> list[Any]:
-        """Wait for the next event, record what has happened to the ranks, and return the connections that are ready."""
-        left = None if self._end == float("inf") else max(0.0, self._end - time.monotonic())
-        looks = left is None and self._watch is not None
-        ready: list[Any] = wait([*others, *self._pipes], self._watch.interval if looks and self._watch else left)
-        if looks and self._watch is not None and self._watch.look():
-            self._hang = self._watch.report_hang()
-            self.kill()
-        elif not ready and not looks:
-            late = [rank for rank in range(len(self._processes)) if rank not in self._ended]
-            self._late = _late(late, self._grace)
-            self.kill()
-        for pipe in [pipe for pipe in self._pipes if pipe in ready]:
-            try:
-                self._answers[self._pipes[pipe]] = answer = pipe.recv()
-                if answer.time:
-                    self._look_at_others()
-            except (EOFError, OSError):
-                self._note_end(self._pipes.pop(pipe))
-                pipe.close()
-        return ready
-
-    def _note_end(self, rank: int) -> None:
-        """Record the end of a rank: the kernel closes its pipe, even if the fork server is gone."""
-        process = self._processes[rank]
-        process.join(REPORT_SECONDS)  # until the server that forked it, if it is still there, tells its exit code
-        self._ended[rank] = process.exitcode or 0
-        if self._ended[rank] or rank not in self._answers:
-            self._look_at_others()
-            self._end = min(self._end, time.monotonic() + REPORT_SECONDS)
-
-    def _look_at_others(self) -> None:
-        """Ask the other ranks for their stacks after a failure, while they still wait for the failed one."""
-        if self._watch is not None and self._end == float("inf"):
-            self._watch.ask_for_stacks()
-
-    def ask(self, grace: int, *, again: bool = False) -> None:
-        """Ask all ranks to end within `grace` seconds. A second request with `again` kills them."""
-        now = time.monotonic()
-        if self._asked == float("inf"):
-            self._asked, self._grace, self._end = now, grace, min(self._end, now + grace + 1)
-            number = signal.SIGTERM if grace == GRACE else signal.SIGUSR1
-            for pid in (process.pid for process in self._processes if process.exitcode is None):
-                assert pid is not None, "it was started"
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-        elif grace > self._grace and self._end == self._asked + self._grace + 1:
-            self._grace, self._end = grace, self._asked + grace + 1
-        elif again and now - self._asked > REPEAT_SECONDS:
-            self._late = "at once, since it was asked twice"
-            self.kill()
-
-    def kill(self) -> None:
-        """Kill the ranks that have not ended."""
-        left = [rank for rank in range(len(self._processes)) if rank not in self._ended]
-        self._killed.update(left)
-        for rank in left:
-            self._processes[rank].kill()
-        for rank in left:
-            self._processes[rank].join()
-            self._ended[rank] = 0
-        for pipe in self._pipes:
-            pipe.close()
-        self._pipes.clear()
-
-    def outcome(self) -> Any:
-        """Return rank 0's result, or raise the cause of the failure."""
-        if self._hang is not None:
-            report, verdict = self._hang
-            raise RankFailed(verdict, report)
-        failed = {rank: answer for rank, answer in self._answers.items() if answer.time}
-        own = {rank: answer for rank, answer in failed.items() if not answer.lost}
-        if own:
-            rank = min(own, key=lambda rank: own[rank].time)
-            if own[rank].sentence:
-                raise UserError(own[rank].sentence)
-            raise self._failure(f"rank {rank} failed, and the run ended with it.\n\n{own[rank].trace}")
-        asked = self._asked < float("inf")
-        unexplained = self._ended.keys() - self._answers.keys() - (self._killed if failed else set())
-        silent = [rank for rank in self._ended if rank in unexplained]
-        if 0 in self._answers and 0 not in failed and (asked or (not silent and not failed)):
-            return self._answers[0].result
-        if asked:
-            late = [rank for rank, code in self._ended.items() if code == -signal.SIGALRM]
-            raise KeyboardInterrupt(self._late or (_late(late, self._grace) if late else ""))
-        for rank in silent:
-            if -self._ended[rank] in STOP_SIGNALS:
-                raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
-        if silent:  # what the others then lost explains nothing
-            code = next((self._ended[rank] for rank in silent if self._ended[rank] < 0), self._ended[silent[0]])
-            alike = [rank for rank in silent if self._ended[rank] == code]
-            raise self._failure(describe_end(alike, how_ended(code)))
-        rank = min(failed, key=lambda rank: failed[rank].time)
-        raise self._failure(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
-
-    def _failure(self, verdict: str) -> RankFailed:
-        """Return a failure with a report on all ranks."""
-        if self._watch is None:
-            return RankFailed(verdict)
-        fates = {rank: how_ended(code) for rank, code in self._ended.items() if rank not in self._answers and code}
-        for rank, answer in self._answers.items():
-            fates[rank] = "lost its connection" if answer.lost else "failed" if answer.time else "has ended"
-        return RankFailed(verdict, self._watch.report(fates))
-
-
 def _late(ranks: Sequence[int], grace: int) -> str:
     return f"{rank_names([*ranks])} did not end within {grace} s"
-
-
-def how_ended(code: int) -> str:
-    """Describe the end of a process by its exit code, or minus the signal that ended it."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was killed ({signal.Signals(-code).name}" + ("; out of memory?)" if -code == signal.SIGKILL else ")")

@@ -128,26 +128,6 @@ ONE_GPU = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 """Variables with which a launcher shows each rank a single GPU, as `srun --gpus-per-task=1` does."""
 
 
-def _launched_device(environment: LaunchEnvironment) -> torch.device:
-    """Return the device of a launcher's rank: the only GPU that it sees, or the GPU with its number on the host.
-
-    Raises:
-        UserError: if the host has fewer GPUs than ranks.
-    """
-    gpus, local_rank = gpu_count(), environment.local_rank
-    ranks = environment.local_world or local_rank + 1
-    shown = next((f"{name} is {os.environ[name]!r}" for name in ONE_GPU if name in os.environ), "")
-    if gpus == 1 and shown:
-        return device_of(0, 1)  # that no other rank has the same is seen when they meet
-    if 0 < gpus < ranks:
-        raise UserError(
-            f"rank {environment.rank} is number {local_rank} of {ranks} on its host and sees {counted(gpus, 'GPU')} "
-            f"({shown or 'CUDA_VISIBLE_DEVICES is not set'}); start one rank for each GPU, or show each rank one of "
-            "its own (srun --gpus-per-task=1), or hide them all by CUDA_VISIBLE_DEVICES= to compute on the CPU"
-        )
-    return device_of(local_rank, ranks)
-
-
 def launched_ranks(otherwise: int) -> int:
     """Return the number of processes that a launcher started; `otherwise` if none did."""
     environment = find_launch_environment(os.environ)
@@ -217,18 +197,6 @@ def run_ranks(
         return _call(environment.rank, device, function, *arguments)
 
 
-def _identify(device: torch.device) -> str:
-    """Return a string, in JSON, that tells the device of a rank from all others: its type, the host, and the GPU's
-    identity.
-    """
-    import torch
-
-    found: Any = cast(Any, torch.cuda).get_device_properties(device) if device.type == "cuda" else None
-    gpu = "" if found is None else str(getattr(found, "uuid", ""))
-    slices = any("MIG" in os.environ.get(name, "") for name in ONE_GPU)  # of a GPU, which may have its identity
-    return json.dumps((device.type, socket.gethostname(), "" if slices else gpu))
-
-
 def require_own_devices(places: Sequence[str]) -> None:
     """Refuse ranks on different types of devices, which use different backends, and several ranks on one GPU.
 
@@ -253,6 +221,180 @@ def require_own_devices(places: Sequence[str]) -> None:
         )
 
 
+LONGEST = 1e8
+"""Longest wait in seconds, three years: torch counts in nanoseconds."""
+
+
+def start_limit(timeout: float) -> timedelta:
+    """Return the time limit for a launcher's ranks to meet."""
+    return timedelta(seconds=min(timeout, LONGEST))
+
+
+def torch_limit(timeout: float) -> timedelta:
+    """Return the time limit after which torch itself fails: later than the watchdog, which first reports which rank
+    hangs.
+    """
+    return start_limit(timeout + 2 * START)
+
+
+PREFIX = "shardlab-ranks-"
+
+LOCK = "held"
+"""File in the folder of a rendezvous that its process keeps locked while it lives."""
+
+RESERVED_BYTES = 1 << 15
+"""Most bytes that ranks write there while they meet; reserved in advance, so that a full disk is noticed first."""
+
+
+@contextmanager
+def rendezvous_file() -> Generator[Path]:
+    """Yield the path of a new file for torch's FileStore. Folders of processes that were killed are removed first.
+
+    Raises:
+        UserError: if the folder for temporary files is full or cannot be written.
+    """
+    try:
+        _remove_stale(Path(tempfile.gettempdir()))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    except OSError as error:
+        raise _disk_error(error) from None
+    try:
+        try:
+            held = _create_lock(folder)
+        except OSError as error:
+            raise _disk_error(error) from None
+        with held:
+            yield folder / "store"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_wakeups() -> bool:
+    """Keep this thread, and those that it starts from now on, from taking a core from another thread when they wake up.
+
+    gloo's own thread wakes up when a message comes, often while the computing thread holds the lock of that message's
+    connection: it has just written there. If the waking thread takes the core, it finds the lock held and looks again
+    and again (`Pair::handleEvents` of gloo's `transport/tcp/pair.cc`) until its time slice is over: milliseconds for a
+    message of microseconds. Under SCHED_BATCH (sched(7)) a waking thread takes the core from nobody.
+
+    A policy that the user has chosen stays. On other systems than Linux nothing changes.
+
+    Returns:
+        Whether the policy was changed.
+    """
+    return _change_policy("SCHED_OTHER", "SCHED_BATCH")
+
+
+def restore_wakeups() -> None:
+    """Let this thread, and those that it starts from now on, take a core when they wake up, which is Linux's default.
+
+    Threads that compute an op together wait for each other at its end. If one of them has slept and must wait for a
+    core as long as another process has it, all of them wait. Threads that were started before keep their policy.
+    """
+    _change_policy("SCHED_BATCH", "SCHED_OTHER")
+
+
+_REQUESTED = re.compile(r"(?:[Tt]ried to allocate|unable to mmap) (\d+ bytes|[\d.]+ [KMG]iB)")
+"""In torch's words for it."""
+
+_THREAD = "can't start new thread"  # for which there is no stack
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that there is not enough memory."""
+    text = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and bool(_REQUESTED.search(text) or _THREAD in text)
+    )
+
+
+def out_of_memory(rank: int, device: torch.device, error: BaseException) -> UserError:
+    """Return the error of a rank without memory: what it asked for, what it had, and the remedy."""
+    found = _REQUESTED.search(str(error))
+    asked = found[1] if found else "memory"
+    if asked.endswith(" bytes"):
+        asked = bytes_text(int(asked.partition(" ")[0]))
+    limit = memory_limit()
+    has = "its GPU has free" if device.type == "cuda" else "is free on this host"
+    if device.type != "cuda" and limit is not None:
+        has = f"the process may take by its limit of {bytes_text(limit)} (ulimit -d or -v)"
+    place = "host" if device.type == "cuda" else "disk"
+    return UserError(
+        f"rank {rank} is out of memory: it asked for {asked}, more than {has}; keep less on each rank, by "
+        f"--offload parameters={place} optimizer={place}, a strategy that shards such as fsdp or zero-3, more ranks, "
+        "or a smaller --micro-batch-size"
+    )
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_NEVER = 2**31 - 1
+_SMALL = 2**18
+_LARGEST = 32 * 2**20  # the most that glibc takes: HEAP_MAX_SIZE / 2 of its malloc/arena.c on 64 bits
+
+
+def memory_limit() -> int | None:
+    """Return the bytes of private memory that this process may take by `ulimit -d` and `-v`; None without a limit."""
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
+    return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=None)
+
+
+def set_heap() -> None:
+    """Make glibc keep freed memory for the next step, or return every large block if the process has a memory limit.
+
+    A training step takes and frees the same memory again and again. By default glibc returns the free end of the heap
+    to the system (mallopt(3), M_TRIM_THRESHOLD) and asks for large blocks one by one (M_MMAP_THRESHOLD), so every step
+    touches new pages, which the system fills with zeros.
+
+    Freed memory is not always reused: torch asks for aligned blocks, and glibc before 2.38 seldom returns one from
+    where it was freed, so a heap can grow to several times of what lives in it. A process with a memory limit is
+    therefore slower instead.
+
+    On other systems than glibc nothing changes.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    if memory_limit() is None:
+        mallopt(_TRIM_THRESHOLD, _NEVER)
+        mallopt(_MMAP_THRESHOLD, _LARGEST)
+    else:
+        mallopt(_MMAP_THRESHOLD, _SMALL)
+
+
+def _launched_device(environment: LaunchEnvironment) -> torch.device:
+    """Return the device of a launcher's rank: the only GPU that it sees, or the GPU with its number on the host.
+
+    Raises:
+        UserError: if the host has fewer GPUs than ranks.
+    """
+    gpus, local_rank = gpu_count(), environment.local_rank
+    ranks = environment.local_world or local_rank + 1
+    shown = next((f"{name} is {os.environ[name]!r}" for name in ONE_GPU if name in os.environ), "")
+    if gpus == 1 and shown:
+        return device_of(0, 1)  # that no other rank has the same is seen when they meet
+    if 0 < gpus < ranks:
+        raise UserError(
+            f"rank {environment.rank} is number {local_rank} of {ranks} on its host and sees {counted(gpus, 'GPU')} "
+            f"({shown or 'CUDA_VISIBLE_DEVICES is not set'}); start one rank for each GPU, or show each rank one of "
+            "its own (srun --gpus-per-task=1), or hide them all by CUDA_VISIBLE_DEVICES= to compute on the CPU"
+        )
+    return device_of(local_rank, ranks)
+
+
+def _identify(device: torch.device) -> str:
+    """Return a string, in JSON, that tells the device of a rank from all others: its type, the host, and the GPU's
+    identity.
+    """
+    import torch
+
+    found: Any = cast(Any, torch.cuda).get_device_properties(device) if device.type == "cuda" else None
+    gpu = "" if found is None else str(getattr(found, "uuid", ""))
+    slices = any("MIG" in os.environ.get(name, "") for name in ONE_GPU)  # of a GPU, which may have its identity
+    return json.dumps((device.type, socket.gethostname(), "" if slices else gpu))
+
+
 def _gather(mine: tuple[str, str]) -> list[tuple[str, str]]:
     import torch.distributed as dist
 
@@ -269,22 +411,6 @@ def _start_local(
     with rendezvous_file() as store:  # it outlives every rank
         meeting = ranks, str(store), joining
         return run_processes(ranks, preload, _run_started, *meeting, function, *arguments, watching=watching)
-
-
-LONGEST = 1e8
-"""Longest wait in seconds, three years: torch counts in nanoseconds."""
-
-
-def start_limit(timeout: float) -> timedelta:
-    """Return the time limit for a launcher's ranks to meet."""
-    return timedelta(seconds=min(timeout, LONGEST))
-
-
-def torch_limit(timeout: float) -> timedelta:
-    """Return the time limit after which torch itself fails: later than the watchdog, which first reports which rank
-    hangs.
-    """
-    return start_limit(timeout + 2 * START)
 
 
 def _run_started(
@@ -363,38 +489,6 @@ def _elastic() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-PREFIX = "shardlab-ranks-"
-
-LOCK = "held"
-"""File in the folder of a rendezvous that its process keeps locked while it lives."""
-
-RESERVED_BYTES = 1 << 15
-"""Most bytes that ranks write there while they meet; reserved in advance, so that a full disk is noticed first."""
-
-
-@contextmanager
-def rendezvous_file() -> Generator[Path]:
-    """Yield the path of a new file for torch's FileStore. Folders of processes that were killed are removed first.
-
-    Raises:
-        UserError: if the folder for temporary files is full or cannot be written.
-    """
-    try:
-        _remove_stale(Path(tempfile.gettempdir()))
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    except OSError as error:
-        raise _disk_error(error) from None
-    try:
-        try:
-            held = _create_lock(folder)
-        except OSError as error:
-            raise _disk_error(error) from None
-        with held:
-            yield folder / "store"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _create_lock(folder: Path) -> FileIO:
     """Create the locked file of a folder. It gets its name after it is locked, so that nobody finds it unlocked."""
     new = folder / "new"
@@ -434,31 +528,6 @@ def _disk_error(error: OSError) -> UserError:
     )
 
 
-def set_wakeups() -> bool:
-    """Keep this thread, and those that it starts from now on, from taking a core from another thread when they wake up.
-
-    gloo's own thread wakes up when a message comes, often while the computing thread holds the lock of that message's
-    connection: it has just written there. If the waking thread takes the core, it finds the lock held and looks again
-    and again (`Pair::handleEvents` of gloo's `transport/tcp/pair.cc`) until its time slice is over: milliseconds for a
-    message of microseconds. Under SCHED_BATCH (sched(7)) a waking thread takes the core from nobody.
-
-    A policy that the user has chosen stays. On other systems than Linux nothing changes.
-
-    Returns:
-        Whether the policy was changed.
-    """
-    return _change_policy("SCHED_OTHER", "SCHED_BATCH")
-
-
-def restore_wakeups() -> None:
-    """Let this thread, and those that it starts from now on, take a core when they wake up, which is Linux's default.
-
-    Threads that compute an op together wait for each other at its end. If one of them has slept and must wait for a
-    core as long as another process has it, all of them wait. Threads that were started before keep their policy.
-    """
-    _change_policy("SCHED_BATCH", "SCHED_OTHER")
-
-
 def _change_policy(before: str, after: str) -> bool:
     """Replace the policy `before` of sched(7) by `after`, and return whether this thread had it."""
     if sys.platform == "linux":
@@ -467,72 +536,3 @@ def _change_policy(before: str, after: str) -> bool:
                 os.sched_setscheduler(0, getattr(os, after), os.sched_param(0))
                 return True
     return False
-
-
-_REQUESTED = re.compile(r"(?:[Tt]ried to allocate|unable to mmap) (\d+ bytes|[\d.]+ [KMG]iB)")
-"""In torch's words for it."""
-
-_THREAD = "can't start new thread"  # for which there is no stack
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that there is not enough memory."""
-    text = str(error)
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and bool(_REQUESTED.search(text) or _THREAD in text)
-    )
-
-
-def out_of_memory(rank: int, device: torch.device, error: BaseException) -> UserError:
-    """Return the error of a rank without memory: what it asked for, what it had, and the remedy."""
-    found = _REQUESTED.search(str(error))
-    asked = found[1] if found else "memory"
-    if asked.endswith(" bytes"):
-        asked = bytes_text(int(asked.partition(" ")[0]))
-    limit = memory_limit()
-    has = "its GPU has free" if device.type == "cuda" else "is free on this host"
-    if device.type != "cuda" and limit is not None:
-        has = f"the process may take by its limit of {bytes_text(limit)} (ulimit -d or -v)"
-    place = "host" if device.type == "cuda" else "disk"
-    return UserError(
-        f"rank {rank} is out of memory: it asked for {asked}, more than {has}; keep less on each rank, by "
-        f"--offload parameters={place} optimizer={place}, a strategy that shards such as fsdp or zero-3, more ranks, "
-        "or a smaller --micro-batch-size"
-    )
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-_NEVER = 2**31 - 1
-_SMALL = 2**18
-_LARGEST = 32 * 2**20  # the most that glibc takes: HEAP_MAX_SIZE / 2 of its malloc/arena.c on 64 bits
-
-
-def memory_limit() -> int | None:
-    """Return the bytes of private memory that this process may take by `ulimit -d` and `-v`; None without a limit."""
-    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
-    return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=None)
-
-
-def set_heap() -> None:
-    """Make glibc keep freed memory for the next step, or return every large block if the process has a memory limit.
-
-    A training step takes and frees the same memory again and again. By default glibc returns the free end of the heap
-    to the system (mallopt(3), M_TRIM_THRESHOLD) and asks for large blocks one by one (M_MMAP_THRESHOLD), so every step
-    touches new pages, which the system fills with zeros.
-
-    Freed memory is not always reused: torch asks for aligned blocks, and glibc before 2.38 seldom returns one from
-    where it was freed, so a heap can grow to several times of what lives in it. A process with a memory limit is
-    therefore slower instead.
-
-    On other systems than glibc nothing changes.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    if memory_limit() is None:
-        mallopt(_TRIM_THRESHOLD, _NEVER)
-        mallopt(_MMAP_THRESHOLD, _LARGEST)
-    else:
-        mallopt(_MMAP_THRESHOLD, _SMALL)
