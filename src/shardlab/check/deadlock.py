@@ -107,17 +107,13 @@ class Replay:
     NCCL queues operations as follows (ProcessGroupNCCL::pointToPoint in torch 2.9 to 2.13, and NCCL's documentation):
 
     - After `init_process_group(device_id=...)` all messages of a process group, batched or not, use its communicator.
-    So
-      they run one after the other (pytorch/pytorch#156748, first #154132, whose warning says so).
+      So they run one after the other (pytorch/pytorch#156748, first #154132, whose warning says so).
     - Without `device_id`, a single send or receive uses a communicator of the two ranks. It is created at its first
-    use,
-      while the process waits for the other one. `batch_isend_irecv` uses the group's communicator. So one end of a
-          message
-      in a batch never meets an end outside it.
+      use, while the process waits for the other one. `batch_isend_irecv` uses the group's communicator. So one end of a
+      message in a batch never meets an end outside it.
     - Operations on two communicators of a GPU may run side by side, but CUDA does not promise it, and the first message
       between two ranks also waits for a connection. If two ranks issue a message and a collective in different orders,
-          or
-      two collectives, either may hold what the other waits for (NVIDIA/nccl#783, #1192, #1766; NCCL's documentation,
+      or two collectives, either may hold what the other waits for (NVIDIA/nccl#783, #1192, #1766; NCCL's documentation,
       "Using multiple NCCL communicators concurrently"). So QUEUED has one queue for each rank.
     """
 
