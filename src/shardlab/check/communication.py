@@ -234,65 +234,6 @@ class CommunicationCheck:
                 self._wake(state)
 
 
-def _call(op: Op) -> Call:
-    return call_of(op[0], op.root, op.reduction)
-
-
-def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
-    """Return the value that this rank gives, after a check of the op's inputs and outputs against the call."""
-    collective_calls.require_valid_call(call, group.ranks)
-    reads, makes = collective_calls.value_counts(call, state.index)
-    if (len(op[2]), len(op[3])) != (reads, makes):
-        given = f"has {counted(len(op[2]), 'input')} and {counted(len(op[3]), 'output')}"
-        remedy = f"the part of rank {state.index} reads {reads} and makes {makes}, give these"
-        state.refuse("malformed tape", given, remedy)
-    if reads:
-        spec = state.live[op[2][0]]
-        state.want_layer(op, spec[0].layer)
-        if spec[0].place:
-            require_on_device(spec.about(call.kind.row.name), spec)
-        return spec
-    if makes:
-        if op.expect is None:
-            state.refuse("malformed tape", "the tape does not say what comes from the root", "say what it expects")
-        state.want_layer(op, op.expect.layer)
-    return None
-
-
-def _join(state: RankState, op: Op) -> Group:
-    """Return the group of this rank's first collective on it. Equal groups are one object, so that members meet."""
-    group, ranks = op.group, state.program.ranks
-    if group is None:
-        state.refuse("unknown group", "no group is given for this collective", "give one")
-    if (
-        state.index not in group.ranks
-        or len(set(group.ranks)) < len(group.ranks)
-        or not all(0 <= rank < ranks for rank in group.ranks)
-    ):
-        remedy = f"give rank {state.index} itself and others of 0-{ranks - 1}, each once"
-        state.refuse("unknown group", f"the group has the ranks {group.ranks}", remedy)
-    if group is not group_of(group.axis, group.ranks):
-        given = f"the group {group} was not made by group_of, so its members would not find each other"
-        state.refuse("unknown group", given, "make it by group_of")
-    state.groups.add(group)
-    return group
-
-
-def _together(state: RankState, op: Op) -> bool:
-    """Return whether an op may belong to the batch of the op before it.
-
-    A batch holds messages only, or collectives of one kind, group and dtype.
-    """
-    first = state.ops[state.batches.get(op.batch, state.at)]
-    return may_share_batch(first, op, state.specs) if op[0] in COLLECTIVES else first[0] in POINT_TO_POINT
-
-
-def _check_peer(state: RankState, op: Op) -> None:
-    if op.peer == state.index or not 0 <= op.peer < state.program.ranks:
-        remedy = f"the world has ranks 0-{state.program.ranks - 1}, name another of these"
-        state.refuse("unknown rank", f"rank {op.peer} is none that this rank can message", remedy)
-
-
 def refuse_second_wait(state: RankState, op: Op) -> NoReturn:
     """Refuse a WAIT for a communication that is not in flight."""
     state.refuse("nothing to wait for", f"handle {op.handle} is not in flight", "wait for each communication once")
@@ -413,3 +354,62 @@ class LiveValues(dict[int, Spec]):
 
     def __missing__(self, number: int) -> NoReturn:
         self.state.refuse_input(number)
+
+
+def _call(op: Op) -> Call:
+    return call_of(op[0], op.root, op.reduction)
+
+
+def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
+    """Return the value that this rank gives, after a check of the op's inputs and outputs against the call."""
+    collective_calls.require_valid_call(call, group.ranks)
+    reads, makes = collective_calls.value_counts(call, state.index)
+    if (len(op[2]), len(op[3])) != (reads, makes):
+        given = f"has {counted(len(op[2]), 'input')} and {counted(len(op[3]), 'output')}"
+        remedy = f"the part of rank {state.index} reads {reads} and makes {makes}, give these"
+        state.refuse("malformed tape", given, remedy)
+    if reads:
+        spec = state.live[op[2][0]]
+        state.want_layer(op, spec[0].layer)
+        if spec[0].place:
+            require_on_device(spec.about(call.kind.row.name), spec)
+        return spec
+    if makes:
+        if op.expect is None:
+            state.refuse("malformed tape", "the tape does not say what comes from the root", "say what it expects")
+        state.want_layer(op, op.expect.layer)
+    return None
+
+
+def _join(state: RankState, op: Op) -> Group:
+    """Return the group of this rank's first collective on it. Equal groups are one object, so that members meet."""
+    group, ranks = op.group, state.program.ranks
+    if group is None:
+        state.refuse("unknown group", "no group is given for this collective", "give one")
+    if (
+        state.index not in group.ranks
+        or len(set(group.ranks)) < len(group.ranks)
+        or not all(0 <= rank < ranks for rank in group.ranks)
+    ):
+        remedy = f"give rank {state.index} itself and others of 0-{ranks - 1}, each once"
+        state.refuse("unknown group", f"the group has the ranks {group.ranks}", remedy)
+    if group is not group_of(group.axis, group.ranks):
+        given = f"the group {group} was not made by group_of, so its members would not find each other"
+        state.refuse("unknown group", given, "make it by group_of")
+    state.groups.add(group)
+    return group
+
+
+def _together(state: RankState, op: Op) -> bool:
+    """Return whether an op may belong to the batch of the op before it.
+
+    A batch holds messages only, or collectives of one kind, group and dtype.
+    """
+    first = state.ops[state.batches.get(op.batch, state.at)]
+    return may_share_batch(first, op, state.specs) if op[0] in COLLECTIVES else first[0] in POINT_TO_POINT
+
+
+def _check_peer(state: RankState, op: Op) -> None:
+    if op.peer == state.index or not 0 <= op.peer < state.program.ranks:
+        remedy = f"the world has ranks 0-{state.program.ranks - 1}, name another of these"
+        state.refuse("unknown rank", f"rank {op.peer} is none that this rank can message", remedy)

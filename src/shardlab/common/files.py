@@ -120,36 +120,6 @@ def atomic_folder(path: Path) -> Generator[Path, None, None]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-@contextmanager
-def _made(folder: Path) -> Generator[None, None, None]:
-    """Make a folder and lock it during the block. Make it again if another process removed it before the lock."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder) as mine:
-            if mine and folder.exists():
-                yield
-                return
-
-
-@contextmanager
-def _locked(folder: Path) -> Generator[bool, None, None]:
-    """Lock a folder during the block. Yield False if another process holds the lock."""
-    try:
-        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # it was renamed or removed meanwhile, or is no folder
-        yield False
-        return
-    try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = True
-    except OSError:
-        free = False
-    try:
-        yield free
-    finally:
-        os.close(place)
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file that appears whole or not at all."""
     with atomic_file(path) as part:
@@ -203,16 +173,6 @@ def parse_document(loads: Callable[[str], Any], text: str) -> Any:
     return data
 
 
-def _inside(value: Any) -> list[Any]:
-    """Return the tables and lists directly inside a value."""
-    inner: list[Any] = []
-    if isinstance(value, dict):
-        inner = list(cast(dict[str, Any], value).values())
-    elif isinstance(value, list):
-        inner = cast(list[Any], value)
-    return [each for each in inner if isinstance(each, dict | list)]
-
-
 def as_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     """Write tables as TOML, without the values that are None.
 
@@ -223,10 +183,6 @@ def as_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     """
     texts = [f"[{name}]\n{''.join(_lines(table))}" for name, table in tables.items()]
     return "\n".join(texts)
-
-
-def _lines(table: Mapping[str, Any]) -> list[str]:
-    return [f"{_key(name)} = {toml_value(value)}\n" for name, value in table.items() if value is not None]
 
 
 def toml_value(value: Any) -> str:
@@ -248,10 +204,6 @@ def toml_value(value: Any) -> str:
     return repr(value)
 
 
-def _key(name: str) -> str:
-    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else toml_value(name)
-
-
 def processor_name() -> str:
     """Return the name of the CPU, from /proc/cpuinfo if it exists, and otherwise from Python's `platform`."""
     try:
@@ -266,3 +218,51 @@ def cache_folder() -> Path:
     """Return the folder of measurements: `shardlab` in $XDG_CACHE_HOME or ~/.cache."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "shardlab"
+
+
+@contextmanager
+def _made(folder: Path) -> Generator[None, None, None]:
+    """Make a folder and lock it during the block. Make it again if another process removed it before the lock."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder) as mine:
+            if mine and folder.exists():
+                yield
+                return
+
+
+@contextmanager
+def _locked(folder: Path) -> Generator[bool, None, None]:
+    """Lock a folder during the block. Yield False if another process holds the lock."""
+    try:
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # it was renamed or removed meanwhile, or is no folder
+        yield False
+        return
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except OSError:
+        free = False
+    try:
+        yield free
+    finally:
+        os.close(place)
+
+
+def _inside(value: Any) -> list[Any]:
+    """Return the tables and lists directly inside a value."""
+    inner: list[Any] = []
+    if isinstance(value, dict):
+        inner = list(cast(dict[str, Any], value).values())
+    elif isinstance(value, list):
+        inner = cast(list[Any], value)
+    return [each for each in inner if isinstance(each, dict | list)]
+
+
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{_key(name)} = {toml_value(value)}\n" for name, value in table.items() if value is not None]
+
+
+def _key(name: str) -> str:
+    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else toml_value(name)
