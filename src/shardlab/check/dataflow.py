@@ -144,10 +144,7 @@ LOAD_OPT_STATE = OpKind.LOAD_OPT_STATE
 def trained_layers(program: Program) -> int:
     """Return the layers whose optimizer state any rank loads, as a bit set. The other layers are frozen.
 
-    If no rank loads any optimizer state, the result is all layers: such a program trains nothing, and is refused for
-    it.
-
-    They are all of them where no rank loads any: such a program trains nothing, and is refused for it.
+    If no rank loads any, the result is all layers: such a program trains nothing, and is refused for it.
     """
     sizes, trained = program.sizes, 0
     for layer in {op[1] for tape in program.tapes for op in tape if op[0] is LOAD_OPT_STATE}:

@@ -103,8 +103,6 @@ class ComputeVerbs(Tracer):
     def backward(self, layer: int, activation: Value, gradients: Value | Values, weight: Value) -> Values:
         """Compute a layer's backward pass.
 
-        What `forward` kept is used up. If it kept nothing, the layer is computed again first, where that can be done.
-
         Args:
             activation: the first input of the forward pass.
             gradients: the gradient of the layer's output; a tuple if it has several.
@@ -233,7 +231,7 @@ class ComputeVerbs(Tracer):
             stats: for slices, the `loss_stats` of all slices, gathered.
 
         Returns:
-            The gradient; of as many slices as were given.
+            The gradient, for the slices of `activation`.
 
         Raises:
             Refused: for another activation, for a term of a sum, and for slices without the statistics of all.
@@ -242,7 +240,7 @@ class ComputeVerbs(Tracer):
         return self._compute(OpKind.LOSS, len(self.layers), read, optimizer_step.loss)
 
     def loss_stats(self, logits: Value) -> Value:
-        """Compute what the loss needs of some slices of the logits: three numbers a token.
+        """Compute the statistics of some slices of the logits that the loss needs: three numbers a token.
 
         `all_gather` the result over the ranks that have the other slices, and give it to `loss`.
 

@@ -97,10 +97,12 @@ class Tracer(ABC):
         self._batches = 0
         self._batch = -1  # number of the open batch of messages
         self._counted = 0
-        self._next_count = VALUES_PER_COUNT  # at so many values or handles; costs a comparison an op
+        self._next_count = (
+            VALUES_PER_COUNT  # the next count is due at this number of values or handles; costs one comparison an op
+        )
 
     def refuse(self, rule: Rule, about: About | str, given: str, remedy: str) -> NoReturn:
-        """Raise `Refused` for what the program is doing now."""
+        """Raise `Refused` about the verb that the program calls."""
         raise Refused(rule, about, given, remedy).at(self.index, len(self.ops))
 
     def group(self, axis: str | None = None) -> Group:

@@ -43,7 +43,7 @@ class Value:
     """Symbol of a value on one rank while the program is traced. It has a spec, and no data.
 
     Attributes:
-        rank, number, spec: its rank, its number there, and what it is.
+        rank, number, spec: its rank, its number on that rank, and its spec.
         keys: how many store keys name it.
         reading: communications in flight that read it. Until they complete it is read-only and stays alive.
         alive: whether ops may use it.

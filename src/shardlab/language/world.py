@@ -71,7 +71,7 @@ class World:
     """
 
     most_ops = MAX_OPS
-    """Ops on all tapes, unless `trace_limits` sets another limit."""
+    """Limit of the ops on all tapes, unless `trace_limits` sets another one."""
 
     def __init__(
         self,
